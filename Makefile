@@ -1,0 +1,48 @@
+# Everything a newcomer needs. `make` alone lists the targets.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# Tests run in two processes; more threads inside each would only fight over the cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check format docs clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+run: setup ## train privately over five parties on the digits, and compare
+	@$(BIN)/fulcrum demo
+
+test: setup ## run all tests
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2
+
+check: setup ## format, lint and types, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup ## format and mend what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: setup ## write docs/settings.md anew from the settings' own words
+	$(BIN)/python docs/settings_page.py > docs/settings.md.new
+	mv docs/settings.md.new docs/settings.md
+
+clean: ## remove the environment and the caches; runs/ and .data/ stay
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests docs -name __pycache__ -prune -exec rm -rf {} +
+
+setup: $(STAMP) ## make .venv with the pinned dependencies (done once)
+
+# torch goes first and alone: its build (CPU or CUDA) is the machine's choice, and the lock only names its version.
+# The project itself is built with the pinned setuptools, without another trip to the package index.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Fulcrum needs Python 3.11 or newer: make PYTHON=python3.12")'
+	@echo "Setting up .venv: some minutes, once."
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@

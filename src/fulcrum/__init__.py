@@ -1,0 +1,66 @@
+"""Fulcrum: private federated learning that finds its own balance.
+
+    import fulcrum
+    result = fulcrum.train(data="digits", parties=5, epsilon=4.0, rounds=50)
+    result.accuracy, result.epsilon, result.model
+
+Names are imported when first used, so that `import fulcrum` costs nothing and the core runs with
+torch and numpy alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fulcrum.api import Result, execute, prepare, resume, rounds, train
+    from fulcrum.config import Settings
+    from fulcrum.data import Dataset
+    from fulcrum.errors import FulcrumError, InputError
+    from fulcrum.types import RoundResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Dataset",
+    "FulcrumError",
+    "InputError",
+    "Result",
+    "RoundResult",
+    "Settings",
+    "__version__",
+    "execute",
+    "prepare",
+    "resume",
+    "rounds",
+    "train",
+]
+
+_HOME = {
+    "Dataset": "fulcrum.data",
+    "FulcrumError": "fulcrum.errors",
+    "InputError": "fulcrum.errors",
+    "Result": "fulcrum.api",
+    "RoundResult": "fulcrum.types",
+    "Settings": "fulcrum.config",
+    "execute": "fulcrum.api",
+    "prepare": "fulcrum.api",
+    "resume": "fulcrum.api",
+    "rounds": "fulcrum.api",
+    "train": "fulcrum.api",
+}
+_MODULES = ("clip", "data")
+"""Modules that users reach as `fulcrum.data.from_arrays` without importing them first."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"fulcrum.{name}")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'fulcrum' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

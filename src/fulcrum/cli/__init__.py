@@ -1,0 +1,66 @@
+"""The command line: parses, calls, prints. Each file is one subject; heavy imports wait until a command runs.
+
+run.py       run, resume
+demo.py      demo
+plan.py      plan
+account.py   account
+data.py      data list, fetch, verify
+show.py      show, methods
+init.py      init
+options.py   the options that settings have
+view.py      tables and progress
+failures.py  exit codes, and one sentence for every failure
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from fulcrum import __version__
+from fulcrum.cli import account, data, demo, failures, init, options, plan, run, show
+
+app = typer.Typer(
+    name="fulcrum",
+    help="Private federated learning that finds its own balance.",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fulcrum {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Private federated learning that finds its own balance."""
+    options.help_without_command(context)
+
+
+app.command("run")(run.run)
+app.command("resume")(run.resume)
+app.command("show")(show.show)
+app.command("init")(init.init)
+app.command("plan")(plan.plan)
+app.command("account")(account.account)
+app.add_typer(data.app, name="data")
+app.command("methods")(show.methods)
+app.command("demo")(demo.demo)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0 done, 2 wrong input, 1 other failures, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = typer.main.get_command(app)
+    return failures.guarded(lambda: command.main(words, prog_name="fulcrum", standalone_mode=False), words)

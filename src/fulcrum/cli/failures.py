@@ -1,0 +1,125 @@
+"""Exit codes, and one sentence for every failure. No traceback unless `--debug` asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from fulcrum.errors import BudgetError, FulcrumError, InputError
+
+OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+FULL = {errno.ENOSPC, errno.EDQUOT}
+# typer brings its own copy of click in some versions and imports click in others; both have this tree.
+UsageError = typer.BadParameter.__bases__[0]
+ClickException = UsageError.__bases__[0]
+
+
+class Interrupted(Exception):
+    """Ctrl-C during a run; carries the sentence that says how to go on."""
+
+
+class Stopped(FulcrumError):
+    """A run that had begun ended early; what was released before stays released."""
+
+
+@contextlib.contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Around a run: Ctrl-C ends it with the command that continues it."""
+    try:
+        yield
+    except BudgetError as error:
+        metrics = folder / "metrics.jsonl"
+        if metrics.is_file() and metrics.stat().st_size:
+            raise Stopped(str(error)) from error
+        raise
+    except KeyboardInterrupt:
+        if (folder / "run.json").is_file():
+            raise Interrupted(f"interrupted; continue with: fulcrum resume {shlex.quote(str(folder))}") from None
+        raise Interrupted("interrupted before the first round; nothing was kept.") from None
+
+
+def guarded(call: Callable[[], Any], words: Sequence[str]) -> int:
+    """Call, and turn whatever happens into an exit code and at most one sentence on stderr."""
+    try:
+        code = call()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (head, less) has gone; Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        code, sentence = explain(error)
+        print(sentence, file=sys.stderr)
+        return code
+    if code == INTERRUPTED:  # some versions of typer turn Ctrl-C into this code, others into Abort
+        print("interrupted.", file=sys.stderr)
+    return code if isinstance(code, int) else OK
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """Exit code and sentence of a failure; the first row that fits."""
+    for kind, (code, words) in SENTENCES.items():
+        if isinstance(error, kind):
+            return (WRONG_INPUT if is_full(error.__cause__) else code), words(error)
+    if is_full(error):
+        return (
+            WRONG_INPUT,
+            "error: the disk is full; free some space, then start again or continue with fulcrum resume.",
+        )
+    if isinstance(error, OSError) and error.filename is not None:
+        return WRONG_INPUT, f"error: {error.filename}: {error.strerror}."
+    return FAILED, f"internal error: {type(error).__name__}: {_one_line(error)}; run again with --debug to see where."
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether the disk (or the user's share of it) is full, whichever library noticed."""
+    return (
+        (isinstance(error, OSError) and error.errno in FULL)
+        or getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
+        or "No space left on device" in str(error)
+    )
+
+
+def _said(error: BaseException) -> str:
+    return f"error: {error}"
+
+
+def _usage(error: Any) -> str:
+    """What typer says, with one suggestion in place of its list."""
+    near = difflib.get_close_matches(
+        getattr(error, "option_name", ""), getattr(error, "possibilities", None) or [], n=1
+    )
+    if near:
+        return f"error: no such option: {error.option_name}; did you mean {near[0]}?"
+    said = _one_line(error.format_message())
+    context = getattr(error, "ctx", None)
+    more = "" if context is None or said.endswith("?") else f" (see {context.command_path} --help)"
+    return f"error: {said.rstrip('.')}{more}" + ("" if said.endswith("?") else ".")
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+SENTENCES: dict[type[BaseException], tuple[int, Callable[[Any], str]]] = {
+    Interrupted: (INTERRUPTED, str),
+    KeyboardInterrupt: (INTERRUPTED, lambda _: "interrupted."),
+    typer.Abort: (INTERRUPTED, lambda _: "interrupted."),
+    UsageError: (WRONG_INPUT, _usage),
+    ClickException: (WRONG_INPUT, _usage),
+    InputError: (WRONG_INPUT, _said),
+    BudgetError: (WRONG_INPUT, _said),
+    FulcrumError: (FAILED, _said),
+}

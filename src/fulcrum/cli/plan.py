@@ -1,0 +1,120 @@
+"""`fulcrum plan`: what a configuration will cost and how noisy it will be, before training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fulcrum.cli import show, view
+from fulcrum.cli.options import Debug, Json, with_settings
+from fulcrum.config import Settings, local_steps
+from fulcrum.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fulcrum.plan import Plan
+
+MANY = 20
+"""More parties than this are shown by group: those with the same terms in one line."""
+COLUMNS = ("party", "units n", "rate q", "batch q n", "sigma", "epsilon rdp", "epsilon pld", "noise / C", "along v / C")
+
+
+@with_settings
+def plan(
+    settings: Settings,
+    for_epsilon: Annotated[
+        float | None, typer.Option("--for-epsilon", help="With --sigma: say how many rounds this budget allows.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a run would cost and how noisy it would be, without training."""
+    if for_epsilon is not None:
+        print_rounds(settings, for_epsilon, as_json)
+        return
+    from fulcrum import api
+
+    federation = api.prepare(settings)
+    made, dim = federation.plan, federation.problem.layout.dim
+    if as_json:
+        view.print_json(made.to_json(dim))
+        return
+    for warning in show.warnings(federation):
+        view.say(f"warning: {warning}")
+    view.print_table(COLUMNS, by_party(made, dim) if made.parties <= MANY else by_group(made, dim))
+    whole = made.noise_to_signal(dim)
+    print(f"all parties together  noise / C {view.show(whole.ratio)}, along one direction {view.show(whole.direction)}")
+    costliest = max(range(len(made.groups)), key=made.ends.__getitem__)
+    points = made.curve(int((made.group_of == costliest).argmax()))
+    curve = [f"{rounds}: {view.epsilon(epsilon)}" for rounds, epsilon in points]
+    print(f"epsilon ({made.accountant}) at delta {made.delta:g} by rounds, costliest party  {', '.join(curve)}")
+    print(
+        f"noise / C is the noise of one step's mean gradient over its {dim:,} parameters, as a multiple of the "
+        "clipping norm; along v, its part in any one direction."
+    )
+
+
+def by_party(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
+    """One line a party."""
+    rows: list[tuple[view.Cell, ...]] = []
+    for k in range(made.parties):
+        party, noise = made.party(k), made.noise_to_signal(dim, k)
+        costs = (
+            party.sigma,
+            view.epsilon(party.epsilon_rdp),
+            view.epsilon(party.epsilon_pld),
+            noise.ratio,
+            noise.direction,
+        )
+        rows.append((party.name, party.units, party.rate, party.batch, *costs))
+    return rows
+
+
+def by_group(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
+    """One line for all parties with the same terms; sizes and what follows from them as ranges."""
+    rows: list[tuple[view.Cell, ...]] = []
+    for number, (group, (rdp, pld)) in enumerate(zip(made.groups, made.ends, strict=True)):
+        sizes = made.sizes[made.group_of == number]
+        ends = [int(sizes.argmin()), int(sizes.argmax())]
+        members = (made.group_of == number).nonzero()[0]
+        noises = [made.noise_to_signal(dim, int(members[end])) for end in reversed(ends)]
+        few, most = (int(sizes[end]) for end in ends)
+        rows.append(
+            (
+                f"{len(sizes)} parties",
+                between(few, most),
+                group.rate,
+                between(group.rate * few, group.rate * most),
+                group.sigma,
+                view.epsilon(rdp),
+                view.epsilon(pld),
+                between(noises[0].ratio, noises[1].ratio),
+                between(noises[0].direction, noises[1].direction),
+            )
+        )
+    return rows
+
+
+def between(low: float, high: float) -> str:
+    """A range, or the one value."""
+    return view.show(low) if low == high else f"{view.show(low)} to {view.show(high)}"
+
+
+def print_rounds(settings: Settings, epsilon: float, as_json: bool) -> None:
+    """The inverse question: how many rounds fit into a budget at a given noise."""
+    from fulcrum.plan import rounds_for_budget
+
+    if settings.privacy.sigma is None:
+        raise ConfigError("--for-epsilon asks how many rounds a budget allows at a given noise; give --sigma too.")
+    rounds = rounds_for_budget(settings, epsilon=epsilon)
+    train, privacy = settings.train, settings.privacy
+    steps = local_steps(train)
+    if as_json:
+        terms = {"sigma": privacy.sigma, "rate": train.rate, "steps": steps}
+        spent = {"epsilon": epsilon, "delta": privacy.delta, "accountant": privacy.accountant}
+        view.print_json({"rounds": rounds, **terms, **spent})
+        return
+    print(
+        f"{rounds} rounds of {steps} step{'s' if steps > 1 else ''} at rate {train.rate:g} and sigma "
+        f"{privacy.sigma:g} fit into epsilon {epsilon:g} at delta {privacy.delta:g} ({privacy.accountant})."
+    )

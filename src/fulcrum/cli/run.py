@@ -1,0 +1,69 @@
+"""`fulcrum run` and `fulcrum resume`."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fulcrum.cli import show, view
+from fulcrum.cli.failures import resumable
+from fulcrum.cli.options import Debug, Json, Quiet, with_settings
+from fulcrum.config import Settings
+
+
+@with_settings
+def run(
+    settings: Settings,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="New folder for the run; default runs/DATA-METHOD-TIME.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train one model privately over the data of several parties."""
+    from fulcrum import api
+
+    federation = api.prepare(settings)
+    folder = out if out is not None else free_folder(f"{slug(settings.data.source)}-{settings.method}")
+    for warning in show.warnings(federation):
+        view.say(f"warning: {warning}", quiet)
+    with resumable(folder), view.progress(settings.method, settings.train.rounds, quiet) as on_round:
+        result = api.execute(federation, folder, on_round)
+    show.print_summary(result.summary, folder, as_json)
+
+
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Continue a run after Ctrl-C or a crash, as if it had never stopped."""
+    from fulcrum import api, record, settings_file
+
+    record.load_json(folder, "run.json")
+    settings = settings_file.read(folder / "settings.toml")
+    with resumable(folder), view.progress(settings.method, settings.train.rounds, quiet) as on_round:
+        result = api.resume(folder, on_round)
+    show.print_summary(result.summary, folder, as_json)
+
+
+def free_folder(name: str) -> Path:
+    """runs/NAME-TIME, with a number behind it where that is taken."""
+    stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    number, folder = 1, Path("runs") / stem
+    while folder.exists():
+        number += 1
+        folder = Path("runs") / f"{stem}-{number}"
+    return folder
+
+
+def slug(source: str) -> str:
+    """A data source as part of a folder's name: mnist, patients (for a/patients.npz), package.module-function."""
+    name = Path(source).stem if source.endswith(".npz") else source
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "data"

@@ -1,0 +1,132 @@
+"""`fulcrum show` and `fulcrum methods`, and the summary that ends every run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fulcrum.cli import view
+from fulcrum.cli.options import Debug, Json
+
+if TYPE_CHECKING:
+    from fulcrum.federate import Federation
+
+NOMINAL = "nominal: this rule looks at private values to set C, so no epsilon holds"
+MANY = 8
+"""More parties than this are summed up as a range."""
+
+
+def show(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show a run: its accuracy, what it cost each party, and how C moved."""
+    from fulcrum import record
+
+    run = record.load_json(folder, "run.json")
+    if (folder / "summary.json").is_file():
+        print_summary(record.load_summary(folder), folder, as_json)
+        return
+    lines = record.load_metrics(folder)
+    if as_json:
+        view.print_json(
+            {"finished": False, "rounds_done": len(lines), "run": run, "last": lines[-1] if lines else None}
+        )
+        return
+    last = lines[-1] if lines else {}
+    view.print_facts(
+        [
+            ("rounds done", len(lines)),
+            ("accuracy", view.percent(last.get("accuracy"))),
+            ("epsilon so far", view.epsilon(last.get("epsilon"))),
+            ("folder", folder),
+        ]
+    )
+    view.say(f"The run is not finished; continue with: fulcrum resume {folder}")
+
+
+def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool) -> None:
+    """A run's summary.json for a program, or its main facts for a person."""
+    if as_json:
+        view.print_json({**summary, "folder": None if folder is None else str(folder)})
+        return
+    facts: list[tuple[str, view.Cell]] = [
+        ("method", summary["method"]),
+        ("rounds", f"{summary['rounds']}, {summary['status']}"),
+        ("accuracy", f"{view.percent(summary['accuracy'])} on {summary['evaluated_on']}"),
+        ("epsilon", guarantee(summary)),
+    ]
+    if summary["private"] and summary.get("epsilons"):
+        facts.append(("by party", spread(summary["epsilons"])))
+    facts += [("C", course(summary["C"])), ("folder", folder)]
+    view.print_facts(facts)
+
+
+def guarantee(summary: Mapping[str, Any]) -> str:
+    """The epsilon of a run in words that claim no more than it gives."""
+    if not summary["private"]:
+        return "none: nothing was protected"
+    nominal = "" if summary["sound"] else f"; {NOMINAL}"
+    by = "by pld" if summary["accountant"] == "pld" else f"by rdp; {view.epsilon(summary['epsilon_pld'])} by pld"
+    largest = f"at delta {summary['delta']:g}, the largest of any party"
+    return f"{view.epsilon(summary['epsilon'])} {largest} ({by}){nominal}"
+
+
+def spread(epsilons: Mapping[str, Any]) -> str:
+    """Each party's epsilon; the common one, or the range, of many."""
+    known = [float(value) for value in epsilons.values()]
+    if max(known) == min(known):
+        return f"{view.epsilon(known[0])} each of {len(known)}"
+    if len(known) > MANY:
+        return f"{view.epsilon(min(known))} to {view.epsilon(max(known))} over {len(known)}"
+    return ", ".join(f"{name} {view.epsilon(value)}" for name, value in zip(epsilons, known, strict=True))
+
+
+def course(C: Sequence[Any]) -> str:
+    """How C moved: some values, and small bars where it moved at all."""
+    values = [float(value) for value in C]
+    if not values or values[0] == float("inf"):
+        return "no clipping"
+    if max(values) == min(values):
+        return f"{view.show(values[0])} throughout"
+    return f"{view.few(values)}  {view.sparkline(values)}"
+
+
+def warnings(federation: Federation) -> list[str]:
+    """What a user must know before trusting the run."""
+    return [*federation.problem.dataset.warnings, *federation.plan.warnings]
+
+
+def methods(as_json: Json = False, debug: Debug = False) -> None:
+    """List the methods: presets that --method takes."""
+    from fulcrum.clip import find_rule
+    from fulcrum.methods import METHODS
+
+    rules = {method.name: find_rule(method.parts["clip"]["rule"]) for method in METHODS.values()}
+    if as_json:
+        view.print_json(
+            [
+                {**dataclasses.asdict(method), "sound": rules[name].sound, "cost": rules[name].cost}
+                for name, method in METHODS.items()
+            ]
+        )
+        return
+    columns = ("method", "protects", "cost", "what it does", "from")
+    rows = [
+        (
+            name if rules[name].sound else f"{name} †",
+            method.unit or "nothing",
+            rules[name].cost,
+            method.summary,
+            method.reference,
+        )
+        for name, method in METHODS.items()
+    ]
+    view.print_table(columns, rows)
+    if not all(rule.sound for rule in rules.values()):
+        view.say(f"† {NOMINAL}.")

@@ -1,0 +1,139 @@
+"""What people see: results on stdout, messages and progress on stderr. Colour, bars and boxes on a terminal only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from fulcrum.types import RoundResult
+
+Cell = object
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def say(line: str, quiet: bool = False) -> None:
+    """A message to the person, not part of the result."""
+    if not quiet:
+        print(line, file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """The result for a program: valid JSON, infinities as "inf"."""
+    from fulcrum.record import plain
+
+    print(json.dumps(plain(value), indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str = "") -> None:
+    """A table: boxed on a terminal; plain aligned columns in a pipe, where a program may cut them."""
+    cells = [[show(cell) for cell in row] for row in rows]
+    console = Console()
+    if console.is_terminal:
+        table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for name in columns:
+            table.add_column(name)
+        for row in cells:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(table)
+        return
+    if title:
+        print(title)
+    widths = [max(len(text) for text in column) for column in zip(columns, *cells, strict=True)]
+    for row in [list(columns), *cells]:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_facts(facts: Sequence[tuple[str, Cell]]) -> None:
+    """Name and value, one a line."""
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        print(f"{name.ljust(width)}  {show(value)}")
+
+
+def show(value: Cell) -> str:
+    """A value in a table: four digits for numbers, - for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return "inf" if value == math.inf else f"{value:.4g}"
+    return str(value)
+
+
+def epsilon(value: float | str | None) -> str:
+    """An epsilon to four digits, rounded up: what is printed is never less than what was spent."""
+    number = math.nan if value is None else float(value)  # our JSON has infinity as the text "inf"
+    if not 0 < number < math.inf:
+        return show(None if math.isnan(number) else number)
+    scale = 10.0 ** (3 - math.floor(math.log10(number)))
+    return f"{math.ceil(number * scale * (1 - 1e-12)) / scale:.4g}"
+
+
+def percent(fraction: float | None) -> str:
+    """0.912 -> 91.2%."""
+    return "-" if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def few(values: Sequence[float], count: int = 4) -> str:
+    """Some values from first to last, evenly spaced: 1 → 1.82 → 3.3."""
+    if not values:
+        return "-"
+    picked = sorted({round(i * (len(values) - 1) / max(count - 1, 1)) for i in range(count)})
+    return " → ".join(f"{values[i]:.3g}" for i in picked)
+
+
+def sparkline(values: Sequence[float], width: int = 12) -> str:
+    """The course of positive numbers as small bars, on a log scale; empty where they do not move or are not finite."""
+    if not values or not all(0 < value < math.inf for value in values):
+        return ""
+    logs = [math.log(values[round(i * (len(values) - 1) / (width - 1))]) for i in range(width)]
+    low, high = min(logs), max(logs)
+    if high - low < 1e-9:
+        return ""
+    return "".join(BARS[round((x - low) / (high - low) * (len(BARS) - 1))] for x in logs)
+
+
+@contextlib.contextmanager
+def progress(title: str, rounds: int, quiet: bool = False) -> Iterator[Callable[[RoundResult], None]]:
+    """A live bar on stderr while rounds come in; nothing where stderr is not a terminal."""
+    from fulcrum.record import total_C
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _: None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[facts]}"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(title, total=rounds, facts="")
+        began, seen, accuracy = time.perf_counter(), 0, ""
+
+        def on_round(result: RoundResult) -> None:
+            nonlocal seen, accuracy
+            seen += 1
+            if result.accuracy is not None:
+                accuracy = f"accuracy {percent(result.accuracy)}  "
+            speed = seen / max(time.perf_counter() - began, 1e-9)
+            norm = f"C {show(total_C(result.C))}"
+            facts = f"{speed:.1f} rounds/s  {accuracy}{norm}  epsilon {epsilon(result.epsilon)}"
+            bar.update(task, completed=result.round, facts=facts)
+
+        yield on_round
