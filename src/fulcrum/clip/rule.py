@@ -1,0 +1,89 @@
+"""What a clipping rule is: a small value made of functions. No rule states its own privacy cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fulcrum.config import Clip
+from fulcrum.types import Bounds, Released, State, Stats, View
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a rule may know of the model when it starts: public facts only.
+
+    dim: d. tensors: the number of elements of each parameter tensor, in order. groups: for each
+    parameter tensor, the group (0..G-1) it is clipped in, as `clip.groups` asks; empty when flat.
+    """
+
+    dim: int
+    tensors: tuple[int, ...]
+    groups: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """G."""
+        return max(self.groups) + 1 if self.groups else 1
+
+
+Init = Callable[[Clip, Shape], State]
+Look = Callable[[State, int, int], View]
+ClipFn = Callable[[Stats, State], tuple[torch.Tensor, torch.Tensor, State]]
+BoundsFn = Callable[[State], Bounds]
+Adapt = Callable[[State, Released], State]
+Share = Callable[[float, float], float]
+
+
+def no_share(sigma: float, batch: float) -> float:
+    """All of the precision goes to the gradient."""
+    return 0.0
+
+
+def keep(state: State, released: Released) -> State:
+    """An `adapt` that never moves C."""
+    return state
+
+
+@dataclass(frozen=True)
+class ClipRule:
+    """A rule for clipping per-unit gradients, and for moving C.
+
+    init(settings, shape) -> state: C lives in the state.
+    view(state, t, T) -> View: what the rule needs to see of each unit.
+    clip(stats, state) -> (factors [B, G], extra [B, J], state): the scale of each unit's gradient in
+        each group, and the statistics it wants released. Sound rules return the state unchanged.
+    bounds(state) -> Bounds: what one unit can change after `clip`.
+    adapt(state, released) -> state: sees released values only.
+    share(sigma, batch) -> s in [0, 1): the part of the precision 1/sigma^2 that goes to the extra
+        statistics. Gradient and extra together always cost what one release at sigma costs:
+        1/sigma^2 = (1 - s)/sigma^2 + s/sigma^2.
+    where: "server" (one state for the federation) or "client" (one each).
+    when: "round" or "step" (client rules only).
+    sound: whether C depends on released values alone. Where False, epsilon is nominal.
+    private: False only for `none`: nothing is bounded, nothing is noised, no epsilon holds.
+    normalises: True where units are scaled to a norm rather than clipped, so that no C gives plain SGD.
+    summary, cost and reference are words for `fulcrum methods`.
+
+    Settings that the functions need (kappa, eta_C) live in the state as tensors, and no function
+    looks at values with Python's `if`: so a rule is one constant, and an engine may stack clients
+    and runs with different settings.
+    """
+
+    name: str
+    init: Init
+    view: Look
+    clip: ClipFn
+    bounds: BoundsFn
+    adapt: Adapt = keep
+    share: Share = no_share
+    where: str = "server"
+    when: str = "round"
+    sound: bool = True
+    private: bool = True
+    normalises: bool = False
+    summary: str = ""
+    cost: str = "free"
+    reference: str = ""

@@ -1,0 +1,312 @@
+"""A run's settings: frozen dataclasses, and the checks that no type can express.
+
+Reading TOML and command-line words into these is `settings_file.py`, which needs pydantic; this file
+needs the standard library alone. What decides the guarantee is in `Privacy`, `Train` and `Clip`;
+`Run` holds what only changes speed, place and what is kept, so that nobody can break a promise by
+tuning for speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fulcrum.errors import ConfigError
+
+FORBID: dict[str, Any] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the examples come from and how they lie over the parties."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+
+    source: str = "digits"
+    """digits, mnist, fashion-mnist, cifar10, a path to an .npz file, or package.module:function."""
+    dir: str = ""
+    """Folder to look in first; then FULCRUM_DATA (a path list), then the user's cache."""
+    parties: int = 5
+    """K. Ignored with partition = "given", where the data names each example's party."""
+    partition: str = "dirichlet"
+    """iid, dirichlet, shards, quantity, or given."""
+    alpha: float = 0.5
+    """Dirichlet concentration: of labels for dirichlet, of sizes for quantity. Smaller is more skewed."""
+    shards: int = 2
+    """Label shards a party gets, for partition = "shards"."""
+    min_examples: int = 10
+    """No party holds fewer examples than this."""
+    validation: float = 0.0
+    """Fraction of the training data held out and evaluated on in place of the test data (for tuning)."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+
+    name: str = "auto"
+    """auto, linear, mlp, mnist-cnn, cifar-cnn, or package.module:factory."""
+    activation: str = "relu"
+    """relu, tanh, or tempered (a tempered sigmoid; 2 sigmoid(2x) - 1 is tanh)."""
+    temper_scale: float = 2.0
+    temper_temperature: float = 2.0
+    temper_offset: float = 1.0
+    hidden: tuple[int, ...] = (64,)
+    """Widths of the mlp's hidden layers."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """The optimisation: rounds, local steps, learning rates, the server's side."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+
+    rounds: int = 200
+    """T."""
+    participation: float = 1.0
+    """q_c, the chance that a party takes part in a round. Gives no privacy amplification."""
+    min_parties: int = 1
+    """The run ends when fewer parties than this have budget left."""
+    steps: int = 1
+    """N local steps a round. 0: use epochs."""
+    epochs: float = 0.0
+    """E local epochs a round: N = round(E / rate), at least 1. 0: use steps."""
+    rate: float = 0.05
+    """q, the Poisson sampling rate of each local step."""
+    lr: float = 1.0
+    """eta, the local learning rate."""
+    schedule: str = "constant"
+    """Learning rate over the rounds: constant, linear (to zero), cosine (to zero), or step."""
+    warmup: int = 0
+    """Rounds over which the learning rate rises linearly to lr."""
+    decay_rounds: tuple[int, ...] = ()
+    """For schedule = "step": after each of these rounds the rate is multiplied by decay."""
+    decay: float = 0.1
+    weight_decay: float = 0.0
+    """Pulls the weights towards zero outside the clipped gradient."""
+    weights: str = "examples"
+    """How updates are averaged: examples (by n_k) or uniform."""
+    server: str = "sgd"
+    """Server optimiser: sgd, momentum or adam."""
+    server_lr: float = 1.0
+    server_momentum: float = 0.9
+    server_beta2: float = 0.99
+    server_eps: float = 1e-3
+    ema: float = 0.0
+    """Decay of the moving average of released models that is evaluated and kept; 0 is off."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The clipping rule and its own settings. A rule reads those it knows."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+
+    rule: str = "moo"
+    """A built-in rule or package.module:rule."""
+    C0: float = 1.0
+    """The clipping norm: fixed, or where an adaptive rule starts."""
+    groups: str = "flat"
+    """flat, or layer (each layer clipped to its share of C)."""
+    kappa: float = 0.0
+    """The price of C in the objective L_model + kappa C."""
+    eta_C: float = 0.1
+    """Step of C, in log C."""
+    beta: float = 0.95
+    """Memory of the released direction."""
+    phi: str = "sign"
+    """sign or identity: how the alignment becomes a step."""
+    C_min: float = 1e-3
+    C_max: float = 1e3
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """The budget and the guarantee's terms. Give epsilon (sigma is calibrated) or sigma (epsilon is reported)."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+
+    epsilon: float | None = None
+    sigma: float | None = None
+    delta: float = 1e-5
+    unit: str = "example"
+    """What is protected: example, or person (the data has an id for each record)."""
+    accountant: str = "rdp"
+    """rdp or pld: which epsilon is enforced. Both are reported."""
+    max_participations: int = 0
+    """Public cap on the rounds a party takes part in; 0 means all rounds."""
+    budget: float | None = None
+    """Epsilon of a party over all runs of a kept ledger; None: that of the first run."""
+    budgets: dict[str, float] = field(default_factory=dict)
+    """Epsilon of single parties, by name, where it differs: {"party-0" = 2.0}."""
+    randomness: str = "seeded"
+    """seeded (science) or secure (real use: the operating system's entropy)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Speed, place and what is kept. Nothing here touches the guarantee."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+
+    seed: int = 0
+    engine: str = "auto"
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    evaluate_every: int = 1
+    checkpoint_every: int = 10
+    diagnostics: bool = False
+    """Record non-private diagnostics (clip fraction, mean norm, losses). For simulations only."""
+    ledger: str = ""
+    """Ledger kept over runs; empty: the run's own."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that makes a run. Equal settings and seed give equal bits."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+
+    method: str = "moo"
+    """The preset these settings started from (see `fulcrum methods`)."""
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    train: Train = field(default_factory=Train)
+    clip: Clip = field(default_factory=Clip)
+    privacy: Privacy = field(default_factory=Privacy)
+    run: Run = field(default_factory=Run)
+
+    def replace(self, **sections: dict[str, Any]) -> Settings:
+        """A copy with single fields changed: `settings.replace(train={"rounds": 5})`."""
+        parts = {name: dataclasses.replace(getattr(self, name), **changes) for name, changes in sections.items()}
+        return dataclasses.replace(self, **parts)
+
+
+# --- checks -----------------------------------------------------------------------------------
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.partition": ("iid", "dirichlet", "shards", "quantity", "given"),
+    "model.activation": ("relu", "tanh", "tempered"),
+    "train.schedule": ("constant", "linear", "cosine", "step"),
+    "train.weights": ("examples", "uniform"),
+    "train.server": ("sgd", "momentum", "adam"),
+    "clip.groups": ("flat", "layer"),
+    "clip.phi": ("sign", "identity"),
+    "privacy.unit": ("example", "person"),
+    "privacy.accountant": ("rdp", "pld"),
+    "privacy.randomness": ("seeded", "secure"),
+    "run.engine": ("auto", "reference"),
+}
+
+# field: (smallest, whether it itself is allowed, largest, whether it itself is allowed)
+RANGES: dict[str, tuple[float, bool, float, bool]] = {
+    "data.parties": (1, True, math.inf, False),
+    "data.alpha": (0, False, math.inf, False),
+    "data.shards": (1, True, math.inf, False),
+    "data.min_examples": (1, True, math.inf, False),
+    "data.validation": (0, True, 1, False),
+    "model.temper_temperature": (0, False, math.inf, False),
+    "train.rounds": (1, True, math.inf, False),
+    "train.participation": (0, False, 1, True),
+    "train.min_parties": (1, True, math.inf, False),
+    "train.steps": (0, True, math.inf, False),
+    "train.epochs": (0, True, math.inf, False),
+    "train.rate": (0, False, 1, True),
+    "train.lr": (0, False, math.inf, False),
+    "train.warmup": (0, True, math.inf, False),
+    "train.decay": (0, False, 1, True),
+    "train.weight_decay": (0, True, math.inf, False),
+    "train.server_lr": (0, False, math.inf, False),
+    "train.server_momentum": (0, True, 1, False),
+    "train.server_beta2": (0, True, 1, False),
+    "train.server_eps": (0, False, math.inf, False),
+    "train.ema": (0, True, 1, False),
+    "clip.C0": (0, False, math.inf, False),
+    "clip.kappa": (0, True, math.inf, False),
+    "clip.eta_C": (0, True, math.inf, False),
+    "clip.beta": (0, True, 1, False),
+    "clip.C_min": (0, False, math.inf, False),
+    "clip.C_max": (0, False, math.inf, False),
+    "privacy.epsilon": (0, False, math.inf, False),
+    "privacy.sigma": (0, False, math.inf, False),
+    "privacy.delta": (0, False, 1, False),
+    "privacy.budget": (0, False, math.inf, False),
+    "privacy.max_participations": (0, True, math.inf, False),
+    "run.seed": (0, True, 2**63, False),
+    "run.evaluate_every": (1, True, math.inf, False),
+    "run.checkpoint_every": (1, True, math.inf, False),
+}
+
+
+def lookup(settings: Settings, path: str) -> Any:
+    """The value at a dotted path such as "train.rate"."""
+    value: Any = settings
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def check(settings: Settings) -> Settings:
+    """Return the settings, or raise ConfigError naming the first wrong field and what would be right."""
+    for path, choices in CHOICES.items():
+        value = lookup(settings, path)
+        if value not in choices:
+            raise ConfigError(f"{path} = {value!r} is not known; choose one of {', '.join(choices)}.")
+    for path, bounds in RANGES.items():
+        _check_range(path, lookup(settings, path), bounds)
+    _check_together(settings)
+    return settings
+
+
+def _check_range(path: str, value: float | None, bounds: tuple[float, bool, float, bool]) -> None:
+    low, low_in, high, high_in = bounds
+    if value is None:
+        return
+    above = value >= low if low_in else value > low
+    below = value <= high if high_in else value < high
+    if above and below:  # both are False for NaN
+        return
+    wanted = f"{'at least' if low_in else 'greater than'} {low:g}"
+    if high < math.inf:
+        wanted += f" and {'at most' if high_in else 'less than'} {high:g}"
+    raise ConfigError(f"{path} = {value!r} is out of range; it must be a finite number {wanted}.")
+
+
+def _check_together(settings: Settings) -> None:
+    train, clip, privacy = settings.train, settings.clip, settings.privacy
+    if (train.steps > 0) == (train.epochs > 0):
+        raise ConfigError(
+            f"train.steps = {train.steps} and train.epochs = {train.epochs:g}: set exactly one of them above 0."
+        )
+    if not clip.C_min <= clip.C0 <= clip.C_max:
+        raise ConfigError(
+            f"clip.C0 = {clip.C0:g} must lie between clip.C_min = {clip.C_min:g} and clip.C_max = {clip.C_max:g}."
+        )
+    if privacy.epsilon is not None and privacy.sigma is not None:
+        raise ConfigError("privacy.epsilon and privacy.sigma are both set; give one, the other follows from it.")
+    for party, budget in privacy.budgets.items():
+        _check_range(f"privacy.budgets.{party}", budget, (0, False, math.inf, False))
+    if privacy.budgets and privacy.epsilon is None:
+        raise ConfigError("privacy.budgets is set without privacy.epsilon; give the epsilon of the other parties too.")
+
+
+def local_steps(train: Train) -> int:
+    """N, the local steps of a round: as given, or from epochs and the sampling rate."""
+    return train.steps if train.steps > 0 else max(1, round(train.epochs / train.rate))
+
+
+def learning_rate(train: Train, t: int) -> float:
+    """eta_t for round t (from 0)."""
+    warm = min(1.0, (t + 1) / train.warmup) if train.warmup else 1.0
+    progress = t / train.rounds
+    shapes = {
+        "constant": lambda: 1.0,
+        "linear": lambda: 1.0 - progress,
+        "cosine": lambda: 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "step": lambda: train.decay ** sum(t >= r for r in train.decay_rounds),
+    }
+    return train.lr * warm * shapes[train.schedule]()

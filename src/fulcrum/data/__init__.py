@@ -1,0 +1,37 @@
+"""Data: sources, download, partition over parties, Poisson sampling.
+
+load("mnist") -> Dataset        from_arrays(x, y, x_test, y_test) -> Dataset
+holdout(dataset, 0.1, seed)     split(dataset, settings.data, seed) -> Partition
+party_of(dataset, partition, k, "example") -> Party
+sample_units(randomness, key, party, rate) -> rows, slots, count
+available(), verify(name), fetch(name): what is on this machine, and how to get the rest
+"""
+
+from __future__ import annotations
+
+from fulcrum.data.dataset import Dataset, from_arrays, holdout
+from fulcrum.data.fetch import fetch
+from fulcrum.data.partition import Partition, split
+from fulcrum.data.registry import search_folders, user_cache
+from fulcrum.data.sampling import Party, party_of, sample_units, unit_counts
+from fulcrum.data.sources import load
+from fulcrum.data.verify import Availability, available, verify
+
+__all__ = [
+    "Availability",
+    "Dataset",
+    "Partition",
+    "Party",
+    "available",
+    "fetch",
+    "from_arrays",
+    "holdout",
+    "load",
+    "party_of",
+    "sample_units",
+    "search_folders",
+    "split",
+    "unit_counts",
+    "user_cache",
+    "verify",
+]

@@ -1,0 +1,279 @@
+"""Which party holds which record: iid, Dirichlet over labels, label shards, quantity skew, or as given.
+
+Every split first gives each item an owner, then lifts parties below the floor by moving items from
+those above it. Items are records, or whole persons where the data has person ids. Everything is
+vectorised, so a million parties take seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fulcrum.config import Data
+from fulcrum.data.dataset import Dataset
+from fulcrum.data.registry import nearest
+from fulcrum.errors import ConfigError, DataError
+from fulcrum.rng import numpy_stream
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Disjoint parts that together are all n records. Party k of K holds order[starts[k]:starts[k + 1]].
+
+    order [n] int64: rows of the Dataset, ascending within a party; starts [K + 1] int64; names may be
+    empty, and then party k is called "party-k".
+    """
+
+    order: Tensor
+    starts: Tensor
+    names: tuple[str, ...] = ()
+
+    @property
+    def parties(self) -> int:
+        """K."""
+        return len(self.starts) - 1
+
+    @property
+    def sizes(self) -> Tensor:
+        """n_k, the records of each party: [K] int64."""
+        return self.starts.diff()
+
+    def indices(self, k: int) -> Tensor:
+        """Rows of the Dataset that party k holds: [n_k] int64, ascending."""
+        if not 0 <= k < self.parties:
+            raise IndexError(f"party {k} of {self.parties}")
+        return self.order[int(self.starts[k]) : int(self.starts[k + 1])]
+
+    def name(self, k: int) -> str:
+        """The party's name."""
+        return self.names[k] if self.names else f"party-{k}"
+
+
+@dataclass(frozen=True)
+class _Items:
+    """What is dealt out: label [m] and weight [m] (records) of each item."""
+
+    label: Ints
+    weight: Ints
+    what: str
+
+
+Deal = Callable[[_Items, Data, np.random.Generator], Ints]
+
+
+def split(dataset: Dataset, settings: Data, seed: int) -> Partition:
+    """Split the training records over the parties as `settings` says; same seed, same split.
+
+    No party gets fewer than settings.min_examples records: where the draw leaves one below, records are
+    moved to it from parties that have more. Where the data has person ids, all records of a person go
+    to one party (labels then count by each person's most frequent one). With partition = "given"
+    nothing is moved: the data decides, and a person may have records at several parties. A request
+    that cannot be met raises ConfigError (or DataError for "given") with the numbers.
+    """
+    if settings.partition == "given":
+        return _given(dataset, settings)
+    if settings.partition not in DEALS:
+        raise ConfigError(
+            f"data.partition = {settings.partition!r} is not known; {nearest(settings.partition, [*DEALS, 'given'])}"
+        )
+    ids, items = _items(dataset)
+    _check_possible(dataset, items, settings)
+    rng = numpy_stream(seed, "partition", settings.partition)
+    owner = DEALS[settings.partition](items, settings, rng)
+    lift = _lift_single if int(items.weight.max()) == 1 else _lift_whole
+    owner = lift(owner, items.weight, settings, rng)
+    return _partition(owner[ids], settings.parties, ())
+
+
+def _partition(owner: Ints, parties: int, names: tuple[str, ...]) -> Partition:
+    order = np.argsort(owner, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=parties))])
+    return Partition(torch.from_numpy(order.astype(np.int64)), torch.from_numpy(starts.astype(np.int64)), names)
+
+
+def _given(dataset: Dataset, settings: Data) -> Partition:
+    if dataset.party is None:
+        raise DataError(
+            f'data.partition = "given", but {dataset.name} does not name the party of each record; add an array '
+            "called party, or choose iid, dirichlet, shards or quantity."
+        )
+    partition = _partition(dataset.party.numpy(), len(dataset.party_names), dataset.party_names)
+    smallest = int(partition.sizes.argmin())
+    if int(partition.sizes[smallest]) < settings.min_examples:
+        raise DataError(
+            f"party {partition.name(smallest)!r} holds {int(partition.sizes[smallest])} examples, fewer than "
+            f"data.min_examples = {settings.min_examples}; lower that, or merge or drop the party."
+        )
+    return partition
+
+
+def _items(dataset: Dataset) -> tuple[Ints, _Items]:
+    """(the item of each record [n], the items)."""
+    label = dataset.y.numpy()
+    if dataset.person is None:
+        return np.arange(len(label)), _Items(label, np.ones(len(label), dtype=np.int64), "examples")
+    ids = np.unique(dataset.person.numpy(), return_inverse=True)[1].reshape(-1)
+    pairs, counts = np.unique(ids * dataset.classes + label, return_counts=True)
+    person, kind = np.divmod(pairs, dataset.classes)
+    ranked = np.lexsort((kind, -counts, person))  # a person's most frequent label first, the lowest on ties
+    first = np.unique(person[ranked], return_index=True)[1]
+    return ids, _Items(kind[ranked][first], np.bincount(ids), "persons")
+
+
+def _check_possible(dataset: Dataset, items: _Items, settings: Data) -> None:
+    parties, floor, n, m = settings.parties, settings.min_examples, len(dataset.y), len(items.label)
+    if parties < 1 or floor < 1:
+        raise ConfigError(f"data.parties = {parties} and data.min_examples = {floor} must both be at least 1.")
+    if parties > m:
+        raise ConfigError(
+            f"data.parties = {parties:,}, but {dataset.name} has only {m:,} {items.what} to share; use at most {m:,}."
+        )
+    if floor * parties > n:
+        raise ConfigError(
+            f"data.parties = {parties:,} with data.min_examples = {floor:,} needs {floor * parties:,} examples, and "
+            f"{dataset.name} has {n:,}; use at most {max(1, n // floor):,} parties, or data.min_examples of at most "
+            f"{n // parties:,}."
+        )
+    if settings.partition == "shards" and settings.shards * parties > m:
+        raise ConfigError(
+            f"data.shards = {settings.shards:,} for each of data.parties = {parties:,} makes "
+            f"{settings.shards * parties:,} shards, and {dataset.name} has {m:,} {items.what}; use at most "
+            f"{m // parties:,} shards."
+        )
+
+
+# --- dealing: items, settings, randomness -> the owner of each item ---------------------------
+
+
+def _iid(items: _Items, settings: Data, rng: np.random.Generator) -> Ints:
+    """At random, equally many each (give or take one)."""
+    owner = np.empty(len(items.label), dtype=np.int64)
+    owner[rng.permutation(len(owner))] = np.arange(len(owner)) % settings.parties
+    return owner
+
+
+def _quantity(items: _Items, settings: Data, rng: np.random.Generator) -> Ints:
+    """At random, with sizes from Dirichlet(alpha)."""
+    owner = np.empty(len(items.label), dtype=np.int64)
+    sizes = _apportion(len(owner), _dirichlet(settings.alpha, settings.parties, rng))
+    owner[rng.permutation(len(owner))] = np.repeat(np.arange(settings.parties), sizes)
+    return owner
+
+
+def _by_label(items: _Items, settings: Data, rng: np.random.Generator) -> Ints:
+    """Each class is shared out by its own draw from Dirichlet(alpha)."""
+    owner = np.empty(len(items.label), dtype=np.int64)
+    for members in _grouped(items.label, rng):
+        shares = _apportion(len(members), _dirichlet(settings.alpha, settings.parties, rng))
+        owner[members] = np.repeat(np.arange(settings.parties), shares)
+    return owner
+
+
+def _shards(items: _Items, settings: Data, rng: np.random.Generator) -> Ints:
+    """Sorted by label, cut into equal shards, and each party draws so many of them."""
+    total = settings.shards * settings.parties
+    order = np.concatenate(_grouped(items.label, rng))
+    shard = np.arange(len(order)) * total // len(order)  # equal lengths, give or take one
+    owner = np.empty(len(order), dtype=np.int64)
+    owner[order] = rng.permutation(total)[shard] // settings.shards
+    return owner
+
+
+DEALS: dict[str, Deal] = {"iid": _iid, "dirichlet": _by_label, "shards": _shards, "quantity": _quantity}
+
+
+def _grouped(label: Ints, rng: np.random.Generator) -> list[Ints]:
+    """Items of each class, in random order within it."""
+    order = rng.permutation(len(label))
+    order = order[np.argsort(label[order], kind="stable")]
+    return np.split(order, np.flatnonzero(np.diff(label[order])) + 1)
+
+
+def _dirichlet(alpha: float, parties: int, rng: np.random.Generator) -> Floats:
+    shares: Floats = rng.dirichlet(np.full(parties, alpha))
+    if np.isfinite(shares).all() and shares.sum() > 0:
+        return shares
+    shares = np.zeros(parties)  # alpha so small that all shares underflow: the limit, one party takes it all
+    shares[rng.integers(parties)] = 1.0
+    return shares
+
+
+def _apportion(total: int, shares: Floats) -> Ints:
+    """Whole numbers in proportion to the shares that add up to `total` exactly (largest remainders)."""
+    exact = total * (shares / shares.sum())
+    parts: Ints = np.floor(exact).astype(np.int64)
+    ranked = np.argsort(parts - exact, kind="stable")
+    parts[ranked[: total - int(parts.sum())]] += 1
+    return parts
+
+
+# --- the floor --------------------------------------------------------------------------------
+
+
+def _lift_single(owner: Ints, weight: Ints, settings: Data, rng: np.random.Generator) -> Ints:
+    """Move single records so that every party reaches the floor.
+
+    Parties above the floor give in proportion to what they have beyond it, random ones of their own;
+    what a party receives comes from few others, so that label skew survives.
+    """
+    sizes = np.bincount(owner, minlength=settings.parties)
+    need = np.maximum(settings.min_examples - sizes, 0)
+    total = int(need.sum())
+    if total == 0:
+        return owner
+    spare = np.maximum(sizes - settings.min_examples, 0)
+    # In integers: a party must never give more than it can spare, and rounding must not lose a record.
+    give, rest = np.divmod(spare * total, int(spare.sum()))
+    give[np.argsort(-rest, kind="stable")[: total - int(give.sum())]] += 1
+    order = rng.permutation(len(owner))
+    order = order[np.argsort(owner[order], kind="stable")]
+    rank = np.arange(len(owner)) - (np.cumsum(sizes) - sizes)[owner[order]]
+    moved = owner.copy()
+    moved[order[rank < give[owner[order]]]] = np.repeat(np.arange(settings.parties), need)
+    return moved
+
+
+def _lift_whole(owner: Ints, weight: Ints, settings: Data, rng: np.random.Generator) -> Ints:
+    """The same with whole persons: the largest party gives first, the person that fits best."""
+    floor = settings.min_examples
+    moved = owner.copy()
+    sizes: list[int] = np.bincount(owner, weights=weight, minlength=settings.parties).astype(np.int64).tolist()
+    if min(sizes) >= floor:
+        return moved
+    by_party = np.lexsort((weight, owner))  # each party's persons, lightest first
+    members = np.split(by_party, np.cumsum(np.bincount(owner, minlength=settings.parties))[:-1])
+    donors = [(-size, k) for k, size in enumerate(sizes) if size > floor]
+    heapq.heapify(donors)
+    lists: dict[int, tuple[list[int], list[int]]] = {}
+    for needy in [k for k, size in enumerate(sizes) if size < floor]:
+        while sizes[needy] < floor:
+            if not donors:
+                raise ConfigError(
+                    f"data.parties = {settings.parties:,} with data.min_examples = {floor:,} could not be reached by "
+                    f"moving whole persons (one has up to {int(weight.max()):,} records); lower either."
+                )
+            _, donor = heapq.heappop(donors)
+            if donor not in lists:
+                lists[donor] = (members[donor].tolist(), weight[members[donor]].tolist())
+            persons, weights = lists[donor]
+            spare, need = sizes[donor] - floor, floor - sizes[needy]
+            at = max(bisect_right(weights, min(spare, need)) - 1, 0)
+            if not weights or weights[at] > spare:
+                continue  # nobody here is light enough; what it can spare only shrinks, so never again
+            load = weights.pop(at)
+            moved[persons.pop(at)] = needy
+            sizes[donor] -= load
+            sizes[needy] += load
+            heapq.heappush(donors, (-sizes[donor], donor))
+    return moved

@@ -1,0 +1,63 @@
+"""What one party holds, and the Poisson sample of a local step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fulcrum.data.dataset import Dataset
+from fulcrum.data.partition import Partition
+from fulcrum.errors import ConfigError
+from fulcrum.rng import Key, Randomness
+
+
+@dataclass(frozen=True, eq=False)
+class Party:
+    """A party's records, grouped by what is protected.
+
+    index [m] int64: rows of the Dataset. unit_of [m] int64: which of the `units` (0..units-1) each row
+    belongs to: itself when examples are protected, its person when persons are.
+    """
+
+    index: Tensor
+    unit_of: Tensor
+    units: int
+
+
+def party_of(dataset: Dataset, partition: Partition, k: int, unit: str) -> Party:
+    """Party k's records, with "example" or "person" as the unit of privacy."""
+    index = partition.indices(k)
+    if unit == "example":
+        return Party(index, torch.arange(len(index)), len(index))
+    if unit != "person":
+        raise ConfigError(f"privacy.unit = {unit!r} is not known; choose example or person.")
+    if dataset.person is None:
+        raise ConfigError(
+            f'privacy.unit = "person", but {dataset.name} has no person ids; add an array called person with the '
+            'id of each record\'s person, or use privacy.unit = "example".'
+        )
+    persons, unit_of = torch.unique(dataset.person[index], return_inverse=True)
+    return Party(index, unit_of, len(persons))
+
+
+def sample_units(randomness: Randomness, key: Key, party: Party, rate: float) -> tuple[Tensor, Tensor, int]:
+    """A Poisson sample: every unit joins independently with probability `rate`.
+
+    Returns rows [b] (Dataset rows of all records of the sampled units), slots [b] (0..count-1, the
+    sampled unit of each row) and count, which may be 0: an empty sample is still noised and stepped.
+    """
+    joins = randomness.uniform(key, party.units) < rate  # uniform is in [0, 1), so rate 1 takes everyone
+    slot = joins.cumsum(0) - 1
+    here = joins[party.unit_of]
+    return party.index[here], slot[party.unit_of[here]], int(joins.sum())
+
+
+def unit_counts(dataset: Dataset, partition: Partition, unit: str) -> Tensor:
+    """n_k of every party [K] int64: its examples, or its persons where persons are protected."""
+    if unit == "example" or dataset.person is None:
+        return partition.sizes
+    parties = torch.repeat_interleave(torch.arange(partition.parties), partition.sizes)
+    pairs = torch.stack([parties, dataset.person[partition.order]])
+    return torch.bincount(torch.unique(pairs, dim=1)[0], minlength=partition.parties)

@@ -1,0 +1,37 @@
+"""Engines run a round's local training. An engine is an argument: `run(RoundRequest) -> replies`.
+
+The reference engine is a plain loop, slow and obvious; every other engine must equal it when fed the
+same sampling and noise. Engines know nothing of accounting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from fulcrum.engine import reference
+from fulcrum.errors import ConfigError
+from fulcrum.local import Problem
+from fulcrum.types import ClientReply, RoundRequest
+
+
+class Engine(Protocol):
+    """Runs the local training of a round's participants, in the order of the request."""
+
+    def run(self, request: RoundRequest) -> Iterable[ClientReply]:
+        """Replies, one an assignment, in order."""
+        ...
+
+
+ENGINES: dict[str, Callable[[Problem], Engine]] = {"reference": reference.ReferenceEngine}
+
+
+def find_engine(name: str, problem: Problem) -> Engine:
+    """The engine of that name, made for a problem; `auto` chooses what measured fastest for it."""
+    chosen = "reference" if name == "auto" else name
+    if chosen not in ENGINES:
+        raise ConfigError(f"run.engine = {name!r} is not known; choose auto or one of {', '.join(ENGINES)}.")
+    return ENGINES[chosen](problem)
+
+
+__all__ = ["ENGINES", "Engine", "find_engine"]

@@ -1,0 +1,48 @@
+"""Every error Fulcrum raises on purpose, in one tree.
+
+    FulcrumError
+    ├── InputError            what the user gave is wrong; the command line exits with 2
+    │   ├── ConfigError       a setting: names the field and what would be right
+    │   ├── DataError         a data file or array
+    │   ├── ModelError        a model that cannot be trained privately
+    │   └── RunError          a run's folder: missing, taken, damaged
+    ├── BudgetError           a party's ledger refuses; nothing was released
+    └── DownloadError         no mirror delivered the right bytes
+
+The message of each is one sentence that a user can act on; no traceback is shown for them
+unless `--debug` asks for it.
+"""
+
+from __future__ import annotations
+
+
+class FulcrumError(Exception):
+    """Base of all errors that Fulcrum raises on purpose."""
+
+
+class InputError(FulcrumError):
+    """What the user gave is wrong. The message names the field and what would be right."""
+
+
+class ConfigError(InputError):
+    """A setting is unknown, of the wrong type, out of range, or contradicts another one."""
+
+
+class DataError(InputError):
+    """A data file is missing, corrupt, of the wrong shape, or holds impossible values."""
+
+
+class ModelError(InputError):
+    """A model cannot be trained with a bound per example (BatchNorm, no parameters, wrong shape)."""
+
+
+class RunError(InputError):
+    """A run's folder is missing, already taken, or damaged."""
+
+
+class BudgetError(FulcrumError):
+    """A party's privacy budget would be passed. Nothing was released."""
+
+
+class DownloadError(FulcrumError):
+    """No mirror delivered the file with the right checksum."""

@@ -1,0 +1,284 @@
+"""The round loop: who takes part, reserve, train, aggregate, adapt C, settle, evaluate.
+
+`federate` is a generator: each round is finished, paid and settled before it is yielded, and the
+snapshot that comes with it is all that is needed to go on from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fulcrum.accounting import Spend
+from fulcrum.aggregate import SERVERS, client_weights, moving_average, weighted_mean
+from fulcrum.config import Settings, learning_rate
+from fulcrum.engine import Engine
+from fulcrum.errors import BudgetError
+from fulcrum.evaluate import evaluate
+from fulcrum.ledger import Ledger
+from fulcrum.local import Problem
+from fulcrum.plan import Plan
+from fulcrum.rng import torch_stream
+from fulcrum.types import ClientReply, Event, Released, RoundRequest, RoundResult, State
+
+
+@dataclass(frozen=True)
+class Federation:
+    """A run that is ready to start: settings, problem, plan and engine, all consistent."""
+
+    settings: Settings
+    problem: Problem
+    plan: Plan
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The federation between two rounds. `round` rounds are done; clients holds states of client rules.
+
+    participations [K] counts the rounds each party took part in.
+    """
+
+    round: int
+    params: torch.Tensor
+    averaged: torch.Tensor
+    server: State
+    rule: State
+    participations: torch.Tensor
+    clients: Mapping[int, State] = field(default_factory=dict)
+
+    def to_tensors(self) -> dict[str, torch.Tensor]:
+        """Flat names for a safetensors file; `from_tensors` reads them back."""
+        flat = {"params": self.params, "averaged": self.averaged, "participations": self.participations}
+        flat |= {f"server.{name}": value for name, value in self.server.items()}
+        flat |= {f"rule.{name}": value for name, value in self.rule.items()}
+        for client, state in self.clients.items():
+            flat |= {f"client.{client}.{name}": value for name, value in state.items()}
+        # Tensors of a state may share memory, which safetensors refuses: each gets its own.
+        return {name: value.detach().cpu().clone().contiguous() for name, value in flat.items()}
+
+    @staticmethod
+    def from_tensors(round: int, flat: Mapping[str, torch.Tensor], device: torch.device) -> Snapshot:
+        """The snapshot after `round` rounds, on `device`."""
+        clients: dict[int, dict[str, torch.Tensor]] = {}
+        server: dict[str, torch.Tensor] = {}
+        rule: dict[str, torch.Tensor] = {}
+        for name, value in flat.items():
+            kind, _, rest = name.partition(".")
+            if kind == "server":
+                server[rest] = value.to(device)
+            elif kind == "rule":
+                rule[rest] = value.to(device)
+            elif kind == "client":
+                client, _, field_name = rest.partition(".")
+                clients.setdefault(int(client), {})[field_name] = value.to(device)
+        params, averaged = flat["params"].to(device), flat["averaged"].to(device)
+        return Snapshot(round, params, averaged, server, rule, flat["participations"], clients)
+
+
+def first_snapshot(federation: Federation) -> Snapshot:
+    """The federation before its first round: public initial weights, C0."""
+    problem = federation.problem
+    params = problem.layout.flatten(problem.model).to(problem.device)
+    server = SERVERS[federation.settings.train.server].init(problem.layout.dim)
+    rule = problem.rule.init(federation.settings.clip, problem.shape)
+    participations = torch.zeros(problem.partition.parties, dtype=torch.int32)
+    to_device = {name: value.to(problem.device) for name, value in rule.items()}
+    return Snapshot(0, params, params, server, to_device, participations)
+
+
+def federate(
+    federation: Federation,
+    ledger: Ledger,
+    run: str,
+    start: Snapshot | None = None,
+    history: Sequence[Sequence[int]] = (),
+) -> Iterator[tuple[RoundResult, Snapshot]]:
+    """Train round by round. `start` and `history` (the participants of the rounds done) continue a run.
+
+    Ends early when fewer than `train.min_parties` parties have budget left. Each yielded round has
+    been reserved in the ledger before anything was computed, and settled after.
+    """
+    settings, problem, plan = federation.settings, federation.problem, federation.plan
+    train = settings.train
+    snapshot = start or first_snapshot(federation)
+    purse = Purse(plan, settings.privacy.delta, settings.privacy.accountant)
+    for done, clients in enumerate(history):
+        purse.pay(done, clients)
+    exhausted: set[int] = set()
+
+    for t in range(snapshot.round, train.rounds):
+        began = time.perf_counter()
+        invited = [k for k in invite(settings, problem.partition.parties, t) if k not in exhausted]
+        invited = [k for k in invited if int(snapshot.participations[k]) < plan.participations(k)]
+        granted = reserve(ledger, run, t, plan, invited, problem.randomness.mode)
+        exhausted |= set(invited) - set(granted)
+        if problem.partition.parties - len(exhausted) < train.min_parties:
+            return
+
+        snapshot, replies, C = play_round(federation, snapshot, granted, t)
+        ledger.settle(run, t, {plan.name(reply.client): digest(reply) for reply in replies})
+        purse.pay(t, granted)
+
+        accuracy, loss = None, None
+        if (t + 1) % settings.run.evaluate_every == 0 or t + 1 == train.rounds:
+            data = problem.dataset
+            accuracy, loss = evaluate(problem.model, problem.layout, snapshot.averaged, data.x_test, data.y_test)
+        result = RoundResult(
+            round=t + 1,
+            rounds=train.rounds,
+            params=snapshot.params,
+            averaged=snapshot.averaged,
+            C=C,
+            epsilon=purse.largest,
+            epsilons=tuple(purse.epsilons),
+            participants=tuple(granted),
+            seconds=time.perf_counter() - began,
+            accuracy=accuracy,
+            loss=loss,
+            diagnostics=mean_diagnostics(replies),
+        )
+        yield result, snapshot
+
+
+def invite(settings: Settings, parties: int, t: int) -> list[int]:
+    """Who is asked in round t: each party with probability q_c. The coin is public: it amplifies nothing."""
+    if settings.train.participation >= 1:
+        return list(range(parties))
+    coins = torch.rand(parties, generator=torch_stream(settings.run.seed, "participation", t), dtype=torch.float64)
+    chosen: list[int] = torch.nonzero(coins < settings.train.participation).flatten().tolist()
+    return chosen
+
+
+def reserve(ledger: Ledger, run: str, t: int, plan: Plan, invited: Sequence[int], mode: str) -> list[int]:
+    """Reserve the round's cost for every invited party; those whose budget it would pass sit out.
+
+    A round that was settled before (its outcome lost in a crash) gives the same bytes again in a
+    seeded run and costs nothing. With secure randomness it would give others: that is a new release,
+    so it is paid as a new attempt.
+    """
+    wanted = {plan.name(k): plan.events(k, t) for k in invited}
+    for k in invited:
+        ledger.enroll(plan.name(k), **plan.terms(k))
+    attempt = ledger.settled_attempts(run, t) if mode == "secure" else 0
+    granted = ledger.reserve(run, t, wanted, attempt=attempt)
+    return [k for k in invited if granted[plan.name(k)]]
+
+
+def play_round(
+    federation: Federation, snapshot: Snapshot, clients: Sequence[int], t: int
+) -> tuple[Snapshot, list[ClientReply], tuple[float, ...]]:
+    """One round's arithmetic: train the clients, average, step the server, move C. Returns the C it used."""
+    settings, problem, plan = federation.settings, federation.problem, federation.plan
+    lr = learning_rate(settings.train, t)
+    own = problem.rule.where == "client"
+    states = tuple(snapshot.clients.get(k, snapshot.rule) if own else snapshot.rule for k in clients)
+    C = torch.stack([state["C"] for state in states or (snapshot.rule,)]).mean(dim=0)
+    if not clients:
+        return _skip(settings, snapshot, t), [], tuple(C.tolist())
+
+    tasks = tuple(plan.assignment(k, t, lr) for k in clients)
+    request = RoundRequest(t, settings.train.rounds, snapshot.params, tasks, states, settings.train.weight_decay)
+    replies = list(federation.engine.run(request))
+    for reply, task in zip(replies, tasks, strict=True):
+        _check_events(reply, plan.events(task.client, t))
+
+    weights = client_weights([plan.units(k) for k in clients], settings.train.weights)
+    aggregate, extra = weighted_mean(replies, weights)
+    steps = float(weights @ torch.tensor([float(task.steps) for task in tasks]))
+    released = Released(aggregate, extra, lr, steps, t, settings.train.rounds)
+
+    change, server = SERVERS[settings.train.server].step(aggregate, snapshot.server, settings.train)
+    params = snapshot.params + change
+    participations = snapshot.participations.clone()
+    participations[list(clients)] += 1
+    return (
+        Snapshot(
+            round=t + 1,
+            params=params,
+            averaged=moving_average(snapshot.averaged, params, settings.train.ema, t),
+            server=server,
+            rule=snapshot.rule if own else problem.rule.adapt(snapshot.rule, released),
+            participations=participations,
+            clients=_client_states(problem, snapshot, replies, released) if own else {},
+        ),
+        replies,
+        tuple(C.tolist()),
+    )
+
+
+def _skip(settings: Settings, snapshot: Snapshot, t: int) -> Snapshot:
+    """Nobody took part: the model stands still, and nothing is paid."""
+    averaged = moving_average(snapshot.averaged, snapshot.params, settings.train.ema, t)
+    return dataclasses.replace(snapshot, round=t + 1, averaged=averaged)
+
+
+def _client_states(
+    problem: Problem, snapshot: Snapshot, replies: Sequence[ClientReply], released: Released
+) -> dict[int, State]:
+    """Each client's own rule state after the round, moved by its own release where the rule moves a round."""
+    states = dict(snapshot.clients)
+    for reply in replies:
+        own = dataclasses.replace(released, aggregate=reply.delta, extra=reply.extra, steps=float(len(reply.events)))
+        states[reply.client] = problem.rule.adapt(reply.state, own) if problem.rule.when == "round" else reply.state
+    return states
+
+
+def _check_events(reply: ClientReply, planned: Sequence[Event]) -> None:
+    """What was released must be what was reserved; anything else is a defect that must not go on."""
+    if _tally(reply.events) != _tally(planned):
+        raise BudgetError(
+            f"party {reply.client} released {reply.events}, but {tuple(planned)} was reserved: the run stops here."
+        )
+
+
+def _tally(events: Sequence[Event]) -> dict[Event, int]:
+    """How often each kind of event happened."""
+    counts: dict[Event, int] = {}
+    for event in events:
+        kind = dataclasses.replace(event, count=1)
+        counts[kind] = counts.get(kind, 0) + event.count
+    return counts
+
+
+def digest(reply: ClientReply) -> str:
+    """A short fingerprint of what left the client, for the ledger."""
+    h = hashlib.blake2b(digest_size=16)
+    for tensor in (reply.delta, reply.extra):
+        h.update(tensor.detach().cpu().numpy().tobytes())
+    return h.hexdigest()
+
+
+def mean_diagnostics(replies: Sequence[ClientReply]) -> dict[str, float]:
+    """Non-private diagnostics, averaged over the clients. Empty unless `run.diagnostics` is on."""
+    names = replies[0].diagnostics if replies else ()
+    return {name: sum(reply.diagnostics[name] for reply in replies) / len(replies) for name in names}
+
+
+class Purse:
+    """What each party has spent in this run, kept up to date at the cost of those who took part."""
+
+    def __init__(self, plan: Plan, delta: float, accountant: str) -> None:
+        self.plan, self.delta, self.accountant = plan, delta, accountant
+        self.epsilons: list[float] = [0.0] * plan.parties
+        self.largest = 0.0
+        # Parties with the same past share one Spend, and its epsilon is computed once.
+        self._pasts: list[Spend] = [Spend.none()]
+        self._past_of: dict[int, int] = {}
+        self._next: dict[tuple[int, tuple[Event, ...]], tuple[int, float]] = {}
+
+    def pay(self, t: int, clients: Sequence[int]) -> None:
+        """Add round t's events for the clients that took part."""
+        for k in clients:
+            past, events = self._past_of.get(k, 0), self.plan.events(k, t)
+            if (past, events) not in self._next:
+                self._pasts.append(self._pasts[past].plus(events))
+                cost = self._pasts[-1].epsilon(self.delta, self.accountant)
+                self._next[past, events] = (len(self._pasts) - 1, cost)
+            self._past_of[k], self.epsilons[k] = self._next[past, events]
+            self.largest = max(self.largest, self.epsilons[k])

@@ -1,0 +1,114 @@
+"""What a recorded batch can answer, whichever way its gradients were found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Maps logits [B, classes] and labels [B] to one loss an example, [B]."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each example, [B]."""
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+class Tape(Protocol):
+    """One forward and backward pass over a batch of B examples, for a model of d parameters.
+
+    An example whose loss, gradient or gradient norm is not finite counts as zero in every answer: a
+    row of zeros, norm 0, inner product 0, loss 0, and no part in any sum whatever its factor.
+    `groups` names, for each parameter tensor of the layout, the group 0..G-1 that it belongs to;
+    empty means one group.
+    """
+
+    @property
+    def losses(self) -> Tensor:
+        """[B]"""
+        ...
+
+    def matrix(self) -> Tensor:
+        """The gradient of each example, [B, d]. Takes B times the memory of the model."""
+        ...
+
+    def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
+        """The Euclidean norm of each example's gradient in each group, [B, G]."""
+        ...
+
+    def dots(self, direction: Tensor) -> Tensor:
+        """The inner product of each example's gradient with `direction` [d], [B]."""
+        ...
+
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
+        """Sum over the examples of factor times gradient, [d]; `factors` is [B, G]."""
+        ...
+
+
+def group_squares(squares: Sequence[Tensor], groups: tuple[int, ...]) -> Tensor:
+    """Adds up the squared norms of the tensors ([B] each) within each group: [B, G]."""
+    if not groups:
+        return torch.stack(tuple(squares), dim=1).sum(dim=1, keepdim=True)
+    table = torch.stack(tuple(squares), dim=1)
+    index = torch.tensor(groups, device=table.device)
+    return table.new_zeros(len(table), max(groups) + 1).index_add_(1, index, table)
+
+
+def column(factors: Tensor, groups: tuple[int, ...], tensor: int) -> Tensor:
+    """The factors [B] that apply to a parameter tensor."""
+    return factors[:, groups[tensor] if groups else 0]
+
+
+@dataclass(frozen=True)
+class Empty:
+    """The tape of a batch without examples: a Poisson sample may be empty, and the step still happens."""
+
+    like: Tensor
+    """The parameters [d], for size, type and device."""
+
+    @property
+    def losses(self) -> Tensor:
+        return self.like.new_zeros(0)
+
+    def matrix(self) -> Tensor:
+        return self.like.new_zeros(0, len(self.like))
+
+    def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
+        return self.like.new_zeros(0, max(groups) + 1 if groups else 1)
+
+    def dots(self, direction: Tensor) -> Tensor:
+        return self.like.new_zeros(0)
+
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
+        return torch.zeros_like(self.like)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Tapes of consecutive pieces of a batch, as one."""
+
+    tapes: tuple[Tape, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def losses(self) -> Tensor:
+        return torch.cat([tape.losses for tape in self.tapes])
+
+    def matrix(self) -> Tensor:
+        return torch.cat([tape.matrix() for tape in self.tapes])
+
+    def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
+        return torch.cat([tape.norms(groups) for tape in self.tapes])
+
+    def dots(self, direction: Tensor) -> Tensor:
+        return torch.cat([tape.dots(direction) for tape in self.tapes])
+
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
+        pieces = zip(self.tapes, factors.split(self.sizes), strict=True)
+        sums = [tape.weighted_sum(piece, groups) for tape, piece in pieces]
+        return torch.stack(sums).sum(dim=0)

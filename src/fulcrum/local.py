@@ -1,0 +1,187 @@
+"""A client's local training, from top to bottom.
+
+One local step: Poisson sample; gradient of each unit; clip; add up; noise; divide by the EXPECTED
+batch; step. An empty sample still adds noise and still steps. A non-finite gradient counts as zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fulcrum.clip.rule import ClipRule, Shape
+from fulcrum.data import Dataset, Partition, Party, party_of, sample_units
+from fulcrum.grads import record
+from fulcrum.models import Layout
+from fulcrum.noise import hold, release, scales
+from fulcrum.rng import Randomness
+from fulcrum.types import Assignment, Bounds, ClientReply, Event, Released, RoundRequest, State, Stats, View
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What stays the same over all rounds and clients of a run: data, model, rule, randomness.
+
+    groups: for each parameter tensor the group it is clipped in; empty when flat.
+    """
+
+    dataset: Dataset
+    partition: Partition
+    model: nn.Module
+    layout: Layout
+    rule: ClipRule
+    randomness: Randomness
+    unit: str = "example"
+    groups: tuple[int, ...] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    diagnostics: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        """What the rule may know of the model."""
+        return Shape(self.layout.dim, self.layout.sizes, self.groups)
+
+    def party(self, client: int) -> Party:
+        """The client's records and units."""
+        return party_of(self.dataset, self.partition, client, self.unit)
+
+
+def train_client(problem: Problem, request: RoundRequest, task: Assignment, state: State) -> ClientReply:
+    """Run one client's N local steps and return what leaves it: its update and the events behind it."""
+    party = problem.party(task.client)
+    theta = request.params
+    batch = task.rate * party.units
+    groups = coordinate_groups(problem.layout, problem.groups).to(problem.device)
+    extras: list[torch.Tensor] = []
+    events: list[Event] = []
+    seen: list[dict[str, float]] = []
+
+    for step in range(task.steps):
+        key = (request.round, task.client, step)
+        rows, slots, count = sample_units(problem.randomness, ("sample", *key), party, task.rate)
+        gradients, losses = unit_gradients(problem, theta, rows, slots, count)  # [B, d], [B]
+        view = problem.rule.view(state, request.round, request.rounds)
+        given = contribute(problem.rule, view, state, gradients, losses, groups, task.sigma, batch)
+        state = given.state
+
+        scale = scales(problem.rule, given.bounds, task.rate, task.sigma, batch)
+        noisy, noisy_extra = release(given.sum, given.extra, scale, problem.randomness, key)
+        gradient = (noisy if view.transform is None else view.transform.inverse(noisy)) / batch  # [d]
+        change = -task.lr * (gradient + request.weight_decay * theta)
+        theta = theta + change
+
+        events.append(scale.event)
+        extras.append(noisy_extra / batch)
+        if problem.rule.when == "step":
+            state = problem.rule.adapt(state, Released(change, extras[-1], task.lr, 1, request.round, request.rounds))
+        if problem.diagnostics:
+            seen.append(_look(given, losses))
+
+    return ClientReply(
+        client=task.client,
+        delta=theta - request.params,
+        extra=torch.stack(extras).mean(dim=0),
+        events=tuple(events),
+        state=state,
+        diagnostics={name: sum(s[name] for s in seen) / len(seen) for name in (seen[0] if seen else ())},
+    )
+
+
+def unit_gradients(
+    problem: Problem, theta: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient [B, d] and loss [B] of each sampled unit at theta.
+
+    For unit `person` a unit's gradient is the mean over that person's records, so that somebody with
+    many records counts as much as somebody with one.
+    """
+    x = problem.dataset.x[rows].to(problem.device)
+    y = problem.dataset.y[rows].to(problem.device)
+    tape = record(problem.model, problem.layout, theta, x, y)
+    gradients, losses = tape.matrix(), tape.losses
+    if problem.unit == "example":
+        return gradients, losses
+    slots = slots.to(problem.device)
+    records = torch.bincount(slots, minlength=count).to(losses)  # [B]
+    summed = gradients.new_zeros((count, gradients.shape[1])).index_add_(0, slots, gradients)
+    return summed / records[:, None], losses.new_zeros(count).index_add_(0, slots, losses) / records
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """The clipped sum [m] and extra statistics [J] of a batch, before noise, and what bounds them."""
+
+    sum: torch.Tensor
+    extra: torch.Tensor
+    bounds: Bounds
+    state: State
+    stats: Stats
+    factors: torch.Tensor
+
+
+def contribute(
+    rule: ClipRule,
+    view: View,
+    state: State,
+    gradients: torch.Tensor,
+    losses: torch.Tensor,
+    groups: torch.Tensor,
+    sigma: float = 0.0,
+    batch: float = 1.0,
+    mask: torch.Tensor | None = None,
+) -> Contribution:
+    """Clip each unit's gradient as the rule says and add up. No noise yet: the result must not leave.
+
+    gradients [B, d], losses [B]; groups [d] is the group of each coordinate. Rows that are not finite,
+    and rows where mask [B] is False (padding), count as zero.
+    """
+    mask = torch.ones(len(gradients), dtype=torch.bool, device=gradients.device) if mask is None else mask
+    counted = torch.isfinite(torch.linalg.vector_norm(gradients, dim=1)) & mask
+    if not bool(counted.all()):
+        gradients = torch.where(counted[:, None], gradients, torch.zeros_like(gradients))
+    losses = torch.where(counted & torch.isfinite(losses), losses, torch.zeros_like(losses))
+    where = groups if view.transform is None else view.transform.groups
+    coefficients = gradients if view.transform is None else view.transform.forward(gradients)  # [B, m]
+    stats = Stats(
+        norms=group_norms(coefficients, where, len(state["C"])),
+        mask=mask,
+        dots=None if view.direction is None else gradients @ view.direction,
+        losses=losses if view.losses else None,
+        sigma=sigma,
+        batch=batch,
+    )
+    factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
+    bounds = rule.bounds(state)
+    factors, extra = hold(rule, factors, extra * mask[:, None], stats.norms, bounds)
+    by_group = factors.T @ coefficients  # [G, m]: of each row only its own group's coordinates count
+    clipped = by_group.gather(0, where[None, :]).squeeze(0)
+    return Contribution(clipped, extra.sum(dim=0), bounds, state, stats, factors)
+
+
+def coordinate_groups(layout: Layout, groups: tuple[int, ...]) -> torch.Tensor:
+    """The group of each of the d coordinates, int64 [d]."""
+    chosen = torch.tensor(groups or (0,) * len(layout.sizes))
+    return torch.repeat_interleave(chosen, torch.tensor(layout.sizes))
+
+
+def group_norms(coefficients: torch.Tensor, where: torch.Tensor, groups: int) -> torch.Tensor:
+    """Euclidean norm of each row within each group: [B, m], [m] -> [B, G]."""
+    if groups == 1:
+        norms: torch.Tensor = torch.linalg.vector_norm(coefficients, dim=1, keepdim=True)
+        return norms
+    squares = coefficients.new_zeros((coefficients.shape[0], groups))
+    return squares.index_add_(1, where, coefficients.square()).sqrt()
+
+
+def _look(given: Contribution, losses: torch.Tensor) -> dict[str, float]:
+    """Non-private diagnostics of one step. For simulations only."""
+    if len(losses) == 0:
+        return {"clipped": 0.0, "mean_norm": 0.0, "train_loss": 0.0, "batch": 0.0}
+    return {
+        "clipped": float((given.factors < 1).float().mean()),
+        "mean_norm": float(torch.linalg.vector_norm(given.stats.norms, dim=1).mean()),
+        "train_loss": float(losses.mean()),
+        "batch": float(len(losses)),
+    }

@@ -1,0 +1,70 @@
+"""The one mechanism: it noises a clipped sum and the rule's extra statistics, and says what happened.
+
+Rules say what a unit can change (`Bounds`); the scale of the noise and the event both follow from
+that here, so no rule can misstate its cost.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fulcrum.clip.rule import ClipRule
+from fulcrum.rng import Key, Randomness
+from fulcrum.types import Bounds, Event, Gaussian, Unprotected
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Standard deviations of the noise on the sum and on the extra statistics, and the event."""
+
+    sum: float | torch.Tensor
+    extra: float
+    event: Event
+
+
+def scales(rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float) -> Scales:
+    """Noise for one release at multiplier `sigma`, split between the sum and the extra statistics.
+
+    The pair costs exactly one Gaussian release at sigma: the precisions (1 - s)/sigma^2 on the sum,
+    scaled by its bound, and s/sigma^2 on the extra, scaled by its own, add up to 1/sigma^2.
+    """
+    if sigma == 0 or not rule.private:
+        return Scales(0.0, 0.0, Unprotected())
+    share = rule.share(sigma, batch)
+    reach = torch.linalg.vector_norm(bounds.C)
+    on_extra = sigma / math.sqrt(share) * bounds.extra if share > 0 else 0.0
+    return Scales(reach * (sigma / math.sqrt(1.0 - share)), on_extra, Gaussian(rate, sigma))
+
+
+def hold(
+    rule: ClipRule, factors: torch.Tensor, extra: torch.Tensor, norms: torch.Tensor, bounds: Bounds
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors [B, G] and extra rows [B, J], cut down to the bounds the rule itself stated.
+
+    A sound rule passes through unchanged; one whose `clip` and `bounds` disagree would otherwise make
+    epsilon a lie. Rules marked not sound are left as they are: their epsilon is nominal anyway.
+    """
+    if not (rule.sound and rule.private):
+        return factors, extra
+    tiny = torch.finfo(norms.dtype).tiny
+    allowed = bounds.C * (1 + 1e-6) / norms.clamp_min(tiny)  # room for rounding, not for a wrong rule
+    rows = torch.linalg.vector_norm(extra, dim=1, keepdim=True).clamp_min(tiny)
+    return torch.minimum(factors, allowed), extra * torch.clamp(bounds.extra * (1 + 1e-6) / rows, max=1.0)
+
+
+def release(
+    clipped: torch.Tensor, extra: torch.Tensor, scale: Scales, randomness: Randomness, key: Key
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the noise: (sum [m], extra [J]) -> what may leave the client. Draws from two streams of `key`."""
+    if isinstance(scale.event, Unprotected):
+        return clipped, extra
+    if extra.numel() and scale.extra <= 0:
+        raise ValueError("a rule releases extra statistics but gives them no share of the noise (ClipRule.share)")
+    noise = randomness.normal(("noise", *key), clipped.numel()).to(clipped)
+    noisy_extra = extra
+    if extra.numel():
+        noisy_extra = extra + randomness.normal(("noise-extra", *key), extra.numel()).to(extra) * scale.extra
+    return clipped + noise * scale.sum, noisy_extra

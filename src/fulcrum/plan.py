@@ -1,0 +1,459 @@
+"""What a configuration will cost each party, and how noisy it will be, before anything is trained.
+
+Parties that share rate, steps, participations, budget and past form a group, and sigma is calibrated
+once a group: a million equal parties plan as fast as one. Client sampling (q_c) never lowers a cost:
+the server sees who takes part, so every party is planned for its public cap on participations.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fulcrum.accounting import Spend, calibrate, most
+from fulcrum.clip.rule import ClipRule
+from fulcrum.config import Settings, local_steps
+from fulcrum.errors import ConfigError
+from fulcrum.types import Assignment, Event, Gaussian, Unprotected
+
+LISTED = 1000
+"""The most parties that `to_json` lists one by one."""
+
+
+class Named(Protocol):
+    """Parties that know their number and names, such as a `data.Partition`."""
+
+    @property
+    def parties(self) -> int: ...
+
+    def name(self, k: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parties with the same terms, and the sigma that follows.
+
+    rate: q. steps: N a round. participations: the public cap on rounds. budget: epsilon over the whole
+    run and what was spent before it, None where sigma was given. spent: what was spent before.
+    """
+
+    rate: float
+    steps: int
+    participations: int
+    budget: float | None
+    spent: Spend
+    sigma: float
+
+    def round_events(self) -> tuple[Event, ...]:
+        """What one round releases."""
+        if self.sigma == 0:
+            return (Unprotected(self.steps),)
+        return (Gaussian(self.rate, self.sigma, self.steps),)
+
+    def epsilon(self, rounds: int, delta: float, accountant: str) -> float:
+        """Epsilon after `rounds` rounds, of which a party takes part in at most its cap, with the past."""
+        times = min(rounds, self.participations)
+        return self.spent.plus(self.round_events(), times).epsilon(delta, accountant)
+
+
+@dataclass(frozen=True)
+class PartyPlan:
+    """One party's terms. batch is the expected number of units in a step, q n_k; epsilons are at the end.
+
+    budget is None where sigma was given. warnings are sentences for the user.
+    """
+
+    name: str
+    units: int
+    rate: float
+    steps: int
+    participations: int
+    sigma: float
+    batch: float
+    epsilon_rdp: float
+    epsilon_pld: float
+    budget: float | None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise in one local step's mean gradient, beside the largest signal, whose norm is C.
+
+    coordinate: standard deviation of each coordinate. norm: of the whole vector, C sigma sqrt(d) / (q n).
+    ratio: norm / C. direction: the part along one fixed direction, relative to C: sigma / (q n).
+    """
+
+    coordinate: float
+    norm: float
+    ratio: float
+    direction: float
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The terms of every party. Ask by party number k (0..parties-1).
+
+    sizes [K] are the units n_k, group_of [K] the number of each party's group. delta, accountant and
+    unit are the run's; rounds is T.
+    """
+
+    name: Callable[[int], str]
+    sizes: npt.NDArray[np.int64]
+    group_of: npt.NDArray[np.int32]
+    groups: tuple[Group, ...]
+    rounds: int
+    delta: float
+    accountant: str
+    unit: str
+    population: str
+    private: bool
+    sound: bool
+    C0: float
+    participation: float
+    weights: str
+    total_budget: float | None = None
+
+    @property
+    def parties(self) -> int:
+        """K."""
+        return len(self.sizes)
+
+    def group(self, k: int) -> Group:
+        """The group that party k belongs to."""
+        return self.groups[int(self.group_of[k])]
+
+    def units(self, k: int) -> int:
+        """n_k: examples, or persons where the unit is the person."""
+        return int(self.sizes[k])
+
+    def participations(self, k: int) -> int:
+        """The most rounds that party k takes part in."""
+        return self.group(k).participations
+
+    def events(self, k: int, t: int = 0) -> tuple[Event, ...]:
+        """What party k releases if it takes part in round t (from 0)."""
+        return self.group(k).round_events()
+
+    def assignment(self, k: int, t: int, lr: float) -> Assignment:
+        """What party k is asked to do in round t (from 0) at learning rate lr."""
+        group = self.group(k)
+        return Assignment(k, group.rate, group.sigma, group.steps, lr)
+
+    def terms(self, k: int) -> dict[str, Any]:
+        """Party k's account in a ledger: the keywords of `Ledger.enroll` but its name."""
+        return {
+            "budget": self.total_budget if self.total_budget is not None else self.group(k).budget,
+            "delta": self.delta,
+            "accountant": self.accountant,
+            "unit": self.unit,
+            "population": f"{self.population}, {self.units(k)} {self.unit}s",
+        }
+
+    def epsilon_at(self, round: int, k: int, accountant: str | None = None) -> float:
+        """The largest epsilon that party k can have spent after `round` rounds (0: before the first)."""
+        return self.group(k).epsilon(round, self.delta, accountant or self.accountant)
+
+    def curve(self, k: int, points: int = 11, accountant: str | None = None) -> list[tuple[int, float]]:
+        """(rounds done, epsilon) of party k, at about evenly spaced rounds from 0 to T."""
+        rounds = sorted({round(self.rounds * i / max(points - 1, 1)) for i in range(points)})
+        return [(t, self.epsilon_at(t, k, accountant)) for t in rounds]
+
+    @cached_property
+    def ends(self) -> tuple[tuple[float, float], ...]:
+        """(epsilon by RDP, epsilon by PLD) of each group at the end."""
+        return tuple(
+            (g.epsilon(self.rounds, self.delta, "rdp"), g.epsilon(self.rounds, self.delta, "pld")) for g in self.groups
+        )
+
+    def party(self, k: int) -> PartyPlan:
+        """Everything about party k."""
+        group, (rdp, pld), n = self.group(k), self.ends[self.group_of[k]], self.units(k)
+        warnings = []
+        if self.private and self.delta >= 1 / n:
+            warnings.append(f"delta = {self.delta:g} is not below 1/n = 1/{n}; choose a smaller delta.")
+        if group.rate * n < 1:
+            warnings.append(f"the expected batch is {group.rate * n:.2g}, below 1; choose a larger rate.")
+        return PartyPlan(
+            name=self.name(k),
+            units=n,
+            rate=group.rate,
+            steps=group.steps,
+            participations=group.participations,
+            sigma=group.sigma,
+            batch=group.rate * n,
+            epsilon_rdp=rdp,
+            epsilon_pld=pld,
+            budget=group.budget,
+            warnings=tuple(warnings),
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences about the plan as a whole; parties are counted, not listed."""
+        found = []
+        if not self.private:
+            found.append("The rule adds no noise: there is no privacy guarantee at all.")
+        elif not self.sound:
+            found.append("The rule is not sound: it sets C from raw private values, so epsilon is nominal.")
+        exposed = int((self.delta >= 1 / self.sizes).sum()) if self.private else 0
+        if exposed:
+            k = int(self.sizes.argmax())
+            found.append(
+                f"delta = {self.delta:g} is not below 1/n for {exposed} of {self.parties} parties (the largest, "
+                f"{self.name(k)}, has {self.units(k)} {self.unit}s): choose delta below {1 / self.units(k):.2g}."
+            )
+        thin = int((self.rates * self.sizes < 1).sum())
+        if thin:
+            found.append(f"The expected batch is below 1 for {thin} of {self.parties} parties: choose a larger rate.")
+        return tuple(found)
+
+    @property
+    def rates(self) -> npt.NDArray[np.float64]:
+        """q of each party [K]."""
+        return np.array([g.rate for g in self.groups])[self.group_of]
+
+    @property
+    def sigmas(self) -> npt.NDArray[np.float64]:
+        """Noise multiplier of each party [K]."""
+        return np.array([g.sigma for g in self.groups])[self.group_of]
+
+    def noise_to_signal(self, dim: int, k: int | None = None, C: float | None = None) -> Noise:
+        """How noisy a step is for a model of `dim` parameters: party k alone, or (None) the aggregate.
+
+        The aggregate averages over the parties with the run's weights; with client sampling, over the
+        expected number of them. C is clip.C0 unless given; it only scales coordinate and norm.
+        """
+        if k is not None:
+            direction = self.group(k).sigma / (self.group(k).rate * self.units(k))
+        else:
+            relative = self.sigmas / (self.rates * self.sizes)
+            shares = self.sizes / self.sizes.sum() if self.weights == "examples" else 1 / self.parties
+            direction = math.sqrt(float(((shares * relative) ** 2).sum()) / self.participation)
+        reach = self.C0 if C is None else C
+        ratio = direction * math.sqrt(dim)
+        return Noise(coordinate=direction * reach, norm=ratio * reach, ratio=ratio, direction=direction)
+
+    def to_json(self, dim: int | None = None) -> dict[str, Any]:
+        """For `fulcrum plan --json`: plain values, an infinite epsilon as the string "inf".
+
+        Lists groups in full and the first 1000 parties; `noise` (party by party and aggregate) where
+        the model's number of parameters is given.
+        """
+        members = np.bincount(self.group_of, minlength=len(self.groups)).tolist()
+        groups = [
+            {
+                "parties": count,
+                "rate": g.rate,
+                "steps": g.steps,
+                "participations": g.participations,
+                "sigma": g.sigma,
+                "budget": g.budget,
+                "spent_before": _plain(g.spent.epsilon(self.delta, self.accountant)),
+                "epsilon_rdp": _plain(rdp),
+                "epsilon_pld": _plain(pld),
+            }
+            for g, count, (rdp, pld) in zip(self.groups, members, self.ends, strict=True)
+        ]
+        costliest = max(range(len(self.groups)), key=lambda i: self.ends[i][0])
+        k = int((self.group_of == costliest).argmax())
+        listed = [self.party(i) for i in range(min(self.parties, LISTED))]
+        result: dict[str, Any] = {
+            "epsilon": _plain(self.ends[costliest][0]),
+            "epsilon_pld": _plain(max(pld for _, pld in self.ends)),
+            "delta": self.delta,
+            "accountant": self.accountant,
+            "unit": self.unit,
+            "rounds": self.rounds,
+            "private": self.private,
+            "sound": self.sound,
+            "parties_total": self.parties,
+            "groups": groups,
+            "parties": [
+                {**vars(p), "epsilon_rdp": _plain(p.epsilon_rdp), "epsilon_pld": _plain(p.epsilon_pld)}
+                | {"warnings": list(p.warnings)}
+                for p in listed
+            ],
+            "curve": [{"round": t, "epsilon": _plain(e)} for t, e in self.curve(k)],
+            "warnings": list(self.warnings),
+        }
+        if dim is not None:
+            result["noise"] = {
+                "parameters": dim,
+                "C": self.C0,
+                "aggregate": vars(self.noise_to_signal(dim)),
+                "parties": [vars(self.noise_to_signal(dim, i)) for i in range(len(listed))],
+            }
+        return result
+
+
+def _plain(value: float) -> float | str:
+    return "inf" if math.isinf(value) else value
+
+
+# --- making a plan ------------------------------------------------------------------------------
+
+
+def make_plan(
+    settings: Settings,
+    names: Sequence[str] | Named | int,
+    units: Any,
+    rule: ClipRule,
+    spent: Mapping[str, Spend] | None = None,
+    population: str | None = None,
+) -> Plan:
+    """Plan a run. names: the parties' names, or their number (then party-0, party-1, ...). units [K]: n_k.
+
+    With privacy.epsilon, sigma is the smallest that keeps each party within its budget over its cap on
+    participations; with privacy.sigma, epsilon is what that costs. spent, by party, is what was
+    released before this run and counts against the same budget; leave it out for "this run only".
+    population says which data the parties hold, for the ledger; by default it is told from the settings.
+    """
+    privacy, train = settings.privacy, settings.train
+    if rule.private and privacy.epsilon is None and privacy.sigma is None:
+        raise ConfigError(
+            f"rule {rule.name!r} is private and needs to know how private: give --epsilon (privacy.epsilon) "
+            "or --sigma (privacy.sigma)."
+        )
+    count, name = _naming(names)
+    sizes = _sizes(units, count)
+    common = Group(
+        rate=train.rate,
+        steps=local_steps(train),
+        participations=min(privacy.max_participations or train.rounds, train.rounds),
+        budget=privacy.epsilon if rule.private else None,
+        spent=Spend.none(),
+        sigma=0.0,
+    )
+    keys: dict[Any, int] = {}
+    groups: list[Group] = []
+    group_of = np.zeros(count, dtype=np.int32)
+    special = _special(privacy.budgets, spent or {}, count, name)
+    plain_left = len(special) < count
+    for k, (budget, past) in ([(None, (None, None))] if plain_left else []) + list(special.items()):
+        group = replace(common, budget=budget if budget and rule.private else common.budget, spent=past or common.spent)
+        at = keys.setdefault((group.budget, group.spent.key), len(groups))
+        if at == len(groups):
+            example = name(k) if k is not None else "every party" if not special else "most parties"
+            groups.append(replace(group, sigma=_sigma(settings, rule, group, example)))
+        if k is not None:
+            group_of[k] = at
+    return Plan(
+        name=name,
+        sizes=sizes,
+        group_of=group_of,
+        groups=tuple(groups),
+        rounds=train.rounds,
+        delta=privacy.delta,
+        accountant=privacy.accountant,
+        unit=privacy.unit,
+        population=_population(settings) if population is None else population,
+        private=rule.private,
+        sound=rule.sound,
+        C0=settings.clip.C0,
+        participation=train.participation,
+        weights=train.weights,
+        total_budget=privacy.budget,
+    )
+
+
+def _naming(names: Sequence[str] | Named | int) -> tuple[int, Callable[[int], str]]:
+    if isinstance(names, int):
+        return names, "party-{}".format
+    if isinstance(names, Sequence):
+        if len(set(names)) < len(names):
+            raise ConfigError("two parties have the same name; each needs its own, since budgets are kept by name.")
+        return len(names), names.__getitem__
+    return names.parties, names.name
+
+
+def _sizes(units: Any, count: int) -> npt.NDArray[np.int64]:
+    sizes = np.asarray(units)
+    if sizes.shape != (count,) or count == 0:
+        raise ConfigError(f"units has shape {sizes.shape}; it must hold one number for each of {count} parties.")
+    whole = sizes.astype(np.int64)
+    if (whole != sizes).any() or (whole < 1).any():
+        raise ConfigError("units holds a number that is not a whole number of at least 1; every party needs data.")
+    return whole
+
+
+def _special(
+    budgets: Mapping[str, float], spent: Mapping[str, Spend], count: int, name: Callable[[int], str]
+) -> dict[int, tuple[float | None, Spend | None]]:
+    """Parties with a budget or a past of their own, by number."""
+    past = {party: spend for party, spend in spent.items() if spend.releases}
+    if not budgets and not past:
+        return {}
+    number = {name(k): k for k in range(count)}
+    for party in budgets:
+        if party not in number:
+            near = difflib.get_close_matches(party, list(number)[:LISTED], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the parties are {name(0)!r} to {name(count - 1)!r}."
+            raise ConfigError(f"privacy.budgets names party {party!r}, which is not there; {hint}")
+    return {number[p]: (budgets.get(p), past.get(p)) for p in {**budgets, **past} if p in number}
+
+
+def _sigma(settings: Settings, rule: ClipRule, group: Group, who: str) -> float:
+    privacy = settings.privacy
+    if not rule.private:
+        return 0.0
+    if group.budget is None:
+        assert privacy.sigma is not None  # make_plan has checked that one of the two is given
+        return privacy.sigma
+    total = group.participations * group.steps
+
+    def planned(sigma: float) -> tuple[Event, ...]:
+        return (*group.spent.events, Gaussian(group.rate, sigma, total))
+
+    before = group.spent.epsilon(privacy.delta, privacy.accountant)
+    if before >= group.budget:
+        raise ConfigError(
+            f"{who} has spent epsilon = {before:.4g} of its budget {group.budget:g} already; raise the budget."
+        )
+    try:
+        return calibrate(planned, group.budget, privacy.delta, privacy.accountant)
+    except ConfigError as error:
+        raise ConfigError(f"no sigma fits for {who}: {error}") from error
+
+
+def _population(settings: Settings) -> str:
+    """Which data a party of that name holds: the same only for the same source, split and seed."""
+    data = settings.data
+    if data.partition == "given":
+        split = "given parties"
+    else:
+        split = f"{data.partition} over {data.parties}, alpha {data.alpha:g}, shards {data.shards}"
+        split += f", floor {data.min_examples}, seed {settings.run.seed}"
+    held = f", {data.validation:g} held out" if data.validation else ""
+    return f"{data.source}, {split}{held}"
+
+
+def rounds_for_budget(
+    settings: Settings, epsilon: float | None = None, sigma: float | None = None, spent: Spend | None = None
+) -> int:
+    """How many rounds of these settings' rate and steps fit into epsilon at sigma; 0 if not even one.
+
+    epsilon and sigma are privacy.epsilon and privacy.sigma unless given here. A party may have spent
+    something before. At most a million rounds are counted.
+    """
+    privacy = settings.privacy
+    budget = privacy.epsilon if epsilon is None else epsilon
+    multiplier = privacy.sigma if sigma is None else sigma
+    if budget is None or multiplier is None:
+        raise ConfigError("how many rounds fit depends on both: give an epsilon as budget and a sigma.")
+    if not 0 < budget < math.inf:
+        raise ConfigError(f"epsilon = {budget!r} is out of range; it must be a finite number greater than 0.")
+    one = (Gaussian(settings.train.rate, multiplier, local_steps(settings.train)),)
+    past = spent or Spend.none()
+
+    def fits(rounds: int) -> bool:
+        return past.plus(one, rounds).epsilon(privacy.delta, privacy.accountant) <= budget
+
+    return most(fits, 10**6)

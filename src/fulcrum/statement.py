@@ -1,0 +1,437 @@
+"""The privacy statement of a run: privacy.json for programs, PRIVACY.md for whoever signs it.
+
+It says what is promised, to whom, against whom, at what price so far, and what is not promised.
+Every number comes from the accountant; every sentence from the settings that produced the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fulcrum.accounting import Spend, epsilons, software
+from fulcrum.clip.rule import ClipRule
+from fulcrum.config import Settings
+from fulcrum.plan import Plan
+
+LISTED = 1000
+"""PRIVACY.md lists parties one by one up to this many, and sums up beyond."""
+
+RELATION = (
+    "zero-out: two data sets are neighbours if in one of them a single {unit} contributes nothing. The number of "
+    "{unit}s at each party is a declared public constant, the same on both sides. Accounted as add-or-remove."
+)
+ADVERSARY = (
+    "An honest-but-curious server that follows the protocol, sees every update of every party, every released model "
+    "and every clipping norm C, and knows all settings, the code, and who takes part in which round. Outsiders see "
+    "no more than the server does, so the same bound holds against them. Other parties see no more either."
+)
+RANDOMNESS = {
+    "secure": (
+        "Sampling and noise come from the operating system's entropy; nothing can be replayed. The guarantee relies "
+        "on that entropy."
+    ),
+    "seeded": (
+        "Sampling and noise come from a seed. Whoever knows the seed can subtract the noise: epsilon holds only while "
+        "the seed is secret. A run whose settings and seed are published is a simulation and protects nobody."
+    ),
+    "recorded": "Sampling and noise were replayed from a recording: this is a test and protects nobody.",
+}
+SCOPES = {
+    "run": "This run only. Whatever else was released about the same data, before or after, adds to it.",
+    "ledger": (
+        "All runs on record in this ledger, this one included; a guarantee only if each of them used a sound rule. "
+        "Whatever was released outside the ledger adds to it."
+    ),
+}
+NOT_COVERED = (
+    "Timing: how long a party takes, and whether it answers, is not hidden.",
+    "Side channels of the machines: memory, caches, power, logs, debuggers, swap.",
+    "Floating-point arithmetic beyond the mitigation in the secure noise generator (each number is the sum of several "
+    "draws); the proof is about real numbers.",
+    "Choosing settings: if several runs were made on the same data and the best was kept, the others count too. Only a "
+    "ledger kept over all of them adds them up.",
+    "Test data: it is taken to be public, and accuracy and loss on it are not protected.",
+    "Public constants: who the parties are, how many units each holds, who takes part in which round, the number of "
+    "classes, the shape of the data, and the constants that scale it. None of them may be computed from private data.",
+    "A malicious server or party that departs from the protocol, poisons the model, or changes the code.",
+    "What the model teaches about the population: the guarantee bounds what one unit adds, not what can be inferred "
+    "about people in general.",
+    "Data of one person that is spread over several units or parties, beyond the arithmetic stated above.",
+)
+
+
+def statement(
+    settings: Settings,
+    plan: Plan,
+    rule: ClipRule,
+    spent: Mapping[str, Spend],
+    *,
+    run_id: str,
+    scope: str,
+    randomness_mode: str,
+    dataset_name: str,
+    dataset_warnings: tuple[str, ...] = (),
+    finished: bool,
+    rounds_done: int,
+    version: str,
+    date: str,
+    run_spent: Mapping[str, Spend] | None = None,
+) -> dict[str, Any]:
+    """What privacy.json holds. All values are plain; an infinite epsilon is the string "inf".
+
+    spent: what each party has released within the scope ("run" or "ledger"), by name; a party that is
+    missing has released nothing. run_spent: the part of this run, where the scope is a ledger.
+
+    Keys, stable from version to version:
+
+    epsilon, epsilon_pld    largest over the parties, by RDP and by PLD, spent so far in the scope
+    delta, unit, relation, adversary
+    accountant              {enforced, beside, software}
+    private, sound, nominal private: noise was added at all; nominal: epsilon is not a guarantee
+    guarantee               "yes", "nominal" or "none", and `guarantee_text`, the sentence to read
+    target                  {epsilon, budgets, sigma}: what was asked for; null where it was not
+    planned                 {epsilon, epsilon_pld}: the most this run was planned to reach
+    randomness              {mode, text}
+    scope                   {kind, text}; with kind "ledger" also run_epsilon, that of this run alone
+    run                     {id, date, version, finished, rounds_done, rounds, method, rule, dataset}
+    releases                [{kind, times, text}]: every kind of thing that left a party or the server
+    groups_of_records       [{records, epsilon, delta}]: what holds for one person's m units at one party
+    adds_up                 sentences on how parties and records add up
+    not_covered, warnings   sentences
+    parties                 [{name, units, rate, sigma, releases, epsilon_rdp, epsilon_pld, budget}]
+    """
+    names = [plan.name(k) for k in range(plan.parties)]
+    spends = [spent.get(name) or Spend.none() for name in names]
+    by_rdp, by_pld = (_unique_epsilons(spends, plan.delta, how) for how in ("rdp", "pld"))
+    nominal = rule.private and not rule.sound
+    result: dict[str, Any] = {
+        "epsilon": _plain(max(by_rdp)),
+        "epsilon_pld": _plain(max(by_pld)),
+        "delta": plan.delta,
+        "unit": plan.unit,
+        "relation": RELATION.format(unit=plan.unit),
+        "adversary": ADVERSARY,
+        "accountant": {
+            "enforced": plan.accountant,
+            "beside": "pld" if plan.accountant == "rdp" else "rdp",
+            "software": software(),
+        },
+        "private": rule.private,
+        "sound": rule.sound,
+        "nominal": nominal,
+        "guarantee": "none" if not rule.private else "nominal" if nominal else "yes",
+        "guarantee_text": _guarantee(plan, rule, max(by_rdp), max(by_pld), randomness_mode),
+        "target": {
+            "epsilon": settings.privacy.epsilon,
+            "budgets": dict(settings.privacy.budgets),
+            "sigma": settings.privacy.sigma,
+        },
+        "planned": {
+            "epsilon": _plain(max(rdp for rdp, _ in plan.ends)),
+            "epsilon_pld": _plain(max(pld for _, pld in plan.ends)),
+        },
+        "randomness": {"mode": randomness_mode, "text": RANDOMNESS[randomness_mode]},
+        "scope": {"kind": scope, "text": SCOPES[scope]},
+        "run": {
+            "id": run_id,
+            "date": date,
+            "version": version,
+            "finished": finished,
+            "rounds_done": rounds_done,
+            "rounds": plan.rounds,
+            "method": settings.method,
+            "rule": rule.name,
+            "dataset": dataset_name,
+        },
+        "releases": _releases(settings, plan, rule, spends, rounds_done),
+        "groups_of_records": _groups(max(by_rdp), plan.delta),
+        "adds_up": _adds_up(plan, rule),
+        "not_covered": list(NOT_COVERED),
+        "warnings": _warnings(settings, plan, rule, randomness_mode, finished) + list(dataset_warnings),
+        "parties": [
+            {
+                "name": name,
+                "units": plan.units(k),
+                "rate": plan.group(k).rate,
+                "sigma": plan.group(k).sigma,
+                "releases": spends[k].releases,
+                "epsilon_rdp": _plain(by_rdp[k]),
+                "epsilon_pld": _plain(by_pld[k]),
+                "budget": plan.group(k).budget,
+            }
+            for k, name in enumerate(names)
+        ],
+    }
+    if scope == "ledger" and run_spent is not None:
+        own = [run_spent.get(name) or Spend.none() for name in names]
+        result["scope"]["run_epsilon"] = _plain(max(_unique_epsilons(own, plan.delta, "rdp")))
+    return result
+
+
+def _unique_epsilons(spends: list[Spend], delta: float, accountant: str) -> list[float]:
+    """Epsilon of each; those with the same past are computed once."""
+    unique = {spend.key: spend for spend in spends}
+    costs = dict(zip(unique, epsilons(list(unique.values()), delta, accountant).tolist(), strict=True))
+    return [costs[spend.key] for spend in spends]
+
+
+def _plain(value: float) -> float | str:
+    return "inf" if math.isinf(value) else value
+
+
+def _guarantee(plan: Plan, rule: ClipRule, rdp: float, pld: float, mode: str) -> str:
+    if not rule.private:
+        return "There is no privacy guarantee: the updates left the parties without noise."
+    numbers = f"epsilon = {rdp:.4g} (RDP; {pld:.4g} by PLD), delta = {plan.delta:g}"
+    if not rule.sound:
+        return (
+            f"NOT A GUARANTEE. The rule {rule.name!r} sets the clipping norm from raw private values, so {numbers} is "
+            "nominal: it is what the noise would give if C were public, and what was released may reveal more."
+        )
+    if mode != "secure":
+        return f"Each {plan.unit} has {numbers}, only while the seed is secret (see Randomness)."
+    return f"Each {plan.unit} has {numbers}."
+
+
+def _releases(
+    settings: Settings, plan: Plan, rule: ClipRule, spends: list[Spend], rounds_done: int
+) -> list[dict[str, Any]]:
+    counts = [spend.releases for spend in spends]
+    group = plan.groups[0]
+    kinds = (
+        f"noised sums of clipped gradients, Poisson-sampled at rate {group.rate:g}"
+        if rule.private
+        else "sums of gradients without noise"
+    )
+    sigmas = sorted({g.sigma for g in plan.groups})
+    spread = f"{sigmas[0]:.5g}" if len(sigmas) == 1 else f"{sigmas[0]:.5g} to {sigmas[-1]:.5g}"
+    noise = f", noise multiplier sigma = {spread}" if rule.private else ""
+    moved = (
+        "computed from what was released before, so they reveal nothing more"
+        if rule.sound
+        else "computed from raw private values: THEY REVEAL MORE than the epsilon says"
+    )
+    found = [
+        {
+            "kind": "updates",
+            "times": max(counts),
+            "text": f"Each party's update of each round it takes part in, the total of {group.steps} step(s): {kinds}"
+            f"{noise}. Between {min(counts)} and {max(counts)} such sums a party so far.",
+        },
+        {
+            "kind": "C",
+            "times": rounds_done,
+            "text": f"The clipping norm of each round (rule {rule.name!r}), {moved}.",
+        },
+        {
+            "kind": "models",
+            "times": rounds_done,
+            "text": "The model after each round, its moving average and the final model: computed from the updates.",
+        },
+        {
+            "kind": "participation",
+            "times": rounds_done,
+            "text": "Who takes part in each round. Public; it depends on no private data. Sampling parties lowers no "
+            "epsilon here: a party pays for every round it takes part in.",
+        },
+    ]
+    if rule.private and rule.cost != "free":
+        found.insert(
+            1,
+            {
+                "kind": "statistics",
+                "times": max(counts),
+                "text": f"Statistics that the rule {rule.name!r} releases beside each sum: noised together with it, at "
+                "the joint multiplier sigma, so their cost is within the epsilon.",
+            },
+        )
+    if settings.run.diagnostics:
+        found.append(
+            {
+                "kind": "diagnostics",
+                "times": rounds_done,
+                "text": "Non-private diagnostics (clip fractions, norms, losses) were recorded. They are NOT covered "
+                "by epsilon and must not leave a party; they are for simulations on public data.",
+            }
+        )
+    return found
+
+
+def _groups(epsilon: float, delta: float) -> list[dict[str, Any]]:
+    """What (epsilon, delta) for one unit means for m of them: m epsilon, and m exp((m-1) epsilon) delta."""
+    rows = []
+    for m in (2, 5, 10):
+        log_delta = math.log(m) + (m - 1) * epsilon + math.log(delta)
+        grown = math.exp(log_delta) if log_delta < 0 else 1.0
+        rows.append({"records": m, "epsilon": _plain(m * epsilon), "delta": grown})
+    return rows
+
+
+def _adds_up(plan: Plan, rule: ClipRule) -> list[str]:
+    if not rule.private:
+        return ["Nothing adds up: there is no guarantee for any record."]
+    several = (
+        "A person with data at several parties adds up the epsilons (and the deltas) of those parties. Otherwise the "
+        "parties' data is taken to be disjoint, and the epsilon of the federation is the largest of its parties'."
+    )
+    if plan.unit == "person":
+        return [
+            "The unit is the person: all records of one person at one party are sampled together and clipped as one, "
+            "so epsilon holds for all of them together.",
+            several,
+        ]
+    return [
+        "The unit is one example. A person with m examples at one party is covered by group privacy only: m times "
+        "epsilon, with delta growing to m exp((m-1) epsilon) delta, as listed. Where people have several records, use "
+        "the unit `person` instead.",
+        several,
+    ]
+
+
+def _warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finished: bool) -> list[str]:
+    found = list(plan.warnings)
+    if not finished:
+        found.append("The run is not finished: this statement covers what has been reserved so far.")
+    if mode != "secure" and rule.private:
+        found.append(f"The randomness is {mode}: for real data use privacy.randomness = secure.")
+    if settings.run.diagnostics:
+        found.append("Non-private diagnostics were on: keep them inside the party, or turn run.diagnostics off.")
+    return found
+
+
+# --- PRIVACY.md ---------------------------------------------------------------------------------
+
+
+def to_markdown(facts: Mapping[str, Any]) -> str:
+    """The statement as a page that a data-protection officer can read and sign."""
+    run, accountant, target = facts["run"], facts["accountant"], facts["target"]
+    asked = (
+        f"epsilon = {_short(target['epsilon'])} for each party"
+        + (f", {len(target['budgets'])} with a budget of their own" if target["budgets"] else "")
+        if target["epsilon"] is not None
+        else f"noise multiplier sigma = {_short(target['sigma'])}"
+    )
+    banner = {
+        "yes": [],
+        "nominal": [
+            "> **WARNING: the clipping rule of this run is not sound. Its epsilon is NOMINAL, not a guarantee.**",
+            "",
+        ],
+        "none": ["> **WARNING: this run is NOT PRIVATE. Nothing below protects anybody.**", ""],
+    }[facts["guarantee"]]
+    lines = [
+        "# Privacy statement",
+        "",
+        *banner,
+        f"**{facts['guarantee_text']}**",
+        "",
+        *_table(
+            ("", ""),
+            [
+                ("run", f"`{run['id']}`"),
+                ("date", run["date"]),
+                ("software", f"Fulcrum {run['version']}, {accountant['software']}"),
+                ("data", run["dataset"]),
+                ("method, rule", f"{run['method']}, {run['rule']}"),
+                ("rounds", f"{run['rounds_done']} of {run['rounds']}{'' if run['finished'] else ' (not finished)'}"),
+                ("asked for", asked if facts["private"] else "no privacy"),
+                ("planned at most", f"epsilon = {_short(facts['planned']['epsilon'])}"),
+                ("spent", f"epsilon = {_short(facts['epsilon'])} (RDP), {_short(facts['epsilon_pld'])} (PLD)"),
+                ("delta", _short(facts["delta"])),
+            ],
+        ),
+    ]
+    if facts["warnings"]:
+        lines += ["## Warnings", "", *_bullets(facts["warnings"])]
+    enforced, beside = accountant["enforced"].upper(), accountant["beside"].upper()
+    records = "person" if facts["unit"] == "person" else "example"
+    lines += [
+        *_section("What is protected", f"One {records} at one party. Neighbouring relation: {facts['relation']}"),
+        *_section("Against whom", facts["adversary"]),
+        *_section(
+            "How it is counted",
+            f"By {accountant['software']}: {enforced} is enforced, {beside} is shown beside it; both are upper bounds. "
+            "The releases of a party compose over all its rounds and steps; what a round costs is written to the "
+            "party's ledger before anything is released. Poisson sampling lowers the cost because nobody learns who "
+            "was sampled. The epsilon of the federation is the largest of its parties'.",
+        ),
+        *_section("Scope", _scope(facts["scope"])),
+        *_section("Randomness", facts["randomness"]["text"]),
+        "## What was released",
+        "",
+        *_bullets(f"{item['kind']} ({item['times']}): {item['text']}" for item in facts["releases"]),
+        "## Parties",
+        "",
+        *_parties(facts),
+        "## How parties and records add up",
+        "",
+        *_bullets(facts["adds_up"]),
+    ]
+    if facts["private"] and facts["unit"] != "person":
+        rows = [(str(g["records"]), _short(g["epsilon"]), _group_delta(g["delta"])) for g in facts["groups_of_records"]]
+        lines += _table(("examples of one person", "epsilon", "delta"), rows)
+    lines += [
+        "## What is not covered",
+        "",
+        *_bullets(facts["not_covered"]),
+        "## Signatures",
+        "",
+        *_table(
+            ("role", "name", "date", "signature"),
+            [("responsible for the run", "", "", ""), ("data-protection officer", "", "", "")],
+        ),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _parties(facts: Mapping[str, Any]) -> list[str]:
+    parties = facts["parties"]
+    header = ("party", f"{facts['unit']}s", "rate", "sigma", "releases", "epsilon (RDP)", "epsilon (PLD)", "budget")
+    shown = parties
+    lines: list[str] = []
+    if len(parties) > LISTED:
+        units = [p["units"] for p in parties]
+        lines = [
+            f"{len(parties)} parties with {min(units)} to {max(units)} {facts['unit']}s each; every one is listed in "
+            "privacy.json. The ten with the largest epsilon:",
+            "",
+        ]
+        shown = sorted(parties, key=lambda p: (-float(p["epsilon_rdp"]), p["units"]))[:10]
+    keys = ("units", "rate", "sigma", "releases", "epsilon_rdp", "epsilon_pld", "budget")
+    return lines + _table(header, [(_cell(p["name"]), *(_short(p[key]) for key in keys)) for p in shown])
+
+
+def _scope(scope: Mapping[str, Any]) -> str:
+    own = f" This run alone: epsilon = {_short(scope['run_epsilon'])} (RDP)." if "run_epsilon" in scope else ""
+    return f"{scope['text']}{own}"
+
+
+def _group_delta(delta: float) -> str:
+    return _short(delta) if delta < 1 else "1 (no guarantee)"
+
+
+def _short(value: float | str | None) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        return "infinite" if value == "inf" else value
+    return f"{value:d}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _section(title: str, text: str) -> list[str]:
+    return [f"## {title}", "", text, ""]
+
+
+def _bullets(items: Iterable[str]) -> list[str]:
+    return [*(f"- {item}" for item in items), ""]
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    rule = "|".join("---" for _ in header)
+    return [f"| {' | '.join(header)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows), ""]

@@ -1,0 +1,190 @@
+"""The records that travel through Fulcrum. All are frozen; tensors in them are never written to.
+
+Shapes: d parameters of the model, B examples of a batch, G groups of parameters that are clipped
+apart (1 for flat clipping), J extra statistics that a rule releases beside the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+State = Mapping[str, torch.Tensor]
+"""What a rule remembers: named tensors, so that it can be checkpointed and stacked. Holds at
+least `C`, shape [G]."""
+
+
+# --- privacy events: what happened, never what it costs -------------------------------------
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """One noised sum, released `count` times over fresh Poisson samples.
+
+    Each unit joins with probability `rate`, changes the sum by at most 1 (after scaling), and the
+    noise has standard deviation `sigma` in the same scale.
+    """
+
+    rate: float
+    sigma: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Unprotected:
+    """Something about the data left without noise, `count` times: no finite epsilon holds."""
+
+    count: int = 1
+
+
+Event = Gaussian | Unprotected
+
+
+# --- clipping: what a rule sees and says ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transform:
+    """An orthonormal change of basis for clipping and noise, such as a wavelet transform.
+
+    forward maps gradients [B, d] to coefficients [B, m] (m >= d where it pads); inverse maps a noised
+    sum [m] back to [d]. groups [m] names the group of every coefficient.
+    """
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    inverse: Callable[[torch.Tensor], torch.Tensor]
+    groups: torch.Tensor
+
+
+@dataclass(frozen=True)
+class View:
+    """What a rule needs to see of each example.
+
+    transform: another domain in which gradients are clipped and noised (None for almost all rules).
+    direction: a released vector [d]; the rule then gets its inner product with every gradient.
+    losses: whether the rule wants each example's loss.
+    """
+
+    transform: Transform | None = None
+    direction: torch.Tensor | None = None
+    losses: bool = False
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a rule gets to see: one row an example (or a person, or a client). Never released.
+
+    norms [B, G]; dots [B] or None; losses [B] or None; mask [B] is False on padding.
+    sigma is the noise multiplier of this step, batch the expected number of units in it.
+    """
+
+    norms: torch.Tensor
+    mask: torch.Tensor
+    dots: torch.Tensor | None = None
+    losses: torch.Tensor | None = None
+    sigma: float = 0.0
+    batch: float = 1.0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What one unit can change, after clipping.
+
+    C [G]: the norm of its contribution in each group. extra: the Euclidean norm of its row of extra
+    statistics (0 if the rule releases none).
+    """
+
+    C: torch.Tensor
+    extra: float = 0.0
+
+
+@dataclass(frozen=True)
+class Released:
+    """What `adapt` may look at: released values and public settings, nothing else.
+
+    aggregate [d]: the released update D_t before the server optimiser (for a client rule that moves
+    each step: the noised gradient times -eta). extra [J]: the released statistics, weighted like
+    the aggregate and divided by the expected batch and the number of steps. lr: eta_t; steps: N;
+    round: t from 0; rounds: T.
+    """
+
+    aggregate: torch.Tensor
+    extra: torch.Tensor
+    lr: float
+    steps: float
+    round: int
+    rounds: int
+
+
+# --- the round ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one client is asked to do in a round. All of it is public."""
+
+    client: int
+    rate: float
+    """Poisson rate q."""
+    sigma: float
+    """Noise multiplier."""
+    steps: int
+    """N local steps."""
+    lr: float
+    """eta_t, the local learning rate of this round."""
+
+
+@dataclass(frozen=True)
+class RoundRequest:
+    """A round as an engine gets it: the model, who takes part, and each one's clipping state."""
+
+    round: int
+    rounds: int
+    params: torch.Tensor
+    assignments: tuple[Assignment, ...]
+    states: tuple[State, ...]
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class ClientReply:
+    """What leaves a client: its update, the extra statistics, and the events that made them.
+
+    delta [d] = theta_k - theta_t. extra [J], per expected unit and step. events are in the order of
+    release. state is the client's clipping state after the round. diagnostics are NOT private: they
+    exist in simulations only and no party sends them.
+    """
+
+    client: int
+    delta: torch.Tensor
+    extra: torch.Tensor
+    events: tuple[Event, ...]
+    state: State
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """One finished round, as the user sees it.
+
+    round counts from 1. params [d] is the released model after the server optimiser; averaged [d]
+    the exponential moving average of it (the same tensor where averaging is off). C is a list of
+    the clipping norm in use in this round (one a group; for client rules the mean over the
+    participants). epsilon is the largest spent by any party so far, epsilons each party's.
+    accuracy and loss are on public test data, None in rounds without evaluation.
+    """
+
+    round: int
+    rounds: int
+    params: torch.Tensor
+    averaged: torch.Tensor
+    C: tuple[float, ...]
+    epsilon: float
+    epsilons: tuple[float, ...]
+    participants: tuple[int, ...]
+    seconds: float
+    accuracy: float | None = None
+    loss: float | None = None
+    diagnostics: Mapping[str, float] = field(default_factory=dict)

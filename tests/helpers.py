@@ -1,0 +1,82 @@
+"""Small federations for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from fulcrum.clip import find_rule
+from fulcrum.clip.rule import ClipRule
+from fulcrum.config import Data
+from fulcrum.data import Dataset, from_arrays, split
+from fulcrum.local import Problem, train_client
+from fulcrum.models import Layout
+from fulcrum.rng import Randomness, Seeded
+from fulcrum.types import Assignment, ClientReply, RoundRequest
+
+FEATURES, CLASSES = 6, 3
+
+
+def toy_data(n: int = 60, seed: int = 0, **columns: Any) -> Dataset:
+    """n examples of three Gaussian classes in six dimensions, test data of the same kind."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = 2 * torch.randn(CLASSES, FEATURES, generator=generator)
+
+    def draw(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.arange(count) % CLASSES
+        return centres[y] + torch.randn(count, FEATURES, generator=generator), y
+
+    x, y = draw(n)
+    x_test, y_test = draw(90)
+    return from_arrays(x, y, x_test, y_test, **columns)
+
+
+def toy_model(seed: int = 0) -> nn.Module:
+    """A two-layer network with fixed weights."""
+    model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def toy_problem(
+    rule: str | ClipRule = "fixed",
+    dataset: Dataset | None = None,
+    parties: int = 2,
+    randomness: Randomness | None = None,
+    model: nn.Module | None = None,
+    **changes: Any,
+) -> Problem:
+    """A problem over a toy data set, split evenly."""
+    dataset = dataset or toy_data()
+    model = model or toy_model()
+    partition = split(dataset, Data(parties=parties, partition="iid", min_examples=1), 0)
+    chosen = find_rule(rule) if isinstance(rule, str) else rule
+    problem = Problem(dataset, partition, model, Layout.of(model), chosen, randomness or Seeded(3))
+    return dataclasses.replace(problem, **changes)
+
+
+def one_client(
+    problem: Problem,
+    C0: float = 1.0,
+    rate: float = 0.5,
+    sigma: float = 0.0,
+    steps: int = 1,
+    lr: float = 0.5,
+    weight_decay: float = 0.0,
+    client: int = 0,
+    **settings: Any,
+) -> ClientReply:
+    """One client's round from the model's own weights."""
+    from fulcrum.config import Clip
+
+    state = problem.rule.init(Clip(C0=C0, **settings), problem.shape)
+    params = problem.layout.flatten(problem.model)
+    task = Assignment(client, rate, sigma, steps, lr)
+    request = RoundRequest(0, 10, params, (task,), (state,), weight_decay)
+    return train_client(problem, request, task, state)
