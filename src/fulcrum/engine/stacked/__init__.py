@@ -11,6 +11,7 @@ out; persons as units, and models that torch.func cannot follow, go client by cl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,16 +29,27 @@ class StackedEngine:
 
     def __init__(self, problem: Problem, rows_limit: int = 0) -> None:
         self.problem = problem
-        core, self._notes = find_core(problem, rows_limit)
-        self.trainer = Trainer(core, problem.partition.order) if core else None
+        self._rows_limit = rows_limit
+
+    @cached_property
+    def _found(self) -> tuple[Trainer | None, tuple[str, ...]]:
+        """Made when first asked for: a study prepares many engines and may use none of them."""
+        core, notes = find_core(self.problem, self._rows_limit)
+        return (Trainer(core, self.problem.partition.order) if core else None), notes
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """What trains the clients; None where they go through the reference engine."""
+        return self._found[0]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What does not go the fast way, and why: sentences for a user."""
-        if self.trainer is None:
-            return self._notes
-        looped = self.trainer.core.rule.looped
-        return (*self._notes, *((looped,) if looped else ()), *self.trainer.replayer.notes)
+        trainer, notes = self._found
+        if trainer is None:
+            return notes
+        looped = trainer.core.rule.looped
+        return (*notes, *((looped,) if looped else ()), *trainer.replayer.notes)
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Replies, one an assignment, in order."""

@@ -9,52 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulcrum.clip.fixed import NONE
 from fulcrum.data import Dataset
 from fulcrum.engine.stacked.layers import Program, compile_model
 from fulcrum.engine.stacked.passes import MARGIN, How, StackedTape, functional_pass, run_pass
 from fulcrum.engine.stacked.rules import Stacked, StackedRule
+from fulcrum.engine.stacked.table import Table, resident
 from fulcrum.local import Problem, coordinate_groups, group_norms
 from fulcrum.types import Transform, View
 
 BUDGET = {"cpu": 64 * 2**20, "cuda": 16 * 2**30}
 """Bytes that the activations of one piece of a step may take. A GPU that has less halves it by itself."""
-
-CODES = (255.0, 127.5, 16.0, 1.0)
-"""Scales s for which images may be stored as bytes v: x = v / s or v / s - 1, exactly."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Examples on the device, [n, ...]: as they are, or as bytes when (v / scale - shift) gives the same bits."""
-
-    values: Tensor
-    scale: float = 0.0
-    shift: float = 0.0
-
-    def rows(self, index: Tensor) -> Tensor:
-        """Examples as float32."""
-        found = self.values[index]
-        return found if self.scale == 0 else _decode(found, self.scale, self.shift)
-
-
-def _decode(values: Tensor, scale: float, shift: float) -> Tensor:
-    scaled = values.float() / scale
-    return scaled - shift if shift else scaled
-
-
-def store(x: Tensor, device: torch.device) -> Table:
-    """Examples on the device, four times smaller where that loses nothing."""
-    low, high = float(x.min()), float(x.max())
-    for scale in CODES if device.type != "cpu" else ():
-        shift = 1.0 if low < 0 else 0.0
-        if low + shift < 0 or (high + shift) * scale > 255:
-            continue
-        codes = ((x + shift) * scale).round().to(torch.uint8)
-        # The device's own arithmetic decides: what it gives back must be the very same numbers.
-        moved = codes.to(device)
-        if torch.equal(_decode(moved, scale, shift), x.to(device)):
-            return Table(moved, scale, shift)
-    return Table(x.to(device))
 
 
 @dataclass
@@ -77,7 +42,7 @@ class Core:
         """Moves the data of a problem to its device. rows_limit 0: as many examples in a piece as memory suggests."""
         dataset: Dataset = problem.dataset
         program, reason = compile_model(problem.model, problem.layout, dataset.shape)
-        x = program.table(dataset.x) if program else dataset.x
+        table, labels = resident(dataset, "x", program, problem.device)
         native = problem.device.type == "cuda"
         how = How(problem.precision, native)
         elements = program.elements if program else 4 * problem.layout.dim
@@ -86,8 +51,8 @@ class Core:
             problem,
             program,
             reason,
-            store(x, problem.device),
-            dataset.y.to(problem.device),
+            table,
+            labels,
             StackedRule(problem.rule),
             coordinate_groups(problem.layout, problem.groups).to(problem.device),
             how,
@@ -132,7 +97,7 @@ class MatrixTape:
         # A row that is not finite must not become finite in the other domain.
         whole = torch.linalg.vector_norm(self.gradients, dim=1, keepdim=True)
         norms = group_norms(self._coefficients(), self.where, groups)
-        return torch.where(torch.isfinite(whole), norms, torch.inf).view(*self.losses.shape, groups)
+        return norms.masked_fill(~torch.isfinite(whole), torch.inf).view(*self.losses.shape, groups)
 
     def dots(self, direction: Tensor, segments: int) -> Tensor:
         """[S, n]"""
@@ -141,7 +106,7 @@ class MatrixTape:
 
     def zero(self, good: Tensor) -> None:
         """Take examples out of all sums."""
-        self.gradients = torch.where(good.reshape(-1, 1), self.gradients, 0)
+        self.gradients = self.gradients.masked_fill(~good.reshape(-1, 1), 0)
 
     def weighted_sum(self, factors: Tensor, segments: int) -> Tensor:
         """factors [S, n, G] -> [S * M, m]"""
@@ -244,7 +209,8 @@ def _look(
     theta = tasks.theta[s]
     tape = core.tape(theta, rows.flatten(1), view)
     width = tasks.state["C"].shape[1]
-    plain = not core.problem.rule.private and core.problem.rule.name == "none" and not core.how.careful
+    bare = core.problem.rule is NONE and not core.problem.diagnostics
+    plain = bare and not core.how.careful
     if plain:  # nothing is clipped, so nobody needs norms: a finite sum proves that all gradients were
         norms = tape.losses.new_zeros((*tape.losses.shape, width))
         good = torch.isfinite(tape.losses) & mask.view_as(tape.losses)
@@ -252,20 +218,18 @@ def _look(
         norms = tape.norms(core.problem.groups) if isinstance(tape, StackedTape) else tape.norms(width)
         whole = norms.sum(dim=2)
         good = torch.isfinite(whole) & torch.isfinite(tape.losses) & mask.view_as(whole)
-        norms = torch.where(good[:, :, None], norms, 0)
+        norms = norms.masked_fill(~good[:, :, None], 0)
     if core.how.careful:
         tape.zero(good)
     dots = None
     if direction is not None:
         along = tape.dots(_of_tasks(direction, tasks, s, m), segments)
-        dots = torch.where(good, along, 0).view(sets * segments, places)
-    losses = torch.where(good, tape.losses, 0).view(sets * segments, places)
+        dots = along.masked_fill(~good, 0).view(sets * segments, places)
+    losses = tape.losses.masked_fill(~good, 0).view(sets * segments, places)
     return tape, _Seen(norms.view(sets * segments, places, width), mask, dots, losses, good)
 
 
-def _piece(
-    core: Core, tasks: Tasks, view: View, direction: Tensor | None, s: slice, m: slice, b: slice
-) -> Sums:
+def _piece(core: Core, tasks: Tasks, view: View, direction: Tensor | None, s: slice, m: slice, b: slice) -> Sums:
     """The contribution of one block of tasks, and of some of their places."""
     tape, seen = _look(core, tasks, view, direction, s, m, b)
     state = {name: _of_tasks(value, tasks, s, m) for name, value in tasks.state.items()}
@@ -295,7 +259,7 @@ def _sum(
         factors = factors * (1 - margin)
     if scale is not None:
         factors, extra = factors * scale[:, :, None], extra * scale[:, :, None]
-    factors = torch.where(seen.good.view(*seen.mask.shape, 1), factors, 0)
+    factors = factors.masked_fill(~seen.good.view(*seen.mask.shape, 1), 0)
     sets = len(tape.losses)
     segments = len(factors) // sets
     shaped = factors.reshape(sets, -1, factors.shape[2])

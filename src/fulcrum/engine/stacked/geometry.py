@@ -95,9 +95,10 @@ def max_pool(h: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     best, which = _tap(h, window, 0, 0), None
     for tap in range(1, window.kernel[0] * window.kernel[1]):
         other = _tap(h, window, tap // window.kernel[1], tap % window.kernel[1])
-        larger = (other > best) | other.isnan()
-        best = torch.where(larger, other, best)
-        which = larger.to(torch.uint8) * tap if which is None else torch.where(larger, tap, which)
+        highest = torch.maximum(best, other)  # NaN stays NaN, and differs from itself
+        larger = highest != best
+        best = highest
+        which = larger.to(torch.uint8) * tap if which is None else which.masked_fill_(larger, tap)
     if which is None:
         which = torch.zeros_like(best, dtype=torch.uint8)
     return best, which

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from fulcrum.engine.stacked import geometry as geo
 from fulcrum.engine.stacked.geometry import Pair, Window
+from fulcrum.engine.stacked.plain import ACTIVATIONS, Plain, avg_pool, flatten, global_pool, max_pool
 from fulcrum.grads.layers import has_hooks
-from fulcrum.models import Layout, Tempered
+from fulcrum.models import Layout
 
 Weights = tuple[Tensor, ...]
 """The parameter tensors of the layout, each [S, ...]."""
@@ -114,15 +115,6 @@ def _images(h: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A layer without parameters. forward(h) -> (out, kept); backward(g, kept) -> gradient of h."""
-
-    name: str
-    forward: Callable[[Tensor], tuple[Tensor, Any]]
-    backward: Callable[[Tensor, Any], Tensor]
-
-
-@dataclass(frozen=True)
 class Program:
     """A model as steps. image: whether examples enter channels last; shape is that of one example as stored."""
 
@@ -135,77 +127,6 @@ class Program:
     def table(self, x: Tensor) -> Tensor:
         """Examples as a pass wants them: [n, C, H, W] -> [n, H, W, C] for images, [n, F] otherwise."""
         return x.permute(0, 2, 3, 1).contiguous() if self.image else x.flatten(1)
-
-
-# --- layers without parameters --------------------------------------------------------------------
-
-
-def _relu(layer: nn.Module) -> Plain:
-    def forward(h: Tensor) -> tuple[Tensor, Tensor]:
-        out = torch.relu(h)
-        return out, out
-
-    return Plain("relu", forward, lambda g, out: torch.ops.aten.threshold_backward(g, out, 0))
-
-
-def _tanh(layer: nn.Module) -> Plain:
-    def forward(h: Tensor) -> tuple[Tensor, Tensor]:
-        out = torch.tanh(h)
-        return out, out
-
-    return Plain("tanh", forward, lambda g, out: torch.ops.aten.tanh_backward(g, out))
-
-
-def _sigmoid(layer: nn.Module) -> Plain:
-    def forward(h: Tensor) -> tuple[Tensor, Tensor]:
-        out = torch.sigmoid(h)
-        return out, out
-
-    return Plain("sigmoid", forward, lambda g, out: torch.ops.aten.sigmoid_backward(g, out))
-
-
-def _tempered(layer: Any) -> Plain:
-    def forward(h: Tensor) -> tuple[Tensor, Tensor]:
-        inner = torch.sigmoid(layer.temperature * h)
-        return layer.scale * inner - layer.offset, inner
-
-    def backward(g: Tensor, inner: Tensor) -> Tensor:
-        slope = layer.scale * layer.temperature
-        return torch.ops.aten.sigmoid_backward(g, inner) * slope  # type: ignore[no-any-return]
-
-    return Plain(f"tempered {layer.extra_repr()}", forward, backward)
-
-
-ACTIVATIONS: dict[type[nn.Module], Callable[[Any], Plain]] = {
-    nn.ReLU: _relu,
-    nn.Tanh: _tanh,
-    nn.Sigmoid: _sigmoid,
-    Tempered: _tempered,
-}
-
-
-def _max_pool(window: Window) -> Plain:
-    return Plain("max-pool", lambda h: geo.max_pool(h, window), lambda g, which: geo.max_unpool(g, which, window))
-
-
-def _avg_pool(window: Window) -> Plain:
-    return Plain("avg-pool", lambda h: (geo.avg_pool(h, window), None), lambda g, _: geo.avg_unpool(g, window))
-
-
-def _global_pool(height: int, width: int) -> Plain:
-    def backward(g: Tensor, _: Any) -> Tensor:
-        return (g / (height * width)).expand(*g.shape[:2], height, width, g.shape[-1])
-
-    return Plain("global-pool", lambda h: (h.mean(dim=(2, 3), keepdim=True), None), backward)
-
-
-def _flatten(height: int, width: int, channels: int) -> Plain:
-    """To PyTorch's order (C, H, W)."""
-
-    def backward(g: Tensor, _: Any) -> Tensor:
-        return g.view(*g.shape[:2], channels, height, width).permute(0, 1, 3, 4, 2)
-
-    return Plain("flatten", lambda h: (h.permute(0, 1, 4, 2, 3).flatten(2), None), backward)
 
 
 # --- from a model to a program --------------------------------------------------------------------
@@ -267,7 +188,7 @@ def _step(layer: Any, here: tuple[int, ...], places: dict[int, int]) -> tuple[Si
     if kind in ACTIVATIONS:
         return ACTIVATIONS[kind](layer), here
     if kind is nn.Flatten and layer.start_dim == 1 and layer.end_dim == -1:
-        return (None, here) if len(here) == 1 else (_flatten(*here), (here[0] * here[1] * here[2],))
+        return (None, here) if len(here) == 1 else (flatten(*here), (here[0] * here[1] * here[2],))
     if kind is nn.Linear and len(here) == 1:
         weight, bias = _places(layer, places)
         return Site(weight, bias, layer.out_features, None, layer.in_features), (layer.out_features,)
@@ -291,7 +212,7 @@ def _places(layer: nn.Module, places: dict[int, int]) -> tuple[int, int | None]:
 def _conv(layer: Any, here: tuple[int, ...], places: dict[int, int]) -> Site | None:
     if layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
         return None
-    window = Window(*here, layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    window = Window(here[0], here[1], here[2], layer.kernel_size, layer.stride, layer.padding, layer.dilation)
     weight, bias = _places(layer, places)
     return Site(weight, bias, layer.out_channels, window, window.size)
 
@@ -301,21 +222,21 @@ def _pool_window(layer: Any, here: tuple[int, ...]) -> Window | None:
         return None
     if getattr(layer, "return_indices", False) or getattr(layer, "divisor_override", None):
         return None
-    return Window(*here, _pair(layer.kernel_size), _pair(layer.stride))
+    return Window(here[0], here[1], here[2], _pair(layer.kernel_size), _pair(layer.stride))
 
 
 def _max(layer: Any, here: tuple[int, ...], places: dict[int, int]) -> Plain | None:
     window = _pool_window(layer, here)
-    return _max_pool(window) if window else None
+    return max_pool(window) if window else None
 
 
 def _avg(layer: Any, here: tuple[int, ...], places: dict[int, int]) -> Plain | None:
     window = _pool_window(layer, here)
-    return _avg_pool(window) if window else None
+    return avg_pool(window) if window else None
 
 
 def _adaptive(layer: Any, here: tuple[int, ...], places: dict[int, int]) -> Plain | None:
-    return _global_pool(here[0], here[1]) if layer.output_size in (1, (1, 1)) else None
+    return global_pool(here[0], here[1]) if layer.output_size in (1, (1, 1)) else None
 
 
 def _pooled(layer: Any, here: tuple[int, ...]) -> tuple[int, ...]:

@@ -52,13 +52,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.float32:
         return torch.bmm(a, b)
     if a.is_cuda:
-        return torch.bmm(a, b, out_dtype=torch.float32)
+        return torch.bmm(a, b, out_dtype=torch.float32)  # inputs stay as they are, sums are kept in full
     return torch.bmm(a.float(), b.float())
 
 
 def squares(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """The sum of squares over some dimensions, in float32 and without a copy in float32."""
-    return torch.linalg.vector_norm(values, dim=dims, dtype=torch.float32).square()
+    norms: Tensor = torch.linalg.vector_norm(values, dim=dims, dtype=torch.float32)
+    return norms.square()
 
 
 # --- the tape of a hand-written pass --------------------------------------------------------------
@@ -126,12 +127,12 @@ class _Use:
 
     def zero(self, good: Tensor) -> None:
         """Examples where good [S, n] is False take no part, whatever they hold."""
-        keep = good[:, :, None, None]
-        self.a = torch.where(keep, self.seen(), 0)
-        self.h = torch.where(good.view(*good.shape, *[1] * (self.h.dim() - 2)), self.h, 0)
-        self.g = torch.where(keep, self.g, 0)
+        bad = ~good[:, :, None, None]
+        self.a = self.seen().masked_fill(bad, 0)
+        self.h = self.h.masked_fill(~good.view(*good.shape, *[1] * (self.h.dim() - 2)), 0)
+        self.g = self.g.masked_fill(bad, 0)
         if self.written is not None:
-            self.written = torch.where(keep, self.written, 0)
+            self.written = self.written.masked_fill(bad, 0)
 
 
 @dataclass
@@ -262,7 +263,7 @@ def functional_logits(problem: Problem, theta: Tensor, x: Tensor) -> Tensor:
     def one_set(flat: Tensor, rows: Tensor) -> Tensor:
         return functional_call(problem.model, problem.layout.unflatten(flat), (rows,))  # type: ignore[no-any-return]
 
-    return vmap(one_set)(theta, x)  # type: ignore[no-any-return]
+    return vmap(one_set)(theta, x)
 
 
 __all__ = ["MARGIN", "PRECISIONS", "How", "StackedTape", "functional_logits", "functional_pass", "run_pass", "unpack"]

@@ -20,23 +20,28 @@ Inputs = dict[str, Any]
 
 
 @contextmanager
-def precision(name: str) -> Iterator[None]:
-    """Matrix products in float32 or, for tf32, with inputs rounded to 10 bits; deterministic library calls."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark
-    chosen = name == "tf32"
-    matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = chosen, chosen, True, False
+def precision(name: str, device: torch.device) -> Iterator[None]:
+    """On a GPU: products in full float32 or, for tf32, of inputs rounded to 10 bits; deterministic library calls."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul, conv, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn  # type: ignore[attr-defined]
+    before = matmul.fp32_precision, conv.fp32_precision, cudnn.deterministic, cudnn.benchmark
+    chosen = "tf32" if name == "tf32" else "ieee"
+    matmul.fp32_precision, conv.fp32_precision, cudnn.deterministic, cudnn.benchmark = chosen, chosen, True, False
     try:
         yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+        matmul.fp32_precision, conv.fp32_precision, cudnn.deterministic, cudnn.benchmark = before
 
 
 @dataclass
 class _Graph:
     graph: Any
-    inputs: Inputs
+    inputs: list[Tensor]
     outputs: Any
+    copied: list[tuple[Tensor, int]]
+    """What each input was last copied from, and in which version: unchanged ones are not copied again."""
 
 
 class Replayer:
@@ -55,14 +60,25 @@ class Replayer:
         self._recorded: dict[Hashable, _Graph] = {}
         self._pool: Any = None
 
-    def run(self, key: Hashable, program: Callable[..., Any], inputs: Inputs) -> Any:
-        """The program's outputs. They may be overwritten by the next call with the same key: copy what is kept."""
-        with torch.no_grad(), precision(self.core.how.precision):
+    def run(
+        self, key: Hashable, program: Callable[..., Any], inputs: Inputs, undo: Callable[[], None] = lambda: None
+    ) -> Any:
+        """The program's outputs. They may be overwritten by the next call with the same key: copy what is kept.
+
+        A program that changes tensors of its own in place gives `undo`, which puts them back: it is called after
+        a trial run and when memory ran out.
+        """
+        with torch.no_grad(), precision(self.core.how.precision, self.device):
             while True:
                 try:
-                    return self._run((key, self.core.how, self.core.rows_limit), program, inputs)
+                    return self._run((key, self.core.how, self.core.rows_limit), program, inputs, undo)
                 except torch.OutOfMemoryError as error:
+                    undo()
                     self._shrink(error)
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether a graph of this key is recorded, so that a call changes nothing twice."""
+        return (key, self.core.how, self.core.rows_limit) in self._recorded
 
     def _shrink(self, error: torch.OutOfMemoryError) -> None:
         if self.core.rows_limit <= 1:
@@ -75,29 +91,32 @@ class Replayer:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run(self, key: Hashable, program: Callable[..., Any], inputs: Inputs) -> Any:
+    def _run(self, key: Hashable, program: Callable[..., Any], inputs: Inputs, undo: Callable[[], None]) -> Any:
         if not self.graphs:
             return program(**inputs)
         known = self._recorded.get(key)
         if known is None:
-            known = self._record(program, inputs)
+            known = self._record(program, inputs, undo)
             if known is None:
                 return program(**inputs)
             self._recorded[key] = known
-        for held, given in zip(tree_leaves(known.inputs), tree_leaves(inputs), strict=True):
-            if isinstance(held, Tensor) and held is not given:
-                held.copy_(given, non_blocking=True)
+        for i, given in enumerate(tree_leaves(inputs)):
+            source, version = known.copied[i]
+            if source is not given or version != given._version:
+                known.inputs[i].copy_(given, non_blocking=True)
+                known.copied[i] = (given, given._version)
         known.graph.replay()
         return known.outputs
 
-    def _record(self, program: Callable[..., Any], inputs: Inputs) -> _Graph | None:
+    def _record(self, program: Callable[..., Any], inputs: Inputs, undo: Callable[[], None]) -> _Graph | None:
         """A graph of the program, after one plain run on a side stream, as PyTorch asks."""
-        static = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, inputs)
+        static = tree_map(torch.clone, inputs)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             program(**static)
         torch.cuda.current_stream(self.device).wait_stream(stream)
+        undo()
         if self.core.rule.looped:
             self._plain(self.core.rule.looped)
             return None
@@ -114,7 +133,8 @@ class Replayer:
         except RuntimeError as error:
             self._plain(str(error).strip().splitlines()[0])
             return None
-        return _Graph(graph, static, outputs)
+        leaves = tree_leaves(static)
+        return _Graph(graph, leaves, outputs, [(value, -1) for value in leaves])
 
     def _plain(self, why: str) -> None:
         self.graphs = False

@@ -78,7 +78,7 @@ class StackedRule:
             factors, extra, after = rule.clip(stats, own)
             bounds = rule.bounds(after)
             factors, extra = hold(rule, factors, extra * rows["mask"][:, None], rows["norms"], bounds)
-            limit = torch.as_tensor(bounds.extra, dtype=norms.dtype, device=norms.device)
+            limit = _number(bounds.extra, norms)
             return factors, extra, dict(after), bounds.C, limit
 
         if not by_row:
@@ -91,10 +91,10 @@ class StackedRule:
         def rows(own: Stacked, given: dict[str, Tensor], sigma: Any, batch: Any) -> tuple[Any, ...]:
             factors, extra = vmap(row, in_dims=(None, 0, 0, 0))(own, given, sigma, batch)
             bounds = rule.bounds(own)
-            limit = torch.as_tensor(bounds.extra, dtype=norms.dtype, device=norms.device)
+            limit = _number(bounds.extra, norms)
             return factors, extra, own, bounds.C, limit
 
-        return vmap(rows)(state, given, sigma, batch)  # type: ignore[no-any-return]
+        return vmap(rows)(state, given, sigma, batch)
 
     def adapt(
         self, state: Stacked, aggregate: Tensor, extra: Tensor, lr: Tensor, steps: Tensor, t: Any, rounds: int
@@ -137,10 +137,14 @@ class StackedRule:
         values = [own.tolist() for own in numbers]
         count = len(tree_leaves(stacked)[0])
         results = [
-            function(*tree_map(lambda value, i=i: value[i], stacked), *(own[i] for own in values))
-            for i in range(count)
+            function(*tree_map(lambda value, i=i: value[i], stacked), *(own[i] for own in values)) for i in range(count)
         ]
         return tree_map(lambda *found: torch.stack(found), *results)
+
+
+def _number(value: Any, like: Tensor) -> Tensor:
+    """A number as a tensor, without a copy from the host: that could not be recorded in a graph."""
+    return value.to(like) if isinstance(value, Tensor) else like.new_full((), float(value))
 
 
 def _why(rule: ClipRule, problem: Exception) -> str:

@@ -8,11 +8,12 @@ the step is done again, on the same numbers, with a longer one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fulcrum.rng import Key, stream_seed
+from fulcrum.rng import Key, Randomness, Seeded, stream_seed
 
 ROOM = 8.0
 """Standard deviations above the mean for which a row has room: one in 10^15 samples is larger."""
@@ -36,7 +37,7 @@ def bucket(units: int) -> int:
     """The size that parties of this size are padded to: at most a quarter more, so that few sizes occur."""
     if units <= 32:
         return round_up(units)
-    step = 2 ** (units.bit_length() - 3)
+    step = 1 << (units.bit_length() - 3)
     return -(-units // step) * step
 
 
@@ -46,12 +47,22 @@ def compact(joins: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
     Where count > pad the row does not hold them all.
     """
     place = joins.cumsum(dim=1) - 1
-    target = torch.where(joins & (place < pad), place, pad)  # what does not join lands in a column of its own
+    target = place.masked_fill(~joins | (place >= pad), pad)  # what does not join lands in a column of its own
     here = torch.arange(joins.shape[1], device=joins.device).expand(len(joins), -1)
     table = torch.zeros((len(joins), pad + 1), dtype=torch.int64, device=joins.device).scatter_(1, target, here)
     count = place[:, -1] + 1
     mask = torch.arange(pad, device=joins.device) < count[:, None]
-    return torch.where(mask, table[:, :pad], 0), mask, count
+    return table[:, :pad].masked_fill(~mask, 0), mask, count
+
+
+def at(table: Tensor, t: Tensor) -> Tensor:
+    """Row t of a table, for a t that lies on the device; plain indexing would fetch it to the host."""
+    return table.index_select(0, t.view(1)).squeeze(0)
+
+
+def draws_on_device(device: torch.device, sources: Sequence[Randomness]) -> bool:
+    """Whether the device's own generator may stand in for these: on a GPU, where all of them are seeded."""
+    return device.type != "cpu" and all(isinstance(source, Seeded) for source in sources)
 
 
 def device_generator(device: torch.device, seed: int, key: Key) -> torch.Generator:

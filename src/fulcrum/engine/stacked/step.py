@@ -49,7 +49,7 @@ def sample(order: Tensor, terms: Numbers, uniforms: Tensor, pad: int) -> tuple[T
 def noised(core: Core, sums: Sums, terms: Numbers, noise: Tensor, noise_extra: Tensor, view: Any) -> tuple[Any, Any]:
     """(gradient [T, d], extra [T, J]), per expected unit: what may leave the clients."""
     reach = torch.linalg.vector_norm(sums.C, dim=1)
-    on_sum = torch.where(terms["noise"] > 0, reach * terms["noise"], 0)  # C may be infinite where nothing is noised
+    on_sum = (reach * terms["noise"]).masked_fill(terms["noise"] == 0, 0)  # C may be infinite where nothing is noised
     on_extra = sums.extra_bound * terms["noise_extra"]
     total = sums.sum + noise * on_sum[:, None]
     if view.transform is not None:
@@ -62,8 +62,8 @@ def local_step(
     core: Core,
     pad: int,
     rounds: int,
-    *,
     order: Tensor,
+    *,
     theta: Tensor,
     state: Stacked,
     terms: Numbers,

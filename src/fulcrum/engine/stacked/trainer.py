@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fulcrum.clip.rule import ClipRule
+from fulcrum.engine.stacked import sampling
 from fulcrum.engine.stacked.core import Core
 from fulcrum.engine.stacked.replay import Replayer
 from fulcrum.engine.stacked.rules import Stacked
-from fulcrum.engine.stacked.sampling import bucket, device_generator, pad_for, round_up
+from fulcrum.engine.stacked.sampling import bucket, device_generator, round_up
 from fulcrum.engine.stacked.step import Numbers, Stepped, local_step
 from fulcrum.noise import scales
 from fulcrum.rng import Key, Randomness, Seeded
@@ -104,7 +105,7 @@ class Trainer:
         shared = len(thetas) == 1
         start = thetas if shared else thetas[_index([job.run for job in mine], places, self.device)]
         key = (width, rate)
-        pad = self._pads.get(key) or pad_for(width, rate)
+        pad = self._pads.get(key) or sampling.pad_for(width, rate)
         view, _ = self.core.rule.view(state, t, rounds)
         d = self.core.problem.layout.dim if view.transform is None else len(view.transform.groups)
         if self._width is None:
@@ -116,7 +117,6 @@ class Trainer:
                 rates = torch.tensor([job.task.rate for job in mine], dtype=torch.float64)
                 pad = max(pad, round_up(int((uniforms[:count] < rates[:, None]).sum(dim=1).max())))
             given = {
-                "order": self.order,
                 "theta": theta,
                 "state": state,
                 "terms": terms,
@@ -126,7 +126,7 @@ class Trainer:
                 "t": torch.tensor(t, device=self.device),
             }
             shape = (places, width, pad, len(theta), rounds)
-            done = self.replayer.run(shape, partial(local_step, self.core, pad, rounds), given)
+            done = self.replayer.run(shape, partial(local_step, self.core, pad, rounds, self.order), given)
             done = done.copy() if self.replayer.graphs else done
             theta, state = done.theta, done.state
             steps.append(done)
@@ -220,7 +220,7 @@ class _Draws:
 
     def __init__(self, device: torch.device, jobs: Sequence[Job], t: int) -> None:
         self.device, self.jobs, self.t = device, jobs, t
-        self.on_device = device.type != "cpu" and all(isinstance(job.randomness, Seeded) for job in jobs)
+        self.on_device = sampling.draws_on_device(device, [job.randomness for job in jobs])
         self.noisy = any(job.task.sigma > 0 for job in jobs)
         self._kept: dict[tuple[int, Key], Tensor] = {}
 
