@@ -11,6 +11,7 @@ import typer
 
 from fulcrum.cli import view
 from fulcrum.cli.options import Debug, Json
+from fulcrum.units import UNITS
 
 if TYPE_CHECKING:
     from fulcrum.federate import Federation
@@ -73,8 +74,9 @@ def guarantee(summary: Mapping[str, Any]) -> str:
         return "none: nothing was protected"
     nominal = "" if summary["sound"] else f"; {NOMINAL}"
     by = "by pld" if summary["accountant"] == "pld" else f"by rdp; {view.epsilon(summary['epsilon_pld'])} by pld"
+    whose = f"for one {UNITS[summary['unit']].short}"
     largest = f"at delta {summary['delta']:g}, the largest of any party"
-    return f"{view.epsilon(summary['epsilon'])} {largest} ({by}){nominal}"
+    return f"{view.epsilon(summary['epsilon'])} {whose} {largest} ({by}){nominal}"
 
 
 def spread(epsilons: Mapping[str, Any]) -> str:
