@@ -132,6 +132,7 @@ def execute(federation: Federation, out: Path | str | None = None, on_round: OnR
                 "version": fulcrum.__version__,
                 "data": federation.problem.dataset.fingerprint,
                 "parameters": federation.problem.layout.dim,
+                "unit": federation.problem.unit,
             },
         )
         with Ledger.open(_ledger_path(federation.settings, folder.path)) as ledger:
