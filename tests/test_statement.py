@@ -217,7 +217,8 @@ def test_client_level_names_its_own_unit_and_adversary():
     page = to_markdown(facts)
     for words in (
         "Each whole party has epsilon", "THE SERVER IS TRUSTED", "NOT who took part", "adds the noise",
-        "EVERY party is charged", "must not be published", "must not be compared", "parties together", "q_c W = 20", "at most 0.05 times C",
+        "EVERY party is charged", "must not be published", "must not be compared", "parties together",
+        "q_c W = 20", "at most 0.05 times C",
         "| 200 parties | 0.1 | 1.2 | 20 |", "sizes count as public", "do not publish it",
     ):  # fmt: skip
         assert words in page, words
