@@ -43,6 +43,9 @@ class Layout:
     def of(model: nn.Module) -> Layout:
         """The layout of a model's parameters that require a gradient; ModelError if there are none."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        lazy = [name for name, p in named if nn.parameter.is_lazy(p)]
+        if lazy:
+            raise ModelError(f"Parameter {lazy[0]!r} has no shape yet; run the model once before handing it over.")
         if not named:
             raise ModelError("The model has no trainable parameters; at least one must require a gradient.")
         owners: dict[str, int] = {}
@@ -222,7 +225,7 @@ def _own(name: str, offers: Mapping[str, object], seed: int) -> nn.Module:
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     arguments = {key: value for key, value in offers.items() if anything or key in accepted}
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(stream_seed(seed, ("init",)))
+        torch.default_generator.manual_seed(stream_seed(seed, ("init",)))
         try:
             model = factory(**arguments)
         except Exception as problem:

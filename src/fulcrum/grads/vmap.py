@@ -78,7 +78,8 @@ def module_rows(module: nn.Module, tensors: Mapping[str, Tensor], a: Tensor, g: 
     """One module's gradients [B, ...] of each of `tensors`, from its input a and output gradient g."""
 
     def one(own: Mapping[str, Tensor], example: Tensor, upstream: Tensor) -> Tensor:
-        return (functional_call(module, dict(own), (example.unsqueeze(0),)).squeeze(0) * upstream).sum()
+        out: Tensor = functional_call(module, dict(own), (example.unsqueeze(0),))
+        return (out.squeeze(0) * upstream).sum()
 
     return _per_example(one, tensors, (a, g), with_value=False)[0]
 
