@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fulcrum import config
 from fulcrum.errors import ModelError
@@ -83,6 +84,21 @@ class Layout:
         with torch.no_grad():
             for name, values in self.unflatten(params).items():
                 named[name].copy_(values)
+
+
+def call(model: nn.Module, tensors: Mapping[str, Tensor], *inputs: Tensor) -> Any:
+    """The model's output with `tensors` (by parameter name, as `Layout.unflatten` gives them) in place of its own.
+
+    As `torch.func.functional_call`, which loses the parameters of a module that appears twice in the model.
+    The model is as before afterwards, but must not be shared between threads during the call.
+    """
+    given = {id(parameter): tensors[name] for name, parameter in model.named_parameters() if name in tensors}
+    slots: dict[str, Tensor] = {}
+    for place, module in model.named_modules():  # each module once
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in given:
+                slots[f"{place}.{name}" if place else name] = given[id(parameter)]
+    return functional_call(model, slots, inputs, tie_weights=False)
 
 
 # --- the built-in models --------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fulcrum.grads.layers import KINDS
 from fulcrum.grads.outer import Conv, Dense, outer_rows
@@ -27,7 +26,7 @@ from fulcrum.grads.parts import Part, Rows, ranges
 from fulcrum.grads.program import Program, Site
 from fulcrum.grads.tape import Loss, column, group_squares
 from fulcrum.grads.vmap import module_rows
-from fulcrum.models import Layout
+from fulcrum.models import Layout, call
 
 KEEP = 1.5
 """Written-out gradients may take this many times the memory of the sites' inputs and outputs."""
@@ -171,7 +170,7 @@ def _run_hooked(model: nn.Module, program: Program, recorder: _Recorder, layout:
 
     handles = [module.register_forward_hook(hook, with_kwargs=True) for module in program.sites]
     try:
-        logits: Tensor = functional_call(model, dict(zip(layout.names, recorder.tensors, strict=True)), (x,))
+        logits: Tensor = call(model, dict(zip(layout.names, recorder.tensors, strict=True)), x)
         return logits
     finally:
         for handle in handles:
