@@ -471,7 +471,7 @@ def test_a_rule_with_statistics_moves_C_by_hand_computed_steps() -> None:
     deltas[:, 0] = torch.tensor([0.5, 0.8, 3.0, 0.1])
     reply = average(problem, terms, state, updates_of(deltas, [0, 1, 2]), 0, 5, 1.0)
     assert reply.extra.tolist() == pytest.approx([(0.5 + 0.5 - 0.5) / 2])  # unweighted, over q_c K and not over 3
-    moved = problem.rule.adapt(reply.state, central.as_released(reply, 0, 5))
+    moved = problem.rule.adapt(reply.state, central.released_of(reply, terms, 1.0, 0, 5))
     assert float(moved["C"]) == pytest.approx(math.exp(-0.2 * (0.25 + 0.5 - 0.5)))
     assert float(moved["C"]) < 1  # more than half lie below C, so C shrinks
     assert reply.delta[0].item() == pytest.approx((0.5 + 0.5 * 0.8 + 0.5 * 1.0) / 1.5)

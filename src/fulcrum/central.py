@@ -8,7 +8,7 @@ that clips gradients clips updates too, and reads "one step at learning rate 1".
     3. the server clips each D_k by the rule, adds them up with weights w_k <= 1, divides, adds noise
        of z times what one party can change, and releases the result. An empty round is noised too.
 
-What one party can change depends on the divisor; docs/decisions/client-level.md derives it. Every
+What one party can change depends on the divisor; docs/decisions/0004-client-level.md derives it. Every
 party is charged every round, whether it joined or not: nobody is to learn who did.
 """
 
@@ -154,9 +154,9 @@ def draw_cohort(randomness: Randomness, t: int, terms: Terms) -> list[int]:
     return chosen
 
 
-def as_released(reply: ClientReply, t: int, rounds: int) -> Released:
+def released_of(reply: ClientReply, terms: Terms, sigma: float, t: int, rounds: int) -> Released:
     """The server's release as a rule's `adapt` reads it: one step at learning rate 1, the unit being the update."""
-    return Released(reply.delta, reply.extra, 1.0, 1.0, t, rounds)
+    return Released(reply.delta, reply.extra, 1.0, 1.0, t, rounds, sigma * terms.sensitivity)
 
 
 def average(
