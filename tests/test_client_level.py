@@ -433,6 +433,17 @@ def test_an_interrupted_run_ends_with_the_same_bits(rule: str, tmp_path: Path) -
     assert outcome(tmp_path / "other") != outcome(tmp_path / "whole")
 
 
+def test_a_secure_run_draws_anew_and_everyone_pays_again(tmp_path: Path) -> None:
+    data, settings = toy_data(12), client_settings(4, privacy={"randomness": "secure"}, train={"rounds": 3})
+    execute(prepare(settings, data), tmp_path / "run")
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    sorted((tmp_path / "run" / "checkpoints").iterdir())[-1].unlink()  # round 3 was released but not kept
+    resume(tmp_path / "run", dataset=data)
+    with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
+        assert [len(ledger.entries(name)) for name in ledger.accounts()] == [4] * 4
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() != before
+
+
 # --- rules over updates ---------------------------------------------------------------------------
 
 
