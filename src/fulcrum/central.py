@@ -156,7 +156,7 @@ def draw_cohort(randomness: Randomness, t: int, terms: Terms) -> list[int]:
 
 def released_of(reply: ClientReply, terms: Terms, sigma: float, t: int, rounds: int) -> Released:
     """The server's release as a rule's `adapt` reads it: one step at learning rate 1, the unit being the update."""
-    return Released(reply.delta, reply.extra, 1.0, 1.0, t, rounds, sigma * terms.sensitivity)
+    return Released(reply.delta, reply.extra, 1.0, 1.0, t, rounds, noise=sigma * terms.sensitivity)
 
 
 def average(
