@@ -269,6 +269,7 @@ def test_plan_says_how_many_rounds_a_budget_allows(capsys):
 def test_methods_are_listed(capsys):
     names = [row["name"] for row in json.loads(said(capsys, "methods", "--json")[1])]
     assert names == list(METHODS)
+    assert names[0] == "moo"
     assert {"moo", "dp-sgd", "dp-fedavg", "median", "none"} <= set(names)
     assert [line.split()[0] for line in said(capsys, "methods")[1].splitlines()[1:]] == names
 
