@@ -166,7 +166,7 @@ def throughput(bench: Bench) -> None:
                         for s in range(runs)
                     ]
                     player = pooled(feds)
-                    rounds = 1 if bench.tiny else max(2, min(40, 200 // runs))
+                    rounds = 1 if bench.tiny else max(2, min(40, 100 // runs))
                     times[rule] = round_time(bench, player, rounds)
                     _report(bench, work, rule, precision, runs, times, player)
                     del player, feds

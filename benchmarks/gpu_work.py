@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 from fulcrum.clip import find_rule
-from fulcrum.config import Data, Model, Settings
-from fulcrum.data import Dataset, split, unit_counts
+from fulcrum.config import Model, Settings
+from fulcrum.data import Dataset, Partition, split, unit_counts
 from fulcrum.data.dataset import from_arrays
 from fulcrum.engine import find_engine
 from fulcrum.engine.stacked.layers import Program, Site
@@ -38,6 +37,9 @@ def images(work: str, n: int, n_test: int = 10_000, seed: int = 0) -> Dataset:
         return (x.float() / 255.0 - 0.5) / 0.5, y
 
     return from_arrays(*draw(n), *draw(n_test), name=f"made-up {work}", classes=10)
+
+
+_parts: dict[tuple[int, int, str, int], tuple[Partition, Dataset]] = {}
 
 
 def federation(
@@ -66,7 +68,10 @@ def federation(
         model = build(Model(name=model), dataset.shape, dataset.classes, seed)
     model = model.to(device)
     chosen = find_rule(rule)
-    parts = split(dataset, settings.data, seed)
+    key = (id(dataset), parties, partition, seed)
+    if key not in _parts:
+        _parts[key] = (split(dataset, settings.data, seed), dataset)
+    parts = _parts[key][0]
     source = randomness or make("seeded", seed)
     problem = Problem(dataset, parts, model, Layout.of(model), chosen, source, device=device, precision=precision)
     plan = make_plan(settings, parts, unit_counts(dataset, parts, "example"), chosen)
@@ -158,10 +163,4 @@ def ceilings(device: torch.device, clock: Clock, side: int) -> dict[str, float]:
     return found
 
 
-def data_of(federation: Federation, **changes: Any) -> Federation:
-    """The federation with other fields in its problem, and an engine made anew."""
-    problem = dataclasses.replace(federation.problem, **changes)
-    return dataclasses.replace(federation, problem=problem, engine=find_engine("stacked", problem))
-
-
-__all__ = ["SIGMA", "Clock", "Data", "ceilings", "data_of", "federation", "flops", "images", "wide_cnn"]
+__all__ = ["SIGMA", "Clock", "ceilings", "federation", "flops", "images", "wide_cnn"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fulcrum.api import prepare
+from fulcrum.clip import RULES
 from fulcrum.engine.stacked import sampling
 from fulcrum.errors import ConfigError
 from fulcrum.federate import Federation
@@ -22,7 +23,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"run": {"seed": s}, "clip": {"rule": "moo", "C0": C}, "train": {"lr": lr}, "privacy": {"sigma": sigma}}
         for s, C, lr, sigma in ((0, 1.0, 0.5, 1.0), (1, 0.1, 0.2, 2.0), (2, 10.0, 1.0, 0.5))
     ],
-    "rules": [{"run": {"seed": i}, "clip": {"rule": rule}} for i, rule in enumerate(("moo", "fixed", "none"))],
+    "rules": [{"run": {"seed": i}, "clip": {"rule": rule}} for i, rule in enumerate(RULES)],
+    "rules, local steps": [
+        {"run": {"seed": i}, "clip": {"rule": rule}, "train": {"steps": 2}} for i, rule in enumerate(RULES)
+    ],
     "local steps": [{"run": {"seed": s}, "train": {"steps": 3}} for s in (0, 1)],
     "server optimisers": [
         {"run": {"seed": s}, "train": {"server": "adam", "server_lr": 0.1 * (s + 1), "ema": 0.5}} for s in (0, 1)
@@ -70,6 +74,13 @@ def test_each_run_equals_itself_alone_on_the_reference_engine(case: str, limit: 
 def test_runs_that_cannot_be_stacked_are_played_alone() -> None:
     data = toy_data(person=[i // 2 for i in range(60)])
     federation = prepare(toy_settings(privacy={"unit": "person"}), data)
+    rounds, alone = list(run_many([federation])), play(federation)
+    assert rounds[-1].averaged is not None
+    assert torch.equal(rounds[-1].averaged[0], alone[-1].averaged)
+
+
+def test_client_level_runs_are_played_alone_by_the_trusted_server() -> None:
+    federation = prepare(toy_settings(privacy={"unit": "client"}, clip={"rule": "fixed"}), DATA)
     rounds, alone = list(run_many([federation])), play(federation)
     assert rounds[-1].averaged is not None
     assert torch.equal(rounds[-1].averaged[0], alone[-1].averaged)

@@ -21,7 +21,7 @@ from fulcrum.config import local_steps
 from fulcrum.engine.stacked import find_core
 from fulcrum.errors import ConfigError
 from fulcrum.evaluate import evaluate
-from fulcrum.federate import Federation, Snapshot, first_snapshot, play_round
+from fulcrum.federate import Federation, Snapshot, first_snapshot, play_client_round, play_round
 from fulcrum.many.apart import Apart
 from fulcrum.many.pooled import Pooled
 from fulcrum.many.server import Server, take_part
@@ -33,8 +33,9 @@ class ManyRound:
 
     C [R, G] is the clipping norm in use (for client rules the mean over participants; NaN where a run has fewer
     groups). accuracy (a fraction) and loss [R] are on public test data, NaN where a run was not evaluated in this
-    round. participants: those of each run. averaged [R, d], the models that were evaluated, comes with the last
-    round only, and only where all runs have as many parameters.
+    round. participants: those of each run (unit client: those who paid, for who took part is secret). averaged
+    [R, d], the models that were evaluated, comes with the last round only, and only where all runs have as many
+    parameters.
     """
 
     round: int
@@ -182,7 +183,8 @@ class _Alone:
         """One round of each run."""
         rows = []
         for i, federation in enumerate(self.federations):
-            self.snapshots[i], _, C = play_round(federation, self.snapshots[i], self.who[i][first], first)
+            play = play_client_round if federation.plan.central else play_round
+            self.snapshots[i], _, C = play(federation, self.snapshots[i], self.who[i][first], first)
             every, rounds = federation.settings.run.evaluate_every, federation.settings.train.rounds
             accuracy, loss = torch.nan, torch.nan
             if (first + 1) % every == 0 or first + 1 == rounds:

@@ -55,14 +55,14 @@ class Apart:
         aggregate = _sum_by(runs, deltas * shares[:, None], len(C))
         extra = _sum_by(runs, extras * shares[:, None], len(C))
         steps = torch.tensor([float(job.task.steps) for job in jobs], device=self.device)[places]
-        lr = server.lr[t]
-        after = server.rule_state
+        lr, noise = server.lr[t], server.noise[t]
+        update, after = aggregate, server.rule_state
         if self.own:
-            self._adapt_clients(parts, clients, deltas, extras, lr[runs], steps, t)
+            self._adapt_clients(parts, clients, deltas, extras, lr[runs], steps, t, noise[runs])
         else:
             total = _sum_by(runs, (steps * shares)[:, None], len(C))[:, 0]
-            after = server.core.rule.adapt(after, aggregate, extra, lr, total, t, server.rounds)
-        server.move(aggregate, after, C)
+            update, after = server.core.rule.adapt(after, aggregate, extra, lr, total, t, server.rounds, noise)
+        server.move(update, after, C)
 
     def _jobs(self, t: int) -> tuple[list[Job], list[float]]:
         jobs, weights, offset = [], [], 0
@@ -78,14 +78,22 @@ class Apart:
         return jobs, weights
 
     def _adapt_clients(
-        self, parts: list[Part], clients: Tensor, deltas: Tensor, extras: Tensor, lr: Tensor, steps: Tensor, t: int
+        self,
+        parts: list[Part],
+        clients: Tensor,
+        deltas: Tensor,
+        extras: Tensor,
+        lr: Tensor,
+        steps: Tensor,
+        t: int,
+        noise: Tensor,
     ) -> None:
         """Each client's own state: as its steps left it, moved by its own release where the rule moves a round."""
         rule = self.server.core.rule
         last = [{n: v[: len(p.members)] for n, v in p.steps[-1].state.items()} for p in parts]
         state = {name: torch.cat([own[name] for own in last]) for name in last[0]}
         if rule.rule.when == "round":
-            state = rule.adapt(state, deltas, extras, lr, steps, t, self.server.rounds)
+            _, state = rule.adapt(state, deltas, extras, lr, steps, t, self.server.rounds, noise)
         for name, value in self.states.items():
             value[clients] = state[name]
 

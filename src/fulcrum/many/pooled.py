@@ -178,8 +178,11 @@ class Pooled:
         lr = at(server.lr, server.t)
         aggregate = -lr[:, None] * (gradient + server.weight_decay[:, None] * server.theta)
         C = state["C"].clone()
-        after = self.core.rule.adapt(state, aggregate, extra, lr, torch.ones_like(lr), server.t, server.rounds)
-        server.move(aggregate, after, C)
+        noise = at(server.noise, server.t)
+        update, after = self.core.rule.adapt(
+            state, aggregate, extra, lr, torch.ones_like(lr), server.t, server.rounds, noise
+        )
+        server.move(update, after, C)
         self.most.copy_(torch.maximum(self.most, counts.max()))
         self.finite.logical_and_(sums.finite)
 

@@ -17,7 +17,7 @@ from fulcrum.engine.stacked.passes import forward, functional_logits, unpack
 from fulcrum.engine.stacked.rules import Stacked, stack_states
 from fulcrum.engine.stacked.sampling import at
 from fulcrum.engine.stacked.table import resident
-from fulcrum.federate import Federation, invite
+from fulcrum.federate import Federation, aggregate_noise, invite, public_shape
 
 NUMBERS = ("server_lr", "server_momentum", "server_beta2", "server_eps")
 """Fields of `Train` in which stacked runs may differ, and which the server's step reads."""
@@ -28,7 +28,7 @@ def take_part(federation: Federation, rounds: int) -> list[tuple[int, ...]]:
     plan, count = federation.plan, [0] * federation.plan.parties
     found = []
     for t in range(rounds):
-        invited = invite(federation.settings, plan.parties, t)
+        invited = range(plan.parties) if plan.central else invite(federation.settings, plan.parties, t)
         here = tuple(k for k in invited if count[k] < plan.participations(k))
         for k in here:
             count[k] += 1
@@ -52,11 +52,14 @@ class Server:
         settings = [federation.settings for federation in federations]
         self.theta = torch.stack([p.layout.flatten(p.model) for p in problems]).to(self.device)
         self.averaged = self.theta.clone()
-        self.rule_state = stack_states(
-            [p.rule.init(s.clip, p.shape) for p, s in zip(problems, settings, strict=True)], self.device
-        )
+        starts = [
+            f.problem.rule.init(f.settings.clip, public_shape(f, theta))
+            for f, theta in zip(federations, self.theta, strict=True)
+        ]
+        self.rule_state = stack_states(starts, self.device)
         self.kind = SERVERS[settings[0].train.server]
         self.server_state = stack_states([self.kind.init(core.problem.layout.dim) for _ in federations], self.device)
+        self._known: dict[tuple[int, tuple[int, ...]], float] = {}
         self.participants = [take_part(federation, self.rounds) for federation in federations]
         self.t = torch.zeros((), dtype=torch.int64, device=self.device)
         trains = [s.train for s in settings]
@@ -67,6 +70,7 @@ class Server:
         self.numbers = {name: self._table([getattr(train, name) for train in trains]) for name in NUMBERS}
         self.everybody = all(len(here) > 0 for run in self.participants for here in run)
         self.active = self._table([[float(len(run[t]) > 0) for run in self.participants] for t in range(self.rounds)])
+        self.noise = self._table([self._noise(t) for t in range(self.rounds)])
         groups = self.rule_state["C"].shape[1]
         self.log_C = torch.zeros((self.rounds, len(federations), groups), device=self.device)
         self.log_accuracy = torch.full((self.rounds, len(federations)), torch.nan, device=self.device)
@@ -76,25 +80,38 @@ class Server:
     def _table(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.float32).to(self.device)
 
+    def _noise(self, t: int) -> list[float]:
+        """The noise in each run's aggregate, as a rule is told it; see `Released`."""
+        found = []
+        for r, federation in enumerate(self.federations):
+            plan, here = federation.plan, self.participants[r][t]
+            key = (r, here)
+            if key not in self._known and here:
+                tasks = [plan.assignment(k, t, 1.0) for k in here]
+                weights = torch.tensor(self.weights(r, t))
+                self._known[key] = aggregate_noise(tasks, [plan.units(k) for k in here], weights)
+            found.append(self._known.get(key, 0.0))
+        return found
+
     def weights(self, run: int, t: int) -> list[float]:
         """The weights of a run's participants in round t."""
         federation, here = self.federations[run], self.participants[run][t]
         units = [federation.plan.units(k) for k in here]
         return client_weights(units, federation.settings.train.weights).tolist()
 
-    def move(self, aggregate: Tensor, rule_state: Stacked, C: Tensor) -> None:
-        """Ends a round in place: aggregate [R, d] through the server optimisers, the new rule states, the average.
+    def move(self, update: Tensor, rule_state: Stacked, C: Tensor) -> None:
+        """Ends a round in place: update [R, d] through the server optimisers, the new rule states, the average.
 
         C [R, G] is what the round used. Runs in which nobody took part stand still.
         """
         train = self.federations[0].settings.train
 
-        def one(aggregate: Tensor, state: Stacked, numbers: dict[str, Tensor]) -> tuple[Tensor, Stacked]:
+        def one(update: Tensor, state: Stacked, numbers: dict[str, Tensor]) -> tuple[Tensor, Stacked]:
             own: Train = dataclasses.replace(train, **numbers)  # type: ignore[arg-type]
-            change, after = self.kind.step(aggregate, state, own)
+            change, after = self.kind.step(update, state, own)
             return change, dict(after)
 
-        change, server_state = vmap(one)(aggregate, self.server_state, self.numbers)
+        change, server_state = vmap(one)(update, self.server_state, self.numbers)
         active = at(self.active, self.t) > 0
         index = self.t[None]
         self.log_C.index_copy_(0, index, C[None])

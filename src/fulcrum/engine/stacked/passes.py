@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 
 from fulcrum.engine.stacked.layers import Program, Site, Weights, losses_and_slopes
 from fulcrum.local import Problem
-from fulcrum.models import Layout
+from fulcrum.models import Layout, call
 
 PRECISIONS: dict[str, torch.dtype] = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 """What activations are held in. Norms, sums, noise and weights are float32 always."""
@@ -249,7 +249,7 @@ def functional_pass(problem: Problem, theta: Tensor, x: Tensor, y: Tensor) -> tu
     model, layout = problem.model, problem.layout
 
     def loss(flat: Tensor, one: Tensor, label: Tensor) -> Tensor:
-        logits = functional_call(model, layout.unflatten(flat), (one[None],))
+        logits = call(model, layout.unflatten(flat), one[None])
         return torch.nn.functional.cross_entropy(logits, label[None])
 
     each: Callable[..., Any] = vmap(vmap(grad_and_value(loss), in_dims=(None, 0, 0)))
@@ -261,7 +261,7 @@ def functional_logits(problem: Problem, theta: Tensor, x: Tensor) -> Tensor:
     """Logits [S, n, classes] of any model."""
 
     def one_set(flat: Tensor, rows: Tensor) -> Tensor:
-        return functional_call(problem.model, problem.layout.unflatten(flat), (rows,))  # type: ignore[no-any-return]
+        return call(problem.model, problem.layout.unflatten(flat), rows)  # type: ignore[no-any-return]
 
     return vmap(one_set)(theta, x)
 

@@ -97,15 +97,28 @@ class StackedRule:
         return vmap(rows)(state, given, sigma, batch)
 
     def adapt(
-        self, state: Stacked, aggregate: Tensor, extra: Tensor, lr: Tensor, steps: Tensor, t: Any, rounds: int
-    ) -> Stacked:
-        """Moves every task's state by its own release: aggregate [T, d], extra [T, J], lr and steps [T]."""
+        self,
+        state: Stacked,
+        aggregate: Tensor,
+        extra: Tensor,
+        lr: Tensor,
+        steps: Tensor,
+        t: Any,
+        rounds: int,
+        noise: Tensor | None = None,
+    ) -> tuple[Tensor, Stacked]:
+        """Each task's update for the server optimiser [T, d], and its state moved by its own release.
 
-        def one(own: Stacked, aggregate: Tensor, extra: Tensor, lr: Any, steps: Any) -> Stacked:
+        aggregate [T, d], extra [T, J]; lr, steps and noise [T] (None: 0), as in `Released`.
+        """
+
+        def one(own: Stacked, aggregate: Tensor, extra: Tensor, lr: Any, steps: Any, noise: Any) -> Any:
             now = int(t) if self.looped else t
-            return dict(self.rule.adapt(own, Released(aggregate, extra, lr, steps, now, rounds)))
+            released = Released(aggregate, extra, lr, steps, now, rounds, noise)
+            return self.rule.apply(own, released), dict(self.rule.adapt(own, released))
 
-        return self._map(one, (state, aggregate, extra), (lr, steps))  # type: ignore[no-any-return]
+        noise = torch.zeros_like(lr) if noise is None else noise
+        return self._map(one, (state, aggregate, extra), (lr, steps, noise))  # type: ignore[no-any-return]
 
     def stacks(self, state: Stacked, d: int, t: Any, rounds: int) -> bool:
         """Whether the whole rule can be stacked, rows of several clients included; tried on made-up numbers."""

@@ -87,5 +87,5 @@ def local_step(
     change = -terms["lr"][:, None] * (gradient + terms["weight_decay"][:, None] * theta)
     after = sums.state
     if core.problem.rule.when == "step":
-        after = core.rule.adapt(after, change, extra, terms["lr"], torch.ones_like(terms["lr"]), t, rounds)
+        _, after = core.rule.adapt(after, change, extra, terms["lr"], torch.ones_like(terms["lr"]), t, rounds)
     return Stepped(theta + change, extra, after, counts, sums.finite, sums.diagnostics)
