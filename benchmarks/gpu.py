@@ -35,6 +35,9 @@ from fulcrum.types import Assignment, RoundRequest
 
 Row = dict[str, Any]
 PRECISIONS = ("float32", "tf32", "bf16")
+TOLERANCE = 1e-3
+"""Of a client's whole update, relative. Sums in another order differ by 1e-6; an activation that lies within rounding
+of its kink adds 1e-4 in the deeper CNN (seen on an H200 with 30 examples a client; none with 128: the rows `precision`)."""
 
 
 class Bench:
@@ -81,7 +84,7 @@ def equality(bench: Bench) -> None:
                 fast = federation(data, f"{work}-cnn", bench.device, **given)
                 error = _compare(slow, fast)
                 bench.add(work=work, method=f"equality {rule} N={steps}", error=error)
-                if error > 2e-4:
+                if error > TOLERANCE:
                     raise SystemExit(f"{work} {rule}: the stacked engine differs from the reference by {error:.2e}")
     for work in ("mnist", "cifar"):
         data = images(work, 64 if bench.tiny else 512, 10, seed=8)
