@@ -25,7 +25,7 @@ SHORT: dict[str, str] = {
     "model": "model.name",
     "epsilon": "privacy.epsilon",
     "sigma": "privacy.sigma",
-    "privacy.delta": "The chance that the guarantee fails; keep it well below 1 / (units of a party; client: parties).",
+    "delta": "privacy.delta",
     "parties": "data.parties",
     "partition": "data.partition",
     "alpha": "data.alpha",
