@@ -37,7 +37,7 @@ Row = dict[str, Any]
 PRECISIONS = ("float32", "tf32", "bf16")
 TOLERANCE = 1e-3
 """Of a client's whole update, relative. Sums in another order differ by 1e-6; an activation that lies within rounding
-of its kink adds 1e-4 in the deeper CNN (seen on an H200 with 30 examples a client; none with 128: the rows `precision`)."""
+of its kink adds 1e-4 in the deeper CNN (seen on an H200 with 30 examples a client; none with 128)."""
 
 
 class Bench:
