@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from fulcrum.cli import demo, failures, main, run, show, view
 from fulcrum.cli.options import with_settings
 from fulcrum.config import Settings
+from fulcrum.methods import METHODS
 from fulcrum.errors import BudgetError, ConfigError, DownloadError, FulcrumError
 from fulcrum.settings_file import parse, template
 
@@ -97,10 +98,8 @@ def test_run_and_plan_share_their_settings():
         ("run --rate 1.01", "error: train.rate = 1.01 is out of range"),
         ("run --parties 0", "error: data.parties = 0 is out of range"),
         ("run --partition dirichelt", "error: data.partition = 'dirichelt' is not known"),
-        (
-            "run --method dpsgd",
-            "error: method = 'dpsgd' is not known; choose one of moo, dp-sgd, none; did you mean dp-sgd?",
-        ),
+        ("run --method dpsgd", "error: method = 'dpsgd' is not known; did you mean dp-sgd?"),
+        ("run --method zzz", "error: method = 'zzz' is not known; choose one of moo, none, dp-sgd"),
         ("run nowhere.toml", "error: nowhere.toml does not exist"),
         ("run .", "error: . is a folder"),
         ("run --rounds many", "error: Invalid value for '--rounds'"),
@@ -266,9 +265,18 @@ def test_plan_says_how_many_rounds_a_budget_allows(capsys):
 
 
 def test_methods_are_listed(capsys):
-    names = [row["name"] for row in json.loads(said(capsys, "methods", "--json")[1])]
-    assert names == ["moo", "dp-sgd", "none"]
-    assert [line.split()[0] for line in said(capsys, "methods")[1].splitlines()[1:]] == names
+    rows = {row["name"]: row for row in json.loads(said(capsys, "methods", "--json")[1])}
+    assert list(rows) == list(METHODS)
+    assert (rows["moo-paper"]["sound"], rows["moo-paper"]["rule"]) == (False, "moo-paper")
+    assert (rows["quantile"]["sound"], rows["quantile"]["unit"]) == (True, "example")
+    assert rows["quantile"]["cost"].startswith("paid")
+    assert rows["moo"]["cost"] == "free"
+    _, out, err = said(capsys, "methods")
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(rows)
+    assert {line.split()[0] for line in lines if "†" in line} == {n for n, row in rows.items() if not row["sound"]}
+    assert "dynamic, privacy.schedule growth" in out
+    assert "† nominal" in err
 
 
 def test_data_list_and_verify(capsys, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from fulcrum.ledger import Ledger
 from fulcrum.local import Problem
 from fulcrum.plan import Plan
 from fulcrum.rng import torch_stream
-from fulcrum.types import ClientReply, Event, Released, RoundRequest, RoundResult, State
+from fulcrum.types import Assignment, ClientReply, Event, Released, RoundRequest, RoundResult, State
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,13 @@ def play_round(
 
     weights = client_weights([plan.units(k) for k in clients], settings.train.weights)
     aggregate, extra = weighted_mean(replies, weights)
-    steps = float(weights @ torch.tensor([float(task.steps) for task in tasks]))
-    released = Released(aggregate, extra, lr, steps, t, settings.train.rounds)
+    steps, asked = (
+        float(weights @ torch.tensor([float(count) for count in counts]))
+        for counts in ([task.steps for task in tasks], [task.asked(t) for task in tasks])
+    )
+    noises = [plan.step_noise(k, t) for k in clients]
+    noise = float(torch.linalg.vector_norm(weights * torch.tensor(noises)))
+    released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, asked, noise)
 
     change, server = SERVERS[settings.train.server].step(aggregate, snapshot.server, settings.train)
     params = snapshot.params + change
@@ -205,7 +210,7 @@ def play_round(
             server=server,
             rule=snapshot.rule if own else problem.rule.adapt(snapshot.rule, released),
             participations=participations,
-            clients=_client_states(problem, snapshot, replies, released) if own else {},
+            clients=_client_states(problem, snapshot, replies, released, tasks, noises) if own else {},
         ),
         replies,
         tuple(C.tolist()),
@@ -219,12 +224,24 @@ def _skip(settings: Settings, snapshot: Snapshot, t: int) -> Snapshot:
 
 
 def _client_states(
-    problem: Problem, snapshot: Snapshot, replies: Sequence[ClientReply], released: Released
+    problem: Problem,
+    snapshot: Snapshot,
+    replies: Sequence[ClientReply],
+    released: Released,
+    tasks: Sequence[Assignment],
+    noises: Sequence[float],
 ) -> dict[int, State]:
     """Each client's own rule state after the round, moved by its own release where the rule moves a round."""
     states = dict(snapshot.clients)
-    for reply in replies:
-        own = dataclasses.replace(released, aggregate=reply.delta, extra=reply.extra, steps=float(len(reply.events)))
+    for reply, task, noise in zip(replies, tasks, noises, strict=True):
+        own = dataclasses.replace(
+            released,
+            aggregate=reply.delta,
+            extra=reply.extra,
+            steps=float(task.steps),
+            asked=float(task.asked(released.round)),
+            noise=noise,
+        )
         states[reply.client] = problem.rule.adapt(reply.state, own) if problem.rule.when == "round" else reply.state
     return states
 
