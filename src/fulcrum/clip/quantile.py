@@ -52,7 +52,7 @@ def _share(sigma: float, batch: float) -> float:
 
 def _adapt(state: State, released: Released) -> State:
     excess = released.extra + 0.5 - state["gamma"]
-    moved = state["C"] * torch.exp(-state["eta_C"] * excess)
+    moved = state["C"] * torch.exp((-state["eta_C"] * excess).clamp(-20.0, 20.0))  # beyond, C leaves its limits anyway
     total = torch.linalg.vector_norm(moved)
     held = moved * (torch.clamp(total, state["C_min"], state["C_max"]) / total)
     return {**state, "C": torch.where(heard(state, released), held, state["C"])}
