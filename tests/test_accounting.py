@@ -105,9 +105,7 @@ def test_conversion_to_epsilon_is_that_of_dp_accounting():
 
 
 @pytest.mark.parametrize("rate", [1e-4, 0.01, 0.05, 0.5, 0.99])
-def test_rdp_is_that_of_dp_accounting_at_whole_orders_and_never_above_it(
-    rate: float, caplog: pytest.LogCaptureFixture
-):
+def test_rdp_is_that_of_dp_accounting_at_whole_orders_and_never_above_it(rate: float, caplog: pytest.LogCaptureFixture):
     """At broken orders its series stops early, on the safe side (or not at all: infinite); the integral does not."""
     import dp_accounting
     from dp_accounting import rdp

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from fulcrum.cli import demo, failures, main, run, show, view
 from fulcrum.cli.options import with_settings
 from fulcrum.config import Settings
-from fulcrum.methods import METHODS
 from fulcrum.errors import BudgetError, ConfigError, DownloadError, FulcrumError
+from fulcrum.methods import METHODS
 from fulcrum.settings_file import parse, template
 
 SOURCE = Path(__file__).parents[1] / "src"

@@ -364,7 +364,10 @@ def test_haar_with_one_group_is_dp_sgd_in_other_coordinates() -> None:
 def test_clipping_every_level_to_C_is_rejected_as_too_little_noise() -> None:
     greedy = dataclasses.replace(
         WAV,
-        clip=lambda stats, state: (clip_to_C(stats, {"C": torch.linalg.vector_norm(state["C"])})[0], *_rest(stats, state)),
+        clip=lambda stats, state: (
+            clip_to_C(stats, {"C": torch.linalg.vector_norm(state["C"])})[0],
+            *_rest(stats, state),
+        ),
         sound=False,
     )
     delta, reach, _, _ = _moved(greedy, "flat", 10.0)
@@ -433,9 +436,7 @@ def _loss_after_a_step(C: float, noise: torch.Tensor) -> tuple[float, float, flo
         shaped = {n: piece.view_as(p) for n, piece, p in zip(names, pieces, model.parameters(), strict=True)}
         return nn.functional.cross_entropy(functional_call(model, shaped, (x,)), y)
 
-    gradients = torch.stack(
-        [torch.func.grad(loss)(theta, x[i : i + 1], y[i : i + 1]) for i in range(12)]
-    )  # [B, d]
+    gradients = torch.stack([torch.func.grad(loss)(theta, x[i : i + 1], y[i : i + 1]) for i in range(12)])  # [B, d]
     eta, sigma, B = 0.7, 1.3, 10.0
     norms = gradients.norm(dim=1)
     assert 0 < int((norms > C).sum()) < 12

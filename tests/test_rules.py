@@ -64,9 +64,7 @@ WRONG = {
         "depends on the private batch",
     ),
     "treats a unit by the company it keeps": (
-        dataclasses.replace(
-            FIXED, clip=lambda stats, state: (_shared(stats, state["C"]), no_extra(stats), state)
-        ),
+        dataclasses.replace(FIXED, clip=lambda stats, state: (_shared(stats, state["C"]), no_extra(stats), state)),
         "depend on the other units",
     ),
     "lets padding move its C": (

@@ -93,7 +93,11 @@ def google(events: list[Gaussian], delta: float = DELTA) -> float:
 
 @pytest.mark.parametrize(
     "schedule",
-    [{"schedule": "growth", "rho_mu": 0.5}, {"schedule": "growth", "rho_mu": 1.5}, {"schedule": "phases", "phases": (1.0, 3.0, 2.0)}],
+    [
+        {"schedule": "growth", "rho_mu": 0.5},
+        {"schedule": "growth", "rho_mu": 1.5},
+        {"schedule": "phases", "phases": (1.0, 3.0, 2.0)},
+    ],
     ids=["growth", "decline", "phases"],
 )
 def test_mu_0_is_solved_so_that_the_rounds_together_cost_epsilon(schedule: dict[str, Any]) -> None:

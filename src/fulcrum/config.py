@@ -131,7 +131,7 @@ class Clip:
     stability: float = 0.01
     """What keeps auto-s (gamma there) and psac (r there, 0.1 in its preset) from dividing by a zero norm."""
     reading: str = "loss"
-    """moo-paper and moo-paper-batch: what dL_model/dC stands for: loss, hypergradient, or derivative (equation A2 to the letter)."""
+    """moo-paper, moo-paper-batch: what dL_model/dC is taken for: loss, hypergradient, or derivative (to the letter)."""
     refresh: float = 0.0
     """Epochs between two releases of a paid rule's statistics; 0: with every step. In between only gradients go out."""
 

@@ -28,9 +28,7 @@ class Scales:
     asked: bool = True
 
 
-def scales(
-    rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True
-) -> Scales:
+def scales(rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True) -> Scales:
     """Noise for one release at multiplier `sigma`, split between the sum and the extra statistics.
 
     The pair costs exactly one Gaussian release at sigma: the precisions (1 - s)/sigma^2 on the sum,

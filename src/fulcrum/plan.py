@@ -110,7 +110,8 @@ class Group:
 class PartyPlan:
     """One party's terms. batch is the expected number of units in a step, q n_k; epsilons are at the end.
 
-    sigma is the multiplier of the first round, sigma_last that of the last. budget is None where sigma was given. warnings are sentences for the user.
+    sigma is the multiplier of the first round, sigma_last that of the last. budget is None where sigma was
+    given. warnings are sentences for the user.
     """
 
     name: str
@@ -399,7 +400,9 @@ def make_plan(
     groups: list[Group] = []
     group_of = np.zeros(count, dtype=np.int32)
     special = _special(privacy.budgets, spent or {}, count, name)
-    by_size = common.every > 1 and _depends_on_batch(rule.share, train.rate * sizes)
+    by_size = common.every > 1 and _depends_on_batch(
+        rule.share, train.rate * float(sizes.min()), train.rate * float(sizes.max())
+    )
     if by_size:  # then parties of different sizes pay differently, and each size is a group
         special = {k: special.get(k, (None, None)) for k in range(count)}
     plain_left = len(special) < count
@@ -439,9 +442,8 @@ def _every(settings: Settings, rule: ClipRule) -> int:
     return max(1, round(settings.clip.refresh / settings.train.rate)) if paid else 1
 
 
-def _depends_on_batch(share: Share, batches: npt.NDArray[np.float64]) -> bool:
-    """Whether parties with these expected batches give their statistics different shares, at any noise."""
-    few, many = float(batches.min()), float(batches.max())
+def _depends_on_batch(share: Share, few: float, many: float) -> bool:
+    """Whether parties with expected batches between these give their statistics different shares, at any noise."""
     return any(share(float(sigma), few) != share(float(sigma), many) for sigma in np.geomspace(0.05, 1000.0, 200))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -206,7 +207,7 @@ def check_stacks(rule: ClipRule, settings: Clip, shape: Shape) -> None:
         if getattr(stats[0], name) is not None
     }
 
-    def clip(fields: State, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+    def clip(fields: dict[str, Any], state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
         return rule.clip(dataclasses.replace(stats[0], **fields), state)
 
     try:

@@ -71,8 +71,8 @@ def schedule(made: Plan) -> list[str]:
         task = group.assignment(0, 0, 1.0)
         other = alone(group.share, task.sigma, group.batch)
         lines.append(
-            f"statistics  with every {group.every}th step, at sigma {view.show(task.sigma)} together with the gradient; "
-            f"other steps cost sigma {view.show(other)}"
+            f"statistics  with every {group.every}th step, at sigma {view.show(task.sigma)} together with the "
+            f"gradient; other steps cost sigma {view.show(other)}"
         )
     return lines
 

@@ -53,7 +53,9 @@ def find_rule(name: str) -> ClipRule:
         return RULES[name]
     if ":" in name:
         return _import_rule(name, name)
-    offered = {point.name: f"{point.module}:{point.attr}" for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    offered = {
+        point.name: f"{point.module}:{point.attr}" for point in importlib.metadata.entry_points(group=ENTRY_POINTS)
+    }
     if name in offered:
         return _import_rule(offered[name], name)
     known = [*RULES, *offered]

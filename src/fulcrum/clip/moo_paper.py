@@ -57,7 +57,9 @@ def _slope(loss: torch.Tensor, norm: torch.Tensor, C: torch.Tensor, lr: float, s
     return state["kappa"] + (readings * state["reading"]).sum(dim=-1)
 
 
-def _clip_along(path: torch.Tensor, last: torch.Tensor, stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_along(
+    path: torch.Tensor, last: torch.Tensor, stats: Stats, state: State
+) -> tuple[torch.Tensor, torch.Tensor, State]:
     """Clip example i to path[i]; C ends at `last`. Groups keep their shares of C."""
     unit = state["C"] / torch.linalg.vector_norm(state["C"])  # [G]
     return shrink(stats.norms, path[:, None] * unit), no_extra(stats), {**state, "C": unit * last}
