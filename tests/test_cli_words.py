@@ -275,7 +275,7 @@ def test_methods_are_listed(capsys):
     lines = out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == list(rows)
     assert {line.split()[0] for line in lines if "†" in line} == {n for n, row in rows.items() if not row["sound"]}
-    assert "dynamic, privacy.schedule growth" in out
+    assert "dynamic, privacy.noise_schedule growth" in out
     assert "† nominal" in err
 
 

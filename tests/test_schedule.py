@@ -30,7 +30,9 @@ DELTA = 1e-5
 
 def settings_of(**sections: dict[str, Any]) -> Settings:
     base = Settings().replace(
-        train={"rounds": 12}, privacy={"epsilon": 2.0, "schedule": "growth", "rho_mu": 0.5}, clip={"rule": "dynamic"}
+        train={"rounds": 12},
+        privacy={"epsilon": 2.0, "noise_schedule": "growth", "rho_mu": 0.5},
+        clip={"rule": "dynamic"},
     )
     return base.replace(**sections)
 
@@ -44,21 +46,21 @@ def planned(rule: ClipRule = FIXED, units: tuple[int, ...] = (300, 40), **sectio
 
 def test_schedules_by_hand() -> None:
     assert factors(Privacy(), 3) == (1.0, 1.0, 1.0)
-    growth = factors(Privacy(schedule="growth", rho_mu=0.8), 4)
+    growth = factors(Privacy(noise_schedule="growth", rho_mu=0.8), 4)
     assert growth == pytest.approx([1.0, 0.8**0.25, 0.8**0.5, 0.8**0.75])
     mus = [1 / (2.0 * s) for s in growth]  # mu_t = mu_0 rho_mu^(-t/T): the budget of a round grows
     assert all(a < b for a, b in itertools.pairwise(mus))
-    phases = factors(Privacy(schedule="phases", phases=(1.0, 4.0)), 5)
+    phases = factors(Privacy(noise_schedule="phases", phases=(1.0, 4.0)), 5)
     assert phases == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.5])
 
 
 @pytest.mark.parametrize(
     ("privacy", "words"),
     [
-        ({"schedule": "grow"}, "choose one of constant, growth, phases"),
-        ({"schedule": "phases"}, "needs at least one phase"),
-        ({"schedule": "phases", "phases": [1.0] * 13}, "has 13 phases for 12 rounds"),
-        ({"schedule": "phases", "phases": [1.0, 0.0]}, "privacy.phases = 0"),
+        ({"noise_schedule": "grow"}, "choose one of constant, growth, phases"),
+        ({"noise_schedule": "phases"}, "needs at least one phase"),
+        ({"noise_schedule": "phases", "phases": [1.0] * 13}, "has 13 phases for 12 rounds"),
+        ({"noise_schedule": "phases", "phases": [1.0, 0.0]}, "privacy.phases = 0"),
         ({"phases": ["a"]}, "a list of numbers"),
         ({"rho_mu": 0.0}, "privacy.rho_mu"),
     ],
@@ -71,7 +73,7 @@ def test_wrong_schedules_are_named(privacy: dict[str, Any], words: str) -> None:
 def test_a_schedule_survives_its_settings_file() -> None:
     import tomllib
 
-    settings = parse({"privacy": {"epsilon": 1.0, "schedule": "phases", "phases": [1, 2.5]}})
+    settings = parse({"privacy": {"epsilon": 1.0, "noise_schedule": "phases", "phases": [1, 2.5]}})
     assert settings.privacy.phases == (1.0, 2.5)
     assert parse(tomllib.loads(dump(settings))) == settings
 
@@ -94,9 +96,9 @@ def google(events: list[Gaussian], delta: float = DELTA) -> float:
 @pytest.mark.parametrize(
     "schedule",
     [
-        {"schedule": "growth", "rho_mu": 0.5},
-        {"schedule": "growth", "rho_mu": 1.5},
-        {"schedule": "phases", "phases": (1.0, 3.0, 2.0)},
+        {"noise_schedule": "growth", "rho_mu": 0.5},
+        {"noise_schedule": "growth", "rho_mu": 1.5},
+        {"noise_schedule": "phases", "phases": (1.0, 3.0, 2.0)},
     ],
     ids=["growth", "decline", "phases"],
 )
@@ -111,7 +113,7 @@ def test_mu_0_is_solved_so_that_the_rounds_together_cost_epsilon(schedule: dict[
     assert plan.party(0).epsilon_rdp == epsilon(one_by_one, DELTA) <= 2.0
     assert plan.party(0).epsilon_pld < plan.party(0).epsilon_rdp
     # the same judge rejects noise calibrated as if it did not move, and as if it were its mean
-    constant = make_plan(settings_of(privacy={"schedule": "constant"}, train={"steps": 3}), 1, [300], FIXED)
+    constant = make_plan(settings_of(privacy={"noise_schedule": "constant"}, train={"steps": 3}), 1, [300], FIXED)
     for wrong in (constant.party(0).sigma, constant.party(0).sigma / float(np.mean(shape))):
         assert google([Gaussian(0.05, wrong * s, 3) for s in shape]) != pytest.approx(2.0, rel=5e-3)
 
@@ -149,8 +151,10 @@ def test_a_cap_is_planned_for_the_costliest_rounds() -> None:
     for chosen in itertools.combinations(range(12), 4):
         assert epsilon([event for t in chosen for event in plan.events(0, t)], DELTA) <= worst * (1 + 1e-12)
     # a plan for the first rounds would be overspent by the last
-    naive = make_plan(settings_of(train={"rounds": 4}, privacy={"schedule": "constant"}), 1, [300], FIXED)
-    late = [Gaussian(0.05, naive.party(0).sigma * s) for s in factors(Privacy(schedule="growth", rho_mu=0.5), 12)[8:]]
+    naive = make_plan(settings_of(train={"rounds": 4}, privacy={"noise_schedule": "constant"}), 1, [300], FIXED)
+    late = [
+        Gaussian(0.05, naive.party(0).sigma * s) for s in factors(Privacy(noise_schedule="growth", rho_mu=0.5), 12)[8:]
+    ]
     assert epsilon(late, DELTA) > 2.0
 
 
@@ -168,7 +172,7 @@ def test_rounds_for_a_budget_counts_the_schedules_own_rounds() -> None:
 def test_the_ledger_and_the_purse_charge_each_round_its_own_noise() -> None:
     federation = toy_federation(
         clip={"rule": "dynamic", "C0": 1.5, "rho_c": 0.3},
-        privacy={"sigma": None, "epsilon": 3.0, "schedule": "growth", "rho_mu": 0.5},
+        privacy={"sigma": None, "epsilon": 3.0, "noise_schedule": "growth", "rho_mu": 0.5},
     )
     with Ledger.open(":memory:") as ledger:
         results = [result for result, _ in federate(federation, ledger, "r")]
@@ -205,7 +209,7 @@ def test_dc_sgd_pays_for_its_histogram_once_an_epoch() -> None:
     rule = RULES["dc-sgd"]
     sections: dict[str, dict[str, Any]] = {
         "clip": {"rule": "dc-sgd", "refresh": 1.0},
-        "privacy": {"epsilon": 2.0, "schedule": "constant"},
+        "privacy": {"epsilon": 2.0, "noise_schedule": "constant"},
         "train": {"rounds": 12, "steps": 5, "rate": 0.05},
     }
     plan = planned(rule, **sections)
@@ -245,7 +249,7 @@ def test_what_a_run_releases_now_and_then_is_what_it_reserved(rule: str) -> None
 
 def test_shares_that_depend_on_the_batch_make_a_group_of_every_size() -> None:
     """quantile's sigma_b grows with the batch, so in between large parties pay a little more than small ones."""
-    sections: dict[str, Any] = {"clip": {"refresh": 0.5}, "privacy": {"epsilon": 2.0, "schedule": "constant"}}
+    sections: dict[str, Any] = {"clip": {"refresh": 0.5}, "privacy": {"epsilon": 2.0, "noise_schedule": "constant"}}
     units = (100_000, 40, 40, 300)
     plan = planned(RULES["quantile"], units, **sections)
     assert len(plan.groups) == 3

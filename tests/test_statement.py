@@ -157,7 +157,7 @@ def test_a_rule_that_pays_for_statistics_lists_them():
 def test_a_noise_schedule_and_statistics_now_and_then_are_told():
     still = state()
     assert still["schedule"] == {"name": "constant", "sigma_min": 1.2, "sigma_max": 1.2}
-    moving = state(rounds=(1,), train={"rounds": 8}, privacy={"sigma": 1.2, "schedule": "growth", "rho_mu": 0.5})
+    moving = state(rounds=(1,), train={"rounds": 8}, privacy={"sigma": 1.2, "noise_schedule": "growth", "rho_mu": 0.5})
     low = 1.2 * 0.5 ** (7 / 8)
     assert moving["schedule"] == {"name": "growth", "sigma_min": pytest.approx(low), "sigma_max": 1.2}
     page = to_markdown(moving)

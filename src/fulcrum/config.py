@@ -157,12 +157,12 @@ class Privacy:
     """Epsilon of single parties, by name, where it differs: {"party-0" = 2.0}."""
     randomness: str = "seeded"
     """seeded (science) or secure (real use: the operating system's entropy)."""
-    schedule: str = "constant"
+    noise_schedule: str = "constant"
     """Noise over the rounds: constant, growth (of 1/sigma, see rho_mu), or phases. sigma is that of the first round."""
     rho_mu: float = 0.8
-    """For schedule = "growth": sigma_t = sigma rho_mu^(t/T); below 1, the noise falls as training goes on."""
+    """For noise_schedule = "growth": sigma_t = sigma rho_mu^(t/T); below 1, the noise falls as training goes on."""
     phases: tuple[float, ...] = ()
-    """For schedule = "phases": the budget of each of equally long phases, relative to each other; [1, 3] gives the
+    """For noise_schedule = "phases": the budget of each of equally long phases, relative to each other; [1, 3] gives the
     second half three times the precision 1/sigma^2 of the first."""
 
 
@@ -219,7 +219,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.unit": ("example", "person"),
     "privacy.accountant": ("rdp", "pld"),
     "privacy.randomness": ("seeded", "secure"),
-    "privacy.schedule": ("constant", "growth", "phases"),
+    "privacy.noise_schedule": ("constant", "growth", "phases"),
     "run.engine": ("auto", "reference"),
 }
 
@@ -319,9 +319,9 @@ def _check_together(settings: Settings) -> None:
         _check_range(f"privacy.budgets.{party}", budget, (0, False, math.inf, False))
     for phase in privacy.phases:
         _check_range("privacy.phases", phase, (0, False, math.inf, False))
-    if privacy.schedule == "phases" and not 0 < len(privacy.phases) <= train.rounds:
+    if privacy.noise_schedule == "phases" and not 0 < len(privacy.phases) <= train.rounds:
         raise ConfigError(
-            f"privacy.phases has {len(privacy.phases)} phases for {train.rounds} rounds; schedule = 'phases' needs at "
+            f"privacy.phases has {len(privacy.phases)} phases for {train.rounds} rounds; noise_schedule = 'phases' needs at "
             "least one phase, and a round for each."
         )
     if privacy.budgets and privacy.epsilon is None:

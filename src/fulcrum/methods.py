@@ -57,7 +57,7 @@ METHODS: dict[str, Method] = {
         Method(
             name="dynamic",
             summary="C and the noise both fall by public schedules",
-            parts={"clip": {"rule": "dynamic"}, "privacy": {"schedule": "growth"}},
+            parts={"clip": {"rule": "dynamic"}, "privacy": {"noise_schedule": "growth"}},
             unit="example",
             reference="Du et al. 2021",
         ),

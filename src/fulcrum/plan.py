@@ -432,7 +432,7 @@ def make_plan(
         participation=train.participation,
         weights=train.weights,
         total_budget=privacy.budget,
-        schedule=privacy.schedule if rule.private else "constant",
+        schedule=privacy.noise_schedule if rule.private else "constant",
     )
 
 
@@ -533,7 +533,7 @@ def rounds_for_budget(
         raise ConfigError("how many rounds fit depends on both: give an epsilon as budget and a sigma.")
     if not 0 < budget < math.inf:
         raise ConfigError(f"epsilon = {budget!r} is out of range; it must be a finite number greater than 0.")
-    limit = 10**6 if privacy.schedule == "constant" else train.rounds
+    limit = 10**6 if privacy.noise_schedule == "constant" else train.rounds
     group = Group(
         rate=train.rate,
         steps=local_steps(train),
@@ -541,6 +541,6 @@ def rounds_for_budget(
         budget=budget,
         spent=spent or Spend.none(),
         sigma=multiplier,
-        factors=(1.0,) if privacy.schedule == "constant" else factors(privacy, train.rounds),
+        factors=(1.0,) if privacy.noise_schedule == "constant" else factors(privacy, train.rounds),
     )
     return most(lambda rounds: group.epsilon(rounds, privacy.delta, privacy.accountant) <= budget, limit)

@@ -42,5 +42,5 @@ SCHEDULES: dict[str, Callable[[Privacy, int], Factors]] = {
 
 
 def factors(privacy: Privacy, rounds: int) -> Factors:
-    """s_t for each of the rounds 0..T-1, as privacy.schedule asks."""
-    return SCHEDULES[privacy.schedule](privacy, rounds)
+    """s_t for each of the rounds 0..T-1, as privacy.noise_schedule asks."""
+    return SCHEDULES[privacy.noise_schedule](privacy, rounds)

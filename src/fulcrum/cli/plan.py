@@ -133,11 +133,13 @@ def print_rounds(settings: Settings, epsilon: float, as_json: bool) -> None:
     train, privacy = settings.train, settings.privacy
     steps = local_steps(train)
     if as_json:
-        terms = {"sigma": privacy.sigma, "schedule": privacy.schedule, "rate": train.rate, "steps": steps}
+        terms = {"sigma": privacy.sigma, "schedule": privacy.noise_schedule, "rate": train.rate, "steps": steps}
         spent = {"epsilon": epsilon, "delta": privacy.delta, "accountant": privacy.accountant}
         view.print_json({"rounds": rounds, **terms, **spent})
         return
-    moving = "" if privacy.schedule == "constant" else f" (of the {train.rounds} of schedule {privacy.schedule})"
+    moving = (
+        "" if privacy.noise_schedule == "constant" else f" (of the {train.rounds} of schedule {privacy.noise_schedule})"
+    )
     print(
         f"{rounds} rounds of {steps} step{'s' if steps > 1 else ''} at rate {train.rate:g} and sigma "
         f"{privacy.sigma:g}{moving} fit into epsilon {epsilon:g} at delta {privacy.delta:g} ({privacy.accountant})."

@@ -1,7 +1,7 @@
 """Dynamic DP (Du et al. 2021): C falls over the rounds by a public schedule, C_t = C0 rho_c^(t/T).
 
 The other half of that method, noise that falls too (sigma_t = sigma rho_mu^(t/T)), is a noise schedule:
-privacy.schedule = "growth". The preset `dynamic` sets both, and sigma is solved for so that the rounds,
+privacy.noise_schedule = "growth". The preset `dynamic` sets both, and sigma is solved for so that the rounds,
 composed as they are by RDP or PLD, cost the target epsilon; the paper uses a central-limit estimate there.
 """
 
