@@ -99,7 +99,7 @@ def test_run_and_plan_share_their_settings():
         ("run --parties 0", "error: data.parties = 0 is out of range"),
         ("run --partition dirichelt", "error: data.partition = 'dirichelt' is not known"),
         ("run --method dpsgd", "error: method = 'dpsgd' is not known; did you mean dp-sgd?"),
-        ("run --method zzz", "error: method = 'zzz' is not known; choose one of moo, none, dp-sgd"),
+        ("run --method zzz", f"error: method = 'zzz' is not known; choose one of {', '.join(METHODS)}."),
         ("run nowhere.toml", "error: nowhere.toml does not exist"),
         ("run .", "error: . is a folder"),
         ("run --rounds many", "error: Invalid value for '--rounds'"),
@@ -300,6 +300,7 @@ SUMMARY = {
     "accountant": "rdp",
     "epsilons": {"party-0": 3.98, "party-1": 1.5},
     "delta": 1e-5,
+    "unit": "example",
     "sound": True,
     "private": True,
     "status": "finished",
@@ -317,7 +318,7 @@ def test_show_prints_a_finished_run(tmp_path, capsys):
     assert (code, err) == (0, "")
     for words in (
         "91.2%",
-        "3.98 at delta 1e-05",
+        "3.98 for one example at delta 1e-05",
         "3.6 by pld",
         "party-0 3.98, party-1 1.5",
         "1 → 2 → 4",
@@ -339,12 +340,13 @@ def test_show_never_claims_more_than_there_is():
 
 
 def test_show_of_an_unfinished_run_says_how_to_go_on(tmp_path, capsys):
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text('{"unit": "client"}')
     line = {"round": 1, "accuracy": 0.5, "epsilon": 1.0, "C": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     code, out, err = said(capsys, "show", str(tmp_path))
     assert code == 0
     assert "50.0%" in out
+    assert "1 for one whole party" in out
     assert "fulcrum resume" in err
     assert json.loads(said(capsys, "show", str(tmp_path), "--json")[1])["rounds_done"] == 1
 
@@ -409,3 +411,32 @@ def test_the_demo_compares_the_same_run():
         private.train,
         private.data,
     )
+
+
+# --- the unit -----------------------------------------------------------------------------------
+
+
+def test_client_level_is_planned_with_its_unit_and_a_warning(capsys):
+    words = ("plan", "--method", "dp-fedavg", "--data", "digits", "--parties", "10", "--epsilon", "4", "--rounds", "20")
+    code, out, err = said(capsys, *words)
+    assert code == 0
+    assert "whole party" in out.splitlines()[1]
+    assert "epsilon of one whole party" in out
+    assert "hides a whole party among 10" in err
+    code, out, err = said(capsys, *words, "--set", "privacy.unit=example")
+    assert "epsilon of one example" in out
+    assert "whole party" not in out + err
+    assert json.loads(said(capsys, *words, "--json")[1])["unit"] == "client"
+    terms = ("--sigma", "2", "--for-epsilon", "3", "--set", "train.participation=0.3")
+    code, out, _ = said(capsys, "plan", "--method", "dp-fedavg", *terms)
+    assert "rounds of 1 step at rate 0.3" in out
+
+
+def test_the_summary_and_the_methods_say_what_epsilon_protects(capsys):
+    summary = {"private": True, "sound": True, "accountant": "pld", "epsilon": 2.0, "delta": 1e-5, "unit": "client"}
+    assert "2 for one whole party at delta" in show.guarantee(summary)
+    assert "2 for one person at delta" in show.guarantee({**summary, "unit": "person"})
+    _, out, _ = said(capsys, "methods")
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert " client " in rows["dp-fedavg"]
+    assert rows["median"].startswith("median †")

@@ -15,7 +15,8 @@ from torch.func import functional_call
 from fulcrum.accounting import combine_sigma
 from fulcrum.clip import RULES, Shape, find_rule
 from fulcrum.clip.fixed import FIXED, bound_C, clip_to_C
-from fulcrum.clip.moo import MOO, MOO_SCALAR
+from fulcrum.clip.moo import MOO_C
+from fulcrum.clip.moo_scalar import MOO_SCALAR
 from fulcrum.clip.rule import ClipRule, alone
 from fulcrum.clip.wav import WAV, haar, inverse_haar
 from fulcrum.config import Clip
@@ -25,6 +26,7 @@ from fulcrum.noise import scales
 from fulcrum.rng import Key, Randomness, Seeded
 from fulcrum.types import Released, State, Stats
 from helpers import one_client, toy_problem
+from test_client_level import Silent, client_federation, play
 
 FLAT = Shape(2, (2,))
 SOUND = [name for name, rule in RULES.items() if rule.sound and rule.private]
@@ -130,7 +132,7 @@ def test_a_model_of_one_scalar_is_clipped_by_every_rule(rule: str) -> None:
 def test_without_noise_and_clipping_it_is_plain_sgd_and_with_them_it_is_not(rule: str, groups: str) -> None:
     """eta_C = 0 keeps C still; rules that normalise have no such limit."""
     if RULES[rule].normalises:
-        assert rule in ("auto-s", "psac", "units-of-c")
+        assert rule in ("auto-s", "psac", "units-of-c", "median")
         return
     problem = toy_problem(rule)
     problem = dataclasses.replace(problem, groups=problem.layout.layers if groups == "layer" else ())
@@ -287,8 +289,8 @@ def test_dc_sgd_puts_every_unit_in_one_bin_and_picks_the_C_of_least_error() -> N
     one = torch.zeros(20)
     one[5] = 1.0
     for noise in (0.0, 0.05, 0.1):
-        moved = DC_SGD.adapt(state, released(one, [0.0] * 100, noise=noise))
-        assert float(moved["C"]) == pytest.approx(2 * 1.1 / (1 + 100 * noise**2), rel=0.03)
+        moved = DC_SGD.adapt(state, released(one, [0.0] * 100, noise=noise, steps=4.0))  # a step's is twice that
+        assert float(moved["C"]) == pytest.approx(2 * 1.1 / (1 + 100 * (2 * noise) ** 2), rel=0.03)
     for quiet in (released(one, asked=0.0), released(-one)):  # not asked; or noise swallowed every count
         assert float(DC_SGD.adapt(state, quiet)["C"]) == 2.0
 
@@ -394,9 +396,9 @@ def test_wav_shrinks_noise_and_keeps_a_strong_signal() -> None:
 # --- moo-client, moo-scalar ---------------------------------------------------------------------
 
 
-def test_moo_client_is_moo_with_a_state_for_each_client() -> None:
+def test_moo_client_is_moo_c_with_a_state_for_each_client() -> None:
     rule = find_rule("moo-client")
-    assert (rule.where, rule.when, rule.adapt) == ("client", "round", MOO.adapt)
+    assert (rule.where, rule.when, rule.adapt) == ("client", "round", MOO_C.adapt)
 
 
 def test_moo_scalar_follows_a_trajectory_computed_by_hand() -> None:
@@ -460,3 +462,37 @@ def test_the_hypergradient_that_moo_scalar_rests_on_is_the_derivative_of_the_los
     # the same difference rejects a formula that counts unclipped units, and one with the other sign
     assert unclipped != pytest.approx(difference, rel=1e-3)
     assert -derivative != pytest.approx(difference, rel=1e-3)
+
+
+# --- the same rules at client level -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [name for name, r in RULES.items() if r.where == "server" and r.private])
+def test_rules_of_the_server_clip_whole_updates_too(rule: str) -> None:
+    """The mechanism charges what it releases, or federate stops the run; statistics go out every round."""
+    results = play(client_federation(clip={"rule": rule, "refresh": 3.0, "C0": 0.1}, train={"rounds": 4}))
+    assert len(results) == 4
+    assert all(math.isfinite(result.epsilon) for result in results)
+    assert all(0 < result.C[0] < math.inf for result in results)
+
+
+def test_quantile_at_client_level_is_andrews_own() -> None:
+    """Four parties, half of them expected: m = 2, sigma_b = max(m/20, 5 z), the count over those who came."""
+    federation = client_federation(4, clip={"rule": "quantile", "C0": 1e-3, "eta_C": 0.2}, train={"rounds": 3})
+    terms = federation.plan.central
+    assert terms is not None
+    scale = scales(QUANTILE, QUANTILE.bounds({"C": torch.tensor([2.0])}), 0.5, 1.0, terms.cohort)
+    assert scale.extra == pytest.approx(5.0)
+    quiet = dataclasses.replace(
+        federation, problem=dataclasses.replace(federation.problem, randomness=Silent())
+    )  # all four come, no noise: b~ = 4 (0 - 1/2) / 2 + 1/2 = -1/2, and C grows by exp(0.2 (1/2 + 1/2))
+    C = [result.C[0] for result in play(quiet)]
+    assert C[1] / C[0] == pytest.approx(math.exp(0.2))
+
+
+def test_a_noise_schedule_moves_the_servers_noise() -> None:
+    federation = client_federation(privacy={"sigma": 2.0, "unit": "client", "noise_schedule": "growth", "rho_mu": 0.5})
+    events = [federation.plan.events(0, t) for t in range(6)]
+    assert [event[0].sigma for event in events] == pytest.approx([2.0 * 0.5 ** (t / 6) for t in range(6)])  # type: ignore[union-attr]
+    results = play(federation)
+    assert results[-1].epsilon == pytest.approx(federation.plan.epsilon_at(6, 0))

@@ -154,7 +154,7 @@ def test_set_without_a_value_says_how(text):
         ({"train": {"kappa": 3}}, "train.kappa is not a setting; did you mean clip.kappa?"),
         ({"trian": {"rounds": 3}}, "trian is not a setting; did you mean train?"),
         ({"epsilon": 3}, "epsilon is not a setting; did you mean privacy.epsilon?"),
-        ({"zzz": 3}, "zzz is not a setting; choose from data, model, train, clip, privacy, run, method."),
+        ({"zzz": 3}, "zzz is not a setting; choose from data, model, train, clip, privacy, central, run, method."),
         ({"train": 5}, "train = 5 is a whole number; it must be a section, [train]."),
         ({"train": {"rounds": "5"}}, 'train.rounds = "5" is text; it must be a whole number.'),
         ({"train": {"rounds": 5.0}}, "train.rounds = 5.0 is a number with a decimal point; it must be a whole number."),

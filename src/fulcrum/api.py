@@ -18,16 +18,17 @@ from torch import nn
 import fulcrum
 from fulcrum import record, settings_file
 from fulcrum.accounting import Spend
+from fulcrum.central import check_rule, local_problem
 from fulcrum.clip import find_rule
 from fulcrum.config import Settings, check
 from fulcrum.data import Dataset, holdout, load, split, unit_counts
 from fulcrum.engine import find_engine
-from fulcrum.errors import ConfigError, RunError
+from fulcrum.errors import BudgetError, ConfigError, RunError
 from fulcrum.federate import Federation, Snapshot, federate
 from fulcrum.ledger import Ledger
 from fulcrum.local import Problem
 from fulcrum.models import Layout, build, refuse_mixing
-from fulcrum.plan import make_plan
+from fulcrum.plan import affordable_rounds, make_plan
 from fulcrum.record import RunFolder
 from fulcrum.rng import make
 from fulcrum.statement import statement, to_markdown
@@ -93,8 +94,9 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
         device=device,
         diagnostics=settings.run.diagnostics,
     )
+    check_rule(rule, settings, problem)
     plan = make_plan(settings, partition, unit_counts(dataset, partition, settings.privacy.unit), rule)
-    return Federation(settings, problem, plan, find_engine(settings.run.engine, problem))
+    return Federation(settings, problem, plan, find_engine(settings.run.engine, local_problem(problem)))
 
 
 def find_device(name: str) -> torch.device:
@@ -108,6 +110,27 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"run.device = {name!r}, but this machine has no GPU that PyTorch can use; use cpu.")
     return device
+
+
+def ledger_warnings(federation: Federation) -> list[str]:
+    """What a kept ledger says about this run: parties whose budget will run out before it ends.
+
+    Raises BudgetError where no party can pay for even one round.
+    """
+    path = federation.settings.run.ledger
+    if not path or not Path(path).is_file():
+        return []
+    with Ledger.open(path) as ledger:
+        short = affordable_rounds(federation.plan, ledger)
+    if not short:
+        return []
+    fewest, most_ = min(short.values()), max(short.values())
+    names = ", ".join(list(short)[:3]) + (", ..." if len(short) > 3 else "")
+    says = f"{len(short)} of {federation.plan.parties} parties ({names}) have budget in {path} for "
+    says += f"{fewest} of {federation.plan.rounds} rounds" if fewest == most_ else f"{fewest} to {most_} rounds"
+    if most_ == 0 and len(short) == federation.plan.parties:
+        raise BudgetError(f"{says}; lower --epsilon, or raise their budget: fulcrum ledger {path} --budget EPSILON")
+    return [f"{says}; they sit out when it is spent."]
 
 
 # --- running ------------------------------------------------------------------------------------
@@ -130,6 +153,7 @@ def execute(federation: Federation, out: Path | str | None = None, on_round: OnR
                 "version": fulcrum.__version__,
                 "data": federation.problem.dataset.fingerprint,
                 "parameters": federation.problem.layout.dim,
+                "unit": federation.problem.unit,
             },
         )
         with Ledger.open(_ledger_path(federation.settings, folder.path)) as ledger:
@@ -180,7 +204,7 @@ def _finish(
     settings = federation.settings
     # Another draw of secure randomness would be another release, so no round may have to be replayed.
     every = 1 if settings.privacy.randomness == "secure" else settings.run.checkpoint_every
-    history = [tuple(line["participants"]) for line in lines]
+    history = [_payers(line, federation.plan.parties) for line in lines]
     snapshot = start
     saved = start.round if start else 0
     _state(federation, folder, ledger, run, lines, finished=False)
@@ -202,6 +226,14 @@ def _finish(
     if folder and snapshot and snapshot.round > saved:
         folder.checkpoint(snapshot)
     return _sum_up(federation, folder, ledger, run, snapshot, lines)
+
+
+def _payers(line: dict[str, Any], parties: int) -> Sequence[int]:
+    """Who paid in a round of metrics.jsonl: the participants; where these are secret, all with budget left."""
+    if "participants" in line:
+        return tuple(line["participants"])
+    out = set(line.get("out_of_budget", ()))
+    return [k for k in range(parties) if k not in out]
 
 
 def _sum_up(

@@ -68,7 +68,7 @@ class Train:
     rounds: int = 200
     """T."""
     participation: float = 1.0
-    """q_c, the chance that a party takes part in a round. Gives no privacy amplification."""
+    """q_c, the chance that a party takes part in a round. Lowers the cost only where it is secret: unit client."""
     min_parties: int = 1
     """The run ends when fewer parties than this have budget left."""
     steps: int = 1
@@ -89,14 +89,14 @@ class Train:
     weight_decay: float = 0.0
     """Pulls the weights towards zero outside the clipped gradient."""
     weights: str = "examples"
-    """How updates are averaged: examples (by n_k) or uniform."""
+    """How updates are averaged: examples (by n_k; at unit client min(n_k / weight_cap, 1)) or uniform."""
     server: str = "sgd"
     """Server optimiser: sgd, momentum or adam."""
     server_lr: float = 1.0
     server_momentum: float = 0.9
     server_beta2: float = 0.99
     server_eps: float = 1e-3
-    ema: float = 0.0
+    ema: float = 0.9
     """Decay of the moving average of released models that is evaluated and kept; 0 is off."""
 
 
@@ -114,8 +114,10 @@ class Clip:
     """flat, or layer (each layer clipped to its share of C)."""
     kappa: float = 0.0
     """The price of C in the objective L_model + kappa C."""
-    eta_C: float = 0.1
-    """Step of C, in log C."""
+    balance: float = 2.5
+    """moo: how far the noise of all rounds may move the weights, in units of their initial norm, at its first step."""
+    eta_C: float = 0.05
+    """How far a round moves what a rule learns (C, or moo's step length), in logarithms."""
     beta: float = 0.95
     """Memory of the released direction."""
     phi: str = "sign"
@@ -146,7 +148,8 @@ class Privacy:
     sigma: float | None = None
     delta: float = 1e-5
     unit: str = "example"
-    """What is protected: example, or person (the data has an id for each record)."""
+    """What is protected: example; person (the data has an id for each record); or client, a whole party, where
+    the server is trusted and adds the noise."""
     accountant: str = "rdp"
     """rdp or pld: which epsilon is enforced. Both are reported."""
     max_participations: int = 0
@@ -162,8 +165,23 @@ class Privacy:
     rho_mu: float = 0.8
     """For noise_schedule = "growth": sigma_t = sigma rho_mu^(t/T); below 1, the noise falls as training goes on."""
     phases: tuple[float, ...] = ()
-    """For noise_schedule = "phases": the budget of each of equally long phases, relative to each other; [1, 3] gives the
+    """For noise_schedule = "phases": the budgets of equally long phases, relative to each other; [1, 3] gives the
     second half three times the precision 1/sigma^2 of the first."""
+
+
+@dataclass(frozen=True)
+class Central:
+    """The trusted server's average of the parties' updates, for privacy.unit = "client" only."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+
+    estimator: str = "fixed"
+    """What divides the weighted sum: fixed (the expected weight q_c W) or clipped (the weight that took part, at
+    least q_c W_min; twice the noise or more)."""
+    weight_cap: float = 0.0
+    """w_cap, public: with weights = "examples" a party weighs min(n_k / w_cap, 1). 0: the median of the sizes."""
+    min_weight: float = 1.0
+    """W_min as a part of the total weight W, for estimator = "clipped"."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +215,7 @@ class Settings:
     train: Train = field(default_factory=Train)
     clip: Clip = field(default_factory=Clip)
     privacy: Privacy = field(default_factory=Privacy)
+    central: Central = field(default_factory=Central)
     run: Run = field(default_factory=Run)
 
     def replace(self, **sections: dict[str, Any]) -> Settings:
@@ -216,10 +235,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "clip.groups": ("flat", "layer"),
     "clip.phi": ("sign", "identity"),
     "clip.reading": ("loss", "hypergradient", "derivative"),
-    "privacy.unit": ("example", "person"),
+    "privacy.unit": ("example", "person", "client"),
     "privacy.accountant": ("rdp", "pld"),
     "privacy.randomness": ("seeded", "secure"),
     "privacy.noise_schedule": ("constant", "growth", "phases"),
+    "central.estimator": ("fixed", "clipped"),
     "run.engine": ("auto", "reference"),
 }
 
@@ -248,6 +268,7 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "train.ema": (0, True, 1, False),
     "clip.C0": (0, False, math.inf, False),
     "clip.kappa": (0, True, math.inf, False),
+    "clip.balance": (0, False, math.inf, False),
     "clip.eta_C": (0, True, math.inf, False),
     "clip.beta": (0, True, 1, False),
     "clip.C_min": (0, False, math.inf, False),
@@ -263,6 +284,8 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "privacy.budget": (0, False, math.inf, False),
     "privacy.max_participations": (0, True, math.inf, False),
     "privacy.rho_mu": (0, False, math.inf, False),
+    "central.weight_cap": (0, True, math.inf, False),
+    "central.min_weight": (0, False, 1, True),
     "run.seed": (0, True, 2**63, False),
     "run.evaluate_every": (1, True, math.inf, False),
     "run.checkpoint_every": (1, True, math.inf, False),
@@ -321,11 +344,16 @@ def _check_together(settings: Settings) -> None:
         _check_range("privacy.phases", phase, (0, False, math.inf, False))
     if privacy.noise_schedule == "phases" and not 0 < len(privacy.phases) <= train.rounds:
         raise ConfigError(
-            f"privacy.phases has {len(privacy.phases)} phases for {train.rounds} rounds; noise_schedule = 'phases' needs at "
-            "least one phase, and a round for each."
+            f"privacy.phases has {len(privacy.phases)} phases for {train.rounds} rounds; noise_schedule = 'phases' "
+            "needs at least one phase, and a round for each."
         )
     if privacy.budgets and privacy.epsilon is None:
         raise ConfigError("privacy.budgets is set without privacy.epsilon; give the epsilon of the other parties too.")
+    if privacy.unit == "client" and privacy.max_participations:
+        raise ConfigError(
+            f"privacy.max_participations = {privacy.max_participations} has no use with privacy.unit = 'client': "
+            "who takes part is secret, so every party is charged for every round; leave it at 0."
+        )
 
 
 def local_steps(train: Train) -> int:

@@ -77,7 +77,7 @@ def train_client(problem: Problem, request: RoundRequest, task: Assignment, stat
         extras.append(noisy_extra / batch)
         if problem.rule.when == "step":
             noise = alone(problem.rule.share, task.sigma, batch) / batch
-            public = (task.lr, 1, request.round, request.rounds, float(asked), noise)
+            public = (task.lr, 1, request.round, request.rounds, noise, float(asked))
             state = problem.rule.adapt(state, Released(change, extras[-1], *public))
         if problem.diagnostics:
             seen.append(_look(given, losses))
@@ -135,11 +135,13 @@ def contribute(
     batch: float = 1.0,
     mask: torch.Tensor | None = None,
     lr: float = 1.0,
+    weights: torch.Tensor | None = None,
 ) -> Contribution:
     """Clip each unit's gradient as the rule says and add up. No noise yet: the result must not leave.
 
     gradients [B, d], losses [B]; groups [d] is the group of each coordinate. Rows that are not finite,
-    and rows where mask [B] is False (padding), count as zero.
+    and rows where mask [B] is False (padding), count as zero. weights [B] in [0, 1] scale what each unit
+    adds to the sum after clipping (client level); the extra statistics stay unweighted.
     """
     mask = torch.ones(len(gradients), dtype=torch.bool, device=gradients.device) if mask is None else mask
     counted = torch.isfinite(torch.linalg.vector_norm(gradients, dim=1)) & mask
@@ -166,7 +168,8 @@ def contribute(
         statistics = [weighted_sum(again, coefficients, where)]
     factors, extra = hold(rule, factors, extra, stats.norms, bounds)
     summed = torch.cat([extra.sum(dim=0), *statistics])  # [J], or [J + m] with a second sum
-    return Contribution(weighted_sum(factors, coefficients, where), summed, bounds, state, stats, factors)
+    scaled = factors if weights is None else factors * weights[:, None]
+    return Contribution(weighted_sum(scaled, coefficients, where), summed, bounds, state, stats, factors)
 
 
 def weighted_sum(factors: torch.Tensor, coefficients: torch.Tensor, where: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Methods: named presets over parts that are independent of each other.
 
 A method says which settings it starts from and nothing more: no code asks which method is running. The
-parts are a clipping rule, an activation, a noise schedule, a unit and a server optimiser; each can be combined
-with every other. Presets leave C0 and the learning rate alone, so that methods can be compared from the
-same start. Adding one is adding a row.
+parts are a clipping rule, an activation, a noise schedule, a unit and a server optimiser. Presets at example
+level leave C0 and the learning rate alone, so that methods can be compared from the same start. Adding one is
+adding a row.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ class Method:
     reference: str
 
 
+CLIENT_LEVEL: Mapping[str, Any] = {"participation": 0.2, "weights": "uniform", "epochs": 1.0, "rate": 0.2, "lr": 0.1}
+"""How parties train where each is one unit: a fifth of them join a round, each for an epoch in five steps."""
+
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method(
             name="moo",
-            summary="private; C finds its own value from what is released anyway",
+            summary="private; C and the step length find their own values from what is released anyway",
             parts={"clip": {"rule": "moo"}},
             unit="example",
             reference="after Ranaweera et al., multi-objective clipping; here C moves on released values only",
         ),
         Method(
-            name="none",
-            summary="not private: plain federated averaging, the ceiling to compare with on public data",
-            parts={"clip": {"rule": "none"}},
-            unit="",
-            reference="McMahan et al. 2017",
+            name="moo-c",
+            summary="private; C alone is learned, the learning rate stays yours",
+            parts={"clip": {"rule": "moo-c"}},
+            unit="example",
+            reference="after Ranaweera et al.; the plain form of moo",
         ),
         Method(
             name="dp-sgd",
@@ -53,6 +56,27 @@ METHODS: dict[str, Method] = {
             parts={"clip": {"rule": "fixed"}},
             unit="example",
             reference="Abadi et al. 2016",
+        ),
+        Method(
+            name="dp-fedavg",
+            summary="private for whole parties: a trusted server clips their updates to clip.C0 and adds the noise",
+            parts={"clip": {"rule": "fixed", "C0": 1.0}, "privacy": {"unit": "client"}, "train": CLIENT_LEVEL},
+            unit="client",
+            reference="McMahan et al. 2018",
+        ),
+        Method(
+            name="median",
+            summary="dp-fedavg with C the median of the updates' norms, read from private values",
+            parts={"clip": {"rule": "median", "C0": 1.0}, "privacy": {"unit": "client"}, "train": CLIENT_LEVEL},
+            unit="client",
+            reference="Geyer et al. 2017",
+        ),
+        Method(
+            name="none",
+            summary="not private: plain federated averaging, the ceiling to compare with on public data",
+            parts={"clip": {"rule": "none"}},
+            unit="",
+            reference="McMahan et al. 2017",
         ),
         Method(
             name="dynamic",
@@ -119,14 +143,14 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             name="moo-client",
-            summary="as moo, one C a party, from its own releases",
+            summary="as moo-c, one C a party, from its own releases",
             parts={"clip": {"rule": "moo-client"}},
             unit="example",
             reference="this project",
         ),
         Method(
             name="moo-scalar",
-            summary="as moo, from a noised scalar that each party pays for",
+            summary="as moo-c, from a noised scalar that each party pays for",
             parts={"clip": {"rule": "moo-scalar", "eta_C": 0.07, "kappa": 0.001}},
             unit="example",
             reference="this project",
@@ -134,14 +158,14 @@ METHODS: dict[str, Method] = {
         Method(
             name="moo-paper",
             summary="the paper's Algorithm 1 as printed: C moves example by example, from raw losses or norms",
-            parts={"clip": {"rule": "moo-paper", "kappa": 0.3}},
+            parts={"clip": {"rule": "moo-paper", "kappa": 0.3, "eta_C": 0.1}},
             unit="example",
             reference="Ranaweera et al., Algorithm 1",
         ),
         Method(
             name="moo-paper-batch",
             summary="Algorithm 1 with one step of C a batch: fast",
-            parts={"clip": {"rule": "moo-paper-batch", "kappa": 0.3}},
+            parts={"clip": {"rule": "moo-paper-batch", "kappa": 0.3, "eta_C": 0.1}},
             unit="example",
             reference="Ranaweera et al., Algorithm 1",
         ),

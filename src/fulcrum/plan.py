@@ -1,9 +1,12 @@
 """What a configuration will cost each party, and how noisy it will be, before anything is trained.
 
 Parties that share rate, steps, participations, budget and past form a group, and sigma is calibrated
-once a group: a million equal parties plan as fast as one. Client sampling (q_c) never lowers a cost:
-the server sees who takes part, so every party is planned for its public cap on participations. Where rounds
-cost differently (a noise schedule, statistics released now and then), the cap is planned for the costliest of them.
+once a group: a million equal parties plan as fast as one. Client sampling (q_c) never lowers the cost
+of an example or a person: the server sees who takes part, so every party is planned for its public cap
+on participations. Where rounds cost differently (a noise schedule, statistics released now and then), the
+cap is planned for the costliest of them. Where the unit is the client the server is trusted, q_c is the rate
+of one release a round, every party is charged for all rounds, and one noise serves all: the strictest
+budget sets it.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fulcrum.accounting import Spend, calibrate, most
+from fulcrum.central import FEW, Terms, make_terms
 from fulcrum.clip.rule import ClipRule, Share, alone, no_share
 from fulcrum.config import Settings, local_steps
 from fulcrum.errors import ConfigError
+from fulcrum.ledger import Ledger
 from fulcrum.schedule import factors
 from fulcrum.types import Assignment, Event, Gaussian, Unprotected
 
@@ -130,7 +135,8 @@ class PartyPlan:
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise in one local step's mean gradient, beside the largest signal, whose norm is C.
+    """The noise in one local step's mean gradient (unit client: a round's mean update), beside the largest
+    signal, whose norm is C.
 
     coordinate: standard deviation of each coordinate. norm: of the whole vector, C sigma sqrt(d) / (q n).
     ratio: norm / C. direction: the part along one fixed direction, relative to C: sigma / (q n).
@@ -146,8 +152,9 @@ class Noise:
 class Plan:
     """The terms of every party. Ask by party number k (0..parties-1).
 
-    sizes [K] are the units n_k, group_of [K] the number of each party's group. delta, accountant,
-    unit and the noise schedule's name are the run's; rounds is T.
+    sizes [K] are the units n_k, group_of [K] the number of each party's group. delta, accountant, unit and the
+    noise schedule's name are the run's; rounds is T. central: the server's mechanism where the unit is the
+    client (sizes are then examples, and only make weights), else None.
     """
 
     name: Callable[[int], str]
@@ -166,6 +173,7 @@ class Plan:
     weights: str
     total_budget: float | None = None
     schedule: str = "constant"
+    central: Terms | None = None
 
     @property
     def parties(self) -> int:
@@ -177,8 +185,8 @@ class Plan:
         return self.groups[int(self.group_of[k])]
 
     def units(self, k: int) -> int:
-        """n_k: examples, or persons where the unit is the person."""
-        return int(self.sizes[k])
+        """n_k: examples, or persons where the unit is the person; 1 where it is the client itself."""
+        return 1 if self.central else int(self.sizes[k])
 
     def participations(self, k: int) -> int:
         """The most rounds that party k takes part in."""
@@ -190,6 +198,8 @@ class Plan:
 
     def assignment(self, k: int, t: int, lr: float) -> Assignment:
         """What party k is asked to do in round t (from 0) at learning rate lr."""
+        if self.central:  # plain training: the server clips and adds the noise
+            return Assignment(k, self.central.local_rate, 0.0, self.central.local_steps, lr)
         return self.group(k).assignment(k, t, lr)
 
     def terms(self, k: int) -> dict[str, Any]:
@@ -199,7 +209,7 @@ class Plan:
             "delta": self.delta,
             "accountant": self.accountant,
             "unit": self.unit,
-            "population": f"{self.population}, {self.units(k)} {self.unit}s",
+            "population": f"{self.population}, " + ("whole" if self.central else f"{self.units(k)} {self.unit}s"),
         }
 
     def epsilon_at(self, round: int, k: int, accountant: str | None = None) -> float:
@@ -221,10 +231,11 @@ class Plan:
     def party(self, k: int) -> PartyPlan:
         """Everything about party k."""
         group, (rdp, pld), n = self.group(k), self.ends[self.group_of[k]], self.units(k)
+        batch = self.central.cohort if self.central else group.rate * n
         warnings = []
-        if self.private and self.delta >= 1 / n:
+        if not self.central and self.private and self.delta >= 1 / n:
             warnings.append(f"delta = {self.delta:g} is not below 1/n = 1/{n}; choose a smaller delta.")
-        if group.rate * n < 1:
+        if not self.central and batch < 1:
             warnings.append(f"the expected batch is {group.rate * n:.2g}, below 1; choose a larger rate.")
         return PartyPlan(
             name=self.name(k),
@@ -234,7 +245,7 @@ class Plan:
             participations=group.participations,
             sigma=group.sigma,
             sigma_last=group.sigmas()[1],
-            batch=group.rate * n,
+            batch=batch,
             epsilon_rdp=rdp,
             epsilon_pld=pld,
             budget=group.budget,
@@ -251,6 +262,8 @@ class Plan:
             found.append(
                 "NOT SOUND: the rule sets C from raw private values, so epsilon is nominal and guarantees nothing."
             )
+        if self.central:
+            return (*found, *self._client_warnings(self.central))
         exposed = int((self.delta >= 1 / self.sizes).sum()) if self.private else 0
         if exposed:
             k = int(self.sizes.argmax())
@@ -262,6 +275,27 @@ class Plan:
         if thin:
             found.append(f"The expected batch is below 1 for {thin} of {self.parties} parties: choose a larger rate.")
         return tuple(found)
+
+    def _client_warnings(self, central: Terms) -> list[str]:
+        """Sentences about a plan whose unit is the client."""
+        found = []
+        if self.private and self.delta >= 1 / self.parties:
+            found.append(
+                f"delta = {self.delta:g} is not below 1/K for K = {self.parties} parties: choose delta below "
+                f"{1 / self.parties:.2g}."
+            )
+        if self.private and self.parties < FEW:
+            along = self.noise_to_signal(1).direction
+            found.append(
+                f"One epsilon hides a whole party among {self.parties}: in any direction the noise of a round is "
+                f"{along:.2g} times the longest step the parties can take together, and little can be learned. Client "
+                "level needs hundreds of parties; with few, protect examples (unit example)."
+            )
+        if central.cohort < 1:
+            found.append(
+                f"The expected number of participants is {central.cohort:.2g}, below 1: choose a larger participation."
+            )
+        return found
 
     @property
     def rates(self) -> npt.NDArray[np.float64]:
@@ -285,9 +319,13 @@ class Plan:
         """How noisy a step of the first round is for a model of `dim` parameters: party k alone, or the aggregate.
 
         The aggregate averages over the parties with the run's weights; with client sampling, over the
-        expected number of them. C is clip.C0 unless given; it only scales coordinate and norm.
+        expected number of them. Where the unit is the client only the aggregate has noise, and k is
+        ignored. C is clip.C0 unless given; it only scales coordinate and norm.
         """
-        if k is not None:
+        if self.central:
+            loudest, share = max(g.sigma for g in self.groups), self.groups[0].share
+            direction = alone(share, loudest, self.central.cohort) * self.central.sensitivity
+        elif k is not None:
             direction = self.step_noise(k)
         else:
             paid = self.groups[0].share is not no_share
@@ -385,9 +423,10 @@ def make_plan(
         )
     count, name = _naming(names)
     sizes = _sizes(units, count)
+    rate, steps = round_terms(settings)
     common = Group(
-        rate=train.rate,
-        steps=local_steps(train),
+        rate=rate,
+        steps=steps,
         participations=min(privacy.max_participations or train.rounds, train.rounds),
         budget=privacy.epsilon if rule.private else None,
         spent=Spend.none(),
@@ -416,6 +455,10 @@ def make_plan(
             groups.append(replace(group, sigma=_sigma(settings, rule, group, example)))
         if k is not None:
             group_of[k] = at
+    central = make_terms(settings, sizes)
+    if central:  # one noise for all, so the party that needs most sets it
+        loudest = max(group.sigma for group in groups)
+        groups = [replace(group, sigma=loudest) for group in groups]
     return Plan(
         name=name,
         sizes=sizes,
@@ -432,13 +475,21 @@ def make_plan(
         participation=train.participation,
         weights=train.weights,
         total_budget=privacy.budget,
+        central=central,
         schedule=privacy.noise_schedule if rule.private else "constant",
     )
 
 
+def round_terms(settings: Settings) -> tuple[float, int]:
+    """(rate, releases a round) of the mechanism that is accounted: the local steps, or the server's one release."""
+    if settings.privacy.unit == "client":
+        return settings.train.participation, 1
+    return settings.train.rate, local_steps(settings.train)
+
+
 def _every(settings: Settings, rule: ClipRule) -> int:
-    """Steps between two releases of the rule's statistics."""
-    paid = rule.private and rule.share is not no_share
+    """Steps between two releases of the rule's statistics; the server of unit client releases them every round."""
+    paid = rule.private and rule.share is not no_share and settings.privacy.unit != "client"
     return max(1, round(settings.clip.refresh / settings.train.rate)) if paid else 1
 
 
@@ -533,10 +584,11 @@ def rounds_for_budget(
         raise ConfigError("how many rounds fit depends on both: give an epsilon as budget and a sigma.")
     if not 0 < budget < math.inf:
         raise ConfigError(f"epsilon = {budget!r} is out of range; it must be a finite number greater than 0.")
+    rate, steps = round_terms(settings)
     limit = 10**6 if privacy.noise_schedule == "constant" else train.rounds
     group = Group(
-        rate=train.rate,
-        steps=local_steps(train),
+        rate=rate,
+        steps=steps,
         participations=limit,
         budget=budget,
         spent=spent or Spend.none(),
@@ -544,3 +596,25 @@ def rounds_for_budget(
         factors=(1.0,) if privacy.noise_schedule == "constant" else factors(privacy, train.rounds),
     )
     return most(lambda rounds: group.epsilon(rounds, privacy.delta, privacy.accountant) <= budget, limit)
+
+
+def affordable_rounds(plan: Plan, ledger: Ledger) -> dict[str, int]:
+    """Rounds that each party of a kept ledger can still pay for, by name; those that can pay for all are left out."""
+    accounts, spent = ledger.accounts(), ledger.spends()
+    known: dict[tuple[Any, ...], int] = {}
+    short: dict[str, int] = {}
+    for k in range(plan.parties) if accounts else ():
+        account = accounts.get(plan.name(k))
+        if account is None or account.budget is None:
+            continue
+        past, budget, wanted = spent[account.name], account.budget, plan.participations(k)
+
+        def fits(n: int, k: int = k, past: Spend = past, budget: float = budget) -> bool:
+            return past.plus(plan.group(k).worst(n)).epsilon(plan.delta, plan.accountant) <= budget
+
+        key = (int(plan.group_of[k]), past.key, budget)
+        if key not in known:
+            known[key] = most(fits, wanted)
+        if known[key] < wanted:
+            short[account.name] = known[key]
+    return short

@@ -279,15 +279,18 @@ def _states(rule: ClipRule, settings: Clip, shape: Shape) -> Iterator[State]:
 
 
 def _history(rule: ClipRule, settings: Clip, shape: Shape, size: int) -> list[State]:
-    """The states of some rounds over a private batch of that size; the releases do not depend on it."""
+    """The states, and what is applied to the model, of some rounds over a private batch of that size; the releases do not depend on it."""
     batch = torch.randn(5, shape.dim, generator=torch.Generator().manual_seed(size)) * 10.0**size
     state = rule.init(settings, shape)
     generator = torch.Generator().manual_seed(3)
     states = []
     for t in range(ROUNDS):
         given = _contribute(rule, state, shape, batch)
-        state = rule.adapt(given.state, _released(shape, len(given.extra), t, generator))
-        states.append(state)
+        released = _released(shape, len(given.extra), t, generator)
+        applied = rule.apply(given.state, released)
+        assert applied.shape == (shape.dim,), f"{rule.name}: apply gives {tuple(applied.shape)}, not [d]"
+        state = rule.adapt(given.state, released)
+        states.append({**state, "what is applied": applied})
     return states
 
 

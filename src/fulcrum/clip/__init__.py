@@ -13,8 +13,10 @@ import importlib.metadata
 from fulcrum.clip.dynamic import DYNAMIC
 from fulcrum.clip.fixed import FIXED, NONE, bound_C, clip_to_C, equal_shares, no_extra, plain_view, shrink
 from fulcrum.clip.histogram import DC_SGD
-from fulcrum.clip.moo import MOO, MOO_CLIENT, MOO_SCALAR
+from fulcrum.clip.median import MEDIAN
+from fulcrum.clip.moo import MOO, MOO_C
 from fulcrum.clip.moo_paper import MOO_PAPER, MOO_PAPER_BATCH
+from fulcrum.clip.moo_scalar import MOO_CLIENT, MOO_SCALAR
 from fulcrum.clip.normalise import AUTO_S, PSAC, UNITS_OF_C
 from fulcrum.clip.oso import OSO
 from fulcrum.clip.quantile import QUANTILE
@@ -28,11 +30,13 @@ RULES: dict[str, ClipRule] = {
         NONE,
         FIXED,
         MOO,
+        MOO_C,
         MOO_CLIENT,
         MOO_SCALAR,
         MOO_PAPER,
         MOO_PAPER_BATCH,
         QUANTILE,
+        MEDIAN,
         DYNAMIC,
         WAV,
         AUTO_S,

@@ -61,7 +61,8 @@ def _adapt(state: State, released: Released) -> State:
     middles = (torch.arange(BINS, device=total.device) + 0.5) * (REACH / BINS)  # in units of C
     candidates = torch.logspace(-5, 2, CANDIDATES, base=2.0, device=total.device)
     bias = ((middles - candidates[:, None]).clamp_min(0.0).square() * weights).sum(dim=1)
-    error = (released.noise * candidates).square() * state["dim"] + bias
+    noise = released.noise * released.steps**0.5  # of one step: that of the round's mean is smaller
+    error = (noise * candidates).square() * state["dim"] + bias
     best = candidates.gather(0, error.argmin().unsqueeze(0)).squeeze(0)
     moved = torch.clamp(total * best, state["C_min"], state["C_max"])
     known = heard(state, released) & (counts.sum() > 0)

@@ -1,8 +1,11 @@
 """Multi-objective clipping: C descends L_model(C) + kappa C, seen through released updates only.
 
-One step ahead, raising log C changes the loss by minus the part of the clipped update that points
-downhill, plus a price. The server cannot see the true descent direction, but it has an estimate it
-paid for already: the moving average of the updates released so far. With v its unit vector and D_t
+Two rules live here. `moo-c` moves C alone; `moo`, the default, also takes the step length off the
+user's hands. Both are functions of releases and public settings: they cost no privacy.
+
+**moo-c.** One step ahead, raising log C changes the loss by minus the part of the clipped update that
+points downhill, plus a price. The server cannot see the true descent direction, but it has an estimate
+it paid for already: the moving average of the updates released so far. With v its unit vector and D_t
 the released aggregate of round t,
 
     A_t = <v_{t-1}, D_t> / (eta N C_t)
@@ -13,29 +16,33 @@ agreeing with their past (overshooting, or noise), C shrinks:
 
     C_{t+1} = clamp(C_t exp(eta_C phi(A_t - kappa C_t)), C_min, C_max),   phi = sign or identity.
 
-Everything here is a function of releases: it costs no privacy. Projecting on one fixed direction
-leaves noise sigma/(q n), without the sqrt(d) that the norm of D_t would carry.
+Projecting on one direction leaves noise sigma/(q n), without the sqrt(d) that |D_t| would carry.
 
-`moo-client` keeps one C a client, moved by that client's own releases. `moo-scalar` pays for a better view:
-each client also releases the sum over its clipped units of <v, g_i / |g_i|>, which one unit changes by 1 at
-most whatever C and d are; here v points along the remembered gradient, against the remembered update. It
-sees only clipped units, so its signal ends when raising C no longer changes anything. It rests on the exact
-one-step derivative dL/dC = -(eta/B) <grad L(theta'), sum over clipped i of g_i/|g_i| + sigma z>, with the
-remembered direction in place of grad L(theta'). With clip.groups = layer a unit counts as clipped where any
-of its layers is, with its whole gradient.
+**moo.** In that rule C does two jobs: it sets the length of the step (eta C) and the trade between
+bias and noise. They are learned apart here, because each has its own signal. Write u_t = D_t/(eta N C)
+for the release in units of C: a mean of clipped gradients of length at most 1, plus noise of a known
+standard deviation nu in each of d coordinates. The server applies theta <- theta + s_t u_t.
+
+  1. The step length s starts where the noise of all T rounds together would move the weights by
+     `balance` times their initial norm: s_0 = balance |theta_0| / (nu sqrt(d T)). From there it moves
+     by the alignment A_t, exactly as C does in moo-c. Neither eta nor C0 is in it.
+  2. C is searched where the signal |u_t|^2 - nu^2 d (an unbiased estimate, since nu is public) stops
+     rising when C falls: above the gradients' norms a larger C only shrinks u_t, below them it changes
+     nothing but the bias. C falls by 3 while that helps or while no signal shows; then rises by 3
+     until it hurts. A C that ends too small is harmless, as the noise is in units of C as well.
+  3. eta N C never exceeds s, so that several local steps do not run ahead of the server.
+
+docs/moo.md derives it and shows what was measured.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from fulcrum.clip.fixed import bound_C, clip_to_C, equal_shares, plain_view, shrink
-from fulcrum.clip.oso import part_of_precision
-from fulcrum.clip.rule import ClipRule, Shape, heard
+from fulcrum.clip.fixed import bound_C, clip_to_C, equal_shares, plain_view
+from fulcrum.clip.rule import ClipRule, Shape
 from fulcrum.config import Clip
-from fulcrum.types import Bounds, Released, State, Stats, View
+from fulcrum.types import Released, State
 
 LARGEST_STEP = 0.3
 """phi = identity moves log C by at most this a round."""
@@ -64,76 +71,123 @@ def alignment(state: State, released: Released) -> torch.Tensor:
     return torch.where(length > 0, along / (released.lr * released.steps * total), 0.0)
 
 
-def move(state: State, released: Released, seen: torch.Tensor) -> State:
-    """Move C along the alignment seen, then remember this round's release. C stays while there is no memory."""
-    total = torch.linalg.vector_norm(state["C"])
-    gain = seen - state["kappa"] * total
+def log_step(state: State, seen: torch.Tensor) -> torch.Tensor:
+    """How far a round with this A_t moves the logarithm of what is learned: eta_C phi(A_t - kappa C_t).
+
+    0 with no memory.
+    """
+    gain = seen - state["kappa"] * torch.linalg.vector_norm(state["C"])
     step = torch.where(
         state["sign"],
         state["eta_C"] * torch.sign(gain),
         (state["eta_C"] * gain).clamp(-LARGEST_STEP, LARGEST_STEP),
     )
-    step = torch.where(state["memory"].any(), step, torch.zeros_like(step))
+    return torch.where(state["memory"].any(), step, torch.zeros_like(step))
+
+
+def adapt_moo(state: State, released: Released) -> State:
+    """Move C along the alignment, then remember this round's release."""
+    total = torch.linalg.vector_norm(state["C"])
+    step = log_step(state, alignment(state, released))
     moved = torch.clamp(total * torch.exp(step), state["C_min"], state["C_max"])
     memory = state["beta"] * state["memory"] + (1 - state["beta"]) * released.aggregate
     return {**state, "C": state["C"] * (moved / total), "memory": memory}
 
 
-def adapt_moo(state: State, released: Released) -> State:
-    """Move C along the alignment of the released update with its past."""
-    return move(state, released, alignment(state, released))
-
-
-MOO = ClipRule(
-    name="moo",
+MOO_C = ClipRule(
+    name="moo-c",
     init=init_moo,
     view=plain_view,
     clip=clip_to_C,
     bounds=bound_C,
     adapt=adapt_moo,
-    summary="C learned from the alignment of released updates",
+    summary="C learned from the alignment of released updates; the learning rate stays yours",
     reference="Ranaweera et al.; sound form of this project",
 )
 
-MOO_CLIENT = dataclasses.replace(
-    MOO, name="moo-client", where="client", summary="as moo, one C a client, from its own releases"
-)
+
+# --- moo: step length and C apart ---------------------------------------------------------------
+
+FACTOR = 3.0
+"""C falls or rises by this in one round of the search."""
+BETTER = 1.5
+"""A signal (in squares) this many times the last one is taken for a change."""
+SIGNIFICANT = 3.0
+"""Standard deviations of the estimate below which there is no signal."""
+DOWN, DONE, UP = -1, 0, 1
 
 
-# --- moo-scalar ---------------------------------------------------------------------------------
+def init_balanced(settings: Clip, shape: Shape) -> State:
+    """The first step length from public facts, and C0 cut down to it."""
+    reach = shape.lr * shape.steps
+    spread = shape.noise * (shape.dim * shape.rounds) ** 0.5
+    # Without noise nothing limits the step but the user's own choice.
+    step = settings.balance * (shape.start or 1.0) / spread if spread > 0 else reach * settings.C0
+    C = min(max(min(settings.C0, step / reach), settings.C_min), settings.C_max)
+    return {
+        **init_moo(settings, shape),
+        "C": equal_shares(C, shape.count),
+        "wish": torch.tensor(settings.C0),
+        "step": torch.tensor(step),
+        "lr": torch.tensor(shape.lr),
+        "phase": torch.tensor(DOWN),
+        "signal": torch.tensor(0.0),
+    }
 
 
-def _along_memory(state: State, t: int, rounds: int) -> View:
-    """v: the unit vector of the remembered gradient (updates point the other way); zero with no memory."""
-    memory = state["memory"]
-    return View(direction=-memory / torch.linalg.vector_norm(memory).clamp_min(1e-30))
+def apply_balanced(state: State, released: Released) -> torch.Tensor:
+    """The release at length s: s u_t, times what a schedule has left of the learning rate."""
+    reach = state["lr"] * released.steps * torch.linalg.vector_norm(state["C"])
+    return torch.mul(released.aggregate, state["step"] / reach)
 
 
-def _clip_scalar(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
-    assert stats.dots is not None  # the view asks for them
-    norms = torch.linalg.vector_norm(stats.norms, dim=1)
-    clipped = (stats.norms > state["C"]).any(dim=1)
-    part = stats.dots / norms.clamp_min(torch.finfo(norms.dtype).tiny)  # in [-1, 1]
-    return shrink(stats.norms, state["C"]), torch.where(clipped, part, torch.zeros_like(part))[:, None], state
+def signal(state: State, released: Released) -> tuple[torch.Tensor, torch.Tensor]:
+    """(|u_t|^2 less its noise, what it takes to be told from none)."""
+    in_C = released.aggregate / (released.lr * released.steps * torch.linalg.vector_norm(state["C"]))
+    variance = torch.as_tensor(released.noise) ** 2
+    dim = released.aggregate.numel()
+    return in_C.square().sum() - variance * dim, SIGNIFICANT * variance * (2 * dim) ** 0.5
 
 
-def _bound_scalar(state: State) -> Bounds:
-    return Bounds(state["C"], extra=1.0)
+def search(state: State, released: Released) -> State:
+    """One round of the search for C: the wished C, the phase, and the signal to compare with."""
+    now, floor = signal(state, released)
+    last, phase = state["signal"], state["phase"]
+    shows = now >= floor
+    down_on = (phase == DOWN) & ((last == 0) | ~shows | (now > BETTER * last))
+    turn = (phase == DOWN) & ~down_on
+    up_on = (phase == UP) & shows & (now >= last / BETTER)
+    stop = (phase == UP) & ~up_on
+    factor = torch.where(down_on | stop, 1 / FACTOR, torch.where(turn, FACTOR**2, torch.where(up_on, FACTOR, 1.0)))
+    used = torch.linalg.vector_norm(state["C"])
+    wish = torch.where(phase == DONE, state["wish"], used * factor)
+    seen = torch.where(shows, torch.where(up_on, torch.maximum(now, last), now), torch.where(last > 0, last, floor))
+    return {
+        **state,
+        "wish": wish.clamp(state["C_min"], state["C_max"]),
+        "phase": torch.where(turn, UP, torch.where(stop, DONE, phase)),
+        "signal": torch.where(down_on | up_on, seen, last),
+    }
 
 
-def _adapt_scalar(state: State, released: Released) -> State:
-    moved = move(state, released, released.extra[0])
-    return {**moved, "C": torch.where(heard(state, released), moved["C"], state["C"])}
+def adapt_balanced(state: State, released: Released) -> State:
+    """Search C, move the step length along the alignment, remember what was applied."""
+    found = search(state, released)
+    step = state["step"] * torch.exp(log_step(state, alignment(state, released)))
+    total = torch.linalg.vector_norm(state["C"])
+    C = torch.minimum(found["wish"], step / (state["lr"] * released.steps)).clamp(state["C_min"], state["C_max"])
+    memory = state["beta"] * state["memory"] + (1 - state["beta"]) * apply_balanced(state, released)
+    return {**found, "C": state["C"] * (C / total), "step": step, "memory": memory}
 
 
-MOO_SCALAR = dataclasses.replace(
-    MOO,
-    name="moo-scalar",
-    view=_along_memory,
-    clip=_clip_scalar,
-    bounds=_bound_scalar,
-    adapt=_adapt_scalar,
-    share=part_of_precision,
-    summary="as moo, from one noised number a client: how its clipped units lie along the direction",
-    cost="paid: 1% more noise",
+MOO = ClipRule(
+    name="moo",
+    init=init_balanced,
+    view=plain_view,
+    clip=clip_to_C,
+    bounds=bound_C,
+    adapt=adapt_balanced,
+    apply=apply_balanced,
+    summary="C and the step length learned from released updates",
+    reference="Ranaweera et al.; sound form of this project",
 )
