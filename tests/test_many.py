@@ -61,7 +61,9 @@ def test_each_run_equals_itself_alone_on_the_reference_engine(case: str, limit: 
         for many, one in zip(rounds, alone, strict=True):
             assert many.round == one.round
             assert many.participants[r] == one.participants
-            assert many.C[r].tolist() == pytest.approx(one.C, rel=1e-4)
+            assert many.C[r].tolist()[: len(one.C)] == pytest.approx(
+                one.C, rel=1e-4
+            )  # runs with fewer groups are padded
             if one.accuracy is None:
                 assert bool(many.accuracy[r].isnan())
             else:

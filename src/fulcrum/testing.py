@@ -279,11 +279,11 @@ def _states(rule: ClipRule, settings: Clip, shape: Shape) -> Iterator[State]:
 
 
 def _history(rule: ClipRule, settings: Clip, shape: Shape, size: int) -> list[State]:
-    """The states, and what is applied to the model, of some rounds over a private batch of that size; the releases do not depend on it."""
+    """States, and what is applied to the model, over rounds on a private batch of that size with the same releases."""
     batch = torch.randn(5, shape.dim, generator=torch.Generator().manual_seed(size)) * 10.0**size
     state = rule.init(settings, shape)
     generator = torch.Generator().manual_seed(3)
-    states = []
+    states: list[State] = []
     for t in range(ROUNDS):
         given = _contribute(rule, state, shape, batch)
         released = _released(shape, len(given.extra), t, generator)

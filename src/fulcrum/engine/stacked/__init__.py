@@ -53,7 +53,8 @@ class StackedEngine:
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Replies, one an assignment, in order."""
-        if self.trainer is None:
+        # Statistics that go out with some steps only (dc-sgd) are the reference engine's.
+        if self.trainer is None or any(task.every > 1 for task in request.assignments):
             for task, state in zip(request.assignments, request.states, strict=True):
                 yield train_client(self.problem, request, task, state)
             return
@@ -84,6 +85,10 @@ def find_core(problem: Problem, rows_limit: int = 0) -> tuple[Core | None, tuple
     """The problem on its device, ready to be stacked, and notes; None where it cannot be."""
     if problem.unit != "example":
         return None, (f"unit {problem.unit}: clients go one by one through the reference engine",)
+    if problem.rule.second is not None:
+        return None, (
+            f"rule {problem.rule.name} releases a second sum: clients go one by one through the reference engine",
+        )
     core = Core.of(problem, rows_limit)
     if core.program is not None:
         return core, ()

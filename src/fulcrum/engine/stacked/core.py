@@ -125,7 +125,7 @@ class MatrixTape:
 class Tasks:
     """S sets of weights with M tasks each and B places a task, T = S * M.
 
-    theta [S, d]; rows, mask [S, M, B]; sigma, batch [T]; state of every task. t may be a tensor.
+    theta [S, d]; rows, mask [S, M, B]; sigma, batch and lr [T]; state of every task. t may be a tensor.
     scale [S, M, B] weights each example in the sums (None: 1), for rows of several clients in one task; then
     sigmas and batches [S, M, B] are those of each row's client.
     """
@@ -139,6 +139,7 @@ class Tasks:
     t: Any
     rounds: int
     scale: Tensor | None = None
+    lr: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -241,8 +242,9 @@ def _piece(core: Core, tasks: Tasks, view: View, direction: Tensor | None, s: sl
         sigma, batch = sigma[s, m, b].flatten(0, 1), batch[s, m, b].flatten(0, 1)
         scale = tasks.scale[s, m, b].flatten(0, 1)
     losses = seen.losses if view.losses else None
+    lr = None if tasks.lr is None else _of_tasks(tasks.lr, tasks, s, m)
     decided = core.rule.clip(
-        state, seen.norms, seen.mask, seen.dots, losses, sigma, batch, by_row=tasks.scale is not None
+        state, seen.norms, seen.mask, seen.dots, losses, sigma, batch, by_row=tasks.scale is not None, lr=lr
     )
     return _sum(core, tape, seen, decided, scale)
 
@@ -282,8 +284,9 @@ def _two_passes(core: Core, tasks: Tasks, view: View, direction: Tensor | None, 
             dots = None if direction is None else torch.cat([x.dots for x in looks if x.dots is not None], 1)
             state = {name: _of_tasks(value, tasks, s, m) for name, value in tasks.state.items()}
             sigma, batch = _of_tasks(tasks.sigma, tasks, s, m), _of_tasks(tasks.batch, tasks, s, m)
+            lr = None if tasks.lr is None else _of_tasks(tasks.lr, tasks, s, m)
             factors, extra, after, C, bound = core.rule.clip(
-                state, norms, mask, dots, losses if view.losses else None, sigma, batch
+                state, norms, mask, dots, losses if view.losses else None, sigma, batch, lr=lr
             )
             pieces = []
             for b in _ranges(places, by_row):

@@ -63,18 +63,27 @@ class StackedRule:
         sigma: Tensor,
         batch: Tensor,
         by_row: bool = False,
+        lr: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Stacked, Tensor, Tensor]:
         """Factors [T, n, G] and extra rows [T, n, J], held to the bounds; the state; C [T, G]; the extra's bound [T].
 
         norms [T, n, G], mask [T, n], dots and losses [T, n]; sigma and batch [T], or [T, n] with `by_row`, for
-        rows of several clients that share one state.
+        rows of several clients that share one state. lr [T] is the learning rate (None: 1).
         """
         rule = self.rule
         given: dict[str, Tensor] = {"norms": norms, "mask": mask}
         given |= {name: v for name, v in (("dots", dots), ("losses", losses)) if v is not None}
 
-        def one(own: Stacked, rows: dict[str, Tensor], sigma: Any, batch: Any) -> tuple[Any, ...]:
-            stats = Stats(sigma=sigma, batch=batch, **rows)
+        def one(own: Stacked, rows: dict[str, Tensor], sigma: Any, batch: Any, lr: Any = 1.0) -> tuple[Any, ...]:
+            stats = Stats(
+                norms=rows["norms"],
+                mask=rows["mask"],
+                dots=rows.get("dots"),
+                losses=rows.get("losses"),
+                sigma=sigma,
+                batch=batch,
+                lr=lr,
+            )
             factors, extra, after = rule.clip(stats, own)
             bounds = rule.bounds(after)
             factors, extra = hold(rule, factors, extra * rows["mask"][:, None], rows["norms"], bounds)
@@ -82,7 +91,8 @@ class StackedRule:
             return factors, extra, dict(after), bounds.C, limit
 
         if not by_row:
-            return self._map(one, (state, given), (sigma, batch))  # type: ignore[no-any-return]
+            rates = torch.ones_like(sigma) if lr is None else lr
+            return self._map(one, (state, given), (sigma, batch, rates))  # type: ignore[no-any-return]
 
         def row(own: Stacked, rows: dict[str, Tensor], sigma: Any, batch: Any) -> tuple[Tensor, Tensor]:
             factors, extra, *_ = one(own, {name: value[None] for name, value in rows.items()}, sigma, batch)
