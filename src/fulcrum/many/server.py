@@ -89,7 +89,7 @@ class Server:
             if key not in self._known and here:
                 tasks = [plan.assignment(k, t, 1.0) for k in here]
                 weights = torch.tensor(self.weights(r, t))
-                self._known[key] = aggregate_noise(tasks, [plan.units(k) for k in here], weights)
+                self._known[key] = aggregate_noise(tasks, [plan.step_noise(k, t) for k in here], weights)
             found.append(self._known.get(key, 0.0))
         return found
 
