@@ -24,7 +24,7 @@ from typing import Annotated
 import typer
 
 from fulcrum import __version__
-from fulcrum.cli import account, data, demo, failures, init, ledger, options, plan, run, show, study
+from fulcrum.cli import account, data, demo, failures, init, ledger, options, plan, reproduce, run, show, study
 
 app = typer.Typer(
     name="fulcrum",
@@ -59,6 +59,7 @@ app.command("plan")(plan.plan)
 app.command("account")(account.account)
 app.command("ledger")(ledger.ledger)
 app.add_typer(data.app, name="data")
+app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
 app.command("methods")(show.methods)
 app.command("demo")(demo.demo)

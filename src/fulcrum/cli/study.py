@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fulcrum.cli import view
-from fulcrum.cli.options import Debug, Json, help_without_command
+from fulcrum.cli.failures import Interrupted
+from fulcrum.cli.options import Debug, Json, Quiet, help_without_command
 from fulcrum.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fulcrum.study.backends import Clock
     from fulcrum.study.experiment import Experiment
     from fulcrum.study.job import Job
 
@@ -31,6 +33,7 @@ ShardOf = Annotated[str, typer.Option("--shard", help="i/n: run only part i of n
 DataDir = Annotated[str, typer.Option("--data-dir", help="Folder that holds the data sets.")]
 Seconds = Annotated[float, typer.Option("--seconds", help="Stop cleanly before this time is up; 0: no limit.")]
 Workers = Annotated[int, typer.Option("--workers", min=0, help="Processes to run in; 0: one a core.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 ReportOnly = Annotated[bool, typer.Option("--report-only", help="Run nothing; write the outputs from what there is.")]
 
 
@@ -175,3 +178,116 @@ def choose(
     view.print_table(("data", "epsilon", "row", "trial", "of", "validation %", "settings"), rows)
     if lacking:
         view.say(f"{len(lacking)} cells lack {sum(lacking.values())} trials, such as {next(iter(lacking))}")
+
+
+def run_stage(
+    jobs: list[Job], folder: Path, backend: str, data_dir: str, shard: str, clock: Clock, workers: int, quiet: bool
+) -> int:
+    """Run the jobs that have no result in the folder; returns how many of this shard are left."""
+    from fulcrum.study import backends, worker
+    from fulcrum.study.calibrate import calibrated
+    from fulcrum.study.job import distinct, parse_shard
+    from fulcrum.study.store import load, missing
+
+    part = parse_shard(shard)
+    every = distinct(jobs)
+    todo = [job for job in missing(every, load(folder)) if part.holds(job)] if folder.is_dir() else every
+    if not todo:
+        return 0
+    how = backends.How(data_dir, workers=workers, clock=clock, say=lambda line: view.say(line, quiet))
+    try:
+        return worker.work(calibrated(todo), folder, backend, how, part)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; finished runs are in {folder}, the same command goes on.") from None
+
+
+@app.command("protocol")
+def protocol(
+    datasets: Datasets = "",
+    methods: Methods = "",
+    epsilons: Epsilons = "",
+    seeds: Seeds = 0,
+    out: Out = Path("results/paper"),
+    shard: ShardOf = "0/1",
+    backend: Backend = "auto",
+    workers: Workers = 0,
+    seconds: Seconds = 0.0,
+    data_dir: DataDir = "",
+    report_only: ReportOnly = False,
+    experiments: Experiments = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """The paper's own protocol as a further table: one shared C0 for all methods, nothing else of C tuned."""
+    from fulcrum.study import report, store
+    from fulcrum.study.backends import Clock
+    from fulcrum.study.experiment import protocol_jobs, read_experiment
+
+    experiment = read_experiment(experiments).only(**part_of(datasets, methods, epsilons), seeds=seeds)
+    say_unknown(experiment.unknown)
+    if not report_only:
+        run_stage(protocol_jobs(experiment), out, backend, data_dir, shard, Clock(seconds), workers, quiet)
+    report.write_table(out, experiment, store.load(out), "protocol")
+    print((out / "protocol.md").read_text(encoding="utf-8"))
+
+
+@app.command("parties")
+def parties(
+    datasets: Datasets = "",
+    methods: Methods = "",
+    epsilons: Epsilons = "",
+    seeds: Seeds = 0,
+    out: Out = Path("results/paper"),
+    shard: ShardOf = "0/1",
+    backend: Backend = "auto",
+    workers: Workers = 0,
+    seconds: Seconds = 0.0,
+    data_dir: DataDir = "",
+    report_only: ReportOnly = False,
+    experiments: Experiments = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Accuracy over the number of parties, which the paper does not state, for moo and dp-sgd."""
+    from fulcrum.study import report, store
+    from fulcrum.study.backends import Clock
+    from fulcrum.study.experiment import parties_jobs, read_experiment
+
+    experiment = read_experiment(experiments).only(**part_of(datasets, methods, epsilons), seeds=seeds)
+    say_unknown(experiment.unknown)
+    if not report_only:
+        run_stage(parties_jobs(experiment), out, backend, data_dir, shard, Clock(seconds), workers, quiet)
+    report.write_parties(out, experiment, store.load(out))
+    print((out / "parties.md").read_text(encoding="utf-8"))
+
+
+@app.command("robustness")
+def robustness(
+    datasets: Datasets = "",
+    methods: Methods = "",
+    epsilons: Epsilons = "",
+    seeds: Seeds = 0,
+    out: Out = Path("results/robustness"),
+    shard: ShardOf = "0/1",
+    backend: Backend = "auto",
+    workers: Workers = 0,
+    seconds: Seconds = 0.0,
+    data_dir: DataDir = "",
+    report_only: ReportOnly = False,
+    experiments: Experiments = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Every rule from every C0 and learning rate of a grid: does it need them tuned?"""
+    from fulcrum.study import store
+    from fulcrum.study.backends import Clock
+    from fulcrum.study.robustness import read_grid, robustness_jobs
+    from fulcrum.study.robustness_report import write_robustness
+
+    part = part_of(datasets, methods, epsilons)
+    grid = read_grid(experiments, part["datasets"], part["methods"], part["epsilons"], seeds)
+    say_unknown(grid.unknown)
+    if not report_only:
+        run_stage(robustness_jobs(grid), out, backend, data_dir, shard, Clock(seconds), workers, quiet)
+    write_robustness(out, grid, store.load(out))
+    print((out / "summary.md").read_text(encoding="utf-8"))

@@ -252,16 +252,33 @@ def parties_jobs(experiment: Experiment) -> list[Job]:
 def subset(experiment: Experiment) -> Experiment:
     """One reduced cell: the presets as they are, fewer rounds, one seed."""
     plan = experiment.subset
-    small = merged(experiment.settings, {"train": {"rounds": int(plan["rounds"])}, **plan.get("settings", {})})
+    small = merged(experiment.settings, plan.get("settings", {}))
+    small = merged(small, {"train": {"rounds": int(plan["rounds"])}})
     return replace(
         experiment,
         datasets=(plan["dataset"],),
         epsilons=(float(plan["epsilon"]),),
         seeds=experiment.seeds[: int(plan.get("seeds", 1))],
-        rows=tuple(row for row in experiment.rows if row.name not in plan.get("without", ())),
+        rows=tuple(
+            replace(row, set={**row.set, **plan.get("set", {}).get(row.name, {})})
+            for row in experiment.rows
+            if row.name not in plan.get("without", ())
+        ),
         settings=small,
         choices=(),
     )
+
+
+def decided(experiment: Experiment, cell: Job | Choice) -> bool:
+    """Whether chosen.toml already has a choice for this very cell."""
+    protocol = cell.protocol if isinstance(cell, Choice) else cell.study == "tune-protocol"
+    key = (cell.dataset, cell.epsilon, cell.row, protocol)
+    return any((c.dataset, c.epsilon, c.row, c.protocol) == key for c in experiment.choices)
+
+
+def with_choices(experiment: Experiment, choices: Sequence[Choice]) -> Experiment:
+    """The experiment at other choices."""
+    return replace(experiment, choices=tuple(choices))
 
 
 def _chosen(

@@ -103,7 +103,7 @@ def make(job: Job, datasets: Datasets, device: str = "auto", points: int = POINT
     if not job.calibrated:
         raise ConfigError(f"job {job.id} ({job.cell}) has no sigma yet; prepare it with fulcrum study prepare.")
     settings = job.settings
-    every = max(1, settings.train.rounds // points)
+    every = min(max(5, settings.train.rounds // points), settings.train.rounds)
     # The held-out part comes from the cache, so `prepare` must not hold out another tenth of the rest.
     ready = settings.replace(data={"validation": 0.0}, run={"device": device, "evaluate_every": every, "ledger": ""})
     return api.prepare(ready, datasets.get(settings))
