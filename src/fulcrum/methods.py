@@ -28,6 +28,9 @@ class Method:
     reference: str
 
 
+CLIENT_LEVEL: Mapping[str, Any] = {"participation": 0.2, "weights": "uniform", "epochs": 1.0, "rate": 0.2, "lr": 0.1}
+"""How parties train where each is one unit: a fifth of them join a round, each for an epoch in five steps."""
+
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
@@ -51,6 +54,20 @@ METHODS: dict[str, Method] = {
             parts={"clip": {"rule": "fixed"}},
             unit="example",
             reference="Abadi et al. 2016",
+        ),
+        Method(
+            name="dp-fedavg",
+            summary="private for whole parties: a trusted server clips their updates to clip.C0 and adds the noise",
+            parts={"clip": {"rule": "fixed", "C0": 1.0}, "privacy": {"unit": "client"}, "train": CLIENT_LEVEL},
+            unit="client",
+            reference="McMahan et al. 2018",
+        ),
+        Method(
+            name="median",
+            summary="dp-fedavg with C the median of the updates' norms, read from private values",
+            parts={"clip": {"rule": "median", "C0": 1.0}, "privacy": {"unit": "client"}, "train": CLIENT_LEVEL},
+            unit="client",
+            reference="Geyer et al. 2017",
         ),
         Method(
             name="none",

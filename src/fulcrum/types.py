@@ -175,7 +175,9 @@ class RoundResult:
     the exponential moving average of it (the same tensor where averaging is off). C is a list of
     the clipping norm in use in this round (one a group; for client rules the mean over the
     participants). epsilon is the largest spent by any party so far, epsilons each party's.
-    accuracy and loss are on public test data, None in rounds without evaluation.
+    accuracy and loss are on public test data, None in rounds without evaluation. participants is None
+    where who took part is secret (unit client); out_of_budget then names the parties that neither took
+    part nor paid, because their budget is spent.
     """
 
     round: int
@@ -185,8 +187,9 @@ class RoundResult:
     C: tuple[float, ...]
     epsilon: float
     epsilons: tuple[float, ...]
-    participants: tuple[int, ...]
+    participants: tuple[int, ...] | None
     seconds: float
     accuracy: float | None = None
     loss: float | None = None
     diagnostics: Mapping[str, float] = field(default_factory=dict)
+    out_of_budget: tuple[int, ...] = ()
