@@ -112,12 +112,11 @@ def make(job: Job, datasets: Datasets, device: str = "auto", points: int = POINT
 def rounds(federation: Federation) -> Iterator[tuple[int, float, float | None, float | None]]:
     """(round, C, accuracy, loss) of every round; None where it was not evaluated. No ledger, no accountant."""
     settings, problem, plan = federation.settings, federation.problem, federation.plan
-    # Where the unit is the client all pay and the server draws in secret: `play_client_round`.
-    central = getattr(plan, "central", None) is not None
-    step: Any = getattr(loop, "play_client_round") if central else loop.play_round  # noqa: B009
+    # Where the unit is the client everybody may be drawn, and the server draws in secret.
+    step = loop.play_client_round if plan.central else loop.play_round
     snapshot = loop.first_snapshot(federation)
     for t in range(settings.train.rounds):
-        asked = range(plan.parties) if central else loop.invite(settings, plan.parties, t)
+        asked = range(plan.parties) if plan.central else loop.invite(settings, plan.parties, t)
         here = [k for k in asked if int(snapshot.participations[k]) < plan.participations(k)]
         snapshot, _, C = step(federation, snapshot, here, t)
         accuracy, loss = None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -56,10 +57,10 @@ def _machine(facts: Mapping[str, Any]) -> str:
 
 
 def one_line(facts: Mapping[str, Any]) -> str:
-    """For comments inside figures."""
-    return f"{facts['command']} | {facts['date']} | fulcrum {facts['version']} {facts['commit']} | " + "; ".join(
-        facts["hardware"]
-    )
+    """For comments inside figures and LaTeX."""
+    where = "; ".join(facts["hardware"])
+    what = f"seeds {facts['seeds']} | settings {json.dumps(facts['settings'], default=str)}"
+    return f"{facts['command']} | {facts['date']} | fulcrum {facts['version']} {facts['commit']} | {where} | {what}"
 
 
 def markdown(facts: Mapping[str, Any]) -> str:
