@@ -56,11 +56,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class How:
-    """Options of the backends. stack: the most runs in one tensor program. workers: processes (0: one a core)."""
+    """Options of the backends. stack: the most runs in one tensor program. workers: processes (0: one a core).
+
+    precision: run.precision for all jobs; empty: each job's own.
+    """
 
     data_dir: str = ""
     device: str = "auto"
     stack: int = 48
+    precision: str = ""
     workers: int = 0
     clock: Clock = field(default_factory=Clock)
     say: Say = print
@@ -108,7 +112,7 @@ def _alone(job: Job, datasets: Datasets, how: How) -> Outcome | None:
     if not how.clock.fits(kind):
         return None
     try:
-        result = play(make(job, datasets, how.device), lambda t, total: how.clock.check(t, total, began))
+        result = play(make(job, datasets, how.device, how.precision), lambda t, total: how.clock.check(t, total, began))
     except Stopped:
         return None
     how.clock.took(kind, time.monotonic() - began)
@@ -139,7 +143,7 @@ def processes(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
         return
     # Only plain values travel to a new process, and its clock starts when it does.
     left = max(how.clock.left, 1e-3) if how.clock.seconds else 0.0
-    options = How(how.data_dir, how.device, clock=Clock(left))
+    options = How(how.data_dir, how.device, precision=how.precision, clock=Clock(left))
     # Not a Pool, which waits for ever where its processes die at the start.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (options,)) as pool:
         try:
@@ -202,7 +206,7 @@ def stacked(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
             chunk, began = members[:size], time.monotonic()
             try:
                 results = _play_stack(
-                    [make(job, datasets, how.device) for job in chunk],
+                    [make(job, datasets, how.device, how.precision) for job in chunk],
                     lambda t, total, began=began: how.clock.check(t, total, began),  # type: ignore[misc]
                 )
             except Stopped:

@@ -98,14 +98,17 @@ def pack_digits(folder: Path) -> Path:
     return folder / "digits.npz"
 
 
-def make(job: Job, datasets: Datasets, device: str = "auto", points: int = POINTS) -> Federation:
-    """The job ready to run: data from the cache, evaluated about `points` times."""
+def make(job: Job, datasets: Datasets, device: str = "auto", precision: str = "") -> Federation:
+    """The job ready to run: data from the cache, evaluated every fifth round or more rarely."""
     if not job.calibrated:
         raise ConfigError(f"job {job.id} ({job.cell}) has no sigma yet; prepare it with fulcrum study prepare.")
     settings = job.settings
-    every = min(max(5, settings.train.rounds // points), settings.train.rounds)
+    every = min(max(5, settings.train.rounds // POINTS), settings.train.rounds)
     # The held-out part comes from the cache, so `prepare` must not hold out another tenth of the rest.
-    ready = settings.replace(data={"validation": 0.0}, run={"device": device, "evaluate_every": every, "ledger": ""})
+    run = {"device": device, "evaluate_every": every, "ledger": "", "engine": "auto"}
+    if precision:
+        run["precision"] = precision
+    ready = settings.replace(data={"validation": 0.0}, run=run)
     return api.prepare(ready, datasets.get(settings))
 
 

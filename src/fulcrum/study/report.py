@@ -61,9 +61,7 @@ def write_table(folder: Path, experiment: Experiment, done: Mapping[str, Record]
         for dataset in experiment.datasets
     ]
     delta = float(experiment.settings.get("privacy", {}).get("delta", 1e-5))
-    comment = (
-        one_line(facts) + "\nsettings: " + json.dumps(described(experiment)) + "\n" + "\n".join(notes(cells, costs))
-    )
+    comment = "\n".join([one_line(facts), *notes(cells, costs)])
     write(folder / f"{name}.tex", tables.latex(groups, CAPTION.format(delta=delta), f"tab:{name}", comment))
     write_curves(folder / "figures", name, cells, one_line(facts))
     return cells

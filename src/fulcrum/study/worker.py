@@ -35,13 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="auto", choices=["auto", *BACKENDS])
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--stack", type=int, default=How.stack, help="the most runs in one tensor program")
+    parser.add_argument("--precision", default="", help="float32, tf32 or bf16; default: that of each job")
     parser.add_argument("--workers", type=int, default=0, help="processes, for backend processes; 0: one a core")
     parser.add_argument("--shard", default="0/1", help="i/n: run only part i of n of the jobs")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop cleanly before this time is up; 0: no limit")
     words = parser.parse_args(argv)
     try:
         clock = Clock(words.seconds)  # it starts before the jobs are read: the machine's limit counts that too
-        how = How(words.data_dir, words.device, words.stack, words.workers, clock, say)
+        how = How(words.data_dir, words.device, words.stack, words.precision, words.workers, clock, say)
         jobs = read_jobs(words.jobs)
         left = work(jobs, words.out, words.backend, how, parse_shard(words.shard), words.done)
     except FulcrumError as error:
@@ -88,7 +89,11 @@ def work(
     began, count = time.monotonic(), 0
     with Writer(out, f"runs-{socket.gethostname()}-{shard}") as writer:
         for job, result in run_jobs(todo, chosen, how):
-            writer.add(to_record(job, result, {**facts, "backend": chosen}))
+            writer.add(
+                to_record(
+                    job, result, {**facts, "backend": chosen, "precision": how.precision or job.settings.run.precision}
+                )
+            )
             count += 1
             passed = time.monotonic() - began
             how.say(
