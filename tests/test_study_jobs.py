@@ -203,6 +203,30 @@ def test_a_stack_gives_the_same_as_one_after_the_other(tmp_path):
         assert result.C[-1][1] == pytest.approx(alone[i].C[-1][1], rel=1e-3)
 
 
+def test_a_rule_that_fails_costs_the_others_nothing(tmp_path, monkeypatch):
+    jobs = calibrated(paper_jobs(small(tmp_path).only(methods=["dp-sgd", "moo"], epsilons=[4.0], seeds=1)))
+    said: list[str] = []
+    how = backends.How(device="cpu", say=said.append)
+
+    def broken(federations, check):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(backends, "_play_stack", broken)
+    found = {j.row for j, _ in backends.run_jobs(jobs, "stacked", how)}
+    assert found == {"dp-sgd", "moo"}
+    assert sum("one by one" in line for line in said) == 2
+    real = backends.play
+
+    def fussy(federation, on_round=None):
+        if federation.problem.rule.name == "moo":
+            raise RuntimeError("diverged")
+        return real(federation, on_round)
+
+    monkeypatch.setattr(backends, "play", fussy)
+    assert worker.work(jobs, tmp_path / "out", "sequential", how) == 1
+    assert any("FAILED" in line and "diverged" in line for line in said)
+
+
 def test_unknown_backends_are_named(monkeypatch):
     with pytest.raises(ConfigError, match="backend = 'quantum'"):
         list(backends.run_jobs([], "quantum"))

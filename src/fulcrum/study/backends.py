@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fulcrum.config import local_steps
-from fulcrum.errors import ConfigError
+from fulcrum.errors import ConfigError, FulcrumError
 from fulcrum.federate import Federation
 from fulcrum.study.job import Job
 from fulcrum.study.play import Datasets, Outcome, Stopped, make, outcome, play
@@ -114,6 +114,11 @@ def _alone(job: Job, datasets: Datasets, how: How) -> Outcome | None:
     try:
         result = play(make(job, datasets, how.device, how.precision), lambda t, total: how.clock.check(t, total, began))
     except Stopped:
+        return None
+    except FulcrumError:
+        raise
+    except Exception as error:  # a defect of one rule must not cost the others a night's machine time
+        how.say(f"FAILED, left undone: {job.cell} seed {job.seed}: {type(error).__name__}: {error}")
         return None
     how.clock.took(kind, time.monotonic() - began)
     return result
@@ -219,6 +224,12 @@ def stacked(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
                 torch.cuda.empty_cache()
                 how.say(f"out of memory; stacks of {size} from here")
                 continue
+            except FulcrumError:
+                raise
+            except Exception as error:
+                how.say(f"cannot be stacked, goes one by one: {chunk[0].cell}: {type(error).__name__}: {error}")
+                alone += members
+                break
             how.clock.took(kind, (time.monotonic() - began) / len(chunk))
             members = members[len(chunk) :]
             yield from zip(chunk, results, strict=True)
