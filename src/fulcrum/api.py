@@ -93,6 +93,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
         groups=layout.layers if settings.clip.groups == "layer" else (),
         device=device,
         diagnostics=settings.run.diagnostics,
+        precision=settings.run.precision,
     )
     check_rule(rule, settings, problem)
     plan = make_plan(settings, partition, unit_counts(dataset, partition, settings.privacy.unit), rule)

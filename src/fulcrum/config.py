@@ -194,6 +194,8 @@ class Run:
     engine: str = "auto"
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    precision: str = "float32"
+    """Of matrix products in the stacked engine: float32, or on a GPU tf32 or bf16, faster and less exact."""
     evaluate_every: int = 1
     checkpoint_every: int = 10
     diagnostics: bool = False
@@ -240,7 +242,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.randomness": ("seeded", "secure"),
     "privacy.noise_schedule": ("constant", "growth", "phases"),
     "central.estimator": ("fixed", "clipped"),
-    "run.engine": ("auto", "reference"),
+    "run.engine": ("auto", "reference", "stacked"),
+    "run.precision": ("float32", "tf32", "bf16"),
 }
 
 # field: (smallest, whether it itself is allowed, largest, whether it itself is allowed)

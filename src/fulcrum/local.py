@@ -37,6 +37,7 @@ class Problem:
     groups: tuple[int, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     diagnostics: bool = False
+    precision: str = "float32"
 
     @property
     def shape(self) -> Shape:
