@@ -145,6 +145,11 @@ class Plan:
             "population": f"{self.population}, " + ("whole" if self.central else f"{self.units(k)} {self.unit}s"),
         }
 
+    @property
+    def steady(self) -> bool:
+        """Whether every round asks the same of a party: no noise schedule, and statistics with every step or none."""
+        return self.schedule == "constant" and all(group.every == 1 for group in self.groups)
+
     def epsilon_at(self, round: int, k: int, accountant: str | None = None) -> float:
         """The largest epsilon that party k can have spent after `round` rounds (0: before the first)."""
         return self.group(k).epsilon(round, self.delta, accountant or self.accountant)

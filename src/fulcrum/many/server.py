@@ -59,7 +59,7 @@ class Server:
         self.rule_state = stack_states(starts, self.device)
         self.kind = SERVERS[settings[0].train.server]
         self.server_state = stack_states([self.kind.init(core.problem.layout.dim) for _ in federations], self.device)
-        self._known: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._known: dict[tuple[int, tuple[int, ...], float], float] = {}
         self.participants = [take_part(federation, self.rounds) for federation in federations]
         self.t = torch.zeros((), dtype=torch.int64, device=self.device)
         trains = [s.train for s in settings]
@@ -85,11 +85,11 @@ class Server:
         found = []
         for r, federation in enumerate(self.federations):
             plan, here = federation.plan, self.participants[r][t]
-            key = (r, here)
+            key = (r, here, plan.step_noise(here[0], t) if here else 0.0)  # which moves under a noise schedule
             if key not in self._known and here:
                 tasks = [plan.assignment(k, t, 1.0) for k in here]
                 weights = torch.tensor(self.weights(r, t))
-                self._known[key] = aggregate_noise(tasks, [plan.units(k) for k in here], weights)
+                self._known[key] = aggregate_noise(tasks, [plan.step_noise(k, t) for k in here], weights)
             found.append(self._known.get(key, 0.0))
         return found
 

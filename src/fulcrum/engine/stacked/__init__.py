@@ -117,7 +117,7 @@ def _replies(problem: Problem, request: RoundRequest, part: Part) -> dict[int, C
             client=request.assignments[position].client,
             delta=deltas[i],
             extra=extras[i],
-            events=(part.events[i],) * request.assignments[position].steps,
+            events=part.events[i],
             state=request.states[position] if keeps else unstack(last.state, i),
             diagnostics=_diagnose(seen[:, i]) if seen is not None else {},
         )
