@@ -40,7 +40,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {
             "run": {"seed": i},
             "clip": {"rule": rule},
-            "privacy": {"sigma": 1.0, **schedule},
+            "privacy": {"sigma": 1.0, **noise},
             "train": {"participation": p},
         }
         for i, (rule, noise, p) in enumerate(
