@@ -1,4 +1,7 @@
-"""What people call from Python: `train`, `rounds`, `resume`; and the steps they are made of."""
+"""What people call from Python: `train`, `rounds`, `resume`; and the steps they are made of.
+
+Settings files are read where they are needed, so that ready-made `Settings` train without pydantic.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import torch
 from torch import nn
 
 import fulcrum
-from fulcrum import record, settings_file
+from fulcrum import record
 from fulcrum.accounting import Spend
 from fulcrum.central import check_rule, local_problem
 from fulcrum.clip import find_rule
@@ -143,6 +146,8 @@ def execute(federation: Federation, out: Path | str | None = None, on_round: OnR
         with Ledger.open(federation.settings.run.ledger or ":memory:") as ledger:
             return _finish(federation, None, ledger, uuid.uuid4().hex, None, [], on_round)
     with closing(RunFolder.create(Path(out))) as folder:
+        from fulcrum import settings_file
+
         run = uuid.uuid4().hex
         folder.write_text("settings.toml", settings_file.dump(federation.settings))
         folder.write_json("environment.json", record.environment(federation.problem.device))
@@ -171,6 +176,8 @@ def resume(
 
     dataset and model must be given again where they were given to `train` as objects.
     """
+    from fulcrum import settings_file
+
     path = Path(folder)
     facts = record.load_json(path, "run.json")
     federation = prepare(settings_file.read(path / "settings.toml"), dataset, model)
@@ -404,5 +411,7 @@ def _from_names(
     if model is not None:
         words["model"] = type(module).__name__ if module else model
     if settings is None:
+        from fulcrum import settings_file
+
         settings = settings_file.from_names(words)
     return settings, dataset, module
