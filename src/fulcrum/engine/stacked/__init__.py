@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.config import Clip
+from fulcrum.engine.stacked import fused
 from fulcrum.engine.stacked.core import Core
 from fulcrum.engine.stacked.rules import Stacked, stack_states, unstack
 from fulcrum.engine.stacked.trainer import Job, Part, Trainer
@@ -49,7 +50,7 @@ class StackedEngine:
         if trainer is None:
             return notes
         looped = trainer.core.rule.looped
-        return (*notes, *((looped,) if looped else ()), *trainer.replayer.notes)
+        return (*notes, *((looped,) if looped else ()), *trainer.replayer.notes, *fused.trouble)
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Replies, one an assignment, in order."""
