@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fulcrum.errors import ModelError
-from fulcrum.grads.book import Book, Unsuitable, record_book
+from fulcrum.grads.book import Book, record_book
 from fulcrum.grads.memory import keep_memory
-from fulcrum.grads.program import analyse
+from fulcrum.grads.program import Unsuitable, analyse
 from fulcrum.grads.tape import Chunks, Empty, Loss, Tape, cross_entropy
 from fulcrum.grads.vmap import record_vmap
 from fulcrum.models import Layout
