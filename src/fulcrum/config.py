@@ -96,7 +96,7 @@ class Train:
     server_momentum: float = 0.9
     server_beta2: float = 0.99
     server_eps: float = 1e-3
-    ema: float = 0.0
+    ema: float = 0.9
     """Decay of the moving average of released models that is evaluated and kept; 0 is off."""
 
 
@@ -114,8 +114,10 @@ class Clip:
     """flat, or layer (each layer clipped to its share of C)."""
     kappa: float = 0.0
     """The price of C in the objective L_model + kappa C."""
-    eta_C: float = 0.1
-    """Step of C, in log C."""
+    balance: float = 2.5
+    """moo: how far the noise of all rounds may move the weights, in units of their initial norm, at its first step."""
+    eta_C: float = 0.05
+    """How far a round moves what a rule learns (C, or moo's step length), in logarithms."""
     beta: float = 0.95
     """Memory of the released direction."""
     phi: str = "sign"
@@ -227,6 +229,7 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "train.ema": (0, True, 1, False),
     "clip.C0": (0, False, math.inf, False),
     "clip.kappa": (0, True, math.inf, False),
+    "clip.balance": (0, False, math.inf, False),
     "clip.eta_C": (0, True, math.inf, False),
     "clip.beta": (0, True, 1, False),
     "clip.C_min": (0, False, math.inf, False),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ import torch
 
 from fulcrum.accounting import Spend
 from fulcrum.aggregate import SERVERS, client_weights, moving_average, weighted_mean
-from fulcrum.config import Settings, learning_rate
+from fulcrum.clip.rule import Shape
+from fulcrum.config import Settings, learning_rate, local_steps
 from fulcrum.engine import Engine
 from fulcrum.errors import BudgetError
 from fulcrum.evaluate import evaluate
@@ -24,7 +26,7 @@ from fulcrum.ledger import Ledger
 from fulcrum.local import Problem
 from fulcrum.plan import Plan
 from fulcrum.rng import torch_stream
-from fulcrum.types import ClientReply, Event, Released, RoundRequest, RoundResult, State
+from fulcrum.types import Assignment, ClientReply, Event, Released, RoundRequest, RoundResult, State
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,25 @@ def first_snapshot(federation: Federation) -> Snapshot:
     problem = federation.problem
     params = problem.layout.flatten(problem.model).to(problem.device)
     server = SERVERS[federation.settings.train.server].init(problem.layout.dim)
-    rule = problem.rule.init(federation.settings.clip, problem.shape)
+    rule = problem.rule.init(federation.settings.clip, public_shape(federation, params))
     participations = torch.zeros(problem.partition.parties, dtype=torch.int32)
     to_device = {name: value.to(problem.device) for name, value in rule.items()}
     return Snapshot(0, params, params, server, to_device, participations)
+
+
+def public_shape(federation: Federation, params: torch.Tensor) -> Shape:
+    """What a rule may know when it starts: all of it is fixed by the settings and the initial weights."""
+    train, problem = federation.settings.train, federation.problem
+    steps = local_steps(train)
+    noise = federation.plan.noise_to_signal(problem.layout.dim).direction / steps**0.5
+    return dataclasses.replace(
+        problem.shape,
+        start=float(torch.linalg.vector_norm(params)),
+        noise=noise,
+        rounds=train.rounds,
+        lr=train.lr,
+        steps=float(steps),
+    )
 
 
 def federate(
@@ -191,9 +208,11 @@ def play_round(
     weights = client_weights([plan.units(k) for k in clients], settings.train.weights)
     aggregate, extra = weighted_mean(replies, weights)
     steps = float(weights @ torch.tensor([float(task.steps) for task in tasks]))
-    released = Released(aggregate, extra, lr, steps, t, settings.train.rounds)
+    noise = aggregate_noise(tasks, [plan.units(k) for k in clients], weights)
+    released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, noise)
 
-    change, server = SERVERS[settings.train.server].step(aggregate, snapshot.server, settings.train)
+    update = aggregate if own else problem.rule.apply(snapshot.rule, released)
+    change, server = SERVERS[settings.train.server].step(update, snapshot.server, settings.train)
     params = snapshot.params + change
     participations = snapshot.participations.clone()
     participations[list(clients)] += 1
@@ -210,6 +229,13 @@ def play_round(
         replies,
         tuple(C.tolist()),
     )
+
+
+def aggregate_noise(tasks: Sequence[Assignment], units: Sequence[int], weights: torch.Tensor) -> float:
+    """Noise in one coordinate of the aggregate, in units of eta N C; see `Released`. Steps add in squares."""
+    shares: list[float] = weights.tolist()
+    each = [w * t.sigma / (t.rate * n) * math.sqrt(t.steps) for t, n, w in zip(tasks, units, shares, strict=True)]
+    return math.hypot(*each) / sum(w * t.steps for t, w in zip(tasks, shares, strict=True))
 
 
 def _skip(settings: Settings, snapshot: Snapshot, t: int) -> Snapshot:

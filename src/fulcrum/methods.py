@@ -33,10 +33,17 @@ METHODS: dict[str, Method] = {
     for method in (
         Method(
             name="moo",
-            summary="private; C finds its own value from what is released anyway",
+            summary="private; C and the step length find their own values from what is released anyway",
             parts={"clip": {"rule": "moo"}},
             unit="example",
             reference="after Ranaweera et al., multi-objective clipping; here C moves on released values only",
+        ),
+        Method(
+            name="moo-c",
+            summary="private; C alone is learned, the learning rate stays yours",
+            parts={"clip": {"rule": "moo-c"}},
+            unit="example",
+            reference="after Ranaweera et al.; the plain form of moo",
         ),
         Method(
             name="dp-sgd",

@@ -107,7 +107,8 @@ class Released:
     aggregate [d]: the released update D_t before the server optimiser (for a client rule that moves
     each step: the noised gradient times -eta). extra [J]: the released statistics, weighted like
     the aggregate and divided by the expected batch and the number of steps. lr: eta_t; steps: N;
-    round: t from 0; rounds: T.
+    round: t from 0; rounds: T. noise: standard deviation of the noise in one coordinate of the
+    aggregate, in units of the largest possible signal eta_t N C; public, since sigma, q and n_k are.
     """
 
     aggregate: torch.Tensor
@@ -116,6 +117,7 @@ class Released:
     steps: float
     round: int
     rounds: int
+    noise: float = 0.0
 
 
 # --- the round ------------------------------------------------------------------------------

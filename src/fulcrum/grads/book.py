@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fulcrum.errors import ModelError
 from fulcrum.grads import sequence
 from fulcrum.grads.outer import Conv, Dense, Patches, outer_rows
 from fulcrum.grads.parts import Part, Rows, ranges
@@ -130,9 +131,15 @@ def _differentiate(loss: Loss, logits: Tensor, y: Tensor) -> tuple[Tensor, Tenso
         return losses, log_chances.exp().scatter_add_(1, column, log_chances.new_full((), -1.0).expand_as(column))
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
-        losses = loss(leaf, y)
-        (g,) = torch.autograd.grad(losses.sum(), leaf)
+        losses = _one_each(loss(leaf, y), len(logits))
+        (g,) = torch.autograd.grad(losses.sum(), leaf, materialize_grads=True)
     return losses.detach(), g
+
+
+def _one_each(losses: Tensor, count: int) -> Tensor:
+    if losses.shape != (count,):
+        raise ModelError(f"loss must give one value an example, [B], but gave the shape {list(losses.shape)}.")
+    return losses
 
 
 # --- any other model ------------------------------------------------------------------------------
@@ -192,7 +199,8 @@ def _follow_hooked(
     handles = [module.register_forward_hook(hook, with_kwargs=True) for module in program.sites]
     try:
         with torch.enable_grad():
-            losses = loss(call(model, dict(zip(layout.names, tensors, strict=True)), x.detach()), y)
+            outputs = call(model, dict(zip(layout.names, tensors, strict=True)), x.detach())
+            losses = _one_each(loss(outputs, y), len(x))
             total = losses.sum()
     finally:
         for handle in handles:
@@ -218,9 +226,9 @@ class Book:
     """Inputs and outputs of all sites together, in numbers."""
 
     @cached_property
-    def _squares(self) -> list[Tensor]:
-        """Squared norms [B] of each tensor's gradient, before anything is zeroed."""
-        return [self._tensor_squares(parts) for parts in self.parts]
+    def _squares(self) -> Tensor:
+        """Squared norms [B, tensors] of each tensor's gradient, before anything is zeroed."""
+        return torch.stack([self._tensor_squares(parts) for parts in self.parts], dim=1)
 
     def _tensor_squares(self, parts: tuple[Part, ...]) -> Tensor:
         if len(parts) == 1:
@@ -237,7 +245,7 @@ class Book:
 
     @cached_property
     def _good(self) -> Tensor:
-        return torch.isfinite(group_squares(self._squares, ()).squeeze(1)) & torch.isfinite(self.raw_losses)
+        return torch.isfinite(self._squares.sum(dim=1) + self.raw_losses)
 
     @cached_property
     def _all_good(self) -> bool:

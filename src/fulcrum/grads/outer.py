@@ -86,6 +86,8 @@ class Dense:
         return self.a.transpose(1, 2), self.g
 
     def squares(self) -> Tensor:
+        if self.a.shape[1] == 1:
+            return row_squares(self.a) * row_squares(self.g)
         return outer_squares(self)
 
     def dots(self, direction: Tensor) -> Tensor:
