@@ -92,6 +92,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
         groups=layout.layers if settings.clip.groups == "layer" else (),
         device=device,
         diagnostics=settings.run.diagnostics,
+        workers=settings.run.workers,
     )
     plan = make_plan(settings, partition, unit_counts(dataset, partition, settings.privacy.unit), rule)
     return Federation(settings, problem, plan, find_engine(settings.run.engine, problem))

@@ -159,6 +159,8 @@ class Run:
     engine: str = "auto"
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    workers: int = 0
+    """Parties that the parallel engine trains at a time, a core each; 0: PyTorch's number of threads. Same result for all."""
     evaluate_every: int = 1
     checkpoint_every: int = 10
     diagnostics: bool = False
@@ -201,7 +203,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.unit": ("example", "person"),
     "privacy.accountant": ("rdp", "pld"),
     "privacy.randomness": ("seeded", "secure"),
-    "run.engine": ("auto", "reference"),
+    "run.engine": ("auto", "reference", "parallel"),
 }
 
 # field: (smallest, whether it itself is allowed, largest, whether it itself is allowed)
@@ -240,6 +242,7 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "privacy.budget": (0, False, math.inf, False),
     "privacy.max_participations": (0, True, math.inf, False),
     "run.seed": (0, True, 2**63, False),
+    "run.workers": (0, True, 1024, True),
     "run.evaluate_every": (1, True, math.inf, False),
     "run.checkpoint_every": (1, True, math.inf, False),
 }

@@ -6,14 +6,16 @@ batch; step. An empty sample still adds noise and still steps. A non-finite grad
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from fulcrum.clip.rule import ClipRule, Shape
 from fulcrum.data import Dataset, Partition, Party, party_of, sample_units
-from fulcrum.grads import record
+from fulcrum.grads import Follower
 from fulcrum.models import Layout
 from fulcrum.noise import hold, release, scales
 from fulcrum.rng import Randomness
@@ -24,7 +26,8 @@ from fulcrum.types import Assignment, Bounds, ClientReply, Event, Released, Roun
 class Problem:
     """What stays the same over all rounds and clients of a run: data, model, rule, randomness.
 
-    groups: for each parameter tensor the group it is clipped in; empty when flat.
+    groups: for each parameter tensor the group it is clipped in; empty when flat. workers: how many
+    cores the parallel engine may use; 0 leaves it to PyTorch's number of threads.
     """
 
     dataset: Dataset
@@ -37,23 +40,34 @@ class Problem:
     groups: tuple[int, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     diagnostics: bool = False
+    workers: int = 0
 
     @property
     def shape(self) -> Shape:
         """What the rule may know of the model."""
         return Shape(self.layout.dim, self.layout.sizes, self.groups)
 
+    @cached_property
+    def coordinates(self) -> torch.Tensor:
+        """The group of each of the d coordinates, int64 [d]."""
+        return coordinate_groups(self.layout, self.groups).to(self.device)
+
     def party(self, client: int) -> Party:
         """The client's records and units."""
         return party_of(self.dataset, self.partition, client, self.unit)
 
 
-def train_client(problem: Problem, request: RoundRequest, task: Assignment, state: State) -> ClientReply:
-    """Run one client's N local steps and return what leaves it: its update and the events behind it."""
+def train_client(
+    problem: Problem, request: RoundRequest, task: Assignment, state: State, work: Work | None = None
+) -> ClientReply:
+    """Run one client's N local steps and return what leaves it: its update and the events behind it.
+
+    `work` clips and adds up the gradients of a sample; by default it writes them all out (`by_matrix`).
+    """
+    work = work or by_matrix(Follower(problem.model, problem.layout))
     party = problem.party(task.client)
     theta = request.params
     batch = task.rate * party.units
-    groups = coordinate_groups(problem.layout, problem.groups).to(problem.device)
     extras: list[torch.Tensor] = []
     events: list[Event] = []
     seen: list[dict[str, float]] = []
@@ -61,9 +75,8 @@ def train_client(problem: Problem, request: RoundRequest, task: Assignment, stat
     for step in range(task.steps):
         key = (request.round, task.client, step)
         rows, slots, count = sample_units(problem.randomness, ("sample", *key), party, task.rate)
-        gradients, losses = unit_gradients(problem, theta, rows, slots, count)  # [B, d], [B]
         view = problem.rule.view(state, request.round, request.rounds)
-        given = contribute(problem.rule, view, state, gradients, losses, groups, task.sigma, batch)
+        given = work(problem, Sample(theta, rows, slots, count), view, state, task.sigma, batch)
         state = given.state
 
         scale = scales(problem.rule, given.bounds, task.rate, task.sigma, batch)
@@ -77,7 +90,7 @@ def train_client(problem: Problem, request: RoundRequest, task: Assignment, stat
         if problem.rule.when == "step":
             state = problem.rule.adapt(state, Released(change, extras[-1], task.lr, 1, request.round, request.rounds))
         if problem.diagnostics:
-            seen.append(_look(given, losses))
+            seen.append(_look(given))
 
     return ClientReply(
         client=task.client,
@@ -89,21 +102,47 @@ def train_client(problem: Problem, request: RoundRequest, task: Assignment, stat
     )
 
 
-def unit_gradients(
-    problem: Problem, theta: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradient [B, d] and loss [B] of each sampled unit at theta.
+@dataclass(frozen=True)
+class Sample:
+    """One step's units at the weights theta [d]: rows [b] of the data set, the unit (0..count-1) of each row."""
+
+    theta: torch.Tensor
+    rows: torch.Tensor
+    slots: torch.Tensor
+    count: int
+
+    def records(self, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sampled records, x [b, ...] and y [b]."""
+        return problem.dataset.x[self.rows].to(problem.device), problem.dataset.y[self.rows].to(problem.device)
+
+
+Work = Callable[[Problem, Sample, View, State, float, float], "Contribution"]
+"""From a sample, a rule's view and state, sigma and the expected batch to the clipped sum, before noise."""
+
+
+def by_matrix(follow: Follower) -> Work:
+    """The obvious way: every unit's gradient is written out, [B, d]."""
+
+    def work(
+        problem: Problem, sample: Sample, view: View, state: State, sigma: float, batch: float
+    ) -> Contribution:
+        gradients, losses = unit_gradients(problem, follow, sample)
+        return contribute(problem.rule, view, state, gradients, losses, problem.coordinates, sigma, batch)
+
+    return work
+
+
+def unit_gradients(problem: Problem, follow: Follower, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient [B, d] and loss [B] of each sampled unit.
 
     For unit `person` a unit's gradient is the mean over that person's records, so that somebody with
     many records counts as much as somebody with one.
     """
-    x = problem.dataset.x[rows].to(problem.device)
-    y = problem.dataset.y[rows].to(problem.device)
-    tape = record(problem.model, problem.layout, theta, x, y)
+    tape = follow(sample.theta, *sample.records(problem))
     gradients, losses = tape.matrix(), tape.losses
     if problem.unit == "example":
         return gradients, losses
-    slots = slots.to(problem.device)
+    slots, count = sample.slots.to(problem.device), sample.count
     records = torch.bincount(slots, minlength=count).to(losses)  # [B]
     summed = gradients.new_zeros((count, gradients.shape[1])).index_add_(0, slots, gradients)
     return summed / records[:, None], losses.new_zeros(count).index_add_(0, slots, losses) / records
@@ -111,7 +150,10 @@ def unit_gradients(
 
 @dataclass(frozen=True)
 class Contribution:
-    """The clipped sum [m] and extra statistics [J] of a batch, before noise, and what bounds them."""
+    """The clipped sum [m] and extra statistics [J] of a batch, before noise, and what bounds them.
+
+    stats, factors [B, G] and losses [B] are what they were made from; never released.
+    """
 
     sum: torch.Tensor
     extra: torch.Tensor
@@ -119,6 +161,7 @@ class Contribution:
     state: State
     stats: Stats
     factors: torch.Tensor
+    losses: torch.Tensor
 
 
 def contribute(
@@ -152,12 +195,18 @@ def contribute(
         sigma=sigma,
         batch=batch,
     )
-    factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
-    bounds = rule.bounds(state)
-    factors, extra = hold(rule, factors, extra * mask[:, None], stats.norms, bounds)
+    factors, extra, bounds, state = judge(rule, stats, state)
     by_group = factors.T @ coefficients  # [G, m]: of each row only its own group's coordinates count
     clipped = by_group.gather(0, where[None, :]).squeeze(0)
-    return Contribution(clipped, extra.sum(dim=0), bounds, state, stats, factors)
+    return Contribution(clipped, extra, bounds, state, stats, factors, losses)
+
+
+def judge(rule: ClipRule, stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, Bounds, State]:
+    """What the rule makes of a batch: factors [B, G], the sum of the extra statistics [J], bounds, next state."""
+    factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
+    bounds = rule.bounds(state)
+    factors, extra = hold(rule, factors, extra * stats.mask[:, None], stats.norms, bounds)
+    return factors, extra.sum(dim=0), bounds, state
 
 
 def coordinate_groups(layout: Layout, groups: tuple[int, ...]) -> torch.Tensor:
@@ -175,8 +224,9 @@ def group_norms(coefficients: torch.Tensor, where: torch.Tensor, groups: int) ->
     return squares.index_add_(1, where, coefficients.square()).sqrt()
 
 
-def _look(given: Contribution, losses: torch.Tensor) -> dict[str, float]:
+def _look(given: Contribution) -> dict[str, float]:
     """Non-private diagnostics of one step. For simulations only."""
+    losses = given.losses
     if len(losses) == 0:
         return {"clipped": 0.0, "mean_norm": 0.0, "train_loss": 0.0, "batch": 0.0}
     return {

@@ -293,8 +293,8 @@ class Book:
         return self._sum(self._clean, self._zeroed(factors), groups)
 
     def _sum(self, parts: tuple[tuple[Part, ...], ...], factors: Tensor, groups: tuple[int, ...]) -> Tensor:
-        total = torch.zeros_like(self.params)
-        for i, (block, own) in enumerate(zip(total.split(self.layout.sizes), parts, strict=True)):
-            for part in own:
-                block += part.weighted(column(factors, groups, i))
-        return total
+        blocks = []
+        for i, (own, size) in enumerate(zip(parts, self.layout.sizes, strict=True)):
+            sums = [part.weighted(column(factors, groups, i)) for part in own]
+            blocks.append(sums[0] if len(sums) == 1 else sum(sums, start=self.params.new_zeros(size)))
+        return torch.cat(blocks)

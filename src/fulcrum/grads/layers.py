@@ -28,7 +28,8 @@ class Kind:
         output gradient g, examples first in both; a is `Patches` where the layer left them.
     fits(layer, x): whether dimension 0 of x is what the layer treats as the batch.
     objection(layer): why this very layer needs another path; empty if it does not.
-    size(layer, shape): from the output's shape, what the weight's gradients cost, where there is a choice of how to find them.
+    size(layer, shape): what the weight's gradients cost, from the output's shape, where there is a choice of
+        how to find them.
     """
 
     parts: Callable[[Any, Any, Tensor, Params, set[str]], dict[str, Part]]

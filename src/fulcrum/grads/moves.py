@@ -150,21 +150,23 @@ def _halves(size: int, stride: int) -> tuple[slice, slice]:
     return slice(0, reach, stride), slice(1, reach + 1, stride)
 
 
-def _max_run(layer: nn.MaxPool2d, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, tuple[Any, ...]]:
+def _pairs_run(layer: nn.MaxPool2d, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, tuple[Any, ...]]:
     """Windows of 2 x 2: along the rows, then across them. The differences remember which one was larger."""
     down, right = _pair(layer.stride)
     image = x.permute(0, 2, 3, 1)
     one, two = _halves(image.shape[2], right)
-    wide, rows = image[:, :, two] - image[:, :, one], torch.maximum(image[:, :, one], image[:, :, two])
+    left, other = image[:, :, one], image[:, :, two]
+    wide, rows = other - left, torch.maximum(left, other)
     one, two = _halves(rows.shape[1], down)
-    tall, out = rows[:, two] - rows[:, one], torch.maximum(rows[:, one], rows[:, two])
+    top, other = rows[:, one], rows[:, two]
+    tall, out = other - top, torch.maximum(top, other)
     return out.permute(0, 3, 1, 2), (image.shape, wide, tall)
 
 
-def _max_back(layer: nn.MaxPool2d, memo: tuple[Any, ...], params: Params, g: Tensor) -> Tensor:
+def _pairs_back(layer: nn.MaxPool2d, memo: tuple[Any, ...], params: Params, g: Tensor) -> Tensor:
     (_, height, width, _), wide, tall = memo
     down, right = _pair(layer.stride)
-    rows = _spread(g.permute(0, 2, 3, 1), tall, height, 1, down)
+    rows = _spread(g.permute(0, 2, 3, 1).contiguous(), tall, height, 1, down)
     return _spread(rows, wide, width, 2, right).permute(0, 3, 1, 2)
 
 
@@ -178,9 +180,26 @@ def _spread(g: Tensor, difference: Tensor, size: int, dim: int, stride: int) -> 
     return grad
 
 
-def _max_suits(layer: nn.MaxPool2d, x: Tensor) -> bool:
+def _pairs_suit(layer: nn.MaxPool2d, x: Tensor) -> bool:
+    """Large images on a CPU; for small ones PyTorch's pooling costs less than the calls made here."""
     plain = _pair(layer.padding) == (0, 0) and _pair(layer.dilation) == (1, 1) and not layer.ceil_mode
-    return plain and _pair(layer.kernel_size) == (2, 2) and x.dim() == 4 and x.device.type == "cpu"
+    return plain and _pair(layer.kernel_size) == (2, 2) and x.numel() > 100_000 and x.device.type == "cpu"
+
+
+def _max_numbers(layer: nn.MaxPool2d) -> tuple[Any, ...]:
+    numbers = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    return *map(_pair, numbers), layer.ceil_mode
+
+
+def _max_run(layer: nn.MaxPool2d, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    out, where = aten.max_pool2d_with_indices(x, *_max_numbers(layer))
+    return out, (x, where)
+
+
+def _max_back(layer: nn.MaxPool2d, memo: tuple[Tensor, Tensor], params: Params, g: Tensor) -> Tensor:
+    x, where = memo
+    grad: Tensor = aten.max_pool2d_with_indices_backward(g, x, *_max_numbers(layer), where)
+    return grad
 
 
 def _average_run(layer: nn.AvgPool2d, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, Tensor]:
@@ -218,7 +237,7 @@ MOVES: dict[type[nn.Module], tuple[Move, ...]] = {
     nn.Embedding: (by_autograd(lambda layer, x, p: F.embedding(x, p["weight"], layer.padding_idx)),),
     nn.ReLU: (Move(_relu_run, _relu_back),),
     nn.Flatten: (Move(_flatten_run, _flatten_back),),
-    nn.MaxPool2d: (Move(_max_run, _max_back, _max_suits), ANY),
+    nn.MaxPool2d: (Move(_pairs_run, _pairs_back, _pairs_suit), Move(_max_run, _max_back)),
     nn.AvgPool2d: (Move(_average_run, _average_back),),
 }
 """For each class of layers its moves; the first that suits is taken."""

@@ -1,4 +1,4 @@
-"""A plain sequence of layers, forward and back, layer by layer. The model itself is not touched: threads may share it."""
+"""A plain sequence of layers, forward and back. The model itself is not touched, so that threads may share it."""
 
 from __future__ import annotations
 
