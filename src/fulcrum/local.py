@@ -123,9 +123,7 @@ Work = Callable[[Problem, Sample, View, State, float, float], "Contribution"]
 def by_matrix(follow: Follower) -> Work:
     """The obvious way: every unit's gradient is written out, [B, d]."""
 
-    def work(
-        problem: Problem, sample: Sample, view: View, state: State, sigma: float, batch: float
-    ) -> Contribution:
+    def work(problem: Problem, sample: Sample, view: View, state: State, sigma: float, batch: float) -> Contribution:
         gradients, losses = unit_gradients(problem, follow, sample)
         return contribute(problem.rule, view, state, gradients, losses, problem.coordinates, sigma, batch)
 
