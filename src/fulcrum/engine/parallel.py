@@ -46,7 +46,8 @@ class ParallelEngine:
             wait(futures.values())
 
     def _effort(self, task: Assignment) -> float:
-        return task.steps * task.rate * float(self.problem.partition.sizes[task.client])
+        starts = self.problem.partition.starts
+        return task.steps * task.rate * float(starts[task.client + 1] - starts[task.client])
 
     def _train(self, request: RoundRequest, task: Assignment, state: State, stop: threading.Event) -> ClientReply:
         follow = self._followers.get()

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from fulcrum.errors import ModelError
+from fulcrum.grads import sequence
 from fulcrum.grads.book import Book, record_book
 from fulcrum.grads.memory import keep_memory
 from fulcrum.grads.program import Program, Unsuitable, analyse
 from fulcrum.grads.tape import Chunks, Empty, Loss, Tape, cross_entropy
 from fulcrum.grads.vmap import record_vmap
-from fulcrum.models import Layout
+from fulcrum.models import Layout, call
 from fulcrum.rng import torch_stream
 
 __all__ = ["Follower", "Tape", "cross_entropy", "keep_memory", "paths", "record"]
@@ -78,6 +79,15 @@ class Follower:
             if self.how == "book":
                 raise ModelError(f"book-keeping cannot follow this model ({problem}); use how = 'vmap'.") from None
             return record_vmap(self.model, self.layout, params, x, y, self.loss)
+
+    @torch.no_grad()
+    def outputs(self, params: Tensor, x: Tensor) -> Tensor:
+        """The model's outputs for a batch x with the parameters `params` [d], and nothing to go back by."""
+        tensors = self.layout.unflatten(params.detach())
+        if not self.program.sequence:
+            return call(self.model, tensors, x)
+        kernels = sequence.prepare(tuple(tensors.values()), x.device)
+        return sequence.forward(self.program, kernels, x, keep=False)[0]
 
     def settle(self, params: Tensor, x: Tensor, y: Tensor) -> None:
         """Finds out, once, whether book-keeping is right for a model with a forward of its own."""

@@ -32,12 +32,14 @@ class Move:
     back(layer, memo, params, g) -> gradient of x, from the gradient g of the output, which it may overwrite.
     suits(layer, x): whether the move can take this very layer and input.
     spare: whether its way back can do without its output, so that what follows may overwrite that.
+    output(layer, x, params): the output alone, where nobody goes back and that is cheaper.
     """
 
     run: Callable[[Any, Tensor, Params, bool], tuple[Tensor, Any]]
     back: Callable[[Any, Any, Params, Tensor], Tensor]
     suits: Callable[[Any, Tensor], bool] = lambda layer, x: True
     spare: bool = False
+    output: Callable[[Any, Tensor, Params], Tensor] | None = None
 
 
 # --- any layer, by autograd ---------------------------------------------------------------------
@@ -163,6 +165,15 @@ def _pairs_run(layer: nn.MaxPool2d, x: Tensor, params: Params, mine: bool) -> tu
     return out.permute(0, 3, 1, 2), (image.shape, wide, tall)
 
 
+def _pairs_output(layer: nn.MaxPool2d, x: Tensor, params: Params) -> Tensor:
+    down, right = _pair(layer.stride)
+    image = x.permute(0, 2, 3, 1)
+    one, two = _halves(image.shape[2], right)
+    rows = torch.maximum(image[:, :, one], image[:, :, two])
+    one, two = _halves(rows.shape[1], down)
+    return torch.maximum(rows[:, one], rows[:, two]).permute(0, 3, 1, 2)
+
+
 def _pairs_back(layer: nn.MaxPool2d, memo: tuple[Any, ...], params: Params, g: Tensor) -> Tensor:
     (_, height, width, _), wide, tall = memo
     down, right = _pair(layer.stride)
@@ -222,7 +233,7 @@ MOVES: dict[type[nn.Module], tuple[Move, ...]] = {
     nn.Linear: (Move(_linear_run, _linear_back, spare=True),),
     nn.Conv1d: (by_autograd(_convolve, spare=True),),
     nn.Conv2d: (
-        Move(_patches_run, _patches_back, _patches_suit, spare=True),
+        Move(_patches_run, _patches_back, _patches_suit, spare=True, output=_convolve),
         Move(_conv_run, _conv_back, _conv_suits, spare=True),
         by_autograd(_convolve, spare=True),
     ),
@@ -237,7 +248,7 @@ MOVES: dict[type[nn.Module], tuple[Move, ...]] = {
     nn.Embedding: (by_autograd(lambda layer, x, p: F.embedding(x, p["weight"], layer.padding_idx)),),
     nn.ReLU: (Move(_relu_run, _relu_back),),
     nn.Flatten: (Move(_flatten_run, _flatten_back),),
-    nn.MaxPool2d: (Move(_pairs_run, _pairs_back, _pairs_suit), Move(_max_run, _max_back)),
+    nn.MaxPool2d: (Move(_pairs_run, _pairs_back, _pairs_suit, output=_pairs_output), Move(_max_run, _max_back)),
     nn.AvgPool2d: (Move(_average_run, _average_back),),
 }
 """For each class of layers its moves; the first that suits is taken."""

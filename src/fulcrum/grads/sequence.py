@@ -63,10 +63,13 @@ def forward(program: Program, tensors: tuple[Tensor, ...], x: Tensor, keep: bool
         if node.site is not None:
             params = {**params, **{name: tensors[place] for name, place in node.site.own.items()}}
         move = find_move(layer, h)
-        x, (h, memo) = h, move.run(layer, h, params, mine)
+        if move.output is not None and not keep:
+            h = move.output(layer, h, params)
+        else:
+            x, (h, memo) = h, move.run(layer, h, params, mine)
+            if keep:
+                steps.append(Step(node, move, params, memo, x, h.shape))
         mine = move.spare
-        if keep:
-            steps.append(Step(node, move, params, memo, x, h.shape))
     return h, steps
 
 
