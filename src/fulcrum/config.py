@@ -160,7 +160,7 @@ class Run:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     workers: int = 0
-    """Parties that the parallel engine trains at a time, a core each; 0: PyTorch's number of threads. Changes no bit."""
+    """Parties that the parallel engine trains at a time, a core each; 0: PyTorch's number of threads. Same bits."""
     evaluate_every: int = 1
     checkpoint_every: int = 10
     diagnostics: bool = False

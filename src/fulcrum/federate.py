@@ -28,7 +28,6 @@ from fulcrum.plan import Plan
 from fulcrum.rng import numpy_stream
 from fulcrum.types import Assignment, ClientReply, Event, Released, RoundRequest, RoundResult, State
 
-
 EPSILONS = 1000
 """Federations of up to this many parties list every party's epsilon in every round."""
 

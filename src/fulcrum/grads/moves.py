@@ -21,6 +21,9 @@ from fulcrum.grads.outer import Patches, unfold
 Params = Mapping[str, Tensor]
 """A layer's own parameters by local name: weight, bias."""
 
+SMALL = 100_000
+"""Numbers in a batch of images up to which PyTorch's own max-pooling costs less than the calls made here."""
+
 aten = torch.ops.aten
 
 
@@ -192,9 +195,8 @@ def _spread(g: Tensor, difference: Tensor, size: int, dim: int, stride: int) -> 
 
 
 def _pairs_suit(layer: nn.MaxPool2d, x: Tensor) -> bool:
-    """Large images on a CPU; for small ones PyTorch's pooling costs less than the calls made here."""
     plain = _pair(layer.padding) == (0, 0) and _pair(layer.dilation) == (1, 1) and not layer.ceil_mode
-    return plain and _pair(layer.kernel_size) == (2, 2) and x.numel() > 100_000 and x.device.type == "cpu"
+    return plain and _pair(layer.kernel_size) == (2, 2) and x.numel() > SMALL and x.device.type == "cpu"
 
 
 def _max_numbers(layer: nn.MaxPool2d) -> tuple[Any, ...]:
