@@ -115,7 +115,9 @@ def test_a_number_that_is_not_one_goes_through() -> None:
 
 @pytest.mark.parametrize("taken", ["by torch", "by torch alone backwards", pytest.param("fused", marks=kernels)])
 @pytest.mark.parametrize("window", POOLS)
-def test_relu_taken_into_the_pooling_changes_nothing(window: Window, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relu_taken_into_the_pooling_changes_nothing(
+    window: Window, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if taken == "by torch":
         monkeypatch.setattr(fused, "ready", lambda values: False)
     if taken == "by torch alone backwards":

@@ -83,7 +83,9 @@ ACTIVATIONS: dict[type[nn.Module], Callable[[Any], Plain]] = {
 
 
 def max_pool(window: Window) -> Plain:
-    return _pool(Pool(window, False, lambda h: geo.max_pool(h, window), lambda g, which: geo.max_unpool(g, which, window)))
+    return _pool(
+        Pool(window, False, lambda h: geo.max_pool(h, window), lambda g, which: geo.max_unpool(g, which, window))
+    )
 
 
 def avg_pool(window: Window) -> Plain:
