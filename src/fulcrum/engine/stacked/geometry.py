@@ -14,6 +14,9 @@ from torch.nn import functional as F
 
 Pair = tuple[int, int]
 
+STOPPED = 255
+"""In place of which pixel was the largest: none of them gets a gradient."""
+
 
 @dataclass(frozen=True)
 class Window:
@@ -132,4 +135,15 @@ def avg_unpool(g: Tensor, window: Window) -> Tensor:
     for tap in range(kh * kw):
         target = _tap(out, window, tap // kw, tap % kw)
         target += share
+    return out
+
+
+def masked_unpool(g: Tensor, bits: Tensor, window: Window) -> Tensor:
+    """The gradient of relu and then `avg_pool`. Bit i * kw + j of `bits` [S, n, oh, ow, C]: the pixel was positive."""
+    (kh, kw) = window.kernel
+    share = g / (kh * kw)
+    out = g.new_zeros((*g.shape[:2], window.height, window.width, window.channels))
+    for tap in range(kh * kw):
+        target = _tap(out, window, tap // kw, tap % kw)
+        target += share * ((bits >> tap) & 1)
     return out

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fulcrum.engine.stacked import fused
 from fulcrum.engine.stacked import geometry as geo
 from fulcrum.engine.stacked.geometry import Pair, Window
-from fulcrum.engine.stacked.plain import ACTIVATIONS, Plain, avg_pool, flatten, global_pool, max_pool
+from fulcrum.engine.stacked.plain import ACTIVATIONS, Plain, avg_pool, flatten, global_pool, joined, max_pool
 from fulcrum.grads.layers import has_hooks
 from fulcrum.models import Layout
 
@@ -66,12 +67,17 @@ class Site:
 
     def see(self, h: Tensor) -> Tensor:
         """a [S, n, P, k]."""
-        return geo.patches(h, self.window) if self.window else h[:, :, None]
+        if self.window is None:
+            return h[:, :, None]
+        found = fused.patches(h, self.window)
+        return geo.patches(h, self.window) if found is None else found
 
-    def native(self, h: Tensor, weights: Weights) -> Tensor:
-        """The output by the library's own convolution: one set of weights only, no patches."""
+    def native(self, h: Tensor, weights: Weights, bare: bool = False) -> Tensor:
+        """The output by the library's own convolution: one set of weights only, no patches. bare: without the bias."""
         assert self.window is not None
-        w, bias = self._filters(weights, h.dtype), None if self.bias is None else weights[self.bias][0].to(h.dtype)
+        w, bias = self._filters(weights, h.dtype), None
+        if self.bias is not None and not bare:
+            bias = weights[self.bias][0].to(h.dtype)
         window = self.window
         out = F.conv2d(_images(h), w, bias, window.stride, window.padding, window.dilation)
         return out.permute(0, 2, 3, 1)[None]
@@ -90,11 +96,11 @@ class Site:
     def _filters(self, weights: Weights, dtype: torch.dtype) -> Tensor:
         return weights[self.weight][0].to(dtype).contiguous(memory_format=torch.channels_last)
 
-    def forward(self, a: Tensor, weights: Weights) -> Tensor:
-        """[S, n, P, k] -> [S, n, o] or [S, n, oh, ow, o]."""
+    def forward(self, a: Tensor, weights: Weights, bare: bool = False) -> Tensor:
+        """[S, n, P, k] -> [S, n, o] or [S, n, oh, ow, o]. bare: without the bias."""
         sets, n = a.shape[:2]
         rows, w = a.reshape(sets, -1, self.inputs), self.matrix(weights).to(a.dtype).transpose(1, 2)
-        if self.bias is None:
+        if self.bias is None or bare:
             out = torch.bmm(rows, w)
         else:
             out = torch.baddbmm(weights[self.bias].to(a.dtype)[:, None], rows, w)
@@ -106,7 +112,9 @@ class Site:
         gp = torch.bmm(g.reshape(sets, -1, self.outputs), self.matrix(weights).to(g.dtype))
         if self.window is None:
             return gp
-        return geo.unpatch(gp.view(sets, n, self.positions, self.inputs), self.window)
+        gp = gp.view(sets, n, self.positions, self.inputs)
+        found = fused.unpatch(gp, self.window)
+        return geo.unpatch(gp, self.window) if found is None else found
 
 
 def _images(h: Tensor) -> Tensor:
@@ -167,7 +175,7 @@ def _compile(model: nn.Module, layout: Layout, shape: tuple[int, ...]) -> Progra
         raise _Unknown("it does not end in one vector of logits an example")
     if sorted(used) != list(range(len(layout.names))):
         raise _Unknown("a parameter is shared between layers or used outside of them")
-    return Program(tuple(steps), layout, image, elements)
+    return Program(tuple(joined(steps)), layout, image, elements)
 
 
 def _walk(module: nn.Module) -> list[nn.Module]:
@@ -236,7 +244,7 @@ def _avg(layer: Any, here: tuple[int, ...], places: dict[int, int]) -> Plain | N
 
 
 def _adaptive(layer: Any, here: tuple[int, ...], places: dict[int, int]) -> Plain | None:
-    return global_pool(here[0], here[1]) if layer.output_size in (1, (1, 1)) else None
+    return global_pool(*here) if layer.output_size in (1, (1, 1)) else None
 
 
 def _pooled(layer: Any, here: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
+from fulcrum.engine.stacked import fused
 from fulcrum.engine.stacked.layers import Program, Site, Weights, losses_and_slopes
+from fulcrum.engine.stacked.plain import Plain
 from fulcrum.local import Problem
 from fulcrum.models import Layout, call
 
@@ -76,6 +78,16 @@ class _Use:
     written: Tensor | None = None
     """The gradients of all examples [S, n, o, k], where the norm needed them."""
 
+    added: Tensor | None = None
+    """g added up over the positions, when first asked for."""
+
+    def over_positions(self) -> Tensor:
+        """The bias gradient of each example, [S, n, o] in float32."""
+        if self.added is None:
+            g = self.g
+            self.added = g[:, :, 0].float() if g.shape[2] == 1 else g.sum(dim=2, dtype=torch.float32)
+        return self.added
+
     def seen(self) -> Tensor:
         if self.a is None:
             self.a = self.site.see(self.h)
@@ -130,7 +142,7 @@ class _Use:
         bad = ~good[:, :, None, None]
         self.a = self.seen().masked_fill(bad, 0)
         self.h = self.h.masked_fill(~good.view(*good.shape, *[1] * (self.h.dim() - 2)), 0)
-        self.g = self.g.masked_fill(bad, 0)
+        self.g, self.added = self.g.masked_fill(bad, 0), None
         if self.written is not None:
             self.written = self.written.masked_fill(bad, 0)
 
@@ -151,7 +163,7 @@ class StackedTape:
         for use in self.uses:
             table[_group(groups, use.site.weight)].append(use.squares())
             if use.site.bias is not None:
-                table[_group(groups, use.site.bias)].append(squares(_over_positions(use.g), 2))
+                table[_group(groups, use.site.bias)].append(squares(use.over_positions(), 2))
         return torch.stack([torch.stack(parts).sum(dim=0) for parts in table], dim=2).sqrt()
 
     def dots(self, direction: Tensor, segments: int) -> Tensor:
@@ -162,7 +174,7 @@ class StackedTape:
             total = total + use.dots(use.site.matrix(parts), segments)
             if use.site.bias is not None:
                 along = parts[use.site.bias].view(len(self.losses), segments, 1, -1)
-                slopes = _over_positions(use.g).view(len(self.losses), segments, -1, use.site.outputs)
+                slopes = use.over_positions().view(len(self.losses), segments, -1, use.site.outputs)
                 total = total + (slopes * along).sum(dim=3).flatten(1)
         return total
 
@@ -172,7 +184,7 @@ class StackedTape:
         for use in self.uses:
             table[use.site.weight] = use.rows()
             if use.site.bias is not None:
-                table[use.site.bias] = _over_positions(use.g).flatten(0, 1)
+                table[use.site.bias] = use.over_positions().flatten(0, 1)
         return torch.cat(table, dim=1)
 
     def zero(self, good: Tensor) -> None:
@@ -189,7 +201,7 @@ class StackedTape:
             table[use.site.weight] = use.total(own, segments, self.weights, self.how)
             if use.site.bias is not None:
                 own = factors[:, :, _group(groups, use.site.bias)].reshape(sets * segments, 1, n // segments)
-                slopes = _over_positions(use.g).view(sets * segments, n // segments, -1)
+                slopes = use.over_positions().view(sets * segments, n // segments, -1)
                 table[use.site.bias] = torch.bmm(own, slopes).squeeze(1)
         return torch.cat(table, dim=1)
 
@@ -198,25 +210,33 @@ def _group(groups: tuple[int, ...], tensor: int) -> int:
     return groups[tensor] if groups else 0
 
 
-def _over_positions(g: Tensor) -> Tensor:
-    """The bias gradient of each example, [S, n, P, o] -> [S, n, o] in float32."""
-    return g[:, :, 0].float() if g.shape[2] == 1 else g.sum(dim=2, dtype=torch.float32)
-
-
 def forward(program: Program, weights: Weights, x: Tensor, how: How, keep: bool) -> tuple[Tensor, list[Any]]:
     """Logits [S, n, classes], and what the backward pass needs of each step (nothing unless `keep`)."""
     h = x.to(PRECISIONS[how.precision])
     kept: list[Any] = []
-    for step in program.steps:
+    bias: Tensor | None = None
+    for i, step in enumerate(program.steps):
         if not isinstance(step, Site):
-            h, note = step.forward(h)
-        elif how.native and len(h) == 1 and step.window is not None:
-            note, h = _Use(step, h, None), step.native(h, weights)
+            h, note = step.forward(h) if bias is None else step.forward(h, bias)
+            bias = None
         else:
-            a = step.see(h)
-            note, h = _Use(step, h, a), step.forward(a, weights)
+            bias = _handed_on(program, i, weights, h)
+            bare = bias is not None
+            if how.native and len(h) == 1 and step.window is not None:
+                note, h = _Use(step, h, None), step.native(h, weights, bare)
+            else:
+                a = step.see(h)
+                note, h = _Use(step, h, a), step.forward(a, weights, bare)
         kept.append(note if keep else None)
     return h, kept
+
+
+def _handed_on(program: Program, i: int, weights: Weights, h: Tensor) -> Tensor | None:
+    """A convolution's bias [S, C] where the pooling kernel that follows adds it in passing; else None."""
+    step, after = program.steps[i], program.steps[i + 1] if i + 1 < len(program.steps) else None
+    if not isinstance(step, Site) or step.bias is None or not isinstance(after, Plain) or after.pool is None:
+        return None
+    return weights[step.bias] if fused.ready(h) else None
 
 
 def run_pass(program: Program, theta: Tensor, x: Tensor, y: Tensor, how: How) -> StackedTape:

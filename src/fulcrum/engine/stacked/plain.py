@@ -9,18 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fulcrum.engine.stacked import fused
 from fulcrum.engine.stacked import geometry as geo
 from fulcrum.engine.stacked.geometry import Window
 from fulcrum.models import Tempered
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A layer without parameters. forward(h) -> (out, kept); backward(g, kept) -> gradient of h."""
+class Pool:
+    """What a pooling does, mean or largest of each window, and its torch form (as in `Plain`)."""
 
-    name: str
+    window: Window
+    mean: bool
     forward: Callable[[Tensor], tuple[Tensor, Any]]
     backward: Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A layer without parameters. forward(h) -> (out, kept); backward(g, kept) -> gradient of h.
+
+    A pooling says so in `pool`; its forward(h, bias) adds a bias [S, C] first.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Any]]
+    backward: Callable[[Tensor, Any], Tensor]
+    pool: Pool | None = None
 
 
 def _relu(layer: nn.Module) -> Plain:
@@ -68,18 +83,64 @@ ACTIVATIONS: dict[type[nn.Module], Callable[[Any], Plain]] = {
 
 
 def max_pool(window: Window) -> Plain:
-    return Plain("max-pool", lambda h: geo.max_pool(h, window), lambda g, which: geo.max_unpool(g, which, window))
+    return _pool(Pool(window, False, lambda h: geo.max_pool(h, window), lambda g, which: geo.max_unpool(g, which, window)))
 
 
 def avg_pool(window: Window) -> Plain:
-    return Plain("avg-pool", lambda h: (geo.avg_pool(h, window), None), lambda g, _: geo.avg_unpool(g, window))
+    return _pool(Pool(window, True, lambda h: (geo.avg_pool(h, window), None), lambda g, _: geo.avg_unpool(g, window)))
 
 
-def global_pool(height: int, width: int) -> Plain:
+def global_pool(height: int, width: int, channels: int) -> Plain:
     def backward(g: Tensor, _: Any) -> Tensor:
         return (g / (height * width)).expand(*g.shape[:2], height, width, g.shape[-1])
 
-    return Plain("global-pool", lambda h: (h.mean(dim=(2, 3), keepdim=True), None), backward)
+    window = Window(height, width, channels, (height, width), (height, width))
+    return _pool(Pool(window, True, lambda h: (h.mean(dim=(2, 3), keepdim=True), None), backward))
+
+
+def _pool(pool: Pool, relu: bool = False) -> Plain:
+    """Pooling, after relu or not: one kernel where there is one, else by torch. Either reads the other's notes."""
+    window, mean = pool.window, pool.mean
+
+    def by_torch(h: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
+        if bias is not None:
+            h = h + bias.to(h.dtype)[:, None, None, None]
+        if not relu:
+            return pool.forward(h)
+        if mean:
+            out = torch.relu(h)
+            return pool.forward(out)[0], out
+        best, which = pool.forward(h)  # relu of the largest is the largest relu, and there are fewer of them
+        return torch.relu(best), which.masked_fill_(best <= 0, geo.STOPPED)
+
+    def forward(h: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Any]:
+        return fused.pool(h, window, mean, relu, bias) or by_torch(h, bias)
+
+    def backward(g: Tensor, note: Any) -> Tensor:
+        if note is None or not note.is_floating_point():
+            found = fused.unpool(g, note, window, mean, relu)
+            if found is not None:
+                return found
+        if not mean or note is None:
+            return pool.backward(g, note)
+        if note.is_floating_point():
+            return torch.ops.aten.threshold_backward(pool.backward(g, None), note, 0)  # type: ignore[no-any-return]
+        return geo.masked_unpool(g, note, window)
+
+    kind = "avg-pool" if mean else "max-pool"
+    return Plain(f"relu+{kind}" if relu else kind, forward, backward, pool)
+
+
+def joined(steps: list[Any]) -> list[Any]:
+    """Steps with each relu before a pooling taken into it, so that one pass over the numbers does both."""
+    out: list[Any] = []
+    for step in steps:
+        last = out[-1] if out else None
+        if isinstance(step, Plain) and step.pool and isinstance(last, Plain) and last.name == "relu":
+            out[-1] = _pool(step.pool, relu=True)
+        else:
+            out.append(step)
+    return out
 
 
 def flatten(height: int, width: int, channels: int) -> Plain:

@@ -1,0 +1,111 @@
+"""Patches and pooling in one kernel each, where triton and a GPU are there; else None, and the caller uses torch.
+
+The torch code of `geometry` stays the definition: every function here gives the same numbers, up to one rounding
+of bf16. FULCRUM_TRITON=0 turns this off. Kernels are compiled when first used (triton keeps them on disk); if that
+fails, `trouble` says why and torch does the work from then on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulcrum.engine.stacked.geometry import Window
+
+BLOCK = 1024
+"""Numbers that one program writes."""
+
+trouble: list[str] = []
+"""Why the kernels are not used although they are wanted; empty while all is well."""
+
+
+@cache
+def _wanted() -> tuple[bool, bool]:
+    """(there and not turned off, run by triton's interpreter): asked once a process."""
+    there = os.environ.get("FULCRUM_TRITON", "1") != "0" and importlib.util.find_spec("triton") is not None
+    return there, there and os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def ready(values: Tensor) -> bool:
+    """Whether the kernels take this tensor."""
+    there, interpreted = _wanted()
+    fits = values.dtype in (torch.float32, torch.bfloat16) and values.numel() > 0
+    return there and not trouble and fits and (values.is_cuda or interpreted)
+
+
+def _launch(name: str, size: int, images: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    """Runs a kernel that writes `size` numbers for each image; False if it could not be compiled."""
+    try:
+        from fulcrum.engine.stacked import kernels
+
+        block = min(BLOCK, max(64, 1 << (size - 1).bit_length()))
+        blocks = -(-size // block)
+        getattr(kernels, name)[(images * blocks,)](*tensors, BLOCKS=blocks, BLOCK=block, **given)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        trouble.append(f"no fused kernels: {name}: {type(error).__name__}: {first}")
+        return False
+    return True
+
+
+def _shape(window: Window) -> dict[str, int]:
+    (oh, ow), (kh, kw), (sh, sw) = window.out, window.kernel, window.stride
+    sides = {"H": window.height, "W": window.width, "C": window.channels, "OH": oh, "OW": ow}
+    return {**sides, "KH": kh, "KW": kw, "SH": sh, "SW": sw}
+
+
+def patches(h: Tensor, window: Window) -> Tensor | None:
+    """As `geometry.patches`."""
+    if not ready(h):
+        return None
+    sets, n = h.shape[:2]
+    out = h.new_empty((sets, n, window.positions, window.size))
+    (ph, pw), (dh, dw) = window.padding, window.dilation
+    given = {**_shape(window), "PH": ph, "PW": pw, "DH": dh, "DW": dw}
+    done = _launch("patches", window.positions * window.size, sets * n, (h.contiguous(), out), given)
+    return out if done else None
+
+
+def unpatch(g: Tensor, window: Window) -> Tensor | None:
+    """As `geometry.unpatch`; sums of bf16 are kept in float32."""
+    if not ready(g) or window.dilation != (1, 1):
+        return None
+    out = g.new_empty((*g.shape[:2], window.height, window.width, window.channels))
+    given = {**_shape(window), "PH": window.padding[0], "PW": window.padding[1]}
+    size = window.height * window.width * window.channels
+    return out if _launch("unpatch", size, g.shape[0] * g.shape[1], (g.contiguous(), out), given) else None
+
+
+def pool(h: Tensor, window: Window, mean: bool, relu: bool, bias: Tensor | None) -> tuple[Tensor, Any] | None:
+    """Bias [S, C] added, relu, then the largest or the mean of each window; and a note for `unpool`."""
+    area = window.kernel[0] * window.kernel[1]
+    if not ready(h) or area > (31 if mean and relu else 255):
+        return None
+    sets, n = h.shape[:2]
+    out = h.new_empty((sets, n, *window.out, window.channels))
+    kind = torch.int32 if mean and area > 8 else torch.uint8
+    noted = relu or not mean
+    note = torch.empty_like(out, dtype=kind) if noted else out
+    given = {**_shape(window), "BIAS": bias is not None, "RELU": relu, "MEAN": mean}
+    tensors = (h.contiguous(), out if bias is None else bias.to(h.dtype).contiguous(), out, note, n)
+    done = _launch("pool", window.positions * window.channels, sets * n, tensors, given)
+    return (out, note if noted else None) if done else None
+
+
+def unpool(g: Tensor, note: Tensor | None, window: Window, mean: bool, relu: bool) -> Tensor | None:
+    """The gradient of `pool`, from its note."""
+    if not ready(g) or (note is None and (relu or not mean)):
+        return None
+    out = g.new_empty((*g.shape[:2], window.height, window.width, window.channels))
+    g = g.contiguous()
+    size = window.height * window.width * window.channels
+    given = {**_shape(window), "RELU": relu, "MEAN": mean}
+    tensors = (g, g if note is None else note.contiguous(), out)
+    return out if _launch("unpool", size, g.shape[0] * g.shape[1], tensors, given) else None

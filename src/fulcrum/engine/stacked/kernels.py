@@ -1,0 +1,154 @@
+"""Triton kernels of the stacked engine. Import this only where triton is installed; `fused` does.
+
+Every kernel writes each number of its output once, from a gather: no atomics, so always the same bits. A program
+serves BLOCK neighbouring numbers of one image; all of a layer's geometry is known when it is compiled, and block
+sizes are fixed, so that a launch can be recorded in a CUDA graph. Images lie channels last, [image, H, W, C].
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def patches(
+    h, out, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+):  # fmt: skip
+    """h [image, H, W, C] -> out [image, OH * OW, KH * KW * C], zeros where a window looks over the edge."""
+    size: tl.constexpr = OH * OW * KH * KW * C
+    pid = tl.program_id(0)
+    image = (pid // BLOCKS).to(tl.int64)
+    at = (pid % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    c = at % C
+    j = (at // C) % KW
+    i = (at // (C * KW)) % KH
+    ox = (at // (C * KW * KH)) % OW
+    oy = at // (C * KW * KH * OW)
+    y = oy * SH - PH + i * DH
+    x = ox * SW - PW + j * DW
+    if PH == 0 and PW == 0:
+        seen = inside
+    else:
+        seen = inside & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+    value = tl.load(h + image * (H * W * C) + (y * W + x) * C + c, mask=seen, other=0.0)
+    tl.store(out + image * size + at, value, mask=inside)
+
+
+@triton.jit
+def unpatch(
+    g, out, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr,
+):  # fmt: skip
+    """g [image, OH * OW, KH * KW * C] -> out [image, H, W, C], the sum over the windows that saw a pixel."""
+    size: tl.constexpr = H * W * C
+    pid = tl.program_id(0)
+    image = (pid // BLOCKS).to(tl.int64)
+    at = (pid % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    c = at % C
+    x = (at // C) % W + PW
+    y = at // (C * W) + PH
+    start = g + image * (OH * OW * KH * KW * C)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for a in tl.static_range((KH + SH - 1) // SH):
+        i = y % SH + a * SH
+        oy = y // SH - a
+        for b in tl.static_range((KW + SW - 1) // SW):
+            j = x % SW + b * SW
+            ox = x // SW - b
+            seen = inside & (i < KH) & (oy >= 0) & (oy < OH) & (j < KW) & (ox >= 0) & (ox < OW)
+            total += tl.load(start + (((oy * OW + ox) * KH + i) * KW + j) * C + c, mask=seen, other=0.0).to(tl.float32)
+    tl.store(out + image * size + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def pool(
+    h, bias, out, note, per_set, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr,
+    SW: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    """h [image, H, W, C] -> out, note [image, OH, OW, C]: bias [image // per_set, C] added, relu, largest or mean.
+
+    note: for the largest, which it was (the first in reading order), 255 where relu stops the gradient; for the
+    mean with relu, a bit for each number of the window that relu lets through.
+    """
+    size: tl.constexpr = OH * OW * C
+    pid = tl.program_id(0)
+    number = pid // BLOCKS
+    image = number.to(tl.int64)
+    at = (pid % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    c = at % C
+    ox = (at // C) % OW
+    oy = at // (C * OW)
+    start = h + image * (H * W * C) + (oy * SH * W + ox * SW) * C + c
+    shift = tl.zeros([BLOCK], dtype=tl.float32)
+    if BIAS:
+        shift = tl.load(bias + (number // per_set) * C + c, mask=inside, other=0.0).to(tl.float32)
+    best = tl.zeros([BLOCK], dtype=tl.float32)
+    found = tl.zeros([BLOCK], dtype=tl.int32)
+    for tap in tl.static_range(KH * KW):
+        value = tl.load(start + ((tap // KW) * W + tap % KW) * C, mask=inside, other=0.0).to(tl.float32) + shift
+        if MEAN:
+            if RELU:
+                stopped = value <= 0  # NaN goes through
+                value = tl.where(stopped, 0.0, value)
+                found = tl.where(stopped, found, found | (1 << tap))
+            best += value
+        elif tap == 0:
+            best = value
+        else:
+            larger = (value > best) | ((value != value) & (best == best))
+            best = tl.where(larger, value, best)
+            found = tl.where(larger, tap, found)
+    if MEAN:
+        best = best / (KH * KW)
+    elif RELU:
+        stopped = best <= 0
+        best = tl.where(stopped, 0.0, best)
+        found = tl.where(stopped, 255, found)
+    tl.store(out + image * size + at, best.to(out.dtype.element_ty), mask=inside)
+    if RELU or not MEAN:
+        tl.store(note + image * size + at, found.to(note.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def unpool(
+    g, note, out, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    RELU: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    """The gradient of `pool`: g, note [image, OH, OW, C] -> out [image, H, W, C]."""
+    size: tl.constexpr = H * W * C
+    pid = tl.program_id(0)
+    image = (pid // BLOCKS).to(tl.int64)
+    at = (pid % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    c = at % C
+    x = (at // C) % W
+    y = at // (C * W)
+    before = image * (OH * OW * C)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for a in tl.static_range((KH + SH - 1) // SH):
+        i = y % SH + a * SH
+        oy = y // SH - a
+        for b in tl.static_range((KW + SW - 1) // SW):
+            j = x % SW + b * SW
+            ox = x // SW - b
+            seen = inside & (i < KH) & (oy >= 0) & (oy < OH) & (j < KW) & (ox >= 0) & (ox < OW)
+            place = before + (oy * OW + ox) * C + c
+            value = tl.load(g + place, mask=seen, other=0.0).to(tl.float32)
+            tap = i * KW + j
+            if MEAN:
+                value = value / (KH * KW)
+                if RELU:
+                    kept = tl.load(note + place, mask=seen, other=0).to(tl.int32)
+                    value = tl.where(((kept >> tap) & 1) != 0, value, 0.0)
+            else:
+                kept = tl.load(note + place, mask=seen, other=255).to(tl.int32)
+                value = tl.where(kept == tap, value, 0.0)
+            total += value
+    tl.store(out + image * size + at, total.to(out.dtype.element_ty), mask=inside)
