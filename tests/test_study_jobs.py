@@ -203,6 +203,20 @@ def test_a_stack_gives_the_same_as_one_after_the_other(tmp_path):
         assert result.C[-1][1] == pytest.approx(alone[i].C[-1][1], rel=1e-3)
 
 
+def test_runs_that_differ_in_their_transform_are_not_stacked_together(tmp_path):
+    jobs = [
+        dataclasses.replace(job(clip={"rule": "wav", "shrink": shrink}, data={"parties": 2}), epsilon=4.0)
+        for shrink in (0.0, 2.0)
+    ]
+    jobs = calibrated(jobs)
+    how = backends.How(device="cpu", say=lambda _: None)
+    stacked = {j.id: r.loss for j, r in backends.run_jobs(jobs, "stacked", how)}
+    alone = {j.id: r.loss for j, r in backends.run_jobs(jobs, "sequential", how)}
+    assert stacked == pytest.approx(alone, rel=1e-4)
+    first, second = alone.values()
+    assert first != pytest.approx(second, rel=1e-3)
+
+
 def test_a_rule_that_fails_costs_the_others_nothing(tmp_path, monkeypatch):
     jobs = calibrated(paper_jobs(small(tmp_path).only(methods=["dp-sgd", "moo"], epsilons=[4.0], seeds=1)))
     said: list[str] = []

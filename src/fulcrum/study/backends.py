@@ -246,7 +246,9 @@ def shape(job: Job) -> Hashable:
     s = job.settings
     held = (s.data.validation, s.run.seed) if s.data.validation else 0.0
     train = (s.train.rounds, local_steps(s.train), s.train.server)
-    return (s.data.source, held, s.model, s.clip.rule, s.clip.groups, train, s.privacy.unit)
+    # A stack takes its transform, and so wav's shrinkage, from its first run.
+    clip = (s.clip.rule, s.clip.groups, s.clip.shrink)
+    return (s.data.source, held, s.model, clip, train, s.privacy.unit)
 
 
 BACKENDS: dict[str, Backend] = {"sequential": sequential, "processes": processes, "stacked": stacked}

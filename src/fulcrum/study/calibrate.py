@@ -14,7 +14,7 @@ from fulcrum.study.job import Job
 
 FREE = {
     "train": ("lr", "schedule", "warmup", "decay_rounds", "decay", "weight_decay", "weights", "ema"),
-    "clip": ("C0", "C_min", "C_max", "kappa", "balance", "eta_C", "beta", "phi"),
+    "clip": ("C0", "C_min", "C_max", "kappa", "balance", "eta_C", "beta", "phi", "rho_c", "shrink", "stability"),
 }
 """Settings that cannot change what a release costs; those of any other name are taken to."""
 
