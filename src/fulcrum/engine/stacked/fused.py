@@ -49,7 +49,8 @@ def _start(name: str, programs: int, tensors: tuple[Any, ...], given: dict[str, 
     try:
         from fulcrum.engine.stacked import kernels
 
-        getattr(kernels, name)[(programs,)](*tensors, **given)
+        with torch.cuda.device_of(tensors[0]):  # triton launches on the current device
+            getattr(kernels, name)[(programs,)](*tensors, **given)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
