@@ -6,6 +6,7 @@ eta = 0.2: chance is 10%. This is no comparison of methods; one learning rate ca
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import fulcrum
 from fulcrum.data import Dataset, from_arrays, load
 from fulcrum.methods import METHODS
+from helpers import toy_data
 from test_data_real import need
 
 SMALL: dict[str, Any] = {"epsilon": 3.61, "parties": 4, "rounds": 20, "rate": 0.1, "lr": 0.2, "model": "linear"}
@@ -50,3 +52,22 @@ def test_every_method_learns_mnist_at_epsilon_3_61(method: str, mnist: Dataset) 
 def test_noise_that_destroys_training_is_noticed(mnist: Dataset) -> None:
     """What the test above would see of a method that learns nothing."""
     assert learn(mnist, method="dp-sgd", epsilon=0.01, lr=20.0).accuracy < 0.35
+
+
+@pytest.mark.parametrize("method", [*METHODS])
+def test_every_method_goes_on_after_an_interruption_as_if_there_had_been_none(method: str, tmp_path: Path) -> None:
+    data = toy_data(60)
+    words: dict[str, Any] = {"method": method, "model": "linear", "sigma": 1.0, "rounds": 5, "partition": "iid"}
+    words |= {"parties": 3, "run": {"checkpoint_every": 2}, "data": data}
+    whole = fulcrum.train(**words, out=tmp_path / "whole")
+
+    def stop(result: fulcrum.RoundResult) -> None:
+        if result.round == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fulcrum.train(**words, out=tmp_path / "cut", on_round=stop)
+    again = fulcrum.resume(tmp_path / "cut", dataset=data)
+    assert again.C == whole.C
+    assert again.epsilons == whole.epsilons
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters(), strict=True))

@@ -13,6 +13,7 @@ from torch import nn
 
 from fulcrum.clip import RULES
 from fulcrum.clip.fixed import FIXED
+from fulcrum.clip.rule import no_share
 from fulcrum.config import Clip, Model, Settings, check
 from fulcrum.data import Dataset, from_arrays
 from fulcrum.engine import ENGINES, find_engine
@@ -73,6 +74,30 @@ def test_every_rule_equals_the_reference(rule: str, steps: int, groups: str) -> 
     for sigma in (0.0, 1.0):
         wanted = request(problem, steps, sigma)
         assert_equal(list(ReferenceEngine(problem).run(wanted)), stacked(problem, wanted))
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.share is not no_share])
+@pytest.mark.parametrize("every", [2, 100])
+def test_statistics_now_and_then_equal_the_reference(rule: str, every: int) -> None:
+    """Asked in some steps of some rounds: the events differ by step, and what was not asked for is zero."""
+    problem = toy_problem(rule, parties=3)
+    wanted = request(problem, 3, 1.0)
+    tasks = tuple(dataclasses.replace(task, every=1 if k == 2 else every) for k, task in enumerate(wanted.assignments))
+    wanted = dataclasses.replace(wanted, assignments=tasks)
+    replies = list(ReferenceEngine(problem).run(wanted))
+    assert_equal(replies, stacked(problem, wanted))
+    assert [len({event.sigma for event in reply.events}) for reply in replies] == [2 if every == 2 else 1] * 2 + [1]  # type: ignore[union-attr]
+    assert [bool(reply.extra.any()) for reply in replies] == [every == 2] * 2 + [True]
+
+
+@pytest.mark.parametrize("reading", ["loss", "hypergradient", "derivative"])
+@pytest.mark.parametrize("limit", [0, 3])
+def test_a_rule_that_reads_losses_and_learning_rates_equals_the_reference(reading: str, limit: int) -> None:
+    for rule in ("moo-paper", "moo-paper-batch"):
+        problem = toy_problem(rule, parties=3)
+        state = problem.rule.init(Clip(C0=0.5, kappa=0.3, reading=reading), problem.shape)
+        wanted = request(problem, 2, 1.0, states=(state,) * 3)
+        assert_equal(list(ReferenceEngine(problem).run(wanted)), stacked(problem, wanted, limit))
 
 
 def odd() -> nn.Module:

@@ -97,6 +97,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
         device=device,
         diagnostics=settings.run.diagnostics,
         precision=settings.run.precision,
+        workers=settings.run.workers,
     )
     check_rule(rule, settings, problem)
     plan = make_plan(settings, partition, unit_counts(dataset, partition, settings.privacy.unit), rule)

@@ -196,6 +196,8 @@ class Run:
     """auto, cpu, cuda or cuda:N."""
     precision: str = "float32"
     """Of matrix products in the stacked engine: float32, or on a GPU tf32 or bf16, faster and less exact."""
+    workers: int = 0
+    """Parties that the parallel engine trains at a time, a core each; 0: PyTorch's number of threads. Same bits."""
     evaluate_every: int = 1
     checkpoint_every: int = 10
     diagnostics: bool = False
@@ -242,7 +244,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.randomness": ("seeded", "secure"),
     "privacy.noise_schedule": ("constant", "growth", "phases"),
     "central.estimator": ("fixed", "clipped"),
-    "run.engine": ("auto", "reference", "stacked"),
+    "run.engine": ("auto", "reference", "stacked", "parallel"),
     "run.precision": ("float32", "tf32", "bf16"),
 }
 
@@ -290,6 +292,7 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "central.weight_cap": (0, True, math.inf, False),
     "central.min_weight": (0, False, 1, True),
     "run.seed": (0, True, 2**63, False),
+    "run.workers": (0, True, 1024, True),
     "run.evaluate_every": (1, True, math.inf, False),
     "run.checkpoint_every": (1, True, math.inf, False),
 }

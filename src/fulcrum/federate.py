@@ -26,8 +26,11 @@ from fulcrum.evaluate import evaluate
 from fulcrum.ledger import Account, Ledger
 from fulcrum.local import Problem
 from fulcrum.plan import Plan
-from fulcrum.rng import torch_stream
+from fulcrum.rng import numpy_stream
 from fulcrum.types import Assignment, ClientReply, Event, Gaussian, Released, RoundRequest, RoundResult, State
+
+EPSILONS = 1000
+"""Federations of up to this many parties list every party's epsilon in every round."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def federate(
             averaged=snapshot.averaged,
             C=C,
             epsilon=purse.largest,
-            epsilons=tuple(purse.epsilons),
+            epsilons=purse.listed(),
             participants=None if plan.central else tuple(granted),
             seconds=time.perf_counter() - began,
             accuracy=accuracy,
@@ -171,8 +174,14 @@ def invite(settings: Settings, parties: int, t: int) -> list[int]:
     """Who is asked in round t: each party with probability q_c. The coin is public: it amplifies nothing."""
     if settings.train.participation >= 1:
         return list(range(parties))
-    coins = torch.rand(parties, generator=torch_stream(settings.run.seed, "participation", t), dtype=torch.float64)
-    chosen: list[int] = torch.nonzero(coins < settings.train.participation).flatten().tolist()
+    # The gaps between those who are drawn are geometric: nothing is drawn for the many who sit out.
+    stream, chance = numpy_stream(settings.run.seed, "participation", t), settings.train.participation
+    chosen: list[int] = []
+    last = -1
+    while last < parties:
+        places = last + stream.geometric(chance, size=int(1.1 * chance * parties) + 20).cumsum()
+        chosen += places[places < parties].tolist()
+        last = int(places[-1])
     return chosen
 
 
@@ -358,20 +367,25 @@ class Purse:
 
     def __init__(self, plan: Plan, delta: float, accountant: str) -> None:
         self.plan, self.delta, self.accountant = plan, delta, accountant
-        self.epsilons: list[float] = [0.0] * plan.parties
         self.largest = 0.0
         # Parties with the same past share one Spend, and its epsilon is computed once.
-        self._pasts: list[Spend] = [Spend.none()]
+        self._pasts: list[tuple[Spend, float]] = [(Spend.none(), 0.0)]
         self._past_of: dict[int, int] = {}
-        self._next: dict[tuple[int, tuple[Event, ...]], tuple[int, float]] = {}
+        self._next: dict[tuple[int, tuple[Event, ...]], int] = {}
 
     def pay(self, t: int, clients: Sequence[int]) -> None:
         """Add round t's events for the clients that took part."""
         for k in clients:
             past, events = self._past_of.get(k, 0), self.plan.events(k, t)
             if (past, events) not in self._next:
-                self._pasts.append(self._pasts[past].plus(events))
-                cost = self._pasts[-1].epsilon(self.delta, self.accountant)
-                self._next[past, events] = (len(self._pasts) - 1, cost)
-            self._past_of[k], self.epsilons[k] = self._next[past, events]
-            self.largest = max(self.largest, self.epsilons[k])
+                spend = self._pasts[past][0].plus(events)
+                self._pasts.append((spend, spend.epsilon(self.delta, self.accountant)))
+                self._next[past, events] = len(self._pasts) - 1
+            self._past_of[k] = self._next[past, events]
+            self.largest = max(self.largest, self._pasts[self._past_of[k]][1])
+
+    def listed(self) -> tuple[float, ...]:
+        """Every party's epsilon so far; empty in a federation too large to list each round (`EPSILONS`)."""
+        if self.plan.parties > EPSILONS:
+            return ()
+        return tuple(self._pasts[self._past_of.get(k, 0)][1] for k in range(self.plan.parties))

@@ -180,7 +180,7 @@ class Ledger:
         self._seen = 0  # last entry that is in _spends
         self._spends: dict[int, Spend] = {}
         self._accounts: dict[str, tuple[int, Account]] = {}
-        self._accounts_seen = (0, 0)
+        self._budgets_seen = 0  # last budget that is in _accounts; every party has one from the start
 
     @staticmethod
     def open(path: str | Path, wait: float = 30.0) -> Ledger:
@@ -246,14 +246,15 @@ class Ledger:
                     self._db.execute("ROLLBACK")
 
     def _refresh(self) -> None:
-        newest = self._db.execute("SELECT (SELECT max(id) FROM parties), (SELECT max(id) FROM budgets)").fetchone()
-        if newest != self._accounts_seen:
-            parties = self._db.execute(
-                "SELECT p.id, p.name, b.epsilon, p.delta, p.accountant, p.unit, p.population FROM parties p"
-                " JOIN budgets b ON b.id = (SELECT max(id) FROM budgets WHERE party = p.id)"
-            )
-            self._accounts = {row[1]: (row[0], Account(*row[1:])) for row in parties}
-            self._accounts_seen = newest
+        # Only what was added since: the cost of a round must not grow with the parties that are enrolled.
+        fresh = self._db.execute(
+            "SELECT b.id, p.id, p.name, b.epsilon, p.delta, p.accountant, p.unit, p.population FROM budgets b"
+            " JOIN parties p ON p.id = b.party WHERE b.id > ? ORDER BY b.id",
+            (self._budgets_seen,),
+        )
+        for budget, party, *terms in fresh:
+            self._accounts[terms[0]] = (party, Account(*terms))
+            self._budgets_seen = budget
         rows = self._db.execute(
             "SELECT party, events, count(*), max(id) FROM entries WHERE id > ? GROUP BY party, events", (self._seen,)
         ).fetchall()
@@ -292,11 +293,13 @@ class Ledger:
                 _same_terms(self._accounts[account.name][1], account)
             return
         with self._writing(), self._reading():
-            known = {name: account for name, (_, account) in self._accounts.items()}
+            added: dict[str, Account] = {}
             for account in accounts:
-                if known.setdefault(account.name, account) is not account:
-                    _same_terms(known[account.name], account)
+                known = self._accounts[account.name][1] if account.name in self._accounts else added.get(account.name)
+                if known is not None:
+                    _same_terms(known, account)
                     continue
+                added[account.name] = account
                 now = time.time()
                 cursor = self._db.execute(
                     "INSERT INTO parties (name, delta, accountant, unit, population, time) VALUES (?, ?, ?, ?, ?, ?)",

@@ -6,14 +6,16 @@ batch; step. An empty sample still adds noise and still steps. A non-finite grad
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from fulcrum.clip.rule import ClipRule, Shape, alone
 from fulcrum.data import Dataset, Partition, Party, party_of, sample_units
-from fulcrum.grads import record
+from fulcrum.grads import Follower
 from fulcrum.models import Layout
 from fulcrum.noise import hold, hold_both, release, scales
 from fulcrum.rng import Randomness
@@ -24,7 +26,8 @@ from fulcrum.types import Assignment, Bounds, ClientReply, Event, Released, Roun
 class Problem:
     """What stays the same over all rounds and clients of a run: data, model, rule, randomness.
 
-    groups: for each parameter tensor the group it is clipped in; empty when flat.
+    groups: for each parameter tensor the group it is clipped in; empty when flat. workers: how many
+    cores the parallel engine may use; 0 leaves it to PyTorch's number of threads.
     """
 
     dataset: Dataset
@@ -38,23 +41,34 @@ class Problem:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     diagnostics: bool = False
     precision: str = "float32"
+    workers: int = 0
 
     @property
     def shape(self) -> Shape:
         """What the rule may know of the model."""
         return Shape(self.layout.dim, self.layout.sizes, self.groups)
 
+    @cached_property
+    def coordinates(self) -> torch.Tensor:
+        """The group of each of the d coordinates, int64 [d]."""
+        return coordinate_groups(self.layout, self.groups).to(self.device)
+
     def party(self, client: int) -> Party:
         """The client's records and units."""
         return party_of(self.dataset, self.partition, client, self.unit)
 
 
-def train_client(problem: Problem, request: RoundRequest, task: Assignment, state: State) -> ClientReply:
-    """Run one client's N local steps and return what leaves it: its update and the events behind it."""
+def train_client(
+    problem: Problem, request: RoundRequest, task: Assignment, state: State, work: Work | None = None
+) -> ClientReply:
+    """Run one client's N local steps and return what leaves it: its update and the events behind it.
+
+    `work` clips and adds up the gradients of a sample; by default it writes them all out (`by_matrix`).
+    """
+    work = work or by_matrix(Follower(problem.model, problem.layout))
     party = problem.party(task.client)
     theta = request.params
     batch = task.rate * party.units
-    groups = coordinate_groups(problem.layout, problem.groups).to(problem.device)
     extras: list[torch.Tensor] = []
     events: list[Event] = []
     seen: list[dict[str, float]] = []
@@ -62,9 +76,9 @@ def train_client(problem: Problem, request: RoundRequest, task: Assignment, stat
     for step in range(task.steps):
         key = (request.round, task.client, step)
         rows, slots, count = sample_units(problem.randomness, ("sample", *key), party, task.rate)
-        gradients, losses = unit_gradients(problem, theta, rows, slots, count)  # [B, d], [B]
         view = problem.rule.view(state, request.round, request.rounds)
-        given = contribute(problem.rule, view, state, gradients, losses, groups, task.sigma, batch, lr=task.lr)
+        terms = Terms(task.sigma, batch, task.lr)
+        given = work(problem, Sample(theta, rows, slots, count), view, state, terms)
         state = given.state
 
         asked = task.asks(request.round, step)
@@ -81,7 +95,7 @@ def train_client(problem: Problem, request: RoundRequest, task: Assignment, stat
             public = (task.lr, 1, request.round, request.rounds, noise, float(asked))
             state = problem.rule.adapt(state, Released(change, extras[-1], *public))
         if problem.diagnostics:
-            seen.append(_look(given, losses))
+            seen.append(_look(given))
 
     return ClientReply(
         client=task.client,
@@ -93,21 +107,56 @@ def train_client(problem: Problem, request: RoundRequest, task: Assignment, stat
     )
 
 
-def unit_gradients(
-    problem: Problem, theta: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradient [B, d] and loss [B] of each sampled unit at theta.
+@dataclass(frozen=True)
+class Sample:
+    """One step's units at the weights theta [d]: rows [b] of the data set, the unit (0..count-1) of each row."""
+
+    theta: torch.Tensor
+    rows: torch.Tensor
+    slots: torch.Tensor
+    count: int
+
+    def records(self, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sampled records, x [b, ...] and y [b]."""
+        return problem.dataset.x[self.rows].to(problem.device), problem.dataset.y[self.rows].to(problem.device)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A step's public numbers: noise multiplier, expected batch, learning rate."""
+
+    sigma: float
+    batch: float
+    lr: float
+
+
+Work = Callable[[Problem, Sample, View, State, Terms], "Contribution"]
+"""From a sample, a rule's view and state and the step's terms to the clipped sum, before noise."""
+
+
+def by_matrix(follow: Follower) -> Work:
+    """The obvious way: every unit's gradient is written out, [B, d]."""
+
+    def work(problem: Problem, sample: Sample, view: View, state: State, terms: Terms) -> Contribution:
+        gradients, losses = unit_gradients(problem, follow, sample)
+        return contribute(
+            problem.rule, view, state, gradients, losses, problem.coordinates, terms.sigma, terms.batch, lr=terms.lr
+        )
+
+    return work
+
+
+def unit_gradients(problem: Problem, follow: Follower, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient [B, d] and loss [B] of each sampled unit.
 
     For unit `person` a unit's gradient is the mean over that person's records, so that somebody with
     many records counts as much as somebody with one.
     """
-    x = problem.dataset.x[rows].to(problem.device)
-    y = problem.dataset.y[rows].to(problem.device)
-    tape = record(problem.model, problem.layout, theta, x, y)
+    tape = follow(sample.theta, *sample.records(problem))
     gradients, losses = tape.matrix(), tape.losses
     if problem.unit == "example":
         return gradients, losses
-    slots = slots.to(problem.device)
+    slots, count = sample.slots.to(problem.device), sample.count
     records = torch.bincount(slots, minlength=count).to(losses)  # [B]
     summed = gradients.new_zeros((count, gradients.shape[1])).index_add_(0, slots, gradients)
     return summed / records[:, None], losses.new_zeros(count).index_add_(0, slots, losses) / records
@@ -115,7 +164,10 @@ def unit_gradients(
 
 @dataclass(frozen=True)
 class Contribution:
-    """The clipped sum [m] and extra statistics [J] of a batch, before noise, and what bounds them."""
+    """The clipped sum [m] and extra statistics [J] of a batch, before noise, and what bounds them.
+
+    stats, factors [B, G] and losses [B] are what they were made from; never released.
+    """
 
     sum: torch.Tensor
     extra: torch.Tensor
@@ -123,6 +175,7 @@ class Contribution:
     state: State
     stats: Stats
     factors: torch.Tensor
+    losses: torch.Tensor
 
 
 def contribute(
@@ -160,17 +213,28 @@ def contribute(
         batch=batch,
         lr=lr,
     )
+    factors, extra, bounds, state = judge(rule, stats, state, lambda f: weighted_sum(f, coefficients, where))
+    scaled = factors if weights is None else factors * weights[:, None]
+    return Contribution(weighted_sum(scaled, coefficients, where), extra, bounds, state, stats, factors, losses)
+
+
+def judge(
+    rule: ClipRule, stats: Stats, state: State, add_up: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, Bounds, State]:
+    """What the rule makes of a batch: factors [B, G], the summed extra statistics, bounds, next state.
+
+    The statistics are [J], or [J + m] where the rule asks for a second sum; add_up(factors [B, G]) -> [m]
+    makes such a sum of the batch's gradients.
+    """
     factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
-    extra = extra * mask[:, None]
+    extra = extra * stats.mask[:, None]
     bounds = rule.bounds(state)
-    statistics = []
+    second = []
     if rule.second is not None:
         extra, again = hold_both(rule, extra, rule.second(stats, state), stats.norms, bounds)
-        statistics = [weighted_sum(again, coefficients, where)]
+        second = [add_up(again)]
     factors, extra = hold(rule, factors, extra, stats.norms, bounds)
-    summed = torch.cat([extra.sum(dim=0), *statistics])  # [J], or [J + m] with a second sum
-    scaled = factors if weights is None else factors * weights[:, None]
-    return Contribution(weighted_sum(scaled, coefficients, where), summed, bounds, state, stats, factors)
+    return factors, torch.cat([extra.sum(dim=0), *second]), bounds, state
 
 
 def weighted_sum(factors: torch.Tensor, coefficients: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
@@ -194,8 +258,9 @@ def group_norms(coefficients: torch.Tensor, where: torch.Tensor, groups: int) ->
     return squares.index_add_(1, where, coefficients.square()).sqrt()
 
 
-def _look(given: Contribution, losses: torch.Tensor) -> dict[str, float]:
+def _look(given: Contribution) -> dict[str, float]:
     """Non-private diagnostics of one step. For simulations only."""
+    losses = given.losses
     if len(losses) == 0:
         return {"clipped": 0.0, "mean_norm": 0.0, "train_loss": 0.0, "batch": 0.0}
     return {

@@ -129,7 +129,7 @@ def metrics_line(result: RoundResult) -> dict[str, Any]:
         line["out_of_budget"] = list(result.out_of_budget)
     if len(result.C) > 1:
         line["C_groups"] = list(result.C)
-    if len(result.epsilons) <= PARTIES_PER_LINE:
+    if 0 < len(result.epsilons) <= PARTIES_PER_LINE:
         line["epsilons"] = list(result.epsilons)
     if result.diagnostics:
         line["non_private_diagnostics"] = dict(result.diagnostics)

@@ -111,11 +111,10 @@ def check_each_alone(rule: ClipRule, settings: Clip, shape: Shape) -> None:
     for state in _states(rule, settings, shape):
         for gradients in _batches(shape):
             stats = _stats(rule, state, shape, gradients)
-            together = rule.clip(stats, state)
+            together = _treatment(rule, stats, state)
             for i in range(len(gradients)):
-                alone_ = rule.clip(_row(stats, i), state)
-                for name, whole, one in zip(("factors", "extra statistics"), together[:2], alone_[:2], strict=True):
-                    assert torch.allclose(whole[i], one[0], rtol=1e-5), (
+                for name, single in _treatment(rule, _row(stats, i), state).items():
+                    assert torch.allclose(together[name][i], single[0], rtol=1e-5), (
                         f"{rule.name}: the {name} of a unit depend on the other units of its batch"
                     )
 
@@ -279,7 +278,7 @@ def _states(rule: ClipRule, settings: Clip, shape: Shape) -> Iterator[State]:
 
 
 def _history(rule: ClipRule, settings: Clip, shape: Shape, size: int) -> list[State]:
-    """States, and what is applied to the model, over rounds on a private batch of that size with the same releases."""
+    """The states, and what is applied to the model, over some rounds; releases do not depend on the batch's size."""
     batch = torch.randn(5, shape.dim, generator=torch.Generator().manual_seed(size)) * 10.0**size
     state = rule.init(settings, shape)
     generator = torch.Generator().manual_seed(3)
@@ -326,6 +325,12 @@ def _row(stats: Stats, i: int) -> Stats:
 def _second(rule: ClipRule, stats: Stats, state: State) -> torch.Tensor:
     """Factors of the rule's second sum; zero where it has none."""
     return torch.zeros_like(stats.norms) if rule.second is None else rule.second(stats, state)
+
+
+def _treatment(rule: ClipRule, stats: Stats, state: State) -> dict[str, torch.Tensor]:
+    """What the rule does with each unit, a row each."""
+    factors, extra, _ = rule.clip(stats, state)
+    return {"factors": factors, "extra statistics": extra, "factors of the second sum": _second(rule, stats, state)}
 
 
 def _sizes(rule: ClipRule, stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor]:

@@ -189,7 +189,8 @@ class RoundResult:
     round counts from 1. params [d] is the released model after the server optimiser; averaged [d]
     the exponential moving average of it (the same tensor where averaging is off). C is a list of
     the clipping norm in use in this round (one a group; for client rules the mean over the
-    participants). epsilon is the largest spent by any party so far, epsilons each party's.
+    participants). epsilon is the largest spent by any party so far, epsilons each party's (empty where
+    there are more than 1000: ask the ledger).
     accuracy and loss are on public test data, None in rounds without evaluation. participants is None
     where who took part is secret (unit client); out_of_budget then names the parties that neither took
     part nor paid, because their budget is spent.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.units import UNITS
 
 if TYPE_CHECKING:
+    from fulcrum.federate import Federation
     from fulcrum.plan import Plan
 
 MANY = 20
@@ -50,7 +51,7 @@ def plan(
     federation = api.prepare(settings)
     made, dim = federation.plan, federation.problem.layout.dim
     if as_json:
-        view.print_json(made.to_json(dim))
+        view.print_json({**made.to_json(dim), **as_computed(federation)})
         return
     for warning in show.warnings(federation):
         view.say(f"warning: {warning}")
@@ -73,6 +74,31 @@ def plan(
         f"{'update' if made.central else 'gradient'} over its {dim:,} parameters, as a multiple of the "
         "clipping norm; along v, its part in any one direction."
     )
+    print_engine(as_computed(federation))
+
+
+def as_computed(federation: Federation) -> dict[str, Any]:
+    """Which engine will run, on how many cores, and how each layer's per-example gradients are found."""
+    from fulcrum.engine import choose_engine
+    from fulcrum.grads import paths
+
+    engine = choose_engine(federation.settings.run.engine, federation.problem)
+    found = paths(federation.problem.model)
+    layers = [{"layer": layer, "path": path, "because": reason} for layer, path, reason in found]
+    workers = getattr(federation.engine, "workers", 1)
+    return {"engine": engine, "workers": workers, "device": str(federation.problem.device), "layers": layers}
+
+
+def print_engine(words: dict[str, Any]) -> None:
+    """The same in two lines or more."""
+    at_once = f", {words['workers']} parties at a time" if words["workers"] > 1 else ""
+    print(f"engine  {words['engine']} on {words['device']}{at_once}")
+    ways = {"book": "by book-keeping", "vmap": "by vmap, written out and slower"}
+    for path, way in ways.items():
+        chosen = [layer for layer in words["layers"] if layer["path"] == path]
+        if chosen:
+            listed = ", ".join(f"{layer['layer']} ({layer['because']})" for layer in chosen)
+            print(f"per-example gradients {way}  {listed}")
 
 
 def schedule(made: Plan) -> list[str]:

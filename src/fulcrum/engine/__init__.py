@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from fulcrum.engine import reference
+from fulcrum.engine import parallel, reference
 from fulcrum.engine.stacked import StackedEngine
 from fulcrum.errors import ConfigError
 from fulcrum.grads import keep_memory
@@ -28,17 +28,25 @@ class Engine(Protocol):
 ENGINES: dict[str, Callable[[Problem], Engine]] = {
     "reference": reference.ReferenceEngine,
     "stacked": StackedEngine,
+    "parallel": parallel.ParallelEngine,
 }
+
+FASTEST = {"cpu": "parallel", "cuda": "stacked"}
+"""What measured fastest on each kind of device; `reference` on any other."""
+
+
+def choose_engine(name: str, problem: Problem) -> str:
+    """The engine that a setting names; `auto` takes what measured fastest on the problem's device."""
+    return FASTEST.get(problem.device.type, "reference") if name == "auto" else name
 
 
 def find_engine(name: str, problem: Problem) -> Engine:
-    """The engine of that name, made for a problem; `auto` chooses what measured fastest for it."""
-    fastest = "stacked" if problem.device.type == "cuda" else "reference"
-    chosen = fastest if name == "auto" else name
+    """The engine of that name (or `auto`), made for a problem."""
+    chosen = choose_engine(name, problem)
     if chosen not in ENGINES:
         raise ConfigError(f"run.engine = {name!r} is not known; choose auto or one of {', '.join(ENGINES)}.")
     keep_memory()  # glibc would hand every step's buffers back to the system, and fault them in again
     return ENGINES[chosen](problem)
 
 
-__all__ = ["ENGINES", "Engine", "find_engine"]
+__all__ = ["ENGINES", "Engine", "choose_engine", "find_engine"]

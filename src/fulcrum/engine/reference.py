@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fulcrum.local import Problem, train_client
+from fulcrum.grads import Follower
+from fulcrum.local import Problem, by_matrix, train_client
 from fulcrum.types import ClientReply, RoundRequest
 
 
@@ -16,6 +17,7 @@ class ReferenceEngine:
     problem: Problem
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
-        """Train the participants one by one."""
+        """Train the participants one by one, with every gradient written out."""
+        work = by_matrix(Follower(self.problem.model, self.problem.layout))
         for task, state in zip(request.assignments, request.states, strict=True):
-            yield train_client(self.problem, request, task, state)
+            yield train_client(self.problem, request, task, state, work)

@@ -4,28 +4,26 @@ Each layer with trainable parameters is a site. The forward pass notes the site'
 pass brings the gradient g of its output; the two make the layer's parts (`parts.py`), and g is let go
 as soon as they are made. The first site's input needs no gradient and gets none.
 
-Two ways through the forward pass. A plain `nn.Sequential` of known layers is run layer by layer with
-the given parameters, with channels last in memory on a CPU, where pooling is ten times faster so; the
-model itself is not touched, so several threads may share it. Any other model runs by itself with
-hooks on its sites.
+Two ways through the model. A plain `nn.Sequential` of known layers is run layer by layer with the given
+parameters and without autograd (`sequence.py`). Any other model runs by itself with hooks on its sites.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fulcrum.errors import ModelError
-from fulcrum.grads.layers import KINDS
-from fulcrum.grads.outer import Conv, Dense, outer_rows
+from fulcrum.grads import sequence
+from fulcrum.grads.outer import Conv, Dense, Patches, outer_rows
 from fulcrum.grads.parts import Part, Rows, ranges
-from fulcrum.grads.program import Program, Site
-from fulcrum.grads.tape import Loss, column, group_squares
+from fulcrum.grads.program import Program, Site, Unsuitable
+from fulcrum.grads.tape import Loss, column, cross_entropy, group_squares
 from fulcrum.grads.vmap import module_rows
 from fulcrum.models import Layout, call
 
@@ -33,24 +31,7 @@ KEEP = 1.5
 """Written-out gradients may take this many times the memory of the sites' inputs and outputs."""
 
 
-class Unsuitable(Exception):
-    """Book-keeping cannot follow this model; the message says why."""
-
-
 # --- recording ------------------------------------------------------------------------------------
-
-
-class _Root(torch.autograd.Function):
-    """Makes a fresh output the start of differentiation, in place, so that in-place activations may follow."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, anchor: Tensor) -> Tensor:
-        ctx.mark_dirty(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        return None, None
 
 
 @dataclass(frozen=True)
@@ -58,8 +39,7 @@ class _Use:
     """One pass of the batch through a site."""
 
     site: Site
-    a: Tensor
-    version: int
+    a: Tensor | Patches
     elements: int
     """Of input and output together."""
     entries: int
@@ -72,47 +52,32 @@ class _Recorder:
     def __init__(self, count: int, tensors: tuple[Tensor, ...]) -> None:
         self.count = count
         self.tensors = tensors
-        self.anchor = torch.zeros((), device=tensors[0].device, requires_grad=True)
         self.uses: list[_Use] = []
         self.written: set[int] = set()
         self.parts: list[list[Part]] = [[] for _ in tensors]
 
-    def tap(self, site: Site, a: Tensor, out: Tensor) -> Tensor:
-        """Notes a use; the returned output takes the place of `out`."""
-        if not torch.is_grad_enabled():
-            return out
-        fits = site.kind is None or site.kind.fits(site.module, a)
-        if not fits or a.dim() == 0 or out.dim() == 0 or len(a) != self.count or len(out) != self.count:
-            raise Unsuitable(f"{site.name} does not see one example per row")
-        if out._is_view():
-            # An in-place activation on a view would rewrite history behind the hook below.
-            out = torch.ops.aten._unsafe_view(out, out.shape)
-        if not out.requires_grad:
-            out = _Root.apply(out, self.anchor)  # type: ignore[no-untyped-call]
+    def note(self, site: Site, a: Tensor | Patches, elements: int, out: torch.Size) -> int:
+        """Notes a use, with the shape of its output; returns its number."""
         size = site.kind.size(site.module, out) if site.kind and "weight" in site.own else None
         entries = size.entries * self.count if size and size.worth_writing else 0
-        number = len(self.uses)
-        self.uses.append(_Use(site, a.detach(), a._version, a.numel() + out.numel(), entries))
-        out.register_hook(lambda g: self.collect(number, g))
-        return out
+        self.uses.append(_Use(site, a, elements, entries))
+        return len(self.uses) - 1
 
-    def backward(self, losses: Tensor) -> None:
-        """Brings every output's gradient to `collect`."""
+    def choose(self) -> None:
+        """Settles, before the way back, which gradients are written out: the smallest, as long as there is room."""
         room = KEEP * sum(use.elements for use in self.uses)
         for number in sorted((n for n, use in enumerate(self.uses) if use.entries), key=lambda n: self.uses[n].entries):
             room -= self.uses[number].entries
             if room >= 0:
                 self.written.add(number)
-        if losses.requires_grad:
-            torch.autograd.grad(losses.sum(), self.anchor, allow_unused=True)
 
     def collect(self, number: int, g: Tensor) -> None:
+        """Makes the parts of a use from the gradient of its output."""
         use = self.uses[number]
         site, a = use.site, use.a
-        if a._version != use.version:
-            raise Unsuitable(f"the input of {site.name} is overwritten in place after its use")
         tensors = {name: self.tensors[place] for name, place in site.own.items()}
         if site.kind is None:
+            assert isinstance(a, Tensor)  # patches are of convolutions
             rows = module_rows(site.module, tensors, a, g)
             found: dict[str, Part] = {name: Rows(grads.flatten(1)) for name, grads in rows.items()}
         else:
@@ -129,63 +94,121 @@ def record_book(
     if model in program.sites and program.sites[model].kind is None:
         raise Unsuitable(program.sites[model].reason)
     tensors = tuple(layout.unflatten(params.detach()).values())
-    forward: Callable[..., Tensor] = _run_sequence if program.sequence else _run_hooked
-    if program.sequence and x.device.type == "cpu":
-        tensors = tuple(_channels_last(t) if t.dim() == 4 else t for t in tensors)
-    recorder = _Recorder(len(x), tensors)
-    with torch.enable_grad():
-        logits = forward(model, program, recorder, layout, x.detach())
-        losses = loss(logits, y)
-    if losses.shape != (len(x),):
-        raise ModelError(f"loss must give one value an example, [B], but gave the shape {list(losses.shape)}.")
-    recorder.backward(losses)
+    if program.sequence:
+        recorder, losses = _follow_sequence(program, tensors, x, y, loss)
+    else:
+        recorder, losses = _follow_hooked(model, program, layout, tensors, x, y, loss)
     elements = sum(use.elements for use in recorder.uses)
-    return Book(layout, params, losses.detach(), tuple(tuple(parts) for parts in recorder.parts), elements)
+    return Book(layout, params, losses, tuple(tuple(parts) for parts in recorder.parts), elements)
 
 
-def _run_sequence(model: nn.Module, program: Program, recorder: _Recorder, layout: Layout, x: Tensor) -> Tensor:
-    h, fresh = x, False
-    for layer in program.sequence:
-        kind = KINDS.get(type(layer))
-        if kind is None:
-            # A fresh output belongs to nobody else: no second copy for the most common activation.
-            h = torch.relu_(h) if fresh and type(layer) is nn.ReLU else layer(h)
-            fresh = False
-            continue
-        site = program.sites.get(layer)
-        own = {name: parameter.detach() for name, parameter in layer.named_parameters(recurse=False)}
-        if site is not None:
-            own |= {name: recorder.tensors[place] for name, place in site.own.items()}
-        if not kind.fits(layer, h):
-            raise Unsuitable(f"{type(layer).__name__} does not see one example per row")
-        a, h = h, kind.run(layer, h, own)
-        fresh = site is not None
-        if site is not None:
-            h = recorder.tap(site, a, h)
-    return h
+# --- a plain sequence -----------------------------------------------------------------------------
 
 
-def _run_hooked(model: nn.Module, program: Program, recorder: _Recorder, layout: Layout, x: Tensor) -> Tensor:
+def _follow_sequence(
+    program: Program, tensors: tuple[Tensor, ...], x: Tensor, y: Tensor, loss: Loss
+) -> tuple[_Recorder, Tensor]:
+    tensors = sequence.prepare(tensors, x.device)
+    recorder = _Recorder(len(x), tensors)
+    logits, steps = sequence.forward(program, tensors, x)
+    losses, g = _differentiate(loss, logits, y)
+    numbers = {
+        id(step): recorder.note(step.node.site, step.seen, step.elements, step.out)
+        for step in steps
+        if step.node.site is not None
+    }
+    recorder.choose()
+    sequence.backward(steps, g, lambda step, g: recorder.collect(numbers[id(step)], g))
+    return recorder, losses
+
+
+def _differentiate(loss: Loss, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each example, and its gradient in the logits."""
+    if loss is cross_entropy and logits.dim() == 2:
+        log_chances = F.log_softmax(logits, dim=1)
+        column = y.unsqueeze(1)
+        losses = log_chances.gather(1, column).squeeze(1).neg()
+        return losses, log_chances.exp().scatter_add_(1, column, log_chances.new_full((), -1.0).expand_as(column))
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        losses = _one_each(loss(leaf, y), len(logits))
+        (g,) = torch.autograd.grad(losses.sum(), leaf, materialize_grads=True)
+    return losses.detach(), g
+
+
+def _one_each(losses: Tensor, count: int) -> Tensor:
+    if losses.shape != (count,):
+        raise ModelError(f"loss must give one value an example, [B], but gave the shape {list(losses.shape)}.")
+    return losses
+
+
+# --- any other model ------------------------------------------------------------------------------
+
+
+class _Root(torch.autograd.Function):
+    """Makes a fresh output the start of differentiation, in place, so that in-place activations may follow."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _follow_hooked(
+    model: nn.Module,
+    program: Program,
+    layout: Layout,
+    tensors: tuple[Tensor, ...],
+    x: Tensor,
+    y: Tensor,
+    loss: Loss,
+) -> tuple[_Recorder, Tensor]:
+    recorder = _Recorder(len(x), tensors)
+    anchor = torch.zeros((), device=x.device, requires_grad=True)
+
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        site = program.sites[module]
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(out, Tensor):
-            raise Unsuitable(f"{program.sites[module].name} does not map one tensor to one tensor")
-        return recorder.tap(program.sites[module], args[0], out)
+            raise Unsuitable(f"{site.name} does not map one tensor to one tensor")
+        return tap(site, args[0], out) if torch.is_grad_enabled() else out
+
+    def tap(site: Site, a: Tensor, out: Tensor) -> Tensor:
+        """Notes a use; the returned output takes the place of `out`."""
+        fits = site.kind is None or site.kind.fits(site.module, a)
+        if not fits or a.dim() == 0 or out.dim() == 0 or len(a) != len(x) or len(out) != len(x):
+            raise Unsuitable(f"{site.name} does not see one example per row")
+        if out._is_view():
+            # An in-place activation on a view would rewrite history behind the hook below.
+            out = torch.ops.aten._unsafe_view(out, out.shape)
+        if not out.requires_grad:
+            out = _Root.apply(out, anchor)  # type: ignore[no-untyped-call]
+        number, version = recorder.note(site, a.detach(), a.numel() + out.numel(), out.shape), a._version
+
+        def arrive(g: Tensor) -> None:
+            if a._version != version:
+                raise Unsuitable(f"the input of {site.name} is overwritten in place after its use")
+            recorder.collect(number, g)
+
+        out.register_hook(arrive)
+        return out
 
     handles = [module.register_forward_hook(hook, with_kwargs=True) for module in program.sites]
     try:
-        logits: Tensor = call(model, dict(zip(layout.names, recorder.tensors, strict=True)), x)
-        return logits
+        with torch.enable_grad():
+            outputs = call(model, dict(zip(layout.names, tensors, strict=True)), x.detach())
+            losses = _one_each(loss(outputs, y), len(x))
+            total = losses.sum()
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _channels_last(weight: Tensor) -> Tensor:
-    if weight.shape[1] > 1:
-        return weight.contiguous(memory_format=torch.channels_last)
-    # With one channel both layouts have the same bytes; the stride says which one the output gets.
-    _, _, height, width = weight.shape
-    return weight.contiguous().as_strided(weight.shape, (height * width, 1, width, 1))
+    recorder.choose()
+    if total.requires_grad:
+        torch.autograd.grad(total, anchor, allow_unused=True)
+    return recorder, losses.detach()
 
 
 # --- the tape -------------------------------------------------------------------------------------
@@ -270,8 +293,8 @@ class Book:
         return self._sum(self._clean, self._zeroed(factors), groups)
 
     def _sum(self, parts: tuple[tuple[Part, ...], ...], factors: Tensor, groups: tuple[int, ...]) -> Tensor:
-        total = torch.zeros_like(self.params)
-        for i, (block, own) in enumerate(zip(total.split(self.layout.sizes), parts, strict=True)):
-            for part in own:
-                block += part.weighted(column(factors, groups, i))
-        return total
+        blocks = []
+        for i, (own, size) in enumerate(zip(parts, self.layout.sizes, strict=True)):
+            sums = [part.weighted(column(factors, groups, i)) for part in own]
+            blocks.append(sums[0] if len(sums) == 1 else sum(sums, start=self.params.new_zeros(size)))
+        return torch.cat(blocks)

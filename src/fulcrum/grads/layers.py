@@ -1,4 +1,4 @@
-"""The layers that book-keeping knows: how each runs with given parameters, and its parts after the backward pass.
+"""The layers that book-keeping knows, and the parts of each after the backward pass. How they run is in `moves.py`.
 
 A layer is recognised by its exact class: a subclass may compute something else. Adding one is a `Kind`
 in the table at the end.
@@ -7,7 +7,7 @@ in the table at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,37 +15,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fulcrum.grads.outer import Conv, Dense, Size
+from fulcrum.grads.moves import Params
+from fulcrum.grads.outer import Conv, Dense, Patches, Size
 from fulcrum.grads.parts import Lookup, Part, Rows
-
-Params = Mapping[str, Tensor]
-"""A layer's own parameters by local name: weight, bias."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """What book-keeping needs to know of a class of layers.
 
-    run(layer, x, params): the layer's output with these parameters.
     parts(layer, a, g, params, wanted): for each wanted parameter name the part made of input a and
-        output gradient g, examples first in both.
+        output gradient g, examples first in both; a is `Patches` where the layer left them.
     fits(layer, x): whether dimension 0 of x is what the layer treats as the batch.
     objection(layer): why this very layer needs another path; empty if it does not.
-    size(layer, out): what the weight's gradients cost, where there is a choice of how to find them.
+    size(layer, shape): what the weight's gradients cost, from the output's shape, where there is a choice of
+        how to find them.
     """
 
-    run: Callable[[Any, Tensor, Params], Tensor]
-    parts: Callable[[Any, Tensor, Tensor, Params, set[str]], dict[str, Part]]
+    parts: Callable[[Any, Any, Tensor, Params, set[str]], dict[str, Part]]
     fits: Callable[[Any, Tensor], bool]
     objection: Callable[[Any], str] = lambda layer: ""
-    size: Callable[[Any, Tensor], Size | None] = lambda layer, out: None
+    size: Callable[[Any, torch.Size], Size | None] = lambda layer, shape: None
 
 
 # --- linear -------------------------------------------------------------------------------------
-
-
-def _linear_run(layer: nn.Linear, x: Tensor, params: Params) -> Tensor:
-    return F.linear(x, params["weight"], params.get("bias"))
 
 
 def _linear_parts(layer: nn.Linear, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
@@ -58,8 +51,8 @@ def _linear_parts(layer: nn.Linear, a: Tensor, g: Tensor, params: Params, wanted
     return {name: makers[name]() for name in wanted}
 
 
-def _linear_size(layer: nn.Linear, out: Tensor) -> Size:
-    return Size(1, math.prod(out.shape[1:-1]), layer.in_features, layer.out_features)
+def _linear_size(layer: nn.Linear, shape: torch.Size) -> Size:
+    return Size(1, math.prod(shape[1:-1]), layer.in_features, layer.out_features)
 
 
 # --- convolutions -------------------------------------------------------------------------------
@@ -77,16 +70,12 @@ def _conv_padding(layer: nn.Conv1d | nn.Conv2d) -> list[int]:
     return amounts
 
 
-def _conv_run(layer: nn.Conv1d | nn.Conv2d, x: Tensor, params: Params) -> Tensor:
-    # PyTorch's own, which pads by padding_mode first; only the parameters are ours.
-    out: Tensor = layer._conv_forward(x, params["weight"], params.get("bias"))
-    return out
-
-
 def _conv_parts(
-    layer: nn.Conv1d | nn.Conv2d, a: Tensor, g: Tensor, params: Params, wanted: set[str]
+    layer: nn.Conv1d | nn.Conv2d, a: Tensor | Patches, g: Tensor, params: Params, wanted: set[str]
 ) -> dict[str, Part]:
     def weight() -> Part:
+        if isinstance(a, Patches):
+            return a.part(g, params["weight"])
         padding, x, grad, kernel = _conv_padding(layer), a, g, params["weight"]
         if any(padding):
             x = F.pad(x, padding, "constant" if layer.padding_mode == "zeros" else layer.padding_mode)
@@ -100,17 +89,13 @@ def _conv_parts(
     return {name: makers[name]() for name in wanted}
 
 
-def _conv_size(layer: nn.Conv1d | nn.Conv2d, out: Tensor) -> Size:
+def _conv_size(layer: nn.Conv1d | nn.Conv2d, shape: torch.Size) -> Size:
     n = layer.groups
     inputs = layer.in_channels // n * math.prod(layer.kernel_size)
-    return Size(n, math.prod(out.shape[2:]), inputs, layer.out_channels // n)
+    return Size(n, math.prod(shape[2:]), inputs, layer.out_channels // n)
 
 
 # --- normalisation within an example --------------------------------------------------------------
-
-
-def _group_norm_run(layer: nn.GroupNorm, x: Tensor, params: Params) -> Tensor:
-    return F.group_norm(x, layer.num_groups, params.get("weight"), params.get("bias"), layer.eps)
 
 
 def _group_norm_parts(layer: nn.GroupNorm, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
@@ -122,10 +107,6 @@ def _group_norm_parts(layer: nn.GroupNorm, a: Tensor, g: Tensor, params: Params,
         "bias": lambda: total(g),
     }
     return {name: makers[name]() for name in wanted}
-
-
-def _layer_norm_run(layer: nn.LayerNorm, x: Tensor, params: Params) -> Tensor:
-    return F.layer_norm(x, layer.normalized_shape, params.get("weight"), params.get("bias"), layer.eps)
 
 
 def _layer_norm_parts(layer: nn.LayerNorm, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
@@ -140,10 +121,6 @@ def _layer_norm_parts(layer: nn.LayerNorm, a: Tensor, g: Tensor, params: Params,
 
 
 # --- embedding ----------------------------------------------------------------------------------
-
-
-def _embedding_run(layer: nn.Embedding, x: Tensor, params: Params) -> Tensor:
-    return F.embedding(x, params["weight"], layer.padding_idx)
 
 
 def _embedding_parts(layer: nn.Embedding, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
@@ -163,12 +140,12 @@ def _embedding_objection(layer: nn.Embedding) -> str:
 # --- the table ------------------------------------------------------------------------------------
 
 KINDS: dict[type[nn.Module], Kind] = {
-    nn.Linear: Kind(_linear_run, _linear_parts, lambda layer, x: x.dim() >= 2, size=_linear_size),
-    nn.Conv1d: Kind(_conv_run, _conv_parts, lambda layer, x: x.dim() == 3, size=_conv_size),
-    nn.Conv2d: Kind(_conv_run, _conv_parts, lambda layer, x: x.dim() == 4, size=_conv_size),
-    nn.GroupNorm: Kind(_group_norm_run, _group_norm_parts, lambda layer, x: x.dim() >= 2),
-    nn.LayerNorm: Kind(_layer_norm_run, _layer_norm_parts, lambda layer, x: x.dim() > len(layer.normalized_shape)),
-    nn.Embedding: Kind(_embedding_run, _embedding_parts, lambda layer, x: x.dim() >= 1, _embedding_objection),
+    nn.Linear: Kind(_linear_parts, lambda layer, x: x.dim() >= 2, size=_linear_size),
+    nn.Conv1d: Kind(_conv_parts, lambda layer, x: x.dim() == 3, size=_conv_size),
+    nn.Conv2d: Kind(_conv_parts, lambda layer, x: x.dim() == 4, size=_conv_size),
+    nn.GroupNorm: Kind(_group_norm_parts, lambda layer, x: x.dim() >= 2),
+    nn.LayerNorm: Kind(_layer_norm_parts, lambda layer, x: x.dim() > len(layer.normalized_shape)),
+    nn.Embedding: Kind(_embedding_parts, lambda layer, x: x.dim() >= 1, _embedding_objection),
 }
 
 

@@ -75,6 +75,8 @@ class Dense:
 
     a: Tensor
     g: Tensor
+    order: Order | None = None
+    """Where the weight's entries lie in another order than [O, K]: a convolution over patches."""
 
     @property
     def size(self) -> Size:
@@ -83,30 +85,65 @@ class Dense:
     def operands(self) -> tuple[Tensor, Tensor]:
         return self.a.transpose(1, 2), self.g
 
-    @property
-    def order(self) -> Order | None:
-        return None
-
     def squares(self) -> Tensor:
         if self.a.shape[1] == 1:
             return row_squares(self.a) * row_squares(self.g)
         return outer_squares(self)
 
     def dots(self, direction: Tensor) -> Tensor:
-        weight = direction.view(self.g.shape[2], self.a.shape[2])
-        return (F.linear(self.a, weight) * self.g).sum(dim=(1, 2))
+        stored = self.order.to_stored(direction) if self.order else direction
+        return (F.linear(self.a, stored.view(self.g.shape[2], self.a.shape[2])) * self.g).sum(dim=(1, 2))
 
     def weighted(self, factors: Tensor) -> Tensor:
-        return (scale(self.g, factors).flatten(0, 1).t() @ self.a.flatten(0, 1)).reshape(-1)
+        total = (scale(self.g, factors).flatten(0, 1).t() @ self.a.flatten(0, 1)).reshape(-1)
+        return self.order.to_parameter(total) if self.order else total
 
     def rows(self) -> Tensor:
-        return torch.bmm(self.g.transpose(1, 2), self.a).flatten(1)
+        grads = torch.bmm(self.g.transpose(1, 2), self.a).flatten(1)
+        return self.order.to_parameter(grads) if self.order else grads
 
     def only(self, good: Tensor) -> Dense:
-        return Dense(zero_out(self.a, good), zero_out(self.g, good))
+        return Dense(zero_out(self.a, good), zero_out(self.g, good), self.order)
 
     def slice(self, start: int, stop: int) -> Dense:
-        return Dense(self.a[start:stop], self.g[start:stop])
+        return Dense(self.a[start:stop], self.g[start:stop], self.order)
+
+
+@dataclass(frozen=True)
+class Patches:
+    """The patches [B, T, kh * kw * C] that a convolution's kernel sees, and where they came from."""
+
+    values: Tensor
+    source: Tensor
+    """The convolution's input [B, C, H, W]."""
+    size: tuple[int, int]
+    """Height and width of the output, T = h w."""
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The convolution's weight [O, C, kh, kw] as [O, kh * kw * C]."""
+        return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
+
+    def part(self, g: Tensor, weight: Tensor) -> Dense:
+        """The weight's part, from the gradient g [B, O, h, w] of the output."""
+        grads = g.permute(0, 2, 3, 1).reshape(len(g), -1, g.shape[1])
+        return Dense(self.values, grads, _patch_order(1, weight))
+
+
+def unfold(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...]) -> Patches:
+    """The patches of images x [B, C, H, W], copied with their channels last."""
+    (kh, kw), (dy, dx), (py, px) = kernel, stride, padding
+    image = F.pad(x.permute(0, 2, 3, 1), (0, 0, px, px, py, py)).contiguous()
+    count, height, width, c = image.shape
+    h, w = (height - kh) // dy + 1, (width - kw) // dx + 1
+    row = width * c
+    view = image.as_strided((count, h, w, kh, kw * c), (height * row, dy * row, dx * c, row, 1))
+    return Patches(view.reshape(count, h * w, kh * kw * c), x, (h, w))
+
+
+def _patch_order(groups: int, weight: Tensor) -> Order:
+    """Of a gradient [groups, O, patch] over patches with channels last, for a weight [O, C, kh, kw]."""
+    o, c, kh, kw = weight.shape
+    return Order((groups, o // groups, kh, kw, c), (0, 1, 4, 2, 3))
 
 
 @dataclass(frozen=True)
@@ -155,8 +192,7 @@ class Conv:
     @property
     def order(self) -> Order | None:
         """Of the entries of `outer` gradients, [groups, O, patch] each, the patch as it was copied."""
-        n, (o, c, kh, kw) = self.groups, self.weight.shape
-        return Order((n, o // n, kh, kw, c), (0, 1, 4, 2, 3)) if self.by_channels else None
+        return _patch_order(self.groups, self.weight) if self.by_channels else None
 
     def squares(self) -> Tensor:
         return outer_squares(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from fulcrum.grads.layers import KINDS, Kind, has_hooks, objection
 from fulcrum.models import Layout, Tempered
@@ -16,6 +16,10 @@ PLAIN = frozenset(
     | {nn.Flatten, nn.Dropout}
 )
 """Layers without parameters that keep examples apart and do not care how memory is laid out."""
+
+
+class Unsuitable(Exception):
+    """Book-keeping cannot follow this model; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,22 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Node:
+    """A layer of a plain sequence. kind and site are None for layers without parameters, or none to train."""
+
+    layer: nn.Module
+    kind: Kind | None
+    site: Site | None
+    frozen: dict[str, Tensor]
+    """Its parameters that are not trained, by local name."""
+
+
+@dataclass(frozen=True)
 class Program:
     """How a model is going to be followed."""
 
     sites: dict[nn.Module, Site]
-    sequence: tuple[nn.Module, ...]
+    sequence: tuple[Node, ...]
     """The layers in order where the model is a plain sequence; else empty."""
 
 
@@ -64,11 +79,17 @@ def _sites(module: nn.Module, name: str, places: dict[int, int]) -> Iterator[Sit
     )
 
 
-def _sequence(model: nn.Module, sites: dict[nn.Module, Site]) -> tuple[nn.Module, ...]:
+def _sequence(model: nn.Module, sites: dict[nn.Module, Site]) -> tuple[Node, ...]:
     layers = tuple(_flatten(model))
     known = all((type(m) in KINDS and not objection(m)) or (type(m) in PLAIN and not has_hooks(m)) for m in layers)
     merges = any(isinstance(m, nn.Flatten) and m.start_dim < 1 for m in layers)
-    return layers if known and not merges else ()
+    return tuple(_node(layer, sites.get(layer)) for layer in layers) if known and not merges else ()
+
+
+def _node(layer: nn.Module, site: Site | None) -> Node:
+    trained = site.own if site else {}
+    frozen = {n: p.detach() for n, p in layer.named_parameters(recurse=False) if n not in trained}
+    return Node(layer, KINDS.get(type(layer)), site, frozen)
 
 
 def _flatten(module: nn.Module) -> Iterator[nn.Module]:

@@ -117,22 +117,14 @@ class _Stack(Protocol):
 def _make(federations: Sequence[Federation], members: list[int], rows_limit: int) -> _Stack:
     mine = [federations[i] for i in members]
     core, _ = find_core(mine[0].problem, rows_limit)
-    if core is None or any(federation.plan.assignment(0, 0, 1.0).every > 1 for federation in mine):
+    if core is None:
         return _Alone(members, mine)
     server = Server(mine, core)
     rule = core.problem.rule
     pooled = rule.where == "server" and rule.sound and local_steps(mine[0].settings.train) == 1
-    pooled = pooled and all(_steady(federation) for federation in mine)
     if pooled and core.program is not None:
         pooled = core.rule.stacks(server.rule_state, core.problem.layout.dim, server.t, server.rounds)
     return _Together(members, server, Pooled(server) if pooled else Apart(server))
-
-
-def _steady(federation: Federation) -> bool:
-    """Whether every party's terms are the same in all rounds: no noise schedule."""
-    plan, rounds = federation.plan, federation.settings.train.rounds
-    first = [int((plan.group_of == group).argmax()) for group in range(len(plan.groups))]
-    return all(plan.assignment(k, t, 1.0) == plan.assignment(k, 0, 1.0) for k in first for t in range(rounds))
 
 
 class _Together:

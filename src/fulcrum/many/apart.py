@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -54,14 +56,15 @@ class Apart:
         shares, runs, clients = shares[places], runs[places], clients[places]
         aggregate = _sum_by(runs, deltas * shares[:, None], len(C))
         extra = _sum_by(runs, extras * shares[:, None], len(C))
-        steps = torch.tensor([float(job.task.steps) for job in jobs], device=self.device)[places]
+        counts = [(job.task.steps, job.task.asked(t), self._noise(job, t)) for job in jobs]
+        public = torch.tensor(counts, dtype=torch.float32, device=self.device)[places]  # [J, 3]
         lr, noise = server.lr[t], server.noise[t]
         update, after = aggregate, server.rule_state
         if self.own:
-            self._adapt_clients(parts, clients, deltas, extras, lr[runs], steps, t, noise[runs])
+            self._adapt_clients(parts, clients, deltas, extras, lr[runs], public, t)
         else:
-            total = _sum_by(runs, (steps * shares)[:, None], len(C))[:, 0]
-            update, after = server.core.rule.adapt(after, aggregate, extra, lr, total, t, server.rounds, noise)
+            steps, asked = _sum_by(runs, public[:, :2] * shares[:, None], len(C)).unbind(dim=1)
+            update, after = server.core.rule.adapt(after, aggregate, extra, lr, steps, t, server.rounds, noise, asked)
         server.move(update, after, C)
 
     def _jobs(self, t: int) -> tuple[list[Job], list[float]]:
@@ -77,6 +80,11 @@ class Apart:
             offset += len(problem.partition.order)
         return jobs, weights
 
+    def _noise(self, job: Job, t: int) -> float:
+        """The noise in a job's own update, as `Released` has it."""
+        plan = self.server.federations[job.run].plan
+        return plan.step_noise(job.task.client, t) / math.sqrt(job.task.steps)
+
     def _adapt_clients(
         self,
         parts: list[Part],
@@ -84,16 +92,19 @@ class Apart:
         deltas: Tensor,
         extras: Tensor,
         lr: Tensor,
-        steps: Tensor,
+        public: Tensor,
         t: int,
-        noise: Tensor,
     ) -> None:
-        """Each client's own state: as its steps left it, moved by its own release where the rule moves a round."""
+        """Each client's own state: as its steps left it, moved by its own release where the rule moves a round.
+
+        public [J, 3]: steps, asked and noise of each.
+        """
         rule = self.server.core.rule
         last = [{n: v[: len(p.members)] for n, v in p.steps[-1].state.items()} for p in parts]
         state = {name: torch.cat([own[name] for own in last]) for name in last[0]}
         if rule.rule.when == "round":
-            _, state = rule.adapt(state, deltas, extras, lr, steps, t, self.server.rounds, noise)
+            steps, asked, noise = public.unbind(dim=1)
+            _, state = rule.adapt(state, deltas, extras, lr, steps, t, self.server.rounds, noise, asked)
         for name, value in self.states.items():
             value[clients] = state[name]
 

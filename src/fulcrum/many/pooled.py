@@ -18,7 +18,7 @@ from fulcrum.engine.stacked.replay import Replayer
 from fulcrum.engine.stacked.sampling import at, compact, round_up
 from fulcrum.engine.stacked.trainer import extra_width
 from fulcrum.many.server import Server
-from fulcrum.noise import scales
+from fulcrum.noise import Scales, scales
 from fulcrum.rng import Seeded, stream_seed
 from fulcrum.types import Bounds
 
@@ -40,6 +40,7 @@ class Pooled:
         self.parties = max(p.partition.parties for p in problems)
         owner = [torch.repeat_interleave(torch.arange(p.partition.parties), p.partition.sizes) for p in problems]
         self.owner = torch.stack(owner).to(self.device)  # [R, n]: the client that holds each place of the order
+        self._scales: dict[tuple[float, float, float], Scales] = {}
         self._tables()
         self.width = extra_width(self.core, server.rule_state, 0, server.rounds)
         runs, places = self.order.shape
@@ -59,28 +60,27 @@ class Pooled:
     def _tables(self) -> None:
         """Public terms of every client in every round, [T, R, K]; one row where all rounds are the same."""
         server = self.server
-        same = all(len(set(run)) == 1 for run in server.participants)
+        plans = [federation.plan for federation in server.federations]
+        same = all(len(set(run)) == 1 for run in server.participants) and all(plan.steady for plan in plans)
         rounds = 1 if same else server.rounds
-        shape = (rounds, len(server.federations), self.parties)
+        shape = (rounds, len(plans), self.parties)
         rate, weight, noise, extra = (torch.zeros(shape, dtype=torch.float64) for _ in range(4))
-        batch, sigma = torch.ones(shape[1:]), torch.zeros(shape[1:])
-        unit = Bounds(torch.ones(1), 1.0)
+        batch, sigma, asked = torch.ones(shape[1:]), torch.zeros(shape), torch.zeros(shape[:2])
         expected = 0.0
-        for r, federation in enumerate(server.federations):
-            plan = federation.plan
-            terms = [plan.assignment(k, 0, 1.0) for k in range(plan.parties)]
-            batches = [task.rate * plan.units(k) for k, task in enumerate(terms)]
-            noises = [
-                scales(federation.problem.rule, unit, t.rate, t.sigma, b) for t, b in zip(terms, batches, strict=True)
-            ]
+        for r, plan in enumerate(plans):
+            tasks = [plan.assignment(k, 0, 1.0) for k in range(plan.parties)]
+            batches = [task.rate * plan.units(k) for k, task in enumerate(tasks)]
             batch[r, : plan.parties] = torch.tensor(batches)
-            sigma[r, : plan.parties] = torch.tensor([task.sigma for task in terms])
             for t in range(rounds):
                 here = server.participants[r][t]
+                tasks = [plan.assignment(k, t, 1.0) for k in range(plan.parties)] if not plan.steady else tasks
+                sigma[t, r, : plan.parties] = torch.tensor([task.sigma for task in tasks])
+                asked[t, r] = float(tasks[0].asks(t, 0))
                 for k, share in zip(here, server.weights(r, t), strict=True):
-                    rate[t, r, k], weight[t, r, k] = terms[k].rate, share / batches[k]
-                    noise[t, r, k] = float(noises[k].sum) * share / batches[k]
-                    extra[t, r, k] = noises[k].extra * share / batches[k]
+                    scale = self._scale(tasks[k].rate, tasks[k].sigma, batches[k])
+                    rate[t, r, k], weight[t, r, k] = tasks[k].rate, share / batches[k]
+                    noise[t, r, k] = float(scale.sum) * share / batches[k]
+                    extra[t, r, k] = scale.extra * share / batches[k]
                 units = sum(plan.units(k) for k in here)
                 mean = sum(batches[k] for k in here)
                 expected = max(expected, sampling.pad_for(units, mean / units) if here else 0)
@@ -89,8 +89,15 @@ class Pooled:
         self.rate, self.weight = rate.to(self.device), weight.float().to(self.device)
         self.spread = noise.square().sum(dim=2).sqrt().float().to(self.device)  # [T, R]
         self.spread_extra = extra.square().sum(dim=2).sqrt().float().to(self.device)
-        self.batch, self.sigma = batch.to(self.device), sigma.to(self.device)
+        self.batch, self.sigma, self.asked = (value.to(self.device) for value in (batch, sigma, asked))
         self.noisy = bool((noise > 0).any())
+
+    def _scale(self, rate: float, sigma: float, batch: float) -> Scales:
+        """The noise of a client, in units of the bounds; computed once for equal terms."""
+        key = (rate, sigma, batch)
+        if key not in self._scales:
+            self._scales[key] = scales(self.core.problem.rule, Bounds(torch.ones(1), 1.0), rate, sigma, batch)
+        return self._scales[key]
 
     # --- a round -------------------------------------------------------------------------------
 
@@ -156,14 +163,15 @@ class Pooled:
         def of_rows(value: Tensor) -> Tensor:
             return value.gather(1, clients)[:, None]
 
-        state = server.rule_state
+        state, lr = server.rule_state, at(server.lr, server.t)
         tasks = Tasks(
             server.theta,
             rows[:, None],
             mask[:, None],
             state,
-            of_rows(self.sigma),
+            of_rows(at(self.sigma, row)),
             of_rows(self.batch),
+            lr[:, None, None].expand(-1, 1, rows.shape[1]),
             server.t,
             server.rounds,
             scale=of_rows(weight),
@@ -174,13 +182,13 @@ class Pooled:
         spread_extra = at(self.spread_extra, row) if self.on_device else torch.ones_like(reach)
         on_sum = (reach * spread).masked_fill(at(self.spread, row) == 0, 0)  # C may be infinite where nothing is noised
         gradient = sums.sum + self.noise * on_sum[:, None]
-        extra = sums.extra + self.noise_extra * (sums.extra_bound * spread_extra)[:, None]
-        lr = at(server.lr, server.t)
+        asked = at(self.asked, row)
+        extra = (sums.extra + self.noise_extra * (sums.extra_bound * spread_extra)[:, None]) * asked[:, None]
         aggregate = -lr[:, None] * (gradient + server.weight_decay[:, None] * server.theta)
         C = state["C"].clone()
         noise = at(server.noise, server.t)
         update, after = self.core.rule.adapt(
-            state, aggregate, extra, lr, torch.ones_like(lr), server.t, server.rounds, noise
+            state, aggregate, extra, lr, torch.ones_like(lr), server.t, server.rounds, noise, asked
         )
         server.move(update, after, C)
         self.most.copy_(torch.maximum(self.most, counts.max()))

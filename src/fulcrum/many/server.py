@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class Server:
         self.rule_state = stack_states(starts, self.device)
         self.kind = SERVERS[settings[0].train.server]
         self.server_state = stack_states([self.kind.init(core.problem.layout.dim) for _ in federations], self.device)
-        self._known: dict[Hashable, float] = {}
+        self._known: dict[tuple[int, tuple[int, ...], float], float] = {}
         self.participants = [take_part(federation, self.rounds) for federation in federations]
         self.t = torch.zeros((), dtype=torch.int64, device=self.device)
         trains = [s.train for s in settings]
@@ -85,7 +85,7 @@ class Server:
         found = []
         for r, federation in enumerate(self.federations):
             plan, here = federation.plan, self.participants[r][t]
-            key = (r, here, tuple(plan.assignment(k, t, 1.0) for k in here[:1]))  # a schedule changes sigma
+            key = (r, here, plan.step_noise(here[0], t) if here else 0.0)  # which moves under a noise schedule
             if key not in self._known and here:
                 tasks = [plan.assignment(k, t, 1.0) for k in here]
                 weights = torch.tensor(self.weights(r, t))

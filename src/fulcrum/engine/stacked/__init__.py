@@ -54,8 +54,7 @@ class StackedEngine:
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Replies, one an assignment, in order."""
-        # Statistics that go out with some steps only (dc-sgd) are the reference engine's.
-        if self.trainer is None or any(task.every > 1 for task in request.assignments):
+        if self.trainer is None:
             for task, state in zip(request.assignments, request.states, strict=True):
                 yield train_client(self.problem, request, task, state)
             return
@@ -86,10 +85,6 @@ def find_core(problem: Problem, rows_limit: int = 0) -> tuple[Core | None, tuple
     """The problem on its device, ready to be stacked, and notes; None where it cannot be."""
     if problem.unit != "example":
         return None, (f"unit {problem.unit}: clients go one by one through the reference engine",)
-    if problem.rule.second is not None:
-        return None, (
-            f"rule {problem.rule.name} releases a second sum: clients go one by one through the reference engine",
-        )
     core = Core.of(problem, rows_limit)
     if core.program is not None:
         return core, ()
@@ -123,7 +118,7 @@ def _replies(problem: Problem, request: RoundRequest, part: Part) -> dict[int, C
             client=request.assignments[position].client,
             delta=deltas[i],
             extra=extras[i],
-            events=(part.events[i],) * request.assignments[position].steps,
+            events=part.events[i],
             state=request.states[position] if keeps else unstack(last.state, i),
             diagnostics=_diagnose(seen[:, i]) if seen is not None else {},
         )

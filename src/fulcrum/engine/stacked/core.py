@@ -125,9 +125,9 @@ class MatrixTape:
 class Tasks:
     """S sets of weights with M tasks each and B places a task, T = S * M.
 
-    theta [S, d]; rows, mask [S, M, B]; sigma, batch and lr [T]; state of every task. t may be a tensor.
+    theta [S, d]; rows, mask [S, M, B]; sigma, batch, lr [T]; state of every task. t may be a tensor.
     scale [S, M, B] weights each example in the sums (None: 1), for rows of several clients in one task; then
-    sigmas and batches [S, M, B] are those of each row's client.
+    sigma, batch and lr [S, M, B] are those of each row's client.
     """
 
     theta: Tensor
@@ -136,15 +136,17 @@ class Tasks:
     state: Stacked
     sigma: Tensor
     batch: Tensor
+    lr: Tensor
     t: Any
     rounds: int
     scale: Tensor | None = None
-    lr: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Sums:
     """Clipped sums [T, m] and extras [T, J] before noise, C [T, G], the extra's bound [T], the state after.
+
+    A rule's second sum is at the end of its extras.
 
     finite is False where a sum was not: the step must be repeated carefully. diagnostics [T, 4] are the sums
     over examples of (clipped, norm, loss, 1). Nothing here is private yet.
@@ -234,17 +236,16 @@ def _piece(core: Core, tasks: Tasks, view: View, direction: Tensor | None, s: sl
     """The contribution of one block of tasks, and of some of their places."""
     tape, seen = _look(core, tasks, view, direction, s, m, b)
     state = {name: _of_tasks(value, tasks, s, m) for name, value in tasks.state.items()}
-    sigma, batch = tasks.sigma, tasks.batch
+    numbers = (tasks.sigma, tasks.batch, tasks.lr)
     scale = None
     if tasks.scale is None:
-        sigma, batch = _of_tasks(sigma, tasks, s, m), _of_tasks(batch, tasks, s, m)
+        sigma, batch, lr = (_of_tasks(value, tasks, s, m) for value in numbers)
     else:
-        sigma, batch = sigma[s, m, b].flatten(0, 1), batch[s, m, b].flatten(0, 1)
+        sigma, batch, lr = (value[s, m, b].flatten(0, 1) for value in numbers)
         scale = tasks.scale[s, m, b].flatten(0, 1)
     losses = seen.losses if view.losses else None
-    lr = None if tasks.lr is None else _of_tasks(tasks.lr, tasks, s, m)
     decided = core.rule.clip(
-        state, seen.norms, seen.mask, seen.dots, losses, sigma, batch, by_row=tasks.scale is not None, lr=lr
+        state, seen.norms, seen.mask, seen.dots, losses, sigma, batch, lr, by_row=tasks.scale is not None
     )
     return _sum(core, tape, seen, decided, scale)
 
@@ -252,24 +253,34 @@ def _piece(core: Core, tasks: Tasks, view: View, direction: Tensor | None, s: sl
 def _sum(
     core: Core, tape: StackedTape | MatrixTape, seen: _Seen, decided: tuple[Any, ...], scale: Tensor | None
 ) -> Sums:
-    factors, extra, state, C, extra_bound = decided
+    factors, again, extra, state, C, extra_bound = decided
     clipped = ((factors < 1).float().mean(dim=2) * seen.mask).sum(dim=1)
     sizes = torch.linalg.vector_norm(seen.norms, dim=2).sum(dim=1)
     diagnostics = torch.stack([clipped, sizes, seen.losses.sum(dim=1), seen.mask.sum(dim=1).float()], dim=1)
+    if scale is not None:
+        extra = extra * scale[:, :, None]
+    total = _weighted(core, tape, seen, factors, scale)
+    statistics = [extra.sum(dim=1)]
+    if again.shape[2]:
+        statistics.append(_weighted(core, tape, seen, again, scale))
+    finite = torch.isfinite(total).all()
+    return Sums(total, torch.cat(statistics, dim=1), C, extra_bound, state, finite, diagnostics)
+
+
+def _weighted(core: Core, tape: StackedTape | MatrixTape, seen: _Seen, factors: Tensor, scale: Tensor | None) -> Tensor:
+    """Sums of the examples' gradients with these factors [T, b, G]: [T, m]."""
     margin = MARGIN[core.how.precision]
     if margin and core.problem.rule.private:
         factors = factors * (1 - margin)
     if scale is not None:
-        factors, extra = factors * scale[:, :, None], extra * scale[:, :, None]
+        factors = factors * scale[:, :, None]
     factors = factors.masked_fill(~seen.good.view(*seen.mask.shape, 1), 0)
     sets = len(tape.losses)
     segments = len(factors) // sets
     shaped = factors.reshape(sets, -1, factors.shape[2])
     if isinstance(tape, StackedTape):
-        total = tape.weighted_sum(shaped, core.problem.groups, segments)
-    else:
-        total = tape.weighted_sum(shaped, segments)
-    return Sums(total, extra.sum(dim=1), C, extra_bound, state, torch.isfinite(total).all(), diagnostics)
+        return tape.weighted_sum(shaped, core.problem.groups, segments)
+    return tape.weighted_sum(shaped, segments)
 
 
 def _two_passes(core: Core, tasks: Tasks, view: View, direction: Tensor | None, by_row: int) -> Sums:
@@ -283,15 +294,14 @@ def _two_passes(core: Core, tasks: Tasks, view: View, direction: Tensor | None, 
             norms, mask, losses = (torch.cat([getattr(x, n) for x in looks], 1) for n in ("norms", "mask", "losses"))
             dots = None if direction is None else torch.cat([x.dots for x in looks if x.dots is not None], 1)
             state = {name: _of_tasks(value, tasks, s, m) for name, value in tasks.state.items()}
-            sigma, batch = _of_tasks(tasks.sigma, tasks, s, m), _of_tasks(tasks.batch, tasks, s, m)
-            lr = None if tasks.lr is None else _of_tasks(tasks.lr, tasks, s, m)
-            factors, extra, after, C, bound = core.rule.clip(
-                state, norms, mask, dots, losses if view.losses else None, sigma, batch, lr=lr
+            sigma, batch, lr = (_of_tasks(value, tasks, s, m) for value in (tasks.sigma, tasks.batch, tasks.lr))
+            factors, again, extra, after, C, bound = core.rule.clip(
+                state, norms, mask, dots, losses if view.losses else None, sigma, batch, lr
             )
             pieces = []
             for b in _ranges(places, by_row):
                 tape, seen = _look(core, tasks, view, direction, s, m, b)
-                pieces.append(_sum(core, tape, seen, (factors[:, b], extra[:, b], after, C, bound), None))
+                pieces.append(_sum(core, tape, seen, (factors[:, b], again[:, b], extra[:, b], after, C, bound), None))
             blocks.append(_add(pieces))
     return _join(blocks)
 

@@ -15,7 +15,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fulcrum.clip.rule import ClipRule
-from fulcrum.noise import hold
+from fulcrum.noise import hold, hold_both
 from fulcrum.types import Released, State, Stats, View
 
 Stacked = dict[str, Tensor]
@@ -62,49 +62,44 @@ class StackedRule:
         losses: Tensor | None,
         sigma: Tensor,
         batch: Tensor,
+        lr: Tensor,
         by_row: bool = False,
-        lr: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Stacked, Tensor, Tensor]:
-        """Factors [T, n, G] and extra rows [T, n, J], held to the bounds; the state; C [T, G]; the extra's bound [T].
+    ) -> tuple[Tensor, Tensor, Tensor, Stacked, Tensor, Tensor]:
+        """What the rule decides, held to its bounds.
 
-        norms [T, n, G], mask [T, n], dots and losses [T, n]; sigma and batch [T], or [T, n] with `by_row`, for
-        rows of several clients that share one state. lr [T] is the learning rate (None: 1).
+        Factors [T, n, G]; factors of a second sum [T, n, G], or [T, n, 0] where there is none; extra rows
+        [T, n, J]; the state; C [T, G]; the extra's bound [T]. norms [T, n, G], mask [T, n], dots and losses [T, n];
+        sigma, batch and lr [T], or [T, n] with `by_row`, for rows of several clients that share one state.
         """
         rule = self.rule
         given: dict[str, Tensor] = {"norms": norms, "mask": mask}
         given |= {name: v for name, v in (("dots", dots), ("losses", losses)) if v is not None}
 
-        def one(own: Stacked, rows: dict[str, Tensor], sigma: Any, batch: Any, lr: Any = 1.0) -> tuple[Any, ...]:
-            stats = Stats(
-                norms=rows["norms"],
-                mask=rows["mask"],
-                dots=rows.get("dots"),
-                losses=rows.get("losses"),
-                sigma=sigma,
-                batch=batch,
-                lr=lr,
-            )
+        def one(own: Stacked, rows: dict[str, Any], sigma: Any, batch: Any, lr: Any) -> tuple[Any, ...]:
+            stats = Stats(sigma=sigma, batch=batch, lr=lr, **rows)
             factors, extra, after = rule.clip(stats, own)
             bounds = rule.bounds(after)
-            factors, extra = hold(rule, factors, extra * rows["mask"][:, None], rows["norms"], bounds)
+            extra = extra * rows["mask"][:, None]
+            again = factors[:, :0]
+            if rule.second is not None:
+                extra, again = hold_both(rule, extra, rule.second(stats, after), rows["norms"], bounds)
+            factors, extra = hold(rule, factors, extra, rows["norms"], bounds)
             limit = _number(bounds.extra, norms)
-            return factors, extra, dict(after), bounds.C, limit
+            return factors, again, extra, dict(after), bounds.C, limit
 
         if not by_row:
-            rates = torch.ones_like(sigma) if lr is None else lr
-            return self._map(one, (state, given), (sigma, batch, rates))  # type: ignore[no-any-return]
+            return self._map(one, (state, given), (sigma, batch, lr))  # type: ignore[no-any-return]
 
-        def row(own: Stacked, rows: dict[str, Tensor], sigma: Any, batch: Any) -> tuple[Tensor, Tensor]:
-            factors, extra, *_ = one(own, {name: value[None] for name, value in rows.items()}, sigma, batch)
-            return factors[0], extra[0]
+        def row(own: Stacked, rows: dict[str, Tensor], *numbers: Any) -> tuple[Tensor, ...]:
+            found = one(own, {name: value[None] for name, value in rows.items()}, *numbers)
+            return tuple(value[0] for value in found[:3])
 
-        def rows(own: Stacked, given: dict[str, Tensor], sigma: Any, batch: Any) -> tuple[Any, ...]:
-            factors, extra = vmap(row, in_dims=(None, 0, 0, 0))(own, given, sigma, batch)
+        def rows(own: Stacked, given: dict[str, Tensor], *numbers: Any) -> tuple[Any, ...]:
             bounds = rule.bounds(own)
-            limit = _number(bounds.extra, norms)
-            return factors, extra, own, bounds.C, limit
+            found = vmap(row, in_dims=(None, 0, 0, 0, 0))(own, given, *numbers)
+            return *found, own, bounds.C, _number(bounds.extra, norms)
 
-        return vmap(rows)(state, given, sigma, batch)
+        return vmap(rows)(state, given, sigma, batch, lr)
 
     def adapt(
         self,
@@ -116,19 +111,21 @@ class StackedRule:
         t: Any,
         rounds: int,
         noise: Tensor | None = None,
+        asked: Tensor | None = None,
     ) -> tuple[Tensor, Stacked]:
         """Each task's update for the server optimiser [T, d], and its state moved by its own release.
 
-        aggregate [T, d], extra [T, J]; lr, steps and noise [T] (None: 0), as in `Released`.
+        aggregate [T, d], extra [T, J]; lr, steps, noise (None: 0) and asked (None: 1) [T], as in `Released`.
         """
 
-        def one(own: Stacked, aggregate: Tensor, extra: Tensor, lr: Any, steps: Any, noise: Any) -> Any:
+        def one(own: Stacked, aggregate: Tensor, extra: Tensor, lr: Any, steps: Any, noise: Any, asked: Any) -> Any:
             now = int(t) if self.looped else t
-            released = Released(aggregate, extra, lr, steps, now, rounds, noise)
+            released = Released(aggregate, extra, lr, steps, now, rounds, noise, asked)
             return self.rule.apply(own, released), dict(self.rule.adapt(own, released))
 
         noise = torch.zeros_like(lr) if noise is None else noise
-        return self._map(one, (state, aggregate, extra), (lr, steps, noise))  # type: ignore[no-any-return]
+        asked = torch.ones_like(lr) if asked is None else asked
+        return self._map(one, (state, aggregate, extra), (lr, steps, noise, asked))  # type: ignore[no-any-return]
 
     def stacks(self, state: Stacked, d: int, t: Any, rounds: int) -> bool:
         """Whether the whole rule can be stacked, rows of several clients included; tried on made-up numbers."""
@@ -138,10 +135,12 @@ class StackedRule:
         dots = None if direction is None else rows
         losses = rows if view.losses else None
         try:
-            _, extra, *_ = self.clip(
-                state, C.new_ones((len(C), 2, C.shape[1])), rows > 0, dots, losses, rows, rows, by_row=True
+            _, again, extra, *_ = self.clip(
+                state, C.new_ones((len(C), 2, C.shape[1])), rows > 0, dots, losses, rows, rows, rows, by_row=True
             )
-            self.adapt(state, C.new_ones((len(C), d)), extra.sum(dim=1), ones, ones, t, rounds)
+            second = C.new_ones((len(C), d if again.shape[2] else 0))
+            statistics = torch.cat([extra.sum(dim=1), second], dim=1)
+            self.adapt(state, C.new_ones((len(C), d)), statistics, ones, ones, t, rounds)
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:

@@ -15,7 +15,8 @@ from fulcrum.engine.stacked.sampling import compact
 
 Numbers = dict[str, Tensor]
 """The public terms of T tasks, each [T]: start and size of its part of `order`; rate; sigma; batch (expected);
-noise and noise_extra, the standard deviations in units of the bounds (0: none); lr and weight_decay."""
+noise and noise_extra, the standard deviations in units of the bounds (0: none); lr and weight_decay; asked, 1 where
+the rule's statistics go out with the step and 0 where they stay."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def noised(core: Core, sums: Sums, terms: Numbers, noise: Tensor, noise_extra: T
     if view.transform is not None:
         total = vmap(view.transform.inverse)(total)
     batch = terms["batch"][:, None]
-    return total / batch, (sums.extra + noise_extra * on_extra[:, None]) / batch
+    extra = (sums.extra + noise_extra * on_extra[:, None]) * terms["asked"][:, None]
+    return total / batch, extra / batch
 
 
 def local_step(
@@ -80,13 +82,14 @@ def local_step(
     rows, mask, counts = sample(order, terms, uniforms, pad)
     sets = len(theta)
     shape = (sets, count // sets, pad)
-    rows, mask = rows.view(shape), mask.view(shape)
-    tasks = Tasks(theta, rows, mask, state, terms["sigma"], terms["batch"], t, rounds, lr=terms["lr"])
+    numbers = (terms["sigma"], terms["batch"], terms["lr"])
+    tasks = Tasks(theta, rows.view(shape), mask.view(shape), state, *numbers, t, rounds)
     sums = clipped_sums(core, tasks)
     view, _ = core.rule.view(sums.state, t, rounds)
     gradient, extra = noised(core, sums, terms, noise, noise_extra, view)
     change = -terms["lr"][:, None] * (gradient + terms["weight_decay"][:, None] * theta)
     after = sums.state
     if core.problem.rule.when == "step":
-        _, after = core.rule.adapt(after, change, extra, terms["lr"], torch.ones_like(terms["lr"]), t, rounds)
+        public = (terms["noise"] / terms["batch"], terms["asked"])
+        _, after = core.rule.adapt(after, change, extra, terms["lr"], torch.ones_like(terms["lr"]), t, rounds, *public)
     return Stepped(theta + change, extra, after, counts, sums.finite, sums.diagnostics)

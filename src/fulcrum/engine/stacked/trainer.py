@@ -38,13 +38,15 @@ class Job:
 class Part:
     """What a bucket of jobs brought back, still on the device: one `Stepped` a local step.
 
-    members are the jobs' positions; tensors may have more rows than members, for padding.
+    members are the jobs' positions; tensors may have more rows than members, for padding. events: of each member
+    the event of each step. asked: of each member how many steps released the rule's statistics.
     """
 
     members: list[int]
     start: Tensor = field(repr=False)
     steps: list[Stepped] = field(repr=False)
-    events: list[Event]
+    events: list[tuple[Event, ...]]
+    asked: list[int]
     pad: int
     key: tuple[int, float]
 
@@ -55,8 +57,11 @@ class Part:
 
     @property
     def extras(self) -> Tensor:
-        """The mean over the steps of the released extra, [members, J]."""
-        return torch.stack([step.extra for step in self.steps]).mean(dim=0)[: len(self.members)]
+        """The mean over the steps that released any of the extra, [members, J]."""
+        found = torch.stack([step.extra for step in self.steps]).sum(dim=0)[: len(self.members)]
+        if min(self.asked) == max(self.asked):  # nothing to bring to the device
+            return found / max(1, self.asked[0])
+        return found / torch.tensor(self.asked, device=found.device).clamp_min(1)[:, None]
 
 
 class Trainer:
@@ -68,7 +73,8 @@ class Trainer:
         self.order = order.to(self.device)
         self.replayer = Replayer(core)
         self._pads: dict[tuple[int, float], int] = {}
-        self._terms: dict[tuple[Any, ...], tuple[Numbers, list[Event]]] = {}
+        self._terms: dict[tuple[Any, ...], tuple[Numbers, list[tuple[Event, Event]]]] = {}
+        self._flags: dict[tuple[bool, ...], Tensor] = {}
         self._width: int | None = None
 
     def train(
@@ -100,7 +106,9 @@ class Trainer:
         width = bucket(max(job.size for job in mine))
         count = len(members)
         places = count if count <= 4 else round_up(count, 2 ** (count.bit_length() - 3))
-        terms, events = self._terms_of(mine, places)
+        tasks = [job.task for job in mine]
+        asks = [[task.asks(t, step) for task in tasks] for step in range(tasks[0].steps)]  # [N][members]
+        terms, pairs = self._terms_of(mine, places)
         state = _padded(states(members), places)
         shared = len(thetas) == 1
         start = thetas if shared else thetas[_index([job.run for job in mine], places, self.device)]
@@ -119,7 +127,7 @@ class Trainer:
             given = {
                 "theta": theta,
                 "state": state,
-                "terms": terms,
+                "terms": terms | {"asked": self._flag(asks[step], places)},
                 "uniforms": uniforms.to(self.device),
                 "noise": draws.normals("noise", members, step, places, d),
                 "noise_extra": draws.normals("noise-extra", members, step, places, self._width),
@@ -130,9 +138,18 @@ class Trainer:
             done = done.copy() if self.replayer.graphs else done
             theta, state = done.theta, done.state
             steps.append(done)
-        return Part(members, start, steps, events, pad, key)
+        events = [tuple(pair[not ask[i]] for ask in asks) for i, pair in enumerate(pairs)]
+        asked = [sum(ask[i] for ask in asks) for i in range(count)]
+        return Part(members, start, steps, events, asked, pad, key)
 
-    def _terms_of(self, jobs: Sequence[Job], places: int) -> tuple[Numbers, list[Event]]:
+    def _flag(self, asks: list[bool], places: int) -> Tensor:
+        """1 and 0 for the jobs that are asked for statistics in a step and those that are not, [places]."""
+        key = (*asks, *[False] * (places - len(asks)))
+        if key not in self._flags:
+            self._flags[key] = torch.tensor(key, dtype=torch.float32).to(self.device)
+        return self._flags[key]
+
+    def _terms_of(self, jobs: Sequence[Job], places: int) -> tuple[Numbers, list[tuple[Event, Event]]]:
         key = (places, *((job.task, job.start, job.size, job.weight_decay) for job in jobs))
         if key not in self._terms:
             if len(self._terms) > 64:
@@ -165,8 +182,9 @@ def extra_width(core: Core, state: Stacked, t: Any, rounds: int) -> int:
     rows = C.new_ones((1, 1))
     own = {name: value[:1] for name, value in state.items()}
     seen = (rows if direction is not None else None, rows if view.losses else None)
-    _, extra, *_ = core.rule.clip(own, C[:, None], rows > 0, *seen, rows[0], rows[0])
-    return int(extra.shape[2])
+    _, again, extra, *_ = core.rule.clip(own, C[:, None], rows > 0, *seen, rows[0], rows[0], rows[0])
+    whole = core.problem.layout.dim if view.transform is None else len(view.transform.groups)
+    return int(extra.shape[2]) + (whole if again.shape[2] else 0)
 
 
 def _buckets(jobs: Sequence[Job]) -> list[list[int]]:
@@ -189,11 +207,16 @@ def _padded(state: Stacked, places: int) -> Stacked:
     return {name: torch.cat([value, value[:1].expand(spare, *value.shape[1:])]) for name, value in state.items()}
 
 
-def _terms(rule: ClipRule, jobs: Sequence[Job], places: int, device: torch.device) -> tuple[Numbers, list[Event]]:
-    """The public terms of the jobs as tensors, and the event of each one's step."""
+def _terms(
+    rule: ClipRule, jobs: Sequence[Job], places: int, device: torch.device
+) -> tuple[Numbers, list[tuple[Event, Event]]]:
+    """The public terms of the jobs as tensors, and the event of each one's step with statistics and without."""
     unit = Bounds(torch.ones(1), 1.0)
     batches = [job.task.rate * job.size for job in jobs]
-    noise = [scales(rule, unit, j.task.rate, j.task.sigma, batch) for j, batch in zip(jobs, batches, strict=True)]
+    noise, without = (
+        [scales(rule, unit, j.task.rate, j.task.sigma, batch, asked) for j, batch in zip(jobs, batches, strict=True)]
+        for asked in (True, False)
+    )
 
     def column(values: Sequence[Any], dtype: torch.dtype, filler: float) -> Tensor:
         return torch.tensor([*values, *[filler] * (places - len(jobs))], dtype=dtype).to(device)
@@ -208,7 +231,7 @@ def _terms(rule: ClipRule, jobs: Sequence[Job], places: int, device: torch.devic
         "noise_extra": column([s.extra for s in noise], torch.float32, 0.0),
         "lr": column([job.task.lr for job in jobs], torch.float32, 0.0),
         "weight_decay": column([job.weight_decay for job in jobs], torch.float32, 0.0),
-    }, [s.event for s in noise]
+    }, [(s.event, other.event) for s, other in zip(noise, without, strict=True)]
 
 
 class _Draws:
