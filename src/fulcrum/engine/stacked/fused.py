@@ -40,12 +40,17 @@ def ready(values: Tensor) -> bool:
 
 def _launch(name: str, size: int, images: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
     """Runs a kernel that writes `size` numbers for each image; False if it could not be compiled."""
+    block = min(BLOCK, max(64, 1 << (size - 1).bit_length()))
+    blocks = -(-size // block)
+    return _start(name, images * blocks, tensors, {**given, "BLOCKS": blocks, "BLOCK": block})
+
+
+def _start(name: str, programs: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
     try:
         from fulcrum.engine.stacked import kernels
 
-        block = min(BLOCK, max(64, 1 << (size - 1).bit_length()))
-        blocks = -(-size // block)
-        getattr(kernels, name)[(images * blocks,)](*tensors, BLOCKS=blocks, BLOCK=block, **given)
+        with torch.cuda.device_of(tensors[0]):  # triton launches on the current device
+            getattr(kernels, name)[(programs,)](*tensors, **given)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -109,3 +114,20 @@ def unpool(g: Tensor, note: Tensor | None, window: Window, mean: bool, relu: boo
     given = {**_shape(window), "RELU": relu, "MEAN": mean}
     tensors = (g, g if note is None else note.contiguous(), out)
     return out if _launch("unpool", size, g.shape[0] * g.shape[1], tensors, given) else None
+
+
+def ghost(a: Tensor, g: Tensor) -> Tensor | None:
+    """Squared norm of each example's g^T a from its two Gram matrices: [X, P, k], [X, P, o] -> [X], float32.
+
+    Up to 64 positions, where products need not be float32's own: three products of tf32 are as exact as its rounding.
+    """
+    positions = a.shape[1]
+    exact = a.is_cuda and a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    if not ready(a) or exact or positions > 64:
+        return None
+    out = a.new_empty(len(a), dtype=torch.float32)
+    k, o = a.shape[2], g.shape[2]
+    tall = max(16, 1 << (positions - 1).bit_length())
+    wide, narrow = (min(64, max(16, 1 << (width - 1).bit_length())) for width in (k, o))
+    given = {"P": positions, "K": k, "OUT": o, "TALL": tall, "WIDE": wide, "NARROW": narrow}
+    return out if _start("ghost", len(a), (a.contiguous(), g.contiguous(), out), given) else None

@@ -28,9 +28,8 @@ def patches(
     oy = at // (C * KW * KH * OW)
     y = oy * SH - PH + i * DH
     x = ox * SW - PW + j * DW
-    if PH == 0 and PW == 0:
-        seen = inside
-    else:
+    seen = inside
+    if PH > 0 or PW > 0:
         seen = inside & (y >= 0) & (y < H) & (x >= 0) & (x < W)
     value = tl.load(h + image * (H * W * C) + (y * W + x) * C + c, mask=seen, other=0.0)
     tl.store(out + image * size + at, value, mask=inside)
@@ -152,3 +151,28 @@ def unpool(
                 value = tl.where(kept == tap, value, 0.0)
             total += value
     tl.store(out + image * size + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gram(rows, P: tl.constexpr, K: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """All inner products of rows [P, K], padded to [TALL, TALL] with zeros, in float32."""
+    p = tl.arange(0, TALL)
+    total = tl.zeros([TALL, TALL], dtype=tl.float32)
+    for first in range(0, K, WIDE):
+        k = first + tl.arange(0, WIDE)
+        part = tl.load(rows + p[:, None] * K + k[None, :], mask=(p[:, None] < P) & (k[None, :] < K), other=0.0)
+        # Three products of halves keep float32's precision: a norm must not come out smaller than it is.
+        total = tl.dot(part, tl.trans(part), total, input_precision="tf32x3")
+    return total
+
+
+@triton.jit
+def ghost(
+    a, g, out, P: tl.constexpr, K: tl.constexpr, OUT: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """Squared norm of g^T a for each example: a [example, P, K], g [example, P, OUT] -> out [example]."""
+    example = tl.program_id(0).to(tl.int64)
+    inputs = _gram(a + example * (P * K), P, K, TALL, WIDE)
+    slopes = _gram(g + example * (P * OUT), P, OUT, TALL, NARROW)
+    tl.store(out + example, tl.sum(inputs * slopes))

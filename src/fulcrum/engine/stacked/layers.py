@@ -31,7 +31,8 @@ Weights = tuple[Tensor, ...]
 class Site:
     """A layer with parameters, as a matrix product over P positions: out [S, n, P, o] = a [S, n, P, k] W^T + b.
 
-    weight and bias are places in the layout (bias None: it has none). window is None for a linear layer.
+    weight and bias are places in the layout (bias None: it has none). window is None for a linear layer; one that
+    follows a flattened image has the whole image as its window, so that weights are reordered, not activations.
     """
 
     weight: int
@@ -39,6 +40,13 @@ class Site:
     outputs: int
     window: Window | None
     inputs: int
+    whole: bool = False
+    """A linear layer over a whole image."""
+
+    @property
+    def convolves(self) -> bool:
+        """Whether the library has a convolution for it."""
+        return self.window is not None and not self.whole
 
     @property
     def positions(self) -> int:
@@ -55,6 +63,7 @@ class Site:
         w = weights[self.weight]
         if self.window is None:
             return w
+        w = w.reshape(len(w), self.outputs, self.window.channels, *self.window.kernel)
         return w.permute(0, 1, 3, 4, 2).reshape(len(w), self.outputs, self.inputs)
 
     def natural(self, gradient: Tensor) -> Tensor:
@@ -69,6 +78,8 @@ class Site:
         """a [S, n, P, k]."""
         if self.window is None:
             return h[:, :, None]
+        if self.whole:
+            return h.reshape(*h.shape[:2], 1, self.inputs)
         found = fused.patches(h, self.window)
         return geo.patches(h, self.window) if found is None else found
 
@@ -104,7 +115,7 @@ class Site:
             out = torch.bmm(rows, w)
         else:
             out = torch.baddbmm(weights[self.bias].to(a.dtype)[:, None], rows, w)
-        return out.view(sets, n, *self.window.out, self.outputs) if self.window else out
+        return out.view(sets, n, *self.window.out, self.outputs) if self.window and not self.whole else out
 
     def backward(self, g: Tensor, weights: Weights) -> Tensor:
         """The gradient of the input, from that of the output."""
@@ -112,6 +123,8 @@ class Site:
         gp = torch.bmm(g.reshape(sets, -1, self.outputs), self.matrix(weights).to(g.dtype))
         if self.window is None:
             return gp
+        if self.whole:
+            return gp.view(sets, n, self.window.height, self.window.width, self.window.channels)
         gp = gp.view(sets, n, self.positions, self.inputs)
         found = fused.unpatch(gp, self.window)
         return geo.unpatch(gp, self.window) if found is None else found
@@ -162,9 +175,11 @@ def _compile(model: nn.Module, layout: Layout, shape: tuple[int, ...]) -> Progra
         raise _Unknown(f"examples of shape {shape} enter a layer that is not Flatten or a convolution")
     steps: list[Site | Plain] = []
     elements = 0
-    for layer in layers:
+    for i, layer in enumerate(layers):
         before = here
-        step, here = _step(layer, here, places)
+        if _flattens(layer) and len(here) == 3 and i + 1 < len(layers) and type(layers[i + 1]) is nn.Linear:
+            continue
+        step, here = _step(layer, here, places, flattened=i > 0 and _flattens(layers[i - 1]))
         if step is not None:
             steps.append(step)
             patched = step.positions * step.inputs if isinstance(step, Site) else 0
@@ -190,16 +205,26 @@ def _pair(value: Any) -> Pair:
     return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[1]))
 
 
-def _step(layer: Any, here: tuple[int, ...], places: dict[int, int]) -> tuple[Site | Plain | None, tuple[int, ...]]:
-    """The step of one layer, and the shape after it."""
+def _flattens(layer: Any) -> bool:
+    return type(layer) is nn.Flatten and layer.start_dim == 1 and layer.end_dim == -1
+
+
+def _step(
+    layer: Any, here: tuple[int, ...], places: dict[int, int], flattened: bool = False
+) -> tuple[Site | Plain | None, tuple[int, ...]]:
+    """The step of one layer, and the shape after it. flattened: a Flatten came just before, and was left out."""
     kind = type(layer)
     if kind in ACTIVATIONS:
         return ACTIVATIONS[kind](layer), here
-    if kind is nn.Flatten and layer.start_dim == 1 and layer.end_dim == -1:
+    if _flattens(layer):
         return (None, here) if len(here) == 1 else (flatten(*here), (here[0] * here[1] * here[2],))
     if kind is nn.Linear and len(here) == 1:
         weight, bias = _places(layer, places)
         return Site(weight, bias, layer.out_features, None, layer.in_features), (layer.out_features,)
+    if kind is nn.Linear and len(here) == 3 and flattened:
+        window = Window(*here, (here[0], here[1]), (1, 1))
+        weight, bias = _places(layer, places)
+        return Site(weight, bias, layer.out_features, window, layer.in_features, whole=True), (layer.out_features,)
     if len(here) == 3 and kind in IMAGE_LAYERS:
         step = IMAGE_LAYERS[kind](layer, here, places)
         if isinstance(step, Site) and step.window:

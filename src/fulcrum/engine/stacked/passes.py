@@ -101,6 +101,9 @@ class _Use:
         sets, n = a.shape[:2]
         rows, slopes = a.flatten(0, 1), g.flatten(0, 1)
         if site.ghost:
+            found = fused.ghost(rows, slopes)
+            if found is not None:
+                return found.view(sets, n)
             grams = product(rows, rows.transpose(1, 2)), product(slopes, slopes.transpose(1, 2))
             return (grams[0] * grams[1]).sum(dim=(1, 2)).view(sets, n)
         self.written = product(slopes.transpose(1, 2), rows).view(sets, n, site.outputs, site.inputs)
@@ -121,7 +124,8 @@ class _Use:
             flat = torch.bmm(factors.view(groups, 1, rows), table)
             return site.natural(flat.view(groups, site.outputs, site.inputs))
         scaled = self.g * factors[:, :, None, None].to(self.g.dtype)
-        if how.native and groups == 1 and site.window is not None:
+        if how.native and groups == 1 and site.convolves:
+            assert site.window is not None
             shaped = scaled.view(1, n, *site.window.out, site.outputs)
             return site.natural(site.native_backward(shaped, self.h, weights, "weight").float())
         a = self.seen().reshape(groups, rows * site.positions, site.inputs)
@@ -222,7 +226,7 @@ def forward(program: Program, weights: Weights, x: Tensor, how: How, keep: bool)
         else:
             bias = _handed_on(program, i, weights, h)
             bare = bias is not None
-            if how.native and len(h) == 1 and step.window is not None:
+            if how.native and len(h) == 1 and step.convolves:
                 note, h = _Use(step, h, None), step.native(h, weights, bare)
             else:
                 a = step.see(h)
@@ -256,7 +260,7 @@ def run_pass(program: Program, theta: Tensor, x: Tensor, y: Tensor, how: How) ->
         uses.append(note)
         if i == sites[0]:
             break
-        by_library = how.native and len(g) == 1 and step.window is not None
+        by_library = how.native and len(g) == 1 and step.convolves
         g = step.native_backward(g, note.h, weights, "input") if by_library else step.backward(g, weights)
     return StackedTape(program.layout, weights, how, uses, losses)
 

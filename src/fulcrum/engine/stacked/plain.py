@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,9 +84,8 @@ ACTIVATIONS: dict[type[nn.Module], Callable[[Any], Plain]] = {
 
 
 def max_pool(window: Window) -> Plain:
-    return _pool(
-        Pool(window, False, lambda h: geo.max_pool(h, window), lambda g, which: geo.max_unpool(g, which, window))
-    )
+    backward = partial(geo.max_unpool, window=window)
+    return _pool(Pool(window, False, lambda h: geo.max_pool(h, window), backward))
 
 
 def avg_pool(window: Window) -> Plain:
