@@ -1,0 +1,22 @@
+"""The same federation across machines, on Flower. The only folder that imports flwr (`pip install 'fulcrum-fl[flower]'`).
+
+messages.py     what travels: a header and arrays, checked before use; nothing is unpickled
+keys.py         a party's key pair: it signs every reply
+terms.py        what a party agreed to, pinned on its own disk; whatever goes beyond is refused
+vault.py        replies on the party's disk, stored before they are sent
+party.py        a party's answers: the same local training as in one process, behind terms and ledger
+coordinator.py  an engine that asks parties instead of computing, and the run around it
+certs.py        a development CA, a server certificate and key pairs
+flwr141.py      everything that is internal to Flower 1.41.0: SuperLink, SuperNode, executor
+app.py          the same as a plain Flower app, for `flwr run` and the simulation engine
+
+All but the last two work without Flower, over any carrier of bytes.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports flwr: it reads these once. Nothing is sent anywhere but to the coordinator.
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+os.environ.update(QUIET)
