@@ -276,8 +276,10 @@ def test_a_passing_refusal_is_retried(server, mirrors, tmp_path, code):
 @pytest.mark.parametrize("mood", ["announce", "endless"])
 def test_too_many_bytes_are_not_taken(server, mirrors, tmp_path, mood):
     server.moods[f"/a/{IMAGES}"] = [mood]
-    get(tmp_path, mirrors)
+    most = []
+    get(tmp_path, mirrors, progress=lambda done, total: most.append(done))
     assert len(requests_for(server, f"/a/{IMAGES}")) == 1
+    assert max(most) < 2 << 20  # of the 4 MB that an endless server has sent so far
     check_clean(tmp_path)
 
 

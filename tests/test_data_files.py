@@ -102,12 +102,14 @@ PIXELS = np.random.default_rng(0).integers(0, 256, SHAPE, dtype=np.uint8)
 NUMBERS = [6, 9, 9, 4, 1, 0]
 
 
-def python2_batch(pixels=PIXELS, module=b"numpy.core.multiarray", fortran=False, dtype=b"u1"):
+def python2_batch(pixels=PIXELS, module=b"numpy.core.multiarray", fortran=False, dtype=b"u1", twice=False):
     """A batch as Python 2's cPickle wrote the originals: protocol 2, byte strings, numpy.core."""
-    slots = iter(range(1, 200))
+    slot = 0
 
     def put():
-        return b"q" + bytes([next(slots)])
+        nonlocal slot
+        slot += 1
+        return b"q" + bytes([slot])
 
     def text(value):
         return b"U" + bytes([len(value)]) + value + put()
@@ -125,6 +127,7 @@ def python2_batch(pixels=PIXELS, module=b"numpy.core.multiarray", fortran=False,
             b"cnumpy\ndtype\n" + put() + text(dtype) + b"K\x00K\x01\x87" + put() + b"R" + put(),
             b"(K\x03" + text(b"|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00t" + put() + b"b",
             (b"\x88" if fortran else b"\x89") + b"T" + struct.pack("<i", len(raw)) + raw + put() + b"t" + put() + b"b",
+            b"h" + bytes([slot]) + b"b" if twice else b"",
             text(b"filenames") + b"]" + put() + b"(" + text(b"leptodactylus_pentadactylus_s_000004.png") + b"e",
             b"u.",
         ]
@@ -132,7 +135,7 @@ def python2_batch(pixels=PIXELS, module=b"numpy.core.multiarray", fortran=False,
 
 
 def python3_batch(protocol=4, **changes):
-    """A batch as /work/shared/data/make_cifar10.py writes it."""
+    """A batch as today's Python and NumPy write it."""
     batch = {b"batch_label": b"test_batch", b"labels": list(NUMBERS), b"data": PIXELS, **changes}
     return pickle.dumps(batch, protocol=protocol)
 
@@ -235,6 +238,7 @@ RECONSTRUCT = b"cnumpy.core.multiarray\n_reconstruct\n"
         (b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b".", "expected"),
         (RECONSTRUCT + b")R}b.", "malformed"),
         (python2_batch()[:2000], "expected"),
+        (python2_batch(twice=True), "malformed"),
         (python2_batch(dtype=b"O8"), "type b'O8'"),
         (python2_batch(dtype=b"f4"), "type b'f4'"),
         (python2_batch(PIXELS[:5]), "shape"),

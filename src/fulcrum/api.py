@@ -22,12 +22,12 @@ from fulcrum.clip import find_rule
 from fulcrum.config import Settings, check
 from fulcrum.data import Dataset, holdout, load, split, unit_counts
 from fulcrum.engine import find_engine
-from fulcrum.errors import ConfigError, RunError
+from fulcrum.errors import BudgetError, ConfigError, RunError
 from fulcrum.federate import Federation, Snapshot, federate
 from fulcrum.ledger import Ledger
 from fulcrum.local import Problem
 from fulcrum.models import Layout, build, refuse_mixing
-from fulcrum.plan import make_plan
+from fulcrum.plan import affordable_rounds, make_plan
 from fulcrum.record import RunFolder
 from fulcrum.rng import make
 from fulcrum.statement import statement, to_markdown
@@ -108,6 +108,27 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"run.device = {name!r}, but this machine has no GPU that PyTorch can use; use cpu.")
     return device
+
+
+def ledger_warnings(federation: Federation) -> list[str]:
+    """What a kept ledger says about this run: parties whose budget will run out before it ends.
+
+    Raises BudgetError where no party can pay for even one round.
+    """
+    path = federation.settings.run.ledger
+    if not path or not Path(path).is_file():
+        return []
+    with Ledger.open(path) as ledger:
+        short = affordable_rounds(federation.plan, ledger)
+    if not short:
+        return []
+    fewest, most_ = min(short.values()), max(short.values())
+    names = ", ".join(list(short)[:3]) + (", ..." if len(short) > 3 else "")
+    says = f"{len(short)} of {federation.plan.parties} parties ({names}) have budget in {path} for "
+    says += f"{fewest} of {federation.plan.rounds} rounds" if fewest == most_ else f"{fewest} to {most_} rounds"
+    if most_ == 0 and len(short) == federation.plan.parties:
+        raise BudgetError(f"{says}; lower --epsilon, or raise their budget: fulcrum ledger {path} --budget EPSILON")
+    return [f"{says}; they sit out when it is spent."]
 
 
 # --- running ------------------------------------------------------------------------------------

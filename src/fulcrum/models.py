@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fulcrum import config
 from fulcrum.errors import ModelError
@@ -43,6 +44,9 @@ class Layout:
     def of(model: nn.Module) -> Layout:
         """The layout of a model's parameters that require a gradient; ModelError if there are none."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        lazy = [name for name, p in named if nn.parameter.is_lazy(p)]
+        if lazy:
+            raise ModelError(f"Parameter {lazy[0]!r} has no shape yet; run the model once before handing it over.")
         if not named:
             raise ModelError("The model has no trainable parameters; at least one must require a gradient.")
         owners: dict[str, int] = {}
@@ -80,6 +84,21 @@ class Layout:
         with torch.no_grad():
             for name, values in self.unflatten(params).items():
                 named[name].copy_(values)
+
+
+def call(model: nn.Module, tensors: Mapping[str, Tensor], *inputs: Tensor) -> Any:
+    """The model's output with `tensors` (by parameter name, as `Layout.unflatten` gives them) in place of its own.
+
+    As `torch.func.functional_call`, which loses the parameters of a module that appears twice in the model.
+    The model is as before afterwards, but must not be shared between threads during the call.
+    """
+    given = {id(parameter): tensors[name] for name, parameter in model.named_parameters() if name in tensors}
+    slots: dict[str, Tensor] = {}
+    for place, module in model.named_modules():  # each module once
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in given:
+                slots[f"{place}.{name}" if place else name] = given[id(parameter)]
+    return functional_call(model, slots, inputs, tie_weights=False)
 
 
 # --- the built-in models --------------------------------------------------------------------------
@@ -222,7 +241,7 @@ def _own(name: str, offers: Mapping[str, object], seed: int) -> nn.Module:
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     arguments = {key: value for key, value in offers.items() if anything or key in accepted}
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(stream_seed(seed, ("init",)))
+        torch.default_generator.manual_seed(stream_seed(seed, ("init",)))
         try:
             model = factory(**arguments)
         except Exception as problem:

@@ -21,6 +21,7 @@ from fulcrum.accounting import Spend, calibrate, most
 from fulcrum.clip.rule import ClipRule
 from fulcrum.config import Settings, local_steps
 from fulcrum.errors import ConfigError
+from fulcrum.ledger import Ledger
 from fulcrum.types import Assignment, Event, Gaussian, Unprotected
 
 LISTED = 1000
@@ -457,3 +458,25 @@ def rounds_for_budget(
         return past.plus(one, rounds).epsilon(privacy.delta, privacy.accountant) <= budget
 
     return most(fits, 10**6)
+
+
+def affordable_rounds(plan: Plan, ledger: Ledger) -> dict[str, int]:
+    """Rounds that each party of a kept ledger can still pay for, by name; those that can pay for all are left out."""
+    accounts, spent = ledger.accounts(), ledger.spends()
+    known: dict[tuple[Any, ...], int] = {}
+    short: dict[str, int] = {}
+    for k in range(plan.parties) if accounts else ():
+        account = accounts.get(plan.name(k))
+        if account is None or account.budget is None:
+            continue
+        past, budget, wanted = spent[account.name], account.budget, plan.participations(k)
+
+        def fits(n: int, k: int = k, past: Spend = past, budget: float = budget) -> bool:
+            return past.plus(plan.events(k), n).epsilon(plan.delta, plan.accountant) <= budget
+
+        key = (int(plan.group_of[k]), past.key, budget)
+        if key not in known:
+            known[key] = most(fits, wanted)
+        if known[key] < wanted:
+            short[account.name] = known[key]
+    return short

@@ -6,6 +6,7 @@ plan.py      plan
 account.py   account
 data.py      data list, fetch, verify
 show.py      show, methods
+ledger.py    ledger
 init.py      init
 options.py   the options that settings have
 view.py      tables and progress
@@ -21,7 +22,7 @@ from typing import Annotated
 import typer
 
 from fulcrum import __version__
-from fulcrum.cli import account, data, demo, failures, init, options, plan, run, show
+from fulcrum.cli import account, data, demo, failures, init, ledger, options, plan, run, show
 
 app = typer.Typer(
     name="fulcrum",
@@ -54,6 +55,7 @@ app.command("show")(show.show)
 app.command("init")(init.init)
 app.command("plan")(plan.plan)
 app.command("account")(account.account)
+app.command("ledger")(ledger.ledger)
 app.add_typer(data.app, name="data")
 app.command("methods")(show.methods)
 app.command("demo")(demo.demo)

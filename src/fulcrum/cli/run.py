@@ -30,7 +30,7 @@ def run(
 
     federation = api.prepare(settings)
     folder = out if out is not None else free_folder(f"{slug(settings.data.source)}-{settings.method}")
-    for warning in show.warnings(federation):
+    for warning in [*show.warnings(federation), *api.ledger_warnings(federation)]:
         view.say(f"warning: {warning}", quiet)
     with resumable(folder), view.progress(settings.method, settings.train.rounds, quiet) as on_round:
         result = api.execute(federation, folder, on_round)

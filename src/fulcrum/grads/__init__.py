@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from fulcrum.errors import ModelError
-from fulcrum.grads.book import Book, Unsuitable, analyse, record_book
+from fulcrum.grads.book import Book, Unsuitable, record_book
+from fulcrum.grads.memory import keep_memory
+from fulcrum.grads.program import analyse
 from fulcrum.grads.tape import Chunks, Empty, Loss, Tape, cross_entropy
 from fulcrum.grads.vmap import record_vmap
 from fulcrum.models import Layout
 
-__all__ = ["Tape", "cross_entropy", "paths", "record"]
+__all__ = ["Tape", "cross_entropy", "keep_memory", "paths", "record"]
 
 WORK = {"cpu": 10 * 2**20, "cuda": 4 * 2**30}
 """Bytes of layer inputs and outputs that one pass may have: a larger batch goes through in pieces. On a CPU

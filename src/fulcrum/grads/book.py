@@ -12,95 +12,28 @@ hooks on its sites.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from fulcrum.grads.layers import KINDS, Kind, has_hooks, objection
-from fulcrum.grads.parts import Conv, Dense, Part, Rows, outer_rows, ranges
+from fulcrum.grads.layers import KINDS
+from fulcrum.grads.outer import Conv, Dense, outer_rows
+from fulcrum.grads.parts import Part, Rows, ranges
+from fulcrum.grads.program import Program, Site
 from fulcrum.grads.tape import Loss, column, group_squares
 from fulcrum.grads.vmap import module_rows
-from fulcrum.models import Layout, Tempered
+from fulcrum.models import Layout, call
 
 KEEP = 1.5
 """Written-out gradients may take this many times the memory of the sites' inputs and outputs."""
 
-PLAIN = frozenset(
-    {nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, Tempered, nn.Identity}
-    | {nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d}
-    | {nn.Flatten, nn.Dropout}
-)
-"""Layers without parameters that keep examples apart and do not care how memory is laid out."""
-
 
 class Unsuitable(Exception):
     """Book-keeping cannot follow this model; the message says why."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """A module whose parameters get gradients. kind None: it alone goes through vmap."""
-
-    name: str
-    module: nn.Module
-    kind: Kind | None
-    own: dict[str, int]
-    """Local name of each trainable parameter -> its place in the layout."""
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Program:
-    """How a model is going to be followed."""
-
-    sites: dict[nn.Module, Site]
-    sequence: tuple[nn.Module, ...]
-    """The layers in order where the model is a plain sequence; else empty."""
-
-
-def analyse(model: nn.Module, layout: Layout) -> Program:
-    """Finds the sites: the layers that book-keeping knows, and the smallest modules around everything else."""
-    named = dict(model.named_parameters())
-    places = {id(named[name]): place for place, name in enumerate(layout.names)}
-    sites = {site.module: site for site in _sites(model, "", places)}
-    return Program(sites, _sequence(model, sites))
-
-
-def _sites(module: nn.Module, name: str, places: dict[int, int]) -> Iterator[Site]:
-    def trainable(recurse: bool) -> dict[str, int]:
-        return {n: places[id(p)] for n, p in module.named_parameters(recurse=recurse) if id(p) in places}
-
-    own = trainable(recurse=False)
-    if not own:
-        for child_name, child in module.named_children():
-            yield from _sites(child, f"{name}.{child_name}" if name else child_name, places)
-        return
-    reason = objection(module)
-    yield (
-        Site(name, module, None, trainable(recurse=True), reason)
-        if reason
-        else Site(name, module, KINDS[type(module)], own)
-    )
-
-
-def _sequence(model: nn.Module, sites: dict[nn.Module, Site]) -> tuple[nn.Module, ...]:
-    layers = tuple(_flatten(model))
-    known = all((type(m) in KINDS and not objection(m)) or (type(m) in PLAIN and not has_hooks(m)) for m in layers)
-    merges = any(isinstance(m, nn.Flatten) and m.start_dim < 1 for m in layers)
-    return layers if known and not merges else ()
-
-
-def _flatten(module: nn.Module) -> Iterator[nn.Module]:
-    if type(module) is nn.Sequential and not has_hooks(module):
-        for child in module:
-            yield from _flatten(child)
-    else:
-        yield module
 
 
 # --- recording ------------------------------------------------------------------------------------
@@ -150,6 +83,9 @@ class _Recorder:
         fits = site.kind is None or site.kind.fits(site.module, a)
         if not fits or a.dim() == 0 or out.dim() == 0 or len(a) != self.count or len(out) != self.count:
             raise Unsuitable(f"{site.name} does not see one example per row")
+        if out._is_view():
+            # An in-place activation on a view would rewrite history behind the hook below.
+            out = torch.ops.aten._unsafe_view(out, out.shape)
         if not out.requires_grad:
             out = _Root.apply(out, self.anchor)  # type: ignore[no-untyped-call]
         size = site.kind.size(site.module, out) if site.kind and "weight" in site.own else None
@@ -234,7 +170,7 @@ def _run_hooked(model: nn.Module, program: Program, recorder: _Recorder, layout:
 
     handles = [module.register_forward_hook(hook, with_kwargs=True) for module in program.sites]
     try:
-        logits: Tensor = functional_call(model, dict(zip(layout.names, recorder.tensors, strict=True)), (x,))
+        logits: Tensor = call(model, dict(zip(layout.names, recorder.tensors, strict=True)), x)
         return logits
     finally:
         for handle in handles:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fulcrum.grads.parts import Conv, Dense, Lookup, Part, Rows, Size
+from fulcrum.grads.outer import Conv, Dense, Size
+from fulcrum.grads.parts import Lookup, Part, Rows
 
 Params = Mapping[str, Tensor]
 """A layer's own parameters by local name: weight, bias."""
@@ -78,7 +79,8 @@ def _conv_padding(layer: nn.Conv1d | nn.Conv2d) -> list[int]:
 
 def _conv_run(layer: nn.Conv1d | nn.Conv2d, x: Tensor, params: Params) -> Tensor:
     # PyTorch's own, which pads by padding_mode first; only the parameters are ours.
-    return layer._conv_forward(x, params["weight"], params.get("bias"))
+    out: Tensor = layer._conv_forward(x, params["weight"], params.get("bias"))
+    return out
 
 
 def _conv_parts(

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.func import grad, grad_and_value, vmap
 
 from fulcrum.grads.tape import Loss, Tape, column, group_squares
-from fulcrum.models import Layout
+from fulcrum.models import Layout, call
 
 MEMORY = 256 * 2**20
 """Bytes of gradients that one vmap call may work on."""
@@ -62,7 +62,7 @@ def record_vmap(model: nn.Module, layout: Layout, params: Tensor, x: Tensor, y: 
     """Gradients of every example by vmap over the whole model."""
 
     def one(tensors: Mapping[str, Tensor], example: Tensor, label: Tensor) -> Tensor:
-        logits = functional_call(model, dict(tensors), (example.unsqueeze(0),))
+        logits: Tensor = call(model, tensors, example.unsqueeze(0))
         return loss(logits, label.unsqueeze(0)).reshape(())
 
     tensors = layout.unflatten(params.detach())
@@ -78,7 +78,8 @@ def module_rows(module: nn.Module, tensors: Mapping[str, Tensor], a: Tensor, g: 
     """One module's gradients [B, ...] of each of `tensors`, from its input a and output gradient g."""
 
     def one(own: Mapping[str, Tensor], example: Tensor, upstream: Tensor) -> Tensor:
-        return (functional_call(module, dict(own), (example.unsqueeze(0),)).squeeze(0) * upstream).sum()
+        out: Tensor = call(module, own, example.unsqueeze(0))
+        return (out.squeeze(0) * upstream).sum()
 
     return _per_example(one, tensors, (a, g), with_value=False)[0]
 
