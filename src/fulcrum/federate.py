@@ -17,7 +17,7 @@ import torch
 from fulcrum.accounting import Spend
 from fulcrum.aggregate import SERVERS, client_weights, moving_average, weighted_mean
 from fulcrum.config import Settings, learning_rate
-from fulcrum.engine import Engine
+from fulcrum.engine import Engine, Remote
 from fulcrum.errors import BudgetError
 from fulcrum.evaluate import evaluate
 from fulcrum.ledger import Ledger
@@ -116,14 +116,20 @@ def federate(
         began = time.perf_counter()
         invited = [k for k in invite(settings, problem.partition.parties, t) if k not in exhausted]
         invited = [k for k in invited if int(snapshot.participations[k]) < plan.participations(k)]
-        granted = reserve(ledger, run, t, plan, invited, problem.randomness.mode)
+        mode = problem.randomness.mode
+        if isinstance(federation.engine, Remote):
+            # The parties keep the ledgers that count, and send a round's stored bytes again: this one mirrors them.
+            invited, mode = federation.engine.present(invited), "stored"
+            exhausted |= federation.engine.spent()
+        granted = reserve(ledger, run, t, plan, invited, mode)
         exhausted |= set(invited) - set(granted)
         if problem.partition.parties - len(exhausted) < train.min_parties:
             return
 
         snapshot, replies, C = play_round(federation, snapshot, granted, t)
         ledger.settle(run, t, {plan.name(reply.client): digest(reply) for reply in replies})
-        purse.pay(t, granted)
+        answered = [reply.client for reply in replies]
+        purse.pay(t, answered)
 
         accuracy, loss = None, None
         if (t + 1) % settings.run.evaluate_every == 0 or t + 1 == train.rounds:
@@ -137,7 +143,7 @@ def federate(
             C=C,
             epsilon=purse.largest,
             epsilons=tuple(purse.epsilons),
-            participants=tuple(granted),
+            participants=tuple(answered),
             seconds=time.perf_counter() - began,
             accuracy=accuracy,
             loss=loss,
@@ -185,6 +191,11 @@ def play_round(
     tasks = tuple(plan.assignment(k, t, lr) for k in clients)
     request = RoundRequest(t, settings.train.rounds, snapshot.params, tasks, states, settings.train.weight_decay)
     replies = list(federation.engine.run(request))
+    if isinstance(federation.engine, Remote):  # who did not answer in time did not take part
+        clients = [reply.client for reply in replies]
+        tasks = tuple(task for task in tasks if task.client in clients)
+        if not clients:
+            return _skip(settings, snapshot, t), [], tuple(C.tolist())
     for reply, task in zip(replies, tasks, strict=True):
         _check_events(reply, plan.events(task.client, t))
 

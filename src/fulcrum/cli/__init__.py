@@ -8,6 +8,7 @@ data.py      data list, fetch, verify
 show.py      show, methods
 ledger.py    ledger
 init.py      init
+flower.py    serve, party, terms, certs
 options.py   the options that settings have
 view.py      tables and progress
 failures.py  exit codes, and one sentence for every failure
@@ -22,7 +23,7 @@ from typing import Annotated
 import typer
 
 from fulcrum import __version__
-from fulcrum.cli import account, data, demo, failures, init, ledger, options, plan, run, show
+from fulcrum.cli import account, data, demo, failures, flower, init, ledger, options, plan, run, show
 
 app = typer.Typer(
     name="fulcrum",
@@ -59,6 +60,10 @@ app.command("ledger")(ledger.ledger)
 app.add_typer(data.app, name="data")
 app.command("methods")(show.methods)
 app.command("demo")(demo.demo)
+app.command("serve")(flower.serve)
+app.command("party")(flower.party)
+app.command("terms")(flower.terms)
+app.command("certs")(flower.certs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,8 +6,8 @@ same sampling and noise. Engines know nothing of accounting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 from fulcrum.engine import reference
 from fulcrum.errors import ConfigError
@@ -23,6 +23,26 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class Remote(Protocol):
+    """An engine whose clients are elsewhere: they may be away, answer late, or refuse from their own ledgers.
+
+    `run` then leaves out those who did not answer, and a repeated round brings the same bytes again.
+    """
+
+    def run(self, request: RoundRequest) -> Iterable[ClientReply]:
+        """Replies of those who answered, in the order of the request."""
+        ...
+
+    def present(self, clients: Sequence[int]) -> list[int]:
+        """Those of the clients that can be asked now; waits until there are enough to go on."""
+        ...
+
+    def spent(self) -> set[int]:
+        """Clients whose own ledger has refused: they take no further part."""
+        ...
+
+
 ENGINES: dict[str, Callable[[Problem], Engine]] = {"reference": reference.ReferenceEngine}
 
 
@@ -34,4 +54,4 @@ def find_engine(name: str, problem: Problem) -> Engine:
     return ENGINES[chosen](problem)
 
 
-__all__ = ["ENGINES", "Engine", "find_engine"]
+__all__ = ["ENGINES", "Engine", "Remote", "find_engine"]

@@ -1,0 +1,75 @@
+"""Envelopes in Flower's messages, with Flower's public API alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fulcrum.flower.coordinator import Delivery
+from fulcrum.flower.messages import HEADER_LIMIT, BadMessage, Envelope
+
+STYPE = "safetensors"
+ERRORS = {
+    2: "its client failed",
+    3: "it did not answer in time",
+    4: "it did not answer in time",
+    5: "it has gone away",
+    8: "its client died",
+}
+"""Flower's error codes in words. The reasons that come with them are a party's own text and are not repeated."""
+
+
+def to_record(envelope: Envelope) -> RecordDict:
+    """An envelope as the content of a Flower message: bytes in, the same bytes out."""
+    head = ConfigRecord({"header": envelope.header, "signature": envelope.signature})
+    body = Array(dtype="uint8", shape=(len(envelope.body),), stype=STYPE, data=envelope.body)
+    return RecordDict({"head": head, "arrays": ArrayRecord({"body": body})})
+
+
+def to_envelope(content: RecordDict) -> Envelope:
+    """The envelope in a message's content. The bytes are taken as they are; nothing in them is decoded here."""
+    try:
+        head, arrays = content["head"], content["arrays"]
+        if not (isinstance(head, ConfigRecord) and isinstance(arrays, ArrayRecord)):
+            raise TypeError
+        header, signature, body = head["header"], head["signature"], arrays["body"].data
+        if not all(isinstance(part, bytes) for part in (header, signature, body)):
+            raise TypeError
+    except (KeyError, TypeError, AttributeError):
+        raise BadMessage("it does not hold what was agreed.") from None
+    if len(header) > HEADER_LIMIT or len(signature) > 256:  # type: ignore[arg-type]
+        raise BadMessage("the header is too long.")
+    return Envelope(header, body, signature)  # type: ignore[arg-type]
+
+
+class GridPost:
+    """`coordinator.Post` over a Flower Grid."""
+
+    def __init__(self, grid: Grid, returned: Callable[[], Iterable[int]] = tuple) -> None:
+        self.grid, self._returned = grid, returned
+
+    def online(self) -> set[int]:
+        return set(self.grid.get_node_ids())
+
+    def returned(self) -> set[int]:
+        return set(self._returned())
+
+    def send(self, node: int, envelope: Envelope, seconds: float, label: str) -> str:
+        message = Message(to_record(envelope), node, MessageType.TRAIN, ttl=seconds, group_id=label)
+        return next(iter(self.grid.push_messages([message])), "") or ""
+
+    def collect(self, ids: set[str]) -> list[Delivery]:
+        found = []
+        for message in self.grid.pull_messages(ids):
+            sent = message.metadata.reply_to_message_id
+            if message.has_error():
+                words = ERRORS.get(message.error.code, f"Flower reports error {message.error.code}")
+                found.append(Delivery(sent, None, words))
+                continue
+            try:
+                found.append(Delivery(sent, to_envelope(message.content)))
+            except BadMessage as error:
+                found.append(Delivery(sent, None, f"its reply was refused: {error}"))
+        return found

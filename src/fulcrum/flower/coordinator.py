@@ -1,0 +1,528 @@
+"""The coordinator's side: an engine that asks parties instead of computing, and the run around it.
+
+Rounds, aggregation, the rule for C, evaluation, record and resume are those of a run in one process
+(`federate`, `api`). What is here: who is who (`Roll`), asking and checking replies (`FlowerEngine`).
+A reply that is late, malformed, not signed by the party it claims, of another round, or larger than
+any honest one is left out and reported; the round goes on with the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fulcrum.clip import find_rule
+from fulcrum.config import Settings, check
+from fulcrum.data import Dataset, Partition, from_arrays, load
+from fulcrum.errors import ConfigError, DataError, RunError
+from fulcrum.federate import Federation
+from fulcrum.flower import keys
+from fulcrum.flower.messages import (
+    BadMessage,
+    Envelope,
+    Wanted,
+    model_fingerprint,
+    pack,
+    read_arrays,
+    read_events,
+    read_header,
+    state_arrays,
+    take_state,
+    wanted_state,
+)
+from fulcrum.flower.terms import REFUSALS, propose
+from fulcrum.local import Problem
+from fulcrum.models import Layout, build, refuse_mixing
+from fulcrum.plan import make_plan
+from fulcrum.rng import make
+from fulcrum.types import Assignment, ClientReply, Gaussian, RoundRequest, State, Stats
+
+Report = Callable[[str, str], None]
+"""Called with a party's name (or "") and what happened, in one sentence."""
+
+POLL = 0.03
+"""Seconds between looks at the mail."""
+HELLO_SECONDS = 3600.0
+"""How long a hello waits for an answer: somebody may be reading the terms."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What came back for a message: an envelope, or words on why there is none."""
+
+    id: str
+    envelope: Envelope | None
+    error: str = ""
+
+
+class Post(Protocol):
+    """Carries envelopes to nodes and back. Flower does, and so does a dictionary in a test."""
+
+    def online(self) -> set[int]:
+        """Nodes that can be reached now."""
+        ...
+
+    def returned(self) -> set[int]:
+        """Nodes that have started again since this was last asked: what they had been sent is lost."""
+        ...
+
+    def send(self, node: int, envelope: Envelope, seconds: float, label: str) -> str:
+        """Send, to be forgotten after so many seconds; the id of the message."""
+        ...
+
+    def collect(self, ids: set[str]) -> list[Delivery]:
+        """What has come back so far for these messages; each only once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is public about a party: its name and n_k."""
+
+    name: str
+    units: int
+
+
+@dataclass(frozen=True)
+class Patience:
+    """deadline: seconds a round waits for replies. wait: seconds to wait for enough parties to be there.
+
+    minimum: parties that must answer a round.
+    """
+
+    deadline: float = 60.0
+    wait: float = 600.0
+    minimum: int = 1
+
+
+class Roll:
+    """Which node is which party. Every node that shows up is asked; only a signed answer counts."""
+
+    def __init__(
+        self,
+        post: Post,
+        register: Mapping[str, ec.EllipticCurvePublicKey],
+        run: str,
+        proposal: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        report: Report,
+    ) -> None:
+        """facts: what every party must agree on (classes, shape, model, randomness), as in a `welcome`."""
+        self.post, self.register, self.run, self.report = post, register, run, report
+        self.proposal, self.facts = dict(proposal), dict(facts)
+        self.node_of: dict[str, int] = {}
+        self.cards: dict[str, Card] = {}
+        self._asked: dict[int, tuple[str, Envelope]] = {}
+        self._returned: set[int] = set()
+
+    def call(self) -> None:
+        """Greet new nodes and take in what was answered."""
+        back = self.post.returned()
+        self._returned |= back
+        for node in back:
+            self._asked.pop(node, None)
+        for node in self.post.online() - set(self._asked):
+            nonce = secrets.token_hex(16)
+            hello = pack({"kind": "hello", "run": self.run, "nonce": nonce, "proposal": self.proposal})
+            self._asked[node] = (self.post.send(node, hello, HELLO_SECONDS, "hello"), hello)
+        pending = {sent: (node, hello) for node, (sent, hello) in self._asked.items() if sent}
+        for delivery in self.post.collect(set(pending)) if pending else ():
+            node, hello = pending[delivery.id]
+            self._asked[node] = ("", hello)
+            self._take_in(node, hello, delivery)
+
+    def take_returned(self) -> set[str]:
+        """Parties whose node has started again since this was last asked."""
+        names = {name for name, node in self.node_of.items() if node in self._returned}
+        self._returned.clear()
+        return names
+
+    def _take_in(self, node: int, hello: Envelope, delivery: Delivery) -> None:
+        if delivery.envelope is None:
+            self.report("", f"a node did not answer the greeting: {delivery.error}")
+            self._asked.pop(node)  # it may have been on its way out; greet it again
+            return
+        try:
+            header = opened(delivery.envelope, ("welcome", "refused"), hello, self.run, self.register)
+        except BadMessage as error:
+            self.report("", f"a node's greeting was refused: {error}")
+            return
+        name = header["party"]
+        if header["kind"] == "refused":
+            self.report(name, f"does not take part: {refusal_words(header['code'])}")
+            return
+        for what, wanted in self.facts.items():
+            if header[what] != wanted:
+                self.report(name, f"does not fit: its {what} is {header[what]!r}, the run's is {wanted!r}")
+                return
+        if header["units"] < 1:
+            self.report(name, "does not fit: it has no data")
+            return
+        if self.cards.get(name, Card(name, header["units"])).units != header["units"]:
+            self.report(name, "does not fit: it now has another number of units than at the start")
+            return
+        if name not in self.node_of:
+            self.report(name, f"has joined, with {header['units']} {self.proposal['unit']}s")
+        self.node_of[name], self.cards[name] = node, Card(name, header["units"])
+
+
+def opened(
+    reply: Envelope,
+    kinds: tuple[str, ...],
+    request: Envelope,
+    run: str,
+    register: Mapping[str, ec.EllipticCurvePublicKey],
+) -> dict[str, Any]:
+    """The header of a reply that is fresh, for this request, and signed by the party it names."""
+    header = read_header(reply, kinds)
+    key = register.get(header["party"])
+    if key is None:
+        raise BadMessage("it names a party that is not in the register.")
+    if not keys.is_signed(key, reply):
+        raise BadMessage(f"it claims to be from {header['party']}, but the signature is not that party's.")
+    sent = read_header(request, ("hello", "round", "done"))
+    if (header["run"], header["nonce"], header["request"]) != (run, sent["nonce"], request.digest):
+        raise BadMessage("it answers another request than the one that was sent.")
+    return header
+
+
+def refusal_words(code: str) -> str:
+    """The words behind a refusal's code; a code that nobody knows is not repeated."""
+    return REFUSALS.get(code, "it refused without a known reason")
+
+
+class FlowerEngine:
+    """`run(request)` sends each assignment to its party and yields the replies that came, checked.
+
+    clients: the parties in the order of their numbers. seed: shared with the parties, in simulations only.
+    """
+
+    def __init__(
+        self,
+        roll: Roll,
+        clients: Sequence[Card],
+        problem: Problem,
+        settings: Settings,
+        patience: Patience,
+        secret: bytes,
+        seed: int | None = None,
+    ) -> None:
+        self.roll, self.clients, self.problem, self.settings = roll, tuple(clients), problem, settings
+        self.patience, self.secret, self.seed = patience, secret, seed
+        self._spent: set[int] = set()
+        self._model = model_fingerprint(problem.layout)
+
+    # --- who is there -----------------------------------------------------------------------------
+
+    def present(self, clients: Sequence[int]) -> list[int]:
+        """Those that are online; waits until `minimum` of those who still take part are."""
+        able = [k for k in clients if k not in self._spent]
+        if len(able) < self.patience.minimum:
+            return able
+        end, told = time.monotonic() + self.patience.wait, False
+        while True:
+            self.roll.call()
+            online = self.roll.post.online()
+            here = [k for k in able if self.roll.node_of.get(self.clients[k].name) in online]
+            if len(here) >= self.patience.minimum:
+                return here
+            if time.monotonic() > end:
+                raise RunError(
+                    f"only {len(here)} of at least {self.patience.minimum} parties are there after "
+                    f"{self.patience.wait:g} s; bring them back, then continue with fulcrum serve --resume."
+                )
+            if not told:
+                self.roll.report("", f"waiting: {len(here)} of at least {self.patience.minimum} parties are there")
+                told = True
+            time.sleep(10 * POLL)
+
+    def spent(self) -> set[int]:
+        """Parties whose own ledger has refused to go on."""
+        return set(self._spent)
+
+    # --- a round ----------------------------------------------------------------------------------
+
+    def run(self, request: RoundRequest) -> Iterator[ClientReply]:
+        """Ask everybody, wait until all have answered or the deadline has passed, yield what is sound."""
+        asks = {
+            task.client: (task, state, self._ask(request, task, state))
+            for task, state in zip(request.assignments, request.states, strict=True)
+        }
+        needed = min(self.patience.minimum, len(asks))
+        replies: dict[int, ClientReply] = {}
+        settled: set[int] = set()  # answered, well or badly
+        end = time.monotonic() + max(self.patience.wait, self.patience.deadline)
+        while True:
+            self._collect(request, {k: ask for k, ask in asks.items() if k not in settled}, replies, settled)
+            for k in asks.keys() - settled:
+                self.roll.report(self.clients[k].name, f"did not answer round {request.round + 1} in time")
+            short = needed - len(self._spent & asks.keys()) - len(replies)
+            if short <= 0:  # parties that ran out of budget just now end the run, but only after this round
+                break
+            if len(settled) == len(asks):
+                raise RunError(f"too few usable answers to round {request.round + 1}; parties.jsonl says why.")
+            if time.monotonic() > end:
+                raise RunError(
+                    f"only {len(replies)} of at least {needed} parties answered round {request.round + 1}; bring "
+                    "them back, then continue with fulcrum serve --resume."
+                )
+        yield from (replies[task.client] for task in request.assignments if task.client in replies)
+
+    def _collect(
+        self,
+        request: RoundRequest,
+        asks: Mapping[int, tuple[Assignment, State, Envelope]],
+        replies: dict[int, ClientReply],
+        settled: set[int],
+    ) -> None:
+        """Send and gather until the deadline."""
+        end = time.monotonic() + self.patience.deadline
+        waiting: dict[str, int] = {}
+
+        def send(k: int) -> None:
+            node = self.roll.node_of.get(self.clients[k].name)
+            left = end - time.monotonic()
+            if node is not None and left > 0:
+                sent = self.roll.post.send(node, asks[k][2], left, str(request.round + 1))
+                if sent:
+                    waiting[sent] = k
+
+        for k in asks:
+            send(k)
+        while asks.keys() - settled and time.monotonic() < end:
+            self.roll.call()
+            for name in self.roll.take_returned():
+                for k in asks.keys() - settled:
+                    if self.clients[k].name == name:
+                        send(k)  # the same bytes: it computes once, or sends what it stored
+            for delivery in self.roll.post.collect(set(waiting)) if waiting else ():
+                k = waiting.pop(delivery.id)
+                if k in settled:
+                    continue
+                if delivery.envelope is None:
+                    self.roll.report(self.clients[k].name, f"round {request.round + 1}: {delivery.error}")
+                    continue
+                settled.add(k)
+                try:
+                    reply = self._checked(request, *asks[k], delivery.envelope)
+                except BadMessage as error:
+                    self.roll.report(self.clients[k].name, f"round {request.round + 1}: its reply was refused: {error}")
+                    continue
+                if reply is not None:
+                    replies[k] = reply
+            time.sleep(POLL)
+
+    def _ask(self, request: RoundRequest, task: Assignment, state: State) -> Envelope:
+        """The request to one party. The same round of the same run gives the same bytes, also after a crash."""
+        name = self.clients[task.client].name
+        nonce = hmac.new(self.secret, f"{self.roll.run}/{request.round}/{name}".encode(), hashlib.sha256)
+        header = {
+            "kind": "round",
+            "run": self.roll.run,
+            "nonce": nonce.hexdigest()[:32],
+            "party": name,
+            "client": task.client,
+            "rule": self.settings.clip.rule,
+            "groups": self.settings.clip.groups,
+            "unit": self.settings.privacy.unit,
+            "model": self._model,
+            "round": request.round,
+            "rounds": request.rounds,
+            "steps": task.steps,
+            "rate": task.rate,
+            "sigma": task.sigma,
+            "lr": task.lr,
+            "weight_decay": request.weight_decay,
+            "seeds": [] if self.seed is None else [self.seed],
+        }
+        return pack(header, {"params": request.params, **state_arrays(state)})
+
+    def _checked(
+        self, request: RoundRequest, task: Assignment, state: State, ask: Envelope, envelope: Envelope
+    ) -> ClientReply | None:
+        """The reply as the federation takes it; None where the party refused; BadMessage where it is not honest."""
+        header = opened(envelope, ("update", "refused"), ask, self.roll.run, self.roll.register)
+        name = self.clients[task.client].name
+        if header["party"] != name:
+            raise BadMessage(f"it is from {header['party']}.")
+        if header["kind"] == "refused":
+            if header["code"] == "budget":
+                self._spent.add(task.client)
+            self.roll.report(name, f"refused round {request.round + 1}: {refusal_words(header['code'])}")
+            return None
+        if header["round"] != request.round:
+            raise BadMessage("it is of another round.")
+        events = read_events(header["events"])
+        made = {(event.rate, event.sigma) for event in events}
+        if made != {(task.rate, task.sigma)} or sum(event.count for event in events) != task.steps:
+            raise BadMessage("what it says it released is not what was asked for.")
+        own = self.problem.rule.where == "client"
+        wanted: Wanted = {
+            "delta": (torch.float32, (self.problem.layout.dim,)),
+            "extra": (torch.float32, (extra_width(self.problem, state),)),
+            **(wanted_state(state) if own else {}),
+        }
+        arrays = read_arrays(envelope, wanted)
+        units = self.clients[task.client].units
+        limit = largest_update(self.problem, self.settings, request, task, state, units)
+        if float(torch.linalg.vector_norm(arrays["delta"].double())) > limit:
+            raise BadMessage("its update is larger than any honest one.")
+        device = self.problem.device
+        return ClientReply(
+            client=task.client,
+            delta=arrays["delta"].to(device),
+            extra=arrays["extra"].to(device),
+            events=(Gaussian(task.rate, task.sigma),) * task.steps,
+            state={n: v.to(device) for n, v in take_state(arrays).items()} if own else state,
+        )
+
+    def dismiss(self, rounds: int, seconds: float = 5.0) -> None:
+        """Tell everybody that the run is over, so that each writes its statement; waits a little for that."""
+        online = self.roll.post.online()
+        nonce = secrets.token_hex(16)
+        done = pack({"kind": "done", "run": self.roll.run, "nonce": nonce, "rounds": rounds})
+        nodes = [node for node in self.roll.node_of.values() if node in online]
+        waiting = {self.roll.post.send(node, done, 10 * seconds, "done") for node in nodes} - {""}
+        end = time.monotonic() + seconds
+        while waiting and time.monotonic() < end:
+            waiting -= {delivery.id for delivery in self.roll.post.collect(waiting)}
+            time.sleep(POLL)
+
+
+def extra_width(problem: Problem, state: State) -> int:
+    """J: how many extra statistics the rule releases."""
+    empty = torch.zeros(0)
+    stats = Stats(
+        norms=torch.zeros((0, len(state["C"]))),
+        mask=torch.zeros(0, dtype=torch.bool),
+        dots=empty,
+        losses=empty,
+        sigma=1.0,
+        batch=1.0,
+    )
+    on_cpu = {name: value.cpu() for name, value in state.items()}
+    return int(problem.rule.clip(stats, on_cpu)[1].shape[1])
+
+
+def largest_update(
+    problem: Problem, settings: Settings, request: RoundRequest, task: Assignment, state: State, units: int
+) -> float:
+    """A bound on the norm of an honest update: every unit sampled and aligned, noise at ten times its size."""
+    C = float(torch.linalg.vector_norm(problem.rule.bounds(state).C))
+    if problem.rule.where == "client":  # it may have moved on its way through the steps
+        C = max(C, settings.clip.C_max)
+    spread = 10 * task.sigma * math.sqrt(2 * problem.layout.dim + 100)
+    step = task.lr * C * (units + spread) / (task.rate * units)
+    decay = task.lr * request.weight_decay
+    start = float(torch.linalg.vector_norm(request.params))
+    grown = (1 + decay) ** task.steps
+    return (step * task.steps + start * decay * task.steps) * grown * (1 + 1e-3)
+
+
+# --- the run around it --------------------------------------------------------------------------
+
+
+def public_data(source: str, folder: str = "") -> Dataset:
+    """What the coordinator evaluates on: an .npz with x_test, y_test and classes alone, or any data source."""
+    if source.endswith(".npz") and Path(source).is_file():
+        with np.load(source, allow_pickle=False) as archive:
+            if "x" not in archive.files:
+                missing = {"x_test", "y_test"} - set(archive.files)
+                if missing:
+                    raise DataError(f"{source} has no array named {missing.pop()}; the coordinator needs x_test, y_test.")
+                x, y = archive["x_test"], archive["y_test"]
+                classes = int(archive["classes"]) if "classes" in archive.files else None
+                return from_arrays(x[:1], y[:1], x, y, name=Path(source).name, classes=classes)
+    return load(source, folder)
+
+
+def as_served(settings: Settings, parties: int, simulation: bool) -> Settings:
+    """The settings as a coordinator uses them: real randomness unless it simulates, a checkpoint every round."""
+    if settings.run.diagnostics:
+        raise ConfigError("run.diagnostics = true shows private values; parties never send them, so turn it off.")
+    if settings.data.validation:
+        raise ConfigError("data.validation holds out training data, which the coordinator does not have; set it to 0.")
+    privacy = dataclasses.replace(settings.privacy, randomness="seeded" if simulation else "secure")
+    run = dataclasses.replace(settings.run, checkpoint_every=1)
+    data = dataclasses.replace(settings.data, parties=parties)
+    return check(dataclasses.replace(settings, privacy=privacy, run=run, data=data))
+
+
+def public_problem(settings: Settings, public: Dataset, device: torch.device) -> Problem:
+    """The coordinator's view of the problem: public data and the model, no party's records."""
+    rule = find_rule(settings.clip.rule)
+    if not (rule.sound and rule.private):
+        raise ConfigError(
+            f"clip.rule = {rule.name!r} is not sound and private: parties across machines refuse it; use moo or fixed."
+        )
+    model = build(settings.model, public.shape, public.classes, settings.run.seed)
+    refuse_mixing(model, public.x[:2])
+    model = model.to(device)
+    layout = Layout.of(model)
+    return Problem(
+        dataset=public,
+        partition=Partition(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)),
+        model=model,
+        layout=layout,
+        rule=rule,
+        randomness=make(settings.privacy.randomness, settings.run.seed),
+        unit=settings.privacy.unit,
+        groups=layout.layers if settings.clip.groups == "layer" else (),
+        device=device,
+    )
+
+
+def make_roll(
+    post: Post,
+    register: Mapping[str, ec.EllipticCurvePublicKey],
+    run: str,
+    settings: Settings,
+    problem: Problem,
+    report: Report,
+) -> Roll:
+    """The roll of a run, with what its parties must agree on."""
+    facts = {
+        "classes": problem.dataset.classes,
+        "shape": list(problem.dataset.shape),
+        "model": model_fingerprint(problem.layout),
+        "randomness": settings.privacy.randomness,
+    }
+    return Roll(post, register, run, propose(settings, problem.dataset.classes), facts, report)
+
+
+def join(roll: Roll, expected: int, patience: Patience) -> tuple[Card, ...]:
+    """Wait for the parties. Starts when all expected are there, or after `wait` seconds with enough of them."""
+    end = time.monotonic() + patience.wait
+    while len(roll.cards) < expected and time.monotonic() < end:
+        roll.call()
+        time.sleep(3 * POLL)
+    if len(roll.cards) < max(patience.minimum, 1):
+        raise RunError(
+            f"only {len(roll.cards)} of at least {patience.minimum} parties joined within {patience.wait:g} s; "
+            "check that each runs fulcrum party with this server's address, CA and its own key."
+        )
+    return tuple(roll.cards[name] for name in sorted(roll.cards))
+
+
+def make_federation(
+    settings: Settings, problem: Problem, cards: Sequence[Card], engine: FlowerEngine
+) -> Federation:
+    """The run that `api.execute` and `api.go_on` play, over parties that are elsewhere."""
+    names = tuple(card.name for card in cards)
+    starts = torch.zeros(len(cards) + 1, dtype=torch.int64)
+    there = dataclasses.replace(problem, partition=Partition(torch.zeros(0, dtype=torch.int64), starts, names))
+    plan = make_plan(settings, names, [card.units for card in cards], problem.rule, population="each party's own data")
+    engine.problem = there
+    return Federation(settings, there, plan, engine)
