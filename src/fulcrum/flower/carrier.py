@@ -62,8 +62,10 @@ class GridPost:
 
     def collect(self, ids: set[str]) -> list[Delivery]:
         found = []
-        for message in self.grid.pull_messages(ids):
-            sent = message.metadata.reply_to_message_id
+        for sent, message in ((sent, message) for sent in ids for message in self._pull(sent)):
+            if message is None:
+                found.append(Delivery(sent, None, "its reply could not be read"))
+                continue
             if message.has_error():
                 words = ERRORS.get(message.error.code, f"Flower reports error {message.error.code}")
                 found.append(Delivery(sent, None, words))
@@ -73,3 +75,10 @@ class GridPost:
             except BadMessage as error:
                 found.append(Delivery(sent, None, f"its reply was refused: {error}"))
         return found
+
+    def _pull(self, sent: str) -> list[Message | None]:
+        """The reply to one message, alone, so that a malformed one spoils no other; None if it cannot be read."""
+        try:
+            return list(self.grid.pull_messages([sent]))
+        except Exception:  # Flower decodes a party's bytes here, and may fail in any way
+            return [None]

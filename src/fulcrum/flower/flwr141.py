@@ -36,6 +36,7 @@ from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NOD
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, PushTaskOutputRequest, SendTaskHeartbeatRequest
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable import inflatable_utils
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -68,9 +69,11 @@ FLEET = (
 """All that the public port answers: what a SuperNode with a registered key needs."""
 OPEN_FLEET = ("register-node", "unregister-node")
 """What anonymous SuperNodes need beside it, served only without TLS."""
-BODY_LIMIT = 1 << 30
+BODY_LIMIT = 64 << 20
 """Bytes of the largest request that the public port reads."""
 HEARTBEAT = 20.0
+PARTS_SECONDS = 5.0
+"""How long the coordinator waits for the parts of a reply once it is announced."""
 
 
 def check_version() -> None:
@@ -78,6 +81,18 @@ def check_version() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)  # it tells of every request; the coordinator tells of rounds
     if flwr.__version__ != PINNED:
         raise ConfigError(f"flwr {flwr.__version__} is installed, and this needs {PINNED}: pip install flwr=={PINNED}.")
+
+
+def hasten(most: float | None = None) -> None:
+    """Look for the parts of a message every few hundredths of a second, not every second or more.
+
+    most: seconds to wait for all of them, so that a party that announces parts it never sends is given up.
+    """
+    for pull in (inflatable_utils.pull_objects, inflatable_utils.pull_and_inflate_object_from_tree):
+        defaults = pull.__kwdefaults__
+        defaults["initial_backoff"], defaults["backoff_cap"] = 0.03, 0.5
+        if most is not None:
+            defaults["max_time"], defaults["max_tries_per_object"] = most, None
 
 
 # --- the coordinator's side ---------------------------------------------------------------------
@@ -141,6 +156,7 @@ class Link:
         app: the Flower app bundle that SuperNodes are offered; a placeholder unless given, since no party runs it.
         """
         check_version()
+        hasten(PARTS_SECONDS)
         self.host, self.port = host, port
         self._app = create_app()
         self._app.state.enable_supernode_auth = tls is not None
@@ -310,6 +326,7 @@ class Executor:
     ) -> None:
         """ca and key: None for plaintext without node keys. home: a folder for Flower's own files and logs."""
         check_version()
+        hasten()
         self.server, self.home, self.ca, self.key = server, home, ca, key
         self.answer, self.say = answer, say
         home.mkdir(parents=True, exist_ok=True)
@@ -423,6 +440,7 @@ def main() -> None:
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
     start_parent_process_monitor(os.getppid())
+    hasten()
     loop.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, POLL)))  # type: ignore[attr-defined]
     sys.argv[0] = "flower-supernode"
     flower_supernode()
