@@ -78,7 +78,7 @@ PARTS_SECONDS = 5.0
 
 def check_version() -> None:
     """Flower's insides move between releases; refuse any other than the one this file was written for."""
-    logging.getLogger("flwr").setLevel(logging.ERROR)  # it tells of every request; the coordinator tells of rounds
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it tells of every request, also of strangers'
     if flwr.__version__ != PINNED:
         raise ConfigError(f"flwr {flwr.__version__} is installed, and this needs {PINNED}: pip install flwr=={PINNED}.")
 

@@ -52,14 +52,17 @@ class Journal:
     """What happened with parties: said aloud, and kept in parties.jsonl once the run has a folder."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.folder = say, None
+        self.say = say
+        self.folder: Path | None = None
         self._early: list[str] = []
-
-    folder: Path | None
 
     def __call__(self, party: str, what: str) -> None:
         self.say(f"{party}: {what}" if party else what)
         self._early.append(json.dumps({"time": record.now(), "party": party, "what": what}) + "\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is not in the folder yet, if there is a folder by now."""
         if self.folder is not None and self.folder.is_dir():
             with (self.folder / "parties.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(self._early)
@@ -113,6 +116,7 @@ def serve(
         kept = {"secret": secret.hex(), "simulation": simulation, "patience": asdict(patience)}
         kept |= {"parties": [asdict(card) for card in cards], **(facts or {})}
         result = api.execute(federation, out, on_round, {"id": run, "flower": kept})
+        journal.flush()
         engine.dismiss(len(result.C))
         return result
 
