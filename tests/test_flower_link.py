@@ -14,8 +14,8 @@ import fulcrum.flower  # before flwr, which reads its settings once
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fulcrum-fl[flower]'")
 
-# Flower 1.41 and what it brings warn about themselves while they are imported.
-pytestmark = pytest.mark.filterwarnings("default")
+# Flower 1.41 uses what httpx calls old.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 import httpx
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, RegisterNodeFleetRequest

@@ -172,7 +172,7 @@ class Link:
         tls_options = {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)} if tls else {}
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self.gate, host=host, port=port, log_level="warning", access_log=False, workers=1, **tls_options
+                self.gate, host=host, port=port, log_level="error", access_log=False, ws="none", **tls_options
             )
         )
         self._stop = threading.Event()
