@@ -264,7 +264,6 @@ def test_nothing_is_left_running(federation, played):
 def test_a_server_that_pushes_code_finds_the_parties_running_theirs(tmp_path):
     """The pushed app writes a file when it runs. A party of ours never runs it; Flower's own SuperNode does."""
     made = Federation(tmp_path)
-    settings = run.settings_file.read(tmp_path / "config.toml", {"train.rounds": 2, "train.min_parties": 1})
     settings = run.settings_file.read(
         tmp_path / "config.toml", {"train.rounds": 2, "train.min_parties": 1, "data.source": str(tmp_path / "public.npz")}
     )
@@ -296,7 +295,7 @@ app = ClientApp()
         try:
             address = run.Address("127.0.0.1", made.port, None, None)
             register = keys.load_register(tmp_path / "register")
-            patience = Patience(deadline=60, wait=45, minimum=1)
+            patience = Patience(deadline=60, wait=40, minimum=1)
             result = run.serve(
                 settings, tmp_path / "run", address, register, patience=patience, say=lambda _: None, open_post=evil_link
             )

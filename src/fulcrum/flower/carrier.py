@@ -12,9 +12,10 @@ from fulcrum.flower.messages import HEADER_LIMIT, BadMessage, Envelope
 
 STYPE = "safetensors"
 ERRORS = {
+    1: "its client could not be loaded",
     2: "its client failed",
-    3: "it did not answer in time",
-    4: "it did not answer in time",
+    3: "no whole reply arrived in time",
+    4: "no whole reply arrived in time",
     5: "it has gone away",
     8: "its client died",
 }

@@ -125,6 +125,7 @@ class Roll:
         self.node_of: dict[str, int] = {}
         self.cards: dict[str, Card] = {}
         self._asked: dict[int, tuple[str, Envelope]] = {}
+        self._failed: dict[int, tuple[int, float]] = {}  # how often in a row, and until when to leave it alone
         self._returned: set[int] = set()
 
     def call(self) -> None:
@@ -133,7 +134,10 @@ class Roll:
         self._returned |= back
         for node in back:
             self._asked.pop(node, None)
-        for node in self.post.online() - set(self._asked):
+            self._failed.pop(node, None)
+        now = time.monotonic()
+        patient = {node for node, (_, until) in self._failed.items() if until > now}
+        for node in self.post.online() - set(self._asked) - patient:
             nonce = secrets.token_hex(16)
             hello = pack({"kind": "hello", "run": self.run, "nonce": nonce, "proposal": self.proposal})
             self._asked[node] = (self.post.send(node, hello, HELLO_SECONDS, "hello"), hello)
@@ -151,8 +155,11 @@ class Roll:
 
     def _take_in(self, node: int, hello: Envelope, delivery: Delivery) -> None:
         if delivery.envelope is None:
+            # It may have been on its way out, so it is greeted again, after a while that doubles.
+            times = self._failed.get(node, (0, 0.0))[0] + 1
+            self._failed[node] = times, time.monotonic() + min(60.0, 0.5 * 2**times)
             self.report("", f"a node did not answer the greeting: {delivery.error}")
-            self._asked.pop(node)  # it may have been on its way out; greet it again
+            self._asked.pop(node)
             return
         try:
             header = opened(delivery.envelope, ("welcome", "refused"), hello, self.run, self.register)

@@ -37,11 +37,13 @@ from flwr.proto.runtime_pb2 import AcquireTaskRequest, PushTaskOutputRequest, Se
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable import inflatable_utils
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
+from flwr.supercore.object_store import NoObjectInStoreError
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
@@ -72,8 +74,8 @@ OPEN_FLEET = ("register-node", "unregister-node")
 BODY_LIMIT = 64 << 20
 """Bytes of the largest request that the public port reads."""
 HEARTBEAT = 20.0
-PARTS_SECONDS = 5.0
-"""How long the coordinator waits for the parts of a reply once it is announced."""
+PARTS_SECONDS = 1.0
+"""How long the coordinator looks for the parts of a reply that was said to be whole."""
 
 
 def check_version() -> None:
@@ -86,7 +88,7 @@ def check_version() -> None:
 def hasten(most: float | None = None) -> None:
     """Look for the parts of a message every few hundredths of a second, not every second or more.
 
-    most: seconds to wait for all of them, so that a party that announces parts it never sends is given up.
+    most: seconds to wait for all of them.
     """
     for pull in (inflatable_utils.pull_objects, inflatable_utils.pull_and_inflate_object_from_tree):
         defaults = pull.__kwdefaults__
@@ -268,11 +270,28 @@ class LocalGrid(HttpGrid):
 
     def __init__(self, state: Any, task: Any) -> None:
         super().__init__(token="in this process")
-        self._local = _Runtime(state, task)
+        self._state, self._local = state, _Runtime(state, task)
 
     @property
     def _runtime_client(self) -> Any:
         return self._local
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Replies that have arrived whole: a slow upload, or one that never ends, keeps nobody else waiting."""
+        ready = [sent for sent in message_ids if not self._arriving(sent)]
+        return super().pull_messages(ready) if ready else []
+
+    def _arriving(self, sent: str) -> bool:
+        """Whether a reply has been announced whose parts are not all here."""
+        reply = self._state.message_ins_id_to_message_res_id.get(sent)
+        if reply is None:
+            return False
+        store = self._state.object_store
+        try:
+            parts = [part.object_id for part in iterate_object_tree(store.get_object_tree(reply))]
+        except NoObjectInStoreError:
+            return False
+        return any(store.get(part) == b"" for part in parts)
 
 
 def bundle(files: Mapping[str, str] | None = None) -> bytes:
@@ -289,9 +308,11 @@ publisher = "fulcrum"
 serverapp = "pushed:app"
 clientapp = "pushed:app"
 """
+    content = {"pyproject.toml": project, **(files or {})}
+    sums = [f"{name},{hashlib.sha256(text.encode()).hexdigest()},{8 * len(text)}" for name, text in content.items()]
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w") as archive:
-        for name, text in {"pyproject.toml": project, **(files or {})}.items():
+        for name, text in {**content, ".info/CONTENT": "\n".join(sums)}.items():
             archive.writestr(zipfile.ZipInfo(name), text)
     return held.getvalue()
 
@@ -336,6 +357,7 @@ class Executor:
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Answer until `stop` says so. A SuperNode that ends is started again, later each time."""
+        quiet = False
         try:
             while not stop():
                 if self._child is None or self._child.poll() is not None:
@@ -344,9 +366,11 @@ class Executor:
                 try:
                     if not self._take_one():
                         time.sleep(0.05)
+                    quiet = False
                 except (httpx.HTTPError, RuntimeError, ValueError) as error:
-                    if self._child.poll() is None and time.monotonic() - self._started > 15:
-                        self.say(f"SuperNode: {type(error).__name__}")
+                    if not quiet and time.monotonic() - self._started > 60:
+                        self.say(f"the SuperNode beside this party does not answer ({type(error).__name__})")
+                        quiet = True
                     time.sleep(0.3)
         finally:
             self.close()
