@@ -20,6 +20,7 @@ from fulcrum.cli import demo, failures, main, run, show, view
 from fulcrum.cli.options import with_settings
 from fulcrum.config import Settings
 from fulcrum.errors import BudgetError, ConfigError, DownloadError, FulcrumError
+from fulcrum.methods import METHODS
 from fulcrum.settings_file import parse, template
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -99,7 +100,7 @@ def test_run_and_plan_share_their_settings():
         ("run --partition dirichelt", "error: data.partition = 'dirichelt' is not known"),
         (
             "run --method dpsgd",
-            "error: method = 'dpsgd' is not known; choose one of moo, dp-sgd, none; did you mean dp-sgd?",
+            f"error: method = 'dpsgd' is not known; choose one of {', '.join(METHODS)}; did you mean dp-sgd?",
         ),
         ("run nowhere.toml", "error: nowhere.toml does not exist"),
         ("run .", "error: . is a folder"),
@@ -267,7 +268,9 @@ def test_plan_says_how_many_rounds_a_budget_allows(capsys):
 
 def test_methods_are_listed(capsys):
     names = [row["name"] for row in json.loads(said(capsys, "methods", "--json")[1])]
-    assert names == ["moo", "dp-sgd", "none"]
+    assert names == list(METHODS)
+    assert names[0] == "moo"
+    assert {"moo", "dp-sgd", "dp-fedavg", "median", "none"} <= set(names)
     assert [line.split()[0] for line in said(capsys, "methods")[1].splitlines()[1:]] == names
 
 
@@ -292,6 +295,7 @@ SUMMARY = {
     "accountant": "rdp",
     "epsilons": {"party-0": 3.98, "party-1": 1.5},
     "delta": 1e-5,
+    "unit": "example",
     "sound": True,
     "private": True,
     "status": "finished",
@@ -309,7 +313,7 @@ def test_show_prints_a_finished_run(tmp_path, capsys):
     assert (code, err) == (0, "")
     for words in (
         "91.2%",
-        "3.98 at delta 1e-05",
+        "3.98 for one example at delta 1e-05",
         "3.6 by pld",
         "party-0 3.98, party-1 1.5",
         "1 → 2 → 4",
@@ -331,12 +335,13 @@ def test_show_never_claims_more_than_there_is():
 
 
 def test_show_of_an_unfinished_run_says_how_to_go_on(tmp_path, capsys):
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text('{"unit": "client"}')
     line = {"round": 1, "accuracy": 0.5, "epsilon": 1.0, "C": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     code, out, err = said(capsys, "show", str(tmp_path))
     assert code == 0
     assert "50.0%" in out
+    assert "1 for one whole party" in out
     assert "fulcrum resume" in err
     assert json.loads(said(capsys, "show", str(tmp_path), "--json")[1])["rounds_done"] == 1
 
@@ -401,3 +406,32 @@ def test_the_demo_compares_the_same_run():
         private.train,
         private.data,
     )
+
+
+# --- the unit -----------------------------------------------------------------------------------
+
+
+def test_client_level_is_planned_with_its_unit_and_a_warning(capsys):
+    words = ("plan", "--method", "dp-fedavg", "--data", "digits", "--parties", "10", "--epsilon", "4", "--rounds", "20")
+    code, out, err = said(capsys, *words)
+    assert code == 0
+    assert "whole party" in out.splitlines()[1]
+    assert "epsilon of one whole party" in out
+    assert "hides a whole party among 10" in err
+    code, out, err = said(capsys, *words, "--set", "privacy.unit=example")
+    assert "epsilon of one example" in out
+    assert "whole party" not in out + err
+    assert json.loads(said(capsys, *words, "--json")[1])["unit"] == "client"
+    terms = ("--sigma", "2", "--for-epsilon", "3", "--set", "train.participation=0.3")
+    code, out, _ = said(capsys, "plan", "--method", "dp-fedavg", *terms)
+    assert "rounds of 1 step at rate 0.3" in out
+
+
+def test_the_summary_and_the_methods_say_what_epsilon_protects(capsys):
+    summary = {"private": True, "sound": True, "accountant": "pld", "epsilon": 2.0, "delta": 1e-5, "unit": "client"}
+    assert "2 for one whole party at delta" in show.guarantee(summary)
+    assert "2 for one person at delta" in show.guarantee({**summary, "unit": "person"})
+    _, out, _ = said(capsys, "methods")
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert " client " in rows["dp-fedavg"]
+    assert rows["median"].startswith("median †")

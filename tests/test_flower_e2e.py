@@ -20,14 +20,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-if not os.environ.get("FULCRUM_FLOWER"):
-    pytest.skip("real Flower processes take minutes; run make test-flower", allow_module_level=True)
-
-import fulcrum.flower  # noqa: F401  before flwr, which reads its settings once
+import fulcrum.flower
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fulcrum-fl[flower]'")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
 import httpx
 
 from fulcrum import record
@@ -39,6 +34,11 @@ from fulcrum.flower.carrier import GridPost
 from fulcrum.flower.coordinator import Patience
 from fulcrum.flower.flwr141 import FLEET, Link, Tls, bundle, free_port
 from fulcrum.ledger import Ledger
+
+pytestmark = [
+    pytest.mark.skipif(not os.environ.get("FULCRUM_FLOWER"), reason="takes minutes: make test-flower"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 PARTIES = ("a", "b", "c")
 ROUNDS = 20
@@ -265,7 +265,8 @@ def test_a_server_that_pushes_code_finds_the_parties_running_theirs(tmp_path):
     """The pushed app writes a file when it runs. A party of ours never runs it; Flower's own SuperNode does."""
     made = Federation(tmp_path)
     settings = run.settings_file.read(
-        tmp_path / "config.toml", {"train.rounds": 2, "train.min_parties": 1, "data.source": str(tmp_path / "public.npz")}
+        tmp_path / "config.toml",
+        {"train.rounds": 2, "train.min_parties": 1, "data.source": str(tmp_path / "public.npz")},
     )
     pushed = f"""
 import os
@@ -291,13 +292,21 @@ app = ClientApp()
         environment = {**os.environ, **fulcrum.flower.QUIET, "FLWR_HOME": str(tmp_path / "flwr-stock")}
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         with (tmp_path / "stock.log").open("wb") as log:
-            victim = subprocess.Popen(stock, cwd=tmp_path, stdout=log, stderr=log, env=environment, start_new_session=True)
+            victim = subprocess.Popen(
+                stock, cwd=tmp_path, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
         try:
             address = run.Address("127.0.0.1", made.port, None, None)
             register = keys.load_register(tmp_path / "register")
             patience = Patience(deadline=60, wait=40, minimum=1)
             result = run.serve(
-                settings, tmp_path / "run", address, register, patience=patience, say=lambda _: None, open_post=evil_link
+                settings,
+                tmp_path / "run",
+                address,
+                register,
+                patience=patience,
+                say=lambda _: None,
+                open_post=evil_link,
             )
         finally:
             os.killpg(victim.pid, signal.SIGKILL)

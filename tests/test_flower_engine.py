@@ -40,7 +40,7 @@ def test_a_simulation_across_machines_is_the_run_in_one_process(tmp_path, monkey
     with toy_federation(tmp_path, settings) as bus:
         result = serve(bus, settings, tmp_path / "served", monkeypatch)
     torch.testing.assert_close(flat(result), flat(alone), **TOLERANCE)
-    assert result.C == pytest.approx(alone.C, rel=1e-6)
+    assert pytest.approx(alone.C, rel=1e-6) == result.C
     assert result.epsilons == alone.epsilons
     for name in NAMES:
         own = ledger_lines(tmp_path / f"{name}.sqlite", name)

@@ -14,8 +14,6 @@ import fulcrum.flower  # before flwr, which reads its settings once
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fulcrum-fl[flower]'")
 
-# Flower 1.41 uses what httpx calls old.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 import httpx
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, RegisterNodeFleetRequest
@@ -31,6 +29,9 @@ from fulcrum.flower import certs, keys
 from fulcrum.flower import flwr141 as inside
 from fulcrum.flower.carrier import GridPost, to_envelope, to_record
 from fulcrum.flower.messages import BadMessage, Envelope, pack
+
+# Flower 1.41 uses what httpx calls old.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 EVERYTHING = (
     "/v1/control/start-run",
@@ -86,7 +87,9 @@ def test_what_is_changed_in_flower_is_where_it_was():
     assert {line.strip().split("(")[0] for line in source.splitlines() if line.strip().startswith("time.")} == {
         "time.sleep"
     }
-    assert "fleet_handlers.activate_node(" in inspect.getsource(router), "called through its module, so it can be wrapped"
+    assert "fleet_handlers.activate_node(" in inspect.getsource(router), (
+        "called through its module, so it can be wrapped"
+    )
     for pull in (inside.inflatable_utils.pull_objects, inside.inflatable_utils.pull_and_inflate_object_from_tree):
         assert {"initial_backoff", "backoff_cap", "max_time", "max_tries_per_object"} <= set(pull.__kwdefaults__)
     assert "os.kill(os.getpid(), signal.SIGINT)" in inspect.getsource(fleet_http_connection)

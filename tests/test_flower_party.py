@@ -277,7 +277,12 @@ def test_a_simulation_needs_a_seed(tmp_path):
 def test_every_answer_is_signed_and_names_its_request(tmp_path):
     with toy_desk(tmp_path, SETTINGS) as desk:
         public = keys.load_public(tmp_path / "keys" / "party-0.pub")
-        for request in (toy_request(desk, SETTINGS), hello(), Envelope(b"nonsense"), toy_request(desk, SETTINGS, rate=1)):
+        for request in (
+            toy_request(desk, SETTINGS),
+            hello(),
+            Envelope(b"nonsense"),
+            toy_request(desk, SETTINGS, rate=1),
+        ):
             reply = desk.answer(request)
             assert keys.is_signed(public, reply)
             assert read_header(reply, ("update", "refused", "welcome"))["request"] == request.digest
@@ -301,9 +306,9 @@ def test_a_party_says_its_public_facts_and_writes_its_own_statement(tmp_path):
 
 def test_what_is_sent_has_the_noise_that_the_terms_ask_for(tmp_path, monkeypatch):
     """Against the same rounds without noise: the difference has sigma C lr / batch, and not half or twice it."""
-    noisy = [d for d in deltas(tmp_path / "a")]
+    noisy = deltas(tmp_path / "a")
     monkeypatch.setattr("fulcrum.local.release", lambda clipped, extra, scale, randomness, key: (clipped, extra))
-    clean = [d for d in deltas(tmp_path / "b")]
+    clean = deltas(tmp_path / "b")
     found = float(torch.cat([a - b for a, b in zip(noisy, clean, strict=True)]).std())
     wanted = 1.1 * 1.0 * 0.5 / (0.2 * 40)
     assert 0.7 < found / wanted < 1.4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -328,38 +329,41 @@ class Merged(nn.Module):
 
 
 class Overwriting(nn.Module):
-    """Overwrites a layer's input after the layer has used it; harmless to a loop that needs no such gradient."""
+    """Overwrites a layer's input after the layer has used it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
         self.head = nn.Linear(6, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         h = x * 1.0
         out = self.first(h)
-        if not torch._C._functorch.is_functorch_wrapped_tensor(h) and not self.first.weight.requires_grad:
-            h += 1.0
+        h += 1.0
         return self.head(torch.tanh(out))
 
 
-@pytest.mark.parametrize(
-    ("module", "path"),
-    [(nn.PReLU, "book"), (Scale, "book"), (lambda: nn.RMSNorm(6), "book"), (lambda: nn.InstanceNorm1d(6, affine=True), "")],
-    ids=["prelu", "own-parameter-and-child", "rms-norm", "instance-norm"],
-)
-def test_a_single_unknown_module_goes_through_vmap_alone(module: type[nn.Module], path: str) -> None:
-    model = seeded(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), module(), nn.Tanh(), nn.Linear(6, CLASSES)))
-    layout, x, y = Layout.of(model), randn(B, 6) if path else randn(B, 6, 6), labels()
-    if not path:
-        model = seeded(nn.Sequential(nn.Linear(6, 6), module(), nn.Flatten(), nn.Linear(36, CLASSES)))
-        layout = Layout.of(model)
+UNKNOWN = {
+    "prelu": (nn.PReLU, (6,)),
+    "own-parameter-and-child": (Scale, (6,)),
+    "rms-norm": (lambda: nn.RMSNorm(6), (4, 6)),
+    "instance-norm": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 6)),
+    "transposed-convolution": (lambda: nn.ConvTranspose1d(4, 3, 2), (4, 6)),
+    "nested": (lambda: nn.Sequential(nn.PReLU(), nn.Identity()), (4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_single_unknown_module_goes_through_vmap_alone(name: str) -> None:
+    make, shape = UNKNOWN[name]
+    wide = make()(torch.zeros(2, *shape)).flatten(1).shape[1]
+    model = seeded(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), make(), nn.Tanh(), nn.Flatten(), nn.Linear(wide, CLASSES)))
+    layout, x, y = Layout.of(model), randn(B, *shape), labels()
     tape = record(model, layout, layout.flatten(model), x, y)
     assert isinstance(tape, book.Book)
     check_tape(tape, loop(model, layout, x, y), layout)
-    kinds = [path for _, path, _ in paths(model)]
-    assert kinds == ["book", "vmap", "book"]
+    assert [path for _, path, _ in paths(model)] == ["book", "vmap", "book"]
+    assert all(reason for _, _, reason in paths(model))
 
 
 @pytest.mark.parametrize(
@@ -477,6 +481,26 @@ def test_a_loss_of_ones_own(how: str) -> None:
     torch.testing.assert_close(tape.losses, residual.square() / 4)
 
 
+def test_a_loss_over_the_batch_is_refused() -> None:
+    model = seeded(nn.Sequential(nn.Linear(6, CLASSES)))
+    layout = Layout.of(model)
+    with pytest.raises(ModelError, match="one value an example"):
+        record(model, layout, layout.flatten(model), randn(B, 6), labels(), loss=F.cross_entropy)
+
+
+def test_threads_may_share_a_sequence() -> None:
+    model = small_cnn()
+    layout, x, y = Layout.of(model), randn(B, 1, 8, 8), labels()
+    starts = [randn(layout.dim, seed=seed) for seed in range(8)]
+
+    def matrix(params: Tensor) -> Tensor:
+        return record(model, layout, params, x, y).matrix()
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, params in zip(pool.map(matrix, starts), starts, strict=True):
+            torch.testing.assert_close(found, matrix(params))
+
+
 @pytest.mark.parametrize("how", ["auto", "book", "vmap"])
 def test_an_empty_batch(how: str) -> None:
     model = build(config.Model(name="mnist-cnn"), (1, 28, 28), 10, seed=0)
@@ -515,7 +539,11 @@ def check_zeroed(tape: object, alone: object, layout: Layout, bad: int) -> None:
         for wild in (1.0, float("inf"), float("nan")):  # C / 0 is what a careless rule makes of norm 0
             factors[bad] = wild
             torch.testing.assert_close(tape.weighted_sum(factors, groups), alone.weighted_sum(factors[others], groups))
-    for all_, rest in ((tape.matrix(), alone.matrix()), (tape.dots(direction), alone.dots(direction)), (tape.losses, alone.losses)):
+    for all_, rest in (
+        (tape.matrix(), alone.matrix()),
+        (tape.dots(direction), alone.dots(direction)),
+        (tape.losses, alone.losses),
+    ):
         assert bool((all_[bad] == 0).all())
         torch.testing.assert_close(all_[others], rest)
 

@@ -310,3 +310,69 @@ def test_an_unreachable_epsilon_names_the_party():
     settings = settings_of(privacy={"delta": 1e-12, "budgets": {"b": 1e-4}})
     with pytest.raises(ConfigError, match=r"no sigma fits for b: epsilon = 0.0001 .* cannot be reached"):
         make_plan(settings, ["a", "b", "c"], UNITS, MOO)
+
+
+# --- the unit client ----------------------------------------------------------------------------
+
+
+def client_plan(rule: str = "fixed", parties: int = 200, **sections: dict[str, Any]) -> Plan:
+    base = settings_of(privacy={"unit": "client"}, train={"participation": 0.1, "weights": "uniform", "steps": 7})
+    return make_plan(base.replace(**sections), parties, np.full(parties, 30), find_rule(rule))
+
+
+def test_client_level_calibrates_one_release_a_round_at_the_clients_rate():
+    plan = client_plan()
+    z = plan.party(0).sigma
+    assert plan.events(0) == (Gaussian(0.1, z, 1),)
+    assert plan.party(0).epsilon_rdp == epsilon([Gaussian(0.1, z, 20)], 1e-5) == pytest.approx(2.0, rel=1e-3)
+    # local steps cost nothing, the secret draw lowers the noise, and a round more costs more
+    assert client_plan(train={"steps": 1}).party(0).sigma == z
+    assert client_plan(train={"participation": 1.0}).party(0).sigma > 1.5 * z
+    assert client_plan(train={"rounds": 40}).party(0).sigma > z
+    assert plan.assignment(3, 2, 0.4) == Assignment(3, 0.05, 0.0, 7, 0.4)
+    assert (plan.party(0).units, plan.party(0).batch) == (1, 20)
+    assert plan.terms(0)["unit"] == "client"
+
+
+def test_client_level_has_one_noise_and_the_strictest_budget_sets_it():
+    plan = client_plan(privacy={"budgets": {"party-7": 0.8}})
+    assert {group.sigma for group in plan.groups} == {client_plan(privacy={"epsilon": 0.8}).party(0).sigma}
+    assert plan.party(7).epsilon_rdp == plan.party(0).epsilon_rdp <= 0.8
+    assert (plan.party(7).budget, plan.party(0).budget) == (0.8, 2.0)
+
+
+@pytest.mark.parametrize(("estimator", "reach"), [("fixed", 1 / 20), ("clipped", 2 / 16)])
+def test_client_level_noise_follows_the_estimators_sensitivity(estimator: str, reach: float):
+    plan = client_plan(central={"estimator": estimator, "min_weight": 0.8})
+    z = plan.party(0).sigma
+    assert plan.noise_to_signal(25).direction == pytest.approx(z * reach)
+    assert plan.noise_to_signal(25, 3).ratio == pytest.approx(5 * z * reach)
+    light = client_plan(train={"weights": "examples"}, central={"weight_cap": 60.0, "estimator": estimator})
+    assert light.noise_to_signal(25).direction > plan.noise_to_signal(25).direction  # W = K / 2
+
+
+@pytest.mark.parametrize(
+    ("parties", "change", "words"),
+    [
+        (200, {}, []),
+        (50, {}, ["among 50", "hundreds of parties"]),
+        (200, {"privacy": {"delta": 0.01}}, ["delta = 0.01 is not below 1/K for K = 200"]),
+        (200, {"train": {"participation": 0.001}}, ["expected number of participants is 0.2"]),
+    ],
+)
+def test_client_level_warnings(parties: int, change: dict[str, Any], words: list[str]):
+    found = " ".join(client_plan(parties=parties, **change).warnings)
+    assert bool(found) == bool(words)
+    assert all(word in found for word in words)
+    assert "nominal" in " ".join(client_plan("median").warnings)
+
+
+def test_client_level_rounds_for_a_budget_and_json():
+    plan = client_plan()
+    settings = settings_of(privacy={"unit": "client"}, train={"participation": 0.1, "steps": 7})
+    assert rounds_for_budget(settings, sigma=plan.party(0).sigma) == 20
+    facts = json.loads(json.dumps(plan.to_json(650), allow_nan=False))
+    assert (facts["unit"], facts["groups"][0]["rate"], facts["groups"][0]["steps"]) == ("client", 0.1, 1)
+    assert facts["noise"]["aggregate"] == facts["noise"]["parties"][0]
+    unprotected = client_plan("none", privacy={"epsilon": None})
+    assert unprotected.events(0) == (Unprotected(1),)

@@ -11,7 +11,7 @@ import torch
 from fulcrum import testing
 from fulcrum.clip import RULES, Shape, find_rule
 from fulcrum.clip.fixed import FIXED, clip_to_C, no_extra
-from fulcrum.clip.moo import MOO
+from fulcrum.clip.moo import MOO, MOO_C
 from fulcrum.clip.rule import ClipRule
 from fulcrum.config import Clip
 from fulcrum.errors import ConfigError
@@ -77,32 +77,32 @@ def _round(D: list[float], t: int = 1, lr: float = 0.5, steps: float = 2.0) -> R
 
 def test_moo_follows_a_trajectory_computed_by_hand() -> None:
     settings = Clip(C0=2.0, eta_C=0.1, beta=0.5, kappa=0.01)
-    state = MOO.init(settings, Shape(2, (2,)))
-    state = MOO.adapt(state, _round([1.0, 0.0]))  # no memory yet: C stays
+    state = MOO_C.init(settings, Shape(2, (2,)))
+    state = MOO_C.adapt(state, _round([1.0, 0.0]))  # no memory yet: C stays
     assert float(state["C"]) == pytest.approx(2.0)
     assert state["memory"].tolist() == pytest.approx([0.5, 0.0])
-    state = MOO.adapt(state, _round([0.6, 0.8]))  # A = 0.6 / (0.5 * 2 * 2) = 0.3 > 0.01 * 2: C grows
+    state = MOO_C.adapt(state, _round([0.6, 0.8]))  # A = 0.6 / (0.5 * 2 * 2) = 0.3 > 0.01 * 2: C grows
     assert float(state["C"]) == pytest.approx(2.0 * math.exp(0.1))
     assert state["memory"].tolist() == pytest.approx([0.55, 0.4])
-    state = MOO.adapt(state, _round([-0.1, 0.0]))  # against the memory: C shrinks
+    state = MOO_C.adapt(state, _round([-0.1, 0.0]))  # against the memory: C shrinks
     assert float(state["C"]) == pytest.approx(2.0)
 
 
 def test_moo_with_identity_moves_in_proportion_and_never_far() -> None:
     settings = Clip(C0=2.0, eta_C=0.1, beta=0.5, phi="identity")
-    state = MOO.adapt(MOO.init(settings, Shape(2, (2,))), _round([1.0, 0.0]))
-    moved = MOO.adapt(state, _round([0.6, 0.8]))
+    state = MOO_C.adapt(MOO_C.init(settings, Shape(2, (2,))), _round([1.0, 0.0]))
+    moved = MOO_C.adapt(state, _round([0.6, 0.8]))
     assert float(moved["C"]) == pytest.approx(2.0 * math.exp(0.1 * 0.3))
-    leap = MOO.adapt(state, _round([1e6, 0.0]))
+    leap = MOO_C.adapt(state, _round([1e6, 0.0]))
     assert float(leap["C"]) == pytest.approx(2.0 * math.exp(0.3))
 
 
 def test_moo_stays_between_its_limits() -> None:
     settings = Clip(C0=1.0, eta_C=5.0, beta=0.5, C_min=0.5, C_max=3.0)
-    state = MOO.adapt(MOO.init(settings, Shape(1, (1,))), _round([1.0]))
-    up = MOO.adapt(state, _round([1.0]))
+    state = MOO_C.adapt(MOO_C.init(settings, Shape(1, (1,))), _round([1.0]))
+    up = MOO_C.adapt(state, _round([1.0]))
     assert float(up["C"]) == pytest.approx(3.0)
-    down = MOO.adapt(state, _round([-1.0]))
+    down = MOO_C.adapt(state, _round([-1.0]))
     assert float(down["C"]) == pytest.approx(0.5)
 
 
@@ -123,3 +123,87 @@ def test_a_rule_of_ones_own_is_found_by_module_and_name() -> None:
     }.items():
         with pytest.raises(ConfigError, match=words):
             find_rule(name)
+
+
+# --- moo: step length and C apart ---------------------------------------------------------------
+
+DIM = 400
+
+
+def _start(C0: float = 1.0, lr: float = 1.0, noise: float = 0.02, **settings: float) -> dict[str, torch.Tensor]:
+    shape = Shape(DIM, (DIM,), start=5.0, noise=noise, rounds=100, lr=lr)
+    return dict(MOO.init(Clip(C0=C0, **settings), shape))
+
+
+def _seen(state: dict[str, torch.Tensor], u: torch.Tensor, lr: float = 1.0, noise: float = 0.02) -> Released:
+    """What the server sees when the mean clipped gradient, in units of C, is u (noise left out)."""
+    C = float(torch.linalg.vector_norm(state["C"]))
+    return Released(u * lr * C, torch.zeros(0), lr, 1.0, 0, 100, noise)
+
+
+def _signal(length: float) -> torch.Tensor:
+    """A direction whose square, after the noise's is taken off, is length^2."""
+    u = torch.ones(DIM)
+    return u / torch.linalg.vector_norm(u) * math.sqrt(length**2 + 0.02**2 * DIM)
+
+
+def test_the_first_step_length_is_the_noise_the_weights_can_bear() -> None:
+    state = _start(balance=3.0)
+    assert float(state["step"]) == pytest.approx(3.0 * 5.0 / (0.02 * math.sqrt(DIM * 100)))
+    assert float(_start(noise=0.0, C0=2.0, lr=0.5)["step"]) == pytest.approx(1.0)  # no noise: eta C0, as set
+
+
+@pytest.mark.parametrize("lr", [0.0625, 1.0, 16.0])
+@pytest.mark.parametrize("C0", [0.01, 1.0, 100.0])
+def test_what_is_applied_depends_neither_on_C0_nor_on_the_learning_rate(C0: float, lr: float) -> None:
+    state = _start(C0=C0, lr=lr)
+    u = _signal(0.3)
+    applied = MOO.apply(state, _seen(state, u, lr))
+    torch.testing.assert_close(applied, u * float(_start()["step"]))
+    assert float(state["C"]) * lr <= float(state["step"]) * (1 + 1e-6), "local steps must not run ahead of the server"
+
+
+def test_a_schedule_of_the_learning_rate_still_counts() -> None:
+    state = _start(lr=1.0)
+    u = _signal(0.3)
+    late = Released(u * 0.1 * float(state["C"]), torch.zeros(0), 0.1, 1.0, 9, 100, 0.02)
+    torch.testing.assert_close(MOO.apply(state, late), 0.1 * MOO.apply(state, _seen(state, u)))
+
+
+def _search(knee: float, C0: float, rounds: int = 14) -> list[float]:
+    """C over rounds in which every gradient has norm `knee`: |u| is 0.3 below it and falls as 1/C above."""
+    state, course = _start(C0=C0, lr=1e-3), []
+    for _ in range(rounds):
+        C = float(torch.linalg.vector_norm(state["C"]))
+        course.append(C)
+        state = dict(MOO.adapt(state, _seen(state, _signal(0.3 * min(1.0, knee / C)), lr=1e-3)))
+    return course
+
+
+@pytest.mark.parametrize("knee", [0.5, 5.0])
+@pytest.mark.parametrize("C0", [0.01, 1.0, 30.0, 1000.0])
+def test_C_is_found_near_the_norm_of_the_gradients_from_far_above_and_below(knee: float, C0: float) -> None:
+    course = _search(knee, C0)
+    assert knee / 10 <= course[-1] <= knee * 1.8, course
+    assert course[-1] == course[-3], "the search has ended"
+
+
+def test_the_search_would_not_end_there_if_the_knee_were_elsewhere() -> None:
+    assert _search(0.05, 1.0)[-1] < 0.1 < _search(5.0, 1.0)[-1]
+
+
+def test_without_any_signal_C_falls_to_its_floor_and_no_further() -> None:
+    state = _start(C0=10.0, lr=1e-3, C_min=0.01)
+    for _ in range(12):
+        state = dict(MOO.adapt(state, _seen(state, _signal(0.0), lr=1e-3)))
+    assert float(state["C"]) == pytest.approx(0.01)
+
+
+def test_the_step_length_grows_while_releases_agree_and_shrinks_when_they_turn() -> None:
+    state = _start(eta_C=0.1)
+    first = float(state["step"])
+    for _ in range(3):
+        state = dict(MOO.adapt(state, _seen(state, _signal(0.3))))
+    assert float(state["step"]) == pytest.approx(first * math.exp(0.2))  # not in the first round
+    state = dict(MOO.adapt(state, _seen(state, -_signal(0.3))))
+    assert float(state["step"]) == pytest.approx(first * math.exp(0.1))

@@ -195,3 +195,57 @@ def test_names_cannot_break_the_table():
     lines = to_markdown(told(settings, plan, MOO, (1, 1))).splitlines()
     assert any(line.startswith("| a\\|b | 30 |") for line in lines)
     assert any(line.startswith("| c d | 40 |") for line in lines)
+
+
+def client_facts(rule: str = "fixed", parties: int = 200, **sections: dict[str, Any]) -> dict[str, Any]:
+    base: dict[str, dict[str, Any]] = {
+        "train": {"participation": 0.1, "weights": "uniform"},
+        "privacy": {"unit": "client"},
+    }
+    sections = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}}
+    chosen = find_rule(rule)
+    settings, plan = planned(chosen, parties, **sections)
+    return told(settings, plan, chosen, (20,) * parties)
+
+
+def test_client_level_names_its_own_unit_and_adversary():
+    facts = client_facts()
+    assert set(facts) == KEYS
+    assert facts["unit"] == "client"
+    assert facts["epsilon"] == epsilon([Gaussian(0.1, 1.2, 20)], 1e-5)
+    assert [item["kind"] for item in facts["releases"]] == ["means", "C", "models", "participation"]
+    page = to_markdown(facts)
+    for words in (
+        "Each whole party has epsilon", "THE SERVER IS TRUSTED", "NOT who took part", "adds the noise",
+        "EVERY party is charged", "must not be published", "must not be compared", "parties together",
+        "q_c W = 20", "at most 0.05 times C",
+        "| 200 parties | 0.1 | 1.2 | 20 |", "sizes count as public", "do not publish it",
+    ):  # fmt: skip
+        assert words in page, words
+    # nothing of the other promise, in which the server is the adversary and the participants are public
+    for words in (
+        "honest-but-curious",
+        "sees every update of every party",
+        "One example",
+        "who takes part in which round, the",
+    ):
+        assert words not in page, words
+        assert words in to_markdown(state()), words
+    assert page.count("| party-") == 0
+
+
+def test_client_level_tells_the_estimator_and_lists_those_who_differ():
+    page = to_markdown(client_facts(central={"estimator": "clipped", "min_weight": 0.5}))
+    assert "at least q_c W_min = 10; one party moves it by at most 0.2 times C" in page
+    settings, plan = planned(find_rule("fixed"), 3, privacy={"unit": "client"})
+    page = to_markdown(told(settings, plan, find_rule("fixed"), (20, 20, 5)))
+    assert "| 2 parties |" in page
+    assert "| party-2 |" in page
+    assert "among 3" in page
+
+
+def test_client_level_with_the_median_is_nominal():
+    facts = client_facts("median")
+    assert (facts["guarantee"], facts["nominal"]) == ("nominal", True)
+    assert "statistics" not in [item["kind"] for item in facts["releases"]]
+    assert "THEY REVEAL MORE" in to_markdown(facts)

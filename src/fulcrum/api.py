@@ -18,6 +18,7 @@ from torch import nn
 import fulcrum
 from fulcrum import record, settings_file
 from fulcrum.accounting import Spend
+from fulcrum.central import check_rule, local_problem
 from fulcrum.clip import find_rule
 from fulcrum.config import Settings, check
 from fulcrum.data import Dataset, holdout, load, split, unit_counts
@@ -93,8 +94,9 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
         device=device,
         diagnostics=settings.run.diagnostics,
     )
+    check_rule(rule, settings, problem)
     plan = make_plan(settings, partition, unit_counts(dataset, partition, settings.privacy.unit), rule)
-    return Federation(settings, problem, plan, find_engine(settings.run.engine, problem))
+    return Federation(settings, problem, plan, find_engine(settings.run.engine, local_problem(problem)))
 
 
 def find_device(name: str) -> torch.device:
@@ -159,6 +161,7 @@ def execute(
                 "version": fulcrum.__version__,
                 "data": federation.problem.dataset.fingerprint,
                 "parameters": federation.problem.layout.dim,
+                "unit": federation.problem.unit,
                 **(facts or {}),
             },
         )
@@ -215,7 +218,7 @@ def _finish(
     settings = federation.settings
     # Another draw of secure randomness would be another release, so no round may have to be replayed.
     every = 1 if settings.privacy.randomness == "secure" else settings.run.checkpoint_every
-    history = [tuple(line["participants"]) for line in lines]
+    history = [_payers(line, federation.plan.parties) for line in lines]
     snapshot = start
     saved = start.round if start else 0
     _state(federation, folder, ledger, run, lines, finished=False)
@@ -237,6 +240,14 @@ def _finish(
     if folder and snapshot and snapshot.round > saved:
         folder.checkpoint(snapshot)
     return _sum_up(federation, folder, ledger, run, snapshot, lines)
+
+
+def _payers(line: dict[str, Any], parties: int) -> Sequence[int]:
+    """Who paid in a round of metrics.jsonl: the participants; where these are secret, all with budget left."""
+    if "participants" in line:
+        return tuple(line["participants"])
+    out = set(line.get("out_of_budget", ()))
+    return [k for k in range(parties) if k not in out]
 
 
 def _sum_up(

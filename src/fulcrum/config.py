@@ -68,7 +68,7 @@ class Train:
     rounds: int = 200
     """T."""
     participation: float = 1.0
-    """q_c, the chance that a party takes part in a round. Gives no privacy amplification."""
+    """q_c, the chance that a party takes part in a round. Lowers the cost only where it is secret: unit client."""
     min_parties: int = 1
     """The run ends when fewer parties than this have budget left."""
     steps: int = 1
@@ -89,14 +89,14 @@ class Train:
     weight_decay: float = 0.0
     """Pulls the weights towards zero outside the clipped gradient."""
     weights: str = "examples"
-    """How updates are averaged: examples (by n_k) or uniform."""
+    """How updates are averaged: examples (by n_k; at unit client min(n_k / weight_cap, 1)) or uniform."""
     server: str = "sgd"
     """Server optimiser: sgd, momentum or adam."""
     server_lr: float = 1.0
     server_momentum: float = 0.9
     server_beta2: float = 0.99
     server_eps: float = 1e-3
-    ema: float = 0.0
+    ema: float = 0.9
     """Decay of the moving average of released models that is evaluated and kept; 0 is off."""
 
 
@@ -114,8 +114,10 @@ class Clip:
     """flat, or layer (each layer clipped to its share of C)."""
     kappa: float = 0.0
     """The price of C in the objective L_model + kappa C."""
-    eta_C: float = 0.1
-    """Step of C, in log C."""
+    balance: float = 2.5
+    """moo: how far the noise of all rounds may move the weights, in units of their initial norm, at its first step."""
+    eta_C: float = 0.05
+    """How far a round moves what a rule learns (C, or moo's step length), in logarithms."""
     beta: float = 0.95
     """Memory of the released direction."""
     phi: str = "sign"
@@ -134,7 +136,8 @@ class Privacy:
     sigma: float | None = None
     delta: float = 1e-5
     unit: str = "example"
-    """What is protected: example, or person (the data has an id for each record)."""
+    """What is protected: example; person (the data has an id for each record); or client, a whole party, where
+    the server is trusted and adds the noise."""
     accountant: str = "rdp"
     """rdp or pld: which epsilon is enforced. Both are reported."""
     max_participations: int = 0
@@ -145,6 +148,21 @@ class Privacy:
     """Epsilon of single parties, by name, where it differs: {"party-0" = 2.0}."""
     randomness: str = "seeded"
     """seeded (science) or secure (real use: the operating system's entropy)."""
+
+
+@dataclass(frozen=True)
+class Central:
+    """The trusted server's average of the parties' updates, for privacy.unit = "client" only."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+
+    estimator: str = "fixed"
+    """What divides the weighted sum: fixed (the expected weight q_c W) or clipped (the weight that took part, at
+    least q_c W_min; twice the noise or more)."""
+    weight_cap: float = 0.0
+    """w_cap, public: with weights = "examples" a party weighs min(n_k / w_cap, 1). 0: the median of the sizes."""
+    min_weight: float = 1.0
+    """W_min as a part of the total weight W, for estimator = "clipped"."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +196,7 @@ class Settings:
     train: Train = field(default_factory=Train)
     clip: Clip = field(default_factory=Clip)
     privacy: Privacy = field(default_factory=Privacy)
+    central: Central = field(default_factory=Central)
     run: Run = field(default_factory=Run)
 
     def replace(self, **sections: dict[str, Any]) -> Settings:
@@ -196,9 +215,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.server": ("sgd", "momentum", "adam"),
     "clip.groups": ("flat", "layer"),
     "clip.phi": ("sign", "identity"),
-    "privacy.unit": ("example", "person"),
+    "privacy.unit": ("example", "person", "client"),
     "privacy.accountant": ("rdp", "pld"),
     "privacy.randomness": ("seeded", "secure"),
+    "central.estimator": ("fixed", "clipped"),
     "run.engine": ("auto", "reference"),
 }
 
@@ -227,6 +247,7 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "train.ema": (0, True, 1, False),
     "clip.C0": (0, False, math.inf, False),
     "clip.kappa": (0, True, math.inf, False),
+    "clip.balance": (0, False, math.inf, False),
     "clip.eta_C": (0, True, math.inf, False),
     "clip.beta": (0, True, 1, False),
     "clip.C_min": (0, False, math.inf, False),
@@ -236,6 +257,8 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "privacy.delta": (0, False, 1, False),
     "privacy.budget": (0, False, math.inf, False),
     "privacy.max_participations": (0, True, math.inf, False),
+    "central.weight_cap": (0, True, math.inf, False),
+    "central.min_weight": (0, False, 1, True),
     "run.seed": (0, True, 2**63, False),
     "run.evaluate_every": (1, True, math.inf, False),
     "run.checkpoint_every": (1, True, math.inf, False),
@@ -292,6 +315,11 @@ def _check_together(settings: Settings) -> None:
         _check_range(f"privacy.budgets.{party}", budget, (0, False, math.inf, False))
     if privacy.budgets and privacy.epsilon is None:
         raise ConfigError("privacy.budgets is set without privacy.epsilon; give the epsilon of the other parties too.")
+    if privacy.unit == "client" and privacy.max_participations:
+        raise ConfigError(
+            f"privacy.max_participations = {privacy.max_participations} has no use with privacy.unit = 'client': "
+            "who takes part is secret, so every party is charged for every round; leave it at 0."
+        )
 
 
 def local_steps(train: Train) -> int:

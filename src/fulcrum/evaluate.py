@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
-from fulcrum.models import Layout
+from fulcrum.models import Layout, call
 
 
 @torch.no_grad()
@@ -18,7 +17,7 @@ def evaluate(
     right, loss = 0, 0.0
     for start in range(0, len(y), batch):
         inputs, labels = x[start : start + batch].to(params.device), y[start : start + batch].to(params.device)
-        logits = functional_call(model, weights, (inputs,))
+        logits = call(model, weights, inputs)
         right += int((logits.argmax(dim=1) == labels).sum())
         loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
     return right / len(y), loss / len(y)

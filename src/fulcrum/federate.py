@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +17,17 @@ import torch
 
 from fulcrum.accounting import Spend
 from fulcrum.aggregate import SERVERS, client_weights, moving_average, weighted_mean
-from fulcrum.config import Settings, learning_rate
+from fulcrum.central import SERVER, average, draw_cohort, released_of
+from fulcrum.clip.rule import Shape
+from fulcrum.config import Settings, learning_rate, local_steps
 from fulcrum.engine import Engine, Remote
 from fulcrum.errors import BudgetError
 from fulcrum.evaluate import evaluate
-from fulcrum.ledger import Ledger
+from fulcrum.ledger import Account, Ledger
 from fulcrum.local import Problem
 from fulcrum.plan import Plan
 from fulcrum.rng import torch_stream
-from fulcrum.types import ClientReply, Event, Released, RoundRequest, RoundResult, State
+from fulcrum.types import Assignment, ClientReply, Event, Gaussian, Released, RoundRequest, RoundResult, State
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Federation:
 class Snapshot:
     """The federation between two rounds. `round` rounds are done; clients holds states of client rules.
 
-    participations [K] counts the rounds each party took part in.
+    participations [K] counts the rounds each party took part in; zeros where that is secret (unit client).
     """
 
     round: int
@@ -86,10 +89,26 @@ def first_snapshot(federation: Federation) -> Snapshot:
     problem = federation.problem
     params = problem.layout.flatten(problem.model).to(problem.device)
     server = SERVERS[federation.settings.train.server].init(problem.layout.dim)
-    rule = problem.rule.init(federation.settings.clip, problem.shape)
+    rule = problem.rule.init(federation.settings.clip, public_shape(federation, params))
     participations = torch.zeros(problem.partition.parties, dtype=torch.int32)
     to_device = {name: value.to(problem.device) for name, value in rule.items()}
     return Snapshot(0, params, params, server, to_device, participations)
+
+
+def public_shape(federation: Federation, params: torch.Tensor) -> Shape:
+    """What a rule may know when it starts: all of it is fixed by the settings and the initial weights."""
+    train, problem = federation.settings.train, federation.problem
+    # Where the unit is the client its whole update is one step at learning rate 1.
+    steps, lr = (1, 1.0) if federation.plan.central else (local_steps(train), train.lr)
+    noise = federation.plan.noise_to_signal(problem.layout.dim).direction / steps**0.5
+    return dataclasses.replace(
+        problem.shape,
+        start=float(torch.linalg.vector_norm(params)),
+        noise=noise,
+        rounds=train.rounds,
+        lr=lr,
+        steps=float(steps),
+    )
 
 
 def federate(
@@ -99,7 +118,7 @@ def federate(
     start: Snapshot | None = None,
     history: Sequence[Sequence[int]] = (),
 ) -> Iterator[tuple[RoundResult, Snapshot]]:
-    """Train round by round. `start` and `history` (the participants of the rounds done) continue a run.
+    """Train round by round. `start` and `history` (who paid in the rounds done) continue a run.
 
     Ends early when fewer than `train.min_parties` parties have budget left. Each yielded round has
     been reserved in the ledger before anything was computed, and settled after.
@@ -114,7 +133,8 @@ def federate(
 
     for t in range(snapshot.round, train.rounds):
         began = time.perf_counter()
-        invited = [k for k in invite(settings, problem.partition.parties, t) if k not in exhausted]
+        asked = invite(settings, problem.partition.parties, t) if not plan.central else range(plan.parties)
+        invited = [k for k in asked if k not in exhausted]
         invited = [k for k in invited if int(snapshot.participations[k]) < plan.participations(k)]
         mode = problem.randomness.mode
         if isinstance(federation.engine, Remote):
@@ -126,10 +146,10 @@ def federate(
         if problem.partition.parties - len(exhausted) < train.min_parties:
             return
 
-        snapshot, replies, C = play_round(federation, snapshot, granted, t)
-        ledger.settle(run, t, {plan.name(reply.client): digest(reply) for reply in replies})
-        answered = [reply.client for reply in replies]
-        purse.pay(t, answered)
+        snapshot, replies, C = (play_client_round if plan.central else play_round)(federation, snapshot, granted, t)
+        ledger.settle(run, t, digests(plan, replies, granted))
+        took_part = [reply.client for reply in replies] if isinstance(federation.engine, Remote) else granted
+        purse.pay(t, took_part)
 
         accuracy, loss = None, None
         if (t + 1) % settings.run.evaluate_every == 0 or t + 1 == train.rounds:
@@ -143,11 +163,12 @@ def federate(
             C=C,
             epsilon=purse.largest,
             epsilons=tuple(purse.epsilons),
-            participants=tuple(answered),
+            participants=None if plan.central else tuple(took_part),
             seconds=time.perf_counter() - began,
             accuracy=accuracy,
             loss=loss,
             diagnostics=mean_diagnostics(replies),
+            out_of_budget=tuple(sorted(exhausted)) if plan.central else (),
         )
         yield result, snapshot
 
@@ -169,8 +190,7 @@ def reserve(ledger: Ledger, run: str, t: int, plan: Plan, invited: Sequence[int]
     so it is paid as a new attempt.
     """
     wanted = {plan.name(k): plan.events(k, t) for k in invited}
-    for k in invited:
-        ledger.enroll(plan.name(k), **plan.terms(k))
+    ledger.enroll_all(Account(plan.name(k), **plan.terms(k)) for k in invited)
     attempt = ledger.settled_attempts(run, t) if mode == "secure" else 0
     granted = ledger.reserve(run, t, wanted, attempt=attempt)
     return [k for k in invited if granted[plan.name(k)]]
@@ -202,9 +222,11 @@ def play_round(
     weights = client_weights([plan.units(k) for k in clients], settings.train.weights)
     aggregate, extra = weighted_mean(replies, weights)
     steps = float(weights @ torch.tensor([float(task.steps) for task in tasks]))
-    released = Released(aggregate, extra, lr, steps, t, settings.train.rounds)
+    noise = aggregate_noise(tasks, [plan.units(k) for k in clients], weights)
+    released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, noise)
 
-    change, server = SERVERS[settings.train.server].step(aggregate, snapshot.server, settings.train)
+    update = aggregate if own else problem.rule.apply(snapshot.rule, released)
+    change, server = SERVERS[settings.train.server].step(update, snapshot.server, settings.train)
     params = snapshot.params + change
     participations = snapshot.participations.clone()
     participations[list(clients)] += 1
@@ -221,6 +243,52 @@ def play_round(
         replies,
         tuple(C.tolist()),
     )
+
+
+def play_client_round(
+    federation: Federation, snapshot: Snapshot, charged: Sequence[int], t: int
+) -> tuple[Snapshot, list[ClientReply], tuple[float, ...]]:
+    """As `play_round` where the unit is the client: who joins is drawn in secret, one noised mean is released.
+
+    Everyone in `charged` may be drawn and has paid, drawn or not; a round that nobody joins is noised
+    and released like any other. The one reply is the server's.
+    """
+    settings, problem, plan = federation.settings, federation.problem, federation.plan
+    assert plan.central is not None
+    train, may = settings.train, set(charged)
+    cohort = [k for k in draw_cohort(problem.randomness, t, plan.central) if k in may]
+    tasks = tuple(plan.assignment(k, t, learning_rate(train, t)) for k in cohort)
+    # The parties clip nothing: what they carry as a rule's state is a C that is never reached.
+    loose = {"C": torch.full((1,), torch.inf, device=problem.device)}
+    request = RoundRequest(t, train.rounds, snapshot.params, tasks, (loose,) * len(tasks), train.weight_decay)
+    updates = list(federation.engine.run(request)) if tasks else []
+
+    planned = {plan.events(k, t) for k in charged}
+    sigma = max(event.sigma if isinstance(event, Gaussian) else 0.0 for events in planned for event in events)
+    reply = average(problem, plan.central, snapshot.rule, updates, t, train.rounds, sigma)
+    for events in planned:
+        _check_events(reply, events)
+
+    released = released_of(reply, plan.central, sigma, t, train.rounds)
+    update = problem.rule.apply(reply.state, released)
+    change, server = SERVERS[train.server].step(update, snapshot.server, train)
+    params = snapshot.params + change
+    after = dataclasses.replace(
+        snapshot,
+        round=t + 1,
+        params=params,
+        averaged=moving_average(snapshot.averaged, params, train.ema, t),
+        server=server,
+        rule=problem.rule.adapt(reply.state, released),
+    )
+    return after, [reply], tuple(reply.state["C"].tolist())
+
+
+def aggregate_noise(tasks: Sequence[Assignment], units: Sequence[int], weights: torch.Tensor) -> float:
+    """Noise in one coordinate of the aggregate, in units of eta N C; see `Released`. Steps add in squares."""
+    shares: list[float] = weights.tolist()
+    each = [w * t.sigma / (t.rate * n) * math.sqrt(t.steps) for t, n, w in zip(tasks, units, shares, strict=True)]
+    return math.hypot(*each) / sum(w * t.steps for t, w in zip(tasks, shares, strict=True))
 
 
 def _skip(settings: Settings, snapshot: Snapshot, t: int) -> Snapshot:
@@ -243,9 +311,8 @@ def _client_states(
 def _check_events(reply: ClientReply, planned: Sequence[Event]) -> None:
     """What was released must be what was reserved; anything else is a defect that must not go on."""
     if _tally(reply.events) != _tally(planned):
-        raise BudgetError(
-            f"party {reply.client} released {reply.events}, but {tuple(planned)} was reserved: the run stops here."
-        )
+        who = "the server" if reply.client == SERVER else f"party {reply.client}"
+        raise BudgetError(f"{who} released {reply.events}, but {tuple(planned)} was reserved: the run stops here.")
 
 
 def _tally(events: Sequence[Event]) -> dict[Event, int]:
@@ -255,6 +322,13 @@ def _tally(events: Sequence[Event]) -> dict[Event, int]:
         kind = dataclasses.replace(event, count=1)
         counts[kind] = counts.get(kind, 0) + event.count
     return counts
+
+
+def digests(plan: Plan, replies: Sequence[ClientReply], paid: Sequence[int]) -> dict[str, str]:
+    """What each payer's ledger names as released: its own reply, or (unit client) the server's mean, for all."""
+    if plan.central:
+        return dict.fromkeys(map(plan.name, paid), digest(replies[0]))
+    return {plan.name(reply.client): digest(reply) for reply in replies}
 
 
 def digest(reply: ClientReply) -> str:

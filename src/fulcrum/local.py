@@ -131,11 +131,13 @@ def contribute(
     sigma: float = 0.0,
     batch: float = 1.0,
     mask: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> Contribution:
     """Clip each unit's gradient as the rule says and add up. No noise yet: the result must not leave.
 
     gradients [B, d], losses [B]; groups [d] is the group of each coordinate. Rows that are not finite,
-    and rows where mask [B] is False (padding), count as zero.
+    and rows where mask [B] is False (padding), count as zero. weights [B] in [0, 1] scale what each unit
+    adds to the sum after clipping (client level); the extra statistics stay unweighted.
     """
     mask = torch.ones(len(gradients), dtype=torch.bool, device=gradients.device) if mask is None else mask
     counted = torch.isfinite(torch.linalg.vector_norm(gradients, dim=1)) & mask
@@ -155,7 +157,8 @@ def contribute(
     factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
     bounds = rule.bounds(state)
     factors, extra = hold(rule, factors, extra * mask[:, None], stats.norms, bounds)
-    by_group = factors.T @ coefficients  # [G, m]: of each row only its own group's coordinates count
+    scaled = factors if weights is None else factors * weights[:, None]
+    by_group = scaled.T @ coefficients  # [G, m]: of each row only its own group's coordinates count
     clipped = by_group.gather(0, where[None, :]).squeeze(0)
     return Contribution(clipped, extra.sum(dim=0), bounds, state, stats, factors)
 

@@ -28,15 +28,25 @@ class Method:
     reference: str
 
 
+CLIENT_LEVEL: Mapping[str, Any] = {"participation": 0.2, "weights": "uniform", "epochs": 1.0, "rate": 0.2, "lr": 0.1}
+"""How parties train where each is one unit: a fifth of them join a round, each for an epoch in five steps."""
+
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method(
             name="moo",
-            summary="private; C finds its own value from what is released anyway",
+            summary="private; C and the step length find their own values from what is released anyway",
             parts={"clip": {"rule": "moo"}},
             unit="example",
             reference="after Ranaweera et al., multi-objective clipping; here C moves on released values only",
+        ),
+        Method(
+            name="moo-c",
+            summary="private; C alone is learned, the learning rate stays yours",
+            parts={"clip": {"rule": "moo-c"}},
+            unit="example",
+            reference="after Ranaweera et al.; the plain form of moo",
         ),
         Method(
             name="dp-sgd",
@@ -44,6 +54,20 @@ METHODS: dict[str, Method] = {
             parts={"clip": {"rule": "fixed"}},
             unit="example",
             reference="Abadi et al. 2016",
+        ),
+        Method(
+            name="dp-fedavg",
+            summary="private for whole parties: a trusted server clips their updates to clip.C0 and adds the noise",
+            parts={"clip": {"rule": "fixed", "C0": 1.0}, "privacy": {"unit": "client"}, "train": CLIENT_LEVEL},
+            unit="client",
+            reference="McMahan et al. 2018",
+        ),
+        Method(
+            name="median",
+            summary="dp-fedavg with C the median of the updates' norms, read from private values",
+            parts={"clip": {"rule": "median", "C0": 1.0}, "privacy": {"unit": "client"}, "train": CLIENT_LEVEL},
+            unit="client",
+            reference="Geyer et al. 2017",
         ),
         Method(
             name="none",

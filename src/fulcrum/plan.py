@@ -1,8 +1,10 @@
 """What a configuration will cost each party, and how noisy it will be, before anything is trained.
 
 Parties that share rate, steps, participations, budget and past form a group, and sigma is calibrated
-once a group: a million equal parties plan as fast as one. Client sampling (q_c) never lowers a cost:
-the server sees who takes part, so every party is planned for its public cap on participations.
+once a group: a million equal parties plan as fast as one. Client sampling (q_c) never lowers the cost
+of an example or a person: the server sees who takes part, so every party is planned for its public cap
+on participations. Where the unit is the client the server is trusted, q_c is the rate of one release a
+round, every party is charged for all rounds, and one noise serves all: the strictest budget sets it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fulcrum.accounting import Spend, calibrate, most
+from fulcrum.central import FEW, Terms, make_terms
 from fulcrum.clip.rule import ClipRule
 from fulcrum.config import Settings, local_steps
 from fulcrum.errors import ConfigError
@@ -86,7 +89,8 @@ class PartyPlan:
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise in one local step's mean gradient, beside the largest signal, whose norm is C.
+    """The noise in one local step's mean gradient (unit client: a round's mean update), beside the largest
+    signal, whose norm is C.
 
     coordinate: standard deviation of each coordinate. norm: of the whole vector, C sigma sqrt(d) / (q n).
     ratio: norm / C. direction: the part along one fixed direction, relative to C: sigma / (q n).
@@ -103,7 +107,8 @@ class Plan:
     """The terms of every party. Ask by party number k (0..parties-1).
 
     sizes [K] are the units n_k, group_of [K] the number of each party's group. delta, accountant and
-    unit are the run's; rounds is T.
+    unit are the run's; rounds is T. central: the server's mechanism where the unit is the client (sizes
+    are then examples, and only make weights), else None.
     """
 
     name: Callable[[int], str]
@@ -121,6 +126,7 @@ class Plan:
     participation: float
     weights: str
     total_budget: float | None = None
+    central: Terms | None = None
 
     @property
     def parties(self) -> int:
@@ -132,8 +138,8 @@ class Plan:
         return self.groups[int(self.group_of[k])]
 
     def units(self, k: int) -> int:
-        """n_k: examples, or persons where the unit is the person."""
-        return int(self.sizes[k])
+        """n_k: examples, or persons where the unit is the person; 1 where it is the client itself."""
+        return 1 if self.central else int(self.sizes[k])
 
     def participations(self, k: int) -> int:
         """The most rounds that party k takes part in."""
@@ -145,6 +151,8 @@ class Plan:
 
     def assignment(self, k: int, t: int, lr: float) -> Assignment:
         """What party k is asked to do in round t (from 0) at learning rate lr."""
+        if self.central:  # plain training: the server clips and adds the noise
+            return Assignment(k, self.central.local_rate, 0.0, self.central.local_steps, lr)
         group = self.group(k)
         return Assignment(k, group.rate, group.sigma, group.steps, lr)
 
@@ -155,7 +163,7 @@ class Plan:
             "delta": self.delta,
             "accountant": self.accountant,
             "unit": self.unit,
-            "population": f"{self.population}, {self.units(k)} {self.unit}s",
+            "population": f"{self.population}, " + ("whole" if self.central else f"{self.units(k)} {self.unit}s"),
         }
 
     def epsilon_at(self, round: int, k: int, accountant: str | None = None) -> float:
@@ -177,10 +185,11 @@ class Plan:
     def party(self, k: int) -> PartyPlan:
         """Everything about party k."""
         group, (rdp, pld), n = self.group(k), self.ends[self.group_of[k]], self.units(k)
+        batch = self.central.cohort if self.central else group.rate * n
         warnings = []
-        if self.private and self.delta >= 1 / n:
+        if not self.central and self.private and self.delta >= 1 / n:
             warnings.append(f"delta = {self.delta:g} is not below 1/n = 1/{n}; choose a smaller delta.")
-        if group.rate * n < 1:
+        if not self.central and batch < 1:
             warnings.append(f"the expected batch is {group.rate * n:.2g}, below 1; choose a larger rate.")
         return PartyPlan(
             name=self.name(k),
@@ -189,7 +198,7 @@ class Plan:
             steps=group.steps,
             participations=group.participations,
             sigma=group.sigma,
-            batch=group.rate * n,
+            batch=batch,
             epsilon_rdp=rdp,
             epsilon_pld=pld,
             budget=group.budget,
@@ -204,6 +213,8 @@ class Plan:
             found.append("The rule adds no noise: there is no privacy guarantee at all.")
         elif not self.sound:
             found.append("The rule is not sound: it sets C from raw private values, so epsilon is nominal.")
+        if self.central:
+            return (*found, *self._client_warnings(self.central))
         exposed = int((self.delta >= 1 / self.sizes).sum()) if self.private else 0
         if exposed:
             k = int(self.sizes.argmax())
@@ -215,6 +226,27 @@ class Plan:
         if thin:
             found.append(f"The expected batch is below 1 for {thin} of {self.parties} parties: choose a larger rate.")
         return tuple(found)
+
+    def _client_warnings(self, central: Terms) -> list[str]:
+        """Sentences about a plan whose unit is the client."""
+        found = []
+        if self.private and self.delta >= 1 / self.parties:
+            found.append(
+                f"delta = {self.delta:g} is not below 1/K for K = {self.parties} parties: choose delta below "
+                f"{1 / self.parties:.2g}."
+            )
+        if self.private and self.parties < FEW:
+            along = self.noise_to_signal(1).direction
+            found.append(
+                f"One epsilon hides a whole party among {self.parties}: in any direction the noise of a round is "
+                f"{along:.2g} times the longest step the parties can take together, and little can be learned. Client "
+                "level needs hundreds of parties; with few, protect examples (unit example)."
+            )
+        if central.cohort < 1:
+            found.append(
+                f"The expected number of participants is {central.cohort:.2g}, below 1: choose a larger participation."
+            )
+        return found
 
     @property
     def rates(self) -> npt.NDArray[np.float64]:
@@ -230,9 +262,12 @@ class Plan:
         """How noisy a step is for a model of `dim` parameters: party k alone, or (None) the aggregate.
 
         The aggregate averages over the parties with the run's weights; with client sampling, over the
-        expected number of them. C is clip.C0 unless given; it only scales coordinate and norm.
+        expected number of them. Where the unit is the client only the aggregate has noise, and k is
+        ignored. C is clip.C0 unless given; it only scales coordinate and norm.
         """
-        if k is not None:
+        if self.central:
+            direction = max(g.sigma for g in self.groups) * self.central.sensitivity
+        elif k is not None:
             direction = self.group(k).sigma / (self.group(k).rate * self.units(k))
         else:
             relative = self.sigmas / (self.rates * self.sizes)
@@ -325,9 +360,10 @@ def make_plan(
         )
     count, name = _naming(names)
     sizes = _sizes(units, count)
+    rate, steps = round_terms(settings)
     common = Group(
-        rate=train.rate,
-        steps=local_steps(train),
+        rate=rate,
+        steps=steps,
         participations=min(privacy.max_participations or train.rounds, train.rounds),
         budget=privacy.epsilon if rule.private else None,
         spent=Spend.none(),
@@ -346,6 +382,10 @@ def make_plan(
             groups.append(replace(group, sigma=_sigma(settings, rule, group, example)))
         if k is not None:
             group_of[k] = at
+    central = make_terms(settings, sizes)
+    if central:  # one noise for all, so the party that needs most sets it
+        loudest = max(group.sigma for group in groups)
+        groups = [replace(group, sigma=loudest) for group in groups]
     return Plan(
         name=name,
         sizes=sizes,
@@ -362,7 +402,15 @@ def make_plan(
         participation=train.participation,
         weights=train.weights,
         total_budget=privacy.budget,
+        central=central,
     )
+
+
+def round_terms(settings: Settings) -> tuple[float, int]:
+    """(rate, releases a round) of the mechanism that is accounted: the local steps, or the server's one release."""
+    if settings.privacy.unit == "client":
+        return settings.train.participation, 1
+    return settings.train.rate, local_steps(settings.train)
 
 
 def _naming(names: Sequence[str] | Named | int) -> tuple[int, Callable[[int], str]]:
@@ -451,7 +499,8 @@ def rounds_for_budget(
         raise ConfigError("how many rounds fit depends on both: give an epsilon as budget and a sigma.")
     if not 0 < budget < math.inf:
         raise ConfigError(f"epsilon = {budget!r} is out of range; it must be a finite number greater than 0.")
-    one = (Gaussian(settings.train.rate, multiplier, local_steps(settings.train)),)
+    rate, steps = round_terms(settings)
+    one = (Gaussian(rate, multiplier, steps),)
     past = spent or Spend.none()
 
     def fits(rounds: int) -> bool:

@@ -122,8 +122,11 @@ def metrics_line(result: RoundResult) -> dict[str, Any]:
         "C": total_C(result.C),
         "epsilon": result.epsilon,
         "seconds": round(result.seconds, 6),
-        "participants": list(result.participants),
     }
+    if result.participants is not None:  # None: who took part is secret (unit client)
+        line["participants"] = list(result.participants)
+    if result.out_of_budget:
+        line["out_of_budget"] = list(result.out_of_budget)
     if len(result.C) > 1:
         line["C_groups"] = list(result.C)
     if len(result.epsilons) <= PARTIES_PER_LINE:

@@ -11,22 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fulcrum.accounting import Spend, epsilons, software
+from fulcrum.central import Terms
 from fulcrum.clip.rule import ClipRule
 from fulcrum.config import Settings
 from fulcrum.plan import Plan
+from fulcrum.units import UNITS
 
 LISTED = 1000
 """PRIVACY.md lists parties one by one up to this many, and sums up beyond."""
 
-RELATION = (
-    "zero-out: two data sets are neighbours if in one of them a single {unit} contributes nothing. The number of "
-    "{unit}s at each party is a declared public constant, the same on both sides. Accounted as add-or-remove."
-)
-ADVERSARY = (
-    "An honest-but-curious server that follows the protocol, sees every update of every party, every released model "
-    "and every clipping norm C, and knows all settings, the code, and who takes part in which round. Outsiders see "
-    "no more than the server does, so the same bound holds against them. Other parties see no more either."
-)
 RANDOMNESS = {
     "secure": (
         "Sampling and noise come from the operating system's entropy; nothing can be replayed. The guarantee relies "
@@ -45,21 +38,6 @@ SCOPES = {
         "Whatever was released outside the ledger adds to it."
     ),
 }
-NOT_COVERED = (
-    "Timing: how long a party takes, and whether it answers, is not hidden.",
-    "Side channels of the machines: memory, caches, power, logs, debuggers, swap.",
-    "Floating-point arithmetic beyond the mitigation in the secure noise generator (each number is the sum of several "
-    "draws); the proof is about real numbers.",
-    "Choosing settings: if several runs were made on the same data and the best was kept, the others count too. Only a "
-    "ledger kept over all of them adds them up.",
-    "Test data: it is taken to be public, and accuracy and loss on it are not protected.",
-    "Public constants: who the parties are, how many units each holds, who takes part in which round, the number of "
-    "classes, the shape of the data, and the constants that scale it. None of them may be computed from private data.",
-    "A malicious server or party that departs from the protocol, poisons the model, or changes the code.",
-    "What the model teaches about the population: the guarantee bounds what one unit adds, not what can be inferred "
-    "about people in general.",
-    "Data of one person that is spread over several units or parties, beyond the arithmetic stated above.",
-)
 
 
 def statement(
@@ -97,7 +75,7 @@ def statement(
     scope                   {kind, text}; with kind "ledger" also run_epsilon, that of this run alone
     run                     {id, date, version, finished, rounds_done, rounds, method, rule, dataset}
     releases                [{kind, times, text}]: every kind of thing that left a party or the server
-    groups_of_records       [{records, epsilon, delta}]: what holds for one person's m units at one party
+    groups_of_records       [{records, epsilon, delta}]: what holds for m units of one person (client: m parties)
     adds_up                 sentences on how parties and records add up
     not_covered, warnings   sentences
     parties                 [{name, units, rate, sigma, releases, epsilon_rdp, epsilon_pld, budget}]
@@ -111,8 +89,8 @@ def statement(
         "epsilon_pld": _plain(max(by_pld)),
         "delta": plan.delta,
         "unit": plan.unit,
-        "relation": RELATION.format(unit=plan.unit),
-        "adversary": ADVERSARY,
+        "relation": UNITS[plan.unit].relation,
+        "adversary": UNITS[plan.unit].adversary,
         "accountant": {
             "enforced": plan.accountant,
             "beside": "pld" if plan.accountant == "rdp" else "rdp",
@@ -148,7 +126,7 @@ def statement(
         "releases": _releases(settings, plan, rule, spends, rounds_done),
         "groups_of_records": _groups(max(by_rdp), plan.delta),
         "adds_up": _adds_up(plan, rule),
-        "not_covered": list(NOT_COVERED),
+        "not_covered": list(UNITS[plan.unit].not_covered),
         "warnings": _warnings(settings, plan, rule, randomness_mode, finished) + list(dataset_warnings),
         "parties": [
             {
@@ -191,8 +169,8 @@ def _guarantee(plan: Plan, rule: ClipRule, rdp: float, pld: float, mode: str) ->
             "nominal: it is what the noise would give if C were public, and what was released may reveal more."
         )
     if mode != "secure":
-        return f"Each {plan.unit} has {numbers}, only while the seed is secret (see Randomness)."
-    return f"Each {plan.unit} has {numbers}."
+        return f"Each {UNITS[plan.unit].short} has {numbers}, only while the seed is secret (see Randomness)."
+    return f"Each {UNITS[plan.unit].short} has {numbers}."
 
 
 def _releases(
@@ -213,13 +191,19 @@ def _releases(
         if rule.sound
         else "computed from raw private values: THEY REVEAL MORE than the epsilon says"
     )
-    found = [
-        {
-            "kind": "updates",
-            "times": max(counts),
-            "text": f"Each party's update of each round it takes part in, the total of {group.steps} step(s): {kinds}"
-            f"{noise}. Between {min(counts)} and {max(counts)} such sums a party so far.",
-        },
+    released, participation = (
+        _server_releases(plan.central, rule, noise)
+        if plan.central
+        else (
+            f"Each party's update of each round it takes part in, the total of {group.steps} step(s): {kinds}{noise}. "
+            f"Between {min(counts)} and {max(counts)} such sums a party so far.",
+            "Who takes part in each round. Public; it depends on no private data. Sampling parties lowers no epsilon "
+            "here: a party pays for every round it takes part in.",
+        )
+    )
+    what = "means" if plan.central else "updates"
+    found: list[dict[str, Any]] = [
+        {"kind": what, "times": max(counts), "text": released},
         {
             "kind": "C",
             "times": rounds_done,
@@ -228,16 +212,11 @@ def _releases(
         {
             "kind": "models",
             "times": rounds_done,
-            "text": "The model after each round, its moving average and the final model: computed from the updates.",
+            "text": f"The model after each round, its moving average and the final model: computed from the {what}.",
         },
-        {
-            "kind": "participation",
-            "times": rounds_done,
-            "text": "Who takes part in each round. Public; it depends on no private data. Sampling parties lowers no "
-            "epsilon here: a party pays for every round it takes part in.",
-        },
+        {"kind": "participation", "times": 0 if plan.central else rounds_done, "text": participation},
     ]
-    if rule.private and rule.cost != "free":
+    if rule.private and rule.cost not in ("free", "nominal"):
         found.insert(
             1,
             {
@@ -259,6 +238,23 @@ def _releases(
     return found
 
 
+def _server_releases(terms: Terms, rule: ClipRule, noise: str) -> tuple[str, str]:
+    """What a trusted server releases, and what it keeps to itself."""
+    divisor = {
+        "fixed": f"divided by the expected weight q_c W = {terms.rate * terms.total:.6g}",
+        "clipped": f"divided by the weight that took part, at least q_c W_min = {terms.floor:.6g}",
+    }[terms.estimator]
+    if rule.private:
+        divisor += f"; one party moves it by at most {terms.sensitivity:.5g} times C"
+    return (
+        f"The server's mean update of each round: the clipped updates of the parties that joined (each of "
+        f"{terms.clients} with probability q_c = {terms.rate:g}), {divisor}{noise}. Released in every round, also in "
+        "one that nobody joined.",
+        "Who joins a round is NOT released and must not be published: the epsilon relies on it. Neither are single "
+        "updates, nor how many joined.",
+    )
+
+
 def _groups(epsilon: float, delta: float) -> list[dict[str, Any]]:
     """What (epsilon, delta) for one unit means for m of them: m epsilon, and m exp((m-1) epsilon) delta."""
     rows = []
@@ -272,22 +268,7 @@ def _groups(epsilon: float, delta: float) -> list[dict[str, Any]]:
 def _adds_up(plan: Plan, rule: ClipRule) -> list[str]:
     if not rule.private:
         return ["Nothing adds up: there is no guarantee for any record."]
-    several = (
-        "A person with data at several parties adds up the epsilons (and the deltas) of those parties. Otherwise the "
-        "parties' data is taken to be disjoint, and the epsilon of the federation is the largest of its parties'."
-    )
-    if plan.unit == "person":
-        return [
-            "The unit is the person: all records of one person at one party are sampled together and clipped as one, "
-            "so epsilon holds for all of them together.",
-            several,
-        ]
-    return [
-        "The unit is one example. A person with m examples at one party is covered by group privacy only: m times "
-        "epsilon, with delta growing to m exp((m-1) epsilon) delta, as listed. Where people have several records, use "
-        "the unit `person` instead.",
-        several,
-    ]
+    return list(UNITS[plan.unit].adds_up)
 
 
 def _warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finished: bool) -> list[str]:
@@ -346,16 +327,14 @@ def to_markdown(facts: Mapping[str, Any]) -> str:
     if facts["warnings"]:
         lines += ["## Warnings", "", *_bullets(facts["warnings"])]
     enforced, beside = accountant["enforced"].upper(), accountant["beside"].upper()
-    records = "person" if facts["unit"] == "person" else "example"
+    unit = UNITS[facts["unit"]]
     lines += [
-        *_section("What is protected", f"One {records} at one party. Neighbouring relation: {facts['relation']}"),
+        *_section("What is protected", f"{unit.protected} Neighbouring relation: {facts['relation']}"),
         *_section("Against whom", facts["adversary"]),
         *_section(
             "How it is counted",
             f"By {accountant['software']}: {enforced} is enforced, {beside} is shown beside it; both are upper bounds. "
-            "The releases of a party compose over all its rounds and steps; what a round costs is written to the "
-            "party's ledger before anything is released. Poisson sampling lowers the cost because nobody learns who "
-            "was sampled. The epsilon of the federation is the largest of its parties'.",
+            + unit.counted,
         ),
         *_section("Scope", _scope(facts["scope"])),
         *_section("Randomness", facts["randomness"]["text"]),
@@ -369,9 +348,9 @@ def to_markdown(facts: Mapping[str, Any]) -> str:
         "",
         *_bullets(facts["adds_up"]),
     ]
-    if facts["private"] and facts["unit"] != "person":
+    if facts["private"] and unit.several:
         rows = [(str(g["records"]), _short(g["epsilon"]), _group_delta(g["delta"])) for g in facts["groups_of_records"]]
-        lines += _table(("examples of one person", "epsilon", "delta"), rows)
+        lines += _table((unit.several, "epsilon", "delta"), rows)
     lines += [
         "## What is not covered",
         "",
@@ -388,6 +367,8 @@ def to_markdown(facts: Mapping[str, Any]) -> str:
 
 def _parties(facts: Mapping[str, Any]) -> list[str]:
     parties = facts["parties"]
+    if facts["unit"] == "client":
+        return _alike(parties)
     header = ("party", f"{facts['unit']}s", "rate", "sigma", "releases", "epsilon (RDP)", "epsilon (PLD)", "budget")
     shown = parties
     lines: list[str] = []
@@ -401,6 +382,17 @@ def _parties(facts: Mapping[str, Any]) -> list[str]:
         shown = sorted(parties, key=lambda p: (-float(p["epsilon_rdp"]), p["units"]))[:10]
     keys = ("units", "rate", "sigma", "releases", "epsilon_rdp", "epsilon_pld", "budget")
     return lines + _table(header, [(_cell(p["name"]), *(_short(p[key]) for key in keys)) for p in shown])
+
+
+def _alike(parties: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where everyone is charged every round most parties have the same line: one for all of them."""
+    keys = ("rate", "sigma", "releases", "epsilon_rdp", "epsilon_pld", "budget")
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for party in parties:
+        lines.setdefault(tuple(_short(party[key]) for key in keys), []).append(party["name"])
+    header = ("parties", "rate q_c", "sigma z", "releases", "epsilon (RDP)", "epsilon (PLD)", "budget")
+    who = {values: names[0] if len(names) == 1 else f"{len(names)} parties" for values, names in lines.items()}
+    return _table(header, [(_cell(who[values]), *values) for values in lines])
 
 
 def _scope(scope: Mapping[str, Any]) -> str:

@@ -107,7 +107,8 @@ class Released:
     aggregate [d]: the released update D_t before the server optimiser (for a client rule that moves
     each step: the noised gradient times -eta). extra [J]: the released statistics, weighted like
     the aggregate and divided by the expected batch and the number of steps. lr: eta_t; steps: N;
-    round: t from 0; rounds: T.
+    round: t from 0; rounds: T. noise: standard deviation of the noise in one coordinate of the
+    aggregate, in units of the largest possible signal eta_t N C; public, since sigma, q and n_k are.
     """
 
     aggregate: torch.Tensor
@@ -116,6 +117,7 @@ class Released:
     steps: float
     round: int
     rounds: int
+    noise: float = 0.0
 
 
 # --- the round ------------------------------------------------------------------------------
@@ -173,7 +175,9 @@ class RoundResult:
     the exponential moving average of it (the same tensor where averaging is off). C is a list of
     the clipping norm in use in this round (one a group; for client rules the mean over the
     participants). epsilon is the largest spent by any party so far, epsilons each party's.
-    accuracy and loss are on public test data, None in rounds without evaluation.
+    accuracy and loss are on public test data, None in rounds without evaluation. participants is None
+    where who took part is secret (unit client); out_of_budget then names the parties that neither took
+    part nor paid, because their budget is spent.
     """
 
     round: int
@@ -183,8 +187,9 @@ class RoundResult:
     C: tuple[float, ...]
     epsilon: float
     epsilons: tuple[float, ...]
-    participants: tuple[int, ...]
+    participants: tuple[int, ...] | None
     seconds: float
     accuracy: float | None = None
     loss: float | None = None
     diagnostics: Mapping[str, float] = field(default_factory=dict)
+    out_of_budget: tuple[int, ...] = ()

@@ -14,6 +14,7 @@ from fulcrum.cli.failures import resumable
 from fulcrum.cli.options import Debug, Json, Quiet
 from fulcrum.cli.run import free_folder
 from fulcrum.settings_file import parse
+from fulcrum.units import UNITS
 
 if TYPE_CHECKING:
     from fulcrum.config import Settings
@@ -38,7 +39,9 @@ def demo(
     columns = ("run", "accuracy", "epsilon", "by party", "C over the rounds")
     view.print_table(columns, [(method, *row(summary)) for method, summary in summaries.items()])
     terms = summaries["moo"]
-    print(f"epsilon is the largest of any party, at delta {terms['delta']:g}; accuracy is on {terms['evaluated_on']}.")
+    unit = UNITS[terms["unit"]].short
+    print(f"epsilon is that of one {unit}, the largest of any party, at delta {terms['delta']:g};", end=" ")
+    print(f"accuracy is on {terms['evaluated_on']}.")
     print("dp-sgd and none are comparisons that only public data allows: with private data every run spends again.")
     print(f"folder of the private run  {folder / 'moo'}")
 

@@ -102,7 +102,9 @@ def party(
         Path | None, typer.Option("--statement", help="Folder for PRIVACY.md; default the ledger's.")
     ] = None,
     until_done: Annotated[bool, typer.Option("--until-done", help="End when the coordinator has finished.")] = False,
-    simulation: Annotated[bool, typer.Option("--simulation", help="Use the coordinator's seed: no protection.")] = False,
+    simulation: Annotated[
+        bool, typer.Option("--simulation", help="Use the coordinator's seed: no protection.")
+    ] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext, for tests on one machine.")] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     quiet: Quiet = False,

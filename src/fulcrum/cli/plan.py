@@ -8,14 +8,26 @@ import typer
 
 from fulcrum.cli import show, view
 from fulcrum.cli.options import Debug, Json, with_settings
-from fulcrum.config import Settings, local_steps
+from fulcrum.config import Settings
 from fulcrum.errors import ConfigError
+from fulcrum.units import UNITS
 
 if TYPE_CHECKING:
     from fulcrum.plan import Plan
 
 MANY = 20
 """More parties than this are shown by group: those with the same terms in one line."""
+CENTRAL = (
+    "parties",
+    "protects",
+    "rate q_c",
+    "cohort q_c K",
+    "sigma z",
+    "epsilon rdp",
+    "epsilon pld",
+    "noise / C",
+    "along v / C",
+)
 COLUMNS = ("party", "units n", "rate q", "batch q n", "sigma", "epsilon rdp", "epsilon pld", "noise / C", "along v / C")
 
 
@@ -41,17 +53,44 @@ def plan(
         return
     for warning in show.warnings(federation):
         view.say(f"warning: {warning}")
-    view.print_table(COLUMNS, by_party(made, dim) if made.parties <= MANY else by_group(made, dim))
+    if made.central:
+        view.print_table(CENTRAL, of_the_server(made, dim))
+    else:
+        view.print_table(COLUMNS, by_party(made, dim) if made.parties <= MANY else by_group(made, dim))
     whole = made.noise_to_signal(dim)
     print(f"all parties together  noise / C {view.show(whole.ratio)}, along one direction {view.show(whole.direction)}")
     costliest = max(range(len(made.groups)), key=made.ends.__getitem__)
     points = made.curve(int((made.group_of == costliest).argmax()))
     curve = [f"{rounds}: {view.epsilon(epsilon)}" for rounds, epsilon in points]
-    print(f"epsilon ({made.accountant}) at delta {made.delta:g} by rounds, costliest party  {', '.join(curve)}")
+    unit = UNITS[made.unit].short
+    terms = f"epsilon of one {unit} ({made.accountant}) at delta {made.delta:g}"
+    print(f"{terms} by rounds, costliest party  {', '.join(curve)}")
     print(
-        f"noise / C is the noise of one step's mean gradient over its {dim:,} parameters, as a multiple of the "
+        f"noise / C is the noise of one {'round' if made.central else 'step'}'s mean "
+        f"{'update' if made.central else 'gradient'} over its {dim:,} parameters, as a multiple of the "
         "clipping norm; along v, its part in any one direction."
     )
+
+
+def of_the_server(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
+    """One line for all parties with the same terms, where the server adds one noise for all of them."""
+    assert made.central is not None
+    noise = made.noise_to_signal(dim)
+    members = [int((made.group_of == number).sum()) for number in range(len(made.groups))]
+    return [
+        (
+            count,
+            UNITS[made.unit].short,
+            group.rate,
+            made.central.cohort,
+            group.sigma,
+            view.epsilon(rdp),
+            view.epsilon(pld),
+            noise.ratio,
+            noise.direction,
+        )
+        for count, group, (rdp, pld) in zip(members, made.groups, made.ends, strict=True)
+    ]
 
 
 def by_party(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
@@ -102,19 +141,19 @@ def between(low: float, high: float) -> str:
 
 def print_rounds(settings: Settings, epsilon: float, as_json: bool) -> None:
     """The inverse question: how many rounds fit into a budget at a given noise."""
-    from fulcrum.plan import rounds_for_budget
+    from fulcrum.plan import round_terms, rounds_for_budget
 
     if settings.privacy.sigma is None:
         raise ConfigError("--for-epsilon asks how many rounds a budget allows at a given noise; give --sigma too.")
     rounds = rounds_for_budget(settings, epsilon=epsilon)
-    train, privacy = settings.train, settings.privacy
-    steps = local_steps(train)
+    privacy = settings.privacy
+    rate, steps = round_terms(settings)
     if as_json:
-        terms = {"sigma": privacy.sigma, "rate": train.rate, "steps": steps}
+        terms = {"sigma": privacy.sigma, "rate": rate, "steps": steps}
         spent = {"epsilon": epsilon, "delta": privacy.delta, "accountant": privacy.accountant}
         view.print_json({"rounds": rounds, **terms, **spent})
         return
     print(
-        f"{rounds} rounds of {steps} step{'s' if steps > 1 else ''} at rate {train.rate:g} and sigma "
+        f"{rounds} rounds of {steps} step{'s' if steps > 1 else ''} at rate {rate:g} and sigma "
         f"{privacy.sigma:g} fit into epsilon {epsilon:g} at delta {privacy.delta:g} ({privacy.accountant})."
     )

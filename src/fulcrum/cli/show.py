@@ -11,6 +11,7 @@ import typer
 
 from fulcrum.cli import view
 from fulcrum.cli.options import Debug, Json
+from fulcrum.units import UNITS
 
 if TYPE_CHECKING:
     from fulcrum.federate import Federation
@@ -43,7 +44,7 @@ def show(
         [
             ("rounds done", len(lines)),
             ("accuracy", view.percent(last.get("accuracy"))),
-            ("epsilon so far", view.epsilon(last.get("epsilon"))),
+            ("epsilon so far", f"{view.epsilon(last.get('epsilon'))}{whose(run.get('unit'))}"),
             ("folder", folder),
         ]
     )
@@ -74,7 +75,12 @@ def guarantee(summary: Mapping[str, Any]) -> str:
     nominal = "" if summary["sound"] else f"; {NOMINAL}"
     by = "by pld" if summary["accountant"] == "pld" else f"by rdp; {view.epsilon(summary['epsilon_pld'])} by pld"
     largest = f"at delta {summary['delta']:g}, the largest of any party"
-    return f"{view.epsilon(summary['epsilon'])} {largest} ({by}){nominal}"
+    return f"{view.epsilon(summary['epsilon'])}{whose(summary['unit'])} {largest} ({by}){nominal}"
+
+
+def whose(unit: str | None) -> str:
+    """Behind an epsilon: what it protects one of. An epsilon without its unit means nothing."""
+    return "" if unit is None else f" for one {UNITS[unit].short}"
 
 
 def spread(epsilons: Mapping[str, Any]) -> str:

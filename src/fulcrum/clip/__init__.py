@@ -6,11 +6,12 @@ import difflib
 import importlib
 
 from fulcrum.clip.fixed import FIXED, NONE
-from fulcrum.clip.moo import MOO
+from fulcrum.clip.median import MEDIAN
+from fulcrum.clip.moo import MOO, MOO_C
 from fulcrum.clip.rule import ClipRule, Shape
 from fulcrum.errors import ConfigError
 
-RULES: dict[str, ClipRule] = {rule.name: rule for rule in (NONE, FIXED, MOO)}
+RULES: dict[str, ClipRule] = {rule.name: rule for rule in (NONE, FIXED, MOO, MOO_C, MEDIAN)}
 
 
 def find_rule(name: str) -> ClipRule:

@@ -1,8 +1,11 @@
 """Multi-objective clipping: C descends L_model(C) + kappa C, seen through released updates only.
 
-One step ahead, raising log C changes the loss by minus the part of the clipped update that points
-downhill, plus a price. The server cannot see the true descent direction, but it has an estimate it
-paid for already: the moving average of the updates released so far. With v its unit vector and D_t
+Two rules live here. `moo-c` moves C alone; `moo`, the default, also takes the step length off the
+user's hands. Both are functions of releases and public settings: they cost no privacy.
+
+**moo-c.** One step ahead, raising log C changes the loss by minus the part of the clipped update that
+points downhill, plus a price. The server cannot see the true descent direction, but it has an estimate
+it paid for already: the moving average of the updates released so far. With v its unit vector and D_t
 the released aggregate of round t,
 
     A_t = <v_{t-1}, D_t> / (eta N C_t)
@@ -13,8 +16,23 @@ agreeing with their past (overshooting, or noise), C shrinks:
 
     C_{t+1} = clamp(C_t exp(eta_C phi(A_t - kappa C_t)), C_min, C_max),   phi = sign or identity.
 
-Everything here is a function of releases: it costs no privacy. Projecting on one fixed direction
-leaves noise sigma/(q n), without the sqrt(d) that the norm of D_t would carry.
+Projecting on one direction leaves noise sigma/(q n), without the sqrt(d) that |D_t| would carry.
+
+**moo.** In that rule C does two jobs: it sets the length of the step (eta C) and the trade between
+bias and noise. They are learned apart here, because each has its own signal. Write u_t = D_t/(eta N C)
+for the release in units of C: a mean of clipped gradients of length at most 1, plus noise of a known
+standard deviation nu in each of d coordinates. The server applies theta <- theta + s_t u_t.
+
+  1. The step length s starts where the noise of all T rounds together would move the weights by
+     `balance` times their initial norm: s_0 = balance |theta_0| / (nu sqrt(d T)). From there it moves
+     by the alignment A_t, exactly as C does in moo-c. Neither eta nor C0 is in it.
+  2. C is searched where the signal |u_t|^2 - nu^2 d (an unbiased estimate, since nu is public) stops
+     rising when C falls: above the gradients' norms a larger C only shrinks u_t, below them it changes
+     nothing but the bias. C falls by 3 while that helps or while no signal shows; then rises by 3
+     until it hurts. A C that ends too small is harmless, as the noise is in units of C as well.
+  3. eta N C never exceeds s, so that several local steps do not run ahead of the server.
+
+docs/moo.md derives it and shows what was measured.
 """
 
 from __future__ import annotations
@@ -53,28 +71,119 @@ def alignment(state: State, released: Released) -> torch.Tensor:
     return torch.where(length > 0, along / (released.lr * released.steps * total), 0.0)
 
 
-def adapt_moo(state: State, released: Released) -> State:
-    """Move C along the alignment, then remember this round's release."""
-    total = torch.linalg.vector_norm(state["C"])
-    gain = alignment(state, released) - state["kappa"] * total
+def log_step(state: State, released: Released) -> torch.Tensor:
+    """How far this round moves the logarithm of what is learned: eta_C phi(A_t - kappa C_t); 0 with no memory."""
+    gain = alignment(state, released) - state["kappa"] * torch.linalg.vector_norm(state["C"])
     step = torch.where(
         state["sign"],
         state["eta_C"] * torch.sign(gain),
         (state["eta_C"] * gain).clamp(-LARGEST_STEP, LARGEST_STEP),
     )
-    step = torch.where(state["memory"].any(), step, torch.zeros_like(step))
-    moved = torch.clamp(total * torch.exp(step), state["C_min"], state["C_max"])
+    return torch.where(state["memory"].any(), step, torch.zeros_like(step))
+
+
+def adapt_moo(state: State, released: Released) -> State:
+    """Move C along the alignment, then remember this round's release."""
+    total = torch.linalg.vector_norm(state["C"])
+    moved = torch.clamp(total * torch.exp(log_step(state, released)), state["C_min"], state["C_max"])
     memory = state["beta"] * state["memory"] + (1 - state["beta"]) * released.aggregate
     return {**state, "C": state["C"] * (moved / total), "memory": memory}
 
 
-MOO = ClipRule(
-    name="moo",
+MOO_C = ClipRule(
+    name="moo-c",
     init=init_moo,
     view=plain_view,
     clip=clip_to_C,
     bounds=bound_C,
     adapt=adapt_moo,
-    summary="C learned from the alignment of released updates",
+    summary="C learned from the alignment of released updates; the learning rate stays yours",
+    reference="Ranaweera et al.; sound form of this project",
+)
+
+
+# --- moo: step length and C apart ---------------------------------------------------------------
+
+FACTOR = 3.0
+"""C falls or rises by this in one round of the search."""
+BETTER = 1.5
+"""A signal (in squares) this many times the last one is taken for a change."""
+SIGNIFICANT = 3.0
+"""Standard deviations of the estimate below which there is no signal."""
+DOWN, DONE, UP = -1, 0, 1
+
+
+def init_balanced(settings: Clip, shape: Shape) -> State:
+    """The first step length from public facts, and C0 cut down to it."""
+    reach = shape.lr * shape.steps
+    spread = shape.noise * (shape.dim * shape.rounds) ** 0.5
+    # Without noise nothing limits the step but the user's own choice.
+    step = settings.balance * (shape.start or 1.0) / spread if spread > 0 else reach * settings.C0
+    C = min(max(min(settings.C0, step / reach), settings.C_min), settings.C_max)
+    return {
+        **init_moo(settings, shape),
+        "C": equal_shares(C, shape.count),
+        "wish": torch.tensor(settings.C0),
+        "step": torch.tensor(step),
+        "lr": torch.tensor(shape.lr),
+        "phase": torch.tensor(DOWN),
+        "signal": torch.tensor(0.0),
+    }
+
+
+def apply_balanced(state: State, released: Released) -> torch.Tensor:
+    """The release at length s: s u_t, times what a schedule has left of the learning rate."""
+    reach = state["lr"] * released.steps * torch.linalg.vector_norm(state["C"])
+    return torch.mul(released.aggregate, state["step"] / reach)
+
+
+def signal(state: State, released: Released) -> tuple[torch.Tensor, torch.Tensor]:
+    """(|u_t|^2 less its noise, what it takes to be told from none)."""
+    in_C = released.aggregate / (released.lr * released.steps * torch.linalg.vector_norm(state["C"]))
+    variance = torch.as_tensor(released.noise) ** 2
+    dim = released.aggregate.numel()
+    return in_C.square().sum() - variance * dim, SIGNIFICANT * variance * (2 * dim) ** 0.5
+
+
+def search(state: State, released: Released) -> State:
+    """One round of the search for C: the wished C, the phase, and the signal to compare with."""
+    now, floor = signal(state, released)
+    last, phase = state["signal"], state["phase"]
+    shows = now >= floor
+    down_on = (phase == DOWN) & ((last == 0) | ~shows | (now > BETTER * last))
+    turn = (phase == DOWN) & ~down_on
+    up_on = (phase == UP) & shows & (now >= last / BETTER)
+    stop = (phase == UP) & ~up_on
+    factor = torch.where(down_on | stop, 1 / FACTOR, torch.where(turn, FACTOR**2, torch.where(up_on, FACTOR, 1.0)))
+    used = torch.linalg.vector_norm(state["C"])
+    wish = torch.where(phase == DONE, state["wish"], used * factor)
+    seen = torch.where(shows, torch.where(up_on, torch.maximum(now, last), now), torch.where(last > 0, last, floor))
+    return {
+        **state,
+        "wish": wish.clamp(state["C_min"], state["C_max"]),
+        "phase": torch.where(turn, UP, torch.where(stop, DONE, phase)),
+        "signal": torch.where(down_on | up_on, seen, last),
+    }
+
+
+def adapt_balanced(state: State, released: Released) -> State:
+    """Search C, move the step length along the alignment, remember what was applied."""
+    found = search(state, released)
+    step = state["step"] * torch.exp(log_step(state, released))
+    total = torch.linalg.vector_norm(state["C"])
+    C = torch.minimum(found["wish"], step / (state["lr"] * released.steps)).clamp(state["C_min"], state["C_max"])
+    memory = state["beta"] * state["memory"] + (1 - state["beta"]) * apply_balanced(state, released)
+    return {**found, "C": state["C"] * (C / total), "step": step, "memory": memory}
+
+
+MOO = ClipRule(
+    name="moo",
+    init=init_balanced,
+    view=plain_view,
+    clip=clip_to_C,
+    bounds=bound_C,
+    adapt=adapt_balanced,
+    apply=apply_balanced,
+    summary="C and the step length learned from released updates",
     reference="Ranaweera et al.; sound form of this project",
 )

@@ -17,11 +17,18 @@ class Shape:
 
     dim: d. tensors: the number of elements of each parameter tensor, in order. groups: for each
     parameter tensor, the group (0..G-1) it is clipped in, as `clip.groups` asks; empty when flat.
+    start: the norm of the initial weights. noise: as in `Released`, as expected beforehand (0 where
+    nothing is noised). rounds, lr and steps: T, eta and N as set.
     """
 
     dim: int
     tensors: tuple[int, ...]
     groups: tuple[int, ...] = ()
+    start: float = 1.0
+    noise: float = 0.0
+    rounds: int = 1
+    lr: float = 1.0
+    steps: float = 1.0
 
     @property
     def count(self) -> int:
@@ -34,6 +41,7 @@ Look = Callable[[State, int, int], View]
 ClipFn = Callable[[Stats, State], tuple[torch.Tensor, torch.Tensor, State]]
 BoundsFn = Callable[[State], Bounds]
 Adapt = Callable[[State, Released], State]
+Apply = Callable[[State, Released], torch.Tensor]
 Share = Callable[[float, float], float]
 
 
@@ -47,6 +55,11 @@ def keep(state: State, released: Released) -> State:
     return state
 
 
+def as_released(state: State, released: Released) -> torch.Tensor:
+    """The model moves by the aggregate itself."""
+    return released.aggregate
+
+
 @dataclass(frozen=True)
 class ClipRule:
     """A rule for clipping per-unit gradients, and for moving C.
@@ -57,6 +70,8 @@ class ClipRule:
         each group, and the statistics it wants released. Sound rules return the state unchanged.
     bounds(state) -> Bounds: what one unit can change after `clip`.
     adapt(state, released) -> state: sees released values only.
+    apply(state, released) -> [d]: the update that is handed to the server optimiser: the aggregate, or
+        a multiple of it. Post-processing of what was released, like `adapt`; sees the state before it.
     share(sigma, batch) -> s in [0, 1): the part of the precision 1/sigma^2 that goes to the extra
         statistics. Gradient and extra together always cost what one release at sigma costs:
         1/sigma^2 = (1 - s)/sigma^2 + s/sigma^2.
@@ -78,6 +93,7 @@ class ClipRule:
     clip: ClipFn
     bounds: BoundsFn
     adapt: Adapt = keep
+    apply: Apply = as_released
     share: Share = no_share
     where: str = "server"
     when: str = "round"

@@ -56,7 +56,7 @@ def sample_units(randomness: Randomness, key: Key, party: Party, rate: float) ->
 
 def unit_counts(dataset: Dataset, partition: Partition, unit: str) -> Tensor:
     """n_k of every party [K] int64: its examples, or its persons where persons are protected."""
-    if unit == "example" or dataset.person is None:
+    if unit != "person" or dataset.person is None:
         return partition.sizes
     parties = torch.repeat_interleave(torch.arange(partition.parties), partition.sizes)
     pairs = torch.stack([parties, dataset.person[partition.order]])

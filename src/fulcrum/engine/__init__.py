@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from fulcrum.engine import reference
 from fulcrum.errors import ConfigError
+from fulcrum.grads import keep_memory
 from fulcrum.local import Problem
 from fulcrum.types import ClientReply, RoundRequest
 
@@ -51,6 +52,7 @@ def find_engine(name: str, problem: Problem) -> Engine:
     chosen = "reference" if name == "auto" else name
     if chosen not in ENGINES:
         raise ConfigError(f"run.engine = {name!r} is not known; choose auto or one of {', '.join(ENGINES)}.")
+    keep_memory()  # glibc would hand every step's buffers back to the system, and fault them in again
     return ENGINES[chosen](problem)
 
 

@@ -42,7 +42,7 @@ server = ServerApp()
 def answer(message: Message, context: Context) -> Message:
     """One request to this party's desk."""
     simulated = "partition-id" in context.node_config
-    with (_simulated(context) if simulated else _configured(context)) as desk:
+    with _simulated(context) if simulated else _configured(context) as desk:
         reply = desk.answer(to_envelope(message.content))
         if desk.done and not simulated:
             desk.write_statement(desk.terms_path.parent)
@@ -107,9 +107,7 @@ def _simulated(context: Context) -> AbstractContextManager[Desk]:
     name = f"party-{k}"
     terms = accept(name, propose(settings, data.classes))
     key = Path(_text(given, "keys")) / name
-    return open_desk(
-        name, own, key, home / name / "ledger.sqlite", terms, home / name / "terms.toml", simulation=True
-    )
+    return open_desk(name, own, key, home / name / "ledger.sqlite", terms, home / name / "terms.toml", simulation=True)
 
 
 def _with_parties(settings: Settings, parties: int) -> Settings:

@@ -35,14 +35,13 @@ def to_envelope(content: RecordDict) -> Envelope:
         head, arrays = content["head"], content["arrays"]
         if not (isinstance(head, ConfigRecord) and isinstance(arrays, ArrayRecord)):
             raise TypeError
-        header, signature, body = head["header"], head["signature"], arrays["body"].data
-        if not all(isinstance(part, bytes) for part in (header, signature, body)):
-            raise TypeError
+        parts: list[object] = [head["header"], arrays["body"].data, head["signature"]]
     except (KeyError, TypeError, AttributeError):
         raise BadMessage("it does not hold what was agreed.") from None
-    if len(header) > HEADER_LIMIT or len(signature) > 256:  # type: ignore[arg-type]
-        raise BadMessage("the header is too long.")
-    return Envelope(header, body, signature)  # type: ignore[arg-type]
+    header, body, signature = (part if isinstance(part, bytes) else b"" for part in parts)
+    if not 0 < len(header) <= HEADER_LIMIT or len(signature) > 256:
+        raise BadMessage("its header is missing or too long.")
+    return Envelope(header, body, signature)
 
 
 class GridPost:
@@ -63,7 +62,7 @@ class GridPost:
 
     def collect(self, ids: set[str]) -> list[Delivery]:
         found = []
-        for sent, message in ((sent, message) for sent in ids for message in self._pull(sent)):
+        for sent, message in ((each, message) for each in ids for message in self._pull(each)):
             if message is None:
                 found.append(Delivery(sent, None, "its reply could not be read"))
                 continue

@@ -448,7 +448,9 @@ def public_data(source: str, folder: str = "") -> Dataset:
             if "x" not in archive.files:
                 missing = {"x_test", "y_test"} - set(archive.files)
                 if missing:
-                    raise DataError(f"{source} has no array named {missing.pop()}; the coordinator needs x_test, y_test.")
+                    raise DataError(
+                        f"{source} has no array named {missing.pop()}; the coordinator needs x_test, y_test."
+                    )
                 x, y = archive["x_test"], archive["y_test"]
                 classes = int(archive["classes"]) if "classes" in archive.files else None
                 return from_arrays(x[:1], y[:1], x, y, name=Path(source).name, classes=classes)
@@ -459,6 +461,11 @@ def as_served(settings: Settings, parties: int, simulation: bool) -> Settings:
     """The settings as a coordinator uses them: real randomness unless it simulates, a checkpoint every round."""
     if settings.run.diagnostics:
         raise ConfigError("run.diagnostics = true shows private values; parties never send them, so turn it off.")
+    if settings.privacy.unit == "client":
+        raise ConfigError(
+            "privacy.unit = 'client' trusts the server with every update; parties across machines trust nobody: use "
+            "example or person."
+        )
     if settings.data.validation:
         raise ConfigError("data.validation holds out training data, which the coordinator does not have; set it to 0.")
     privacy = dataclasses.replace(settings.privacy, randomness="seeded" if simulation else "secure")
@@ -523,9 +530,7 @@ def join(roll: Roll, expected: int, patience: Patience) -> tuple[Card, ...]:
     return tuple(roll.cards[name] for name in sorted(roll.cards))
 
 
-def make_federation(
-    settings: Settings, problem: Problem, cards: Sequence[Card], engine: FlowerEngine
-) -> Federation:
+def make_federation(settings: Settings, problem: Problem, cards: Sequence[Card], engine: FlowerEngine) -> Federation:
     """The run that `api.execute` and `api.go_on` play, over parties that are elsewhere."""
     names = tuple(card.name for card in cards)
     starts = torch.zeros(len(cards) + 1, dtype=torch.int64)

@@ -92,6 +92,7 @@ def hasten(most: float | None = None) -> None:
     """
     for pull in (inflatable_utils.pull_objects, inflatable_utils.pull_and_inflate_object_from_tree):
         defaults = pull.__kwdefaults__
+        assert defaults is not None
         defaults["initial_backoff"], defaults["backoff_cap"] = 0.03, 0.5
         if most is not None:
             defaults["max_time"], defaults["max_tries_per_object"] = most, None
@@ -171,10 +172,16 @@ class Link:
         self._active: set[int] = set()
         self.grid = self._start_run(app or bundle())
         fleet_handlers.activate_node = self._activate
-        tls_options = {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)} if tls else {}
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self.gate, host=host, port=port, log_level="error", access_log=False, ws="none", **tls_options
+                self.gate,
+                host=host,
+                port=port,
+                log_level="error",
+                access_log=False,
+                ws="none",
+                ssl_certfile=str(tls.certificate) if tls else None,
+                ssl_keyfile=str(tls.key) if tls else None,
             )
         )
         self._stop = threading.Event()
@@ -223,7 +230,14 @@ class Link:
         fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
         self.state.store_fab(fab)
         run_id = self.state.create_run(
-            "fulcrum/federation", "1.0.0", fab.hash_str, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
+            "fulcrum/federation",
+            "1.0.0",
+            fab.hash_str,
+            {},
+            NOOP_FEDERATION_ID,
+            None,
+            NOOP_FLWR_AID,
+            TaskType.SERVER_APP,
         )
         run = self.state.get_run_info(run_ids=[run_id])[0]
         self.state.claim_task(run.primary_task_id)
@@ -265,7 +279,7 @@ _HANDLERS = {
 }
 
 
-class LocalGrid(HttpGrid):
+class LocalGrid(HttpGrid):  # type: ignore[misc,unused-ignore]
     """Flower's own grid over the calls above."""
 
     def __init__(self, state: Any, task: Any) -> None:
@@ -465,7 +479,7 @@ def main() -> None:
 
     start_parent_process_monitor(os.getppid())
     hasten()
-    loop.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, POLL)))  # type: ignore[attr-defined]
+    loop.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, POLL)))  # type: ignore[assignment,attr-defined,unused-ignore]
     sys.argv[0] = "flower-supernode"
     flower_supernode()
 

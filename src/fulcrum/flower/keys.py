@@ -84,7 +84,8 @@ def load_public(path: Path) -> ec.EllipticCurvePublicKey:
 
 def public_bytes(key: ec.EllipticCurvePublicKey) -> bytes:
     """The key as Flower registers it: PEM."""
-    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    text: bytes = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return text
 
 
 def load_register(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class Desk:
     terms_path: Path
     consent: Consent | None = None
     simulation: bool = False
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     say: Say = print
     done: bool = False
     """Whether the coordinator has said that the run is over."""
@@ -340,7 +340,7 @@ def _alone(records: int, client: int, name: str) -> Partition:
         raise Refusal("party")
     starts = torch.zeros(client + 2, dtype=torch.int64)
     starts[-1] = records
-    return Partition(torch.arange(records), starts, tuple([*(f"other-{k}" for k in range(client)), name]))
+    return Partition(torch.arange(records), starts, (*(f"other-{k}" for k in range(client)), name))
 
 
 @contextlib.contextmanager

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from fulcrum.errors import ModelError
 from fulcrum.grads.book import Book, Unsuitable, record_book
 from fulcrum.grads.memory import keep_memory
-from fulcrum.grads.program import analyse
+from fulcrum.grads.program import Program, analyse
 from fulcrum.grads.tape import Chunks, Empty, Loss, Tape, cross_entropy
 from fulcrum.grads.vmap import record_vmap
 from fulcrum.models import Layout
+from fulcrum.rng import torch_stream
 
 __all__ = ["Tape", "cross_entropy", "keep_memory", "paths", "record"]
 
@@ -67,8 +68,8 @@ def record(
     be followed); "vmap" (gradients written out, B times the memory of the model: the plain oracle).
 
     A model that is not a plain `nn.Sequential` gets hooks for the duration of the call: do not share it between
-    threads. With "auto" the first batch of such a model is compared with vmap on a few examples, and vmap is used
-    from then on if they differ, for instance because a parameter is used other than by calling its layer.
+    threads. With "auto" such a model is first compared with vmap on a few made-up examples, and vmap is used from
+    then on if they differ, for instance because a parameter is used other than by calling its layer.
     """
     if how not in ("auto", "book", "vmap"):
         raise ModelError(f"how = {how!r} is not known; choose one of auto, book, vmap.")
@@ -86,7 +87,10 @@ def record(
 
     try:
         if how == "auto" and not program.sequence:
-            _compare(known, run, lambda x, y: record_vmap(model, layout, params, x, y, loss), x, y)
+            if known.verdict is None:
+                known.verdict = _compare(model, program, layout, params, x, y, loss)
+            if known.verdict:
+                raise Unsuitable(known.verdict)
         return _in_pieces(known, run, x, y)
     except Unsuitable as problem:
         if how == "book":
@@ -109,23 +113,24 @@ def _in_pieces(known: _Known, run: Callable[[Tensor, Tensor], Book], x: Tensor, 
 
 
 def _compare(
-    known: _Known, run: Callable[[Tensor, Tensor], Book], oracle: Callable[[Tensor, Tensor], Tape], x: Tensor, y: Tensor
-) -> None:
-    """Raises Unsuitable where book-keeping must not be used; certain answers are remembered."""
-    if known.verdict is None:
-        index = torch.arange(PROBE, device=x.device) % len(x)
-        batch = x[index], y[index]
-        truth = oracle(*batch).matrix()
-        try:
-            same = _close(run(*batch).matrix(), truth, known.layout)
-            verdict = "" if same else "its gradients differ from those of vmap"
-        except Unsuitable as problem:
-            verdict = str(problem)
-        if not bool((truth != 0).any(dim=1).all()):
-            raise Unsuitable(verdict or "no finite gradients to compare yet")
-        known.verdict = verdict
-    if known.verdict:
-        raise Unsuitable(known.verdict)
+    model: nn.Module, program: Program, layout: Layout, params: Tensor, x: Tensor, y: Tensor, loss: Loss
+) -> str:
+    """Why book-keeping must not be used, or "": found on made-up examples with the model's own parameters.
+
+    Neither the data nor the progress of the training decides, so that a resumed run takes the same path.
+    """
+    index = torch.arange(PROBE, device=x.device) % len(x)
+    probe, own = x[index], layout.flatten(model).to(params)
+    if probe.is_floating_point():
+        probe = torch.rand(probe.shape, generator=torch_stream(0, "probe"), dtype=probe.dtype).to(probe.device)
+    truth = record_vmap(model, layout, own, probe, y[index], loss).matrix()
+    if not bool(truth.any()):
+        return "it has no finite gradients to compare"
+    try:
+        found = record_book(model, program, layout, own, probe, y[index], loss).matrix()
+    except Unsuitable as problem:
+        return str(problem)
+    return "" if _close(found, truth, layout) else "its gradients differ from those of vmap"
 
 
 def _close(found: Tensor, truth: Tensor, layout: Layout) -> bool:

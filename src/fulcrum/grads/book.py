@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fulcrum.errors import ModelError
 from fulcrum.grads.layers import KINDS
 from fulcrum.grads.outer import Conv, Dense, outer_rows
 from fulcrum.grads.parts import Part, Rows, ranges
@@ -135,6 +136,8 @@ def record_book(
     with torch.enable_grad():
         logits = forward(model, program, recorder, layout, x.detach())
         losses = loss(logits, y)
+    if losses.shape != (len(x),):
+        raise ModelError(f"loss must give one value an example, [B], but gave the shape {list(losses.shape)}.")
     recorder.backward(losses)
     elements = sum(use.elements for use in recorder.uses)
     return Book(layout, params, losses.detach(), tuple(tuple(parts) for parts in recorder.parts), elements)
@@ -200,9 +203,9 @@ class Book:
     """Inputs and outputs of all sites together, in numbers."""
 
     @cached_property
-    def _squares(self) -> list[Tensor]:
-        """Squared norms [B] of each tensor's gradient, before anything is zeroed."""
-        return [self._tensor_squares(parts) for parts in self.parts]
+    def _squares(self) -> Tensor:
+        """Squared norms [B, tensors] of each tensor's gradient, before anything is zeroed."""
+        return torch.stack([self._tensor_squares(parts) for parts in self.parts], dim=1)
 
     def _tensor_squares(self, parts: tuple[Part, ...]) -> Tensor:
         if len(parts) == 1:
@@ -219,7 +222,7 @@ class Book:
 
     @cached_property
     def _good(self) -> Tensor:
-        return torch.isfinite(group_squares(self._squares, ()).squeeze(1)) & torch.isfinite(self.raw_losses)
+        return torch.isfinite(self._squares.sum(dim=1) + self.raw_losses)
 
     @cached_property
     def _all_good(self) -> bool:

@@ -88,6 +88,8 @@ class Dense:
         return None
 
     def squares(self) -> Tensor:
+        if self.a.shape[1] == 1:
+            return row_squares(self.a) * row_squares(self.g)
         return outer_squares(self)
 
     def dots(self, direction: Tensor) -> Tensor:

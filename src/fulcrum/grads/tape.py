@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,13 +50,12 @@ class Tape(Protocol):
         ...
 
 
-def group_squares(squares: Sequence[Tensor], groups: tuple[int, ...]) -> Tensor:
-    """Adds up the squared norms of the tensors ([B] each) within each group: [B, G]."""
+def group_squares(squares: Tensor, groups: tuple[int, ...]) -> Tensor:
+    """Adds up squared norms [B, tensors] within each group: [B, G]."""
     if not groups:
-        return torch.stack(tuple(squares), dim=1).sum(dim=1, keepdim=True)
-    table = torch.stack(tuple(squares), dim=1)
-    index = torch.tensor(groups, device=table.device)
-    return table.new_zeros(len(table), max(groups) + 1).index_add_(1, index, table)
+        return squares.sum(dim=1, keepdim=True)
+    index = torch.tensor(groups, device=squares.device)
+    return squares.new_zeros(len(squares), max(groups) + 1).index_add_(1, index, squares)
 
 
 def column(factors: Tensor, groups: tuple[int, ...], tensor: int) -> Tensor:

@@ -47,7 +47,7 @@ class Table:
 
     def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
         blocks = self._grads.split(self.layout.sizes, dim=1)
-        return group_squares([block.square().sum(dim=1) for block in blocks], groups).sqrt()
+        return group_squares(torch.stack([block.square().sum(dim=1) for block in blocks], dim=1), groups).sqrt()
 
     def dots(self, direction: Tensor) -> Tensor:
         return self._grads @ direction

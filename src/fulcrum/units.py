@@ -1,0 +1,135 @@
+"""What one epsilon protects, from whom, and what it leaves out: the words of the statement, one entry a unit.
+
+Two units are two promises. The words are kept beside each other here so that a change to one is seen
+next to the other, and nothing that prints an epsilon has to guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ZERO_OUT = (
+    "zero-out: two data sets are neighbours if in one of them a single {unit} contributes nothing. The number of "
+    "{unit}s at each party is a declared public constant, the same on both sides. Accounted as add-or-remove."
+)
+SEES_EVERY_UPDATE = (
+    "An honest-but-curious server that follows the protocol, sees every update of every party, every released model "
+    "and every clipping norm C, and knows all settings, the code, and who takes part in which round. Outsiders see "
+    "no more than the server does, so the same bound holds against them. Other parties see no more either."
+)
+SEES_MODELS_ONLY = (
+    "Whoever sees every released model and every clipping norm C and knows all settings and the code, but NOT who "
+    "took part in which round: outsiders, users of the model, and other parties (each of which knows of its own part "
+    "only). THE SERVER IS TRUSTED: it draws the participants in secret, sees every update as it is, and adds the "
+    "noise. Nothing here protects a party from the server, nor from someone who watches which parties talk to it."
+)
+STEPS_COMPOSE = (
+    "The releases of a party compose over all its rounds and steps; what a round costs is written to the party's "
+    "ledger before anything is released. Poisson sampling lowers the cost because nobody learns who was sampled. The "
+    "epsilon of the federation is the largest of its parties'."
+)
+ROUNDS_COMPOSE = (
+    "Each round the server makes one release, a noised mean over the parties that joined; each party joins "
+    "independently with probability q_c. EVERY party is charged for every round, whether it joined or not, and the "
+    "charge is written to its ledger before anything is released. Sampling lowers the cost because nobody but the "
+    "server learns who joined: publishing the participants would undo it."
+)
+SEVERAL_PARTIES = (
+    "A person with data at several parties adds up the epsilons (and the deltas) of those parties. Otherwise the "
+    "parties' data is taken to be disjoint, and the epsilon of the federation is the largest of its parties'."
+)
+TIMING = "Timing: how long a party takes, and whether it answers, is not hidden."
+ROUND_TIMING = (
+    "Timing: how long a round takes (`seconds` in metrics.jsonl) tells roughly how many joined it; do not publish it."
+)
+PUBLIC_SIZES = (
+    "Public constants: who the parties are, how many units each holds, who takes part in which round, the number of "
+    "classes, the shape of the data, and the constants that scale it. None of them may be computed from private data."
+)
+PUBLIC_TOTALS = (
+    "Public constants: who the parties are and how many, the rate q_c at which they join, the cap on a party's weight "
+    "and the total weight W, the number of classes, the shape of the data, and the constants that scale it. None of "
+    "them may be computed from private data; where W or the cap come from the parties' true sizes, those sizes count "
+    "as public."
+)
+SPREAD_OUT = "Data of one person that is spread over several units or parties, beyond the arithmetic stated above."
+NOT_COVERED = (
+    "Side channels of the machines: memory, caches, power, logs, debuggers, swap.",
+    "Floating-point arithmetic beyond the mitigation in the secure noise generator (each number is the sum of several "
+    "draws); the proof is about real numbers.",
+    "Choosing settings: if several runs were made on the same data and the best was kept, the others count too. Only a "
+    "ledger kept over all of them adds them up.",
+    "Test data: it is taken to be public, and accuracy and loss on it are not protected.",
+    "A malicious server or party that departs from the protocol, poisons the model, or changes the code.",
+    "What the model teaches about the population: the guarantee bounds what one unit adds, not what can be inferred "
+    "about people in general.",
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit of privacy in words.
+
+    short: for "epsilon of one ...". protected: a sentence's start. relation, adversary, counted, not_covered and
+    adds_up are sentences. several: heads the table of what holds for m units together; "" where there is none.
+    """
+
+    short: str
+    protected: str
+    relation: str
+    adversary: str
+    counted: str
+    adds_up: tuple[str, ...]
+    not_covered: tuple[str, ...]
+    several: str = ""
+
+
+UNITS: dict[str, Unit] = {
+    "example": Unit(
+        short="example",
+        protected="One example at one party.",
+        relation=ZERO_OUT.format(unit="example"),
+        adversary=SEES_EVERY_UPDATE,
+        counted=STEPS_COMPOSE,
+        adds_up=(
+            "The unit is one example. A person with m examples at one party is covered by group privacy only: m times "
+            "epsilon, with delta growing to m exp((m-1) epsilon) delta, as listed. Where people have several records, "
+            "use the unit `person` instead.",
+            SEVERAL_PARTIES,
+        ),
+        not_covered=(TIMING, *NOT_COVERED, PUBLIC_SIZES, SPREAD_OUT),
+        several="examples of one person",
+    ),
+    "person": Unit(
+        short="person",
+        protected="One person at one party.",
+        relation=ZERO_OUT.format(unit="person"),
+        adversary=SEES_EVERY_UPDATE,
+        counted=STEPS_COMPOSE,
+        adds_up=(
+            "The unit is the person: all records of one person at one party are sampled together and clipped as one, "
+            "so epsilon holds for all of them together.",
+            SEVERAL_PARTIES,
+        ),
+        not_covered=(TIMING, *NOT_COVERED, PUBLIC_SIZES, SPREAD_OUT),
+    ),
+    "client": Unit(
+        short="whole party",
+        protected="One whole party: all its records together, and whether it took part at all.",
+        relation=(
+            "zero-out: two federations are neighbours if in one of them a single party contributes nothing, in any "
+            "round. The number of parties K, the cap on weights and the total weight W are declared public constants, "
+            "the same on both sides. Accounted as add-or-remove."
+        ),
+        adversary=SEES_MODELS_ONLY,
+        counted=ROUNDS_COMPOSE,
+        adds_up=(
+            "The unit is the whole party, so epsilon holds for all records at one party together, and for each of "
+            "them. It is another promise than the epsilon of one example or person: the two must not be compared.",
+            "A person with data at m parties, or m parties that belong together, are covered by group privacy only: m "
+            "times epsilon, with delta growing to m exp((m-1) epsilon) delta, as listed.",
+        ),
+        not_covered=(ROUND_TIMING, *NOT_COVERED, PUBLIC_TOTALS, SPREAD_OUT),
+        several="parties together",
+    ),
+}
