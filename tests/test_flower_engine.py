@@ -268,6 +268,17 @@ def test_after_a_crash_the_run_goes_on_and_nobody_pays_twice(tmp_path, monkeypat
         torch.testing.assert_close(flat(result), flat(whole), **TOLERANCE)
 
 
+def test_a_served_run_is_not_continued_in_one_process(tmp_path, monkeypatch):
+    settings = toy_settings(1)
+    with toy_federation(tmp_path, settings) as bus:
+        serve(bus, settings, tmp_path / "run", monkeypatch)
+    with pytest.raises(RunError, match="fulcrum serve --resume"):
+        api.resume(tmp_path / "run")
+    api.execute(api.prepare(settings, toy_data(120)), tmp_path / "alone")
+    with toy_federation(tmp_path, settings) as bus, pytest.raises(RunError, match="fulcrum resume"):
+        serve(bus, settings, tmp_path / "alone", monkeypatch, resume=True)
+
+
 # --- joining ------------------------------------------------------------------------------------
 
 

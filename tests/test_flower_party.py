@@ -66,6 +66,19 @@ def test_a_C_that_is_not_finite_or_outside_its_range_is_refused(tmp_path, C):
         assert desk.ledger.entries(desk.name) == []
 
 
+def test_a_state_with_numbers_that_would_overflow_is_refused(tmp_path):
+    with toy_desk(tmp_path, SETTINGS) as desk:
+        honest = toy_request(desk, SETTINGS)
+        arrays = party.load_arrays(honest.body)
+        (name, *_) = [
+            n for n, v in arrays.items() if n.startswith("state.") and n != "state.C" and v.dtype.is_floating_point
+        ]
+        arrays[name] = torch.full_like(arrays[name], 3e38)
+        assert code(desk.answer(Envelope(honest.header, pack({}, arrays).body))) == "state"
+        assert desk.ledger.entries(desk.name) == []
+        assert code(desk.answer(honest)) == ""
+
+
 @pytest.mark.parametrize("change", [{}, {"rate": 0.1}, {"sigma": 9.0}, {"lr": 0.1}, {"rounds": 3}])
 def test_what_is_within_the_terms_is_answered_and_paid(tmp_path, change):
     with toy_desk(tmp_path, SETTINGS) as desk:

@@ -179,7 +179,8 @@ def resume(
 
     dataset and model must be given again where they were given to `train` as objects.
     """
-    record.load_json(Path(folder), "run.json")
+    if "flower" in record.load_json(Path(folder), "run.json"):
+        raise RunError(f"{folder} was served to parties elsewhere; continue it with: fulcrum serve --resume {folder}")
     return go_on(prepare(settings_file.read(Path(folder) / "settings.toml"), dataset, model), folder, on_round)
 
 

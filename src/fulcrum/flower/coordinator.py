@@ -180,6 +180,8 @@ class Roll:
         if self.cards.get(name, Card(name, header["units"])).units != header["units"]:
             self.report(name, "does not fit: it now has another number of units than at the start")
             return
+        if self.node_of.get(name, node) != node:
+            self._returned.add(node)  # started again without a key to be known by (--insecure)
         if name not in self.node_of:
             self.report(name, f"has joined, with {header['units']} {self.proposal['unit']}s")
         self.node_of[name], self.cards[name] = node, Card(name, header["units"])

@@ -44,6 +44,7 @@ REFUSALS: dict[str, str] = {
     "sigma": "the noise multiplier is below the agreed one",
     "rounds": "the round is beyond the agreed number of rounds",
     "C": "the clipping norm is not finite or outside the agreed range",
+    "state": "the clipping state holds numbers beyond any honest ones",
     "lr": "the learning rate or weight decay is outside the agreed range",
     "seed": "a seed was asked for, and this party draws its own randomness",
     "no-seed": "this party simulates, and no seed was given",
@@ -53,6 +54,10 @@ REFUSALS: dict[str, str] = {
     "internal": "the party failed; its own log says why",
 }
 """Everything that a party can answer beside an update: code -> words, known to both sides."""
+
+
+LARGEST = 1e6
+"""The largest number that a clipping state may hold beside C."""
 
 
 class Refusal(FulcrumError):
@@ -173,12 +178,19 @@ def check_request(terms: Terms, header: Mapping[str, Any], model: str, simulatio
 
 
 def check_state(terms: Terms, state: State) -> None:
-    """Refuse a clipping norm that is not finite, not positive or outside the agreed range."""
+    """Refuse a clipping norm that is not finite, not positive or outside the agreed range.
+
+    The other numbers are bounded too: one that overflows in a product with private values would show, as a
+    NaN in the update, whether it met any.
+    """
     C = state["C"].double()
     total = float(torch.linalg.vector_norm(C))
     slack = 1e-6  # C is a 32-bit number that was multiplied often; the range is in decimal
     if not (bool((C > 0).all()) and terms.C_min * (1 - slack) <= total <= terms.C_max * (1 + slack)):
         raise Refusal("C")
+    for name, value in state.items():
+        if name != "C" and value.is_floating_point() and value.numel() and float(value.abs().max()) > LARGEST:
+            raise Refusal("state")
 
 
 # --- proposals ----------------------------------------------------------------------------------
@@ -218,7 +230,7 @@ def propose(settings: Settings, classes: int = 0) -> dict[str, Any]:
 
 def accept(party: str, proposal: Mapping[str, Any], budget: float | None = None) -> Terms:
     """A proposal as terms. budget: None takes what one run of the proposal costs, and no more."""
-    terms = _validate({**proposal, "party": party, "budget": budget or 1.0})
+    terms = check_values(_validate({**proposal, "party": party, "budget": budget or 1.0}))
     if budget is None:
         # Rounded up a little: the same sum, reached round by round, may differ in the last digits.
         terms = dataclasses.replace(terms, budget=math.ceil(terms.planned_epsilon() * 1e4) / 1e4)
