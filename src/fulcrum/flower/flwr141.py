@@ -371,15 +371,16 @@ class Executor:
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Answer until `stop` says so. A SuperNode that ends is started again, later each time."""
-        quiet = False
+        quiet, idle = False, 0
         try:
             while not stop():
                 if self._child is None or self._child.poll() is not None:
                     self._restart(stop)
                     continue
                 try:
-                    if not self._take_one():
-                        time.sleep(0.05)
+                    idle = 0 if self._take_one() else idle + 1
+                    if idle:  # a round is seconds apart from the next, an idle hour is long
+                        time.sleep(0.05 if idle < 40 else 0.25)
                     quiet = False
                 except (httpx.HTTPError, RuntimeError, ValueError) as error:
                     if not quiet and time.monotonic() - self._started > 60:

@@ -119,6 +119,10 @@ def check_values(terms: Terms) -> Terms:
     """The terms, or a ConfigError naming the first field that is wrong."""
     check_name(terms.party)
     check_terms(terms.delta, terms.accountant)
+    if not terms.rules:
+        raise ConfigError("terms: rules is empty; name at least one clipping rule, such as moo.")
+    for name in terms.rules:
+        allowed_rule(terms, name)
     limits: dict[str, tuple[float, float]] = {
         "budget": (0, math.inf),
         "rate": (0, 1),
@@ -138,10 +142,6 @@ def check_values(terms: Terms) -> Terms:
         raise ConfigError("terms: weight_decay must be at least 0, and C_min at most C_max.")
     if terms.unit not in ("example", "person") or terms.groups not in ("flat", "layer"):
         raise ConfigError("terms: unit must be example or person, and groups flat or layer.")
-    if not terms.rules:
-        raise ConfigError("terms: rules is empty; name at least one clipping rule, such as moo.")
-    for name in terms.rules:
-        allowed_rule(terms, name)
     return terms
 
 
