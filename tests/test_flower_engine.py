@@ -12,6 +12,7 @@ pytest.importorskip("cryptography", reason="parties sign with cryptography: pip 
 
 from flower_helpers import NAMES, serve, toy_federation, toy_settings, toy_terms
 from fulcrum import api
+from fulcrum.clip import RULES
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
 from fulcrum.flower.coordinator import Patience, as_served
@@ -47,6 +48,20 @@ def test_a_simulation_across_machines_is_the_run_in_one_process(tmp_path, monkey
         assert len(own) == settings.train.rounds
         assert own == ledger_lines(tmp_path / "served" / "ledger.sqlite", name), "the coordinator's mirror"
         assert own == ledger_lines(tmp_path / "alone" / "ledger.sqlite", name), "the run in one process"
+
+
+SOUND = sorted(name for name, rule in RULES.items() if rule.sound and rule.private)
+
+
+@pytest.mark.parametrize("rule", SOUND)
+def test_every_sound_rule_gives_the_same_across_machines(tmp_path, monkeypatch, rule):
+    settings = toy_settings(2, rule, steps=2)
+    alone = api.execute(api.prepare(settings, toy_data(120)))
+    with toy_federation(tmp_path, settings) as bus:
+        result = serve(bus, settings, tmp_path / "served", monkeypatch)
+    assert result.summary["rounds"] == 2
+    torch.testing.assert_close(flat(result), flat(alone), **TOLERANCE)
+    assert result.C == pytest.approx(alone.C, rel=1e-6)
 
 
 def test_another_seed_is_another_run(tmp_path, monkeypatch):
