@@ -310,7 +310,9 @@ class FlowerEngine:
 
         for k in asks:
             send(k)
-        while asks.keys() - settled and time.monotonic() < end:
+        late = False
+        while asks.keys() - settled and not late:
+            late = time.monotonic() > end  # once more after the deadline: what has arrived by then counts
             self.roll.call()
             for name in self.roll.take_returned():
                 for k in asks.keys() - settled:
