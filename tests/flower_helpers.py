@@ -13,9 +13,10 @@ import torch
 from fulcrum.config import Clip, Data, Model, Privacy, Settings, Train
 from fulcrum.data import Dataset, from_arrays, split
 from fulcrum.flower import keys, run
-from fulcrum.flower.coordinator import Delivery, Patience
+from fulcrum.flower.coordinator import Patience
 from fulcrum.flower.messages import Envelope, model_fingerprint, pack, state_arrays
 from fulcrum.flower.party import Desk, open_desk
+from fulcrum.flower.roll import Delivery
 from fulcrum.flower.terms import Terms, accept, propose
 from fulcrum.types import Gaussian
 from helpers import toy_data

@@ -61,7 +61,7 @@ def test_every_sound_rule_gives_the_same_across_machines(tmp_path, monkeypatch, 
         result = serve(bus, settings, tmp_path / "served", monkeypatch)
     assert result.summary["rounds"] == 2
     torch.testing.assert_close(flat(result), flat(alone), **TOLERANCE)
-    assert result.C == pytest.approx(alone.C, rel=1e-6)
+    assert pytest.approx(alone.C, rel=1e-6) == result.C
 
 
 def test_another_seed_is_another_run(tmp_path, monkeypatch):

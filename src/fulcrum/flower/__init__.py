@@ -5,6 +5,7 @@ keys.py         a party's key pair: it signs every reply
 terms.py        what a party agreed to, pinned on its own disk; whatever goes beyond is refused
 vault.py        replies on the party's disk, stored before they are sent
 party.py        a party's answers: the same local training as in one process, behind terms and ledger
+roll.py         which node is which party: only signed answers count
 coordinator.py  an engine that asks parties instead of computing, and the run around it
 certs.py        a development CA, a server certificate and key pairs
 carrier.py      those bytes in Flower's messages, by its public API

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fulcrum.flower.coordinator import Delivery
 from fulcrum.flower.messages import HEADER_LIMIT, BadMessage, Envelope
+from fulcrum.flower.roll import Delivery
 
 STYPE = "safetensors"
 ERRORS = {
@@ -45,7 +45,7 @@ def to_envelope(content: RecordDict) -> Envelope:
 
 
 class GridPost:
-    """`coordinator.Post` over a Flower Grid."""
+    """`roll.Post` over a Flower Grid."""
 
     def __init__(self, grid: Grid, returned: Callable[[], Iterable[int]] = tuple) -> None:
         self.grid, self._returned = grid, returned

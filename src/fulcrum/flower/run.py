@@ -20,10 +20,8 @@ from fulcrum.config import Settings
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
 from fulcrum.flower.coordinator import (
-    Card,
     FlowerEngine,
     Patience,
-    Post,
     as_served,
     join,
     make_federation,
@@ -33,6 +31,7 @@ from fulcrum.flower.coordinator import (
 )
 from fulcrum.flower.messages import BadMessage
 from fulcrum.flower.party import Desk
+from fulcrum.flower.roll import Card, Post
 
 
 @dataclass(frozen=True)
