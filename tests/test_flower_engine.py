@@ -15,9 +15,10 @@ from fulcrum import api
 from fulcrum.clip import RULES
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
-from fulcrum.flower.coordinator import Patience, as_served
+from fulcrum.flower.coordinator import Patience
 from fulcrum.flower.messages import Envelope, pack
 from fulcrum.flower.party import load_arrays
+from fulcrum.flower.prepare import as_served
 from fulcrum.ledger import Ledger
 from fulcrum.models import Layout
 from helpers import toy_data

@@ -6,7 +6,8 @@ terms.py        what a party agreed to, pinned on its own disk; whatever goes be
 vault.py        replies on the party's disk, stored before they are sent
 party.py        a party's answers: the same local training as in one process, behind terms and ledger
 roll.py         which node is which party: only signed answers count
-coordinator.py  an engine that asks parties instead of computing, and the run around it
+coordinator.py  an engine that asks parties instead of computing
+prepare.py      what a coordinator needs before it asks anybody
 certs.py        a development CA, a server certificate and key pairs
 carrier.py      those bytes in Flower's messages, by its public API
 flwr141.py      everything that is internal to Flower 1.41.0: SuperLink, SuperNode, executor

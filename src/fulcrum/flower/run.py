@@ -19,18 +19,10 @@ from fulcrum.api import OnRound, Result
 from fulcrum.config import Settings
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
-from fulcrum.flower.coordinator import (
-    FlowerEngine,
-    Patience,
-    as_served,
-    join,
-    make_federation,
-    make_roll,
-    public_data,
-    public_problem,
-)
+from fulcrum.flower.coordinator import FlowerEngine, Patience
 from fulcrum.flower.messages import BadMessage
 from fulcrum.flower.party import Desk
+from fulcrum.flower.prepare import as_served, join, make_federation, make_roll, public_data, public_problem
 from fulcrum.flower.roll import Card, Post
 
 
