@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fulcrum.config import Clip, Data, Model, Privacy, Settings, Train
+from fulcrum.config import Clip, Data, Model, Privacy, Run, Settings, Train
 from fulcrum.data import Dataset, from_arrays, split
 from fulcrum.flower import keys, run
 from fulcrum.flower.coordinator import Patience
@@ -34,6 +34,7 @@ def toy_settings(rounds: int = 4, rule: str = "moo", **train: Any) -> Settings:
         train=Train(rounds=rounds, rate=0.2, lr=0.5, **train),
         clip=Clip(rule=rule),
         privacy=Privacy(sigma=1.1, delta=1e-3),
+        run=Run(engine="reference", device="cpu"),  # the parties' own; other engines differ in the last bits
     )
 
 

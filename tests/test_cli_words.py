@@ -98,10 +98,8 @@ def test_run_and_plan_share_their_settings():
         ("run --rate 1.01", "error: train.rate = 1.01 is out of range"),
         ("run --parties 0", "error: data.parties = 0 is out of range"),
         ("run --partition dirichelt", "error: data.partition = 'dirichelt' is not known"),
-        (
-            "run --method dpsgd",
-            f"error: method = 'dpsgd' is not known; choose one of {', '.join(METHODS)}; did you mean dp-sgd?",
-        ),
+        ("run --method dpsgd", "error: method = 'dpsgd' is not known; did you mean dp-sgd?"),
+        ("run --method zzz", f"error: method = 'zzz' is not known; choose one of {', '.join(METHODS)}."),
         ("run nowhere.toml", "error: nowhere.toml does not exist"),
         ("run .", "error: . is a folder"),
         ("run --rounds many", "error: Invalid value for '--rounds'"),
@@ -267,11 +265,18 @@ def test_plan_says_how_many_rounds_a_budget_allows(capsys):
 
 
 def test_methods_are_listed(capsys):
-    names = [row["name"] for row in json.loads(said(capsys, "methods", "--json")[1])]
-    assert names == list(METHODS)
-    assert names[0] == "moo"
-    assert {"moo", "dp-sgd", "dp-fedavg", "median", "none"} <= set(names)
-    assert [line.split()[0] for line in said(capsys, "methods")[1].splitlines()[1:]] == names
+    rows = {row["name"]: row for row in json.loads(said(capsys, "methods", "--json")[1])}
+    assert list(rows) == list(METHODS)
+    assert (rows["moo-paper"]["sound"], rows["moo-paper"]["rule"]) == (False, "moo-paper")
+    assert (rows["quantile"]["sound"], rows["quantile"]["unit"]) == (True, "example")
+    assert rows["quantile"]["cost"].startswith("paid")
+    assert rows["moo"]["cost"] == "free"
+    _, out, err = said(capsys, "methods")
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(rows)
+    assert {line.split()[0] for line in lines if "†" in line} == {n for n, row in rows.items() if not row["sound"]}
+    assert "dynamic, privacy.noise_schedule growth" in out
+    assert "† nominal" in err
 
 
 def test_data_list_and_verify(capsys, tmp_path, monkeypatch):

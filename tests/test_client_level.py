@@ -549,7 +549,7 @@ def test_the_median_is_not_sound_and_says_so_everywhere(tmp_path: Path) -> None:
         check_rule(dataclasses.replace(MEDIAN, sound=True, normalises=True))
     result = execute(client_federation(clip={"rule": "median"}), tmp_path / "run")
     assert not result.sound
-    assert any("not sound" in warning for warning in result.summary["warnings"])
+    assert any("NOT SOUND" in warning for warning in result.summary["warnings"])
     assert json.loads((tmp_path / "run" / "privacy.json").read_text())["guarantee"] == "nominal"
     assert "NOMINAL" in (tmp_path / "run" / "PRIVACY.md").read_text()
     lines = record.load_metrics(tmp_path / "run")

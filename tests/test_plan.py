@@ -278,7 +278,7 @@ def test_rounds_for_a_budget_is_the_inverse_of_the_plan():
         # delta is to be small against 1/n: it is the large parties for which it may not be
         ({"privacy": {"delta": 0.01}}, MOO, ["delta = 0.01 is not below 1/n for 1 of 3", "party-0", "0.0033"], [0]),
         ({"train": {"rate": 0.01}}, MOO, ["expected batch is below 1 for 2 of 3"], [1, 2]),
-        ({}, replace(MOO, sound=False), ["not sound", "nominal"], []),
+        ({}, replace(MOO, sound=False), ["NOT SOUND", "nominal"], []),
         ({}, MOO, [], []),
     ],
 )

@@ -56,6 +56,9 @@ SETTINGS = {
     "--ledger",
     "--set",
 }
+PART = {"--datasets", "--methods", "--epsilons", "--seeds"}
+STUDY = PART | {"--out", "--shard", "--backend", "--workers", "--seconds", "--data-dir", "--report-only"}
+STUDY |= {"--experiments", "--quiet", "-q", "--debug"}
 COMMANDS = {
     "run": SETTINGS | {"--out", "--json", "--quiet", "-q", "--debug"},
     "resume": {"folder", "--json", "--quiet", "-q", "--debug"},
@@ -75,6 +78,13 @@ COMMANDS = {
     | {"--simulation", "--insecure", "--device", "--quiet", "-q", "--debug"},
     "terms": SETTINGS | {"--party", "--budget", "--classes", "--out", "--debug"},
     "certs": {"folder", "--host", "--party", "--debug"},
+    "reproduce paper": STUDY | {"--subset", "--tune", "--tune-at", "--json"},
+    "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},
+    "study merge": {"folders", "--into", "--keep", "--json", "--debug"},
+    "study choose": PART - {"--seeds"} | {"--out", "--protocol", "--partial", "--experiments", "--debug"},
+    "study robustness": STUDY,
+    "study protocol": STUDY,
+    "study parties": STUDY,
     "demo": {"--out", "--json", "--quiet", "-q", "--debug"},
 }
 

@@ -10,9 +10,11 @@ import torch
 
 from fulcrum import testing
 from fulcrum.clip import RULES, Shape, find_rule
-from fulcrum.clip.fixed import FIXED, clip_to_C, no_extra
+from fulcrum.clip.fixed import FIXED, clip_to_C, no_extra, shrink
 from fulcrum.clip.moo import MOO, MOO_C
-from fulcrum.clip.rule import ClipRule
+from fulcrum.clip.oso import OSO
+from fulcrum.clip.quantile import QUANTILE
+from fulcrum.clip.rule import ClipRule, no_share
 from fulcrum.config import Clip
 from fulcrum.errors import ConfigError
 from fulcrum.types import Bounds, Released
@@ -29,6 +31,20 @@ def _peek(stats, state):
     return factors, extra, {**state, "C": state["C"] * 0 + (stats.norms.sum() + 1).clamp_max(1e6)}
 
 
+HIDDEN = [torch.zeros(())]
+
+
+def _stash(stats, state):
+    """Keeps a norm of the private batch where the state does not show it."""
+    HIDDEN[-1] = stats.norms.sum().clamp_max(1e6).detach()
+    return clip_to_C(stats, state)
+
+
+def _shared(stats, C):
+    """Clips, then scales everybody by the number of units."""
+    return shrink(stats.norms, C) / max(1, stats.norms.shape[0])
+
+
 WRONG = {
     "understates its bound": (
         dataclasses.replace(FIXED, bounds=lambda state: Bounds(state["C"] / 2)),
@@ -43,20 +59,57 @@ WRONG = {
         "not finite",
     ),
     "looks at the private batch": (dataclasses.replace(FIXED, clip=_peek), "depends on the private batch"),
-    "lets padding count": (
+    "hides what it saw outside its state": (
+        dataclasses.replace(FIXED, clip=_stash, adapt=lambda state, released: {**state, "C": state["C"] + HIDDEN[-1]}),
+        "depends on the private batch",
+    ),
+    "treats a unit by the company it keeps": (
+        dataclasses.replace(FIXED, clip=lambda stats, state: (_shared(stats, state["C"]), no_extra(stats), state)),
+        "depend on the other units",
+    ),
+    "lets padding move its C": (
         dataclasses.replace(
             FIXED,
-            clip=lambda stats, state: (
-                torch.ones_like(stats.norms) * (state["C"] / stats.norms.shape[0] ** 2 / stats.norms.clamp_min(1e-9)),
-                no_extra(stats),
-                state,
-            ),
+            sound=False,
+            clip=lambda stats, state: (*clip_to_C(stats, state)[:2], {"C": state["C"] + stats.norms.shape[0]}),
         ),
-        "padding changes|not finite|bounds say",
+        "padding changes the C",
     ),
     "releases extra statistics without a bound": (
         dataclasses.replace(FIXED, clip=lambda stats, state: (clip_to_C(stats, state)[0], stats.norms, state)),
         "extra statistics have norm",
+    ),
+    "understates a second sum": (
+        dataclasses.replace(OSO, bounds=lambda state: Bounds(state["C"], extra=0.5)),
+        "extra statistics have norm",
+    ),
+    "has a second sum that is not finite": (
+        dataclasses.replace(OSO, second=lambda stats, state: 1 / stats.norms),
+        "second sum are not finite",
+    ),
+    "gives its statistics no share of the noise": (
+        dataclasses.replace(QUANTILE, share=no_share),
+        "a share of 0.0 for 1 extra",
+    ),
+    "takes all the precision for its statistics": (
+        dataclasses.replace(QUANTILE, share=lambda sigma, batch: 1.0),
+        "not a part of the precision",
+    ),
+    "looks at values with Python's if": (
+        dataclasses.replace(FIXED, adapt=lambda state, released: {"C": state["C"] / 2} if state["C"][0] > 1 else state),
+        "cannot be stacked",
+    ),
+    "keeps something that is not a tensor": (
+        dataclasses.replace(FIXED, init=lambda settings, shape: {"C": torch.ones(shape.count), "t": 0}),
+        "not a tensor",
+    ),
+    "changes the shape of its state": (
+        dataclasses.replace(FIXED, adapt=lambda state, released: {"C": state["C"].repeat(2)}),
+        "the shape of C changes",
+    ),
+    "lets C become zero": (
+        dataclasses.replace(FIXED, adapt=lambda state, released: {"C": state["C"] * 0}),
+        "C is not above 0",
     ),
     "never clips small": (
         dataclasses.replace(FIXED, init=lambda settings, shape: {"C": torch.full((shape.count,), 1e3)}),
@@ -69,6 +122,14 @@ WRONG = {
 def test_the_contract_rejects_a_rule_that(rule: ClipRule, complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         testing.check_rule(rule)
+
+
+@pytest.mark.parametrize("reading", ["loss", "hypergradient", "derivative"])
+def test_other_settings_keep_the_contract_too(reading: str) -> None:
+    for rule in ("moo-paper", "moo-paper-batch"):
+        testing.check_rule(find_rule(rule), Clip(rule=rule, reading=reading, kappa=0.3))
+    for settings in (Clip(rule="moo", phi="identity", kappa=0.1), Clip(rule="moo-scalar", phi="identity")):
+        testing.check_rule(find_rule(settings.rule), settings)
 
 
 def _round(D: list[float], t: int = 1, lr: float = 0.5, steps: float = 2.0) -> Released:

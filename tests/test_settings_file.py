@@ -168,7 +168,7 @@ def test_set_without_a_value_says_how(text):
             {"privacy": {"epsilon": 1.0, "budgets": {"a": "x"}}},
             'privacy.budgets holds "x", text; it must be a table of names and numbers.',
         ),
-        ({"method": "mooo"}, f"method = 'mooo' is not known; choose one of {', '.join(METHODS)}; did you mean moo?"),
+        ({"method": "mooo"}, "method = 'mooo' is not known; did you mean moo?"),
         ({"method": 3}, "method = 3 is a whole number; it must be text in quotes."),
         ({"train": {"lr": float("nan")}}, "train.lr = nan is out of range"),
         ({"train": {"rate": 1.5}}, "train.rate = 1.5 is out of range"),

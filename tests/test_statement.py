@@ -21,7 +21,7 @@ MOO, NONE = find_rule("moo"), find_rule("none")
 KEYS = {
     "epsilon", "epsilon_pld", "delta", "unit", "relation", "adversary", "accountant", "private", "sound", "nominal",
     "guarantee", "guarantee_text", "target", "planned", "randomness", "scope", "run", "releases", "groups_of_records",
-    "adds_up", "not_covered", "warnings", "parties",
+    "adds_up", "not_covered", "warnings", "parties", "schedule",
 }  # fmt: skip
 
 
@@ -150,8 +150,24 @@ def test_warnings_reach_the_page():
 
 def test_a_rule_that_pays_for_statistics_lists_them():
     assert [item["kind"] for item in state()["releases"]] == ["updates", "C", "models", "participation"]
-    paid = state(replace(MOO, cost="paid"))
+    paid = state(replace(MOO, share=lambda sigma, batch: 0.1))
     assert "statistics" in [item["kind"] for item in paid["releases"]]
+
+
+def test_a_noise_schedule_and_statistics_now_and_then_are_told():
+    still = state()
+    assert still["schedule"] == {"name": "constant", "sigma_min": 1.2, "sigma_max": 1.2}
+    moving = state(rounds=(1,), train={"rounds": 8}, privacy={"sigma": 1.2, "noise_schedule": "growth", "rho_mu": 0.5})
+    low = 1.2 * 0.5 ** (7 / 8)
+    assert moving["schedule"] == {"name": "growth", "sigma_min": pytest.approx(low), "sigma_max": 1.2}
+    page = to_markdown(moving)
+    assert f"sigma = {low:.5g} to 1.2, moving over the rounds by the public schedule 'growth'" in page
+    assert "sigma (first round)" in page
+    assert "schedule" not in to_markdown(still)
+    rare = state(find_rule("dc-sgd"), clip={"refresh": 0.5})
+    statistics = next(item for item in rare["releases"] if item["kind"] == "statistics")
+    assert statistics["times"] == 2  # steps 0 and 10 of 20
+    assert "every 10th step" in statistics["text"]
 
 
 def test_group_privacy_is_true_for_the_gaussian():

@@ -51,11 +51,11 @@ def _momentum(aggregate: torch.Tensor, state: State, train: Train) -> tuple[torc
 
 
 def _adam(aggregate: torch.Tensor, state: State, train: Train) -> tuple[torch.Tensor, State]:
-    count = state["count"] + 1
+    count = state["count"].to(aggregate.device) + 1
     first = train.server_momentum * state["first"].to(aggregate) + (1 - train.server_momentum) * aggregate
     second = train.server_beta2 * state["second"].to(aggregate) + (1 - train.server_beta2) * aggregate.square()
-    unbiased_first = first / (1 - train.server_momentum ** float(count))
-    unbiased_second = second / (1 - train.server_beta2 ** float(count))
+    unbiased_first = first / (1 - train.server_momentum**count)
+    unbiased_second = second / (1 - train.server_beta2**count)
     change = train.server_lr * unbiased_first / (unbiased_second.sqrt() + train.server_eps)
     return change, {"first": first, "second": second, "count": count}
 

@@ -1,4 +1,7 @@
-"""What people call from Python: `train`, `rounds`, `resume`; and the steps they are made of."""
+"""What people call from Python: `train`, `rounds`, `resume`; and the steps they are made of.
+
+Settings files are read where they are needed, so that ready-made `Settings` train without pydantic.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import torch
 from torch import nn
 
 import fulcrum
-from fulcrum import record, settings_file
+from fulcrum import record
 from fulcrum.accounting import Spend
 from fulcrum.central import check_rule, local_problem
 from fulcrum.clip import find_rule
@@ -93,6 +96,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
         groups=layout.layers if settings.clip.groups == "layer" else (),
         device=device,
         diagnostics=settings.run.diagnostics,
+        precision=settings.run.precision,
     )
     check_rule(rule, settings, problem)
     plan = make_plan(settings, partition, unit_counts(dataset, partition, settings.privacy.unit), rule)
@@ -151,6 +155,8 @@ def execute(
         with Ledger.open(federation.settings.run.ledger or ":memory:") as ledger:
             return _finish(federation, None, ledger, run, None, [], on_round)
     with closing(RunFolder.create(Path(out))) as folder:
+        from fulcrum import settings_file
+
         folder.write_text("settings.toml", settings_file.dump(federation.settings))
         folder.write_json("environment.json", record.environment(federation.problem.device))
         folder.write_json(
@@ -179,6 +185,8 @@ def resume(
 
     dataset and model must be given again where they were given to `train` as objects.
     """
+    from fulcrum import settings_file
+
     if "flower" in record.load_json(Path(folder), "run.json"):
         raise RunError(f"{folder} was served to parties elsewhere; continue it with: fulcrum serve --resume {folder}")
     return go_on(prepare(settings_file.read(Path(folder) / "settings.toml"), dataset, model), folder, on_round)
@@ -418,5 +426,7 @@ def _from_names(
     if model is not None:
         words["model"] = type(module).__name__ if module else model
     if settings is None:
+        from fulcrum import settings_file
+
         settings = settings_file.from_names(words)
     return settings, dataset, module

@@ -124,6 +124,18 @@ class Clip:
     """sign or identity: how the alignment becomes a step."""
     C_min: float = 1e-3
     C_max: float = 1e3
+    gamma: float = 0.5
+    """quantile: the fraction of norms that C is to lie above."""
+    rho_c: float = 0.3
+    """dynamic: C_t = C0 rho_c^(t/T); below 1, C falls."""
+    shrink: float = 0.0
+    """wav: soft threshold on the noised coefficients, in standard deviations of their noise; 0 is off."""
+    stability: float = 0.01
+    """What keeps auto-s (gamma there) and psac (r there, 0.1 in its preset) from dividing by a zero norm."""
+    reading: str = "loss"
+    """moo-paper, moo-paper-batch: what dL_model/dC is taken for: loss, hypergradient, or derivative (to the letter)."""
+    refresh: float = 0.0
+    """Epochs between two releases of a paid rule's statistics; 0: with every step. In between only gradients go out."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +160,13 @@ class Privacy:
     """Epsilon of single parties, by name, where it differs: {"party-0" = 2.0}."""
     randomness: str = "seeded"
     """seeded (science) or secure (real use: the operating system's entropy)."""
+    noise_schedule: str = "constant"
+    """Noise over the rounds: constant, growth (of 1/sigma, see rho_mu), or phases. sigma is that of the first round."""
+    rho_mu: float = 0.8
+    """For noise_schedule = "growth": sigma_t = sigma rho_mu^(t/T); below 1, the noise falls as training goes on."""
+    phases: tuple[float, ...] = ()
+    """For noise_schedule = "phases": the budgets of equally long phases, relative to each other; [1, 3] gives the
+    second half three times the precision 1/sigma^2 of the first."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +194,8 @@ class Run:
     engine: str = "auto"
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    precision: str = "float32"
+    """Of matrix products in the stacked engine: float32, or on a GPU tf32 or bf16, faster and less exact."""
     evaluate_every: int = 1
     checkpoint_every: int = 10
     diagnostics: bool = False
@@ -215,11 +236,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.server": ("sgd", "momentum", "adam"),
     "clip.groups": ("flat", "layer"),
     "clip.phi": ("sign", "identity"),
+    "clip.reading": ("loss", "hypergradient", "derivative"),
     "privacy.unit": ("example", "person", "client"),
     "privacy.accountant": ("rdp", "pld"),
     "privacy.randomness": ("seeded", "secure"),
+    "privacy.noise_schedule": ("constant", "growth", "phases"),
     "central.estimator": ("fixed", "clipped"),
-    "run.engine": ("auto", "reference"),
+    "run.engine": ("auto", "reference", "stacked"),
+    "run.precision": ("float32", "tf32", "bf16"),
 }
 
 # field: (smallest, whether it itself is allowed, largest, whether it itself is allowed)
@@ -252,11 +276,17 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "clip.beta": (0, True, 1, False),
     "clip.C_min": (0, False, math.inf, False),
     "clip.C_max": (0, False, math.inf, False),
+    "clip.gamma": (0, True, 1, True),
+    "clip.rho_c": (0, False, math.inf, False),
+    "clip.shrink": (0, True, math.inf, False),
+    "clip.stability": (0, False, math.inf, False),
+    "clip.refresh": (0, True, math.inf, False),
     "privacy.epsilon": (0, False, math.inf, False),
     "privacy.sigma": (0, False, math.inf, False),
     "privacy.delta": (0, False, 1, False),
     "privacy.budget": (0, False, math.inf, False),
     "privacy.max_participations": (0, True, math.inf, False),
+    "privacy.rho_mu": (0, False, math.inf, False),
     "central.weight_cap": (0, True, math.inf, False),
     "central.min_weight": (0, False, 1, True),
     "run.seed": (0, True, 2**63, False),
@@ -313,6 +343,13 @@ def _check_together(settings: Settings) -> None:
         raise ConfigError("privacy.epsilon and privacy.sigma are both set; give one, the other follows from it.")
     for party, budget in privacy.budgets.items():
         _check_range(f"privacy.budgets.{party}", budget, (0, False, math.inf, False))
+    for phase in privacy.phases:
+        _check_range("privacy.phases", phase, (0, False, math.inf, False))
+    if privacy.noise_schedule == "phases" and not 0 < len(privacy.phases) <= train.rounds:
+        raise ConfigError(
+            f"privacy.phases has {len(privacy.phases)} phases for {train.rounds} rounds; noise_schedule = 'phases' "
+            "needs at least one phase, and a round for each."
+        )
     if privacy.budgets and privacy.epsilon is None:
         raise ConfigError("privacy.budgets is set without privacy.epsilon; give the epsilon of the other parties too.")
     if privacy.unit == "client" and privacy.max_participations:

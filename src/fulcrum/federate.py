@@ -221,9 +221,13 @@ def play_round(
 
     weights = client_weights([plan.units(k) for k in clients], settings.train.weights)
     aggregate, extra = weighted_mean(replies, weights)
-    steps = float(weights @ torch.tensor([float(task.steps) for task in tasks]))
-    noise = aggregate_noise(tasks, [plan.units(k) for k in clients], weights)
-    released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, noise)
+    steps, asked = (
+        float(weights @ torch.tensor([float(count) for count in counts]))
+        for counts in ([task.steps for task in tasks], [task.asked(t) for task in tasks])
+    )
+    noises = [plan.step_noise(k, t) for k in clients]
+    noise = aggregate_noise(tasks, noises, weights)
+    released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, noise, asked)
 
     update = aggregate if own else problem.rule.apply(snapshot.rule, released)
     change, server = SERVERS[settings.train.server].step(update, snapshot.server, settings.train)
@@ -238,7 +242,7 @@ def play_round(
             server=server,
             rule=snapshot.rule if own else problem.rule.adapt(snapshot.rule, released),
             participations=participations,
-            clients=_client_states(problem, snapshot, replies, released) if own else {},
+            clients=_client_states(problem, snapshot, replies, released, tasks, noises) if own else {},
         ),
         replies,
         tuple(C.tolist()),
@@ -284,10 +288,13 @@ def play_client_round(
     return after, [reply], tuple(reply.state["C"].tolist())
 
 
-def aggregate_noise(tasks: Sequence[Assignment], units: Sequence[int], weights: torch.Tensor) -> float:
-    """Noise in one coordinate of the aggregate, in units of eta N C; see `Released`. Steps add in squares."""
+def aggregate_noise(tasks: Sequence[Assignment], noises: Sequence[float], weights: torch.Tensor) -> float:
+    """Noise in one coordinate of the aggregate, in units of eta N C; see `Released`. Steps add in squares.
+
+    noises: that of one step of each client's mean gradient, in units of C.
+    """
     shares: list[float] = weights.tolist()
-    each = [w * t.sigma / (t.rate * n) * math.sqrt(t.steps) for t, n, w in zip(tasks, units, shares, strict=True)]
+    each = [w * noise * math.sqrt(t.steps) for t, noise, w in zip(tasks, noises, shares, strict=True)]
     return math.hypot(*each) / sum(w * t.steps for t, w in zip(tasks, shares, strict=True))
 
 
@@ -298,12 +305,24 @@ def _skip(settings: Settings, snapshot: Snapshot, t: int) -> Snapshot:
 
 
 def _client_states(
-    problem: Problem, snapshot: Snapshot, replies: Sequence[ClientReply], released: Released
+    problem: Problem,
+    snapshot: Snapshot,
+    replies: Sequence[ClientReply],
+    released: Released,
+    tasks: Sequence[Assignment],
+    noises: Sequence[float],
 ) -> dict[int, State]:
     """Each client's own rule state after the round, moved by its own release where the rule moves a round."""
     states = dict(snapshot.clients)
-    for reply in replies:
-        own = dataclasses.replace(released, aggregate=reply.delta, extra=reply.extra, steps=float(len(reply.events)))
+    for reply, task, noise in zip(replies, tasks, noises, strict=True):
+        own = dataclasses.replace(
+            released,
+            aggregate=reply.delta,
+            extra=reply.extra,
+            steps=float(task.steps),
+            asked=float(task.asked(released.round)),
+            noise=noise / math.sqrt(task.steps),
+        )
         states[reply.client] = problem.rule.adapt(reply.state, own) if problem.rule.when == "round" else reply.state
     return states
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fulcrum.clip.rule import ClipRule, Shape
+from fulcrum.clip.rule import ClipRule, Shape, alone
 from fulcrum.data import Dataset, Partition, Party, party_of, sample_units
 from fulcrum.grads import record
 from fulcrum.models import Layout
-from fulcrum.noise import hold, release, scales
+from fulcrum.noise import hold, hold_both, release, scales
 from fulcrum.rng import Randomness
 from fulcrum.types import Assignment, Bounds, ClientReply, Event, Released, RoundRequest, State, Stats, View
 
@@ -37,6 +37,7 @@ class Problem:
     groups: tuple[int, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     diagnostics: bool = False
+    precision: str = "float32"
 
     @property
     def shape(self) -> Shape:
@@ -63,10 +64,11 @@ def train_client(problem: Problem, request: RoundRequest, task: Assignment, stat
         rows, slots, count = sample_units(problem.randomness, ("sample", *key), party, task.rate)
         gradients, losses = unit_gradients(problem, theta, rows, slots, count)  # [B, d], [B]
         view = problem.rule.view(state, request.round, request.rounds)
-        given = contribute(problem.rule, view, state, gradients, losses, groups, task.sigma, batch)
+        given = contribute(problem.rule, view, state, gradients, losses, groups, task.sigma, batch, lr=task.lr)
         state = given.state
 
-        scale = scales(problem.rule, given.bounds, task.rate, task.sigma, batch)
+        asked = task.asks(request.round, step)
+        scale = scales(problem.rule, given.bounds, task.rate, task.sigma, batch, asked)
         noisy, noisy_extra = release(given.sum, given.extra, scale, problem.randomness, key)
         gradient = (noisy if view.transform is None else view.transform.inverse(noisy)) / batch  # [d]
         change = -task.lr * (gradient + request.weight_decay * theta)
@@ -75,14 +77,16 @@ def train_client(problem: Problem, request: RoundRequest, task: Assignment, stat
         events.append(scale.event)
         extras.append(noisy_extra / batch)
         if problem.rule.when == "step":
-            state = problem.rule.adapt(state, Released(change, extras[-1], task.lr, 1, request.round, request.rounds))
+            noise = alone(problem.rule.share, task.sigma, batch) / batch
+            public = (task.lr, 1, request.round, request.rounds, noise, float(asked))
+            state = problem.rule.adapt(state, Released(change, extras[-1], *public))
         if problem.diagnostics:
             seen.append(_look(given, losses))
 
     return ClientReply(
         client=task.client,
         delta=theta - request.params,
-        extra=torch.stack(extras).mean(dim=0),
+        extra=torch.stack(extras).sum(dim=0) / max(1, task.asked(request.round)),
         events=tuple(events),
         state=state,
         diagnostics={name: sum(s[name] for s in seen) / len(seen) for name in (seen[0] if seen else ())},
@@ -131,6 +135,7 @@ def contribute(
     sigma: float = 0.0,
     batch: float = 1.0,
     mask: torch.Tensor | None = None,
+    lr: float = 1.0,
     weights: torch.Tensor | None = None,
 ) -> Contribution:
     """Clip each unit's gradient as the rule says and add up. No noise yet: the result must not leave.
@@ -153,14 +158,25 @@ def contribute(
         losses=losses if view.losses else None,
         sigma=sigma,
         batch=batch,
+        lr=lr,
     )
     factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
+    extra = extra * mask[:, None]
     bounds = rule.bounds(state)
-    factors, extra = hold(rule, factors, extra * mask[:, None], stats.norms, bounds)
+    statistics = []
+    if rule.second is not None:
+        extra, again = hold_both(rule, extra, rule.second(stats, state), stats.norms, bounds)
+        statistics = [weighted_sum(again, coefficients, where)]
+    factors, extra = hold(rule, factors, extra, stats.norms, bounds)
+    summed = torch.cat([extra.sum(dim=0), *statistics])  # [J], or [J + m] with a second sum
     scaled = factors if weights is None else factors * weights[:, None]
-    by_group = scaled.T @ coefficients  # [G, m]: of each row only its own group's coordinates count
-    clipped = by_group.gather(0, where[None, :]).squeeze(0)
-    return Contribution(clipped, extra.sum(dim=0), bounds, state, stats, factors)
+    return Contribution(weighted_sum(scaled, coefficients, where), summed, bounds, state, stats, factors)
+
+
+def weighted_sum(factors: torch.Tensor, coefficients: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Sum over the rows of coefficients [B, m], each coordinate scaled by its group's factor [B, G]: [m]."""
+    by_group = factors.T @ coefficients  # [G, m]: of each row only its own group's coordinates count
+    return by_group.gather(0, where[None, :]).squeeze(0)
 
 
 def coordinate_groups(layout: Layout, groups: tuple[int, ...]) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """Methods: named presets over parts that are independent of each other.
 
-A method says which settings it starts from and nothing more: no code asks which method is running.
-Adding one is adding a row.
+A method says which settings it starts from and nothing more: no code asks which method is running. The
+parts are a clipping rule, an activation, a noise schedule, a unit and a server optimiser. Presets at example
+level leave C0 and the learning rate alone, so that methods can be compared from the same start. Adding one is
+adding a row.
 """
 
 from __future__ import annotations
@@ -76,6 +78,97 @@ METHODS: dict[str, Method] = {
             unit="",
             reference="McMahan et al. 2017",
         ),
+        Method(
+            name="dynamic",
+            summary="C and the noise both fall by public schedules",
+            parts={"clip": {"rule": "dynamic"}, "privacy": {"noise_schedule": "growth"}},
+            unit="example",
+            reference="Du et al. 2021",
+        ),
+        Method(
+            name="wav",
+            summary="clips each level of a Haar wavelet transform apart (WAV-style)",
+            parts={"clip": {"rule": "wav"}},
+            unit="example",
+            reference="after Ranaweera et al. 2023",
+        ),
+        Method(
+            name="tempered",
+            summary="fixed C, and a bounded activation that keeps gradients small",
+            parts={"clip": {"rule": "fixed"}, "model": {"activation": "tempered"}},
+            unit="example",
+            reference="Papernot et al. 2021",
+        ),
+        Method(
+            name="quantile",
+            summary="C follows a quantile of the norms",
+            parts={"clip": {"rule": "quantile", "eta_C": 0.2}},
+            unit="example",
+            reference="Andrew et al. 2021",
+        ),
+        Method(
+            name="auto-s",
+            summary="gradients scaled to one norm, so that C is a step size",
+            parts={"clip": {"rule": "auto-s"}},
+            unit="example",
+            reference="Bu et al. 2022",
+        ),
+        Method(
+            name="psac",
+            summary="as auto-s, with small gradients kept smaller",
+            parts={"clip": {"rule": "psac", "stability": 0.1}},
+            unit="example",
+            reference="Xia et al. 2023",
+        ),
+        Method(
+            name="units-of-c",
+            summary="fixed C, and the step in units of C",
+            parts={"clip": {"rule": "units-of-c"}},
+            unit="example",
+            reference="folklore; the cheapest rival of a learned C",
+        ),
+        Method(
+            name="oso",
+            summary="C learned by privatised gradient descent on a second noised vector (OSO-style)",
+            parts={"clip": {"rule": "oso"}},
+            unit="example",
+            reference="after Galli et al. 2024",
+        ),
+        Method(
+            name="dc-sgd",
+            summary="C of the least squared error, from a noised histogram of norms each epoch",
+            parts={"clip": {"rule": "dc-sgd", "refresh": 1.0}},
+            unit="example",
+            reference="Wei et al. 2025",
+        ),
+        Method(
+            name="moo-client",
+            summary="as moo-c, one C a party, from its own releases",
+            parts={"clip": {"rule": "moo-client"}},
+            unit="example",
+            reference="this project",
+        ),
+        Method(
+            name="moo-scalar",
+            summary="as moo-c, from a noised scalar that each party pays for",
+            parts={"clip": {"rule": "moo-scalar", "eta_C": 0.07, "kappa": 0.001}},
+            unit="example",
+            reference="this project",
+        ),
+        Method(
+            name="moo-paper",
+            summary="the paper's Algorithm 1 as printed: C moves example by example, from raw losses or norms",
+            parts={"clip": {"rule": "moo-paper", "kappa": 0.3, "eta_C": 0.1}},
+            unit="example",
+            reference="Ranaweera et al., Algorithm 1",
+        ),
+        Method(
+            name="moo-paper-batch",
+            summary="Algorithm 1 with one step of C a batch: fast",
+            parts={"clip": {"rule": "moo-paper-batch", "kappa": 0.3, "eta_C": 0.1}},
+            unit="example",
+            reference="Ranaweera et al., Algorithm 1",
+        ),
     )
 }
 
@@ -85,5 +178,5 @@ def find_method(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     near = difflib.get_close_matches(name, METHODS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "."
-    raise ConfigError(f"method = {name!r} is not known; choose one of {', '.join(METHODS)}{hint}")
+    hint = f"did you mean {near[0]}? `fulcrum methods` lists all" if near else f"choose one of {', '.join(METHODS)}"
+    raise ConfigError(f"method = {name!r} is not known; {hint}.")

@@ -6,37 +6,43 @@ that here, so no rule can misstate its cost.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from fulcrum.clip.rule import ClipRule
+from fulcrum.clip.rule import ClipRule, alone
 from fulcrum.rng import Key, Randomness
 from fulcrum.types import Bounds, Event, Gaussian, Unprotected
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Standard deviations of the noise on the sum and on the extra statistics, and the event."""
+    """Standard deviations of the noise on the sum and on the extra statistics, and the event.
+
+    asked is False in a step that keeps its extra statistics to itself.
+    """
 
     sum: float | torch.Tensor
     extra: float
     event: Event
+    asked: bool = True
 
 
-def scales(rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float) -> Scales:
+def scales(rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True) -> Scales:
     """Noise for one release at multiplier `sigma`, split between the sum and the extra statistics.
 
     The pair costs exactly one Gaussian release at sigma: the precisions (1 - s)/sigma^2 on the sum,
-    scaled by its bound, and s/sigma^2 on the extra, scaled by its own, add up to 1/sigma^2.
+    scaled by its bound, and s/sigma^2 on the extra, scaled by its own, add up to 1/sigma^2. A step that
+    is not asked for its extra has the same noise on the sum, and costs only that.
     """
     if sigma == 0 or not rule.private:
-        return Scales(0.0, 0.0, Unprotected())
+        return Scales(0.0, 0.0, Unprotected(), asked)
     share = rule.share(sigma, batch)
+    on_sum = alone(rule.share, sigma, batch)
     reach = torch.linalg.vector_norm(bounds.C)
-    on_extra = sigma / math.sqrt(share) * bounds.extra if share > 0 else 0.0
-    return Scales(reach * (sigma / math.sqrt(1.0 - share)), on_extra, Gaussian(rate, sigma))
+    if not asked:
+        return Scales(reach * on_sum, 0.0, Gaussian(rate, on_sum), asked)
+    return Scales(reach * on_sum, sigma / share**0.5 * bounds.extra if share > 0 else 0.0, Gaussian(rate, sigma))
 
 
 def hold(
@@ -55,16 +61,31 @@ def hold(
     return torch.minimum(factors, allowed), extra * torch.clamp(bounds.extra * (1 + 1e-6) / rows, max=1.0)
 
 
+def hold_both(
+    rule: ClipRule, extra: torch.Tensor, second: torch.Tensor, norms: torch.Tensor, bounds: Bounds
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Extra rows [B, J] and factors of a second sum [B, G], cut down so that together they keep the bound."""
+    if not (rule.sound and rule.private):
+        return extra, second
+    size = torch.sqrt(extra.square().sum(dim=1) + (second * norms).square().sum(dim=1))
+    keep = torch.clamp(bounds.extra * (1 + 1e-6) / size.clamp_min(torch.finfo(norms.dtype).tiny), max=1.0)[:, None]
+    return extra * keep, second * keep
+
+
 def release(
     clipped: torch.Tensor, extra: torch.Tensor, scale: Scales, randomness: Randomness, key: Key
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the noise: (sum [m], extra [J]) -> what may leave the client. Draws from two streams of `key`."""
+    """Add the noise: (sum [m], extra [J]) -> what may leave the client. Draws from two streams of `key`.
+
+    Extra statistics that were not asked for come out as zeros.
+    """
+    if not scale.asked:
+        extra = torch.zeros_like(extra)
     if isinstance(scale.event, Unprotected):
         return clipped, extra
-    if extra.numel() and scale.extra <= 0:
+    noisy = clipped + randomness.normal(("noise", *key), clipped.numel()).to(clipped) * scale.sum
+    if extra.numel() == 0 or not scale.asked:
+        return noisy, extra
+    if scale.extra <= 0:
         raise ValueError("a rule releases extra statistics but gives them no share of the noise (ClipRule.share)")
-    noise = randomness.normal(("noise", *key), clipped.numel()).to(clipped)
-    noisy_extra = extra
-    if extra.numel():
-        noisy_extra = extra + randomness.normal(("noise-extra", *key), extra.numel()).to(extra) * scale.extra
-    return clipped + noise * scale.sum, noisy_extra
+    return noisy, extra + randomness.normal(("noise-extra", *key), extra.numel()).to(extra) * scale.extra

@@ -3,14 +3,17 @@
 Parties that share rate, steps, participations, budget and past form a group, and sigma is calibrated
 once a group: a million equal parties plan as fast as one. Client sampling (q_c) never lowers the cost
 of an example or a person: the server sees who takes part, so every party is planned for its public cap
-on participations. Where the unit is the client the server is trusted, q_c is the rate of one release a
-round, every party is charged for all rounds, and one noise serves all: the strictest budget sets it.
+on participations. Where rounds cost differently (a noise schedule, statistics released now and then), the
+cap is planned for the costliest of them. Where the unit is the client the server is trusted, q_c is the rate
+of one release a round, every party is charged for all rounds, and one noise serves all: the strictest
+budget sets it.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,10 +24,11 @@ import numpy.typing as npt
 
 from fulcrum.accounting import Spend, calibrate, most
 from fulcrum.central import FEW, Terms, make_terms
-from fulcrum.clip.rule import ClipRule
+from fulcrum.clip.rule import ClipRule, Share, alone, no_share
 from fulcrum.config import Settings, local_steps
 from fulcrum.errors import ConfigError
 from fulcrum.ledger import Ledger
+from fulcrum.schedule import factors
 from fulcrum.types import Assignment, Event, Gaussian, Unprotected
 
 LISTED = 1000
@@ -45,7 +49,10 @@ class Group:
     """Parties with the same terms, and the sigma that follows.
 
     rate: q. steps: N a round. participations: the public cap on rounds. budget: epsilon over the whole
-    run and what was spent before it, None where sigma was given. spent: what was spent before.
+    run and what was spent before it, None where sigma was given. spent: what was spent before. sigma: the
+    multiplier of the first round. factors: those of the noise schedule, one a round. every: the rule's
+    statistics go out with every so-manieth step, and share is their part of the precision then. batch: the
+    parties' expected batch where the share depends on it.
     """
 
     rate: float
@@ -54,24 +61,62 @@ class Group:
     budget: float | None
     spent: Spend
     sigma: float
+    factors: tuple[float, ...] = (1.0,)
+    every: int = 1
+    share: Share = no_share
+    batch: float = 1.0
 
-    def round_events(self) -> tuple[Event, ...]:
-        """What one round releases."""
+    def assignment(self, k: int, t: int, lr: float) -> Assignment:
+        """What party k of this group is asked to do in round t (from 0)."""
+        return Assignment(k, self.rate, self.sigma * self.factors[t], self.steps, lr, self.every)
+
+    def round_events(self, t: int = 0) -> tuple[Event, ...]:
+        """What round t (from 0) releases."""
         if self.sigma == 0:
             return (Unprotected(self.steps),)
-        return (Gaussian(self.rate, self.sigma, self.steps),)
+        task = self.assignment(0, t, 1.0)
+        asked = task.asked(t)
+        kinds = ((task.sigma, asked), (alone(self.share, task.sigma, self.batch), self.steps - asked))
+        return tuple(Gaussian(self.rate, sigma, count) for sigma, count in kinds if count)
+
+    def worst(self, rounds: int) -> tuple[Event, ...]:
+        """The most that the first `rounds` rounds can cost a party that keeps to its cap.
+
+        Where it may take part in all of them these are their events. Otherwise it is charged for as many
+        steps as its cap allows, with the least noise that any steps have: whichever rounds it takes part in,
+        its i-th costliest step costs no more than the i-th of these.
+        """
+        taken = min(rounds, self.participations) * self.steps
+        if self.sigma == 0 or not taken:
+            return (Unprotected(taken),) if taken else ()
+        alike = self.every == 1 and len(set(self.factors[:rounds])) == 1
+        counts: Counter[float] = Counter()
+        for t in range(1 if alike else rounds):
+            for event in self.round_events(t):
+                assert isinstance(event, Gaussian)  # sigma is not 0
+                counts[event.sigma] += taken if alike else event.count
+        found = []
+        for sigma in sorted(counts):
+            count = min(counts[sigma], taken)
+            found.append(Gaussian(self.rate, sigma, count))
+            taken -= count
+        return tuple(event for event in found if event.count)
 
     def epsilon(self, rounds: int, delta: float, accountant: str) -> float:
         """Epsilon after `rounds` rounds, of which a party takes part in at most its cap, with the past."""
-        times = min(rounds, self.participations)
-        return self.spent.plus(self.round_events(), times).epsilon(delta, accountant)
+        return self.spent.plus(self.worst(rounds)).epsilon(delta, accountant)
+
+    def sigmas(self) -> tuple[float, float]:
+        """The multiplier of the first round and that of the last."""
+        return self.sigma * self.factors[0], self.sigma * self.factors[-1]
 
 
 @dataclass(frozen=True)
 class PartyPlan:
     """One party's terms. batch is the expected number of units in a step, q n_k; epsilons are at the end.
 
-    budget is None where sigma was given. warnings are sentences for the user.
+    sigma is the multiplier of the first round, sigma_last that of the last. budget is None where sigma was
+    given. warnings are sentences for the user.
     """
 
     name: str
@@ -80,6 +125,7 @@ class PartyPlan:
     steps: int
     participations: int
     sigma: float
+    sigma_last: float
     batch: float
     epsilon_rdp: float
     epsilon_pld: float
@@ -106,9 +152,9 @@ class Noise:
 class Plan:
     """The terms of every party. Ask by party number k (0..parties-1).
 
-    sizes [K] are the units n_k, group_of [K] the number of each party's group. delta, accountant and
-    unit are the run's; rounds is T. central: the server's mechanism where the unit is the client (sizes
-    are then examples, and only make weights), else None.
+    sizes [K] are the units n_k, group_of [K] the number of each party's group. delta, accountant, unit and the
+    noise schedule's name are the run's; rounds is T. central: the server's mechanism where the unit is the
+    client (sizes are then examples, and only make weights), else None.
     """
 
     name: Callable[[int], str]
@@ -126,6 +172,7 @@ class Plan:
     participation: float
     weights: str
     total_budget: float | None = None
+    schedule: str = "constant"
     central: Terms | None = None
 
     @property
@@ -147,14 +194,13 @@ class Plan:
 
     def events(self, k: int, t: int = 0) -> tuple[Event, ...]:
         """What party k releases if it takes part in round t (from 0)."""
-        return self.group(k).round_events()
+        return self.group(k).round_events(t)
 
     def assignment(self, k: int, t: int, lr: float) -> Assignment:
         """What party k is asked to do in round t (from 0) at learning rate lr."""
         if self.central:  # plain training: the server clips and adds the noise
             return Assignment(k, self.central.local_rate, 0.0, self.central.local_steps, lr)
-        group = self.group(k)
-        return Assignment(k, group.rate, group.sigma, group.steps, lr)
+        return self.group(k).assignment(k, t, lr)
 
     def terms(self, k: int) -> dict[str, Any]:
         """Party k's account in a ledger: the keywords of `Ledger.enroll` but its name."""
@@ -198,6 +244,7 @@ class Plan:
             steps=group.steps,
             participations=group.participations,
             sigma=group.sigma,
+            sigma_last=group.sigmas()[1],
             batch=batch,
             epsilon_rdp=rdp,
             epsilon_pld=pld,
@@ -212,7 +259,9 @@ class Plan:
         if not self.private:
             found.append("The rule adds no noise: there is no privacy guarantee at all.")
         elif not self.sound:
-            found.append("The rule is not sound: it sets C from raw private values, so epsilon is nominal.")
+            found.append(
+                "NOT SOUND: the rule sets C from raw private values, so epsilon is nominal and guarantees nothing."
+            )
         if self.central:
             return (*found, *self._client_warnings(self.central))
         exposed = int((self.delta >= 1 / self.sizes).sum()) if self.private else 0
@@ -255,22 +304,33 @@ class Plan:
 
     @property
     def sigmas(self) -> npt.NDArray[np.float64]:
-        """Noise multiplier of each party [K]."""
+        """Noise multiplier of each party in the first round [K]."""
         return np.array([g.sigma for g in self.groups])[self.group_of]
 
+    def step_noise(self, k: int, t: int = 0) -> float:
+        """Noise of one step's mean gradient of party k along any direction, in units of C: sigma_t / (q n_k).
+
+        sigma_t is the gradient's own: a paid rule's statistics take their share of the precision.
+        """
+        group, batch = self.group(k), self.group(k).rate * self.units(k)
+        return alone(group.share, group.sigma * group.factors[t], batch) / batch
+
     def noise_to_signal(self, dim: int, k: int | None = None, C: float | None = None) -> Noise:
-        """How noisy a step is for a model of `dim` parameters: party k alone, or (None) the aggregate.
+        """How noisy a step of the first round is for a model of `dim` parameters: party k alone, or the aggregate.
 
         The aggregate averages over the parties with the run's weights; with client sampling, over the
         expected number of them. Where the unit is the client only the aggregate has noise, and k is
         ignored. C is clip.C0 unless given; it only scales coordinate and norm.
         """
         if self.central:
-            direction = max(g.sigma for g in self.groups) * self.central.sensitivity
+            loudest, share = max(g.sigma for g in self.groups), self.groups[0].share
+            direction = alone(share, loudest, self.central.cohort) * self.central.sensitivity
         elif k is not None:
-            direction = self.group(k).sigma / (self.group(k).rate * self.units(k))
+            direction = self.step_noise(k)
         else:
+            paid = self.groups[0].share is not no_share
             relative = self.sigmas / (self.rates * self.sizes)
+            relative = np.array([self.step_noise(i) for i in range(self.parties)]) if paid else relative
             shares = self.sizes / self.sizes.sum() if self.weights == "examples" else 1 / self.parties
             direction = math.sqrt(float(((shares * relative) ** 2).sum()) / self.participation)
         reach = self.C0 if C is None else C
@@ -291,6 +351,8 @@ class Plan:
                 "steps": g.steps,
                 "participations": g.participations,
                 "sigma": g.sigma,
+                "sigma_last": g.sigmas()[1],
+                "statistics_every": g.every if g.share is not no_share else 0,
                 "budget": g.budget,
                 "spent_before": _plain(g.spent.epsilon(self.delta, self.accountant)),
                 "epsilon_rdp": _plain(rdp),
@@ -308,6 +370,7 @@ class Plan:
             "accountant": self.accountant,
             "unit": self.unit,
             "rounds": self.rounds,
+            "schedule": self.schedule,
             "private": self.private,
             "sound": self.sound,
             "parties_total": self.parties,
@@ -368,15 +431,25 @@ def make_plan(
         budget=privacy.epsilon if rule.private else None,
         spent=Spend.none(),
         sigma=0.0,
+        factors=factors(privacy, train.rounds) if rule.private else (1.0,) * train.rounds,
+        every=_every(settings, rule),
+        share=rule.share,
     )
     keys: dict[Any, int] = {}
     groups: list[Group] = []
     group_of = np.zeros(count, dtype=np.int32)
     special = _special(privacy.budgets, spent or {}, count, name)
+    by_size = common.every > 1 and _depends_on_batch(
+        rule.share, train.rate * float(sizes.min()), train.rate * float(sizes.max())
+    )
+    if by_size:  # then parties of different sizes pay differently, and each size is a group
+        special = {k: special.get(k, (None, None)) for k in range(count)}
     plain_left = len(special) < count
     for k, (budget, past) in ([(None, (None, None))] if plain_left else []) + list(special.items()):
         group = replace(common, budget=budget if budget and rule.private else common.budget, spent=past or common.spent)
-        at = keys.setdefault((group.budget, group.spent.key), len(groups))
+        if by_size and k is not None:
+            group = replace(group, batch=train.rate * float(sizes[k]))
+        at = keys.setdefault((group.budget, group.spent.key, group.batch), len(groups))
         if at == len(groups):
             example = name(k) if k is not None else "every party" if not special else "most parties"
             groups.append(replace(group, sigma=_sigma(settings, rule, group, example)))
@@ -403,6 +476,7 @@ def make_plan(
         weights=train.weights,
         total_budget=privacy.budget,
         central=central,
+        schedule=privacy.noise_schedule if rule.private else "constant",
     )
 
 
@@ -411,6 +485,17 @@ def round_terms(settings: Settings) -> tuple[float, int]:
     if settings.privacy.unit == "client":
         return settings.train.participation, 1
     return settings.train.rate, local_steps(settings.train)
+
+
+def _every(settings: Settings, rule: ClipRule) -> int:
+    """Steps between two releases of the rule's statistics; the server of unit client releases them every round."""
+    paid = rule.private and rule.share is not no_share and settings.privacy.unit != "client"
+    return max(1, round(settings.clip.refresh / settings.train.rate)) if paid else 1
+
+
+def _depends_on_batch(share: Share, few: float, many: float) -> bool:
+    """Whether parties with expected batches between these give their statistics different shares, at any noise."""
+    return any(share(float(sigma), few) != share(float(sigma), many) for sigma in np.geomspace(0.05, 1000.0, 200))
 
 
 def _naming(names: Sequence[str] | Named | int) -> tuple[int, Callable[[int], str]]:
@@ -456,10 +541,9 @@ def _sigma(settings: Settings, rule: ClipRule, group: Group, who: str) -> float:
     if group.budget is None:
         assert privacy.sigma is not None  # make_plan has checked that one of the two is given
         return privacy.sigma
-    total = group.participations * group.steps
 
     def planned(sigma: float) -> tuple[Event, ...]:
-        return (*group.spent.events, Gaussian(group.rate, sigma, total))
+        return (*group.spent.events, *replace(group, sigma=sigma).worst(len(group.factors)))
 
     before = group.spent.epsilon(privacy.delta, privacy.accountant)
     if before >= group.budget:
@@ -490,9 +574,10 @@ def rounds_for_budget(
     """How many rounds of these settings' rate and steps fit into epsilon at sigma; 0 if not even one.
 
     epsilon and sigma are privacy.epsilon and privacy.sigma unless given here. A party may have spent
-    something before. At most a million rounds are counted.
+    something before. At most a million rounds are counted. Under a noise schedule other than constant the
+    question is how many of its train.rounds rounds fit, from the first on.
     """
-    privacy = settings.privacy
+    privacy, train = settings.privacy, settings.train
     budget = privacy.epsilon if epsilon is None else epsilon
     multiplier = privacy.sigma if sigma is None else sigma
     if budget is None or multiplier is None:
@@ -500,13 +585,17 @@ def rounds_for_budget(
     if not 0 < budget < math.inf:
         raise ConfigError(f"epsilon = {budget!r} is out of range; it must be a finite number greater than 0.")
     rate, steps = round_terms(settings)
-    one = (Gaussian(rate, multiplier, steps),)
-    past = spent or Spend.none()
-
-    def fits(rounds: int) -> bool:
-        return past.plus(one, rounds).epsilon(privacy.delta, privacy.accountant) <= budget
-
-    return most(fits, 10**6)
+    limit = 10**6 if privacy.noise_schedule == "constant" else train.rounds
+    group = Group(
+        rate=rate,
+        steps=steps,
+        participations=limit,
+        budget=budget,
+        spent=spent or Spend.none(),
+        sigma=multiplier,
+        factors=(1.0,) if privacy.noise_schedule == "constant" else factors(privacy, train.rounds),
+    )
+    return most(lambda rounds: group.epsilon(rounds, privacy.delta, privacy.accountant) <= budget, limit)
 
 
 def affordable_rounds(plan: Plan, ledger: Ledger) -> dict[str, int]:
@@ -521,7 +610,7 @@ def affordable_rounds(plan: Plan, ledger: Ledger) -> dict[str, int]:
         past, budget, wanted = spent[account.name], account.budget, plan.participations(k)
 
         def fits(n: int, k: int = k, past: Spend = past, budget: float = budget) -> bool:
-            return past.plus(plan.events(k), n).epsilon(plan.delta, plan.accountant) <= budget
+            return past.plus(plan.group(k).worst(n)).epsilon(plan.delta, plan.accountant) <= budget
 
         key = (int(plan.group_of[k]), past.key, budget)
         if key not in known:

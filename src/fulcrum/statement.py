@@ -12,7 +12,7 @@ from typing import Any
 
 from fulcrum.accounting import Spend, epsilons, software
 from fulcrum.central import Terms
-from fulcrum.clip.rule import ClipRule
+from fulcrum.clip.rule import ClipRule, no_share
 from fulcrum.config import Settings
 from fulcrum.plan import Plan
 from fulcrum.units import UNITS
@@ -71,6 +71,7 @@ def statement(
     guarantee               "yes", "nominal" or "none", and `guarantee_text`, the sentence to read
     target                  {epsilon, budgets, sigma}: what was asked for; null where it was not
     planned                 {epsilon, epsilon_pld}: the most this run was planned to reach
+    schedule                {name, sigma_min, sigma_max}: how the noise moves over the rounds, over all parties
     randomness              {mode, text}
     scope                   {kind, text}; with kind "ledger" also run_epsilon, that of this run alone
     run                     {id, date, version, finished, rounds_done, rounds, method, rule, dataset}
@@ -110,6 +111,7 @@ def statement(
             "epsilon": _plain(max(rdp for rdp, _ in plan.ends)),
             "epsilon_pld": _plain(max(pld for _, pld in plan.ends)),
         },
+        "schedule": _schedule(plan),
         "randomness": {"mode": randomness_mode, "text": RANDOMNESS[randomness_mode]},
         "scope": {"kind": scope, "text": SCOPES[scope]},
         "run": {
@@ -148,6 +150,11 @@ def statement(
     return result
 
 
+def _schedule(plan: Plan) -> dict[str, Any]:
+    ends = [g.sigma * factor for g in plan.groups for factor in (min(g.factors), max(g.factors))]
+    return {"name": plan.schedule, "sigma_min": min(ends), "sigma_max": max(ends)}
+
+
 def _unique_epsilons(spends: list[Spend], delta: float, accountant: str) -> list[float]:
     """Epsilon of each; those with the same past are computed once."""
     unique = {spend.key: spend for spend in spends}
@@ -183,9 +190,10 @@ def _releases(
         if rule.private
         else "sums of gradients without noise"
     )
-    sigmas = sorted({g.sigma for g in plan.groups})
-    spread = f"{sigmas[0]:.5g}" if len(sigmas) == 1 else f"{sigmas[0]:.5g} to {sigmas[-1]:.5g}"
-    noise = f", noise multiplier sigma = {spread}" if rule.private else ""
+    low, high = (_schedule(plan)[end] for end in ("sigma_min", "sigma_max"))
+    spread = f"{low:.5g}" if low == high else f"{low:.5g} to {high:.5g}"
+    moving = "" if plan.schedule == "constant" else f", moving over the rounds by the public schedule {plan.schedule!r}"
+    noise = f", noise multiplier sigma = {spread}{moving}" if rule.private else ""
     moved = (
         "computed from what was released before, so they reveal nothing more"
         if rule.sound
@@ -216,13 +224,15 @@ def _releases(
         },
         {"kind": "participation", "times": 0 if plan.central else rounds_done, "text": participation},
     ]
-    if rule.private and rule.cost not in ("free", "nominal"):
+    if rule.private and rule.share is not no_share:
+        asked = sum(group.assignment(0, t, 1.0).asked(t) for t in range(rounds_done))
+        every = "each sum" if group.every == 1 else f"the sum of every {group.every}th step"
         found.insert(
             1,
             {
                 "kind": "statistics",
-                "times": max(counts),
-                "text": f"Statistics that the rule {rule.name!r} releases beside each sum: noised together with it, at "
+                "times": min(asked, max(counts)),
+                "text": f"Statistics that the rule {rule.name!r} releases beside {every}: noised together with it, at "
                 "the joint multiplier sigma, so their cost is within the epsilon.",
             },
         )
@@ -369,7 +379,8 @@ def _parties(facts: Mapping[str, Any]) -> list[str]:
     parties = facts["parties"]
     if facts["unit"] == "client":
         return _alike(parties)
-    header = ("party", f"{facts['unit']}s", "rate", "sigma", "releases", "epsilon (RDP)", "epsilon (PLD)", "budget")
+    sigma = "sigma" if facts["schedule"]["name"] == "constant" else "sigma (first round)"
+    header = ("party", f"{facts['unit']}s", "rate", sigma, "releases", "epsilon (RDP)", "epsilon (PLD)", "budget")
     shown = parties
     lines: list[str] = []
     if len(parties) > LISTED:

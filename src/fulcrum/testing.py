@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from fulcrum.clip.rule import ClipRule, Shape
+from fulcrum.clip.rule import ClipRule, Shape, alone
 from fulcrum.config import Clip
 from fulcrum.local import Contribution, contribute
 from fulcrum.noise import release, scales
-from fulcrum.rng import Seeded
-from fulcrum.types import Gaussian, Released, State, Stats, Unprotected
+from fulcrum.rng import Key
+from fulcrum.types import Bounds, Gaussian, Released, State, Stats, Unprotected
 
 SHAPES = (
     Shape(dim=12, tensors=(8, 4)),
@@ -28,15 +29,34 @@ SHAPES = (
     Shape(dim=1, tensors=(1,)),  # a model with one 0-d parameter
 )
 ROUNDS = 10
-SIGMA = 1.3
+RATE, SIGMA, BATCH = 0.1, 1.3, 20.0
+ROOM = 1 + 1e-4
+"""For rounding."""
 
 
 def check_rule(rule: ClipRule, settings: Clip | None = None) -> None:
-    """Run every check on a rule; raises AssertionError at the first broken promise."""
+    """Run every check on a rule; raises AssertionError at the first broken promise.
+
+    settings: those of the rule, where the defaults are not enough. The suite checks flat and layer-wise
+    clipping by itself, whatever settings.groups says.
+    """
     settings = settings or Clip(rule=rule.name)
     for check in CHECKS:
         for shape in SHAPES:
             check(rule, settings, shape)
+
+
+def check_state(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+    """The state is named tensors whose shapes and types never change: it is checkpointed and stacked."""
+    states = list(_states(rule, settings, shape))
+    for state in states:
+        assert "C" in state, f"{rule.name}: the state has no C"
+        for name, value in state.items():
+            assert isinstance(value, torch.Tensor), f"{rule.name}: {name} is a {type(value).__name__}, not a tensor"
+            first = states[0][name]
+            assert (value.shape, value.dtype) == (first.shape, first.dtype), f"{rule.name}: the shape of {name} changes"
+        assert state["C"].dim() == 1, f"{rule.name}: C is not a vector with an entry for each group"
+        assert bool((state["C"] > 0).all()), f"{rule.name}: C is not above 0"
 
 
 def check_shapes(rule: ClipRule, settings: Clip, shape: Shape) -> None:
@@ -51,8 +71,10 @@ def check_shapes(rule: ClipRule, settings: Clip, shape: Shape) -> None:
             assert extra.shape[0] == rows, f"{rule.name}: extra has {extra.shape[0]} rows for {rows} units"
             assert width in (None, extra.shape[1]), f"{rule.name}: the number of extra statistics changes"
             width = extra.shape[1]
-            assert bool(torch.isfinite(factors).all()), f"{rule.name}: factors are not finite"
-            assert bool((factors >= 0).all()), f"{rule.name}: factors are negative"
+            for name, found in (("factors", factors), ("factors of the second sum", _second(rule, stats, state))):
+                assert found.shape == stats.norms.shape, f"{rule.name}: {name} are {tuple(found.shape)}, not [B, G]"
+                assert bool(torch.isfinite(found).all()), f"{rule.name}: {name} are not finite"
+                assert bool((found >= 0).all()), f"{rule.name}: {name} are negative"
 
 
 def check_sensitivity(rule: ClipRule, settings: Clip, shape: Shape) -> None:
@@ -63,26 +85,39 @@ def check_sensitivity(rule: ClipRule, settings: Clip, shape: Shape) -> None:
         bounds = rule.bounds(state)
         reach = float(torch.linalg.vector_norm(bounds.C))
         for gradients in _batches(shape):
-            clean = torch.where(torch.isfinite(gradients).all(dim=1, keepdim=True), gradients, torch.zeros(()))
-            stats = _stats(rule, state, shape, clean)
-            factors, extra, _ = rule.clip(stats, state)
-            sizes = torch.linalg.vector_norm(stats.norms * factors, dim=1)
+            stats = _stats(rule, state, shape, gradients)
+            sizes, rows = _sizes(rule, stats, state)
             for i in range(len(gradients)):
-                assert float(sizes[i]) <= reach * (1 + 1e-4), (
+                assert float(sizes[i]) <= reach * ROOM, (
                     f"{rule.name}: a unit contributes {float(sizes[i]):.6g}, bounds say {reach:.6g}"
                 )
-                row = float(torch.linalg.vector_norm(extra[i]))
-                assert row <= bounds.extra * (1 + 1e-4), (
-                    f"{rule.name}: a unit's extra statistics have norm {row:.6g}, bounds say {bounds.extra:.6g}"
+                assert float(rows[i]) <= bounds.extra * ROOM, (
+                    f"{rule.name}: a unit's extra statistics have norm {float(rows[i]):.6g}, bounds say {bounds.extra}"
                 )
                 with_i = _contribute(rule, state, shape, gradients)
                 without = _contribute(rule, state, shape, torch.cat([gradients[:i], gradients[i + 1 :]]))
                 moved = float(torch.linalg.vector_norm(with_i.sum - without.sum))
-                assert moved <= reach * (1 + 1e-4) + 1e-6, (
+                assert moved <= reach * ROOM + 1e-6, (
                     f"{rule.name}: a neighbouring batch moves the sum by {moved:.6g}, bounds say {reach:.6g}"
                 )
                 moved = float(torch.linalg.vector_norm(with_i.extra - without.extra))
-                assert moved <= bounds.extra * (1 + 1e-4) + 1e-6, f"{rule.name}: a neighbour moves extra by {moved:.6g}"
+                assert moved <= bounds.extra * ROOM + 1e-6, f"{rule.name}: a neighbour moves extra by {moved:.6g}"
+
+
+def check_each_alone(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+    """What happens to a unit depends on that unit alone: the others may come and go."""
+    if not (rule.sound and rule.private):
+        return
+    for state in _states(rule, settings, shape):
+        for gradients in _batches(shape):
+            stats = _stats(rule, state, shape, gradients)
+            together = rule.clip(stats, state)
+            for i in range(len(gradients)):
+                alone_ = rule.clip(_row(stats, i), state)
+                for name, whole, one in zip(("factors", "extra statistics"), together[:2], alone_[:2], strict=True):
+                    assert torch.allclose(whole[i], one[0], rtol=1e-5), (
+                        f"{rule.name}: the {name} of a unit depend on the other units of its batch"
+                    )
 
 
 def check_padding(rule: ClipRule, settings: Clip, shape: Shape) -> None:
@@ -93,19 +128,20 @@ def check_padding(rule: ClipRule, settings: Clip, shape: Shape) -> None:
             mask = torch.arange(len(padded)) < len(gradients)
             plain = _contribute(rule, state, shape, gradients)
             masked = _contribute(rule, state, shape, padded, mask)
-            for name in ("sum", "extra"):
-                torch.testing.assert_close(
-                    getattr(masked, name), getattr(plain, name), msg=f"{rule.name}: padding changes the {name}"
-                )
+            pairs = {"sum": (masked.sum, plain.sum), "extra": (masked.extra, plain.extra)}
+            pairs |= {name: (masked.state[name], plain.state[name]) for name in state}
+            for name, (found, wanted) in pairs.items():
+                torch.testing.assert_close(found, wanted, msg=f"{rule.name}: padding changes the {name}")
 
 
 def check_sgd_limit(rule: ClipRule, settings: Clip, shape: Shape) -> None:
-    """With a C that clips nothing the sum is the plain sum; with a small C it is not."""
+    """With a C that clips nothing the sum is the plain sum; with a small C it is not. C is held still for this."""
     if rule.bounds(rule.init(settings, shape)).C.isinf().all():
         return
     gradients = torch.randn(6, shape.dim, generator=torch.Generator().manual_seed(1))
-    loose = _contribute(rule, rule.init(dataclasses.replace(settings, C0=1e3, C_max=1e6), shape), shape, gradients)
-    tight = _contribute(rule, rule.init(dataclasses.replace(settings, C0=1e-3), shape), shape, gradients)
+    still = dataclasses.replace(settings, eta_C=0.0)
+    loose = _contribute(rule, rule.init(dataclasses.replace(still, C0=1e3, C_max=1e6), shape), shape, gradients)
+    tight = _contribute(rule, rule.init(dataclasses.replace(still, C0=1e-3), shape), shape, gradients)
     wanted = gradients.sum(dim=0)
     scale = _back(rule, loose)
     if not rule.normalises:
@@ -116,44 +152,103 @@ def check_sgd_limit(rule: ClipRule, settings: Clip, shape: Shape) -> None:
 
 
 def check_events(rule: ClipRule, settings: Clip, shape: Shape) -> None:
-    """The event says what was released: the noise, seen in units of the bounds, has the event's sigma."""
+    """The event says what was released: the noise, seen in units of the bounds, has the event's sigma.
+
+    Checked on an empty batch, with a generator whose every number is 1: what comes out is the noise's scale.
+    """
     state = rule.init(settings, shape)
     given = _contribute(rule, state, shape, torch.zeros((0, shape.dim)))
-    scale = scales(rule, given.bounds, 0.1, SIGMA, 20.0)
     if not rule.private:
-        assert scale.event == Unprotected(), f"{rule.name}: is not private but claims {scale.event}"
+        event = scales(rule, given.bounds, RATE, SIGMA, BATCH).event
+        assert event == Unprotected(), f"{rule.name}: is not private but claims {event}"
         return
-    assert scale.event == Gaussian(0.1, SIGMA), f"{rule.name}: releases {scale.event}"
-    precision = (float(torch.linalg.vector_norm(given.bounds.C)) / float(scale.sum)) ** 2
-    if given.extra.numel():
-        precision += (given.bounds.extra / scale.extra) ** 2
-    assert abs(precision * SIGMA**2 - 1) < 1e-4, f"{rule.name}: the noise does not add up to sigma"
-    noisy, noisy_extra = release(given.sum, given.extra, scale, Seeded(1), (0, 0, 0))
-    assert bool((noisy != given.sum).all()), f"{rule.name}: an empty batch was released without noise"
-    assert given.extra.numel() == 0 or bool((noisy_extra != given.extra).all()), f"{rule.name}: extra without noise"
+    share = rule.share(SIGMA, BATCH)
+    assert 0 <= share < 1, f"{rule.name}: share is {share}, not a part of the precision"
+    assert (share > 0) == (given.extra.numel() > 0), f"{rule.name}: a share of {share} for {given.extra.numel()} extra"
+    for asked, sigma in ((True, SIGMA), (False, alone(rule.share, SIGMA, BATCH))):
+        event = Gaussian(RATE, sigma)
+        scale = scales(rule, given.bounds, RATE, SIGMA, BATCH, asked)
+        assert scale.event == event, f"{rule.name}: releases {scale.event}, not {event}"
+        noisy, noisy_extra = release(given.sum, given.extra, scale, _Ones(), (0, 0, 0))
+        precision = _precision(given.bounds, noisy - given.sum, noisy_extra - given.extra, asked)
+        assert abs(precision * sigma**2 - 1) < 1e-4, (
+            f"{rule.name}: the noise released has multiplier {precision**-0.5:.6g}, the event says {sigma:.6g}"
+        )
 
 
 def check_sound(rule: ClipRule, settings: Clip, shape: Shape) -> None:
-    """C is a function of releases alone: another private batch with the same releases leaves the same state."""
+    """C is a function of releases alone: other private batches with the same releases leave the same states.
+
+    One history after the other, so that what a rule hides outside its state shows too.
+    """
     if not rule.sound:
         return
-    calm, wild = (torch.randn(5, shape.dim, generator=torch.Generator().manual_seed(s)) * 10.0**s for s in (0, 2))
-    one = two = rule.init(settings, shape)
-    generator = torch.Generator().manual_seed(3)
-    for t in range(ROUNDS):
-        first, second = _contribute(rule, one, shape, calm), _contribute(rule, two, shape, wild)
-        released = _released(shape, len(first.extra), t, generator)
-        one, two = rule.adapt(first.state, released), rule.adapt(second.state, released)
+    for one, two in zip(_history(rule, settings, shape, 0), _history(rule, settings, shape, 2), strict=True):
         for name in one:
-            assert torch.equal(torch.as_tensor(one[name]), torch.as_tensor(two[name])), (
+            assert torch.equal(one[name], two[name]), (
                 f"{rule.name}: {name} depends on the private batch, not on releases alone"
             )
 
 
-CHECKS = (check_shapes, check_sensitivity, check_padding, check_sgd_limit, check_events, check_sound)
+def check_stacks(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+    """Two clients in one tensor give what each gives alone: no function looks at values with Python's `if`."""
+    state = rule.init(settings, shape)
+    twice = {name: torch.stack([value, value]) for name, value in state.items()}
+    twice["C"] = torch.stack([state["C"], 2 * state["C"]])
+    first, second = ({name: value[i] for name, value in twice.items()} for i in (0, 1))
+    generator = torch.Generator().manual_seed(4)
+    gradients = torch.randn(5, shape.dim, generator=generator)
+    given = [_contribute(rule, each, shape, gradients) for each in (first, second)]
+    stats = [each.stats for each in given]
+    released = _released(shape, len(given[0].extra), 1, generator)
+    fields = {
+        name: torch.stack([getattr(each, name) for each in stats])
+        for name in ("norms", "mask", "dots", "losses")
+        if getattr(stats[0], name) is not None
+    }
+
+    def clip(fields: dict[str, Any], state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+        return rule.clip(dataclasses.replace(stats[0], **fields), state)
+
+    try:
+        factors, extra, after = torch.func.vmap(clip)(fields, twice)
+        moved = torch.func.vmap(lambda state: rule.adapt(state, released))(twice)
+    except RuntimeError as error:
+        raise AssertionError(f"{rule.name}: cannot be stacked: {error}") from error
+    for i, (each, own) in enumerate(zip((first, second), stats, strict=True)):
+        wanted = (*rule.clip(own, each)[:2], rule.clip(own, each)[2]["C"], rule.adapt(each, released)["C"])
+        found = (factors[i], extra[i], after["C"][i], moved["C"][i])
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, msg=f"{rule.name}: stacked clients differ from single ones")
+
+
+CHECKS = (
+    check_state,
+    check_shapes,
+    check_sensitivity,
+    check_each_alone,
+    check_padding,
+    check_sgd_limit,
+    check_events,
+    check_sound,
+    check_stacks,
+)
 
 
 # --- inputs -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ones:
+    """Randomness without any: every number is 1, so that noise shows its scale."""
+
+    mode: str = "recorded"
+
+    def uniform(self, key: Key, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.float64)
+
+    def normal(self, key: Key, count: int) -> torch.Tensor:
+        return torch.ones(count)
 
 
 def _batches(shape: Shape) -> Iterator[torch.Tensor]:
@@ -183,9 +278,26 @@ def _states(rule: ClipRule, settings: Clip, shape: Shape) -> Iterator[State]:
     yield state
 
 
+def _history(rule: ClipRule, settings: Clip, shape: Shape, size: int) -> list[State]:
+    """States, and what is applied to the model, over rounds on a private batch of that size with the same releases."""
+    batch = torch.randn(5, shape.dim, generator=torch.Generator().manual_seed(size)) * 10.0**size
+    state = rule.init(settings, shape)
+    generator = torch.Generator().manual_seed(3)
+    states: list[State] = []
+    for t in range(ROUNDS):
+        given = _contribute(rule, state, shape, batch)
+        released = _released(shape, len(given.extra), t, generator)
+        applied = rule.apply(given.state, released)
+        assert applied.shape == (shape.dim,), f"{rule.name}: apply gives {tuple(applied.shape)}, not [d]"
+        state = rule.adapt(given.state, released)
+        states.append({**state, "what is applied": applied})
+    return states
+
+
 def _released(shape: Shape, width: int, t: int, generator: torch.Generator) -> Released:
     aggregate = torch.randn(shape.dim, generator=generator) + 0.5
-    return Released(aggregate, torch.randn(width, generator=generator), 0.5, 1.0, t, ROUNDS)
+    extra = torch.randn(width, generator=generator)
+    return Released(aggregate, extra, 0.5, 1.0, t, ROUNDS, asked=1.0, noise=SIGMA / BATCH)
 
 
 def _groups(shape: Shape) -> torch.Tensor:
@@ -197,12 +309,39 @@ def _contribute(
 ) -> Contribution:
     view = rule.view(state, 0, ROUNDS)
     losses = torch.nan_to_num(gradients).abs().clamp_max(10.0).mean(dim=1)
-    return contribute(rule, view, state, gradients, losses, _groups(shape), SIGMA, 20.0, mask)
+    return contribute(rule, view, state, gradients, losses, _groups(shape), SIGMA, BATCH, mask)
 
 
 def _stats(rule: ClipRule, state: State, shape: Shape, gradients: torch.Tensor) -> Stats:
     clean = torch.where(torch.isfinite(gradients).all(dim=1, keepdim=True), gradients, torch.zeros(()))
     return _contribute(rule, state, shape, clean).stats
+
+
+def _row(stats: Stats, i: int) -> Stats:
+    """The same for one unit on its own."""
+    named = ((name, getattr(stats, name)) for name in ("norms", "mask", "dots", "losses"))
+    return dataclasses.replace(stats, **{name: value[i : i + 1] for name, value in named if value is not None})
+
+
+def _second(rule: ClipRule, stats: Stats, state: State) -> torch.Tensor:
+    """Factors of the rule's second sum; zero where it has none."""
+    return torch.zeros_like(stats.norms) if rule.second is None else rule.second(stats, state)
+
+
+def _sizes(rule: ClipRule, stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms [B] of what each unit adds to the sum and, second sum included, to the extra statistics."""
+    factors, extra, _ = rule.clip(stats, state)
+    second = _second(rule, stats, state) * stats.norms
+    both = torch.cat([extra, second], dim=1)
+    return torch.linalg.vector_norm(stats.norms * factors, dim=1), torch.linalg.vector_norm(both, dim=1)
+
+
+def _precision(bounds: Bounds, on_sum: torch.Tensor, on_extra: torch.Tensor, asked: bool) -> float:
+    """1 / multiplier^2 of noise whose scale is seen, in units of what one unit can change."""
+    found = (float(torch.linalg.vector_norm(bounds.C)) / float(on_sum.abs().min())) ** 2
+    if on_extra.numel() and asked:
+        found += (bounds.extra / max(float(on_extra.abs().min()), 1e-30)) ** 2
+    return found
 
 
 def _back(rule: ClipRule, given: Contribution) -> torch.Tensor:

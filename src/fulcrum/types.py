@@ -77,7 +77,8 @@ class Stats:
     """What a rule gets to see: one row an example (or a person, or a client). Never released.
 
     norms [B, G]; dots [B] or None; losses [B] or None; mask [B] is False on padding.
-    sigma is the noise multiplier of this step, batch the expected number of units in it.
+    sigma is the noise multiplier of this step, batch the expected number of units in it, lr its
+    learning rate eta.
     """
 
     norms: torch.Tensor
@@ -86,6 +87,7 @@ class Stats:
     losses: torch.Tensor | None = None
     sigma: float = 0.0
     batch: float = 1.0
+    lr: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Bounds:
     """What one unit can change, after clipping.
 
     C [G]: the norm of its contribution in each group. extra: the Euclidean norm of its row of extra
-    statistics (0 if the rule releases none).
+    statistics (0 if the rule releases none), a second sum included.
     """
 
     C: torch.Tensor
@@ -106,9 +108,10 @@ class Released:
 
     aggregate [d]: the released update D_t before the server optimiser (for a client rule that moves
     each step: the noised gradient times -eta). extra [J]: the released statistics, weighted like
-    the aggregate and divided by the expected batch and the number of steps. lr: eta_t; steps: N;
-    round: t from 0; rounds: T. noise: standard deviation of the noise in one coordinate of the
+    the aggregate and divided by the expected batch and the number of steps that released them. lr: eta_t;
+    steps: N; round: t from 0; rounds: T. noise: standard deviation of the noise in one coordinate of the
     aggregate, in units of the largest possible signal eta_t N C; public, since sigma, q and n_k are.
+    asked: how many of the steps released statistics; where it is 0, extra is zero and says nothing.
     """
 
     aggregate: torch.Tensor
@@ -118,6 +121,7 @@ class Released:
     round: int
     rounds: int
     noise: float = 0.0
+    asked: float = 1.0
 
 
 # --- the round ------------------------------------------------------------------------------
@@ -136,6 +140,17 @@ class Assignment:
     """N local steps."""
     lr: float
     """eta_t, the local learning rate of this round."""
+    every: int = 1
+    """A paid rule's statistics go out with every so-manieth local step, counted over all rounds."""
+
+    def asks(self, round: int, step: int) -> bool:
+        """Whether this step of a round (both from 0) releases the rule's statistics beside the gradient."""
+        return (round * self.steps + step) % self.every == 0
+
+    def asked(self, round: int) -> int:
+        """How many of the round's steps release the rule's statistics."""
+        first, end = round * self.steps, (round + 1) * self.steps
+        return -(-end // self.every) + (-first // self.every)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ account.py   account
 data.py      data list, fetch, verify
 show.py      show, methods
 ledger.py    ledger
+study.py     study prepare, merge, choose, robustness, protocol, parties
+reproduce.py reproduce paper
 init.py      init
 flower.py    serve, party, terms, certs
 options.py   the options that settings have
@@ -23,7 +25,7 @@ from typing import Annotated
 import typer
 
 from fulcrum import __version__
-from fulcrum.cli import account, data, demo, failures, flower, init, ledger, options, plan, run, show
+from fulcrum.cli import account, data, demo, failures, flower, init, ledger, options, plan, reproduce, run, show, study
 
 app = typer.Typer(
     name="fulcrum",
@@ -58,6 +60,8 @@ app.command("plan")(plan.plan)
 app.command("account")(account.account)
 app.command("ledger")(ledger.ledger)
 app.add_typer(data.app, name="data")
+app.add_typer(reproduce.app, name="reproduce")
+app.add_typer(study.app, name="study")
 app.command("methods")(show.methods)
 app.command("demo")(demo.demo)
 app.command("serve")(flower.serve)

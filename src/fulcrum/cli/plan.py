@@ -8,6 +8,7 @@ import typer
 
 from fulcrum.cli import show, view
 from fulcrum.cli.options import Debug, Json, with_settings
+from fulcrum.clip.rule import alone
 from fulcrum.config import Settings
 from fulcrum.errors import ConfigError
 from fulcrum.units import UNITS
@@ -57,6 +58,8 @@ def plan(
         view.print_table(CENTRAL, of_the_server(made, dim))
     else:
         view.print_table(COLUMNS, by_party(made, dim) if made.parties <= MANY else by_group(made, dim))
+    for line in schedule(made):
+        print(line)
     whole = made.noise_to_signal(dim)
     print(f"all parties together  noise / C {view.show(whole.ratio)}, along one direction {view.show(whole.direction)}")
     costliest = max(range(len(made.groups)), key=made.ends.__getitem__)
@@ -72,6 +75,26 @@ def plan(
     )
 
 
+def schedule(made: Plan) -> list[str]:
+    """How the noise moves over the rounds, and when statistics go out; nothing where it is simple."""
+    lines = []
+    group = made.groups[0]
+    if made.schedule != "constant":
+        first, last = group.sigmas()
+        lines.append(
+            f"noise schedule {made.schedule}  sigma {view.show(first)} in round 1, {view.show(last)} in round "
+            f"{made.rounds}; noise / C is that of round 1"
+        )
+    if group.every > 1:
+        task = group.assignment(0, 0, 1.0)
+        other = alone(group.share, task.sigma, group.batch)
+        lines.append(
+            f"statistics  with every {group.every}th step, at sigma {view.show(task.sigma)} together with the "
+            f"gradient; other steps cost sigma {view.show(other)}"
+        )
+    return lines
+
+
 def of_the_server(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
     """One line for all parties with the same terms, where the server adds one noise for all of them."""
     assert made.central is not None
@@ -83,7 +106,7 @@ def of_the_server(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
             UNITS[made.unit].short,
             group.rate,
             made.central.cohort,
-            group.sigma,
+            between(*group.sigmas()),
             view.epsilon(rdp),
             view.epsilon(pld),
             noise.ratio,
@@ -99,7 +122,7 @@ def by_party(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
     for k in range(made.parties):
         party, noise = made.party(k), made.noise_to_signal(dim, k)
         costs = (
-            party.sigma,
+            between(party.sigma, party.sigma_last),
             view.epsilon(party.epsilon_rdp),
             view.epsilon(party.epsilon_pld),
             noise.ratio,
@@ -124,7 +147,7 @@ def by_group(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
                 between(few, most),
                 group.rate,
                 between(group.rate * few, group.rate * most),
-                group.sigma,
+                between(*group.sigmas()),
                 view.epsilon(rdp),
                 view.epsilon(pld),
                 between(noises[0].ratio, noises[1].ratio),
@@ -149,11 +172,16 @@ def print_rounds(settings: Settings, epsilon: float, as_json: bool) -> None:
     privacy = settings.privacy
     rate, steps = round_terms(settings)
     if as_json:
-        terms = {"sigma": privacy.sigma, "rate": rate, "steps": steps}
+        terms = {"sigma": privacy.sigma, "schedule": privacy.noise_schedule, "rate": rate, "steps": steps}
         spent = {"epsilon": epsilon, "delta": privacy.delta, "accountant": privacy.accountant}
         view.print_json({"rounds": rounds, **terms, **spent})
         return
+    moving = (
+        ""
+        if privacy.noise_schedule == "constant"
+        else f" (of the {settings.train.rounds} of schedule {privacy.noise_schedule})"
+    )
     print(
         f"{rounds} rounds of {steps} step{'s' if steps > 1 else ''} at rate {rate:g} and sigma "
-        f"{privacy.sigma:g} fit into epsilon {epsilon:g} at delta {privacy.delta:g} ({privacy.accountant})."
+        f"{privacy.sigma:g}{moving} fit into epsilon {epsilon:g} at delta {privacy.delta:g} ({privacy.accountant})."
     )

@@ -31,7 +31,7 @@ def run(
     federation = api.prepare(settings)
     folder = out if out is not None else free_folder(f"{slug(settings.data.source)}-{settings.method}")
     for warning in [*show.warnings(federation), *api.ledger_warnings(federation)]:
-        view.say(f"warning: {warning}", quiet)
+        view.say(f"warning: {warning}", quiet and federation.plan.sound)  # that nothing is guaranteed is always said
     with resumable(folder), view.progress(settings.method, settings.train.rounds, quiet) as on_round:
         result = api.execute(federation, folder, on_round)
     show.print_summary(result.summary, folder, as_json)
@@ -45,9 +45,12 @@ def resume(
 ) -> None:
     """Continue a run after Ctrl-C or a crash, as if it had never stopped."""
     from fulcrum import api, record, settings_file
+    from fulcrum.clip import find_rule
 
     record.load_json(folder, "run.json")
     settings = settings_file.read(folder / "settings.toml")
+    if not find_rule(settings.clip.rule).sound:
+        view.say(f"warning: NOT SOUND: {show.NOMINAL}.")
     with resumable(folder), view.progress(settings.method, settings.train.rounds, quiet) as on_round:
         result = api.resume(folder, on_round)
     show.print_summary(result.summary, folder, as_json)

@@ -57,7 +57,7 @@ def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool
         view.print_json({**summary, "folder": None if folder is None else str(folder)})
         return
     facts: list[tuple[str, view.Cell]] = [
-        ("method", summary["method"]),
+        ("method", named(summary["method"], summary["sound"])),
         ("rounds", f"{summary['rounds']}, {summary['status']}"),
         ("accuracy", f"{view.percent(summary['accuracy'])} on {summary['evaluated_on']}"),
         ("epsilon", guarantee(summary)),
@@ -66,6 +66,11 @@ def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool
         facts.append(("by party", spread(summary["epsilons"])))
     facts += [("C", course(summary["C"])), ("folder", folder)]
     view.print_facts(facts)
+
+
+def named(method: str, sound: bool) -> str:
+    """A method's name in a table; a dagger marks those whose epsilon is nominal."""
+    return method if sound else f"{method} †"
 
 
 def guarantee(summary: Mapping[str, Any]) -> str:
@@ -109,7 +114,7 @@ def warnings(federation: Federation) -> list[str]:
 
 
 def methods(as_json: Json = False, debug: Debug = False) -> None:
-    """List the methods: presets that --method takes."""
+    """List the methods that --method takes: their parts, what they protect, what they cost."""
     from fulcrum.clip import find_rule
     from fulcrum.methods import METHODS
 
@@ -117,16 +122,18 @@ def methods(as_json: Json = False, debug: Debug = False) -> None:
     if as_json:
         view.print_json(
             [
-                {**dataclasses.asdict(method), "sound": rules[name].sound, "cost": rules[name].cost}
-                for name, method in METHODS.items()
+                dataclasses.asdict(method) | {"rule": rule.name, "sound": rule.sound, "cost": rule.cost}
+                for method, rule in ((method, rules[name]) for name, method in METHODS.items())
             ]
         )
         return
-    columns = ("method", "protects", "cost", "what it does", "from")
+    columns = ("method", "parts", "protects", "sound", "cost", "what it does", "from")
     rows = [
         (
-            name if rules[name].sound else f"{name} †",
-            method.unit or "nothing",
+            named(name, rules[name].sound),
+            parts(method.parts),
+            f"one {method.unit}" if method.unit else "nothing",
+            ("yes" if rules[name].sound else "no") if rules[name].private else "-",
             rules[name].cost,
             method.summary,
             method.reference,
@@ -134,5 +141,15 @@ def methods(as_json: Json = False, debug: Debug = False) -> None:
         for name, method in METHODS.items()
     ]
     view.print_table(columns, rows)
-    if not all(rule.sound for rule in rules.values()):
-        view.say(f"† {NOMINAL}.")
+    view.say(f"† {NOMINAL}.")
+
+
+def parts(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """The settings of a preset on one line: the rule first, by its name alone, then the others."""
+    others = [
+        f"{section}.{name} {value}"
+        for section, values in sections.items()
+        for name, value in values.items()
+        if (section, name) != ("clip", "rule")
+    ]
+    return ", ".join([str(sections["clip"]["rule"]), *others])

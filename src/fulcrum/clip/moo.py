@@ -71,9 +71,12 @@ def alignment(state: State, released: Released) -> torch.Tensor:
     return torch.where(length > 0, along / (released.lr * released.steps * total), 0.0)
 
 
-def log_step(state: State, released: Released) -> torch.Tensor:
-    """How far this round moves the logarithm of what is learned: eta_C phi(A_t - kappa C_t); 0 with no memory."""
-    gain = alignment(state, released) - state["kappa"] * torch.linalg.vector_norm(state["C"])
+def log_step(state: State, seen: torch.Tensor) -> torch.Tensor:
+    """How far a round with this A_t moves the logarithm of what is learned: eta_C phi(A_t - kappa C_t).
+
+    0 with no memory.
+    """
+    gain = seen - state["kappa"] * torch.linalg.vector_norm(state["C"])
     step = torch.where(
         state["sign"],
         state["eta_C"] * torch.sign(gain),
@@ -85,7 +88,8 @@ def log_step(state: State, released: Released) -> torch.Tensor:
 def adapt_moo(state: State, released: Released) -> State:
     """Move C along the alignment, then remember this round's release."""
     total = torch.linalg.vector_norm(state["C"])
-    moved = torch.clamp(total * torch.exp(log_step(state, released)), state["C_min"], state["C_max"])
+    step = log_step(state, alignment(state, released))
+    moved = torch.clamp(total * torch.exp(step), state["C_min"], state["C_max"])
     memory = state["beta"] * state["memory"] + (1 - state["beta"]) * released.aggregate
     return {**state, "C": state["C"] * (moved / total), "memory": memory}
 
@@ -169,7 +173,7 @@ def search(state: State, released: Released) -> State:
 def adapt_balanced(state: State, released: Released) -> State:
     """Search C, move the step length along the alignment, remember what was applied."""
     found = search(state, released)
-    step = state["step"] * torch.exp(log_step(state, released))
+    step = state["step"] * torch.exp(log_step(state, alignment(state, released)))
     total = torch.linalg.vector_norm(state["C"])
     C = torch.minimum(found["wish"], step / (state["lr"] * released.steps)).clamp(state["C_min"], state["C_max"])
     memory = state["beta"] * state["memory"] + (1 - state["beta"]) * apply_balanced(state, released)

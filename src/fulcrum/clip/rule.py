@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,11 +44,22 @@ BoundsFn = Callable[[State], Bounds]
 Adapt = Callable[[State, Released], State]
 Apply = Callable[[State, Released], torch.Tensor]
 Share = Callable[[float, float], float]
+Second = Callable[[Stats, State], torch.Tensor]
 
 
 def no_share(sigma: float, batch: float) -> float:
     """All of the precision goes to the gradient."""
     return 0.0
+
+
+def alone(share: Share, sigma: float, batch: float) -> float:
+    """The multiplier of the gradient's own noise where gradient and statistics together have `sigma`."""
+    return sigma / math.sqrt(1.0 - share(sigma, batch))
+
+
+def heard(state: State, released: Released) -> torch.Tensor:
+    """Whether statistics were released this round, as a truth value on the state's device."""
+    return torch.as_tensor(released.asked, device=state["C"].device) > 0
 
 
 def keep(state: State, released: Released) -> State:
@@ -74,7 +86,11 @@ class ClipRule:
         a multiple of it. Post-processing of what was released, like `adapt`; sees the state before it.
     share(sigma, batch) -> s in [0, 1): the part of the precision 1/sigma^2 that goes to the extra
         statistics. Gradient and extra together always cost what one release at sigma costs:
-        1/sigma^2 = (1 - s)/sigma^2 + s/sigma^2.
+        1/sigma^2 = (1 - s)/sigma^2 + s/sigma^2. Steps that release no extra (`clip.refresh`) keep the
+        gradient's noise and cost that alone: sigma / sqrt(1 - s).
+    second(stats, state) -> factors [B, G]: asks for a second sum of the same gradients with these
+        factors, noised and released behind the extra statistics (which then has J + d entries). A unit's
+        row of extra statistics and its part of the second sum together keep within `bounds.extra`.
     where: "server" (one state for the federation) or "client" (one each).
     when: "round" or "step" (client rules only).
     sound: whether C depends on released values alone. Where False, epsilon is nominal.
@@ -95,6 +111,7 @@ class ClipRule:
     adapt: Adapt = keep
     apply: Apply = as_released
     share: Share = no_share
+    second: Second | None = None
     where: str = "server"
     when: str = "round"
     sound: bool = True

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from fulcrum.engine import reference
+from fulcrum.engine.stacked import StackedEngine
 from fulcrum.errors import ConfigError
 from fulcrum.grads import keep_memory
 from fulcrum.local import Problem
@@ -44,12 +45,16 @@ class Remote(Protocol):
         ...
 
 
-ENGINES: dict[str, Callable[[Problem], Engine]] = {"reference": reference.ReferenceEngine}
+ENGINES: dict[str, Callable[[Problem], Engine]] = {
+    "reference": reference.ReferenceEngine,
+    "stacked": StackedEngine,
+}
 
 
 def find_engine(name: str, problem: Problem) -> Engine:
     """The engine of that name, made for a problem; `auto` chooses what measured fastest for it."""
-    chosen = "reference" if name == "auto" else name
+    fastest = "stacked" if problem.device.type == "cuda" else "reference"
+    chosen = fastest if name == "auto" else name
     if chosen not in ENGINES:
         raise ConfigError(f"run.engine = {name!r} is not known; choose auto or one of {', '.join(ENGINES)}.")
     keep_memory()  # glibc would hand every step's buffers back to the system, and fault them in again

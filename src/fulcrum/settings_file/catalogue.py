@@ -56,9 +56,9 @@ WORDS: dict[str, str] = {
     "clip.C_max": "C never goes above this.",
     "privacy.epsilon": "Target for each party over the whole run; the noise is calibrated to it.",
     "privacy.sigma": "Noise multiplier, in place of epsilon; the epsilon is then reported.",
-    "privacy.delta": "The chance that the guarantee fails; keep it well below 1 / (units of a party; for unit client: parties).",
+    "privacy.delta": "The chance that the guarantee fails; keep it well below 1 / (units of a party; client: parties).",
     "run.seed": "Of all public randomness, and of the private one where randomness is seeded.",
-    "run.engine": "How a round is computed: auto, or reference (a plain loop).",
+    "run.engine": "How a round is computed: auto, reference (a plain loop) or stacked (all parties at once; for GPUs).",
     "run.evaluate_every": "Rounds between evaluations; the last round is always evaluated.",
     "run.checkpoint_every": "Rounds between checkpoints that a run can be resumed from.",
 }

@@ -39,6 +39,7 @@ WANTED: dict[Any, str] = {
     str: "text in quotes",
     bool: "true or false",
     tuple[int, ...]: "a list of whole numbers",
+    tuple[float, ...]: "a list of numbers",
     dict[str, float]: "a table of names and numbers",
 }
 GOT: dict[type, str] = {

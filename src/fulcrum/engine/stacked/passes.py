@@ -1,0 +1,269 @@
+"""One forward and backward pass over stacked examples, and what it can answer about their gradients.
+
+    tape = run_pass(program, theta, x, y, how)
+    norms = tape.norms(groups); total = tape.weighted_sum(factors, groups, segments)
+
+Examples are [S, n]: n for each of S sets of weights. A sum is taken over segments of them: with `segments`
+M the n examples are M equal parts (the clients of a run that still share its weights), and sums are [S * M, d].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from fulcrum.engine.stacked.layers import Program, Site, Weights, losses_and_slopes
+from fulcrum.local import Problem
+from fulcrum.models import Layout, call
+
+PRECISIONS: dict[str, torch.dtype] = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+"""What activations are held in. Norms, sums, noise and weights are float32 always."""
+
+MARGIN = {"float32": 0.0, "tf32": 2.0**-9, "bf16": 2.0**-6}
+"""Factors are shrunk by this part, so that rounding in a product does not carry a contribution over its bound."""
+
+
+@dataclass(frozen=True)
+class How:
+    """Speed choices of a pass. native: convolutions by the library where all examples share weights.
+
+    careful: examples that count as zero have their activations and gradients zeroed too, since 0 * NaN is NaN;
+    only needed once something was not finite.
+    """
+
+    precision: str = "float32"
+    native: bool = False
+    careful: bool = False
+
+
+def unpack(layout: Layout, theta: Tensor) -> Weights:
+    """[S, d] -> each parameter tensor [S, ...]."""
+    pieces = theta.split(layout.sizes, dim=1)
+    return tuple(p.unflatten(1, s) if len(s) else p[:, 0] for p, s in zip(pieces, layout.shapes, strict=True))
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """A batched product with a float32 result, whatever its inputs are held in."""
+    if a.dtype == torch.float32:
+        return torch.bmm(a, b)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)  # inputs stay as they are, sums are kept in full
+    return torch.bmm(a.float(), b.float())
+
+
+def squares(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """The sum of squares over some dimensions, in float32 and without a copy in float32."""
+    norms: Tensor = torch.linalg.vector_norm(values, dim=dims, dtype=torch.float32)
+    return norms.square()
+
+
+# --- the tape of a hand-written pass --------------------------------------------------------------
+
+
+@dataclass
+class _Use:
+    """A site's input h, its patches a [S, n, P, k] (made when first asked for) and output gradient g [S, n, P, o]."""
+
+    site: Site
+    h: Tensor
+    a: Tensor | None
+    g: Tensor = field(default_factory=lambda: torch.empty(0))
+    written: Tensor | None = None
+    """The gradients of all examples [S, n, o, k], where the norm needed them."""
+
+    def seen(self) -> Tensor:
+        if self.a is None:
+            self.a = self.site.see(self.h)
+        return self.a
+
+    def squares(self) -> Tensor:
+        """Squared norm of each example's weight gradient [S, n]."""
+        site, a, g = self.site, self.seen(), self.g
+        if site.positions == 1:
+            return squares(a, (2, 3)) * squares(g, (2, 3))
+        sets, n = a.shape[:2]
+        rows, slopes = a.flatten(0, 1), g.flatten(0, 1)
+        if site.ghost:
+            grams = product(rows, rows.transpose(1, 2)), product(slopes, slopes.transpose(1, 2))
+            return (grams[0] * grams[1]).sum(dim=(1, 2)).view(sets, n)
+        self.written = product(slopes.transpose(1, 2), rows).view(sets, n, site.outputs, site.inputs)
+        return squares(self.written, (2, 3))
+
+    def rows(self) -> Tensor:
+        """The weight gradient of each example, [S * n, o * k] in the layout's order."""
+        a, g = self.seen().flatten(0, 1), self.g.flatten(0, 1)
+        return self.site.natural(product(g.transpose(1, 2), a))
+
+    def total(self, factors: Tensor, segments: int, weights: Weights, how: How) -> Tensor:
+        """Sum over each segment of factor times weight gradient: factors [S, n] -> [S * M, o * k]."""
+        site = self.site
+        sets, n = factors.shape
+        groups, rows = sets * segments, n // segments
+        if self.written is not None:
+            table = self.written.view(groups, rows, site.outputs * site.inputs)
+            flat = torch.bmm(factors.view(groups, 1, rows), table)
+            return site.natural(flat.view(groups, site.outputs, site.inputs))
+        scaled = self.g * factors[:, :, None, None].to(self.g.dtype)
+        if how.native and groups == 1 and site.window is not None:
+            shaped = scaled.view(1, n, *site.window.out, site.outputs)
+            return site.natural(site.native_backward(shaped, self.h, weights, "weight").float())
+        a = self.seen().reshape(groups, rows * site.positions, site.inputs)
+        g = scaled.reshape(groups, rows * site.positions, site.outputs)
+        return site.natural(product(g.transpose(1, 2), a))
+
+    def dots(self, direction: Tensor, segments: int) -> Tensor:
+        """Inner product of each example's weight gradient with a direction [S * M, o, k]: [S, n]."""
+        site = self.site
+        a, g = self.seen(), self.g
+        sets, n = a.shape[:2]
+        groups, rows = sets * segments, n // segments
+        through = product(g.reshape(groups, rows * site.positions, site.outputs), direction.to(g.dtype))
+        return (through.view(sets, n, -1) * a.reshape(sets, n, -1)).sum(dim=2)
+
+    def zero(self, good: Tensor) -> None:
+        """Examples where good [S, n] is False take no part, whatever they hold."""
+        bad = ~good[:, :, None, None]
+        self.a = self.seen().masked_fill(bad, 0)
+        self.h = self.h.masked_fill(~good.view(*good.shape, *[1] * (self.h.dim() - 2)), 0)
+        self.g = self.g.masked_fill(bad, 0)
+        if self.written is not None:
+            self.written = self.written.masked_fill(bad, 0)
+
+
+@dataclass
+class StackedTape:
+    """What a hand-written pass can answer. losses [S, n], float32, as they came (padding and NaN included)."""
+
+    layout: Layout
+    weights: Weights
+    how: How
+    uses: list[_Use]
+    losses: Tensor
+
+    def norms(self, groups: tuple[int, ...]) -> Tensor:
+        """[S, n, G]; not finite where the gradient is not."""
+        table: list[list[Tensor]] = [[] for _ in range(max(groups, default=0) + 1)]
+        for use in self.uses:
+            table[_group(groups, use.site.weight)].append(use.squares())
+            if use.site.bias is not None:
+                table[_group(groups, use.site.bias)].append(squares(_over_positions(use.g), 2))
+        return torch.stack([torch.stack(parts).sum(dim=0) for parts in table], dim=2).sqrt()
+
+    def dots(self, direction: Tensor, segments: int) -> Tensor:
+        """Inner products with a direction [S * M, d]: [S, n]."""
+        parts = unpack(self.layout, direction)
+        total = torch.zeros_like(self.losses)
+        for use in self.uses:
+            total = total + use.dots(use.site.matrix(parts), segments)
+            if use.site.bias is not None:
+                along = parts[use.site.bias].view(len(self.losses), segments, 1, -1)
+                slopes = _over_positions(use.g).view(len(self.losses), segments, -1, use.site.outputs)
+                total = total + (slopes * along).sum(dim=3).flatten(1)
+        return total
+
+    def matrix(self) -> Tensor:
+        """Every example's gradient, [S * n, d]."""
+        table: list[Tensor] = [self.losses] * len(self.layout.names)
+        for use in self.uses:
+            table[use.site.weight] = use.rows()
+            if use.site.bias is not None:
+                table[use.site.bias] = _over_positions(use.g).flatten(0, 1)
+        return torch.cat(table, dim=1)
+
+    def zero(self, good: Tensor) -> None:
+        """Take the examples where good [S, n] is False out of all sums."""
+        for use in self.uses:
+            use.zero(good)
+
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...], segments: int) -> Tensor:
+        """Sum over each segment of factor times gradient: factors [S, n, G] -> [S * M, d], float32."""
+        table: list[Tensor] = [self.losses] * len(self.layout.names)
+        sets, n = factors.shape[:2]
+        for use in self.uses:
+            own = factors[:, :, _group(groups, use.site.weight)].contiguous()
+            table[use.site.weight] = use.total(own, segments, self.weights, self.how)
+            if use.site.bias is not None:
+                own = factors[:, :, _group(groups, use.site.bias)].reshape(sets * segments, 1, n // segments)
+                slopes = _over_positions(use.g).view(sets * segments, n // segments, -1)
+                table[use.site.bias] = torch.bmm(own, slopes).squeeze(1)
+        return torch.cat(table, dim=1)
+
+
+def _group(groups: tuple[int, ...], tensor: int) -> int:
+    return groups[tensor] if groups else 0
+
+
+def _over_positions(g: Tensor) -> Tensor:
+    """The bias gradient of each example, [S, n, P, o] -> [S, n, o] in float32."""
+    return g[:, :, 0].float() if g.shape[2] == 1 else g.sum(dim=2, dtype=torch.float32)
+
+
+def forward(program: Program, weights: Weights, x: Tensor, how: How, keep: bool) -> tuple[Tensor, list[Any]]:
+    """Logits [S, n, classes], and what the backward pass needs of each step (nothing unless `keep`)."""
+    h = x.to(PRECISIONS[how.precision])
+    kept: list[Any] = []
+    for step in program.steps:
+        if not isinstance(step, Site):
+            h, note = step.forward(h)
+        elif how.native and len(h) == 1 and step.window is not None:
+            note, h = _Use(step, h, None), step.native(h, weights)
+        else:
+            a = step.see(h)
+            note, h = _Use(step, h, a), step.forward(a, weights)
+        kept.append(note if keep else None)
+    return h, kept
+
+
+def run_pass(program: Program, theta: Tensor, x: Tensor, y: Tensor, how: How) -> StackedTape:
+    """Forward and backward for x [S, n, ...] and y [S, n] with weights theta [S, d]."""
+    weights = unpack(program.layout, theta)
+    logits, kept = forward(program, weights, x, how, keep=True)
+    losses, g = losses_and_slopes(logits, y)
+    g = g.to(logits.dtype)
+    sites = [i for i, step in enumerate(program.steps) if isinstance(step, Site)]
+    uses: list[_Use] = []
+    for i in range(len(program.steps) - 1, sites[0] - 1, -1):
+        step, note = program.steps[i], kept[i]
+        if not isinstance(step, Site):
+            g = step.backward(g, note)
+            continue
+        note.g = g.reshape(*g.shape[:2], step.positions, step.outputs)
+        uses.append(note)
+        if i == sites[0]:
+            break
+        by_library = how.native and len(g) == 1 and step.window is not None
+        g = step.native_backward(g, note.h, weights, "input") if by_library else step.backward(g, weights)
+    return StackedTape(program.layout, weights, how, uses, losses)
+
+
+# --- any other model: gradients written out by torch.func -----------------------------------------
+
+
+def functional_pass(problem: Problem, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients [S * n, d] and losses [S, n] of any model that torch.func can follow."""
+    model, layout = problem.model, problem.layout
+
+    def loss(flat: Tensor, one: Tensor, label: Tensor) -> Tensor:
+        logits = call(model, layout.unflatten(flat), one[None])
+        return torch.nn.functional.cross_entropy(logits, label[None])
+
+    each: Callable[..., Any] = vmap(vmap(grad_and_value(loss), in_dims=(None, 0, 0)))
+    gradients, losses = each(theta, x, y)
+    return gradients.flatten(0, 1), losses
+
+
+def functional_logits(problem: Problem, theta: Tensor, x: Tensor) -> Tensor:
+    """Logits [S, n, classes] of any model."""
+
+    def one_set(flat: Tensor, rows: Tensor) -> Tensor:
+        return call(problem.model, problem.layout.unflatten(flat), rows)  # type: ignore[no-any-return]
+
+    return vmap(one_set)(theta, x)
+
+
+__all__ = ["MARGIN", "PRECISIONS", "How", "StackedTape", "functional_logits", "functional_pass", "run_pass", "unpack"]

@@ -1,0 +1,113 @@
+"""Rounds of any kind: every client of every run is a job with weights of its own; see `engine.stacked.trainer`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fulcrum.config import learning_rate
+from fulcrum.engine.stacked.rules import Stacked
+from fulcrum.engine.stacked.trainer import Job, Part, Trainer
+from fulcrum.many.server import Server
+
+
+class Apart:
+    """Plays rounds of R runs, job by job: several local steps, rules of the clients' own, rules that are not sound."""
+
+    burst = 1
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.device = server, server.device
+        problems = [federation.problem for federation in server.federations]
+        self.trainer = Trainer(server.core, torch.cat([p.partition.order for p in problems]))
+        self.replayer = self.trainer.replayer
+        self.parties = max(p.partition.parties for p in problems)
+        self.own = server.core.problem.rule.where == "client"
+        self.states: Stacked = {}
+        if self.own:  # [R * K, ...]
+            self.states = {
+                name: value.repeat_interleave(self.parties, dim=0) for name, value in server.rule_state.items()
+            }
+
+    def play(self, t: int) -> None:
+        """Plays round t and ends it."""
+        server = self.server
+        jobs, weights = self._jobs(t)
+        C = server.rule_state["C"].clone()
+        if not jobs:
+            server.move(torch.zeros_like(server.theta), server.rule_state, C)
+            return
+        runs = torch.tensor([job.run for job in jobs], device=self.device)
+        clients = torch.tensor([job.run * self.parties + job.task.client for job in jobs], device=self.device)
+        shares = torch.tensor(weights, device=self.device)
+        source, index = (self.states, clients) if self.own else (server.rule_state, runs)
+        if self.own:
+            C = _mean_by(runs, self.states["C"][clients], len(C))
+
+        def states(members: list[int]) -> Stacked:
+            chosen = index[torch.tensor(members, device=self.device)]
+            return {name: value[chosen] for name, value in source.items()}
+
+        parts = self.trainer.train(jobs, server.theta, states, t, server.rounds)
+        places = torch.tensor([i for part in parts for i in part.members], device=self.device)
+        deltas, extras = torch.cat([p.deltas for p in parts]), torch.cat([p.extras for p in parts])
+        shares, runs, clients = shares[places], runs[places], clients[places]
+        aggregate = _sum_by(runs, deltas * shares[:, None], len(C))
+        extra = _sum_by(runs, extras * shares[:, None], len(C))
+        steps = torch.tensor([float(job.task.steps) for job in jobs], device=self.device)[places]
+        lr, noise = server.lr[t], server.noise[t]
+        update, after = aggregate, server.rule_state
+        if self.own:
+            self._adapt_clients(parts, clients, deltas, extras, lr[runs], steps, t, noise[runs])
+        else:
+            total = _sum_by(runs, (steps * shares)[:, None], len(C))[:, 0]
+            update, after = server.core.rule.adapt(after, aggregate, extra, lr, total, t, server.rounds, noise)
+        server.move(update, after, C)
+
+    def _jobs(self, t: int) -> tuple[list[Job], list[float]]:
+        jobs, weights, offset = [], [], 0
+        for r, federation in enumerate(self.server.federations):
+            problem, train = federation.problem, federation.settings.train
+            lr, starts = learning_rate(train, t), problem.partition.starts
+            for k in self.server.participants[r][t]:
+                start, size = offset + int(starts[k]), int(starts[k + 1] - starts[k])
+                task = federation.plan.assignment(k, t, lr)
+                jobs.append(Job(task, start, size, r, problem.randomness, train.weight_decay))
+            weights += self.server.weights(r, t)
+            offset += len(problem.partition.order)
+        return jobs, weights
+
+    def _adapt_clients(
+        self,
+        parts: list[Part],
+        clients: Tensor,
+        deltas: Tensor,
+        extras: Tensor,
+        lr: Tensor,
+        steps: Tensor,
+        t: int,
+        noise: Tensor,
+    ) -> None:
+        """Each client's own state: as its steps left it, moved by its own release where the rule moves a round."""
+        rule = self.server.core.rule
+        last = [{n: v[: len(p.members)] for n, v in p.steps[-1].state.items()} for p in parts]
+        state = {name: torch.cat([own[name] for own in last]) for name in last[0]}
+        if rule.rule.when == "round":
+            _, state = rule.adapt(state, deltas, extras, lr, steps, t, self.server.rounds, noise)
+        for name, value in self.states.items():
+            value[clients] = state[name]
+
+    def settled(self) -> bool:
+        """Every round is settled before it ends."""
+        return True
+
+
+def _sum_by(index: Tensor, values: Tensor, count: int) -> Tensor:
+    """Sums of rows with the same index, [J, x] -> [count, x]; a product, so that the bits are always the same."""
+    chosen = (index[None, :] == torch.arange(count, device=index.device)[:, None]).to(values.dtype)
+    return chosen @ values
+
+
+def _mean_by(index: Tensor, values: Tensor, count: int) -> Tensor:
+    ones = torch.ones((len(index), 1), device=index.device)
+    return _sum_by(index, values, count) / _sum_by(index, ones, count).clamp_min(1)

@@ -1,0 +1,98 @@
+"""Renyi divergence of one Poisson-sampled Gaussian release, at many orders at once and fast.
+
+With rate q, multiplier sigma and order a the divergence is log A(a) / (a - 1), where (Mironov, Talwar and
+Zhang 2019)
+
+    A(a) = E over z ~ N(0, 1) of (1 - q + q exp(z / sigma - 1 / (2 sigma^2)))^a.
+
+At whole orders that is a finite sum of binomial terms. At broken ones the integrand is analytic in the strip
+|Im z| < pi sigma and falls off like a Gaussian, so the trapezoidal rule is exact to rounding once its step is
+small against sigma and 1. `dp_accounting` computes the same numbers one order after the other, forty
+milliseconds a sigma; a noise schedule has hundreds of sigmas, and calibrating it asks for thousands.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.float64]
+
+STEP = 0.35
+"""Step of the trapezoidal rule, in units of min(1, sigma): an error of exp(-2 pi^2 / STEP) = exp(-56) or less."""
+REACH = 9.5
+"""How many standard deviations beyond the outermost peak the integral goes: exp(-45) is left out."""
+LOW = 63
+"""Whole orders up to this one share a table of binomial coefficients."""
+FINEST = 0.05
+"""Below this sigma broken orders are bounded by their whole neighbours instead: nothing is hidden there anyway."""
+
+
+def sampled_gaussian(rate: float, sigma: float, orders: Vector) -> Vector:
+    """log A(order) / (order - 1) at each of `orders` (all above 1), for 0 < rate < 1 and sigma > 0."""
+    whole = orders == np.round(orders)
+    log_moments = np.empty_like(orders)
+    for low, high in ((1, LOW), (LOW, math.inf)):  # two tables, so that low orders do not get rows as long as high ones
+        chosen = whole & (orders > low) & (orders <= high)
+        log_moments[chosen] = _by_sum(rate, sigma, tuple(orders[chosen].astype(int).tolist()))
+    if sigma >= FINEST:
+        log_moments[~whole] = _by_integral(rate, sigma, orders[~whole])
+    else:
+        # log A is convex in the order and 0 at order 1, so a chord between whole orders lies above it.
+        knots = tuple(range(2, math.ceil(orders[~whole].max(initial=2)) + 1))
+        log_moments[~whole] = np.interp(orders[~whole], (1, *knots), (0.0, *_by_sum(rate, sigma, knots)))
+    return log_moments / (orders - 1)
+
+
+def _log_mean(log_weights: Vector, log_values: Vector) -> Vector:
+    """log of the sum over the last axis of weight * exp(value), for weights [orders, n] that add up to 1.
+
+    Where the sum is near 1 it is found as 1 + sum of weight * (exp(value) - 1), so that small moments
+    keep their digits.
+    """
+    log_weights, log_values = np.broadcast_arrays(log_weights, log_values)
+    terms = log_weights + log_values
+    top = terms.max(axis=-1, keepdims=True)
+    near = top[:, 0] < 1
+    found = np.empty(len(terms))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        # weight * (exp(value) - 1) as a difference, for exp(value) alone may overflow where its weight is tiny
+        small = np.exp(log_weights[near])
+        growth = np.where(log_values[near] < 1, small * np.expm1(log_values[near]), np.exp(terms[near]) - small)
+        found[near] = np.log1p(growth.sum(axis=-1))
+        found[~near] = (top + np.log(np.exp(terms - top).sum(axis=-1, keepdims=True)))[~near, 0]
+    return found
+
+
+@lru_cache(maxsize=4)
+def _binomials(orders: tuple[int, ...]) -> Vector:
+    """log of the binomial coefficients (a over k) in row a, column k; minus infinity beyond the row's end."""
+    table = np.full((len(orders), max(orders, default=0) + 1), -np.inf)
+    for row, order in enumerate(orders):
+        table[row, : order + 1] = [math.log(math.comb(order, k)) for k in range(order + 1)]
+    return table
+
+
+def _by_sum(rate: float, sigma: float, orders: tuple[int, ...]) -> Vector:
+    """log A at whole orders: the sum over k of (a over k) (1-q)^(a-k) q^k exp((k^2 - k) / (2 sigma^2))."""
+    if not orders:
+        return np.zeros(0)
+    table = _binomials(orders)
+    k = np.arange(table.shape[1])
+    rest = np.maximum(np.array(orders)[:, None] - k, 0)
+    log_weights = table + rest * math.log1p(-rate) + k * math.log(rate)
+    return _log_mean(log_weights, (k * k - k) / (2 * sigma**2))
+
+
+def _by_integral(rate: float, sigma: float, orders: Vector) -> Vector:
+    """log A at any orders, by the trapezoidal rule."""
+    if not len(orders):
+        return np.zeros(0)
+    step = STEP * min(1.0, sigma)
+    z = np.arange(-REACH, float(orders.max()) / sigma + REACH + step, step)
+    ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + z / sigma - 1 / (2 * sigma**2))
+    log_weights = math.log(step) - 0.5 * math.log(2 * math.pi) - 0.5 * z**2
+    return _log_mean(log_weights, orders[:, None] * ratio)

@@ -1,0 +1,252 @@
+"""How jobs are run: one after the other, in processes of one thread each, or stacked on a GPU.
+
+`run_jobs` is an iterator of (job, outcome) in the order they finish; whoever calls it keeps them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fulcrum.config import local_steps
+from fulcrum.errors import ConfigError, FulcrumError
+from fulcrum.federate import Federation
+from fulcrum.study.job import Job
+from fulcrum.study.play import Datasets, Outcome, Stopped, make, outcome, play
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Clock:
+    """A time budget in seconds (0: none). `fits` guesses from the slowest of its kind so far."""
+
+    seconds: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+    slowest: dict[Hashable, float] = field(default_factory=dict)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the budget is spent."""
+        return self.seconds - (time.monotonic() - self.began) if self.seconds else float("inf")
+
+    def fits(self, kind: Hashable, size: int = 1) -> bool:
+        """Whether another job (or `size` of them) of this kind will probably end in time."""
+        return self.left > 1.1 * size * self.slowest.get(kind, 0.0)
+
+    def took(self, kind: Hashable, seconds: float) -> None:
+        """Remember how long one took."""
+        self.slowest[kind] = max(seconds, self.slowest.get(kind, 0.0))
+
+    def check(self, done: int, total: int, since: float) -> None:
+        """Within a job: raise Stopped as soon as it is plain that it will not end in time."""
+        if self.left <= 0 or (done >= 10 and (time.monotonic() - since) / done * (total - done) > self.left):
+            raise Stopped
+
+
+@dataclass(frozen=True)
+class How:
+    """Options of the backends. stack: the most runs in one tensor program. workers: processes (0: one a core).
+
+    precision: run.precision for all jobs; empty: each job's own.
+    """
+
+    data_dir: str = ""
+    device: str = "auto"
+    stack: int = 48
+    precision: str = ""
+    workers: int = 0
+    clock: Clock = field(default_factory=Clock)
+    say: Say = print
+
+
+Backend = Callable[[Sequence[Job], How], Iterator[tuple[Job, Outcome]]]
+
+
+def run_jobs(jobs: Iterable[Job], backend: str = "auto", how: How | None = None) -> Iterator[tuple[Job, Outcome]]:
+    """Run the jobs; each comes out once, in the order they finish. Ends early when the clock has run out."""
+    jobs, how = list(jobs), how or How()
+    chosen = find_backend(how.device) if backend == "auto" else backend
+    if chosen not in BACKENDS:
+        raise ConfigError(f"backend = {backend!r} is not known; choose auto or one of {', '.join(BACKENDS)}.")
+    yield from BACKENDS[chosen](jobs, how)
+
+
+def find_backend(device: str) -> str:
+    """What `auto` means here: stacked with a GPU, processes with several cores, else sequential."""
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return "stacked" if importlib.util.find_spec(MANY) else "sequential"
+    return "processes" if cores() > 1 else "sequential"
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# --- one after the other --------------------------------------------------------------------------
+
+
+def sequential(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
+    """One after the other, each with the engine that `auto` chooses."""
+    datasets = Datasets(how.data_dir)
+    for job in jobs:
+        result = _alone(job, datasets, how)
+        if result is not None:
+            yield job, result
+
+
+def _alone(job: Job, datasets: Datasets, how: How) -> Outcome | None:
+    """Run one job; None where it will not end in time (a shorter one still may)."""
+    kind, began = shape(job), time.monotonic()
+    if not how.clock.fits(kind):
+        return None
+    try:
+        result = play(make(job, datasets, how.device, how.precision), lambda t, total: how.clock.check(t, total, began))
+    except Stopped:
+        return None
+    except FulcrumError:
+        raise
+    except Exception as error:  # a defect of one rule must not cost the others a night's machine time
+        how.say(f"FAILED, left undone: {job.cell} seed {job.seed}: {type(error).__name__}: {error}")
+        return None
+    how.clock.took(kind, time.monotonic() - began)
+    return result
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+_mine: dict[str, Any] = {}
+"""In a worker process: its data sets and options."""
+
+
+def _start(how: How) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    torch.set_num_threads(1)
+    _mine.update(datasets=Datasets(how.data_dir), how=how)
+
+
+def _in_process(job: Job) -> tuple[Job, Outcome | None]:
+    return job, _alone(job, _mine["datasets"], _mine["how"])
+
+
+def processes(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
+    """Several at once, each in a process with one thread."""
+    workers = min(how.workers or cores(), len(jobs))
+    if workers <= 1:
+        yield from sequential(jobs, how)
+        return
+    # Only plain values travel to a new process, and its clock starts when it does.
+    left = max(how.clock.left, 1e-3) if how.clock.seconds else 0.0
+    options = How(how.data_dir, how.device, precision=how.precision, clock=Clock(left))
+    # Not a Pool, which waits for ever where its processes die at the start.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (options,)) as pool:
+        try:
+            for done in as_completed([pool.submit(_in_process, job) for job in jobs]):
+                job, result = done.result()
+                if result is not None:
+                    yield job, result
+        except BaseException:  # interrupted, or nobody wants the rest: do not wait for runs under way
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
+            raise
+
+
+# --- stacked --------------------------------------------------------------------------------------
+
+MANY = "fulcrum.many"
+"""The module whose `run_many(federations)` trains several runs in one tensor program."""
+
+
+def _play_stack(federations: Sequence[Federation], check: Callable[[int, int], None]) -> list[Outcome]:
+    """Outcomes of runs trained together, in order. THE ONE PLACE that knows `run_many`: adjust here if it changes.
+
+    It yields one value a round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), .accuracy
+    and .loss [R] (NaN where not evaluated).
+    """
+    began = time.monotonic()
+    Cs: list[list[tuple[int, float]]] = [[] for _ in federations]
+    curves: list[list[tuple[int, float]]] = [[] for _ in federations]
+    losses = [float("nan")] * len(federations)
+    for step in importlib.import_module(MANY).run_many(list(federations)):
+        C = step.C.double().nan_to_num(nan=0.0, posinf=float("inf")).square().sum(dim=1).sqrt().tolist()
+        accuracy, loss = step.accuracy.tolist(), step.loss.tolist()
+        for i in range(len(federations)):
+            Cs[i].append((step.round, C[i]))
+            if accuracy[i] == accuracy[i]:
+                curves[i].append((step.round, accuracy[i]))
+                losses[i] = loss[i]
+        check(step.round, step.rounds)
+    share = (time.monotonic() - began) / len(federations)
+    return [outcome(f, Cs[i], curves[i], losses[i], share) for i, f in enumerate(federations)]
+
+
+def stacked(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
+    """Jobs that share data, model, rule and steps together on one device; what cannot be stacked goes alone."""
+    if importlib.util.find_spec(MANY) is None:
+        raise ConfigError("backend = 'stacked' needs fulcrum.many, which this version lacks; use sequential.")
+    datasets = Datasets(how.data_dir)
+    alone = [job for job in jobs if not stackable(job)]
+    groups: dict[Hashable, list[Job]] = {}
+    for job in jobs:
+        if stackable(job):
+            groups.setdefault(shape(job), []).append(job)
+    for kind, members in groups.items():
+        members.sort(key=lambda job: job.settings.train.rate)  # batches of one size need no padding
+        size = how.stack
+        while members:
+            if not how.clock.fits(kind, min(size, len(members))):
+                how.say(f"no time left for {len(members)} jobs like {members[0].cell}")
+                break
+            chunk, began = members[:size], time.monotonic()
+            try:
+                results = _play_stack(
+                    [make(job, datasets, how.device, how.precision) for job in chunk],
+                    lambda t, total, began=began: how.clock.check(t, total, began),  # type: ignore[misc]
+                )
+            except Stopped:
+                how.say(f"time is up: {len(chunk)} jobs like {chunk[0].cell} left undone")
+                break
+            except torch.cuda.OutOfMemoryError:
+                if size == 1:
+                    raise
+                size = min(size, len(chunk)) // 2 or 1
+                torch.cuda.empty_cache()
+                how.say(f"out of memory; stacks of {size} from here")
+                continue
+            except FulcrumError:
+                raise
+            except Exception as error:
+                how.say(f"cannot be stacked, goes one by one: {chunk[0].cell}: {type(error).__name__}: {error}")
+                alone += members
+                break
+            how.clock.took(kind, (time.monotonic() - began) / len(chunk))
+            members = members[len(chunk) :]
+            yield from zip(chunk, results, strict=True)
+    yield from sequential(alone, how)
+
+
+def stackable(job: Job) -> bool:
+    """Whole parties as units are noised by the server, which `run_many` does not do."""
+    return job.settings.privacy.unit != "client"
+
+
+def shape(job: Job) -> Hashable:
+    """What jobs must share to go into one stack, and to take about equally long."""
+    s = job.settings
+    held = (s.data.validation, s.run.seed) if s.data.validation else 0.0
+    train = (s.train.rounds, local_steps(s.train), s.train.server)
+    return (s.data.source, held, s.model, s.clip.rule, s.clip.groups, train, s.privacy.unit)
+
+
+BACKENDS: dict[str, Backend] = {"sequential": sequential, "processes": processes, "stacked": stacked}

@@ -1,0 +1,63 @@
+"""Sigma for every job, found once for all jobs that share it. Needs the accountant; the machines that train do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+
+from fulcrum.clip import find_rule
+from fulcrum.config import Settings
+from fulcrum.errors import BudgetError
+from fulcrum.plan import Plan, make_plan
+from fulcrum.study.job import Job
+
+FREE = {
+    "train": ("lr", "schedule", "warmup", "decay_rounds", "decay", "weight_decay", "weights", "ema"),
+    "clip": ("C0", "C_min", "C_max", "kappa", "balance", "eta_C", "beta", "phi"),
+}
+"""Settings that cannot change what a release costs; those of any other name are taken to."""
+
+
+def calibrated(jobs: Iterable[Job]) -> list[Job]:
+    """The same jobs with privacy.sigma set and the epsilon that it costs; the target stays in the job's tags."""
+    known: dict[str, tuple[float, float]] = {}
+    done = []
+    for job in jobs:
+        if job.settings.privacy.epsilon is None:
+            done.append(job)
+            continue
+        key = terms(job.settings)
+        if key not in known:
+            known[key] = noise(job.settings)
+        sigma, cost = known[key]
+        settings = job.settings.replace(privacy={"epsilon": None, "sigma": sigma})
+        done.append(dataclasses.replace(job, settings=settings, accounted=cost))
+    return done
+
+
+def terms(settings: Settings) -> str:
+    """Equal for settings that need the same sigma."""
+    parts = {
+        name: {k: v for k, v in dataclasses.asdict(getattr(settings, name)).items() if k not in FREE.get(name, ())}
+        for name in ("train", "clip", "privacy")
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+def plan_of(settings: Settings) -> Plan:
+    """A plan without the data: what a release costs does not depend on how many examples a party has."""
+    parties = settings.data.parties
+    return make_plan(settings, parties, [1000] * parties, find_rule(settings.clip.rule))
+
+
+def noise(settings: Settings) -> tuple[float, float]:
+    """(sigma that meets privacy.epsilon, the epsilon it costs)."""
+    plan = plan_of(settings)
+    sigma = plan.groups[0].sigma
+    with_sigma = plan_of(settings.replace(privacy={"epsilon": None, "sigma": sigma}))
+    cost = with_sigma.epsilon_at(settings.train.rounds, 0)
+    target = settings.privacy.epsilon
+    if target is not None and cost > target * (1 + 1e-9):
+        raise BudgetError(f"sigma = {sigma:g} costs epsilon = {cost:.5g}, above the target {target:g}: nothing is run.")
+    return sigma, cost

@@ -1,0 +1,64 @@
+"""From finished trials to chosen settings: the best of equally many, on held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fulcrum.study.experiment import Experiment, tuning_jobs
+from fulcrum.study.job import Job
+from fulcrum.study.search import Choice, best, write_choices
+from fulcrum.study.store import Record
+
+NOTE = """Settings chosen for the tables; written by `fulcrum study choose`, from the trials of search.toml.
+validation_accuracy (a fraction) is that of one run on the held-out part of the training data, `trials` how
+many were compared. The test data played no part. Privacy spent on trying is not in the table's epsilon."""
+
+
+def choose(
+    experiment: Experiment,
+    done: Mapping[str, Record],
+    protocol: bool = False,
+    at: Sequence[float] = (),
+    partial: bool = False,
+) -> tuple[list[Choice], dict[str, int]]:
+    """(the choice of every finished cell, how many trials each unfinished cell still lacks).
+
+    A cell with trials missing is not decided, so that every method gets as many; `partial` decides it
+    from what there is, and the choice says from how many.
+    """
+    cells: dict[str, list[Job]] = {}
+    for job in tuning_jobs(experiment, protocol, at):
+        cells.setdefault(job.cell, []).append(job)
+    choices, lacking = [], {}
+    for cell, jobs in cells.items():
+        # Two trials of a method may be the same run; then both have its result.
+        tried = [(job.trial or 0, float(done[job.id]["accuracy"])) for job in jobs if job.id in done]
+        if len(tried) < len(jobs):
+            lacking[cell] = len(jobs) - len(tried)
+        if not tried or (len(tried) < len(jobs) and not partial):
+            continue
+        trial, accuracy = best(tried)
+        first = jobs[0]
+        words = experiment.search.trials_of(first.row, first.dataset, clipping=not protocol)[trial]
+        choices.append(
+            Choice(first.dataset, first.row, trial, len(tried), round(accuracy, 5), first.epsilon, protocol, words)
+        )
+    return choices, lacking
+
+
+def keep(experiment: Experiment, new: Sequence[Choice]) -> Experiment:
+    """The experiment with the new choices over the old ones, written to chosen.toml."""
+
+    def key(choice: Choice) -> tuple[object, ...]:
+        return (choice.dataset, choice.epsilon, choice.row, choice.protocol)
+
+    everything = {key(choice): choice for choice in [*experiment.choices, *new]}
+    write_choices(chosen_file(experiment), everything.values(), NOTE)
+    return replace(experiment, choices=tuple(everything.values()))
+
+
+def chosen_file(experiment: Experiment) -> Path:
+    """Where chosen settings are kept."""
+    return experiment.folder / "chosen.toml"

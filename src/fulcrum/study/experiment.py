@@ -1,0 +1,292 @@
+"""The files of experiments/ -> jobs: what `fulcrum reproduce paper` and `fulcrum study` run.
+
+Every job's settings are: the defaults, the file's [settings], those of the data set, the method's
+preset, the row's own, the chosen ones; the later wins. Seeds are shared by all rows, so that split,
+initialisation, sampling and noise are the same wherever the settings allow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fulcrum import settings_file
+from fulcrum.clip import find_rule
+from fulcrum.config import Settings
+from fulcrum.errors import ConfigError
+from fulcrum.methods import METHODS
+from fulcrum.study.job import Job
+from fulcrum.study.search import Choice, Search, find, read_choices, read_search, read_toml
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: a method at its own unit, with its own settings. paper: the row of the paper's table."""
+
+    name: str
+    method: str
+    label: str
+    paper: str = ""
+    set: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """experiments/paper.toml with search.toml and chosen.toml beside it."""
+
+    datasets: tuple[str, ...]
+    epsilons: tuple[float, ...]
+    seeds: tuple[int, ...]
+    rows: tuple[Row, ...]
+    settings: Mapping[str, Any]
+    by_dataset: Mapping[str, Mapping[str, Any]]
+    revisions: Mapping[str, int]
+    protocol: Mapping[str, Any]
+    parties: Mapping[str, Any]
+    subset: Mapping[str, Any]
+    search: Search
+    choices: tuple[Choice, ...]
+    folder: Path
+    unknown: tuple[str, ...] = ()
+    """Methods that the file names and this version lacks."""
+
+    def only(
+        self,
+        datasets: Sequence[str] = (),
+        methods: Sequence[str] = (),
+        epsilons: Sequence[float] = (),
+        seeds: int = 0,
+    ) -> Experiment:
+        """A part of it; empty means all. methods are names of rows or of methods; seeds is how many."""
+        rows = self.rows
+        if methods:
+            rows = tuple(row for row in rows if row.name in methods or row.method in methods)
+            lost = set(methods) - {row.name for row in rows} - {row.method for row in rows}
+            if lost:
+                known = ", ".join(row.name for row in self.rows)
+                raise ConfigError(f"method {min(lost)!r} is not a row of the study; choose from {known}.")
+        return replace(
+            self,
+            datasets=_part("dataset", self.datasets, datasets),
+            epsilons=_part("epsilon", self.epsilons, epsilons),
+            rows=rows,
+            seeds=self.seeds[:seeds] if seeds else self.seeds,
+        )
+
+    def row(self, name: str) -> Row:
+        """The row of that name."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise ConfigError(f"row {name!r} is not in {self.folder}/paper.toml, or its method is not built in.")
+
+
+def _part(what: str, all_: tuple[Any, ...], wanted: Sequence[Any]) -> tuple[Any, ...]:
+    lost = [value for value in wanted if value not in all_]
+    if lost:
+        raise ConfigError(f"{what} {lost[0]!r} is not in the study; choose from {', '.join(map(str, all_))}.")
+    return tuple(value for value in all_ if value in wanted) if wanted else all_
+
+
+def find_folder(given: Path | None = None) -> Path:
+    """The folder with the experiments: as given, ./experiments, or that of the source tree."""
+    places = [given] if given else [Path("experiments"), Path(__file__).parents[3] / "experiments"]
+    for place in places:
+        if (place / "paper.toml").is_file():
+            return place
+    raise ConfigError(f"{places[0]} holds no paper.toml; run from the project's folder or name it with --experiments.")
+
+
+def read_experiment(given: Path | None = None) -> Experiment:
+    """The paper's study as the files in experiments/ describe it."""
+    folder = find_folder(given)
+    raw = read_toml(folder / "paper.toml")
+    rows = [Row(**{"method": entry["name"], **entry}) for entry in raw["rows"]]
+    return Experiment(
+        datasets=tuple(raw["datasets"]),
+        epsilons=tuple(map(float, raw["epsilons"])),
+        seeds=tuple(raw["seeds"]),
+        rows=tuple(row for row in rows if row.method in METHODS),
+        settings=raw["settings"],
+        by_dataset=raw.get("by_dataset", {}),
+        revisions=raw.get("revisions", {}),
+        protocol=raw["protocol"],
+        parties=raw["parties"],
+        subset=raw["subset"],
+        search=read_search(folder / "search.toml"),
+        choices=tuple(read_choices(folder / "chosen.toml")),
+        folder=folder,
+        unknown=tuple(dict.fromkeys(row.method for row in rows if row.method not in METHODS)),
+    )
+
+
+# --- settings of one job --------------------------------------------------------------------------
+
+
+def settings_for(
+    base: Mapping[str, Any], dataset: str, method: str, epsilon: float | None, overrides: Mapping[str, Any]
+) -> Settings:
+    """Checked settings of a run; without privacy where the method's rule has none."""
+    words = {"data.source": dataset, "privacy.epsilon": epsilon, **overrides}
+    settings = settings_file.parse(base, words, method)
+    if find_rule(settings.clip.rule).private or epsilon is None:
+        return settings
+    return settings.replace(privacy={"epsilon": None})
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of settings, the second over the first."""
+    return {name: {**base.get(name, {}), **over.get(name, {})} for name in {**base, **over}}
+
+
+def is_private(row: Row) -> bool:
+    """Whether the row's method adds noise at all."""
+    return find_rule(METHODS[row.method].parts["clip"]["rule"]).private
+
+
+def epsilons_of(experiment: Experiment, row: Row) -> tuple[float | None, ...]:
+    """The targets of a row; a method without privacy has a single cell."""
+    return experiment.epsilons if is_private(row) else (None,)
+
+
+def make_job(
+    experiment: Experiment,
+    study: str,
+    dataset: str,
+    row: Row,
+    epsilon: float | None,
+    overrides: Mapping[str, Any],
+    trial: int | None = None,
+    suffix: str = "",
+) -> Job:
+    """One job of a study; its cell is dataset/epsilon/row, then `suffix`."""
+    base = merged(experiment.settings, experiment.by_dataset.get(dataset, {}))
+    settings = settings_for(base, dataset, row.method, epsilon, {**row.set, **overrides})
+    cell = "/".join([dataset, "none" if epsilon is None else f"{epsilon:g}", row.name, *([suffix] if suffix else [])])
+    revision = experiment.revisions.get(settings.clip.rule, 0)
+    return Job(settings, study, cell, dataset, row.name, epsilon, trial, revision)
+
+
+# --- the studies ----------------------------------------------------------------------------------
+
+
+def paper_jobs(experiment: Experiment) -> list[Job]:
+    """The final runs: every row, data set, epsilon and seed, at the chosen settings, on the test data."""
+    return [
+        make_job(
+            experiment, "paper", dataset, row, epsilon, {**_chosen(experiment, dataset, epsilon, row), **_seed(seed)}
+        )
+        for dataset in experiment.datasets
+        for row in experiment.rows
+        for epsilon in epsilons_of(experiment, row)
+        for seed in experiment.seeds
+    ]
+
+
+def protocol_jobs(experiment: Experiment) -> list[Job]:
+    """The paper's own protocol: one C0 for all methods, nothing else of C tuned."""
+    shared = {"clip.C0": float(experiment.protocol["C0"])}
+    return [
+        make_job(
+            experiment,
+            "protocol",
+            dataset,
+            row,
+            epsilon,
+            {**_chosen(experiment, dataset, epsilon, row, protocol=True), **shared, **_seed(seed)},
+        )
+        for dataset in experiment.datasets
+        for row in experiment.rows
+        if is_private(row)
+        for epsilon in experiment.epsilons
+        for seed in experiment.seeds
+    ]
+
+
+def tuning_jobs(experiment: Experiment, protocol: bool = False, at: Sequence[float] = ()) -> list[Job]:
+    """Every trial of every cell, one seed, judged on held-out training data; `at` limits the epsilons."""
+    search, study = experiment.search, "tune-protocol" if protocol else "tune"
+    shared = {"clip.C0": float(experiment.protocol["C0"])} if protocol else {}
+    fixed = {"data.validation": search.validation, **_seed(search.run_seed)}
+    jobs = []
+    for dataset in experiment.datasets:
+        for row in experiment.rows:
+            if protocol and not is_private(row):
+                continue
+            tried = search.trials_of(row.name, dataset, clipping=not protocol)
+            for epsilon in epsilons_of(experiment, row):
+                if at and epsilon is not None and epsilon not in at:
+                    continue
+                jobs += [
+                    make_job(experiment, study, dataset, row, epsilon, {**words, **shared, **fixed}, trial)
+                    for trial, words in enumerate(tried)
+                ]
+    return jobs
+
+
+def parties_jobs(experiment: Experiment) -> list[Job]:
+    """Accuracy over the number of parties, at the settings chosen for the table's own number."""
+    plan = experiment.parties
+    rows = [row for row in experiment.rows if row.name in plan["rows"]]
+    seeds = experiment.seeds[: int(plan.get("seeds", len(experiment.seeds)))]
+    return [
+        make_job(
+            experiment,
+            "parties",
+            dataset,
+            row,
+            epsilon,
+            {**_chosen(experiment, dataset, epsilon, row), "data.parties": count, **_seed(seed)},
+            suffix=f"k{count}",
+        )
+        for dataset in experiment.datasets
+        for row in rows
+        for epsilon in experiment.epsilons
+        for count in plan["counts"]
+        for seed in seeds
+    ]
+
+
+def subset(experiment: Experiment) -> Experiment:
+    """One reduced cell: the presets as they are, fewer rounds, one seed."""
+    plan = experiment.subset
+    small = merged(experiment.settings, plan.get("settings", {}))
+    small = merged(small, {"train": {"rounds": int(plan["rounds"])}})
+    return replace(
+        experiment,
+        datasets=(plan["dataset"],),
+        epsilons=(float(plan["epsilon"]),),
+        seeds=experiment.seeds[: int(plan.get("seeds", 1))],
+        rows=tuple(
+            replace(row, set={**row.set, **plan.get("set", {}).get(row.name, {})})
+            for row in experiment.rows
+            if row.name not in plan.get("without", ())
+        ),
+        settings=small,
+        choices=(),
+    )
+
+
+def decided(experiment: Experiment, cell: Job | Choice) -> bool:
+    """Whether chosen.toml already has a choice for this very cell."""
+    protocol = cell.protocol if isinstance(cell, Choice) else cell.study == "tune-protocol"
+    key = (cell.dataset, cell.epsilon, cell.row, protocol)
+    return any((c.dataset, c.epsilon, c.row, c.protocol) == key for c in experiment.choices)
+
+
+def with_choices(experiment: Experiment, choices: Sequence[Choice]) -> Experiment:
+    """The experiment at other choices."""
+    return replace(experiment, choices=tuple(choices))
+
+
+def _chosen(
+    experiment: Experiment, dataset: str, epsilon: float | None, row: Row, protocol: bool = False
+) -> dict[str, Any]:
+    choice = find(experiment.choices, dataset, epsilon, row.name, protocol)
+    return dict(choice.settings) if choice else {}
+
+
+def _seed(seed: int) -> dict[str, Any]:
+    return {"run.seed": seed}

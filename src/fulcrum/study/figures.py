@@ -1,0 +1,133 @@
+"""Line plots and heat maps as SVG text: no plotting library, small files, readable in any browser."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+COLOURS = ("#0b7189", "#d1495b", "#edae49", "#66a182", "#6a4c93", "#8d6a4f", "#2e4057", "#c06c84", "#7a9e26")
+FONT = 'font-family="sans-serif" font-size="11" fill="#222"'
+Series = Mapping[str, Sequence[tuple[float, float]]]
+
+
+def lines(series: Series, title: str, x: str, y: str, log: bool = False, note: str = "") -> str:
+    """A line plot with a legend. series: name -> points; points that cannot be drawn are left out.
+
+    log: logarithmic y. note: a comment kept in the file, such as where it came from.
+    """
+    width, height, left, top, right, bottom = 640, 360, 60, 34, 150, 44
+    drawn = {name: [(a, b) for a, b in points if _fine(b, log)] for name, points in series.items()}
+    drawn = {name: points for name, points in drawn.items() if points}
+    xs = [a for points in drawn.values() for a, _ in points] or [0.0, 1.0]
+    ys = [_scaled(b, log) for points in drawn.values() for _, b in points] or [0.0, 1.0]
+    x0, x1 = min(xs), max(max(xs), min(xs) + 1e-9)
+    y0, y1 = _widen(min(ys), max(ys))
+
+    def at(a: float, b: float) -> tuple[float, float]:
+        across = left + (a - x0) / (x1 - x0) * (width - left - right)
+        return across, height - bottom - (b - y0) / (y1 - y0) * (height - top - bottom)
+
+    parts = [_text(left, 18, title, "start", 'font-weight="bold"')]
+    for tick in _ticks(y0, y1, log):
+        _, level = at(x0, tick)
+        parts.append(
+            f'<line x1="{left}" x2="{width - right}" y1="{level:.1f}" y2="{level:.1f}" stroke="#ddd"/>'
+            + _text(left - 6, level + 4, _number(10**tick if log else tick), "end")
+        )
+    for tick in _ticks(x0, x1, False):
+        across, _ = at(tick, y0)
+        parts.append(_text(across, height - bottom + 16, _number(tick), "middle"))
+    parts += [_text((left + width - right) / 2, height - 8, x, "middle"), _text(8, top - 6, y, "start")]
+    for i, (name, points) in enumerate(drawn.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        path = " ".join("{:.1f},{:.1f}".format(*at(a, _scaled(b, log))) for a, b in points)
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}"/>')
+        mark = top + 16 * i
+        parts.append(f'<rect x="{width - right + 12}" y="{mark}" width="12" height="4" fill="{colour}"/>')
+        parts.append(_text(width - right + 30, mark + 7, name, "start"))
+    return _svg(width, height, parts, note)
+
+
+def heat(
+    values: Sequence[Sequence[float]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    title: str,
+    low: float = 0.0,
+    high: float = 100.0,
+    corner: str = "",
+    note: str = "",
+) -> str:
+    """A heat map with its numbers written in: values[i][j] belongs to rows[i] and columns[j]; NaN is left grey."""
+    size, tall, left, top = 62, 30, 70, 52
+    parts = [_text(8, 18, title, "start", 'font-weight="bold"'), _text(8, top - 8, corner, "start")]
+    parts += [_text(left + size * (j + 0.5), top - 8, name, "middle") for j, name in enumerate(columns)]
+    for i, row in enumerate(values):
+        parts.append(_text(left - 8, top + tall * i + 19, rows[i], "end"))
+        for j, value in enumerate(row):
+            share = math.nan if math.isnan(value) else min(max((value - low) / max(high - low, 1e-9), 0.0), 1.0)
+            ink = "#fff" if share < 0.55 else "#222"
+            parts.append(
+                f'<rect x="{left + size * j}" y="{top + tall * i}" width="{size - 2}" height="{tall - 2}" '
+                f'fill="{_shade(share)}"/>'
+            )
+            if not math.isnan(value):
+                parts.append(_text(left + size * (j + 0.5), top + tall * i + 19, f"{value:.1f}", "middle", ink=ink))
+    return _svg(left + size * len(columns) + 10, top + tall * len(rows) + 10, parts, note)
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def _svg(width: float, height: float, parts: Sequence[str], note: str) -> str:
+    comment = f"<!-- {escape(note).replace('--', '- -')} -->\n" if note else ""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}">'
+    back = '<rect width="100%" height="100%" fill="#fff"/>'
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{comment}{head}{back}\n' + "\n".join(parts) + "\n</svg>\n"
+
+
+def _text(x: float, y: float, words: str, anchor: str, more: str = "", ink: str = "") -> str:
+    font = FONT if not ink else FONT.replace("#222", ink)
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {font} {more}>{escape(words)}</text>'
+
+
+def _fine(value: float, log: bool) -> bool:
+    return math.isfinite(value) and (value > 0 or not log)
+
+
+def _scaled(value: float, log: bool) -> float:
+    return math.log10(value) if log else value
+
+
+def _widen(low: float, high: float) -> tuple[float, float]:
+    """A little room above and below, also for a flat line."""
+    room = 0.05 * (high - low) or 0.5
+    return low - room, high + room
+
+
+def _ticks(low: float, high: float, log: bool) -> list[float]:
+    """About five round values between low and high; for a log axis whole powers of ten where there are two."""
+    if log and math.floor(high) - math.ceil(low) >= 1:
+        return [float(k) for k in range(math.ceil(low), math.floor(high) + 1)]
+    raw = (high - low) / 5
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= raw)
+    return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _shade(share: float) -> str:
+    """Dark blue over green to yellow; grey for NaN."""
+    if math.isnan(share):
+        return "#bbb"
+    stops = ((0.0, (48, 18, 94)), (0.5, (33, 144, 140)), (1.0, (253, 231, 76)))
+    for (a, one), (b, other) in itertools.pairwise(stops):
+        if share <= b:
+            mix = (share - a) / (b - a)
+            return "#" + "".join(f"{round(p + mix * (q - p)):02x}" for p, q in zip(one, other, strict=True))
+    return "#fde74c"

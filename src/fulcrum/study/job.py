@@ -1,0 +1,162 @@
+"""One run of a study as a value, and the id under which its result is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fulcrum.config import Settings
+from fulcrum.errors import ConfigError
+
+IDLE = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
+"""What does not decide a result: the preset's name, where files lie. The privacy target is in the id apart."""
+SECTIONS: dict[str, Any] = {
+    field.name: field.default_factory
+    for field in dataclasses.fields(Settings)
+    if field.default_factory is not dataclasses.MISSING
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Settings to run once, and the place of the result in a study.
+
+    study: paper, tune, protocol, parties, robustness, ... cell: what the result is averaged into with
+    those of other seeds. row: the method's name in tables (a method may have several rows). epsilon is
+    the target, None without privacy; once calibrated, settings.privacy.sigma holds the noise and
+    `accounted` the epsilon it costs. revision: raised in experiments/ when a rule's code has changed so
+    much that old results no longer stand for it.
+    """
+
+    settings: Settings
+    study: str
+    cell: str
+    dataset: str
+    row: str
+    epsilon: float | None
+    trial: int | None = None
+    revision: int = 0
+    accounted: float | None = None
+
+    @property
+    def seed(self) -> int:
+        """Of split, initialisation, sampling and noise."""
+        return self.settings.run.seed
+
+    @property
+    def id(self) -> str:
+        """16 hexadecimal digits: equal for jobs whose results are interchangeable."""
+        return identity(self.settings, self.epsilon, self.revision)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the noise is known, so that it can run where no accountant is installed."""
+        return self.settings.privacy.epsilon is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `job_from_json` reads them back."""
+        tags = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "settings"}
+        return {"id": self.id, **tags, "settings": dataclasses.asdict(self.settings)}
+
+
+def identity(settings: Settings, epsilon: float | None, revision: int = 0) -> str:
+    """A hash of what decides a result: not device, engine, folders or how often it is looked at.
+
+    Of the noise it takes the target epsilon (or, without one, sigma), so that an accountant that is
+    tighter in the fifth digit does not make every result a stranger.
+    """
+    plain = dataclasses.asdict(settings)
+    kept: dict[str, Any] = {}
+    for section, values in plain.items():
+        idle = IDLE.get(section, ())
+        if idle is None:
+            continue
+        kept[section] = {name: value for name, value in values.items() if name not in idle}
+    kept["run"] = {"seed": settings.run.seed}
+    kept["target"] = {"epsilon": epsilon} if epsilon is not None else {"sigma": settings.privacy.sigma}
+    if revision:
+        kept["revision"] = revision
+    text = json.dumps(_canonical(kept), sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    """The value with 1 and 1.0 alike, and tuples as lists."""
+    if isinstance(value, Mapping):
+        return {str(name): _canonical(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(item) for item in value]
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    return repr(float(value))
+
+
+# --- plain values ---------------------------------------------------------------------------------
+
+
+def settings_from_json(plain: Mapping[str, Any]) -> Settings:
+    """Settings from the plain values of `dataclasses.asdict`, without pydantic; missing fields get their default."""
+    parts: dict[str, Any] = {}
+    for name, value in plain.items():
+        if name not in SECTIONS:
+            if name != "method":
+                raise ConfigError(f"{name} is not a section of this version's settings; use the same version.")
+            parts[name] = value
+            continue
+        default = SECTIONS[name]()
+        known = {field.name for field in dataclasses.fields(default)}
+        unknown = set(value) - known
+        if unknown:
+            raise ConfigError(f"{name}.{min(unknown)} is not a setting of this version; use the same version.")
+        parts[name] = dataclasses.replace(default, **{n: _like(getattr(default, n), v) for n, v in value.items()})
+    return Settings(**parts)
+
+
+def _like(default: Any, value: Any) -> Any:
+    """JSON has no tuples and may write 1.0 as 1."""
+    if isinstance(default, tuple):
+        return tuple(value)
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def job_from_json(plain: Mapping[str, Any]) -> Job:
+    """A job from what `Job.to_json` gave."""
+    tags = {f.name: plain[f.name] for f in dataclasses.fields(Job) if f.name != "settings" and f.name in plain}
+    return Job(settings=settings_from_json(plain["settings"]), **tags)
+
+
+# --- lists of jobs --------------------------------------------------------------------------------
+
+
+def distinct(jobs: Iterable[Job]) -> list[Job]:
+    """Each id once, in order."""
+    return list({job.id: job for job in reversed(list(jobs))}.values())[::-1]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` (from 0) of `count`: the jobs of one machine among several. Every job is in exactly one part."""
+
+    index: int = 0
+    count: int = 1
+
+    def holds(self, job: Job) -> bool:
+        """By id alone, so that the parts stay the same whatever has been finished."""
+        return int(job.id, 16) % self.count == self.index
+
+    def __str__(self) -> str:
+        return f"{self.index}of{self.count}"
+
+
+def parse_shard(text: str) -> Shard:
+    """ "0/4" -> the first of four parts."""
+    index, slash, count = text.partition("/")
+    if not slash or not index.isdigit() or not count.isdigit() or int(index) >= int(count):
+        raise ConfigError(f"shard = {text!r} is not i/n; with four machines use 0/4, 1/4, 2/4 and 3/4.")
+    return Shard(int(index), int(count))

@@ -1,0 +1,73 @@
+"""Where, when and how an output was made; every file of a study carries it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import fulcrum
+from fulcrum import record
+from fulcrum.study.store import Record
+
+
+def provenance(settings: Mapping[str, Any], seeds: Iterable[int], runs: Iterable[Record]) -> dict[str, Any]:
+    """Command, settings of the study, seeds, the machines that ran it, and the date."""
+    runs = list(runs)
+    machines = sorted({_machine(run["machine"]) for run in runs})
+    dates = sorted(str(run["date"]) for run in runs)
+    return {
+        "command": command(),
+        "date": record.now(),
+        "version": fulcrum.__version__,
+        "commit": commit(),
+        "seeds": list(seeds),
+        "hardware": machines,
+        "runs": len(runs),
+        "first_run": dates[0] if dates else None,
+        "last_run": dates[-1] if dates else None,
+        "settings": dict(settings),
+    }
+
+
+def command() -> str:
+    """The words that started this process."""
+    return shlex.join(["fulcrum", *sys.argv[1:]])
+
+
+def commit() -> str:
+    """The commit of the source tree, with + where it has changed since; empty outside of one."""
+    try:
+        where = Path(__file__).parent
+        words = ["git", "-C", str(where), "describe", "--always", "--dirty=+", "--abbrev=10"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _machine(facts: Mapping[str, Any]) -> str:
+    device = str(facts["device"])
+    name = f"{facts['processor']}, {facts['cores']} cores" if device == "cpu" else device
+    return f"{name}; Python {facts['python']}, torch {facts['torch']}, backend {facts.get('backend', '?')}"
+
+
+def one_line(facts: Mapping[str, Any]) -> str:
+    """For comments inside figures and LaTeX."""
+    where = "; ".join(facts["hardware"])
+    what = f"seeds {facts['seeds']} | settings {json.dumps(facts['settings'], default=str)}"
+    return f"{facts['command']} | {facts['date']} | fulcrum {facts['version']} {facts['commit']} | {where} | {what}"
+
+
+def markdown(facts: Mapping[str, Any]) -> str:
+    """For the end of a page."""
+    hardware = "; ".join(facts["hardware"]) or "nothing has run yet"
+    return (
+        f"Made by `{facts['command']}` on {facts['date']} with fulcrum {facts['version']} "
+        f"({facts['commit'] or 'no git'}) from {facts['runs']} runs between {facts['first_run']} and "
+        f"{facts['last_run']}; seeds {', '.join(map(str, facts['seeds']))}. Hardware: {hardware}.\n"
+    )

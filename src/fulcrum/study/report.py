@@ -1,0 +1,259 @@
+"""Writes what a study leaves: tables in three formats, figures, and where they came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fulcrum.record import plain
+from fulcrum.study import figures, tables
+from fulcrum.study.calibrate import calibrated
+from fulcrum.study.cells import OURS, Cell, make_cells, standing
+from fulcrum.study.experiment import Experiment, paper_jobs, parties_jobs, protocol_jobs, tuning_jobs
+from fulcrum.study.job import Job
+from fulcrum.study.provenance import markdown, one_line, provenance
+from fulcrum.study.selection import tuning_cost
+from fulcrum.study.store import Record
+
+CAPTION = (
+    "Test accuracy in %, mean over seeds with 95% t interval; in brackets the figure of the paper. "
+    "Privacy of one run at delta = {delta:g}; tuning is not charged."
+)
+
+
+def write(file: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(file.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    write(file, json.dumps(plain(value), indent=1) + "\n")
+
+
+def used(jobs: Iterable[Job], done: Mapping[str, Record]) -> list[Record]:
+    """The results that belong to these jobs."""
+    return [done[job.id] for job in jobs if job.id in done]
+
+
+# --- the paper's table ----------------------------------------------------------------------------
+
+
+def write_table(folder: Path, experiment: Experiment, done: Mapping[str, Record], name: str = "table") -> list[Cell]:
+    """The main table ("table"), or that of the paper's own protocol ("protocol"), with its figures."""
+    protocol = name == "protocol"
+    jobs = (protocol_jobs if protocol else paper_jobs)(experiment)
+    cells = make_cells(experiment, jobs, done, protocol)
+    facts = provenance(described(experiment), experiment.seeds, used(jobs, done))
+    filled = [cell for cell in cells if cell.values]
+    write_json(folder / f"{name}.json", [cell.to_json() for cell in filled])
+    write_json(folder / f"{name}-cells.json", {"provenance": facts, "cells": [cell.details() for cell in filled]})
+    costs = selection_costs(experiment, protocol)
+    write(folder / f"{name}.md", table_page(experiment, cells, facts, costs, protocol))
+    groups = [
+        (tables.dataset_label(dataset, cells), tables.accuracy_rows(_of(cells, dataset), experiment.epsilons))
+        for dataset in experiment.datasets
+    ]
+    delta = float(experiment.settings.get("privacy", {}).get("delta", 1e-5))
+    comment = "\n".join([one_line(facts), *notes(cells, costs)])
+    write(folder / f"{name}.tex", tables.latex(groups, CAPTION.format(delta=delta), f"tab:{name}", comment))
+    write_curves(folder / "figures", name, cells, one_line(facts))
+    return cells
+
+
+def _of(cells: Iterable[Cell], dataset: str, epsilon: float | None = None) -> list[Cell]:
+    return [c for c in cells if c.dataset == dataset and (epsilon is None or c.epsilon in (epsilon, None))]
+
+
+def described(experiment: Experiment) -> dict[str, Any]:
+    """The study's own settings, as the files give them."""
+    return {
+        "epsilons": list(experiment.epsilons),
+        "settings": experiment.settings,
+        "by_dataset": experiment.by_dataset,
+        "search": dataclasses.asdict(experiment.search),
+    }
+
+
+def table_page(
+    experiment: Experiment, cells: Sequence[Cell], facts: dict[str, Any], costs: Costs, protocol: bool = False
+) -> str:
+    """The Markdown page."""
+    title = (
+        "The paper's own protocol: one C0 for all methods" if protocol else "The paper's table under equal conditions"
+    )
+    parts = [f"# {title}\n", "Test accuracy in %, mean over seeds ± half of the 95% t interval.\n"]
+    if protocol:
+        parts.append(f"All methods start from C0 = {experiment.protocol['C0']:g}; nothing else of C is tuned.\n")
+    for dataset in experiment.datasets:
+        own = _of(cells, dataset)
+        parts += [
+            f"## {tables.dataset_label(dataset, cells)}\n",
+            tables.markdown(tables.accuracy_rows(own, experiment.epsilons)),
+        ]
+        ahead = tables.ahead_rows(own, experiment.epsilons)
+        if len(ahead) > 1:
+            parts += ["Points by which `moo` is ahead, paired by seed:\n", tables.markdown(ahead)]
+    good, all_, behind = standing(cells)
+    if all_:
+        lost = f" Behind: {'; '.join(behind)}." if behind else ""
+        parts.append(f"`moo` is not behind any sound baseline of its unit in {good} of {all_} cells.{lost}\n")
+    parts += ["## Notes\n", "".join(f"- {note}\n" for note in notes(cells, costs))]
+    parts += ["## Settings\n", settings_text(experiment), "### Chosen\n", choices_table(cells)]
+    return "\n".join([*parts, "---\n", markdown(facts)])
+
+
+def settings_text(experiment: Experiment) -> str:
+    """The study's settings as the files give them, and the rules of the search."""
+    search = experiment.search
+    lines = [
+        "```",
+        *(f"[{s}] " + ", ".join(f"{k} = {v}" for k, v in t.items()) for s, t in experiment.settings.items()),
+    ]
+    for dataset, sections in experiment.by_dataset.items():
+        lines += [f"{dataset}: [{s}] " + ", ".join(f"{k} = {v}" for k, v in t.items()) for s, t in sections.items()]
+    lines += [
+        f"search: {search.trials} trials a cell, seed {search.seed}, judged on {search.validation:g} of the data",
+        *(f"  {path}: {dimension}" for path, dimension in search.space.items()),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def choices_table(cells: Sequence[Cell]) -> str:
+    """What was chosen for each cell, from how many trials."""
+    rows = [["data", "ε", "method", "trial", "of", "validation %", "tuned at ε", "settings"]]
+    for cell in cells:
+        c, at = cell.choice, _shown(cell.epsilon)
+        if c is None:
+            rows.append([cell.dataset, at, cell.label, "-", "0", "-", "-", "not tuned: the preset as it is"])
+            continue
+        words = ", ".join(f"{path} {value}" for path, value in c.settings.items()) or "the preset as it is"
+        judged = f"{100 * c.validation_accuracy:.2f}"
+        rows.append([cell.dataset, at, cell.label, str(c.trial), str(c.trials), judged, _shown(c.epsilon), words])
+    return tables.markdown(rows)
+
+
+def _shown(epsilon: float | None) -> str:
+    return "-" if epsilon is None else f"{epsilon:g}"
+
+
+def notes(cells: Sequence[Cell], costs: Costs) -> list[str]:
+    """What a reader must know beside the numbers."""
+    found = []
+    if any(not cell.sound for cell in cells):
+        found.append(f"{tables.DAGGER} not sound: the rule sets C from raw private values, so its epsilon is nominal.")
+    if any(cell.unit == "client" for cell in cells):
+        found.append(
+            "DP-FedAvg protects whole parties against outsiders who see the models, with a trusted server that adds "
+            "the noise: another unit and another adversary than the other rows, which protect single examples against "
+            "the server. It is not compared with moo, and its natural setting has thousands of parties."
+        )
+    found += sorted({note for cell in cells for note in cell.notes if "not the public file" in note})
+    reused = [
+        f"{c.dataset} at {c.epsilon:g}: {c.label} (tuned at {_shown(c.choice.epsilon)})"
+        for c in cells
+        if c.choice is not None and c.epsilon is not None and c.choice.epsilon != c.epsilon
+    ]
+    if reused:
+        found.append("Tuned at another epsilon and reused here: " + "; ".join(dict.fromkeys(reused)) + ".")
+    bare = [c for c in cells if c.choice is None]
+    if bare:
+        found.append(f"Not tuned, the presets as they are: {len(bare)} of {len(cells)} cells.")
+    counts = sorted({c.choice.trials for c in cells if c.choice})
+    if len(counts) > 1:
+        found.append(f"The number of trials differs between cells: {', '.join(map(str, counts))}.")
+    holes = sum(cell.wanted - len(cell.values) for cell in cells)
+    if holes:
+        found.append(f"{holes} of {sum(cell.wanted for cell in cells)} runs have not been made yet.")
+    found += [cost_sentence(epsilon, cost) for epsilon, cost in costs.items()]
+    return found
+
+
+Costs = Mapping[float, Mapping[str, float]]
+
+
+def selection_costs(experiment: Experiment, protocol: bool = False) -> dict[float, dict[str, float]]:
+    """What tuning one cell of `moo` would cost at each epsilon, were it run on the private data."""
+    rows = [row for row in experiment.rows if row.name == OURS]
+    if not rows or not experiment.datasets:
+        return {}
+    one = dataclasses.replace(experiment, rows=tuple(rows), datasets=experiment.datasets[:1])
+    delta = float(experiment.settings.get("privacy", {}).get("delta", 1e-5))
+    costs = {}
+    for epsilon in experiment.epsilons:
+        costs[epsilon] = tuning_cost(calibrated(tuning_jobs(one, protocol, at=[epsilon])), delta)
+        costs[epsilon]["trials"] = experiment.search.trials
+    return costs
+
+
+def cost_sentence(epsilon: float, cost: Mapping[str, float]) -> str:
+    """The privacy cost of tuning, beside the table."""
+    return (
+        f"Tuning is not in the table's epsilon. At {epsilon:g}, the best of {cost['trials']:g} trials on private data "
+        f"would cost {cost['logarithmic']:.2f} by private selection with a random number of trials of that mean "
+        f"(Papernot and Steinke 2022, logarithmic; {cost['geometric']:.2f} geometric), and {cost['all']:.2f} if all "
+        "trials were published."
+    )
+
+
+def write_curves(folder: Path, name: str, cells: Sequence[Cell], note: str) -> None:
+    """C and accuracy over the rounds, one figure each for every data set and epsilon; means over seeds."""
+    for dataset, epsilon in dict.fromkeys((c.dataset, c.epsilon) for c in cells if c.epsilon is not None):
+        own = [c for c in _of(cells, dataset, epsilon) if c.curves]
+        if not own:
+            continue
+        where = f"{tables.dataset_label(dataset, cells)}, ε = {epsilon:g}"
+        accuracy = {c.label: [(t, 100 * v) for t, v in mean_curve(c.curves, "curve")] for c in own}
+        clip = {c.label: mean_curve(c.curves, "C") for c in own if c.unit}
+        stem = f"{name}-{dataset}-{epsilon:g}"
+        write(folder / f"{stem}-accuracy.svg", figures.lines(accuracy, f"Accuracy, {where}", "round", "%", note=note))
+        write(
+            folder / f"{stem}-C.svg",
+            figures.lines(clip, f"Clipping norm C, {where}", "round", "C", log=True, note=note),
+        )
+
+
+def mean_curve(runs: Sequence[Record], name: str) -> list[tuple[float, float]]:
+    """Mean over runs of a kept curve, at the rounds all of them have."""
+    tracks = [{t: float(value) for t, value in run[name]} for run in runs]
+    common = sorted(set.intersection(*map(set, tracks))) if tracks else []
+    return [(t, sum(track[t] for track in tracks) / len(tracks)) for t in common]
+
+
+# --- over the number of parties -------------------------------------------------------------------
+
+
+def write_parties(folder: Path, experiment: Experiment, done: Mapping[str, Record]) -> list[Cell]:
+    """Accuracy over the number of parties: JSON, Markdown, LaTeX and figures."""
+    jobs = parties_jobs(experiment)
+    cells = make_cells(experiment, jobs, done)
+    counts = [int(k) for k in experiment.parties["counts"]]
+    facts = provenance(described(experiment), sorted({job.seed for job in jobs}), used(jobs, done))
+    write_json(folder / "parties.json", [cell.to_json() for cell in cells if cell.values])
+    page = ["# Accuracy over the number of parties\n", "The settings are those chosen for the table's own K.\n"]
+    groups = []
+    for dataset in experiment.datasets:
+        for epsilon in experiment.epsilons:
+            own = _of(cells, dataset, epsilon)
+            rows, title = tables.parties_rows(own, counts), f"{tables.dataset_label(dataset, cells)}, ε = {epsilon:g}"
+            page += [f"## {title}\n", tables.markdown(rows)]
+            groups.append((title, rows))
+            series = {
+                first.label: [(k, by[k].stats.mean) for k in counts if k in by and by[k].values]
+                for first, by in tables.grid(own, lambda c: c.parties)
+            }
+            if any(series.values()):
+                file = folder / "figures" / f"parties-{dataset}-{epsilon:g}.svg"
+                write(file, figures.lines(series, f"Accuracy, {title}", "parties K", "%", note=one_line(facts)))
+    page += ["## Notes\n", "".join(f"- {note}\n" for note in notes(cells, {})), "---\n", markdown(facts)]
+    write(folder / "parties.md", "\n".join(page))
+    caption = "Test accuracy in % over the number of parties K."
+    write(folder / "parties.tex", tables.latex(groups, caption, "tab:parties", one_line(facts)))
+    return cells

@@ -1,0 +1,188 @@
+"""Does a rule need its C0 and its learning rate tuned? Every rule from every start of a grid, and what that shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fulcrum.errors import ConfigError
+from fulcrum.methods import METHODS
+from fulcrum.study.experiment import find_folder, merged, settings_for
+from fulcrum.study.job import Job
+from fulcrum.study.search import read_toml
+from fulcrum.study.store import Record
+
+
+@dataclass(frozen=True)
+class Grid:
+    """experiments/robustness.toml: starts C0 x learning rates, for each rule, data set and epsilon."""
+
+    C0: tuple[float, ...]
+    lr: tuple[float, ...]
+    default_lr: float
+    epsilons: tuple[float, ...]
+    seeds: tuple[int, ...]
+    rules: tuple[str, ...]
+    fixed: str
+    default: str
+    datasets: tuple[str, ...]
+    settings: Mapping[str, Any]
+    by_dataset: Mapping[str, Mapping[str, Any]]
+    revisions: Mapping[str, int]
+    unknown: tuple[str, ...] = ()
+
+
+def read_grid(
+    given: Path | None = None,
+    datasets: Sequence[str] = (),
+    rules: Sequence[str] = (),
+    epsilons: Sequence[float] = (),
+    seeds: int = 0,
+) -> Grid:
+    """The grid as experiments/robustness.toml has it, or a part of it (empty: all)."""
+    raw = read_toml(find_folder(given) / "robustness.toml")
+    for what, wanted, known in (
+        ("dataset", datasets, raw["datasets"]),
+        ("method", rules, raw["rules"]),
+        ("epsilon", epsilons, raw["epsilons"]),
+    ):
+        lost = [value for value in wanted if value not in known]
+        if lost:
+            raise ConfigError(f"{what} {lost[0]!r} is not in the grid; choose from {', '.join(map(str, known))}.")
+    if raw["default_lr"] not in raw["lr"]:
+        raise ConfigError(f"default_lr = {raw['default_lr']} must be one of the grid's learning rates.")
+    chosen = [rule for rule in raw["rules"] if not rules or rule in rules or rule == raw["fixed"]]
+    return Grid(
+        C0=tuple(map(float, raw["C0"])),
+        lr=tuple(map(float, raw["lr"])),
+        default_lr=float(raw["default_lr"]),
+        epsilons=tuple(e for e in map(float, raw["epsilons"]) if not epsilons or e in epsilons),
+        seeds=tuple(raw["seeds"])[: seeds or None],
+        rules=tuple(rule for rule in chosen if rule in METHODS),
+        fixed=raw["fixed"],
+        default=raw["default"],
+        datasets=tuple(name for name in raw["datasets"] if not datasets or name in datasets),
+        settings=raw["settings"],
+        by_dataset=raw["datasets"],
+        revisions=raw.get("revisions", {}),
+        unknown=tuple(rule for rule in chosen if rule not in METHODS),
+    )
+
+
+def robustness_jobs(grid: Grid) -> list[Job]:
+    """One job a rule, start, learning rate, epsilon, data set and seed."""
+    return [
+        grid_job(grid, dataset, epsilon, rule, C0, lr, seed)
+        for dataset in grid.datasets
+        for epsilon in grid.epsilons
+        for rule in grid.rules
+        for C0 in grid.C0
+        for lr in grid.lr
+        for seed in grid.seeds
+    ]
+
+
+def grid_job(grid: Grid, dataset: str, epsilon: float, rule: str, C0: float, lr: float, seed: int) -> Job:
+    """One run of the grid. rule is the method whose preset is used."""
+    base = merged(grid.settings, grid.by_dataset.get(dataset, {}))
+    settings = settings_for(base, dataset, rule, epsilon, {"clip.C0": C0, "train.lr": lr, "run.seed": seed})
+    cell = f"{dataset}/{epsilon:g}/{rule}/C0={C0:g},lr={lr:g}"
+    return Job(settings, "robustness", cell, dataset, rule, epsilon, revision=grid.revisions.get(settings.clip.rule, 0))
+
+
+# --- what it shows --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Map:
+    """Accuracy (%) of one rule over the grid: values[i][j] at C0[i] and lr[j], the mean over seeds; NaN: not run."""
+
+    dataset: str
+    epsilon: float
+    rule: str
+    values: tuple[tuple[float, ...], ...]
+
+    @property
+    def flat(self) -> list[float]:
+        """All cells."""
+        return [value for row in self.values for value in row]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every cell has been run."""
+        return not any(math.isnan(value) for value in self.flat)
+
+
+def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
+    """The maps of all rules with at least one result."""
+
+    def mean(dataset: str, epsilon: float, rule: str, C0: float, lr: float) -> float:
+        ids = [grid_job(grid, dataset, epsilon, rule, C0, lr, seed).id for seed in grid.seeds]
+        found = [100 * float(done[i]["accuracy"]) for i in ids if i in done]
+        return sum(found) / len(found) if len(found) == len(grid.seeds) else math.nan
+
+    made = [
+        Map(
+            dataset,
+            epsilon,
+            rule,
+            tuple(tuple(mean(dataset, epsilon, rule, C0, lr) for lr in grid.lr) for C0 in grid.C0),
+        )
+        for dataset in grid.datasets
+        for epsilon in grid.epsilons
+        for rule in grid.rules
+    ]
+    return [one for one in made if not all(map(math.isnan, one.flat))]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rule at one data set and epsilon, in points of accuracy.
+
+    best_fixed: the best fixed (C, learning rate) of the grid. The gaps are best_fixed less the rule's
+    worst cell: over every C0 at the default learning rate, and over the whole grid.
+    """
+
+    dataset: str
+    epsilon: float
+    rule: str
+    worst_gap_default_lr: float
+    worst_gap_grid: float
+    best_fixed: float
+    worst: float
+    mean: float
+    best: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of summary.json."""
+        names = ("dataset", "epsilon", "rule", "worst_gap_default_lr", "worst_gap_grid", "best_fixed")
+        return {n: round(v, 4) if isinstance(v := getattr(self, n), float) else v for n in names}
+
+
+def findings(grid: Grid, found: Iterable[Map]) -> list[Finding]:
+    """What the complete maps show; a rule whose map, or the fixed rule's, has holes is left out."""
+    complete = [one for one in found if one.complete]
+    fixed = {(one.dataset, one.epsilon): max(one.flat) for one in complete if one.rule == grid.fixed}
+    at = grid.lr.index(grid.default_lr)
+    result = []
+    for one in complete:
+        if (one.dataset, one.epsilon) not in fixed:
+            continue
+        best = fixed[one.dataset, one.epsilon]
+        result.append(
+            Finding(
+                dataset=one.dataset,
+                epsilon=one.epsilon,
+                rule=one.rule,
+                worst_gap_default_lr=best - min(row[at] for row in one.values),
+                worst_gap_grid=best - min(one.flat),
+                best_fixed=best,
+                worst=min(one.flat),
+                mean=sum(one.flat) / len(one.flat),
+                best=max(one.flat),
+            )
+        )
+    return result

@@ -1,0 +1,167 @@
+"""Tuning: the same number of trials for every method, from lists fixed beforehand, judged on held-out data.
+
+Trial 0 is the method's preset as it is; the others are the points of one shifted Halton sequence.
+The dimensions that all methods share come first, so that every method tries the same learning rates,
+clipping norms, rates and steps, and none is luckier than another.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fulcrum.errors import ConfigError
+from fulcrum.rng import numpy_stream
+
+PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
+Space = dict[str, dict[str, Any]]
+"""Dotted path of a setting -> {low, high} (on a log scale), or {choices = [...]}."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """experiments/search.toml.
+
+    validation: the part of the training data that trials are judged on. run_seed: that of every trial,
+    none of the final ones. space: what all methods share. rows, datasets: by name, further dimensions
+    and those to leave out.
+    """
+
+    trials: int
+    seed: int
+    validation: float
+    run_seed: int
+    space: Space
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    datasets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def space_of(self, row: str, dataset: str, clipping: bool = True) -> Space:
+        """What is searched for one row of the table; without `clipping` nothing of C is."""
+        mine, here = self.rows.get(row, {}), self.datasets.get(dataset, {})
+        space = self.space | {p: d for p, d in here.get("space", {}).items() if p in self.space} | mine.get("space", {})
+        dropped = set(mine.get("drop", ())) | set(here.get("drop", ()))
+        return {p: d for p, d in space.items() if p not in dropped and (clipping or not p.startswith("clip."))}
+
+    def trials_of(self, row: str, dataset: str, clipping: bool = True) -> list[dict[str, Any]]:
+        """Settings by dotted path, one entry a trial."""
+        return trials(self.space_of(row, dataset, clipping), self.trials, self.seed, list(self.space))
+
+
+def read_search(file: Path) -> Search:
+    """experiments/search.toml, checked."""
+    raw = read_toml(file)
+    search = Search(**{name: raw[name] for name in Search.__dataclass_fields__ if name in raw})
+    if not 0 < search.validation < 1:
+        raise ConfigError(f"{file}: validation = {search.validation}; tuning needs held-out data, such as 0.1.")
+    if search.trials < 1:
+        raise ConfigError(f"{file}: trials = {search.trials}; at least one is needed.")
+    return search
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """A TOML file's tables."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; name its folder with --experiments.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}.") from error
+
+
+def trials(space: Space, count: int, seed: int, shared: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """`count` settings: the preset, then points of a Halton sequence shifted by the seed.
+
+    Paths in `shared` keep their dimension of the sequence whether or not a space has them, so that
+    their values are the same in every space.
+    """
+    axes = [*shared, *(path for path in space if path not in shared)]
+    if len(axes) > len(PRIMES):
+        raise ConfigError(f"the search has {len(axes)} dimensions; at most {len(PRIMES)} are supported.")
+    shift = numpy_stream(seed, "search").random(len(PRIMES))
+    found: list[dict[str, Any]] = [{}]
+    for i in range(1, count):
+        point = {path: (halton(i, PRIMES[a]) + shift[a]) % 1.0 for a, path in enumerate(axes)}
+        found.append({path: value_at(path, dimension, point[path]) for path, dimension in space.items()})
+    return found[:count]
+
+
+def halton(index: int, base: int) -> float:
+    """The index's digits mirrored at the point: evenly spread over [0, 1)."""
+    result, scale = 0.0, 1.0
+    while index:
+        index, digit = divmod(index, base)
+        scale /= base
+        result += digit * scale
+    return result
+
+
+def value_at(path: str, dimension: Mapping[str, Any], u: float) -> Any:
+    """The value at u in [0, 1) of one dimension, to four digits."""
+    if "choices" in dimension:
+        return dimension["choices"][int(u * len(dimension["choices"]))]
+    try:
+        low, high = float(dimension["low"]), float(dimension["high"])
+    except KeyError as error:
+        raise ConfigError(f"the search's {path} needs {error.args[0]} (or choices).") from None
+    return float(f"{math.exp(math.log(low) + u * math.log(high / low)):.4g}")
+
+
+# --- choosing -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings chosen for a cell: the best of `trials` on held-out data. epsilon None: without privacy."""
+
+    dataset: str
+    row: str
+    trial: int
+    trials: int
+    validation_accuracy: float
+    epsilon: float | None = None
+    protocol: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def best(candidates: Iterable[tuple[int, float]]) -> tuple[int, float]:
+    """(trial, accuracy) of the most accurate trial; the earliest of equals."""
+    return max(candidates, key=lambda pair: (pair[1], -pair[0]))
+
+
+def find(
+    choices: Iterable[Choice], dataset: str, epsilon: float | None, row: str, protocol: bool = False
+) -> Choice | None:
+    """The cell's own choice, else the same row's at the nearest epsilon, else None."""
+    own = [c for c in choices if (c.dataset, c.row, c.protocol) == (dataset, row, protocol)]
+    if epsilon is None:
+        return own[0] if own else None
+    near = [c for c in own if c.epsilon is not None]
+    return min(near, key=lambda c: abs(math.log((c.epsilon or 1.0) / epsilon)), default=None)
+
+
+def read_choices(file: Path) -> list[Choice]:
+    """experiments/chosen.toml; empty where there is none."""
+    if not file.is_file():
+        return []
+    return [Choice(**entry) for entry in read_toml(file).get("chosen", [])]
+
+
+def write_choices(file: Path, choices: Iterable[Choice], note: str) -> None:
+    """Write experiments/chosen.toml whole; `note` says how it came about."""
+    import tomli_w
+
+    def key(c: Choice) -> tuple[Any, ...]:
+        return (c.protocol, c.dataset, -(c.epsilon or math.inf), c.row)
+
+    entries = [
+        {name: value for name, value in vars(choice).items() if value is not None}
+        for choice in sorted(choices, key=key)
+    ]
+    head = "".join(f"# {line}\n" for line in note.splitlines())
+    part = file.with_suffix(".toml.part")
+    part.write_text(head + "\n" + tomli_w.dumps({"chosen": entries}), encoding="utf-8")
+    part.replace(file)

@@ -1,0 +1,84 @@
+"""What choosing settings would cost in privacy, if the trials ran on the private data and were paid for.
+
+The tables' epsilon is that of one run, as in the paper. Somebody who tunes on private data releases
+more. If the number of trials K is drawn at random and only the best one's output is published, the
+cost grows slowly: Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy" (ICLR
+2022), theorem 2, after Liu and Talwar, "Private selection from private candidates" (STOC 2019). For K
+from the truncated negative binomial distribution with parameters eta > -1 and 0 < gamma < 1, and a
+trial that satisfies (a, e)-RDP and (b, f)-RDP, publishing the best of K satisfies (a, e')-RDP with
+
+    e' = e + (1 + eta) (1 - 1/b) f + (1 + eta) log(1/gamma) / b + log(E K) / (a - 1).
+
+eta = 1 is the geometric distribution, eta = 0 the logarithmic one. For pure DP (a, b -> infinity) it
+is the factor 2 + eta: 3 for the geometric distribution, as Liu and Talwar have it. The score that picks
+the best must itself come out of the trial's mechanism, or be computed on public data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from fulcrum.accounting import ORDERS, Spend, Vector, rdp_to_epsilon
+from fulcrum.errors import ConfigError
+from fulcrum.study.calibrate import plan_of
+from fulcrum.study.job import Job
+
+FAMILIES: dict[str, float] = {"geometric": 1.0, "logarithmic": 0.0}
+"""Distributions of the number of trials, by their eta."""
+
+
+def mean_trials(eta: float, gamma: float) -> float:
+    """E K of the truncated negative binomial distribution."""
+    if eta == 0:
+        return (1 / gamma - 1) / math.log(1 / gamma)
+    return float(eta * (1 - gamma) / (gamma * (1 - gamma**eta)))
+
+
+def gamma_for(trials: float, eta: float) -> float:
+    """The gamma at which `trials` are made on average (at least 1): fewer trials, larger gamma."""
+    if trials < 1:
+        raise ConfigError(f"trials = {trials:g}; at least 1 is needed.")
+    low, high = math.log(1e-15), 0.0  # of log gamma
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_trials(eta, math.exp(min(middle, -1e-12))) > trials else (low, middle)
+    return math.exp(min(low, -1e-12))  # the end with at least as many trials: on the safe side
+
+
+def selected_rdp(rdp: Vector, trials: float, eta: float) -> Vector:
+    """RDP at ORDERS [A] of publishing the best of about `trials` trials, each of RDP `rdp` [A] at ORDERS."""
+    gamma = gamma_for(trials, eta)
+    second = (1 + eta) * ((1 - 1 / ORDERS) * rdp + math.log(1 / gamma) / ORDERS)  # any order b will do: the best
+    total: Vector = rdp + np.min(second) + math.log(mean_trials(eta, gamma)) / (ORDERS - 1)
+    return total
+
+
+def selected_epsilon(rdp: Vector, trials: float, delta: float) -> dict[str, float]:
+    """Epsilon of publishing the best of about `trials` trials, for each family of random stopping."""
+    return {name: float(rdp_to_epsilon(selected_rdp(rdp, trials, eta), delta)) for name, eta in FAMILIES.items()}
+
+
+def trial_rdp(jobs: Iterable[Job]) -> Vector:
+    """RDP at ORDERS of one trial drawn from these calibrated jobs: at every order that of the costliest."""
+    worst = np.zeros(len(ORDERS))
+    seen: set[tuple[object, ...]] = set()
+    for job in jobs:
+        plan = plan_of(job.settings)
+        rounds = [plan.events(0, t) for t in range(job.settings.train.rounds)]
+        if tuple(rounds) in seen:
+            continue
+        seen.add(tuple(rounds))
+        spend = Spend.none().plus(event for events in rounds for event in events)
+        worst = np.maximum(worst, spend.rdp)
+    return worst
+
+
+def tuning_cost(jobs: Iterable[Job], delta: float) -> dict[str, float]:
+    """What tuning one cell would cost: all trials composed, and private selection by each family."""
+    jobs = list(jobs)
+    rdp = trial_rdp(jobs)
+    composed = float(rdp_to_epsilon(len(jobs) * rdp, delta))
+    return {"one trial": float(rdp_to_epsilon(rdp, delta)), **selected_epsilon(rdp, len(jobs), delta), "all": composed}

@@ -1,0 +1,174 @@
+"""Finished runs: one line of JSON each, in the *.jsonl files (shards) of a folder.
+
+Lines are appended whole and flushed, so a crash loses at most the line being written, which readers
+drop. Ids are computed from the settings in the line, not trusted from it: results stay valid when a
+new setting with a harmless default appears, and become strangers when a default has changed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fulcrum.errors import ConfigError, RunError
+from fulcrum.record import plain
+from fulcrum.study.job import Job, identity, settings_from_json
+
+Record = dict[str, Any]
+"""A finished run: the job's tags and settings, accuracy, loss, curves, and where it ran."""
+
+
+class Writer:
+    """A shard to append to, locked against a second process; use as a context manager."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"{name}.jsonl"
+        self._file = self.path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise RunError(f"{self.path} is being written by another process; give each its own --shard.") from error
+        self._mend()
+
+    def _mend(self) -> None:
+        """Cut off a line that a crash left half written."""
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            self._file.truncate(whole)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Append one finished run; it is on the disk when this returns."""
+        self._file.write((json.dumps(plain(record), separators=(",", ":")) + "\n").encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Give the lock back; leaves no empty shard behind."""
+        empty = self._file.seek(0, os.SEEK_END) == 0
+        if empty:
+            self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def shards(folder: Path) -> list[Path]:
+    """The files with results in a folder."""
+    return sorted(folder.glob("*.jsonl"))
+
+
+def read_shard(file: Path) -> list[Record]:
+    """The records of one file. A torn last line is left out; any other damage is an error."""
+    text = file.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    if text and not text.endswith("\n"):
+        lines.pop()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            record["id"] = _own_id(record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{file} is damaged in line {number}: {error}.") from None
+        records.append(record)
+    return records
+
+
+def _own_id(record: Record) -> str:
+    """The id as this version sees it; that of a version with other settings is left as it was."""
+    try:
+        return identity(settings_from_json(record["settings"]), record["epsilon"], record.get("revision", 0))
+    except ConfigError:
+        return str(record["id"])
+
+
+def load(folders: Path | Sequence[Path], keep: str = "") -> dict[str, Record]:
+    """All finished runs of one or more folders, by id.
+
+    The same run may lie there twice if it came out the same. If not, that is an error unless keep is
+    "earliest" or "latest", by the date of the run.
+    """
+    found: dict[str, Record] = {}
+    origin: dict[str, Path] = {}
+    for folder in [folders] if isinstance(folders, Path) else folders:
+        for file in shards(folder):
+            for record in read_shard(file):
+                known = found.get(record["id"])
+                if known is not None and not same(known, record) and not keep:
+                    raise RunError(_conflict(known, origin[record["id"]], record, file))
+                if known is None or _wins(record, known, keep):
+                    found[record["id"]], origin[record["id"]] = record, file
+    return found
+
+
+def _wins(new: Record, old: Record, keep: str) -> bool:
+    if keep not in ("", "earliest", "latest"):
+        raise ConfigError(f"keep = {keep!r} is not known; choose earliest or latest.")
+    later = str(new["date"]) > str(old["date"])
+    return bool(keep) and not same(new, old) and later == (keep == "latest")
+
+
+def same(one: Record, other: Record) -> bool:
+    """Whether two records of one job tell the same: equal accuracy at equal noise."""
+    return bool(one["accuracy"] == other["accuracy"] and _noise(one) == _noise(other))
+
+
+def _noise(record: Record) -> float | None:
+    sigma = record["settings"].get("privacy", {}).get("sigma")
+    return None if sigma is None else float(f"{sigma:.4g}")
+
+
+def _conflict(one: Record, first: Path, other: Record, second: Path) -> str:
+    return (
+        f"job {one['id']} ({one['cell']}, seed {one['seed']}) has accuracy {one['accuracy']:.4f} in {first} and "
+        f"{other['accuracy']:.4f} in {second}; keep one with: fulcrum study merge {first.parent} --keep earliest"
+    )
+
+
+def missing(jobs: Iterable[Job], done: Mapping[str, Record]) -> list[Job]:
+    """The jobs without a result, in order."""
+    return [job for job in jobs if job.id not in done]
+
+
+def merge(sources: Sequence[Path], target: Path, keep: str = "") -> dict[str, int]:
+    """Bring the results of several folders into one; returns how many runs each study has there then.
+
+    Afterwards the target holds one file a study, sorted by cell and seed; the other folders stay as
+    they are. Nothing is removed before everything is on the disk.
+    """
+    for source in sources:
+        if not source.is_dir():
+            raise RunError(f"there is no folder {source}.")
+    target.mkdir(parents=True, exist_ok=True)
+    records = load([target, *sources], keep)
+    old = shards(target)
+    by_study: dict[str, list[Record]] = {}
+    for record in records.values():
+        by_study.setdefault(record["study"], []).append(record)
+    written = []
+    for study, own in by_study.items():
+        own.sort(key=lambda r: (r["cell"], r["trial"] if r["trial"] is not None else -1, r["seed"], r["id"]))
+        file = target / f"{study}.jsonl"
+        part = file.with_suffix(".jsonl.part")
+        with part.open("w", encoding="utf-8") as opened:
+            opened.writelines(json.dumps(plain(record), separators=(",", ":")) + "\n" for record in own)
+            opened.flush()
+            os.fsync(opened.fileno())
+        written.append((part, file))
+    for part, file in written:
+        part.replace(file)
+    for file in set(old) - {file for _, file in written}:
+        file.unlink()
+    return {study: len(own) for study, own in sorted(by_study.items())}

@@ -1,0 +1,125 @@
+"""Cells -> Markdown and LaTeX. Numbers are accuracy in % with the half-width of a 95% interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from fulcrum.study.cells import Cell
+from fulcrum.study.stats import Interval
+
+NAMES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10", "digits": "digits"}
+DAGGER = "†"
+UNITS = {"example": "example", "person": "person", "client": "whole party (trusted server)", "": "nothing"}
+
+
+def dataset_label(dataset: str, cells: Iterable[Cell]) -> str:
+    """The data set as the tables name it; a copy that is not the public file is called one."""
+    name = NAMES.get(dataset, dataset)
+    copied = any("not the public file" in note for cell in cells if cell.dataset == dataset for note in cell.notes)
+    if not copied:
+        return name
+    return f"{name} (JPEG copy)" if dataset == "cifar10" else f"{name} (changed copy)"
+
+
+def number(stats: Interval, digits: int = 2) -> str:
+    """97.31 ± 0.20; the interval only where there are two values or more."""
+    if stats.n == 0:
+        return "-"
+    half = "" if math.isnan(stats.half) else f" ± {stats.half:.{digits}f}"
+    return f"{stats.mean:.{digits}f}{half}"
+
+
+def signed(stats: Interval | None) -> str:
+    """+0.31 ± 0.20."""
+    if stats is None:
+        return ""
+    half = "" if math.isnan(stats.half) else f" ± {stats.half:.2f}"
+    return f"{stats.mean:+.2f}{half}"
+
+
+def grid(cells: Sequence[Cell], column: Callable[[Cell], float | int | None]) -> list[tuple[Cell, dict[object, Cell]]]:
+    """Rows of a table in order of appearance: (a cell of the row, its cells by column)."""
+    rows: dict[tuple[str, int | str], dict[object, Cell]] = {}
+    for cell in cells:
+        rows.setdefault((cell.row, cell.unit), {})[column(cell)] = cell
+    return [(next(iter(by.values())), by) for by in rows.values()]
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row is the head."""
+    head, *rest = rows
+    lines = ["| " + " | ".join(row) + " |" for row in rest]
+    return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines]) + "\n"
+
+
+def accuracy_rows(cells: Sequence[Cell], epsilons: Sequence[float]) -> list[list[str]]:
+    """The accuracy table of one data set: ours with the paper's figure beside it."""
+    head = ["method", "protects", "K", *(f"ε = {e:g}" for e in epsilons)]
+    rows = [head]
+    for first, by in grid(cells, lambda c: c.epsilon):
+        label = first.label + ("" if first.sound else f" {DAGGER}")
+        shown = [by.get(e, by.get(None)) for e in epsilons]
+        rows.append([label, UNITS[first.unit], str(first.parties), *map(_with_paper, shown)])
+    return rows
+
+
+def _with_paper(cell: Cell | None) -> str:
+    if cell is None:
+        return "-"
+    paper = f" (paper {cell.paper:.2f})" if cell.paper is not None else ""
+    short = f" [{cell.stats.n} of {cell.wanted} seeds]" if 0 < cell.stats.n < cell.wanted else ""
+    return number(cell.stats) + short + paper
+
+
+def ahead_rows(cells: Sequence[Cell], epsilons: Sequence[float]) -> list[list[str]]:
+    """By how many points moo is ahead of each row, paired by seed."""
+    rows = [["moo ahead of", *(f"ε = {e:g}" for e in epsilons)]]
+    for first, by in grid([c for c in cells if c.ahead is not None], lambda c: c.epsilon):
+        label = first.label + ("" if first.sound else f" {DAGGER}")
+        rows.append([label, *(signed(by[e].ahead) if e in by else "" for e in epsilons)])
+    return rows
+
+
+def parties_rows(cells: Sequence[Cell], counts: Sequence[int]) -> list[list[str]]:
+    """Accuracy over the number of parties, of one data set and epsilon."""
+    rows = [["method", *(f"K = {k}" for k in counts), "paper (K not stated)"]]
+    for first, by in grid(cells, lambda c: c.parties):
+        paper = f"{first.paper:.2f}" if first.paper is not None else ""
+        rows.append([first.label, *(number(by[k].stats) if k in by else "-" for k in counts), paper])
+    return rows
+
+
+# --- LaTeX ----------------------------------------------------------------------------------------
+
+SPECIAL = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$", DAGGER: r"$^\dagger$", "ε": r"$\varepsilon$"}
+SPECIAL |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+
+
+def tex_text(words: str) -> str:
+    """Words with what LaTeX takes for commands escaped."""
+    return "".join(SPECIAL.get(letter, letter) for letter in words.replace("\\", "/"))
+
+
+def latex(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], caption: str, label: str, comment: str) -> str:
+    """One table of several groups (title, rows with a common head) for booktabs."""
+    head = groups[0][1][0]
+    lines = [f"% {line}" for line in comment.splitlines()]
+    lines += [
+        r"\begin{table}",
+        r"\centering",
+        r"\small",
+        rf"\begin{{tabular}}{{{'l' * min(3, len(head))}{'r' * (len(head) - 3)}}}",
+    ]
+    lines += [r"\toprule", " & ".join(map(tex_text, head)) + r" \\"]
+    for title, rows in groups:
+        lines += [r"\midrule", rf"\multicolumn{{{len(head)}}}{{l}}{{\textit{{{tex_text(title)}}}}} \\"]
+        lines += [" & ".join(map(tex_text, row)) + r" \\" for row in rows[1:]]
+    lines += [
+        r"\bottomrule",
+        r"\end{tabular}",
+        rf"\caption{{{tex_text(caption)}}}",
+        rf"\label{{{label}}}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
