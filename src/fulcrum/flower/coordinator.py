@@ -33,8 +33,8 @@ from fulcrum.flower.messages import (
     wanted_state,
 )
 from fulcrum.flower.roll import POLL, Card, Roll, opened, refusal_words
-from fulcrum.local import Problem
-from fulcrum.types import Assignment, ClientReply, Gaussian, RoundRequest, State, Stats
+from fulcrum.local import Problem, contribute, coordinate_groups
+from fulcrum.types import Assignment, ClientReply, Gaussian, RoundRequest, State
 
 
 @dataclass(frozen=True)
@@ -250,18 +250,12 @@ class FlowerEngine:
 
 
 def extra_width(problem: Problem, state: State) -> int:
-    """J: how many extra statistics the rule releases."""
-    empty = torch.zeros(0)
-    stats = Stats(
-        norms=torch.zeros((0, len(state["C"]))),
-        mask=torch.zeros(0, dtype=torch.bool),
-        dots=empty,
-        losses=empty,
-        sigma=1.0,
-        batch=1.0,
-    )
+    """J: how many extra statistics the rule releases, seen on a batch without examples."""
     on_cpu = {name: value.cpu() for name, value in state.items()}
-    return int(problem.rule.clip(stats, on_cpu)[1].shape[1])
+    nothing = torch.zeros((0, problem.layout.dim))
+    groups = coordinate_groups(problem.layout, problem.groups)
+    view = problem.rule.view(on_cpu, 0, 1)
+    return len(contribute(problem.rule, view, on_cpu, nothing, torch.zeros(0), groups, 1.0, 1.0).extra)
 
 
 def largest_update(
