@@ -3,19 +3,24 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 # Tests run in two processes; more threads inside each would only fight over the cores.
+FLOWER := .venv-flower
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format docs clean
+.PHONY: help setup run test test-flower check format docs clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 run: setup ## train privately over five parties on the digits, and compare
 	@$(BIN)/fulcrum demo
 
 test: setup ## run all tests
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2
+
+# Flower wants older typer and rich than the lock has, so it lives in an environment of its own.
+test-flower: $(FLOWER)/.installed ## run the tests across machines: real Flower processes on loopback, minutes
+	FULCRUM_FLOWER=1 $(ONE_THREAD) $(FLOWER)/bin/python -m pytest tests/test_flower_*.py
 
 check: setup ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
@@ -30,8 +35,8 @@ docs: setup ## write docs/settings.md anew from the settings' own words
 	$(BIN)/python docs/settings_page.py > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
 
-clean: ## remove the environment and the caches; runs/ and .data/ stay
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+clean: ## remove the environments and the caches; runs/ and .data/ stay
+	rm -rf .venv $(FLOWER) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests docs -name __pycache__ -prune -exec rm -rf {} +
 
 setup: $(STAMP) ## make .venv with the pinned dependencies (done once)
@@ -45,4 +50,14 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(FLOWER)/.installed: requirements.lock pyproject.toml
+	@echo "Setting up $(FLOWER): some minutes, once."
+	$(PYTHON) -m venv $(FLOWER)
+	$(FLOWER)/bin/python -m pip install --quiet torch==2.13.0
+	grep -viE '^(typer|rich)==' requirements.lock > $(FLOWER)/requirements.lock
+	$(FLOWER)/bin/python -m pip install --quiet -r $(FLOWER)/requirements.lock
+	$(FLOWER)/bin/python -m pip install --quiet flwr==1.41.0
+	$(FLOWER)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@

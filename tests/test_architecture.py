@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fulcrum"
-EDGE = ["statement", "record", "methods", "settings_file", "api", "study", "cli"]
+EDGE = ["statement", "record", "methods", "settings_file", "api", "study", "flower", "cli"]
 """From here on, modules may need more than torch and numpy."""
 BLOCKED = ["pydantic", "typer", "rich", "sklearn", "dp_accounting", "safetensors", "tomli_w", "platformdirs", "scipy"]
 

@@ -339,8 +339,10 @@ def test_a_round_of_many_parties_is_few_transactions() -> None:
         ledger._db.set_trace_callback(statements.append)
         results = [result for result, _ in federate(federation, ledger, "r")]
         writes = sum(text.startswith("BEGIN IMMEDIATE") for text in statements)
+        charged = ledger.epsilons()
     assert writes <= 1 + 2 * 3  # enrol once; reserve and settle each round
-    assert len(results[-1].epsilons) == 1500
+    assert len(charged) == 1500
+    assert set(charged.values()) == {results[-1].epsilon}
 
 
 def test_a_release_that_was_not_reserved_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,13 @@ COMMANDS = {
     "data verify": {"names", "--data-dir", "--json", "--debug"},
     "ledger": {"path", "--party", "--budget", "--json", "--debug"},
     "methods": {"--json", "--debug"},
+    "serve": SETTINGS
+    | {"--keys", "--listen", "--certificate", "--private-key", "--insecure", "--simulation", "--deadline", "--wait"}
+    | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"},
+    "party": {"--data", "--server", "--key", "--ledger", "--ca", "--terms", "--home", "--statement", "--until-done"}
+    | {"--simulation", "--insecure", "--device", "--quiet", "-q", "--debug"},
+    "terms": SETTINGS | {"--party", "--budget", "--classes", "--out", "--debug"},
+    "certs": {"folder", "--host", "--party", "--debug"},
     "reproduce paper": STUDY | {"--subset", "--tune", "--tune-at", "--json"},
     "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},
     "study merge": {"folders", "--into", "--keep", "--json", "--debug"},

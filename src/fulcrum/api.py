@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import math
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,15 +141,23 @@ def ledger_warnings(federation: Federation) -> list[str]:
 # --- running ------------------------------------------------------------------------------------
 
 
-def execute(federation: Federation, out: Path | str | None = None, on_round: OnRound | None = None) -> Result:
-    """Train to the end. With `out`, a new folder there holds the run and makes it resumable."""
+def execute(
+    federation: Federation,
+    out: Path | str | None = None,
+    on_round: OnRound | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Result:
+    """Train to the end. With `out`, a new folder there holds the run and makes it resumable.
+
+    facts go into run.json beside the usual ones; an "id" among them is the run's id in ledgers.
+    """
+    run = str((facts or {}).get("id", uuid.uuid4().hex))
     if out is None:
         with Ledger.open(federation.settings.run.ledger or ":memory:") as ledger:
-            return _finish(federation, None, ledger, uuid.uuid4().hex, None, [], on_round)
+            return _finish(federation, None, ledger, run, None, [], on_round)
     with closing(RunFolder.create(Path(out))) as folder:
         from fulcrum import settings_file
 
-        run = uuid.uuid4().hex
         folder.write_text("settings.toml", settings_file.dump(federation.settings))
         folder.write_json("environment.json", record.environment(federation.problem.device))
         folder.write_json(
@@ -161,6 +169,7 @@ def execute(federation: Federation, out: Path | str | None = None, on_round: OnR
                 "data": federation.problem.dataset.fingerprint,
                 "parameters": federation.problem.layout.dim,
                 "unit": federation.problem.unit,
+                **(facts or {}),
             },
         )
         with Ledger.open(_ledger_path(federation.settings, folder.path)) as ledger:
@@ -179,9 +188,15 @@ def resume(
     """
     from fulcrum import settings_file
 
+    if "flower" in record.load_json(Path(folder), "run.json"):
+        raise RunError(f"{folder} was served to parties elsewhere; continue it with: fulcrum serve --resume {folder}")
+    return go_on(prepare(settings_file.read(Path(folder) / "settings.toml"), dataset, model), folder, on_round)
+
+
+def go_on(federation: Federation, folder: Path | str, on_round: OnRound | None = None) -> Result:
+    """Continue the run in a folder with a federation that was prepared anew from its settings."""
     path = Path(folder)
     facts = record.load_json(path, "run.json")
-    federation = prepare(settings_file.read(path / "settings.toml"), dataset, model)
     problem = federation.problem
     if facts.get("data") != problem.dataset.fingerprint:
         raise RunError(f"{path} was trained on other data than {problem.dataset.name} holds now; bring that data back.")

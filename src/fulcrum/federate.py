@@ -20,7 +20,7 @@ from fulcrum.aggregate import SERVERS, client_weights, moving_average, weighted_
 from fulcrum.central import SERVER, average, draw_cohort, released_of
 from fulcrum.clip.rule import Shape
 from fulcrum.config import Settings, learning_rate, local_steps
-from fulcrum.engine import Engine
+from fulcrum.engine import Engine, Remote
 from fulcrum.errors import BudgetError
 from fulcrum.evaluate import evaluate
 from fulcrum.ledger import Account, Ledger
@@ -139,14 +139,20 @@ def federate(
         asked = invite(settings, problem.partition.parties, t) if not plan.central else range(plan.parties)
         invited = [k for k in asked if k not in exhausted]
         invited = [k for k in invited if int(snapshot.participations[k]) < plan.participations(k)]
-        granted = reserve(ledger, run, t, plan, invited, problem.randomness.mode)
+        mode = problem.randomness.mode
+        if isinstance(federation.engine, Remote):
+            # The parties keep the ledgers that count, and send a round's stored bytes again: this one mirrors them.
+            invited, mode = federation.engine.present(invited), "stored"
+            exhausted |= federation.engine.spent()
+        granted = reserve(ledger, run, t, plan, invited, mode)
         exhausted |= set(invited) - set(granted)
         if problem.partition.parties - len(exhausted) < train.min_parties:
             return
 
         snapshot, replies, C = (play_client_round if plan.central else play_round)(federation, snapshot, granted, t)
         ledger.settle(run, t, digests(plan, replies, granted))
-        purse.pay(t, granted)
+        took_part = [reply.client for reply in replies] if isinstance(federation.engine, Remote) else granted
+        purse.pay(t, took_part)
 
         accuracy, loss = None, None
         if (t + 1) % settings.run.evaluate_every == 0 or t + 1 == train.rounds:
@@ -160,7 +166,7 @@ def federate(
             C=C,
             epsilon=purse.largest,
             epsilons=purse.listed(),
-            participants=None if plan.central else tuple(granted),
+            participants=None if plan.central else tuple(took_part),
             seconds=time.perf_counter() - began,
             accuracy=accuracy,
             loss=loss,
@@ -214,6 +220,11 @@ def play_round(
     tasks = tuple(plan.assignment(k, t, lr) for k in clients)
     request = RoundRequest(t, settings.train.rounds, snapshot.params, tasks, states, settings.train.weight_decay)
     replies = list(federation.engine.run(request))
+    if isinstance(federation.engine, Remote):  # who did not answer in time did not take part
+        clients = [reply.client for reply in replies]
+        tasks = tuple(task for task in tasks if task.client in clients)
+        if not clients:
+            return _skip(settings, snapshot, t), [], tuple(C.tolist())
     for reply, task in zip(replies, tasks, strict=True):
         _check_events(reply, plan.events(task.client, t))
 

@@ -67,11 +67,11 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
-        _write(self.path / name, text.encode())
+        write_whole(self.path / name, text.encode())
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file whole or not at all; infinities become the string "inf"."""
-        self.write_text(name, json.dumps(plain(value), indent=2) + "\n")
+        self.write_text(name, to_json(value))
 
     def add_metrics(self, result: RoundResult) -> None:
         """Append one round to metrics.jsonl."""
@@ -82,14 +82,14 @@ class RunFolder:
         """Write the state after a round and drop checkpoints older than the last two."""
         folder = self.path / "checkpoints"
         name = f"round-{snapshot.round:06d}.safetensors"
-        _write(folder / name, save(snapshot.to_tensors(), {"round": str(snapshot.round)}))
+        write_whole(folder / name, save(snapshot.to_tensors(), {"round": str(snapshot.round)}))
         for old in sorted(folder.glob("round-*.safetensors"))[:-KEEP]:
             old.unlink()
 
     def write_model(self, layout: Layout, params: torch.Tensor) -> None:
         """Write the trained weights under their own names to model.safetensors."""
         weights = {name: value.detach().cpu().clone().contiguous() for name, value in layout.unflatten(params).items()}
-        _write(self.path / "model.safetensors", save(weights))
+        write_whole(self.path / "model.safetensors", save(weights))
 
     def last_snapshot(self, device: torch.device) -> Snapshot | None:
         """The newest readable checkpoint, or None where there is none."""
@@ -199,6 +199,11 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+def to_json(value: Any) -> str:
+    """Indented JSON; infinities become the string "inf"."""
+    return json.dumps(plain(value), indent=2) + "\n"
+
+
 def plain(value: Any) -> Any:
     """The value with what JSON cannot hold replaced: infinities by "inf", NaN by null, tuples by lists."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -220,7 +225,8 @@ def _processor() -> str:
     return platform.processor()
 
 
-def _write(file: Path, content: bytes) -> None:
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file whole or not at all: beside its name first, then renamed."""
     part = file.with_name(file.name + ".part")
     try:
         with part.open("wb") as opened:

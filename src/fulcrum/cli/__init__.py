@@ -10,6 +10,7 @@ ledger.py    ledger
 study.py     study prepare, merge, choose, robustness, protocol, parties
 reproduce.py reproduce paper
 init.py      init
+flower.py    serve, party, terms, certs
 options.py   the options that settings have
 view.py      tables and progress
 failures.py  exit codes, and one sentence for every failure
@@ -24,7 +25,7 @@ from typing import Annotated
 import typer
 
 from fulcrum import __version__
-from fulcrum.cli import account, data, demo, failures, init, ledger, options, plan, reproduce, run, show, study
+from fulcrum.cli import account, data, demo, failures, flower, init, ledger, options, plan, reproduce, run, show, study
 
 app = typer.Typer(
     name="fulcrum",
@@ -63,6 +64,10 @@ app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
 app.command("methods")(show.methods)
 app.command("demo")(demo.demo)
+app.command("serve")(flower.serve)
+app.command("party")(flower.party)
+app.command("terms")(flower.terms)
+app.command("certs")(flower.certs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

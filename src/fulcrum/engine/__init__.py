@@ -6,8 +6,8 @@ same sampling and noise. Engines know nothing of accounting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 from fulcrum.engine import parallel, reference
 from fulcrum.engine.stacked import StackedEngine
@@ -22,6 +22,26 @@ class Engine(Protocol):
 
     def run(self, request: RoundRequest) -> Iterable[ClientReply]:
         """Replies, one an assignment, in order."""
+        ...
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """An engine whose clients are elsewhere: they may be away, answer late, or refuse from their own ledgers.
+
+    `run` then leaves out those who did not answer, and a repeated round brings the same bytes again.
+    """
+
+    def run(self, request: RoundRequest) -> Iterable[ClientReply]:
+        """Replies of those who answered, in the order of the request."""
+        ...
+
+    def present(self, clients: Sequence[int]) -> list[int]:
+        """Those of the clients that can be asked now; waits until there are enough to go on."""
+        ...
+
+    def spent(self) -> set[int]:
+        """Clients whose own ledger has refused: they take no further part."""
         ...
 
 
@@ -49,4 +69,4 @@ def find_engine(name: str, problem: Problem) -> Engine:
     return ENGINES[chosen](problem)
 
 
-__all__ = ["ENGINES", "Engine", "choose_engine", "find_engine"]
+__all__ = ["ENGINES", "Engine", "Remote", "choose_engine", "find_engine"]

@@ -1,0 +1,259 @@
+"""`fulcrum serve`, `party`, `terms` and `certs`: the same federation across machines, on Flower."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fulcrum.cli import show, view
+from fulcrum.cli.failures import Interrupted
+from fulcrum.cli.options import Debug, Json, Quiet, with_settings
+from fulcrum.cli.run import free_folder, slug
+from fulcrum.config import Settings
+from fulcrum.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fulcrum.flower.terms import Terms
+
+PLAINTEXT = (
+    "warning: --insecure: everything travels readable and changeable by whoever is on the way, and no node proves "
+    "who it is; updates are still signed. For tests on one machine only."
+)
+SIMULATED = "warning: --simulation: randomness comes from a seed that the coordinator knows; this protects nobody."
+
+
+def need_flower() -> None:
+    """One sentence in place of an ImportError."""
+    if importlib.util.find_spec("flwr") is None:
+        raise ConfigError("this needs Flower: pip install 'fulcrum-fl[flower]'.")
+
+
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Folder to write to.")] = Path("certs"),
+    host: Annotated[
+        list[str] | None,
+        typer.Option("--host", help="Make a development CA and a server certificate for this name or address; repeat."),
+    ] = None,
+    party: Annotated[list[str] | None, typer.Option("--party", help="Make a key pair for this party; repeat.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Make a development CA with a server certificate (--host), and key pairs for parties (--party).
+
+    A party makes its own pair and sends NAME.pub to the coordinator; the private key stays with it.
+    """
+    need_flower()
+    from fulcrum.flower import certs as authority
+    from fulcrum.flower import keys
+
+    if not host and not party:
+        raise ConfigError("nothing to make; give --host NAME for a server certificate or --party NAME for a key pair.")
+    for path in authority.make_authority(folder, host) if host else []:
+        typer.echo(path)
+    for name in party or []:
+        for path in keys.make_pair(folder, name):
+            typer.echo(path)
+
+
+@with_settings
+def terms(
+    settings: Settings,
+    party: Annotated[str, typer.Option("--party", help="The party's name.")],
+    budget: Annotated[
+        float | None, typer.Option("--budget", help="Epsilon over all runs; default: what one such run costs.")
+    ] = None,
+    classes: Annotated[int, typer.Option("--classes", help="Number of classes; 0: what the party's labels show.")] = 0,
+    out: Annotated[Path, typer.Option("--out", help="File to write; - prints it.")] = Path("terms.toml"),
+    debug: Debug = False,
+) -> None:
+    """Write the terms that a party would agree to for a configuration; read them before you use them."""
+    need_flower()
+    from fulcrum.flower.terms import accept, propose, write_terms
+
+    text = write_terms(accept(party, propose(settings, classes), budget))
+    if str(out) == "-":
+        typer.echo(text, nl=False)
+        return
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{out} exists; terms are not overwritten, so choose another name.") from None
+    typer.echo(f"wrote {out}")
+
+
+def party(
+    data: Annotated[str, typer.Option("--data", help="This party's own records: an .npz with x and y, or a source.")],
+    server: Annotated[str, typer.Option("--server", help="HOST:PORT of the coordinator.")],
+    key: Annotated[Path, typer.Option("--key", help="This party's private key; its file name is the party's name.")],
+    ledger: Annotated[Path, typer.Option("--ledger", help="This party's ledger, kept over all runs.")],
+    ca: Annotated[Path | None, typer.Option("--ca", help="Certificate of the CA that signed the server's.")] = None,
+    terms: Annotated[
+        Path, typer.Option("--terms", help="What was agreed; without the file, you are asked on a terminal.")
+    ] = Path("terms.toml"),
+    home: Annotated[
+        Path | None, typer.Option("--home", help="Folder for Flower's files; default beside the ledger.")
+    ] = None,
+    statement: Annotated[
+        Path | None, typer.Option("--statement", help="Folder for PRIVACY.md; default the ledger's.")
+    ] = None,
+    until_done: Annotated[bool, typer.Option("--until-done", help="End when the coordinator has finished.")] = False,
+    simulation: Annotated[
+        bool, typer.Option("--simulation", help="Use the coordinator's seed: no protection.")
+    ] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext, for tests on one machine.")] = False,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Take part in a federation: train on this party's own data, within its own terms and budget."""
+    need_flower()
+    from fulcrum import api
+    from fulcrum.flower.keys import check_name
+    from fulcrum.flower.party import explain, open_desk, own_data
+    from fulcrum.flower.run import take_part
+    from fulcrum.flower.terms import read_terms
+
+    name = check_name(key.name)
+    if insecure == (ca is not None):
+        raise ConfigError("give --ca FILE (the CA of the coordinator's certificate), or --insecure, and not both.")
+    for flag, words in ((insecure, PLAINTEXT), (simulation, SIMULATED)):
+        if flag:
+            view.say(words, quiet)
+    folder = ledger.absolute().parent
+    home = home or folder / f"flower-{name}"
+    if ledger.absolute().is_relative_to(home.absolute()):
+        raise ConfigError(f"--ledger {ledger} lies in Flower's folder {home}; keep it elsewhere, it must outlive that.")
+    agreed = read_terms(terms) if terms.is_file() else None
+    if agreed is None and not sys.stdin.isatty():
+        raise ConfigError(f"there is no {terms}; agree on a terminal, or write it with fulcrum terms and read it.")
+    dataset = own_data(data, classes=agreed.classes if agreed else 0)
+
+    def consent(proposed: Terms) -> bool:
+        view.say(explain(proposed, len(dataset.y)))
+        return typer.confirm(f"Agree, and write this to {terms}?", default=False, err=True)
+
+    def end(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
+    with open_desk(
+        name,
+        dataset,
+        key,
+        ledger,
+        agreed,
+        terms,
+        consent=consent if sys.stdin.isatty() else None,
+        simulation=simulation,
+        device=api.find_device(device),
+        say=lambda words: view.say(f"[{name}] {words}", quiet),
+    ) as desk:
+        try:
+            take_part(
+                desk,
+                server,
+                home,
+                statement or folder,
+                ca=ca,
+                key=None if insecure else key,
+                until_done=until_done,
+            )
+        except KeyboardInterrupt:
+            raise Interrupted(f"stopped; {(statement or folder) / 'PRIVACY.md'} says what was released.") from None
+    typer.echo((statement or folder) / "PRIVACY.md")
+
+
+@with_settings
+def serve(
+    settings: Settings,
+    keys: Annotated[Path | None, typer.Option("--keys", help="Folder with one NAME.pub for each party.")] = None,
+    listen: Annotated[str, typer.Option("--listen", help="HOST:PORT to listen on.")] = "0.0.0.0:9092",
+    certificate: Annotated[Path | None, typer.Option("--certificate", help="The server's certificate, PEM.")] = None,
+    private: Annotated[Path | None, typer.Option("--private-key", help="The certificate's key, PEM.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext, for tests on one machine.")] = False,
+    simulation: Annotated[
+        bool, typer.Option("--simulation", help="Share the seed with the parties: repeatable, no protection.")
+    ] = False,
+    deadline: Annotated[float, typer.Option("--deadline", help="Seconds a round waits for replies.")] = 60.0,
+    wait: Annotated[float, typer.Option("--wait", help="Seconds to wait until enough parties are there.")] = 600.0,
+    out: Annotated[Path | None, typer.Option("--out", help="New folder for the run.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Continue the run in this folder; other options as it began.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Coordinate a federation: rounds over parties that run `fulcrum party` elsewhere. Sees no party's data."""
+    need_flower()
+    from fulcrum import record, settings_file
+    from fulcrum.flower import run as runs
+    from fulcrum.flower.coordinator import Patience
+    from fulcrum.flower.keys import load_register
+
+    if resume is not None:
+        kept = record.load_json(resume, "run.json").get("flower") or {}
+        settings = settings_file.read(resume / "settings.toml")
+        keys = keys or Path(kept.get("keys", "keys"))
+        listen = kept.get("listen", listen)
+        certificate = certificate or _path(kept.get("certificate"))
+        private = private or _path(kept.get("private"))
+        insecure, simulation = kept.get("insecure", insecure), kept.get("simulation", simulation)
+    if keys is None:
+        raise ConfigError("give --keys FOLDER: one NAME.pub for each party, made by fulcrum certs --party NAME.")
+    if insecure == (certificate is not None and private is not None):
+        raise ConfigError("give --certificate FILE and --private-key FILE, or --insecure, and not both.")
+    for flag, words in ((insecure, PLAINTEXT), (simulation, SIMULATED)):
+        if flag:
+            view.say(words, quiet)
+    host, _, port = listen.rpartition(":")
+    if not (host and port.isdigit() and 0 < int(port) < 65536):
+        raise ConfigError(f"--listen {listen} is not HOST:PORT, such as 0.0.0.0:9092.")
+    address = runs.Address(host.strip("[]"), int(port), certificate, private)
+    register = load_register(keys)
+    folder = resume or out or free_folder(f"{slug(settings.data.source)}-{settings.method}-flower")
+    facts = {
+        "keys": str(keys.absolute()),
+        "listen": listen,
+        "certificate": str(certificate.absolute()) if certificate else None,
+        "private": str(private.absolute()) if private else None,
+        "insecure": insecure,
+    }
+
+    def end(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    def say(words: str) -> None:
+        view.say(words, quiet)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        with view.progress(settings.method, settings.train.rounds, quiet) as on_round:
+            if resume is not None:
+                result = runs.go_on(resume, address, register, on_round=on_round, say=say)
+            else:
+                result = runs.serve(
+                    settings,
+                    folder,
+                    address,
+                    register,
+                    patience=Patience(deadline, wait, settings.train.min_parties),
+                    simulation=simulation,
+                    facts=facts,
+                    on_round=on_round,
+                    say=say,
+                )
+    except KeyboardInterrupt:
+        if (folder / "run.json").is_file():
+            raise Interrupted(f"interrupted; continue with: fulcrum serve --resume {folder}") from None
+        raise Interrupted("interrupted before the first round; nothing was kept.") from None
+    show.print_summary(result.summary, folder, as_json)
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None

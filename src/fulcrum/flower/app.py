@@ -1,0 +1,121 @@
+"""The same federation as a plain Flower app, for people who operate a SuperLink and SuperNodes already.
+
+    flwr run examples/flower-app NAME --stream
+
+Trusted use only. A stock SuperNode runs whatever app the SuperLink sends it, and a stock SuperLink lets
+anyone who reaches its port start runs: the terms and the ledger are then only as good as that trust.
+`fulcrum serve` and `fulcrum party` close both holes. Set FLWR_TELEMETRY_ENABLED=0 in your environment:
+Flower is imported before this file is, so it is too late here.
+
+Run config: config, keys, out, deadline, wait, simulation. Node config: data, key, ledger, terms. Under
+Flower's simulation engine (Ray) the node config is Flower's own, and `home` in the run config names a
+folder for the simulated parties' keys and ledgers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from fulcrum import settings_file
+from fulcrum.config import Settings
+from fulcrum.data import from_arrays, load, split
+from fulcrum.errors import ConfigError
+from fulcrum.flower import keys
+from fulcrum.flower.carrier import GridPost, to_envelope, to_record
+from fulcrum.flower.coordinator import Patience
+from fulcrum.flower.party import Desk, open_desk, own_data
+from fulcrum.flower.run import Address, go_on, serve
+from fulcrum.flower.terms import accept, propose, read_terms
+
+client = ClientApp()
+server = ServerApp()
+
+
+@client.train()  # type: ignore[untyped-decorator,unused-ignore]
+def answer(message: Message, context: Context) -> Message:
+    """One request to this party's desk."""
+    simulated = "partition-id" in context.node_config
+    with _simulated(context) if simulated else _configured(context) as desk:
+        reply = desk.answer(to_envelope(message.content))
+        if desk.done and not simulated:
+            desk.write_statement(desk.terms_path.parent)
+        return Message(to_record(reply), reply_to=message)
+
+
+@server.main()  # type: ignore[untyped-decorator,unused-ignore]
+def coordinate(grid: Grid, context: Context) -> None:
+    """The run of `fulcrum serve`, over Flower's own grid; an existing folder `out` is continued."""
+    given = context.run_config
+    settings = settings_file.read(Path(_text(given, "config")))
+    out, simulation = Path(_text(given, "out")), bool(given.get("simulation", False))
+    folder = Path(_text(given, "keys"))
+    if simulation and "home" in given:
+        for k in range(settings.data.parties):
+            if not (folder / f"party-{k}").exists():
+                keys.make_pair(folder, f"party-{k}")
+    register = keys.load_register(folder)
+    where = Address("Flower's grid", 0, None, None)
+
+    def post(*_: Any) -> AbstractContextManager[GridPost]:
+        return nullcontext(GridPost(grid))
+
+    if (out / "run.json").is_file():
+        result = go_on(out, where, register, open_post=post)
+    else:
+        patience = Patience(
+            deadline=float(given.get("deadline", 60.0)),
+            wait=float(given.get("wait", 600.0)),
+            minimum=settings.train.min_parties,
+        )
+        result = serve(settings, out, where, register, patience=patience, simulation=simulation, open_post=post)
+    print(f"accuracy {result.accuracy:.4f}, epsilon {result.epsilon:.4g}, folder {out}")
+
+
+def _configured(context: Context) -> AbstractContextManager[Desk]:
+    """The desk that a SuperNode's --node-config names."""
+    given = context.node_config
+    key, terms = Path(_text(given, "key")), Path(_text(given, "terms"))
+    agreed = read_terms(terms)
+    data = own_data(_text(given, "data"), classes=agreed.classes)
+    return open_desk(
+        key.name,
+        data,
+        key,
+        Path(_text(given, "ledger")),
+        agreed,
+        terms,
+        simulation=bool(given.get("simulation", False)),
+    )
+
+
+def _simulated(context: Context) -> AbstractContextManager[Desk]:
+    """A party of Flower's simulation engine: its part of the data that the settings name, with shared seeds."""
+    given = context.run_config
+    settings = settings_file.read(Path(_text(given, "config")))
+    settings = _with_parties(settings, int(context.node_config["num-partitions"]))
+    k, home = int(context.node_config["partition-id"]), Path(_text(given, "home"))
+    data = load(settings.data.source, settings.data.dir)
+    rows = split(data, settings.data, settings.run.seed).indices(k)
+    own = from_arrays(data.x[rows], data.y[rows], data.x[:1], data.y[:1], classes=data.classes, name=f"part {k}")
+    name = f"party-{k}"
+    terms = accept(name, propose(settings, data.classes))
+    key = Path(_text(given, "keys")) / name
+    return open_desk(name, own, key, home / name / "ledger.sqlite", terms, home / name / "terms.toml", simulation=True)
+
+
+def _with_parties(settings: Settings, parties: int) -> Settings:
+    return dataclasses.replace(settings, data=dataclasses.replace(settings.data, parties=parties))
+
+
+def _text(given: Any, name: str) -> str:
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} is missing in the app's configuration; give it as text.")
+    return value

@@ -1,0 +1,117 @@
+"""A party's key pair: ECDSA on P-384 in OpenSSH's format, the same pair that its SuperNode proves itself with.
+
+The private key never leaves the party. The coordinator keeps one public key a party, `NAME.pub`; the
+file's name is the party's name, so nobody can take another's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fulcrum.errors import ConfigError
+from fulcrum.flower.messages import Envelope
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CONTEXT = b"fulcrum reply 1:"
+"""Keeps a signature over a reply from being taken for one over anything else (Flower signs timestamps)."""
+
+
+def check_name(name: str) -> str:
+    """A party's name, or a ConfigError: it becomes a file's name and a ledger's account."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"party name {name!r} is not usable; use up to 64 letters, digits, dots, dashes and underscores."
+        )
+    return name
+
+
+def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
+    """Write NAME (private, readable by the owner alone) and NAME.pub; refuses to overwrite either."""
+    private, public = folder / check_name(name), folder / f"{name}.pub"
+    for path in (private, public):
+        if path.exists():
+            raise ConfigError(f"{path} exists; a key is never overwritten, so choose another name or folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP384R1())
+    write_secret(
+        private,
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+        ),
+    )
+    words = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    public.write_bytes(words + f" {name}\n".encode())
+    return private, public
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """A new file that only its owner can read, from its first byte on."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def load_private(path: Path) -> ec.EllipticCurvePrivateKey:
+    """A private key file as `make_pair` or `ssh-keygen -t ecdsa -b 384` write it, without a passphrase."""
+    try:
+        key = serialization.load_ssh_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise ConfigError(f"key {path} cannot be read: {error.strerror}.") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path} is not a private key; make one with: fulcrum certs --party NAME.")
+    return key
+
+
+def load_public(path: Path) -> ec.EllipticCurvePublicKey:
+    """A public key file in OpenSSH's format."""
+    try:
+        key = serialization.load_ssh_public_key(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"key {path} cannot be read: {error.strerror}.") from None
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ConfigError(f"{path} is not a public key; each party sends its NAME.pub, made by fulcrum certs.")
+    return key
+
+
+def public_bytes(key: ec.EllipticCurvePublicKey) -> bytes:
+    """The key as Flower registers it: PEM."""
+    text: bytes = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return text
+
+
+def load_register(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
+    """Every NAME.pub of a folder, by name: the parties that the coordinator knows."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; --keys names the folder that holds one NAME.pub for each party.")
+    found = {check_name(path.stem): load_public(path) for path in sorted(folder.glob("*.pub"))}
+    if not found:
+        raise ConfigError(f"{folder} holds no NAME.pub; put the public key of every party there.")
+    if len({public_bytes(key) for key in found.values()}) < len(found):
+        raise ConfigError(f"{folder} holds the same key under two names; each party needs its own.")
+    return found
+
+
+def sign(key: ec.EllipticCurvePrivateKey, envelope: Envelope) -> Envelope:
+    """The envelope with the party's signature over header and body."""
+    signature = key.sign(_CONTEXT + bytes.fromhex(envelope.digest), ec.ECDSA(hashes.SHA384()))
+    return Envelope(envelope.header, envelope.body, signature)
+
+
+def is_signed(key: ec.EllipticCurvePublicKey, envelope: Envelope) -> bool:
+    """Whether the signature is this party's, over exactly these bytes."""
+    if not 0 < len(envelope.signature) <= 256:
+        return False
+    try:
+        key.verify(envelope.signature, _CONTEXT + bytes.fromhex(envelope.digest), ec.ECDSA(hashes.SHA384()))
+    except InvalidSignature:
+        return False
+    return True

@@ -1,0 +1,197 @@
+"""What travels between coordinator and parties: a small JSON header, and arrays in one safetensors body.
+
+Nothing received is trusted: sizes are bounded before anything is parsed, a body cannot ask for more
+memory than it has bytes, names, types and shapes must be exactly those expected, and every number
+finite. What does not fit raises `BadMessage`, whose text never quotes private data.
+
+Requests (coordinator to party): `hello`, `round`, `done`. Replies: `welcome`, `update`, `noted`, `refused`.
+Each request carries a nonce, and each reply repeats it, names the request's digest and is signed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fulcrum.errors import FulcrumError
+from fulcrum.models import Layout
+from fulcrum.types import Event, Gaussian, State
+
+VERSION = 1
+HEADER_LIMIT = 64 * 1024
+"""Bytes of the longest header that is read."""
+SLACK = 64 * 1024
+"""Bytes that a body may have beyond its numbers: the table of names and shapes."""
+
+Wanted = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Exactly which arrays a body must hold: name -> (type, shape)."""
+
+
+class BadMessage(FulcrumError):
+    """A message that is not what was agreed; the text says what is wrong in fixed words."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """One message as bytes. `signature` is empty on requests (TLS says who the coordinator is)."""
+
+    header: bytes
+    body: bytes = b""
+    signature: bytes = b""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of header and body, in hexadecimal: what a signature covers and a reply refers to."""
+        h = hashlib.sha256(b"fulcrum/1")
+        for part in (self.header, self.body):
+            h.update(len(part).to_bytes(8, "little"))
+            h.update(part)
+        return h.hexdigest()
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.header) + len(self.body) + len(self.signature)
+
+
+def pack(header: Mapping[str, Any], arrays: Mapping[str, Tensor] | None = None) -> Envelope:
+    """The same content always gives the same bytes, so that a repeated request can be recognised."""
+    text = json.dumps({"v": VERSION, **header}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    own = {name: value.detach().cpu().clone().contiguous() for name, value in sorted((arrays or {}).items())}
+    return Envelope(text.encode(), save(own) if own else b"")
+
+
+# --- headers ------------------------------------------------------------------------------------
+
+TEXT, WHOLE, NUMBER, LIST, TABLE = "text", "whole", "number", "list", "table"
+_KINDS: dict[str, Any] = {
+    TEXT: lambda v: isinstance(v, str) and len(v) <= 256,
+    WHOLE: lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63,
+    NUMBER: lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v),
+    LIST: lambda v: isinstance(v, list) and len(v) <= 10_000,
+    TABLE: lambda v: isinstance(v, dict) and len(v) <= 100,
+}
+_COMMON = {"nonce": TEXT, "run": TEXT}
+_REPLY = {**_COMMON, "party": TEXT, "request": TEXT}
+HEADERS: dict[str, dict[str, str]] = {
+    "hello": {**_COMMON, "proposal": TABLE},
+    "round": {
+        **_COMMON,
+        **dict.fromkeys(("party", "rule", "groups", "unit", "model"), TEXT),
+        **dict.fromkeys(("round", "rounds", "client", "steps"), WHOLE),
+        **dict.fromkeys(("rate", "sigma", "lr", "weight_decay"), NUMBER),
+        "seeds": LIST,
+    },
+    "done": {**_COMMON, "rounds": WHOLE},
+    "welcome": {**_REPLY, "units": WHOLE, "classes": WHOLE, "shape": LIST, "model": TEXT, "randomness": TEXT},
+    "update": {**_REPLY, "round": WHOLE, "events": LIST},
+    "noted": _REPLY,
+    "refused": {**_REPLY, "code": TEXT},
+}
+"""Which fields each kind of message has: these and no others."""
+
+
+def read_header(envelope: Envelope, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """The header as a dictionary, every field of the right type; `kinds` lists what is acceptable here."""
+    if len(envelope.header) > HEADER_LIMIT:
+        raise BadMessage("the header is too long.")
+    try:
+        header = json.loads(envelope.header, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise BadMessage("the header is not JSON.") from None
+    if not isinstance(header, dict) or header.pop("v", None) != VERSION:
+        raise BadMessage("the header is of another version.")
+    kind = header.pop("kind", None)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise BadMessage("the message is of a kind that is not expected here.")
+    wanted = HEADERS[kind]
+    if set(header) != set(wanted):
+        raise BadMessage("the header has missing or unknown fields.")
+    for name, sort in wanted.items():
+        if not _KINDS[sort](header[name]):
+            raise BadMessage(f"the header's {name} is not of the right type or size.")
+    return {"kind": kind, **header}
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(text)
+
+
+# --- arrays -------------------------------------------------------------------------------------
+
+
+def wanted_bytes(wanted: Wanted) -> int:
+    """The most bytes that a body with these arrays has."""
+    return SLACK + sum(math.prod(shape) * dtype.itemsize for dtype, shape in wanted.values())
+
+
+def read_arrays(envelope: Envelope, wanted: Wanted) -> dict[str, Tensor]:
+    """The body's arrays: exactly the wanted names, types and shapes, every number finite."""
+    if len(envelope.body) > wanted_bytes(wanted):
+        raise BadMessage("the body is larger than its arrays can be.")
+    try:
+        found = load(envelope.body) if envelope.body else {}
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError):
+        raise BadMessage("the body is not a readable set of arrays.") from None
+    if set(found) != set(wanted):
+        raise BadMessage("the body has missing or unknown arrays.")
+    for name, (dtype, shape) in wanted.items():
+        array = found[name]
+        if array.dtype != dtype or tuple(array.shape) != shape:
+            raise BadMessage(f"the array {name} is not of the right type or shape.")
+        if array.is_floating_point() and not bool(torch.isfinite(array).all()):
+            raise BadMessage(f"the array {name} holds numbers that are not finite.")
+    return found
+
+
+def wanted_state(state: State) -> Wanted:
+    """The arrays of a clipping state, under the names they travel by."""
+    return {f"state.{name}": (value.dtype, tuple(value.shape)) for name, value in state.items()}
+
+
+def state_arrays(state: State) -> dict[str, Tensor]:
+    """A clipping state under the names it travels by."""
+    return {f"state.{name}": value for name, value in state.items()}
+
+
+def take_state(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The clipping state among received arrays."""
+    return {name.removeprefix("state."): value for name, value in arrays.items() if name.startswith("state.")}
+
+
+# --- small things -------------------------------------------------------------------------------
+
+
+def model_fingerprint(layout: Layout) -> str:
+    """16 hexadecimal digits that change when any parameter's name, shape or place does."""
+    words = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)]
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+
+
+def write_events(events: tuple[Event, ...]) -> list[list[float]]:
+    """Gaussian events as [rate, sigma, count]; nothing else can be sent."""
+    if not all(isinstance(event, Gaussian) for event in events):
+        raise BadMessage("an update without noise cannot be sent.")
+    return [[event.rate, event.sigma, event.count] for event in events if isinstance(event, Gaussian)]
+
+
+def read_events(rows: list[Any]) -> tuple[Gaussian, ...]:
+    """Events from a header; anything but three finite numbers a row is a BadMessage."""
+    events = []
+    for row in rows:
+        if not (isinstance(row, list) and len(row) == 3 and all(_KINDS[NUMBER](v) for v in row)):
+            raise BadMessage("the events are not readable.")
+        rate, sigma, count = row
+        if not (isinstance(count, int) and count >= 1):
+            raise BadMessage("the events are not readable.")
+        events.append(Gaussian(float(rate), float(sigma), count))
+    return tuple(events)

@@ -1,0 +1,125 @@
+"""What a coordinator prepares before it asks anybody: settings, public data, the model, who takes part."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fulcrum.clip import find_rule
+from fulcrum.config import Settings, check
+from fulcrum.data import Dataset, Partition, from_arrays, load
+from fulcrum.errors import ConfigError, DataError, RunError
+from fulcrum.federate import Federation
+from fulcrum.flower.coordinator import FlowerEngine, Patience
+from fulcrum.flower.messages import model_fingerprint
+from fulcrum.flower.roll import POLL, Card, Post, Report, Roll
+from fulcrum.flower.terms import propose
+from fulcrum.local import Problem
+from fulcrum.models import Layout, build, refuse_mixing
+from fulcrum.plan import make_plan
+from fulcrum.rng import make
+
+
+def public_data(source: str, folder: str = "") -> Dataset:
+    """What the coordinator evaluates on: an .npz with x_test, y_test and classes alone, or any data source."""
+    if source.endswith(".npz") and Path(source).is_file():
+        with np.load(source, allow_pickle=False) as archive:
+            if "x" not in archive.files:
+                missing = {"x_test", "y_test"} - set(archive.files)
+                if missing:
+                    raise DataError(
+                        f"{source} has no array named {missing.pop()}; the coordinator needs x_test, y_test."
+                    )
+                x, y = archive["x_test"], archive["y_test"]
+                classes = int(archive["classes"]) if "classes" in archive.files else None
+                return from_arrays(x[:1], y[:1], x, y, name=Path(source).name, classes=classes)
+    return load(source, folder)
+
+
+def as_served(settings: Settings, parties: int, simulation: bool) -> Settings:
+    """The settings as a coordinator uses them: real randomness unless it simulates, a checkpoint every round."""
+    if settings.run.diagnostics:
+        raise ConfigError("run.diagnostics = true shows private values; parties never send them, so turn it off.")
+    if settings.privacy.unit == "client":
+        raise ConfigError(
+            "privacy.unit = 'client' trusts the server with every update; parties across machines trust nobody: use "
+            "example or person."
+        )
+    if settings.data.validation:
+        raise ConfigError("data.validation holds out training data, which the coordinator does not have; set it to 0.")
+    privacy = dataclasses.replace(settings.privacy, randomness="seeded" if simulation else "secure")
+    run = dataclasses.replace(settings.run, checkpoint_every=1)
+    data = dataclasses.replace(settings.data, parties=parties)
+    return check(dataclasses.replace(settings, privacy=privacy, run=run, data=data))
+
+
+def public_problem(settings: Settings, public: Dataset, device: torch.device) -> Problem:
+    """The coordinator's view of the problem: public data and the model, no party's records."""
+    rule = find_rule(settings.clip.rule)
+    if not (rule.sound and rule.private):
+        raise ConfigError(
+            f"clip.rule = {rule.name!r} is not sound and private: parties across machines refuse it; use moo or fixed."
+        )
+    model = build(settings.model, public.shape, public.classes, settings.run.seed)
+    refuse_mixing(model, public.x[:2])
+    model = model.to(device)
+    layout = Layout.of(model)
+    return Problem(
+        dataset=public,
+        partition=Partition(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)),
+        model=model,
+        layout=layout,
+        rule=rule,
+        randomness=make(settings.privacy.randomness, settings.run.seed),
+        unit=settings.privacy.unit,
+        groups=layout.layers if settings.clip.groups == "layer" else (),
+        device=device,
+    )
+
+
+def make_roll(
+    post: Post,
+    register: Mapping[str, ec.EllipticCurvePublicKey],
+    run: str,
+    settings: Settings,
+    problem: Problem,
+    report: Report,
+) -> Roll:
+    """The roll of a run, with what its parties must agree on."""
+    facts = {
+        "classes": problem.dataset.classes,
+        "shape": list(problem.dataset.shape),
+        "model": model_fingerprint(problem.layout),
+        "randomness": settings.privacy.randomness,
+    }
+    return Roll(post, register, run, propose(settings, problem.dataset.classes), facts, report)
+
+
+def join(roll: Roll, expected: int, patience: Patience) -> tuple[Card, ...]:
+    """Wait for the parties. Starts when all expected are there, or after `wait` seconds with enough of them."""
+    end = time.monotonic() + patience.wait
+    while len(roll.cards) < expected and time.monotonic() < end:
+        roll.call()
+        time.sleep(3 * POLL)
+    if len(roll.cards) < max(patience.minimum, 1):
+        raise RunError(
+            f"only {len(roll.cards)} of at least {patience.minimum} parties joined within {patience.wait:g} s; "
+            "check that each runs fulcrum party with this server's address, CA and its own key."
+        )
+    return tuple(roll.cards[name] for name in sorted(roll.cards))
+
+
+def make_federation(settings: Settings, problem: Problem, cards: Sequence[Card], engine: FlowerEngine) -> Federation:
+    """The run that `api.execute` and `api.go_on` play, over parties that are elsewhere."""
+    names = tuple(card.name for card in cards)
+    starts = torch.zeros(len(cards) + 1, dtype=torch.int64)
+    there = dataclasses.replace(problem, partition=Partition(torch.zeros(0, dtype=torch.int64), starts, names))
+    plan = make_plan(settings, names, [card.units for card in cards], problem.rule, population="each party's own data")
+    engine.problem = there
+    return Federation(settings, there, plan, engine)

@@ -1,0 +1,325 @@
+"""What a party agreed to, pinned in `terms.toml` on its own disk. The coordinator cannot change it later.
+
+Numbers are limits: a request may ask for less (a smaller rate, fewer steps, more noise), never for
+more. The budget is kept by the party's ledger, over all runs. Whatever is refused is answered with one
+of the fixed sentences of `REFUSALS`, so that an answer never carries anything about the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from fulcrum.accounting import Spend, check_terms
+from fulcrum.clip import find_rule
+from fulcrum.clip.rule import ClipRule
+from fulcrum.config import FORBID, Clip, Model, Privacy, Settings, Train, check, local_steps
+from fulcrum.errors import ConfigError, FulcrumError
+from fulcrum.flower.keys import check_name
+from fulcrum.plan import make_plan
+from fulcrum.types import Gaussian, State
+
+REFUSALS: dict[str, str] = {
+    "message": "the message could not be read",
+    "party": "the request is for another party",
+    "expired": "the request has expired",
+    "no-terms": "this party has agreed to no terms yet",
+    "consent": "this party did not agree to the proposed terms",
+    "rule": "the clipping rule is not one this party agreed to, or is not sound",
+    "unit": "the unit of privacy is not the agreed one",
+    "groups": "the grouping of parameters is not the agreed one",
+    "model": "the model's parameters are not the agreed ones",
+    "rate": "the sampling rate is above the agreed one",
+    "steps": "the local steps are more than agreed, or none",
+    "sigma": "the noise multiplier is below the agreed one",
+    "rounds": "the round is beyond the agreed number of rounds",
+    "C": "the clipping norm is not finite or outside the agreed range",
+    "state": "the clipping state holds numbers beyond any honest ones",
+    "lr": "the learning rate or weight decay is outside the agreed range",
+    "seed": "a seed was asked for, and this party draws its own randomness",
+    "no-seed": "this party simulates, and no seed was given",
+    "repeated": "this round was answered before, to a different request",
+    "lost": "this round was answered before, and the stored answer is gone",
+    "budget": "the party's privacy budget is spent",
+    "internal": "the party failed; its own log says why",
+}
+"""Everything that a party can answer beside an update: code -> words, known to both sides."""
+
+
+LARGEST = 1e6
+"""The largest number that a clipping state may hold beside C."""
+
+
+class Refusal(FulcrumError):
+    """A party refuses. `code` is all that the coordinator gets to know."""
+
+    def __init__(self, code: str, detail: str = "") -> None:
+        super().__init__(f"{REFUSALS[code]}{f' ({detail})' if detail else ''}.")
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What this party agreed to. Every number is a limit; the coordinator may ask for less, never for more."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+
+    party: str
+    """This party's name: that of its key, and of its account in the ledger."""
+    budget: float
+    """Epsilon of this party over all runs in its ledger. Nothing is released beyond it."""
+    delta: float
+    """The delta of that epsilon. Must be well below 1 / (number of units)."""
+    rate: float
+    """The largest Poisson sampling rate of a local step."""
+    steps: int
+    """The most local steps of a round."""
+    sigma: float
+    """The smallest noise multiplier."""
+    rounds: int
+    """The most rounds of a run."""
+    rules: tuple[str, ...]
+    """Clipping rules that may be used; each must be sound and private."""
+    unit: str = "example"
+    """What is protected: example, or person."""
+    accountant: str = "rdp"
+    """Which epsilon the budget means: rdp or pld."""
+    groups: str = "flat"
+    """flat, or layer (each layer clipped to its share)."""
+    C_min: float = 1e-3
+    """The smallest clipping norm."""
+    C_max: float = 1e3
+    """The largest clipping norm."""
+    lr: float = 1.0
+    """The largest learning rate."""
+    weight_decay: float = 0.0
+    """The largest weight decay."""
+    classes: int = 0
+    """The number of classes, where this party's labels do not show them all; 0: what the labels show."""
+    model: Model = field(default_factory=Model)
+    """The model, built by this party's own software: its parameters must be those of the requests."""
+
+    def planned_epsilon(self) -> float:
+        """What one run costs if everything agreed to is used up."""
+        events = (Gaussian(self.rate, self.sigma, self.steps * self.rounds),)
+        return Spend.none().plus(events).epsilon(self.delta, self.accountant)
+
+
+def check_values(terms: Terms) -> Terms:
+    """The terms, or a ConfigError naming the first field that is wrong."""
+    check_name(terms.party)
+    check_terms(terms.delta, terms.accountant)
+    if not terms.rules:
+        raise ConfigError("terms: rules is empty; name at least one clipping rule, such as moo.")
+    for name in terms.rules:
+        allowed_rule(terms, name)
+    limits: dict[str, tuple[float, float]] = {
+        "budget": (0, math.inf),
+        "rate": (0, 1),
+        "sigma": (0, math.inf),
+        "lr": (0, math.inf),
+        "C_min": (0, math.inf),
+        "C_max": (0, math.inf),
+        "steps": (0, math.inf),
+        "rounds": (0, math.inf),
+    }
+    for name, (low, high) in limits.items():
+        value = getattr(terms, name)
+        if not (low < value <= high and math.isfinite(value)):
+            top = f" and at most {high:g}" if high < math.inf else ""
+            raise ConfigError(f"terms: {name} = {value!r} must be a finite number above {low:g}{top}.")
+    if not (terms.weight_decay >= 0 and math.isfinite(terms.weight_decay) and terms.C_min <= terms.C_max):
+        raise ConfigError("terms: weight_decay must be at least 0, and C_min at most C_max.")
+    if terms.unit not in ("example", "person") or terms.groups not in ("flat", "layer"):
+        raise ConfigError("terms: unit must be example or person, and groups flat or layer.")
+    return terms
+
+
+def allowed_rule(terms: Terms, name: str) -> ClipRule:
+    """The rule, if the terms name it and it is sound; looked up only then, since a lookup may import code."""
+    if name not in terms.rules:
+        raise Refusal("rule")
+    rule = find_rule(name)
+    if not (rule.sound and rule.private):
+        raise ConfigError(f"terms: rule {name!r} is not sound and private, so it protects nobody; take it out.")
+    return rule
+
+
+def check_request(terms: Terms, header: Mapping[str, Any], model: str, simulation: bool) -> None:
+    """Refuse a round that goes beyond the terms. `model` is the fingerprint of this party's own model."""
+    checks: tuple[tuple[str, bool], ...] = (
+        ("party", header["party"] == terms.party),
+        ("unit", header["unit"] == terms.unit),
+        ("groups", header["groups"] == terms.groups),
+        ("model", header["model"] == model),
+        ("rate", 0 < header["rate"] <= terms.rate * (1 + 1e-12)),
+        ("steps", 1 <= header["steps"] <= terms.steps),
+        ("sigma", header["sigma"] >= terms.sigma * (1 - 1e-12)),
+        ("rounds", header["round"] < header["rounds"] <= terms.rounds),
+        ("lr", 0 < header["lr"] <= terms.lr * (1 + 1e-12)),
+        ("lr", 0 <= header["weight_decay"] <= terms.weight_decay * (1 + 1e-12)),
+        ("seed", simulation or not header["seeds"]),
+        ("no-seed", not simulation or len(header["seeds"]) == 1),
+    )
+    for code, fine in checks:
+        if not fine:
+            raise Refusal(code)
+    allowed_rule(terms, header["rule"])
+
+
+def check_state(terms: Terms, state: State) -> None:
+    """Refuse a clipping norm that is not finite, not positive or outside the agreed range.
+
+    The other numbers are bounded too: one that overflows in a product with private values would show, as a
+    NaN in the update, whether it met any.
+    """
+    C = state["C"].double()
+    total = float(torch.linalg.vector_norm(C))
+    slack = 1e-6  # C is a 32-bit number that was multiplied often; the range is in decimal
+    if not (bool((C > 0).all()) and terms.C_min * (1 - slack) <= total <= terms.C_max * (1 + slack)):
+        raise Refusal("C")
+    for name, value in state.items():
+        if name != "C" and value.is_floating_point() and value.numel() and float(value.abs().max()) > LARGEST:
+            raise Refusal("state")
+
+
+# --- proposals ----------------------------------------------------------------------------------
+
+
+def propose(settings: Settings, classes: int = 0) -> dict[str, Any]:
+    """What a run's settings ask of every party, as plain values: a coordinator sends it, `fulcrum terms` prints it.
+
+    classes: the number of classes (public), where known. Where parties have budgets of their own, the
+    sigma is that of the largest: the others are asked for more noise, never for less.
+    """
+    check(settings)
+    privacy = settings.privacy
+    if privacy.epsilon is not None:
+        most = max([privacy.epsilon, *privacy.budgets.values()])
+        privacy = dataclasses.replace(privacy, epsilon=most, budgets={})
+    plain = dataclasses.replace(settings, privacy=privacy)
+    train = settings.train
+    return {
+        "delta": settings.privacy.delta,
+        "rate": train.rate,
+        "steps": local_steps(train),
+        "sigma": float(make_plan(plain, 1, [10**9], find_rule(settings.clip.rule)).sigmas[0]),
+        "rounds": train.rounds,
+        "rules": [settings.clip.rule],
+        "classes": classes,
+        "unit": settings.privacy.unit,
+        "accountant": settings.privacy.accountant,
+        "groups": settings.clip.groups,
+        "C_min": settings.clip.C_min,
+        "C_max": settings.clip.C_max,
+        "lr": train.lr,
+        "weight_decay": train.weight_decay,
+        "model": dataclasses.asdict(settings.model),
+    }
+
+
+def accept(party: str, proposal: Mapping[str, Any], budget: float | None = None) -> Terms:
+    """A proposal as terms. budget: None takes what one run of the proposal costs, and no more."""
+    terms = check_values(_validate({**proposal, "party": party, "budget": budget or 1.0}))
+    if budget is None:
+        # Rounded up a little: the same sum, reached round by round, may differ in the last digits.
+        terms = dataclasses.replace(terms, budget=math.ceil(terms.planned_epsilon() * 1e4) / 1e4)
+    return check_values(terms)
+
+
+def within(terms: Terms, proposal: Mapping[str, Any]) -> None:
+    """Refuse a proposal that goes beyond the terms, before a run starts; each round is checked again."""
+    try:
+        asked = _validate({**proposal, "party": terms.party, "budget": terms.budget})
+    except ConfigError as error:
+        raise Refusal("message") from error
+    checks: tuple[tuple[str, bool], ...] = (
+        ("unit", asked.unit == terms.unit),
+        ("groups", asked.groups == terms.groups),
+        ("model", asked.model == terms.model),
+        ("rate", asked.rate <= terms.rate * (1 + 1e-12)),
+        ("steps", asked.steps <= terms.steps),
+        ("sigma", asked.sigma >= terms.sigma * (1 - 1e-12)),
+        ("rounds", asked.rounds <= terms.rounds),
+        ("lr", asked.lr <= terms.lr * (1 + 1e-12) and asked.weight_decay <= terms.weight_decay * (1 + 1e-12)),
+        ("rule", set(asked.rules) <= set(terms.rules)),
+    )
+    for code, fine in checks:
+        if not fine:
+            raise Refusal(code)
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+def read_terms(path: Path) -> Terms:
+    """The terms of a file, every field checked; a ConfigError names the first that is wrong."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"terms {path} cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"terms {path} is not TOML: {error}.") from None
+    return check_values(_validate(raw))
+
+
+def write_terms(terms: Terms) -> str:
+    """TOML with every term and what it means."""
+    lines = ["# What this party agreed to. The coordinator cannot change it; edit it only if you mean it.", ""]
+    words = _words()
+    for each in dataclasses.fields(Terms):
+        if each.name != "model":
+            lines += [f"# {words[each.name]}", f"{each.name} = {json.dumps(getattr(terms, each.name))}", ""]
+    lines += [f"# {words['model']}", "[model]"]
+    lines += [f"{name} = {json.dumps(value)}" for name, value in dataclasses.asdict(terms.model).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _validate(raw: Mapping[str, Any]) -> Terms:
+    """Strict types, through JSON as the settings do; unknown fields are refused."""
+    try:
+        return TypeAdapter(Terms).validate_json(json.dumps(raw, allow_nan=False, default=list), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(f"terms: {where}: {first['msg'][0].lower()}{first['msg'][1:]}.") from None
+    except ValueError:
+        raise ConfigError("terms: a number is not finite.") from None
+
+
+def _words() -> dict[str, str]:
+    """The sentence under each field of `Terms`, as its source has it."""
+    source = inspect.getsource(Terms)
+    found = {}
+    for each in dataclasses.fields(Terms):
+        rest = source.split(f"    {each.name}: ", 1)[1].split('"""', 2)
+        found[each.name] = rest[1]
+    return found
+
+
+def to_settings(terms: Terms) -> Settings:
+    """The terms as settings, for a party's own privacy statement."""
+    return Settings(
+        method="terms",
+        model=terms.model,
+        train=Train(rounds=terms.rounds, steps=terms.steps, rate=terms.rate, lr=terms.lr),
+        clip=Clip(rule=terms.rules[0], groups=terms.groups, C_min=terms.C_min, C_max=terms.C_max, C0=terms.C_min),
+        privacy=Privacy(
+            sigma=terms.sigma,
+            delta=terms.delta,
+            unit=terms.unit,
+            accountant=terms.accountant,
+            budget=terms.budget,
+            randomness="secure",
+        ),
+    )

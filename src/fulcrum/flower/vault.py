@@ -1,0 +1,71 @@
+"""Replies on the party's own disk. A reply is stored before it is sent, and sent again byte for byte.
+
+So a crash at any moment leaves one of two cases: nothing was stored, so nothing left the party and the
+round is computed again under the same reservation; or it was stored, and those bytes are sent again.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fulcrum.errors import InputError
+from fulcrum.flower.messages import Envelope
+
+KEEP = 16
+"""Replies kept of each run: the coordinator asks again for its last round, never for one so long ago."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A reply, and the digest of the request that it answers."""
+
+    request: str
+    reply: Envelope
+
+
+class Vault:
+    """An open store of replies; every change is on disk when the call returns."""
+
+    def __init__(self, path: Path | str) -> None:
+        try:
+            self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS replies (run TEXT NOT NULL, round INTEGER NOT NULL, request TEXT NOT NULL,"
+                " header BLOB NOT NULL, body BLOB NOT NULL, signature BLOB NOT NULL, time REAL NOT NULL,"
+                " PRIMARY KEY (run, round))"
+            )
+        except sqlite3.DatabaseError as error:
+            raise InputError(f"{path} cannot hold replies: {error}; check the path and the disk.") from error
+        self._lock = threading.Lock()
+
+    def get(self, run: str, round: int) -> Stored | None:
+        """The reply to this round, if one was stored."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT request, header, body, signature FROM replies WHERE run = ? AND round = ?", (run, round)
+            ).fetchone()
+        return None if row is None else Stored(row[0], Envelope(*row[1:]))
+
+    def put(self, run: str, round: int, request: str, reply: Envelope) -> None:
+        """Store the reply to a round, once; older ones of the run are dropped."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._db.execute(
+                    "INSERT INTO replies VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (run, round, request, reply.header, reply.body, reply.signature, time.time()),
+                )
+                self._db.execute("DELETE FROM replies WHERE run = ? AND round <= ?", (run, round - KEEP))
+                self._db.execute("COMMIT")
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
