@@ -12,7 +12,8 @@ from scipy.stats import norm
 
 from fulcrum.accounting import Spend, epsilon
 from fulcrum.clip import ClipRule, find_rule
-from fulcrum.config import Settings
+from fulcrum.config import Settings, check
+from fulcrum.errors import ConfigError
 from fulcrum.plan import Plan, make_plan
 from fulcrum.statement import statement, to_markdown
 from fulcrum.types import Gaussian, Unprotected
@@ -265,3 +266,12 @@ def test_client_level_with_the_median_is_nominal():
     assert (facts["guarantee"], facts["nominal"]) == ("nominal", True)
     assert "statistics" not in [item["kind"] for item in facts["releases"]]
     assert "THEY REVEAL MORE" in to_markdown(facts)
+
+
+def test_reduced_precision_is_said_and_never_goes_with_secure_randomness():
+    page = to_markdown(state(run={"precision": "tf32"}))
+    assert "proved for float32 only" in page
+    assert "proved for float32 only" not in to_markdown(state())
+    check(Settings().replace(run={"precision": "bf16"}, privacy={"sigma": 1.0}))
+    with pytest.raises(ConfigError, match="only float32 keeps"):
+        check(Settings().replace(run={"precision": "bf16"}, privacy={"sigma": 1.0, "randomness": "secure"}))

@@ -195,7 +195,7 @@ class Run:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     precision: str = "float32"
-    """Of matrix products in the stacked engine: float32, or on a GPU tf32 or bf16, faster and less exact."""
+    """Of matrix products in the stacked engine: float32, or for simulations on a GPU tf32 or bf16, faster and less exact."""
     workers: int = 0
     """Parties that the parallel engine trains at a time, a core each; 0: PyTorch's number of threads. Same bits."""
     evaluate_every: int = 1
@@ -344,6 +344,11 @@ def _check_together(settings: Settings) -> None:
         )
     if privacy.epsilon is not None and privacy.sigma is not None:
         raise ConfigError("privacy.epsilon and privacy.sigma are both set; give one, the other follows from it.")
+    if privacy.randomness == "secure" and settings.run.precision != "float32":
+        raise ConfigError(
+            f"run.precision = {settings.run.precision!r} with privacy.randomness = 'secure': only float32 keeps every "
+            "contribution within its bound; use float32 for real data."
+        )
     for party, budget in privacy.budgets.items():
         _check_range(f"privacy.budgets.{party}", budget, (0, False, math.inf, False))
     for phase in privacy.phases:

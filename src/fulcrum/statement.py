@@ -287,6 +287,11 @@ def _warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finishe
         found.append("The run is not finished: this statement covers what has been reserved so far.")
     if mode != "secure" and rule.private:
         found.append(f"The randomness is {mode}: for real data use privacy.randomness = secure.")
+    if settings.run.precision != "float32" and settings.run.engine in ("auto", "stacked"):
+        found.append(
+            f"run.precision = {settings.run.precision} rounds matrix products: clipping keeps a margin that held in every "
+            "test, but the bound on a contribution is proved for float32 only. For simulations."
+        )
     if settings.run.diagnostics:
         found.append("Non-private diagnostics were on: keep them inside the party, or turn run.diagnostics off.")
     return found
