@@ -195,7 +195,7 @@ class Run:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     precision: str = "float32"
-    """Of matrix products in the stacked engine: float32, or for simulations on a GPU tf32 or bf16, faster and less exact."""
+    """Of matrix products in the stacked engine: float32, or for simulations tf32 or bf16, faster and less exact."""
     workers: int = 0
     """Parties that the parallel engine trains at a time, a core each; 0: PyTorch's number of threads. Same bits."""
     evaluate_every: int = 1

@@ -289,8 +289,8 @@ def _warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finishe
         found.append(f"The randomness is {mode}: for real data use privacy.randomness = secure.")
     if settings.run.precision != "float32" and settings.run.engine in ("auto", "stacked"):
         found.append(
-            f"run.precision = {settings.run.precision} rounds matrix products: clipping keeps a margin that held in every "
-            "test, but the bound on a contribution is proved for float32 only. For simulations."
+            f"run.precision = {settings.run.precision} rounds matrix products: clipping keeps a margin that held in "
+            "every test, but the bound on a contribution is proved for float32 only. For simulations."
         )
     if settings.run.diagnostics:
         found.append("Non-private diagnostics were on: keep them inside the party, or turn run.diagnostics off.")
