@@ -2,11 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+BENCH := .venv-bench
 # Tests run in two processes; more threads inside each would only fight over the cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format docs clean
+.PHONY: help setup run test check format docs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -30,8 +31,11 @@ docs: setup ## write docs/settings.md anew from the settings' own words
 	$(BIN)/python docs/settings_page.py > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
 
+bench: $(BENCH)/.installed ## time private rounds beside the plain loop and Opacus; writes results/bench-cpu.*
+	PYTHONPATH=src $(BENCH)/bin/python benchmarks/cpu.py
+
 clean: ## remove the environment and the caches; runs/ and .data/ stay
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv $(BENCH) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests docs -name __pycache__ -prune -exec rm -rf {} +
 
 setup: $(STAMP) ## make .venv with the pinned dependencies (done once)
@@ -45,4 +49,11 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+# The peers get an environment of their own: nobody needs them to use Fulcrum.
+$(BENCH)/.installed: Makefile
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install --quiet torch==2.13.0
+	$(BENCH)/bin/python -m pip install --quiet opacus==1.6.0
 	@touch $@
