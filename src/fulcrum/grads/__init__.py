@@ -85,7 +85,8 @@ class Follower:
         """The model's outputs for a batch x with the parameters `params` [d], and nothing to go back by."""
         tensors = self.layout.unflatten(params.detach())
         if not self.program.sequence:
-            return call(self.model, tensors, x)
+            logits: Tensor = call(self.model, tensors, x)
+            return logits
         kernels = sequence.prepare(tuple(tensors.values()), x.device)
         return sequence.forward(self.program, kernels, x, keep=False)[0]
 
