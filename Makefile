@@ -2,12 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Tests run in two processes; more threads inside each would only fight over the cores.
+BENCH := .venv-bench
 FLOWER := .venv-flower
+# Tests run in two processes; more threads inside each would only fight over the cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-flower check format docs clean
+.PHONY: help setup run test test-flower check format docs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -35,8 +36,11 @@ docs: setup ## write docs/settings.md anew from the settings' own words
 	$(BIN)/python docs/settings_page.py > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
 
+bench: $(BENCH)/.installed ## time private rounds beside the plain loop and Opacus; writes results/bench-cpu.*
+	PYTHONPATH=src $(BENCH)/bin/python benchmarks/cpu.py
+
 clean: ## remove the environments and the caches; runs/ and .data/ stay
-	rm -rf .venv $(FLOWER) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv $(FLOWER) $(BENCH) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests docs -name __pycache__ -prune -exec rm -rf {} +
 
 setup: $(STAMP) ## make .venv with the pinned dependencies (done once)
@@ -60,4 +64,11 @@ $(FLOWER)/.installed: requirements.lock pyproject.toml
 	$(FLOWER)/bin/python -m pip install --quiet -r $(FLOWER)/requirements.lock
 	$(FLOWER)/bin/python -m pip install --quiet flwr==1.41.0
 	$(FLOWER)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+# The peers get an environment of their own: nobody needs them to use Fulcrum.
+$(BENCH)/.installed: Makefile
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install --quiet torch==2.13.0
+	$(BENCH)/bin/python -m pip install --quiet opacus==1.6.0
 	@touch $@

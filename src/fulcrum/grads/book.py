@@ -40,8 +40,6 @@ class _Use:
 
     site: Site
     a: Tensor | Patches
-    elements: int
-    """Of input and output together."""
     entries: int
     """Of the gradients of all examples, where writing them out pays; else 0."""
 
@@ -52,7 +50,9 @@ class _Recorder:
     def __init__(self, count: int, tensors: tuple[Tensor, ...]) -> None:
         self.count = count
         self.tensors = tensors
-        self.uses: list[_Use] = []
+        self.elements = 0
+        """Inputs and outputs of all uses together, in numbers."""
+        self.uses: dict[int, _Use] = {}
         self.written: set[int] = set()
         self.parts: list[list[Part]] = [[] for _ in tensors]
 
@@ -60,20 +60,21 @@ class _Recorder:
         """Notes a use, with the shape of its output; returns its number."""
         size = site.kind.size(site.module, out) if site.kind and "weight" in site.own else None
         entries = size.entries * self.count if size and size.worth_writing else 0
-        self.uses.append(_Use(site, a, elements, entries))
+        self.elements += elements
+        self.uses[len(self.uses)] = _Use(site, a, entries)
         return len(self.uses) - 1
 
     def choose(self) -> None:
         """Settles, before the way back, which gradients are written out: the smallest, as long as there is room."""
-        room = KEEP * sum(use.elements for use in self.uses)
-        for number in sorted((n for n, use in enumerate(self.uses) if use.entries), key=lambda n: self.uses[n].entries):
-            room -= self.uses[number].entries
+        room = KEEP * self.elements
+        for entries, number in sorted((use.entries, n) for n, use in self.uses.items() if use.entries):
+            room -= entries
             if room >= 0:
                 self.written.add(number)
 
     def collect(self, number: int, g: Tensor) -> None:
-        """Makes the parts of a use from the gradient of its output."""
-        use = self.uses[number]
+        """Makes the parts of a use from the gradient of its output, and lets go of its input."""
+        use = self.uses.pop(number)
         site, a = use.site, use.a
         tensors = {name: self.tensors[place] for name, place in site.own.items()}
         if site.kind is None:
@@ -98,8 +99,7 @@ def record_book(
         recorder, losses = _follow_sequence(program, tensors, x, y, loss)
     else:
         recorder, losses = _follow_hooked(model, program, layout, tensors, x, y, loss)
-    elements = sum(use.elements for use in recorder.uses)
-    return Book(layout, params, losses, tuple(tuple(parts) for parts in recorder.parts), elements)
+    return Book(layout, params, losses, tuple(tuple(parts) for parts in recorder.parts), recorder.elements)
 
 
 # --- a plain sequence -----------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""The work that every method of the CPU benchmark does, and the methods without peers: plain, and Fulcrum.
+
+One round: every party starts from the same weights, takes its local steps on Poisson samples, and the updates are
+averaged. Samples come from the same named streams for all methods, so all see the same examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fulcrum import config
+from fulcrum.aggregate import weighted_mean
+from fulcrum.clip import find_rule
+from fulcrum.data import Dataset, split
+from fulcrum.engine import find_engine
+from fulcrum.local import Problem
+from fulcrum.models import Layout, build
+from fulcrum.rng import Seeded
+from fulcrum.types import Assignment, RoundRequest
+
+BATCH, C, LR = 64, 1.0, 0.1
+
+
+@dataclass(frozen=True)
+class Work:
+    """One line of the table: whose model, how many parties of how many examples, how many local steps."""
+
+    name: str
+    shape: tuple[int, int, int]
+    parties: int
+    examples: int
+    steps: int
+    sigma: float = 1.0
+
+    @property
+    def rate(self) -> float:
+        return BATCH / self.examples
+
+
+FULL = {
+    "mnist": Work("mnist", (1, 28, 28), parties=10, examples=6000, steps=10),
+    "cifar": Work("cifar", (3, 32, 32), parties=10, examples=5000, steps=2),
+}
+QUICK = {
+    "mnist": Work("mnist", (1, 28, 28), parties=3, examples=600, steps=2),
+    "cifar": Work("cifar", (3, 32, 32), parties=2, examples=300, steps=1),
+}
+
+Round = Callable[[int], Tensor]
+"""Plays round t from the initial weights and returns the averaged update [d]."""
+
+
+def problem(work: Work, rule: str = "fixed") -> Problem:
+    """Random images of the right shape: for time and memory, pixels are pixels."""
+    generator = torch.Generator().manual_seed(1)
+    count = work.parties * work.examples
+    x = torch.rand(count, *work.shape, generator=generator)
+    y = torch.randint(0, 10, (count,), generator=generator)
+    data = Dataset(work.name, x, y, x[:10], y[:10], classes=10)
+    partition = split(data, config.Data(parties=work.parties, partition="iid"), 0)
+    model = build(config.Model(), work.shape, 10, seed=0)
+    return Problem(data, partition, model, Layout.of(model), find_rule(rule), Seeded(7))
+
+
+def batches(made: Problem, work: Work, t: int, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The client's Poisson samples of round t, as Fulcrum draws them."""
+    index = made.partition.indices(client)
+    for step in range(work.steps):
+        joins = made.randomness.uniform(("sample", t, client, step), len(index)) < work.rate
+        rows = index[joins]
+        yield made.dataset.x[rows], made.dataset.y[rows]
+
+
+def loop(made: Problem, work: Work, model: nn.Module, train: Callable[[Tensor, Tensor], None]) -> Round:
+    """FedAvg by a sequential loop over the clients: `train` takes one step of `model` on one batch."""
+    start = made.layout.flatten(made.model)
+
+    def play(t: int) -> Tensor:
+        total = torch.zeros_like(start)
+        for client in range(work.parties):
+            made.layout.write(model, start)
+            for x, y in batches(made, work, t, client):
+                train(x, y)
+            total += (made.layout.flatten(model) - start) / work.parties
+        made.layout.write(model, start)
+        return total
+
+    return play
+
+
+def plain(made: Problem, work: Work) -> Round:
+    """No privacy: model, autograd, SGD, all of PyTorch's threads. The mean is over the expected batch, as elsewhere."""
+    model = build(config.Model(), work.shape, 10, seed=0)
+    optimiser = torch.optim.SGD(model.parameters(), lr=LR)
+
+    def train(x: Tensor, y: Tensor) -> None:
+        optimiser.zero_grad()
+        (cross_entropy(model(x), y, reduction="sum") / BATCH).backward()
+        optimiser.step()
+
+    return loop(made, work, model, train)
+
+
+def fulcrum(made: Problem, work: Work, engine: str = "auto") -> Round:
+    """Clip, noise, FedAvg by one of Fulcrum's engines."""
+    trainer = find_engine(engine, made)
+    state = made.rule.init(config.Clip(C0=C), made.shape)
+    tasks = tuple(Assignment(k, work.rate, work.sigma, work.steps, LR) for k in range(work.parties))
+    start, weights = made.layout.flatten(made.model), torch.full((work.parties,), 1 / work.parties)
+
+    def play(t: int) -> Tensor:
+        asked = RoundRequest(t, 1000, start, tasks, (state,) * work.parties)
+        return weighted_mean(list(trainer.run(asked)), weights)[0]
+
+    return play
