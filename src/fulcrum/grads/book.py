@@ -23,7 +23,7 @@ from fulcrum.grads import sequence
 from fulcrum.grads.outer import Conv, Dense, Patches, outer_rows
 from fulcrum.grads.parts import Part, Rows, ranges
 from fulcrum.grads.program import Program, Site, Unsuitable
-from fulcrum.grads.tape import Loss, column, cross_entropy, group_squares
+from fulcrum.grads.tape import Loss, cross_entropy, group_squares
 from fulcrum.grads.vmap import module_rows
 from fulcrum.models import Layout, call
 
@@ -293,8 +293,9 @@ class Book:
         return self._sum(self._clean, self._zeroed(factors), groups)
 
     def _sum(self, parts: tuple[tuple[Part, ...], ...], factors: Tensor, groups: tuple[int, ...]) -> Tensor:
+        columns = [factors[:, group] for group in range(factors.shape[1])]
         blocks = []
         for i, (own, size) in enumerate(zip(parts, self.layout.sizes, strict=True)):
-            sums = [part.weighted(column(factors, groups, i)) for part in own]
+            sums = [part.weighted(columns[groups[i] if groups else 0]) for part in own]
             blocks.append(sums[0] if len(sums) == 1 else sum(sums, start=self.params.new_zeros(size)))
         return torch.cat(blocks)

@@ -42,11 +42,11 @@ class Kind:
 
 
 def _linear_parts(layer: nn.Linear, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
-    count = len(g)
-    inputs, grads = a.reshape(count, -1, a.shape[-1]), g.reshape(count, -1, g.shape[-1])
+    if a.dim() > 3:
+        a, g = a.flatten(1, -2), g.flatten(1, -2)
     makers: dict[str, Callable[[], Part]] = {
-        "weight": lambda: Dense(inputs, grads),
-        "bias": lambda: Rows(grads.sum(dim=1)),
+        "weight": lambda: Dense(a, g),
+        "bias": lambda: Rows(g if g.dim() == 2 else g.sum(dim=1)),
     }
     return {name: makers[name]() for name in wanted}
 

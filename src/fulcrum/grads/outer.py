@@ -71,7 +71,7 @@ def ghost_squares(inputs: Tensor, grads: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer's weight [O, K]: inputs a [B, T, K], output gradients g [B, T, O]."""
+    """A linear layer's weight [O, K]: inputs a [B, T, K], output gradients g [B, T, O]; or [B, K] and [B, O]."""
 
     a: Tensor
     g: Tensor
@@ -80,26 +80,31 @@ class Dense:
 
     @property
     def size(self) -> Size:
-        return Size(1, self.a.shape[1], self.a.shape[2], self.g.shape[2])
+        return Size(1, self.a.shape[1] if self.a.dim() == 3 else 1, self.a.shape[-1], self.g.shape[-1])
 
     def operands(self) -> tuple[Tensor, Tensor]:
+        """Inputs [B, K, T] and output gradients [B, T, O]."""
+        if self.a.dim() == 2:
+            return self.a.unsqueeze(2), self.g.unsqueeze(1)
         return self.a.transpose(1, 2), self.g
 
     def squares(self) -> Tensor:
-        if self.a.shape[1] == 1:
+        if self.size.positions == 1:
             return row_squares(self.a) * row_squares(self.g)
         return outer_squares(self)
 
     def dots(self, direction: Tensor) -> Tensor:
         stored = self.order.to_stored(direction) if self.order else direction
-        return (F.linear(self.a, stored.view(self.g.shape[2], self.a.shape[2])) * self.g).sum(dim=(1, 2))
+        along = F.linear(self.a, stored.view(self.g.shape[-1], self.a.shape[-1]))
+        return (along * self.g).flatten(1).sum(dim=1)
 
     def weighted(self, factors: Tensor) -> Tensor:
-        total = (scale(self.g, factors).flatten(0, 1).t() @ self.a.flatten(0, 1)).reshape(-1)
+        total = (scale(self.g, factors).flatten(0, -2).t() @ self.a.flatten(0, -2)).reshape(-1)
         return self.order.to_parameter(total) if self.order else total
 
     def rows(self) -> Tensor:
-        grads = torch.bmm(self.g.transpose(1, 2), self.a).flatten(1)
+        a, g = self.operands()
+        grads = torch.bmm(g.transpose(1, 2), a.transpose(1, 2)).flatten(1)
         return self.order.to_parameter(grads) if self.order else grads
 
     def only(self, good: Tensor) -> Dense:
@@ -219,19 +224,18 @@ class Conv:
 
 
 def outer_rows(part: Dense | Conv) -> Rows:
-    """Writes the gradients out, a cacheful of examples at a time, with their squared norms."""
+    """Writes the gradients out, with their squared norms; a convolution's a cacheful of patches at a time."""
     size, count, order = part.size, len(part.g), part.order
     swap = size.inputs < size.outputs  # the longer side last: better use of vector registers
     sides = (size.inputs, size.outputs) if swap else (size.outputs, size.inputs)
-    grads = part.g.new_empty(count, size.blocks, *sides)
-    squares = part.g.new_empty(count)
-    per_example = part.g.element_size() * size.blocks * size.positions * size.inputs
-    for start, stop in ranges(count, per_example, part.g.device):
-        a, g = part.slice(start, stop).operands()
-        block = grads[start:stop].view(-1, *sides)
+    grads = part.g.new_empty(count * size.blocks, *sides)
+    patches = part.g.element_size() * size.blocks * size.positions * size.inputs if isinstance(part, Conv) else 0
+    for start, stop in ranges(count, patches, part.g.device):
+        whole = stop - start == count
+        a, g = (part if whole else part.slice(start, stop)).operands()
+        block = grads if whole else grads[start * size.blocks : stop * size.blocks]
         torch.bmm(a, g, out=block) if swap else torch.bmm(g.transpose(1, 2), a.transpose(1, 2), out=block)
-        squares[start:stop] = row_squares(grads[start:stop])
-    return Rows(grads.flatten(1), _swapped(order, size) if swap else order, squares)
+    return Rows(grads.view(count, -1), _swapped(order, size) if swap else order)
 
 
 def _swapped(order: Order | None, size: Size) -> Order:

@@ -64,12 +64,13 @@ def scale(values: Tensor, factors: Tensor) -> Tensor:
 
 def row_squares(values: Tensor) -> Tensor:
     """Squared norm [B] of each row of [B, ...]; in one pass, where squaring first would write a copy."""
-    return torch.as_tensor(torch.linalg.vector_norm(values.flatten(1), dim=1)).square()
+    norms: Tensor = torch.linalg.vector_norm(values if values.dim() == 2 else values.flatten(1), dim=1)
+    return norms.square()
 
 
 def ranges(count: int, bytes_each: float, device: torch.device) -> Iterator[tuple[int, int]]:
     """Splits `count` examples into ranges that fit the scratch memory."""
-    step = max(1, int(SCRATCH.get(device.type, SCRATCH["cuda"]) // max(1.0, bytes_each)))
+    step = max(1, int(SCRATCH.get(device.type, SCRATCH["cuda"]) // bytes_each)) if bytes_each else max(1, count)
     return ((start, min(start + step, count)) for start in range(0, count, step))
 
 
@@ -98,11 +99,9 @@ class Rows:
 
     grads: Tensor
     order: Order | None = None
-    known: Tensor | None = None
-    """Squared norms, where they were computed on the way."""
 
     def squares(self) -> Tensor:
-        return row_squares(self.grads) if self.known is None else self.known
+        return row_squares(self.grads)
 
     def dots(self, direction: Tensor) -> Tensor:
         return self.grads @ (self.order.to_stored(direction) if self.order else direction)
