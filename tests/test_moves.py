@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fulcrum.grads import moves
 from fulcrum.grads.moves import ANY, find_move
+from fulcrum.models import Tempered
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -24,6 +25,9 @@ LAYERS = {
     "relu-inplace": (nn.ReLU(inplace=True), (5, 7)),
     "elu-inplace": (nn.ELU(inplace=True), (5, 7)),
     "tanh": (nn.Tanh(), (5, 7)),
+    "sigmoid": (nn.Sigmoid(), (5, 7)),
+    "tempered": (Tempered(1.7, 2.5, 0.4), (5, 7)),
+    "identity": (nn.Identity(), (5, 7)),
     "flatten": (nn.Flatten(), (5, 2, 3, 4)),
     "flatten-some": (nn.Flatten(1, 2), (5, 2, 3, 4)),
     "max-pool-overlapping": (nn.MaxPool2d(2, stride=1), (5, 3, 6, 7)),
@@ -33,7 +37,9 @@ LAYERS = {
     "max-pool-ceil": (nn.MaxPool2d(2, ceil_mode=True), (5, 3, 7, 7)),
     "avg-pool": (nn.AvgPool2d(2), (5, 3, 6, 8)),
     "avg-pool-padded": (nn.AvgPool2d(3, stride=2, padding=1, count_include_pad=False), (5, 3, 7, 7)),
-    "adaptive": (nn.AdaptiveAvgPool2d(1), (5, 3, 4, 4)),
+    "mean": (nn.AdaptiveAvgPool2d(1), (5, 3, 4, 4)),
+    "mean-pair": (nn.AdaptiveAvgPool2d((1, 1)), (5, 3, 4, 6)),
+    "adaptive": (nn.AdaptiveAvgPool2d(2), (5, 3, 4, 4)),
     "group-norm": (nn.GroupNorm(2, 4), (5, 4, 3, 3)),
     "layer-norm": (nn.LayerNorm(6), (5, 4, 6)),
 }

@@ -18,19 +18,20 @@ class Party:
     """A party's records, grouped by what is protected.
 
     index [m] int64: rows of the Dataset. unit_of [m] int64: which of the `units` (0..units-1) each row
-    belongs to: itself when examples are protected, its person when persons are.
+    belongs to: itself when examples are protected (apart is then True), its person when persons are.
     """
 
     index: Tensor
     unit_of: Tensor
     units: int
+    apart: bool = False
 
 
 def party_of(dataset: Dataset, partition: Partition, k: int, unit: str) -> Party:
     """Party k's records, with "example" or "person" as the unit of privacy."""
     index = partition.indices(k)
     if unit == "example":
-        return Party(index, torch.arange(len(index)), len(index))
+        return Party(index, torch.arange(len(index)), len(index), apart=True)
     if unit != "person":
         raise ConfigError(f"privacy.unit = {unit!r} is not known; choose example or person.")
     if dataset.person is None:
@@ -49,6 +50,9 @@ def sample_units(randomness: Randomness, key: Key, party: Party, rate: float) ->
     sampled unit of each row) and count, which may be 0: an empty sample is still noised and stepped.
     """
     joins = randomness.uniform(key, party.units) < rate  # uniform is in [0, 1), so rate 1 takes everyone
+    if party.apart:
+        rows = party.index[joins]
+        return rows, party.unit_of[: len(rows)], len(rows)
     slot = joins.cumsum(0) - 1
     here = joins[party.unit_of]
     return party.index[here], slot[party.unit_of[here]], int(joins.sum())

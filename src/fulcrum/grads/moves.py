@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fulcrum.grads.outer import Patches, unfold
+from fulcrum.models import Tempered
 
 Params = Mapping[str, Tensor]
 """A layer's own parameters by local name: weight, bias."""
@@ -134,6 +135,26 @@ def _relu_back(layer: nn.ReLU, memo: Tensor, params: Params, g: Tensor) -> Tenso
     return grad
 
 
+def _tanh_run(layer: nn.Tanh, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, Tensor]:
+    out = torch.tanh_(x) if mine else torch.tanh(x)
+    return out, out
+
+
+def _tanh_back(layer: nn.Tanh, memo: Tensor, params: Params, g: Tensor) -> Tensor:
+    grad: Tensor = aten.tanh_backward(g, memo)
+    return grad
+
+
+def _tempered_run(layer: Tempered, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, Tensor]:
+    rise = (x * layer.temperature).sigmoid_()
+    return rise * layer.scale - layer.offset, rise
+
+
+def _tempered_back(layer: Tempered, memo: Tensor, params: Params, g: Tensor) -> Tensor:
+    grad: Tensor = aten.sigmoid_backward(g, memo)
+    return grad.mul_(layer.scale * layer.temperature)
+
+
 def _flatten_run(layer: nn.Flatten, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, torch.Size]:
     return x.flatten(layer.start_dim, layer.end_dim), x.shape
 
@@ -187,7 +208,9 @@ def _pairs_back(layer: nn.MaxPool2d, memo: tuple[Any, ...], params: Params, g: T
 def _spread(g: Tensor, difference: Tensor, size: int, dim: int, stride: int) -> Tensor:
     """Each gradient to the larger of its window of two along `dim`; to the first if they are equal, as PyTorch does."""
     second = aten.threshold_backward(g, difference, 0)
-    grad = g.new_zeros([*g.shape[:dim], size, *g.shape[dim + 1 :]])
+    grad = g.new_empty([*g.shape[:dim], size, *g.shape[dim + 1 :]])
+    # The first places of all windows are written below; what lies outside of them starts at zero.
+    (grad if stride > 1 else grad.narrow(dim, g.shape[dim], size - g.shape[dim])).zero_()
     one, two = ((slice(None),) * dim + (half,) for half in _halves(size, stride))
     torch.sub(g, second, out=grad[one])
     grad[two] += second
@@ -226,6 +249,19 @@ def _average_back(layer: nn.AvgPool2d, memo: Tensor, params: Params, g: Tensor) 
     return grad
 
 
+def _mean_run(layer: nn.AdaptiveAvgPool2d, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, Tensor]:
+    return x.mean(dim=(2, 3), keepdim=True), x
+
+
+def _mean_back(layer: nn.AdaptiveAvgPool2d, memo: Tensor, params: Params, g: Tensor) -> Tensor:
+    share = g / (memo.shape[2] * memo.shape[3])
+    return torch.empty_like(memo).copy_(share)  # laid out as the images are
+
+
+def _mean_suits(layer: nn.AdaptiveAvgPool2d, x: Tensor) -> bool:
+    return x.dim() == 4 and layer.output_size in (1, (1, 1))
+
+
 # --- the table ----------------------------------------------------------------------------------
 
 ANY = by_autograd(_itself)
@@ -249,9 +285,12 @@ MOVES: dict[type[nn.Module], tuple[Move, ...]] = {
     ),
     nn.Embedding: (by_autograd(lambda layer, x, p: F.embedding(x, p["weight"], layer.padding_idx)),),
     nn.ReLU: (Move(_relu_run, _relu_back),),
+    nn.Tanh: (Move(_tanh_run, _tanh_back),),
+    Tempered: (Move(_tempered_run, _tempered_back),),
     nn.Flatten: (Move(_flatten_run, _flatten_back),),
     nn.MaxPool2d: (Move(_pairs_run, _pairs_back, _pairs_suit, output=_pairs_output), Move(_max_run, _max_back)),
     nn.AvgPool2d: (Move(_average_run, _average_back),),
+    nn.AdaptiveAvgPool2d: (Move(_mean_run, _mean_back, _mean_suits), ANY),
 }
 """For each class of layers its moves; the first that suits is taken."""
 
