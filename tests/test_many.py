@@ -29,6 +29,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "rules, local steps": [
         {"run": {"seed": i}, "clip": {"rule": rule}, "train": {"steps": 2}} for i, rule in enumerate(RULES)
     ],
+    "another basis each": [{"run": {"seed": 0}, "clip": {"rule": "wav", "shrink": x}} for x in (0.0, 0.5, 2.0)],
     "local steps": [{"run": {"seed": s}, "train": {"steps": 3}} for s in (0, 1)],
     "server optimisers": [
         {"run": {"seed": s}, "train": {"server": "adam", "server_lr": 0.1 * (s + 1), "ema": 0.5}} for s in (0, 1)

@@ -96,7 +96,16 @@ def _signature(federation: Federation) -> Hashable:
         local_steps(train),
         settings.run.evaluate_every,
         problem.randomness.mode,
+        # A change of basis is made once for a whole stack, so runs that set it differently go apart.
+        settings.clip if _transforms(federation) else None,
     )
+
+
+def _transforms(federation: Federation) -> bool:
+    """Whether the rule clips in another basis."""
+    problem = federation.problem
+    state = problem.rule.init(federation.settings.clip, problem.shape)
+    return problem.rule.view(state, 0, federation.settings.train.rounds).transform is not None
 
 
 class _Stack(Protocol):
