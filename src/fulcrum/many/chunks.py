@@ -18,6 +18,9 @@ ROOM = 5.0
 """Standard deviations above the mean number of chunks for which there is room: one step in four million needs more,
 and costs a burst of rounds that is played again."""
 
+ASIDE = 1024
+"""Places for units that do not join."""
+
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 """Places in a chunk: one of these."""
 
@@ -37,22 +40,21 @@ class Units:
 
 @dataclass(frozen=True)
 class Chunks:
-    """rows and mask [S, B]; owner [S], the job of each chunk; chosen [J, S], 1 for a job's own chunks and 0 elsewhere.
+    """rows and mask [S, B]; owner [S], the job of each chunk; starts [J + 1], where each job's begin and all end.
 
-    first [J]: each job's first chunk. needed: how many chunks all samples fill; more than S: repeat with more.
+    needed: how many chunks all samples fill; more than S: repeat with more.
     """
 
     rows: Tensor
     mask: Tensor
     owner: Tensor
-    chosen: Tensor
-    first: Tensor
+    starts: Tensor
     needed: Tensor
 
 
 def chunked(units: Units, uniforms: Tensor, count: int, length: int) -> Chunks:
     """The units whose uniform number [n] is below their rate, in `count` chunks of `length` places."""
-    device, jobs = uniforms.device, torch.arange(len(units.last), device=uniforms.device)
+    device = uniforms.device
     joins = uniforms < units.rate
     so_far = joins.cumsum(dim=0)
     upto = so_far.index_select(0, units.last)  # [J]
@@ -64,15 +66,17 @@ def chunked(units: Units, uniforms: Tensor, count: int, length: int) -> Chunks:
     shift = first * length - (upto - sizes)
     place = shift.index_select(0, units.owner) + so_far - 1
     total = count * length
-    place = place.masked_fill(~joins | (place >= total), total)  # what does not join lands in a place of its own
-    table = torch.zeros(total + 1, dtype=torch.int64, device=device).scatter_(0, place, units.rows)
+    # What does not join lands behind, in places of its own: many, because all would wait for one.
+    behind = total + torch.arange(len(place), device=device) % ASIDE
+    place = torch.where(joins & (place < total), place, behind)
+    table = torch.zeros(total + ASIDE, dtype=torch.int64, device=device).scatter_(0, place, units.rows)
     chunk = torch.arange(count, device=device)
     owner = (chunk[:, None] >= end).sum(dim=1).clamp_max(len(end) - 1)  # [S]
     left = (sizes + first * length).index_select(0, owner) - chunk * length
     mask = torch.arange(length, device=device) < left[:, None]
-    chosen = (jobs[:, None] == owner) & (chunk < end[-1:])
+    starts = torch.cat([first, end[-1:]]).clamp_max(count)
     rows = table[:total].view(count, length).masked_fill(~mask, 0)
-    return Chunks(rows, mask, owner, chosen.float(), first.clamp_max(count - 1), end[-1])
+    return Chunks(rows, mask, owner, starts, end[-1])
 
 
 def fill(sizes: Tensor, length: int) -> Tensor:
@@ -81,14 +85,12 @@ def fill(sizes: Tensor, length: int) -> Tensor:
 
 
 def add_up(chunks: Chunks, values: Tensor) -> Tensor:
-    """Sums over each job's chunks, [S, x] -> [J, x]; a product, so that the bits are always the same.
-
-    A job with a chunk that is not finite is not a number, and touches no other job.
-    """
-    bad = ~torch.isfinite(values).all(dim=1)
-    total = chunks.chosen @ values.masked_fill(bad[:, None], 0)
-    ruined = (chunks.chosen * bad).sum(dim=1) > 0
-    return total.masked_fill(ruined[:, None], torch.nan)
+    """Sums over each job's chunks, [S, x] -> [J, x], one after the other: the bits are always the same."""
+    if not values.shape[1]:
+        return values.new_zeros((len(chunks.starts) - 1, 0))
+    every = torch.arange(len(values), device=values.device)
+    sums = torch.nn.functional.embedding_bag(every, values, chunks.starts, mode="sum")
+    return sums[:-1]  # the last is of the chunks that nobody filled
 
 
 def expect(sizes: Sequence[int], rates: Sequence[float], length: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fulcrum.config import local_steps
 from fulcrum.engine.stacked import sampling
 from fulcrum.engine.stacked.core import Tasks, clipped_sums
-from fulcrum.engine.stacked.replay import Replayer, precision
+from fulcrum.engine.stacked.replay import Replayer
 from fulcrum.engine.stacked.sampling import at
 from fulcrum.engine.stacked.step import Numbers, noised
 from fulcrum.engine.stacked.trainer import extra_width
@@ -253,9 +253,8 @@ class Locals:
             server.rounds,
         )
         found = clipped_sums(self.core, tasks)
-        with precision("float32", self.device):  # tf32 would round the sums once more
-            total, statistics = add_up(chunks, found.sum), add_up(chunks, found.extra)
-        first = chunks.first
+        total, statistics = add_up(chunks, found.sum), add_up(chunks, found.extra)
+        first = chunks.starts[:-1].clamp_max(self.count - 1)
         C, extra_bound = found.C.index_select(0, first), found.extra_bound.index_select(0, first)
         sums = replace(found, sum=total, extra=statistics, C=C, extra_bound=extra_bound)
         view, _ = self.core.rule.view(server.rule_state, server.t, server.rounds)
