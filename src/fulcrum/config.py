@@ -57,6 +57,9 @@ class Model:
     temper_offset: float = 1.0
     hidden: tuple[int, ...] = (64,)
     """Widths of the mlp's hidden layers."""
+    init: str = "random"
+    """Weights to start from, which must be public: random; painted (the CNNs, taught on pictures made of formulas: no
+    data is involved); or an .npz or .safetensors file. Layers that a file leaves out are random."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ class Clip:
     kappa: float = 0.0
     """The price of C in the objective L_model + kappa C."""
     balance: float = 2.5
-    """moo: how far the noise of all rounds may move the weights, in units of their initial norm, at its first step."""
+    """moo: how far the noise of all rounds would move the weights at its first step length, in units of the norm that
+    random weights have."""
     growth: float = 1.5
     """moo: the step length never exceeds its first value by more than this factor."""
     eta_C: float = 0.05

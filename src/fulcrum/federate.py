@@ -92,21 +92,21 @@ def first_snapshot(federation: Federation) -> Snapshot:
     problem = federation.problem
     params = problem.layout.flatten(problem.model).to(problem.device)
     server = SERVERS[federation.settings.train.server].init(problem.layout.dim)
-    rule = problem.rule.init(federation.settings.clip, public_shape(federation, params))
+    rule = problem.rule.init(federation.settings.clip, public_shape(federation))
     participations = torch.zeros(problem.partition.parties, dtype=torch.int32)
     to_device = {name: value.to(problem.device) for name, value in rule.items()}
     return Snapshot(0, params, params, server, to_device, participations)
 
 
-def public_shape(federation: Federation, params: torch.Tensor) -> Shape:
-    """What a rule may know when it starts: all of it is fixed by the settings and the initial weights."""
+def public_shape(federation: Federation) -> Shape:
+    """What a rule may know when it starts: all of it is fixed by the settings and the shapes of the layers."""
     train, problem = federation.settings.train, federation.problem
     # Where the unit is the client its whole update is one step at learning rate 1.
     steps, lr = (1, 1.0) if federation.plan.central else (local_steps(train), train.lr)
     noise = federation.plan.noise_to_signal(problem.layout.dim).direction / steps**0.5
     return dataclasses.replace(
         problem.shape,
-        start=float(torch.linalg.vector_norm(params)),
+        start=problem.layout.usual_norm,
         noise=noise,
         rounds=train.rounds,
         lr=lr,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fulcrum import config
+from fulcrum import config, priors
 from fulcrum.errors import ModelError
 from fulcrum.rng import stream_seed, torch_stream
 
@@ -67,6 +67,16 @@ class Layout:
     def dim(self) -> int:
         """d, the number of trainable parameters."""
         return sum(self.sizes)
+
+    @cached_property
+    def usual_norm(self) -> float:
+        """About the norm of all weights together when each layer is drawn as PyTorch does by default.
+
+        A layer's weights are uniform within 1 / sqrt(fan in), so their squares add up to a third of its outputs;
+        biases are left out. It depends on the shapes alone. 1 for a model of vectors and scalars only.
+        """
+        outputs = sum(shape[0] for shape in self.shapes if len(shape) > 1)
+        return math.sqrt(outputs / 3) or 1.0
 
     def flatten(self, model: nn.Module) -> Tensor:
         """A copy of the model's parameters as one vector, [d]."""
@@ -207,12 +217,19 @@ def build(settings: config.Model, input_shape: Shape, classes: int, seed: int) -
             model = BUILTIN[name](settings, shape, classes, act)
         model = model.to_empty(device="cpu")
         initialise(model, torch_stream(seed, "init"))
-        return model
+        return _started(model, settings, name)
     if ":" not in name:
         known = ", ".join(("auto", *BUILTIN))
         raise ModelError(f"model.name = {name!r} is not known; choose one of {known}, or package.module:factory.")
     model = _own(name, {"input_shape": shape, "classes": classes, "settings": settings, "activation": act}, seed)
     _check(model, name, shape, classes)
+    return _started(model, settings, name)
+
+
+def _started(model: nn.Module, settings: config.Model, name: str) -> nn.Module:
+    """The model with the weights that the settings name in place of random ones."""
+    if settings.init != "random":
+        priors.put(model, priors.read(settings.init, name, settings.activation), settings.init)
     return model
 
 

@@ -10,6 +10,7 @@ ledger.py    ledger
 study.py     study prepare, merge, choose, robustness, protocol, parties
 reproduce.py reproduce paper
 init.py      init
+prior.py     prior
 flower.py    serve, party, terms, certs
 options.py   the options that settings have
 view.py      tables and progress
@@ -25,7 +26,22 @@ from typing import Annotated
 import typer
 
 from fulcrum import __version__
-from fulcrum.cli import account, data, demo, failures, flower, init, ledger, options, plan, reproduce, run, show, study
+from fulcrum.cli import (
+    account,
+    data,
+    demo,
+    failures,
+    flower,
+    init,
+    ledger,
+    options,
+    plan,
+    prior,
+    reproduce,
+    run,
+    show,
+    study,
+)
 
 app = typer.Typer(
     name="fulcrum",
@@ -63,6 +79,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
 app.command("methods")(show.methods)
+app.command("prior")(prior.prior)
 app.command("demo")(demo.demo)
 app.command("serve")(flower.serve)
 app.command("party")(flower.party)

@@ -24,8 +24,9 @@ for the release in units of C: a mean of clipped gradients of length at most 1, 
 standard deviation nu in each of d coordinates. The server applies theta <- theta + s_t u_t.
 
   1. The step length s starts where the noise of all T rounds together would move the weights by
-     `balance` times their initial norm: s_0 = balance |theta_0| / (nu sqrt(d T)). From there it moves
-     by the alignment A_t, exactly as C does in moo-c. Neither eta nor C0 is in it.
+     `balance` times R, the norm that random weights of these layers have: s_0 = balance R / (nu sqrt(d T)).
+     From there it moves by the alignment A_t, as C does in moo-c, and never exceeds s_0 by more than
+     `growth`. Neither eta nor C0 is in it.
   2. C is searched where the signal |u_t|^2 - nu^2 d (an unbiased estimate, since nu is public) stops
      rising when C falls: above the gradients' norms a larger C only shrinks u_t, below them it changes
      nothing but the bias. C falls by 3 while that helps or while no signal shows; then rises by 3

@@ -52,10 +52,7 @@ class Server:
         settings = [federation.settings for federation in federations]
         self.theta = torch.stack([p.layout.flatten(p.model) for p in problems]).to(self.device)
         self.averaged = self.theta.clone()
-        starts = [
-            f.problem.rule.init(f.settings.clip, public_shape(f, theta))
-            for f, theta in zip(federations, self.theta, strict=True)
-        ]
+        starts = [f.problem.rule.init(f.settings.clip, public_shape(f)) for f in federations]
         self.rule_state = stack_states(starts, self.device)
         self.kind = SERVERS[settings[0].train.server]
         self.server_state = stack_states([self.kind.init(core.problem.layout.dim) for _ in federations], self.device)

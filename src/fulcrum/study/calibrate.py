@@ -13,8 +13,24 @@ from fulcrum.plan import Plan, make_plan
 from fulcrum.study.job import Job
 
 FREE = {
-    "train": ("lr", "schedule", "warmup", "decay_rounds", "decay", "weight_decay", "weights", "ema"),
-    "clip": ("C0", "C_min", "C_max", "kappa", "balance", "eta_C", "beta", "phi", "rho_c", "shrink", "stability"),
+    "train": (
+        *("lr", "schedule", "warmup", "decay_rounds", "decay", "weight_decay", "weights", "ema"),
+        *("server", "server_lr", "server_momentum", "server_beta2", "server_eps"),
+    ),
+    "clip": (
+        "C0",
+        "C_min",
+        "C_max",
+        "kappa",
+        "balance",
+        "growth",
+        "eta_C",
+        "beta",
+        "phi",
+        "rho_c",
+        "shrink",
+        "stability",
+    ),
 }
 """Settings that cannot change what a release costs; those of any other name are taken to."""
 

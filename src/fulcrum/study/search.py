@@ -19,16 +19,18 @@ from fulcrum.rng import numpy_stream
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 Space = dict[str, dict[str, Any]]
-"""Dotted path of a setting -> {low, high} (on a log scale), or {choices = [...]}."""
+"""Dotted path of a setting -> {low, high} (on a log scale), or {choices = [...]}. A choice may be a table of several
+settings that go together, under any name without a dot."""
 
 
 @dataclass(frozen=True)
 class Search:
     """experiments/search.toml.
 
-    validation: the part of the training data that trials are judged on. run_seed: that of every trial,
-    none of the final ones. space: what all methods share. rows, datasets: by name, further dimensions
-    and those to leave out.
+    plain: of the trials, the first so many leave the clipping rule's settings as they are; the protocol of
+    one C0 for all is tuned on those alone. validation: the part of the training data that trials are judged on.
+    run_seed: that of every trial, none of the final ones. space: what all methods share. rows, datasets: by
+    name, further dimensions and those to leave out.
     """
 
     trials: int
@@ -36,6 +38,7 @@ class Search:
     validation: float
     run_seed: int
     space: Space
+    plain: int = 0
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     datasets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -47,8 +50,14 @@ class Search:
         return {p: d for p, d in space.items() if p not in dropped and (clipping or not p.startswith("clip."))}
 
     def trials_of(self, row: str, dataset: str, clipping: bool = True) -> list[dict[str, Any]]:
-        """Settings by dotted path, one entry a trial."""
-        return trials(self.space_of(row, dataset, clipping), self.trials, self.seed, list(self.space))
+        """Settings by dotted path, one entry a trial; without `clipping`, the plain ones."""
+        count = self.trials if clipping else self.plain or self.trials
+        found = trials(self.space_of(row, dataset, clipping), count, self.seed, list(self.space))
+        return [_without_clipping(t) if i < self.plain else t for i, t in enumerate(found)]
+
+
+def _without_clipping(trial: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: value for path, value in trial.items() if not path.startswith("clip.")}
 
 
 def read_search(file: Path) -> Search:
@@ -85,8 +94,16 @@ def trials(space: Space, count: int, seed: int, shared: Sequence[str] = ()) -> l
     found: list[dict[str, Any]] = [{}]
     for i in range(1, count):
         point = {path: (halton(i, PRIMES[a]) + shift[a]) % 1.0 for a, path in enumerate(axes)}
-        found.append({path: value_at(path, dimension, point[path]) for path, dimension in space.items()})
+        found.append(_flat({path: value_at(path, dimension, point[path]) for path, dimension in space.items()}))
     return found[:count]
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings one by one, where a choice held several."""
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        found |= value if isinstance(value, Mapping) else {path: value}
+    return found
 
 
 def halton(index: int, base: int) -> float:

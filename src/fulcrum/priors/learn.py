@@ -1,0 +1,140 @@
+"""Teaches a network to tell painted kinds apart, and hands over what it learned as weights to start from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fulcrum.priors.paint import Recipes, invent, paint
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """How a network is taught.
+
+    kinds: of pictures to tell apart. pool: pictures painted beforehand, each seen several times; 0: every batch is
+    painted anew, which is slower and never repeats a picture. steps: of `batch` pictures each, shifted and mirrored,
+    with AdamW at a learning rate that rises to lr and falls to zero. jitter: how far pictures of a kind differ. scale:
+    what every weight tensor is multiplied by at the end (see `rescale`).
+    """
+
+    kinds: int = 1000
+    pool: int = 0
+    steps: int = 8000
+    batch: int = 512
+    lr: float = 2e-3
+    weight_decay: float = 0.05
+    smoothing: float = 0.1
+    jitter: float = 1.0
+    scale: float = 1.0
+    seed: int = 0
+
+
+def teach(
+    model: nn.Sequential, shape: tuple[int, ...], lesson: Lesson, device: torch.device, say: Callable[[str], None]
+) -> float:
+    """Trains all layers but the last of a model for pictures of `shape` (channels, side, side), in place.
+
+    A head for the painted kinds takes the last layer's place meanwhile. Pictures are scaled to -1..1, as the built-in
+    data sets are. Returns the fraction of fresh pictures that the network tells right at the end.
+    """
+    last = model[-1]
+    assert isinstance(last, nn.Linear)
+    head = _head(last.in_features, lesson)
+    pupil = nn.Sequential(*list(model)[:-1], head).to(device)
+    recipes = invent(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
+    generator = torch.Generator(device).manual_seed(lesson.seed + 1)
+    if lesson.pool:
+        pictures, kinds = _pool(recipes, shape[1], lesson, generator, lesson.pool)
+        say(f"painted {len(kinds)} pictures of {lesson.kinds} kinds")
+    decayed = [p for p in pupil.parameters() if p.dim() > 1]
+    plain = [p for p in pupil.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": lesson.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(groups, lr=lesson.lr)
+    for step in range(lesson.steps):
+        for group in optimiser.param_groups:
+            group["lr"] = _rate(step, lesson)
+        if lesson.pool:
+            batch = torch.randint(lesson.pool, (lesson.batch,), generator=generator, device=device)
+            x, y = pictures[batch], kinds[batch]
+        else:
+            x, y = _pool(recipes, shape[1], lesson, generator, lesson.batch)
+        logits = pupil(_seen(x, step, lesson.seed))
+        loss = nn.functional.cross_entropy(logits, y, label_smoothing=lesson.smoothing)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        if (step + 1) % max(1, lesson.steps // 10) == 0:
+            say(f"step {step + 1}/{lesson.steps}: loss {float(loss.detach()):.2f}")
+    fresh, labels = _pool(recipes, shape[1], lesson, generator, 4000)
+    with torch.no_grad():
+        right = float((pupil(_scaled(fresh)).argmax(dim=1) == labels).float().mean())
+    rescale(model, lesson.scale)
+    return right
+
+
+def _head(width: int, lesson: Lesson) -> nn.Linear:
+    head = nn.Linear(width, lesson.kinds)
+    generator = torch.Generator().manual_seed(lesson.seed + 2)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.uniform_(-(width**-0.5), width**-0.5, generator=generator)
+    return head
+
+
+def _pool(recipes: Recipes, side: int, lesson: Lesson, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    """Pictures as bytes [count, c, side, side] and their kinds [count]."""
+    kinds = torch.randint(lesson.kinds, (count,), generator=generator, device=generator.device)
+    parts = [paint(recipes, part, side, generator, lesson.jitter) for part in kinds.split(2048)]
+    return torch.cat([(255 * part).round().to(torch.uint8) for part in parts]), kinds
+
+
+def _rate(step: int, lesson: Lesson) -> float:
+    """Of a step: up over the first 200, then down to zero along a cosine."""
+    return lesson.lr * min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / lesson.steps))
+
+
+def _scaled(pictures: Tensor) -> Tensor:
+    return pictures.float() / 127.5 - 1
+
+
+def _seen(pictures: Tensor, step: int, seed: int) -> Tensor:
+    """The batch of a step, shifted by up to two pixels and perhaps mirrored, all pictures alike."""
+    down, across, mirrored = torch.randint(5, (3,), generator=torch.Generator().manual_seed(seed + 1_000_003 * step))
+    moved = nn.functional.pad(_scaled(pictures), (2, 2, 2, 2), mode="replicate")
+    side = pictures.shape[-1]
+    moved = moved[..., int(down) : int(down) + side, int(across) : int(across) + side]
+    return moved.flip(-1) if int(mirrored) % 2 else moved
+
+
+@torch.no_grad()
+def rescale(model: nn.Sequential, scale: float) -> None:
+    """Multiplies every weight tensor but the last layer's by `scale`, in place, and biases to match.
+
+    With an activation for which f(a x) = a f(x), the network computes the same features at another size. Why it
+    matters: with every gradient clipped and noised alike, larger features make the last layer learn faster than the
+    ones before it, and larger weights are disturbed less by the same noise. With other activations only 1 is right.
+    """
+    total = 1.0
+    for layer in list(model)[:-1]:
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            total *= scale
+            layer.weight *= scale
+            if layer.bias is not None:
+                layer.bias *= total
+
+
+def lessons(model: nn.Sequential) -> dict[str, Tensor]:
+    """What is kept: all parameters but those of the last layer."""
+    last = f"{len(model) - 1}."
+    return {name: value.detach().cpu() for name, value in model.named_parameters() if not name.startswith(last)}
+
+
+def features(model: nn.Sequential, x: Tensor) -> Tensor:
+    """What goes into the last layer, [B, width]."""
+    out: Tensor = nn.Sequential(*list(model)[:-1])(x)
+    return out
