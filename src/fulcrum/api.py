@@ -24,7 +24,7 @@ from fulcrum.accounting import Spend
 from fulcrum.central import check_rule, local_problem
 from fulcrum.clip import find_rule
 from fulcrum.config import Settings, check
-from fulcrum.data import Dataset, holdout, load, split, unit_counts
+from fulcrum.data import Dataset, featured, holdout, load, split, unit_counts
 from fulcrum.engine import find_engine
 from fulcrum.errors import BudgetError, ConfigError, RunError
 from fulcrum.federate import Federation, Snapshot, federate
@@ -74,6 +74,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     dataset = dataset or load(settings.data.source, settings.data.dir)
     if settings.data.validation > 0:
         dataset = holdout(dataset, settings.data.validation, settings.run.seed)
+    dataset = featured(dataset, settings.data, device)
     if settings.privacy.unit == "person" and dataset.person is None:
         raise ConfigError(
             f"privacy.unit = 'person' needs an id for each record, and {dataset.name} has none; "

@@ -248,7 +248,8 @@ def shape(job: Job) -> Hashable:
     train = (s.train.rounds, local_steps(s.train), s.train.server)
     # A stack takes its transform, and so wav's shrinkage, from its first run.
     clip = (s.clip.rule, s.clip.groups, s.clip.shrink)
-    return (s.data.source, held, s.model, clip, train, s.privacy.unit)
+    data = (s.data.source, s.data.features, s.data.feature_groups, held)
+    return (data, s.model, clip, train, s.privacy.unit)
 
 
 BACKENDS: dict[str, Backend] = {"sequential": sequential, "processes": processes, "stacked": stacked}
