@@ -45,7 +45,8 @@ class Result:
     """A finished (or stopped) run.
 
     accuracy (a fraction) and loss are on public test data. epsilon is the largest over the parties,
-    epsilons each party's, delta theirs all; where `sound` is False epsilon is nominal. C lists the
+    epsilons each party's, delta theirs all; where `sound` is False epsilon is nominal, and where
+    `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
     clipping norm of every round. model is an ordinary nn.Module with the trained weights. summary is
     what summary.json holds; folder is where it lies, None where nothing was kept.
     """
@@ -170,6 +171,7 @@ def execute(
                 "data": federation.problem.dataset.fingerprint,
                 "parameters": federation.problem.layout.dim,
                 "unit": federation.problem.unit,
+                "aggregation": federation.plan.aggregation,
                 **(facts or {}),
             },
         )
@@ -289,6 +291,7 @@ def _sum_up(
         "epsilon_scope": privacy["epsilon"],
         "delta": settings.privacy.delta,
         "unit": privacy["unit"],
+        "aggregation": privacy["aggregation"],
         "accountant": settings.privacy.accountant,
         "sound": problem.rule.sound,
         "private": problem.rule.private,

@@ -171,7 +171,7 @@ class Privacy:
     """For noise_schedule = "growth": sigma_t = sigma rho_mu^(t/T); below 1, the noise falls as training goes on."""
     aggregation: str = "plain"
     """plain: the server sees every update, and each party's own noise protects it. ideal-secagg: it is ASSUMED to see
-    their weighted sum alone, and the parties share one dose of noise; the secure aggregation is simulated, not there."""
+    their weighted sum alone, and the parties share one dose of noise; the secure aggregation is only simulated."""
     phases: tuple[float, ...] = ()
     """For noise_schedule = "phases": the budgets of equally long phases, relative to each other; [1, 3] gives the
     second half three times the precision 1/sigma^2 of the first."""
@@ -403,8 +403,8 @@ def _check_shared(settings: Settings) -> None:
     for path, (value, right, bad) in wrong.items():
         if bad:
             raise ConfigError(
-                f"{path} = {value!r} does not go with privacy.aggregation = 'ideal-secagg', which shares one noise over "
-                f"one step's sum of all parties; it must be {right}."
+                f"{path} = {value!r} does not go with privacy.aggregation = 'ideal-secagg', which shares one noise "
+                f"over one step's sum of all parties; it must be {right}."
             )
 
 

@@ -1,4 +1,4 @@
-"""Fixed features of each record, computed before training: a public map of one record at a time, which costs nothing."""
+"""Fixed features of each record, computed before training: a public map of one record at a time, free of cost."""
 
 from __future__ import annotations
 

@@ -120,4 +120,5 @@ def _low_pass(side: int, half: bool) -> npt.NDArray[np.float64]:
 def _halve(spectrum: Tensor) -> Tensor:
     """Every second pixel of [..., M, N], in the Fourier plane: [..., M/2, N/2]."""
     M, N = spectrum.shape[-2:]
-    return spectrum.unflatten(-1, (2, N // 2)).unflatten(-3, (2, M // 2)).mean(dim=(-4, -2))
+    folded = spectrum.reshape(*spectrum.shape[:-2], 2, M // 2, 2, N // 2)
+    return folded.mean(dim=(-4, -2))

@@ -53,8 +53,8 @@ def as_served(settings: Settings, parties: int, simulation: bool) -> Settings:
         )
     if settings.privacy.aggregation != "plain":
         raise ConfigError(
-            f"privacy.aggregation = {settings.privacy.aggregation!r} is a simulation: no secure aggregation is there, and "
-            "the coordinator sees every update; use plain, where each party's own noise protects it."
+            f"privacy.aggregation = {settings.privacy.aggregation!r} is a simulation: no secure aggregation is "
+            "there, and the coordinator sees every update; use plain, where each party's own noise protects it."
         )
     if settings.data.features != "none":
         raise ConfigError(

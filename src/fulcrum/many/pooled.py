@@ -97,9 +97,7 @@ class Pooled:
         key = (task.rate, task.sigma, batch, task.shares)
         if key not in self._scales:
             unit = Bounds(torch.ones(1), 1.0)
-            self._scales[key] = scales(
-                self.core.problem.rule, unit, task.rate, task.sigma, batch, shares=task.shares
-            )
+            self._scales[key] = scales(self.core.problem.rule, unit, task.rate, task.sigma, batch, shares=task.shares)
         return self._scales[key]
 
     # --- a round -------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass
 class Datasets:
-    """Data sets by name, loaded once; also with a part held out, or as features: runs of a stack must share one copy."""
+    """Data sets by name, loaded once; also with a part held out, or as features: a stack must share one copy."""
 
     folder: str = ""
     _whole: dict[str, Dataset] = field(default_factory=dict)
