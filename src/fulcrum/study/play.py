@@ -189,6 +189,7 @@ def to_record(job: Job, result: Outcome, machine: dict[str, Any]) -> dict[str, A
         "sound": rule.sound,
         "private": rule.private,
         "unit": job.settings.privacy.unit if rule.private else "",
+        "aggregation": job.settings.privacy.aggregation,
         "parties": job.settings.data.parties,
         "rounds": job.settings.train.rounds,
         "evaluated_on": "held-out training data" if job.settings.data.validation else "test data",
