@@ -54,7 +54,7 @@ class Model:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
 
     name: str = "auto"
-    """auto, linear, mlp, mnist-cnn, cifar-cnn, or package.module:factory."""
+    """auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn (on scattering features), or package.module:factory."""
     activation: str = "relu"
     """relu, tanh, or tempered (a tempered sigmoid; 2 sigmoid(2x) - 1 is tanh)."""
     temper_scale: float = 2.0
