@@ -12,6 +12,7 @@ from torch import Tensor
 from fulcrum.api import prepare
 from fulcrum.config import Data, Settings, check
 from fulcrum.data import Dataset, featured, from_arrays
+from fulcrum.data.features import made_up
 from fulcrum.data.scattering import CHANNELS, scatter
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.study.play import Datasets
@@ -144,6 +145,25 @@ def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
         featured(toy_images(), dataclasses.replace(ON, feature_groups=7), CPU)
     with pytest.raises(ConfigError, match=r"data\.features"):
         check(Settings().replace(data={"features": "wavelets"}, privacy={"sigma": 1.0}))
+
+
+def test_mirror_images_become_the_same_and_made_up_images_the_origin() -> None:
+    data = toy_images()
+    mirrored = dataclasses.replace(data, x=data.x.flip(-1))
+    both, one = (featured(d, dataclasses.replace(ON, feature_mirror=True), CPU).x for d in (data, mirrored))
+    torch.testing.assert_close(both, one, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(featured(data, ON, CPU).x, featured(mirrored, ON, CPU).x, rtol=0.1)
+    centred = dataclasses.replace(ON, feature_center=True)
+    shift = featured(data, ON, CPU).x - featured(data, centred, CPU).x
+    torch.testing.assert_close(shift, shift[:1].expand_as(shift), rtol=1e-4, atol=1e-5)  # one constant for all records
+    other = dataclasses.replace(data, x=2 * data.x[:5], y=data.y[:5])
+    again = featured(other, ON, CPU).x - featured(other, centred, CPU).x
+    torch.testing.assert_close(again[:1], shift[:1], rtol=1e-4, atol=1e-5)  # and for all data sets of that shape
+    assert float(shift[0].norm()) > 1.0
+    pictures = made_up((3, 16, 16), 50)
+    assert torch.equal(pictures, made_up((3, 16, 16), 50))
+    near = ((pictures[..., 1:] - pictures[..., :-1]).square().mean() / pictures.var()).item()
+    assert near < 1.0  # neighbouring pixels are alike; independent ones would have 2
 
 
 def settings(**data: object) -> Settings:

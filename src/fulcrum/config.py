@@ -45,6 +45,11 @@ class Data:
     (second-order wavelet scattering of images: 81 channels for each colour, a quarter as high and as wide)."""
     feature_groups: int = 27
     """Groups of channels in which each record's features are brought to mean 0 and variance 1 (GroupNorm); 0: none."""
+    feature_mirror: bool = False
+    """Whether features are the mean of those of an image and of its mirror image, for classes that do not tell them
+    apart: less for the noise to hide."""
+    feature_center: bool = False
+    """Whether the mean features of fixed, made-up images (noise with the spectrum of photographs) are subtracted."""
 
 
 @dataclass(frozen=True)

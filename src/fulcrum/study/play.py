@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from fulcrum import federate as loop
 from fulcrum.clip import find_rule
 from fulcrum.config import Settings
 from fulcrum.data import Dataset, featured, from_arrays, holdout, load
+from fulcrum.data.features import recipe
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.evaluate import evaluate
 from fulcrum.federate import Federation
@@ -62,14 +63,14 @@ class Datasets:
     folder: str = ""
     _whole: dict[str, Dataset] = field(default_factory=dict)
     _held: dict[tuple[str, float, int], Dataset] = field(default_factory=dict)
-    _made: dict[tuple[str, str, int], Dataset] = field(default_factory=dict)
+    _made: dict[Hashable, Dataset] = field(default_factory=dict)
 
     def get(self, settings: Settings, device: str = "auto") -> Dataset:
         """The data that these settings train and evaluate on; features are computed on the device."""
         records, data = self._records(settings), settings.data
         if data.features == "none":
             return records
-        key = (records.fingerprint, data.features, data.feature_groups)
+        key = (records.fingerprint, recipe(data))
         if key not in self._made:
             self._made.clear()  # gigabytes; studies come one data set after the other
             self._made[key] = featured(records, data, api.find_device(device))
