@@ -61,12 +61,13 @@ def folder(tmp_path: Path) -> Path:
 def test_the_committed_study_is_what_it_says() -> None:
     experiment = read_experiment(find_folder(), "open")
     assert experiment.datasets == ("mnist", "fashion-mnist", "cifar10")
-    assert (len(experiment.epsilons), len(experiment.seeds), len(experiment.rows)) == (3, 5, 4)
+    assert (len(experiment.epsilons), len(experiment.seeds), len(experiment.rows)) == (3, 5, 8)
     jobs = paper_jobs(experiment)
-    assert len({job.id for job in jobs}) == len(jobs) == 180
+    assert len({job.id for job in jobs}) == len(jobs) == 360
     for job in jobs:
         settings = job.settings
         assert settings.data.features == "scattering"
+        assert settings.model.name == ("scatter-cnn" if "cnn" in job.row else "linear")
         assert (settings.train.rounds, settings.train.steps, settings.data.parties) == (200, 1, 10)
         assert settings.privacy.accountant == "pld"
         assert (settings.privacy.aggregation == "ideal-secagg") == job.row.endswith("-shared")
