@@ -188,7 +188,7 @@ Costs = Mapping[float, Mapping[str, float]]
 
 def selection_costs(experiment: Experiment, protocol: bool = False) -> dict[float, dict[str, float]]:
     """What tuning one cell of `moo` would cost at each epsilon, were it run on the private data."""
-    rows = [row for row in experiment.rows if row.name == OURS]
+    rows = [row for row in experiment.rows if row.method == OURS][:1]
     if not rows or not experiment.datasets:
         return {}
     one = dataclasses.replace(experiment, rows=tuple(rows), datasets=experiment.datasets[:1])
