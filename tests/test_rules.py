@@ -268,3 +268,14 @@ def test_the_step_length_grows_while_releases_agree_and_shrinks_when_they_turn()
     assert float(state["step"]) == pytest.approx(first * math.exp(0.2))  # not in the first round
     state = dict(MOO.adapt(state, _seen(state, -_signal(0.3))))
     assert float(state["step"]) == pytest.approx(first * math.exp(0.1))
+
+
+@pytest.mark.parametrize(("growth", "reached"), [(1.5, 1.5), (1.0, 1.0), (math.inf, math.exp(0.9))])
+def test_the_step_length_never_exceeds_its_first_value_by_more_than_growth(growth: float, reached: float) -> None:
+    state = _start(eta_C=0.1, growth=growth)
+    first = float(state["step"])
+    for _ in range(10):
+        state = dict(MOO.adapt(state, _seen(state, _signal(0.3))))
+    assert float(state["step"]) == pytest.approx(first * reached)
+    state = dict(MOO.adapt(state, _seen(state, -_signal(0.3))))
+    assert float(state["step"]) == pytest.approx(first * reached * math.exp(-0.1)), "it can shrink from there"

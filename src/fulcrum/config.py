@@ -126,6 +126,8 @@ class Clip:
     """The price of C in the objective L_model + kappa C."""
     balance: float = 2.5
     """moo: how far the noise of all rounds may move the weights, in units of their initial norm, at its first step."""
+    growth: float = 1.5
+    """moo: the step length never exceeds its first value by more than this factor."""
     eta_C: float = 0.05
     """How far a round moves what a rule learns (C, or moo's step length), in logarithms."""
     beta: float = 0.95
@@ -290,6 +292,7 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "clip.C0": (0, False, math.inf, False),
     "clip.kappa": (0, True, math.inf, False),
     "clip.balance": (0, False, math.inf, False),
+    "clip.growth": (1, True, math.inf, True),
     "clip.eta_C": (0, True, math.inf, False),
     "clip.beta": (0, True, 1, False),
     "clip.C_min": (0, False, math.inf, False),

@@ -39,7 +39,7 @@ METHODS: dict[str, Method] = {
         Method(
             name="moo",
             summary="private; C and the step length find their own values from what is released anyway",
-            parts={"clip": {"rule": "moo"}},
+            parts={"clip": {"rule": "moo", "beta": 0.98, "eta_C": 0.03}},
             unit="example",
             reference="after Ranaweera et al., multi-objective clipping; here C moves on released values only",
         ),

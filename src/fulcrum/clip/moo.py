@@ -129,6 +129,7 @@ def init_balanced(settings: Clip, shape: Shape) -> State:
         "C": equal_shares(C, shape.count),
         "wish": torch.tensor(settings.C0),
         "step": torch.tensor(step),
+        "longest": torch.tensor(step * settings.growth),
         "lr": torch.tensor(shape.lr),
         "phase": torch.tensor(DOWN),
         "signal": torch.tensor(0.0),
@@ -174,6 +175,7 @@ def adapt_balanced(state: State, released: Released) -> State:
     """Search C, move the step length along the alignment, remember what was applied."""
     found = search(state, released)
     step = state["step"] * torch.exp(log_step(state, alignment(state, released)))
+    step = torch.minimum(step, state["longest"])
     total = torch.linalg.vector_norm(state["C"])
     C = torch.minimum(found["wish"], step / (state["lr"] * released.steps)).clamp(state["C_min"], state["C_max"])
     memory = state["beta"] * state["memory"] + (1 - state["beta"]) * apply_balanced(state, released)

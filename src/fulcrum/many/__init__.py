@@ -23,6 +23,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.evaluate import evaluate
 from fulcrum.federate import Federation, Snapshot, first_snapshot, play_client_round, play_round
 from fulcrum.many.apart import Apart
+from fulcrum.many.locals import Locals, suits
 from fulcrum.many.pooled import Pooled
 from fulcrum.many.server import Server, take_part
 
@@ -133,13 +134,14 @@ def _make(federations: Sequence[Federation], members: list[int], rows_limit: int
     pooled = rule.where == "server" and rule.sound and local_steps(mine[0].settings.train) == 1
     if pooled and core.program is not None:
         pooled = core.rule.stacks(server.rule_state, core.problem.layout.dim, server.t, server.rounds)
-    return _Together(members, server, Pooled(server) if pooled else Apart(server))
+    several = Locals if suits(server) else Apart
+    return _Together(members, server, Pooled(server) if pooled else several(server))
 
 
 class _Together:
     """A stack of runs that share a tensor program."""
 
-    def __init__(self, members: list[int], server: Server, player: Pooled | Apart) -> None:
+    def __init__(self, members: list[int], server: Server, player: Pooled | Locals | Apart) -> None:
         self.members, self.server, self.player = members, server, player
         self.burst = player.burst
         self._every = server.federations[0].settings.run.evaluate_every
