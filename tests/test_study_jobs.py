@@ -346,7 +346,7 @@ def test_a_shard_has_one_writer(tmp_path):
 def test_ids_are_computed_from_the_settings_in_the_line(tmp_path):
     one = paper_jobs(small(tmp_path))[0]
     old = record(one, 0.5, id="stale")
-    del old["settings"]["clip"]["beta"]  # as if it had been written before this setting existed
+    del old["settings"]["clip"]["shrink"]  # as if it had been written before this setting existed
     write(tmp_path, "a", old)
     assert set(store.load(tmp_path)) == {one.id}
     unknown = record(one, 0.5, id="fromthefuture")
