@@ -132,10 +132,11 @@ def _make(federations: Sequence[Federation], members: list[int], rows_limit: int
     server = Server(mine, core)
     rule = core.problem.rule
     pooled = rule.where == "server" and rule.sound and local_steps(mine[0].settings.train) == 1
-    if pooled and core.program is not None:
+    if pooled:
         pooled = core.rule.stacks(server.rule_state, core.problem.layout.dim, server.t, server.rounds)
-    several = Locals if suits(server) else Apart
-    return _Together(members, server, Pooled(server) if pooled else several(server))
+    if pooled:
+        return _Together(members, server, Pooled(server))
+    return _Together(members, server, Locals(server) if suits(server) else Apart(server))
 
 
 class _Together:

@@ -2,8 +2,8 @@
 
 Who takes part, how many steps they make and how large they are is the same in every round, so all jobs lie in
 buffers that stay where they are: a local step of all of them is one tensor program, the end of a round another,
-and nothing but random numbers is made in between. Jobs are sorted into a few classes by the places that their
-samples need; a sample that did not fit is noticed after a burst, and the burst is played again with more room.
+and nothing but random numbers is made in between. The jobs' samples lie in chunks of equal length (`chunks`);
+samples that did not fit are noticed after a burst, and the burst is played again with more room.
 
 In a seeded run on a GPU the numbers of all jobs are drawn at once, keyed by round and step. Recorded, secure and
 CPU numbers are the clients' own streams.
@@ -11,21 +11,20 @@ CPU numbers are the clients' own streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fulcrum.config import local_steps
 from fulcrum.engine.stacked import sampling
+from fulcrum.engine.stacked.core import Tasks, clipped_sums
 from fulcrum.engine.stacked.replay import Replayer
-from fulcrum.engine.stacked.rules import Stacked
-from fulcrum.engine.stacked.sampling import at, round_up
-from fulcrum.engine.stacked.step import Numbers, local_step
+from fulcrum.engine.stacked.sampling import at
+from fulcrum.engine.stacked.step import Numbers, noised
 from fulcrum.engine.stacked.trainer import extra_width
-from fulcrum.many.classes import split
+from fulcrum.many.chunks import Units, add_up, choose, chunked, fill
 from fulcrum.many.server import Server
 from fulcrum.noise import Scales, scales
 from fulcrum.rng import Key, Seeded, stream_seed
@@ -33,10 +32,6 @@ from fulcrum.types import Bounds
 
 BURST = 25
 """Rounds between two looks at whether every sample fitted and every sum was finite."""
-
-ROOM = 4.5
-"""Standard deviations above the mean for which there is room. One sample of its class's largest job in 300 000 is
-larger and costs a burst; eight, as elsewhere, would cost a fifth more rows in every step."""
 
 
 def suits(server: Server) -> bool:
@@ -55,23 +50,12 @@ def suits(server: Server) -> bool:
 
 @dataclass(frozen=True)
 class _Job:
-    """Client k of run r. start and size: its part of the order of all runs, one after the other."""
+    """Client k of run r, its units and its rate."""
 
     run: int
     client: int
-    start: int
     size: int
     rate: float
-    pad: int
-
-
-@dataclass(frozen=True)
-class _Class:
-    """Jobs at these places, and their part of the uniform numbers, [jobs, width]. terms: what never changes."""
-
-    jobs: slice
-    uniforms: Tensor
-    terms: Numbers
 
 
 class Locals:
@@ -85,11 +69,16 @@ class Locals:
         self.steps = local_steps(server.federations[0].settings.train)
         self.seeds = [p.randomness.seed for p in problems if isinstance(p.randomness, Seeded)]
         self.on_device = sampling.draws_on_device(self.device, [p.randomness for p in problems])
-        self.order = torch.cat([p.partition.order for p in problems]).to(self.device)
-        self.jobs = self._find_jobs()
+        self.jobs = [
+            _Job(r, k, int(size), federation.plan.assignment(k, 0, 1.0).rate)
+            for r, federation in enumerate(server.federations)
+            for k, size in enumerate(federation.problem.partition.sizes)
+        ]
+        sizes, rates = [job.size for job in self.jobs], [job.rate for job in self.jobs]
+        self.count, self.length = choose(sizes, rates, self.core.rows_limit, self._weights())
+        self.units = self._units()
         self._tables()
         self._buffers()
-        self._lay_out()
         self.generator = torch.Generator(self.device)
         self._round = -1
         self._kept: dict[tuple[int, Key], Tensor] = {}
@@ -101,17 +90,19 @@ class Locals:
 
     # --- what stays the same -------------------------------------------------------------------
 
-    def _find_jobs(self) -> list[_Job]:
-        """All jobs, those that need few places first."""
-        found, offset = [], 0
-        for r, federation in enumerate(self.server.federations):
-            starts = federation.problem.partition.starts.tolist()
-            for k in range(federation.plan.parties):
-                size, rate = starts[k + 1] - starts[k], federation.plan.assignment(k, 0, 1.0).rate
-                pad = sampling.pad_for(size, rate, ROOM)
-                found.append(_Job(r, k, offset + starts[k], size, rate, pad))
-            offset += len(federation.problem.partition.order)
-        return sorted(found, key=lambda job: (job.pad, job.run, job.client))
+    def _weights(self) -> float:
+        """What a set of weights costs, in examples: it is read and written about as often as activations are, twice."""
+        dim, program = self.core.problem.layout.dim, self.core.program
+        return max(8.0, 2 * dim / (program.elements if program else 4 * dim))
+
+    def _units(self) -> Units:
+        """The units of all jobs, in the order of the partitions."""
+        sizes = torch.tensor([job.size for job in self.jobs])
+        rates = torch.tensor([job.rate for job in self.jobs], dtype=torch.float64)
+        owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        rows = torch.cat([federation.problem.partition.order for federation in self.server.federations])
+        last = sizes.cumsum(dim=0) - 1
+        return Units(*(value.to(self.device) for value in (rows, owner, rates[owner], last)))
 
     def _tables(self) -> None:
         """Public terms of every job in every round, [T, J]; one row where all rounds are the same."""
@@ -133,6 +124,8 @@ class Locals:
         every = [plan.assignment(job.client, 0, 1.0).every for job, plan in zip(self.jobs, plans, strict=True)]
         self.every = torch.tensor(every, device=self.device)
         self.run = torch.tensor([job.run for job in self.jobs], device=self.device)
+        batches = [job.rate * job.size for job in self.jobs]
+        self.batch = torch.tensor(batches, dtype=torch.float32).to(self.device)
         self._shares()
 
     def _shares(self) -> None:
@@ -140,13 +133,13 @@ class Locals:
 
         A run with fewer clients has its first one again, with weight 0: a neighbour's job may not be finite.
         """
-        places: list[list[int]] = [[] for _ in self.server.federations]
-        for j in sorted(range(len(self.jobs)), key=lambda j: self.jobs[j].client):
-            places[self.jobs[j].run].append(j)
-        most = max(map(len, places))
-        weights = [[*self.server.weights(r, 0), *[0.0] * (most - len(own))] for r, own in enumerate(places)]
-        filled = [[*own, *own[:1] * (most - len(own))] for own in places]
-        self.places = torch.tensor(filled, device=self.device)
+        counts = [federation.plan.parties for federation in self.server.federations]
+        most, places, weights, first = max(counts), [], [], 0
+        for r, count in enumerate(counts):
+            places.append([*range(first, first + count), *[first] * (most - count)])
+            weights.append([*self.server.weights(r, 0), *[0.0] * (most - count)])
+            first += count
+        self.places = torch.tensor(places, device=self.device)
         self.share = torch.tensor(weights, dtype=torch.float32).to(self.device)
 
     def _buffers(self) -> None:
@@ -165,32 +158,9 @@ class Locals:
         self.extra = zeros(count, self.width)  # added up over the round's steps
         self.asked = zeros(count)  # of which so many released it
         self.step = zeros(dtype=torch.int64)
+        self.most = zeros(dtype=torch.int64)
+        self.uniforms = zeros(len(self.units.owner), dtype=torch.float64)
         self.finite = torch.ones((), dtype=torch.bool, device=self.device)
-
-    def _lay_out(self) -> None:
-        """Classes of jobs, and the uniform numbers: those of a class are a part of one buffer."""
-        cuts = split([job.pad for job in self.jobs])
-        groups = [self.jobs[a:b] for a, b in pairwise(cuts)]
-        shapes = [(len(own), max(job.size for job in own)) for own in groups]
-        self.pads = [max(8, own[-1].pad) for own in groups]
-        self.most = torch.zeros(len(groups), dtype=torch.int64, device=self.device)
-        self.uniforms = torch.zeros(sum(m * n for m, n in shapes), dtype=torch.float64, device=self.device)
-        parts = self.uniforms.split([m * n for m, n in shapes])
-        self.classes = [
-            _Class(slice(cuts[c], cuts[c + 1]), parts[c].view(shapes[c]), self._fixed(own))
-            for c, own in enumerate(groups)
-        ]
-
-    def _fixed(self, jobs: Sequence[_Job]) -> Numbers:
-        decay = [self.server.federations[job.run].settings.train.weight_decay for job in jobs]
-        columns = {
-            "start": torch.tensor([job.start for job in jobs]),
-            "size": torch.tensor([job.size for job in jobs]),
-            "rate": torch.tensor([job.rate for job in jobs], dtype=torch.float64),
-            "batch": torch.tensor([job.rate * job.size for job in jobs], dtype=torch.float32),
-            "weight_decay": torch.tensor(decay, dtype=torch.float32),
-        }
-        return {name: value.to(self.device) for name, value in columns.items()}
 
     # --- a round -------------------------------------------------------------------------------
 
@@ -208,7 +178,7 @@ class Locals:
             else:
                 self._draw_on_host(t, step)
             mine = [self.theta, self.extra, self.asked, self.step, self.most, self.finite]
-            self._queue(("step", *self.pads), self._step, mine)
+            self._queue(("step", self.count), self._step, mine)
         self._queue(("end",), self._end, self.server.held())
 
     def _queue(self, key: tuple[str | int, ...], program: Callable[[], None], changes: list[Tensor]) -> None:
@@ -230,22 +200,20 @@ class Locals:
             self.noise_extra.normal_(generator=self.generator)
 
     def _draw_on_host(self, t: int, step: int) -> None:
-        """The clients' own streams. Here it is known at once how many places a sample needs."""
+        """The clients' own streams. Here it is known at once how many chunks the samples need."""
         sigma = self.host_sigma[0 if len(self.host_sigma) == 1 else t]
         noise, extra = torch.zeros(self.noise.shape), torch.zeros(self.noise_extra.shape)
-        for c, own in enumerate(self.classes):
-            uniforms = torch.ones(own.uniforms.shape, dtype=torch.float64)
-            for row, j in enumerate(range(own.jobs.start, own.jobs.stop)):
-                job = self.jobs[j]
-                key: Key = (t, job.client, step)
-                drawn = self._draw(j, ("sample", *key), job.size)
-                uniforms[row, : job.size] = drawn
-                self.pads[c] = max(self.pads[c], round_up(int((drawn < job.rate).sum())))
-                if sigma[j] > 0:
-                    noise[j] = self._draw(j, ("noise", *key), noise.shape[1])
-                    if self.width:
-                        extra[j] = self._draw(j, ("noise-extra", *key), self.width)
-            own.uniforms.copy_(uniforms)
+        uniforms = []
+        for j, job in enumerate(self.jobs):
+            key: Key = (t, job.client, step)
+            uniforms.append(self._draw(j, ("sample", *key), job.size))
+            if sigma[j] > 0:
+                noise[j] = self._draw(j, ("noise", *key), noise.shape[1])
+                if self.width:
+                    extra[j] = self._draw(j, ("noise-extra", *key), self.width)
+        joined = [int((own < job.rate).sum()) for own, job in zip(uniforms, self.jobs, strict=True)]
+        self.count = max(self.count, int(fill(torch.tensor(joined), self.length).sum()))
+        self.uniforms.copy_(torch.cat(uniforms))
         self.noise.copy_(noise)
         self.noise_extra.copy_(extra)
 
@@ -263,36 +231,40 @@ class Locals:
         """The tensor program of a local step of all jobs, in place."""
         server = self.server
         row = torch.zeros_like(server.t) if len(self.sigma) == 1 else server.t
-        now = server.t * self.steps + self.step
-        asked = (torch.remainder(now, self.every) == 0).float()
-        lr = at(server.lr, server.t).index_select(0, self.run)
-        moving = {"sigma": at(self.sigma, row), "noise": at(self.noise_scale, row)}
-        moving |= {"noise_extra": at(self.extra_scale, row), "lr": lr, "asked": asked}
-        counts, finite = [], []
-        for own, pad in zip(self.classes, self.pads, strict=True):
-            here = own.jobs
-            run = self.run[here]
-            state: Stacked = {name: value.index_select(0, run) for name, value in server.rule_state.items()}
-            done = local_step(
-                self.core,
-                pad,
-                server.rounds,
-                self.order,
-                theta=self.theta[here],
-                state=state,
-                terms=own.terms | {name: value[here] for name, value in moving.items()},
-                uniforms=own.uniforms,
-                noise=self.noise[here],
-                noise_extra=self.noise_extra[here],
-                t=server.t,
-            )
-            self.theta[here].copy_(done.theta)
-            self.extra[here].add_(done.extra)
-            counts.append(done.counts.max())
-            finite.append(done.finite)
-        self.asked.add_(asked)
-        self.most.copy_(torch.maximum(self.most, torch.stack(counts)))
-        self.finite.logical_and_(torch.stack(finite).all())
+        terms: Numbers = {
+            "batch": self.batch,
+            "noise": at(self.noise_scale, row),
+            "noise_extra": at(self.extra_scale, row),
+            "asked": (torch.remainder(server.t * self.steps + self.step, self.every) == 0).float(),
+        }
+        lr, sigma = at(server.lr, server.t).index_select(0, self.run), at(self.sigma, row)
+        chunks = chunked(self.units, self.uniforms, self.count, self.length)
+        owner = chunks.owner
+        run = self.run.index_select(0, owner)
+        tasks = Tasks(
+            self.theta.index_select(0, owner),
+            chunks.rows[:, None],
+            chunks.mask[:, None],
+            {name: value.index_select(0, run) for name, value in server.rule_state.items()},
+            sigma.index_select(0, owner),
+            self.batch.index_select(0, owner),
+            lr.index_select(0, owner),
+            server.t,
+            server.rounds,
+        )
+        found = clipped_sums(self.core, tasks)
+        total, statistics = add_up(chunks, found.sum), add_up(chunks, found.extra)
+        first = chunks.starts[:-1].clamp_max(self.count - 1)
+        C, extra_bound = found.C.index_select(0, first), found.extra_bound.index_select(0, first)
+        sums = replace(found, sum=total, extra=statistics, C=C, extra_bound=extra_bound)
+        view, _ = self.core.rule.view(server.rule_state, server.t, server.rounds)
+        gradient, extra = noised(self.core, sums, terms, self.noise, self.noise_extra, view)
+        decay = server.weight_decay.index_select(0, self.run)
+        self.theta.sub_(lr[:, None] * (gradient + decay[:, None] * self.theta))
+        self.extra.add_(extra)
+        self.asked.add_(terms["asked"])
+        self.most.copy_(torch.maximum(self.most, chunks.needed))
+        self.finite.logical_and_(found.finite)
         self.step.add_(1)
 
     def _end(self) -> None:
@@ -321,13 +293,12 @@ class Locals:
 
     def settled(self) -> bool:
         """Whether all rounds since the last look were right; if not, what is needed to repeat them is noted."""
-        *most, fine = torch.cat([self.most, self.finite.to(self.most)[None]]).tolist()
+        most, fine = torch.stack([self.most, self.finite.to(self.most)]).tolist()
         self.most.zero_()
         self.finite.fill_(True)
         good = True
-        for c, largest in enumerate(most):
-            if largest > self.pads[c]:
-                self.pads[c], good = round_up(largest), False
+        if most > self.count:
+            self.count, good = most + most // 64, False
         if not fine and not self.core.how.careful:
             self.core.careful()
             good = False

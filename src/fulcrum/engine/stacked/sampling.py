@@ -22,9 +22,9 @@ STEP = 8
 """Pads are multiples of this: matrix units like it, and fewer shapes are recorded."""
 
 
-def pad_for(units: float, rate: float, room: float | None = None) -> int:
-    """Places for a Poisson sample of `units` at `rate`: the mean and `room` (`ROOM`) deviations, at most all."""
-    spread = (ROOM if room is None else room) * math.sqrt(units * rate * (1 - rate))
+def pad_for(units: float, rate: float) -> int:
+    """Places for a Poisson sample of `units` at `rate`: the mean and eight standard deviations, at most all."""
+    spread = ROOM * math.sqrt(units * rate * (1 - rate))
     return min(round_up(math.ceil(units * rate + spread)), round_up(math.ceil(units)))
 
 
