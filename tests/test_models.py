@@ -13,7 +13,13 @@ from fulcrum import config, models
 from fulcrum.errors import ModelError
 from fulcrum.models import Layout, build, refuse_mixing
 
-IMAGES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32), "mlp": (1, 8, 8), "linear": (1, 8, 8)}
+IMAGES = {
+    "mnist-cnn": (1, 28, 28),
+    "cifar-cnn": (3, 32, 32),
+    "scatter-cnn": (81, 7, 7),
+    "mlp": (1, 8, 8),
+    "linear": (1, 8, 8),
+}
 
 
 def make(
@@ -26,7 +32,14 @@ def make(
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("mnist-cnn", 26_010), ("cifar-cnn", 131_466), ("mlp", 64 * 64 + 64 + 650), ("linear", 650)]
+    ("name", "count"),
+    [
+        ("mnist-cnn", 26_010),
+        ("cifar-cnn", 131_466),
+        ("scatter-cnn", 89_418),
+        ("mlp", 64 * 64 + 64 + 650),
+        ("linear", 650),
+    ],
 )
 def test_number_of_parameters(name: str, count: int) -> None:
     assert Layout.of(make(name)).dim == count
@@ -300,7 +313,11 @@ def test_a_factory_that_cannot_be_used_is_explained(own: str, factory: str, word
 @pytest.mark.parametrize(
     ("name", "shape", "words"),
     [
-        ("resnet", (1, 28, 28), "choose one of auto, linear, mlp, mnist-cnn, cifar-cnn, or package.module:factory"),
+        (
+            "resnet",
+            (1, 28, 28),
+            "choose one of auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn, or package.module:factory",
+        ),
         ("mnist-cnn", (1, 8, 8), "at least 14x14 pixels, but an example is 1x8x8"),
         ("cifar-cnn", (64,), "needs images"),
         ("no.such.module:factory", (1, 8, 8), "cannot be imported"),

@@ -81,10 +81,11 @@ COMMANDS = {
     "reproduce paper": STUDY | {"--subset", "--tune", "--tune-at", "--json"},
     "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},
     "study merge": {"folders", "--into", "--keep", "--json", "--debug"},
-    "study choose": PART - {"--seeds"} | {"--out", "--protocol", "--partial", "--experiments", "--debug"},
+    "study choose": PART - {"--seeds"} | {"--out", "--study", "--protocol", "--partial", "--experiments", "--debug"},
     "study robustness": STUDY,
     "study protocol": STUDY,
     "study parties": STUDY,
+    "study open": STUDY,
     "demo": {"--out", "--json", "--quiet", "-q", "--debug"},
 }
 

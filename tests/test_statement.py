@@ -22,7 +22,7 @@ MOO, NONE = find_rule("moo"), find_rule("none")
 KEYS = {
     "epsilon", "epsilon_pld", "delta", "unit", "relation", "adversary", "accountant", "private", "sound", "nominal",
     "guarantee", "guarantee_text", "target", "planned", "randomness", "scope", "run", "releases", "groups_of_records",
-    "adds_up", "not_covered", "warnings", "parties", "schedule",
+    "adds_up", "not_covered", "warnings", "parties", "schedule", "aggregation",
 }  # fmt: skip
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from fulcrum import api
-from fulcrum.config import Settings
+from fulcrum.clip import find_rule
+from fulcrum.clip.rule import Shape
+from fulcrum.config import Clip, Settings
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.study import backends, play, store, worker
 from fulcrum.study.calibrate import calibrated, noise
 from fulcrum.study.experiment import paper_jobs, tuning_jobs
-from fulcrum.study.job import Job, Shard, distinct, job_from_json, parse_shard, settings_from_json
+from fulcrum.study.job import READS, Job, Shard, distinct, identity, job_from_json, parse_shard, settings_from_json
 from fulcrum.study.search import find
 from study_helpers import experiments, record, small
 
@@ -346,7 +348,7 @@ def test_a_shard_has_one_writer(tmp_path):
 def test_ids_are_computed_from_the_settings_in_the_line(tmp_path):
     one = paper_jobs(small(tmp_path))[0]
     old = record(one, 0.5, id="stale")
-    del old["settings"]["clip"]["beta"]  # as if it had been written before this setting existed
+    del old["settings"]["clip"]["shrink"]  # as if it had been written before this setting existed
     write(tmp_path, "a", old)
     assert set(store.load(tmp_path)) == {one.id}
     unknown = record(one, 0.5, id="fromthefuture")
@@ -415,3 +417,24 @@ def test_experiments_are_found_or_asked_for(tmp_path, monkeypatch):
     assert find_folder(place) == place
     with pytest.raises(ConfigError, match=r"paper\.toml"):
         find_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", sorted(READS))
+def test_the_settings_that_count_for_an_id_are_those_a_rule_reads(name: str) -> None:
+    seen: set[str] = set()
+
+    class Watched:
+        def __getattr__(self, field: str) -> object:
+            seen.add(field)
+            return getattr(Clip(), field)
+
+    find_rule(name).init(Watched(), Shape(10, (4, 6)))  # type: ignore[arg-type]
+    assert seen <= {"groups", *READS[name]}
+    assert find_rule(name).init(Clip(), Shape(10, (4, 6))).keys(), "and the rule does start"
+
+
+def test_an_unread_setting_leaves_an_id_and_a_read_one_changes_it() -> None:
+    plain = Settings().replace(clip={"rule": "fixed"})
+    assert identity(plain, 1.0) == identity(plain.replace(clip={"beta": 0.5}), 1.0)
+    assert identity(plain, 1.0) != identity(plain.replace(clip={"C0": 0.5}), 1.0)
+    assert identity(Settings(), 1.0) != identity(Settings().replace(clip={"beta": 0.5}), 1.0)

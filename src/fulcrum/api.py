@@ -24,7 +24,7 @@ from fulcrum.accounting import Spend
 from fulcrum.central import check_rule, local_problem
 from fulcrum.clip import find_rule
 from fulcrum.config import Settings, check
-from fulcrum.data import Dataset, holdout, load, split, unit_counts
+from fulcrum.data import Dataset, featured, holdout, load, split, unit_counts
 from fulcrum.engine import find_engine
 from fulcrum.errors import BudgetError, ConfigError, RunError
 from fulcrum.federate import Federation, Snapshot, federate
@@ -45,7 +45,8 @@ class Result:
     """A finished (or stopped) run.
 
     accuracy (a fraction) and loss are on public test data. epsilon is the largest over the parties,
-    epsilons each party's, delta theirs all; where `sound` is False epsilon is nominal. C lists the
+    epsilons each party's, delta theirs all; where `sound` is False epsilon is nominal, and where
+    `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
     clipping norm of every round. model is an ordinary nn.Module with the trained weights. summary is
     what summary.json holds; folder is where it lies, None where nothing was kept.
     """
@@ -74,6 +75,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     dataset = dataset or load(settings.data.source, settings.data.dir)
     if settings.data.validation > 0:
         dataset = holdout(dataset, settings.data.validation, settings.run.seed)
+    dataset = featured(dataset, settings.data, device)
     if settings.privacy.unit == "person" and dataset.person is None:
         raise ConfigError(
             f"privacy.unit = 'person' needs an id for each record, and {dataset.name} has none; "
@@ -169,6 +171,7 @@ def execute(
                 "data": federation.problem.dataset.fingerprint,
                 "parameters": federation.problem.layout.dim,
                 "unit": federation.problem.unit,
+                "aggregation": federation.plan.aggregation,
                 **(facts or {}),
             },
         )
@@ -288,6 +291,7 @@ def _sum_up(
         "epsilon_scope": privacy["epsilon"],
         "delta": settings.privacy.delta,
         "unit": privacy["unit"],
+        "aggregation": privacy["aggregation"],
         "accountant": settings.privacy.accountant,
         "sound": problem.rule.sound,
         "private": problem.rule.private,

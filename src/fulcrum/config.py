@@ -40,6 +40,16 @@ class Data:
     """No party holds fewer examples than this."""
     validation: float = 0.0
     """Fraction of the training data held out and evaluated on in place of the test data (for tuning)."""
+    features: str = "none"
+    """What each record is turned into before training, by a fixed public map of that record alone: none, or scattering
+    (second-order wavelet scattering of images: 81 channels for each colour, a quarter as high and as wide)."""
+    feature_groups: int = 27
+    """Groups of channels in which each record's features are brought to mean 0 and variance 1 (GroupNorm); 0: none."""
+    feature_mirror: bool = False
+    """Whether features are the mean of those of an image and of its mirror image, for classes that do not tell them
+    apart: less for the noise to hide."""
+    feature_center: bool = False
+    """Whether the mean features of fixed, made-up images (noise with the spectrum of photographs) are subtracted."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Model:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
 
     name: str = "auto"
-    """auto, linear, mlp, mnist-cnn, cifar-cnn, or package.module:factory."""
+    """auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn (on scattering features), or package.module:factory."""
     activation: str = "relu"
     """relu, tanh, or tempered (a tempered sigmoid; 2 sigmoid(2x) - 1 is tanh)."""
     temper_scale: float = 2.0
@@ -122,9 +132,9 @@ class Clip:
     random weights have."""
     growth: float = 1.5
     """moo: the step length never exceeds its first value by more than this factor."""
-    eta_C: float = 0.05
+    eta_C: float = 0.03
     """How far a round moves what a rule learns (C, or moo's step length), in logarithms."""
-    beta: float = 0.95
+    beta: float = 0.98
     """Memory of the released direction."""
     phi: str = "sign"
     """sign or identity: how the alignment becomes a step."""
@@ -170,6 +180,9 @@ class Privacy:
     """Noise over the rounds: constant, growth (of 1/sigma, see rho_mu), or phases. sigma is that of the first round."""
     rho_mu: float = 0.8
     """For noise_schedule = "growth": sigma_t = sigma rho_mu^(t/T); below 1, the noise falls as training goes on."""
+    aggregation: str = "plain"
+    """plain: the server sees every update, and each party's own noise protects it. ideal-secagg: it is ASSUMED to see
+    their weighted sum alone, and the parties share one dose of noise; the secure aggregation is only simulated."""
     phases: tuple[float, ...] = ()
     """For noise_schedule = "phases": the budgets of equally long phases, relative to each other; [1, 3] gives the
     second half three times the precision 1/sigma^2 of the first."""
@@ -238,6 +251,7 @@ class Settings:
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.partition": ("iid", "dirichlet", "shards", "quantity", "given"),
+    "data.features": ("none", "scattering"),
     "model.activation": ("relu", "tanh", "tempered"),
     "train.schedule": ("constant", "linear", "cosine", "step"),
     "train.weights": ("examples", "uniform"),
@@ -248,6 +262,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "privacy.unit": ("example", "person", "client"),
     "privacy.accountant": ("rdp", "pld"),
     "privacy.randomness": ("seeded", "secure"),
+    "privacy.aggregation": ("plain", "ideal-secagg"),
     "privacy.noise_schedule": ("constant", "growth", "phases"),
     "central.estimator": ("fixed", "clipped"),
     "run.engine": ("auto", "reference", "stacked", "parallel"),
@@ -261,6 +276,7 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "data.shards": (1, True, math.inf, False),
     "data.min_examples": (1, True, math.inf, False),
     "data.validation": (0, True, 1, False),
+    "data.feature_groups": (0, True, math.inf, False),
     "model.temper_temperature": (0, False, math.inf, False),
     "train.rounds": (1, True, math.inf, False),
     "train.participation": (0, False, 1, True),
@@ -372,6 +388,36 @@ def _check_together(settings: Settings) -> None:
             f"privacy.max_participations = {privacy.max_participations} has no use with privacy.unit = 'client': "
             "who takes part is secret, so every party is charged for every round; leave it at 0."
         )
+    if privacy.aggregation == "ideal-secagg":
+        _check_shared(settings)
+
+
+def _check_shared(settings: Settings) -> None:
+    """One dose of noise over all parties is right for one sum of one step, in which everybody takes part."""
+    train, privacy = settings.train, settings.privacy
+    wrong = {
+        "privacy.unit": (privacy.unit, "example", privacy.unit != "example"),
+        "train.steps": (local_steps(train), 1, local_steps(train) != 1),
+        "train.weights": (train.weights, "examples", train.weights != "examples"),
+        "train.participation": (train.participation, 1, train.participation < 1),
+        "privacy.max_participations": (
+            privacy.max_participations,
+            "0 (all rounds)",
+            0 < privacy.max_participations < train.rounds,
+        ),
+        "privacy.budgets": (privacy.budgets, "empty: one noise serves all", bool(privacy.budgets)),
+        "privacy.randomness": (
+            privacy.randomness,
+            "seeded: no secure aggregation is implemented, so nobody's data is safe with it",
+            privacy.randomness == "secure",
+        ),
+    }
+    for path, (value, right, bad) in wrong.items():
+        if bad:
+            raise ConfigError(
+                f"{path} = {value!r} does not go with privacy.aggregation = 'ideal-secagg', which shares one noise "
+                f"over one step's sum of all parties; it must be {right}."
+            )
 
 
 def local_steps(train: Train) -> int:

@@ -123,7 +123,8 @@ def federate(
 ) -> Iterator[tuple[RoundResult, Snapshot]]:
     """Train round by round. `start` and `history` (who paid in the rounds done) continue a run.
 
-    Ends early when fewer than `train.min_parties` parties have budget left. Each yielded round has
+    Ends early when fewer than `train.min_parties` parties have budget left, or any party's has run out where all of
+    them share one noise. Each yielded round has
     been reserved in the ledger before anything was computed, and settled after.
     """
     settings, problem, plan = federation.settings, federation.problem, federation.plan
@@ -148,9 +149,11 @@ def federate(
         exhausted |= set(invited) - set(granted)
         if problem.partition.parties - len(exhausted) < train.min_parties:
             return
+        if plan.shared and len(granted) < plan.parties:
+            return  # without its part of the noise the sum of the others would not be private
 
         snapshot, replies, C = (play_client_round if plan.central else play_round)(federation, snapshot, granted, t)
-        ledger.settle(run, t, digests(plan, replies, granted))
+        ledger.settle(run, t, digests(plan, replies, granted, settings.train.weights))
         took_part = [reply.client for reply in replies] if isinstance(federation.engine, Remote) else granted
         purse.pay(t, took_part)
 
@@ -216,6 +219,11 @@ def play_round(
     C = torch.stack([state["C"] for state in states or (snapshot.rule,)]).mean(dim=0)
     if not clients:
         return _skip(settings, snapshot, t), [], tuple(C.tolist())
+    if plan.shared and (len(clients) < plan.parties or isinstance(federation.engine, Remote)):
+        raise BudgetError(
+            f"{len(clients)} of {plan.parties} parties take part in round {t + 1}, but they share one noise "
+            "(privacy.aggregation): all of them must, on this machine."
+        )
 
     tasks = tuple(plan.assignment(k, t, lr) for k in clients)
     request = RoundRequest(t, settings.train.rounds, snapshot.params, tasks, states, settings.train.weight_decay)
@@ -352,10 +360,17 @@ def _tally(events: Sequence[Event]) -> dict[Event, int]:
     return counts
 
 
-def digests(plan: Plan, replies: Sequence[ClientReply], paid: Sequence[int]) -> dict[str, str]:
-    """What each payer's ledger names as released: its own reply, or (unit client) the server's mean, for all."""
+def digests(
+    plan: Plan, replies: Sequence[ClientReply], paid: Sequence[int], weights: str = "examples"
+) -> dict[str, str]:
+    """What each payer's ledger names as released: its own reply, or for all of them the server's mean (unit client)
+    or the sum that is all the server sees (shared noise)."""
     if plan.central:
         return dict.fromkeys(map(plan.name, paid), digest(replies[0]))
+    if plan.shared and replies:
+        delta, extra = weighted_mean(replies, client_weights([plan.units(reply.client) for reply in replies], weights))
+        whole = dataclasses.replace(replies[0], client=SERVER, delta=delta, extra=extra)
+        return dict.fromkeys(map(plan.name, paid), digest(whole))
     return {plan.name(reply.client): digest(reply) for reply in replies}
 
 

@@ -18,7 +18,7 @@ class Group:
     run and what was spent before it, None where sigma was given. spent: what was spent before. sigma: the
     multiplier of the first round. factors: those of the noise schedule, one a round. every: the rule's
     statistics go out with every so-manieth step, and share is their part of the precision then. batch: the
-    parties' expected batch where the share depends on it.
+    parties' expected batch where the share depends on it. shares: how many parties make up one dose of noise.
     """
 
     rate: float
@@ -31,10 +31,11 @@ class Group:
     every: int = 1
     share: Share = no_share
     batch: float = 1.0
+    shares: int = 1
 
     def assignment(self, k: int, t: int, lr: float) -> Assignment:
         """What party k of this group is asked to do in round t (from 0)."""
-        return Assignment(k, self.rate, self.sigma * self.factors[t], self.steps, lr, self.every)
+        return Assignment(k, self.rate, self.sigma * self.factors[t], self.steps, lr, self.every, self.shares)
 
     def round_events(self, t: int = 0) -> tuple[Event, ...]:
         """What round t (from 0) releases."""

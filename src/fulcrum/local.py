@@ -82,7 +82,7 @@ def train_client(
         state = given.state
 
         asked = task.asks(request.round, step)
-        scale = scales(problem.rule, given.bounds, task.rate, task.sigma, batch, asked)
+        scale = scales(problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.shares)
         noisy, noisy_extra = release(given.sum, given.extra, scale, problem.randomness, key)
         gradient = (noisy if view.transform is None else view.transform.inverse(noisy)) / batch  # [d]
         change = -task.lr * (gradient + request.weight_decay * theta)

@@ -39,14 +39,14 @@ METHODS: dict[str, Method] = {
         Method(
             name="moo",
             summary="private; C and the step length find their own values from what is released anyway",
-            parts={"clip": {"rule": "moo", "beta": 0.98, "eta_C": 0.03}},
+            parts={"clip": {"rule": "moo"}},
             unit="example",
             reference="after Ranaweera et al., multi-objective clipping; here C moves on released values only",
         ),
         Method(
             name="moo-c",
             summary="private; C alone is learned, the learning rate stays yours",
-            parts={"clip": {"rule": "moo-c"}},
+            parts={"clip": {"rule": "moo-c", "beta": 0.95, "eta_C": 0.05}},
             unit="example",
             reference="after Ranaweera et al.; the plain form of moo",
         ),
@@ -130,7 +130,7 @@ METHODS: dict[str, Method] = {
         Method(
             name="oso",
             summary="C learned by privatised gradient descent on a second noised vector (OSO-style)",
-            parts={"clip": {"rule": "oso"}},
+            parts={"clip": {"rule": "oso", "eta_C": 0.05}},
             unit="example",
             reference="after Galli et al. 2024",
         ),
@@ -144,14 +144,14 @@ METHODS: dict[str, Method] = {
         Method(
             name="moo-client",
             summary="as moo-c, one C a party, from its own releases",
-            parts={"clip": {"rule": "moo-client"}},
+            parts={"clip": {"rule": "moo-client", "beta": 0.95, "eta_C": 0.05}},
             unit="example",
             reference="this project",
         ),
         Method(
             name="moo-scalar",
             summary="as moo-c, from a noised scalar that each party pays for",
-            parts={"clip": {"rule": "moo-scalar", "eta_C": 0.07, "kappa": 0.001}},
+            parts={"clip": {"rule": "moo-scalar", "beta": 0.95, "eta_C": 0.07, "kappa": 0.001}},
             unit="example",
             reference="this project",
         ),

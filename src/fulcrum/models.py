@@ -168,6 +168,16 @@ def cifar_cnn(settings: config.Model, shape: Shape, classes: int, act: Act) -> n
     return nn.Sequential(*layers, nn.Linear(128, classes))
 
 
+def scatter_cnn(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
+    """Two 3x3 convolutions of 64 filters and one linear layer, for scattering features (after Tramer and Boneh 2021).
+
+    187,210 parameters on CIFAR-10's 243x8x8 features and 10 classes, 89,418 on MNIST's 81x7x7.
+    """
+    channels, height, width = _images("scatter-cnn", shape, 2)
+    layers = [nn.Conv2d(channels, 64, 3, padding=1), act(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), act()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * (height // 2) * (width // 2), classes))
+
+
 def mlp(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
     """Fully connected layers of the widths in `hidden`."""
     layers: list[nn.Module] = [nn.Flatten()]
@@ -188,6 +198,7 @@ BUILTIN: dict[str, Callable[[config.Model, Shape, int, Act], nn.Module]] = {
     "mlp": mlp,
     "mnist-cnn": mnist_cnn,
     "cifar-cnn": cifar_cnn,
+    "scatter-cnn": scatter_cnn,
 }
 
 AUTO: Mapping[Shape, str] = {(1, 28, 28): "mnist-cnn", (3, 32, 32): "cifar-cnn"}

@@ -28,16 +28,25 @@ class Scales:
     asked: bool = True
 
 
-def scales(rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True) -> Scales:
+def scales(
+    rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True, shares: int = 1
+) -> Scales:
     """Noise for one release at multiplier `sigma`, split between the sum and the extra statistics.
 
     The pair costs exactly one Gaussian release at sigma: the precisions (1 - s)/sigma^2 on the sum,
     scaled by its bound, and s/sigma^2 on the extra, scaled by its own, add up to 1/sigma^2. A step that
     is not asked for its extra has the same noise on the sum, and costs only that.
+
+    With `shares` parties to one dose of noise, this one's part has 1/shares of the variance, and the event is that
+    of the sum over them all: the only thing that may be shown to anybody (privacy.aggregation).
     """
     if sigma == 0 or not rule.private:
         return Scales(0.0, 0.0, Unprotected(), asked)
     share = rule.share(sigma, batch)
+    if shares > 1:
+        if share > 0:
+            raise ValueError("parties share the noise of gradients only, and this rule releases statistics too")
+        return Scales(torch.linalg.vector_norm(bounds.C) * sigma / shares**0.5, 0.0, Gaussian(rate, sigma), asked)
     on_sum = alone(rule.share, sigma, batch)
     reach = torch.linalg.vector_norm(bounds.C)
     if not asked:

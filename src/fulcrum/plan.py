@@ -6,7 +6,8 @@ of an example or a person: the server sees who takes part, so every party is pla
 on participations. Where rounds cost differently (a noise schedule, statistics released now and then), the
 cap is planned for the costliest of them. Where the unit is the client the server is trusted, q_c is the rate
 of one release a round, every party is charged for all rounds, and one noise serves all: the strictest
-budget sets it.
+budget sets it. Where an ideal secure aggregation is assumed (privacy.aggregation) the parties share one dose of noise,
+and each is charged what the sum costs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from fulcrum.accounting import Spend, calibrate, most
 from fulcrum.central import FEW, Terms, make_terms
-from fulcrum.clip.rule import ClipRule, Share, alone, no_share
+from fulcrum.clip.rule import ClipRule, Shape, Share, alone, no_share
 from fulcrum.config import Settings, local_steps
 from fulcrum.errors import ConfigError
 from fulcrum.group import Group
@@ -33,6 +34,11 @@ from fulcrum.types import Assignment, Event
 
 LISTED = 1000
 """The most parties that `to_json` lists one by one."""
+ASSUMED = (
+    "ASSUMES AN IDEAL SECURE AGGREGATION, which is simulated and not implemented: epsilon holds only against a server "
+    "that sees nothing but the sum over all {parties} parties, with no party colluding. Each adds 1/{parties} of the "
+    "noise's variance, so a single update by itself is NOT private at this epsilon."
+)
 
 
 class Named(Protocol):
@@ -87,7 +93,7 @@ class Plan:
 
     sizes [K] are the units n_k, group_of [K] the number of each party's group. delta, accountant, unit and the
     noise schedule's name are the run's; rounds is T. central: the server's mechanism where the unit is the
-    client (sizes are then examples, and only make weights), else None.
+    client (sizes are then examples, and only make weights), else None. aggregation: what the server is taken to see.
     """
 
     name: Callable[[int], str]
@@ -107,11 +113,17 @@ class Plan:
     total_budget: float | None = None
     schedule: str = "constant"
     central: Terms | None = None
+    aggregation: str = "plain"
 
     @property
     def parties(self) -> int:
         """K."""
         return len(self.sizes)
+
+    @property
+    def shared(self) -> bool:
+        """Whether the parties share one dose of noise, under an ideal secure aggregation that is assumed."""
+        return self.aggregation == "ideal-secagg"
 
     def group(self, k: int) -> Group:
         """The group that party k belongs to."""
@@ -142,7 +154,10 @@ class Plan:
             "delta": self.delta,
             "accountant": self.accountant,
             "unit": self.unit,
-            "population": f"{self.population}, " + ("whole" if self.central else f"{self.units(k)} {self.unit}s"),
+            # Epsilons against different adversaries do not add up, so they have accounts of their own.
+            "population": f"{self.population}, "
+            + ("whole" if self.central else f"{self.units(k)} {self.unit}s")
+            + (", seen in sums only (ideal secure aggregation)" if self.shared else ""),
         }
 
     @property
@@ -200,6 +215,8 @@ class Plan:
             found.append(
                 "NOT SOUND: the rule sets C from raw private values, so epsilon is nominal and guarantees nothing."
             )
+        if self.shared:
+            found.append(ASSUMED.format(parties=self.parties))
         if self.central:
             return (*found, *self._client_warnings(self.central))
         exposed = int((self.delta >= 1 / self.sizes).sum()) if self.private else 0
@@ -248,10 +265,11 @@ class Plan:
     def step_noise(self, k: int, t: int = 0) -> float:
         """Noise of one step's mean gradient of party k along any direction, in units of C: sigma_t / (q n_k).
 
-        sigma_t is the gradient's own: a paid rule's statistics take their share of the precision.
+        sigma_t is the gradient's own: a paid rule's statistics take their share of the precision. Where K parties share
+        the noise it is what party k adds, sigma_t / (sqrt(K) q n_k); of the aggregate that leaves sigma_t / (q n).
         """
         group, batch = self.group(k), self.group(k).rate * self.units(k)
-        return alone(group.share, group.sigma * group.factors[t], batch) / batch
+        return alone(group.share, group.sigma * group.factors[t], batch) / batch / math.sqrt(group.shares)
 
     def noise_to_signal(self, dim: int, k: int | None = None, C: float | None = None) -> Noise:
         """How noisy a step of the first round is for a model of `dim` parameters: party k alone, or the aggregate.
@@ -267,7 +285,7 @@ class Plan:
             direction = self.step_noise(k)
         else:
             paid = self.groups[0].share is not no_share
-            relative = self.sigmas / (self.rates * self.sizes)
+            relative = self.sigmas / (self.rates * self.sizes) / math.sqrt(self.groups[0].shares)
             relative = np.array([self.step_noise(i) for i in range(self.parties)]) if paid else relative
             shares = self.sizes / self.sizes.sum() if self.weights == "examples" else 1 / self.parties
             direction = math.sqrt(float(((shares * relative) ** 2).sum()) / self.participation)
@@ -307,6 +325,7 @@ class Plan:
             "delta": self.delta,
             "accountant": self.accountant,
             "unit": self.unit,
+            "aggregation": self.aggregation,
             "rounds": self.rounds,
             "schedule": self.schedule,
             "private": self.private,
@@ -393,6 +412,9 @@ def make_plan(
             groups.append(replace(group, sigma=_sigma(settings, rule, group, example)))
         if k is not None:
             group_of[k] = at
+    if privacy.aggregation == "ideal-secagg":
+        _check_sharing(settings, rule, groups)
+        groups = [replace(groups[0], shares=count)]
     central = make_terms(settings, sizes)
     if central:  # one noise for all, so the party that needs most sets it
         loudest = max(group.sigma for group in groups)
@@ -415,7 +437,30 @@ def make_plan(
         total_budget=privacy.budget,
         central=central,
         schedule=privacy.noise_schedule if rule.private else "constant",
+        aggregation=privacy.aggregation,
     )
+
+
+def _check_sharing(settings: Settings, rule: ClipRule, groups: Sequence[Group]) -> None:
+    """Refuse what one dose of noise over the parties' sum does not cover; `config.check` has looked at the settings."""
+    view = rule.view(rule.init(settings.clip, Shape(2, (2,))), 0, settings.train.rounds)
+    reasons = {
+        "adds no noise, so there is none to share": not rule.private,
+        "sets C from raw private values": not rule.sound,
+        "keeps a C at each party, and shared noise needs a common one": rule.where != "server",
+        "releases statistics beside the gradients": rule.share is not no_share,
+        "clips in another basis and may reshape each party's own sum": view.transform is not None,
+    }
+    for reason, true in reasons.items():
+        if true:
+            raise ConfigError(
+                f"clip.rule = {rule.name!r} {reason}; with privacy.aggregation = 'ideal-secagg' use moo or fixed."
+            )
+    if len(groups) > 1:
+        raise ConfigError(
+            "the parties have spent different amounts before, so each needs its own noise; privacy.aggregation = "
+            "'ideal-secagg' shares one: use plain."
+        )
 
 
 def round_terms(settings: Settings) -> tuple[float, int]:

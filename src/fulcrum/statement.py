@@ -15,7 +15,7 @@ from fulcrum.central import Terms
 from fulcrum.clip.rule import ClipRule, no_share
 from fulcrum.config import Settings
 from fulcrum.plan import Plan
-from fulcrum.units import UNITS
+from fulcrum.units import words_for
 
 LISTED = 1000
 """PRIVACY.md lists parties one by one up to this many, and sums up beyond."""
@@ -68,7 +68,9 @@ def statement(
     delta, unit, relation, adversary
     accountant              {enforced, beside, software}
     private, sound, nominal private: noise was added at all; nominal: epsilon is not a guarantee
-    guarantee               "yes", "nominal" or "none", and `guarantee_text`, the sentence to read
+    guarantee               "yes", "assumed", "nominal" or "none", and `guarantee_text`, the sentence to read; assumed:
+                            it rests on a secure aggregation that is simulated (see aggregation)
+    aggregation             "plain", or "ideal-secagg": the server is taken to see nothing but sums
     target                  {epsilon, budgets, sigma}: what was asked for; null where it was not
     planned                 {epsilon, epsilon_pld}: the most this run was planned to reach
     schedule                {name, sigma_min, sigma_max}: how the noise moves over the rounds, over all parties
@@ -85,13 +87,15 @@ def statement(
     spends = [spent.get(name) or Spend.none() for name in names]
     by_rdp, by_pld = (_unique_epsilons(spends, plan.delta, how) for how in ("rdp", "pld"))
     nominal = rule.private and not rule.sound
+    words = words_for(plan.unit, plan.aggregation)
     result: dict[str, Any] = {
         "epsilon": _plain(max(by_rdp)),
         "epsilon_pld": _plain(max(by_pld)),
         "delta": plan.delta,
         "unit": plan.unit,
-        "relation": UNITS[plan.unit].relation,
-        "adversary": UNITS[plan.unit].adversary,
+        "relation": words.relation,
+        "adversary": words.adversary,
+        "aggregation": plan.aggregation,
         "accountant": {
             "enforced": plan.accountant,
             "beside": "pld" if plan.accountant == "rdp" else "rdp",
@@ -100,7 +104,7 @@ def statement(
         "private": rule.private,
         "sound": rule.sound,
         "nominal": nominal,
-        "guarantee": "none" if not rule.private else "nominal" if nominal else "yes",
+        "guarantee": "none" if not rule.private else "nominal" if nominal else "assumed" if plan.shared else "yes",
         "guarantee_text": _guarantee(plan, rule, max(by_rdp), max(by_pld), randomness_mode),
         "target": {
             "epsilon": settings.privacy.epsilon,
@@ -128,7 +132,7 @@ def statement(
         "releases": _releases(settings, plan, rule, spends, rounds_done),
         "groups_of_records": _groups(max(by_rdp), plan.delta),
         "adds_up": _adds_up(plan, rule),
-        "not_covered": list(UNITS[plan.unit].not_covered),
+        "not_covered": list(words.not_covered),
         "warnings": _warnings(settings, plan, rule, randomness_mode, finished) + list(dataset_warnings),
         "parties": [
             {
@@ -175,9 +179,17 @@ def _guarantee(plan: Plan, rule: ClipRule, rdp: float, pld: float, mode: str) ->
             f"NOT A GUARANTEE. The rule {rule.name!r} sets the clipping norm from raw private values, so {numbers} is "
             "nominal: it is what the noise would give if C were public, and what was released may reveal more."
         )
+    short = words_for(plan.unit).short
+    if plan.shared:
+        return (
+            f"UNDER AN ASSUMPTION ONLY: if the server saw nothing but the sum of all {plan.parties} parties' "
+            f"updates, and no party colluded, each {short} would have {numbers}, while the seed is secret. That "
+            "secure aggregation is SIMULATED: it is not implemented, and each single update is under-noised and not "
+            "private by itself."
+        )
     if mode != "secure":
-        return f"Each {UNITS[plan.unit].short} has {numbers}, only while the seed is secret (see Randomness)."
-    return f"Each {UNITS[plan.unit].short} has {numbers}."
+        return f"Each {short} has {numbers}, only while the seed is secret (see Randomness)."
+    return f"Each {short} has {numbers}."
 
 
 def _releases(
@@ -203,13 +215,21 @@ def _releases(
         _server_releases(plan.central, rule, noise)
         if plan.central
         else (
+            f"The weighted sum over all {plan.parties} parties of each round's updates, one step each: "
+            f"{kinds}{noise} on the sum; each party adds 1/{plan.parties} of the variance, sigma / "
+            f"sqrt({plan.parties}) times C to its own sum. Single updates are NOT released and must not be seen by "
+            "anybody: the epsilon relies on it.",
+            "All parties take part in every round; that is public, and the noise relies on it.",
+        )
+        if plan.shared
+        else (
             f"Each party's update of each round it takes part in, the total of {group.steps} step(s): {kinds}{noise}. "
             f"Between {min(counts)} and {max(counts)} such sums a party so far.",
             "Who takes part in each round. Public; it depends on no private data. Sampling parties lowers no epsilon "
             "here: a party pays for every round it takes part in.",
         )
     )
-    what = "means" if plan.central else "updates"
+    what = "means" if plan.central else "sums" if plan.shared else "updates"
     found: list[dict[str, Any]] = [
         {"kind": what, "times": max(counts), "text": released},
         {
@@ -278,7 +298,7 @@ def _groups(epsilon: float, delta: float) -> list[dict[str, Any]]:
 def _adds_up(plan: Plan, rule: ClipRule) -> list[str]:
     if not rule.private:
         return ["Nothing adds up: there is no guarantee for any record."]
-    return list(UNITS[plan.unit].adds_up)
+    return list(words_for(plan.unit, plan.aggregation).adds_up)
 
 
 def _warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finished: bool) -> list[str]:
@@ -315,6 +335,11 @@ def to_markdown(facts: Mapping[str, Any]) -> str:
             "> **WARNING: the clipping rule of this run is not sound. Its epsilon is NOMINAL, not a guarantee.**",
             "",
         ],
+        "assumed": [
+            "> **WARNING: SIMULATED SECURE AGGREGATION. The epsilon of this run is against a server that sees only "
+            "SUMS over all parties, which nothing here enforces. Single updates are under-noised and NOT private.**",
+            "",
+        ],
         "none": ["> **WARNING: this run is NOT PRIVATE. Nothing below protects anybody.**", ""],
     }[facts["guarantee"]]
     lines = [
@@ -334,7 +359,11 @@ def to_markdown(facts: Mapping[str, Any]) -> str:
                 ("rounds", f"{run['rounds_done']} of {run['rounds']}{'' if run['finished'] else ' (not finished)'}"),
                 ("asked for", asked if facts["private"] else "no privacy"),
                 ("planned at most", f"epsilon = {_short(facts['planned']['epsilon'])}"),
-                ("spent", f"epsilon = {_short(facts['epsilon'])} (RDP), {_short(facts['epsilon_pld'])} (PLD)"),
+                (
+                    "spent",
+                    f"epsilon = {_short(facts['epsilon'])} (RDP), {_short(facts['epsilon_pld'])} (PLD)"
+                    + (", seen in sums only (assumed)" if facts["guarantee"] == "assumed" else ""),
+                ),
                 ("delta", _short(facts["delta"])),
             ],
         ),
@@ -342,7 +371,7 @@ def to_markdown(facts: Mapping[str, Any]) -> str:
     if facts["warnings"]:
         lines += ["## Warnings", "", *_bullets(facts["warnings"])]
     enforced, beside = accountant["enforced"].upper(), accountant["beside"].upper()
-    unit = UNITS[facts["unit"]]
+    unit = words_for(facts["unit"], facts["aggregation"])
     lines += [
         *_section("What is protected", f"{unit.protected} Neighbouring relation: {facts['relation']}"),
         *_section("Against whom", facts["adversary"]),
@@ -385,6 +414,7 @@ def _parties(facts: Mapping[str, Any]) -> list[str]:
     if facts["unit"] == "client":
         return _alike(parties)
     sigma = "sigma" if facts["schedule"]["name"] == "constant" else "sigma (first round)"
+    sigma += " of the sum" if facts["aggregation"] == "ideal-secagg" else ""
     header = ("party", f"{facts['unit']}s", "rate", sigma, "releases", "epsilon (RDP)", "epsilon (PLD)", "budget")
     shown = parties
     lines: list[str] = []

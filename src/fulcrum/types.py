@@ -142,6 +142,9 @@ class Assignment:
     """eta_t, the local learning rate of this round."""
     every: int = 1
     """A paid rule's statistics go out with every so-manieth local step, counted over all rounds."""
+    shares: int = 1
+    """Parties that make up one dose of noise: each adds 1/shares of its variance. The events are then those of the sum
+    over all of them, and a single update is not private by itself."""
 
     def asks(self, round: int, step: int) -> bool:
         """Whether this step of a round (both from 0) releases the rule's statistics beside the gradient."""

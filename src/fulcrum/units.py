@@ -6,7 +6,7 @@ next to the other, and nothing that prints an epsilon has to guess.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ZERO_OUT = (
     "zero-out: two data sets are neighbours if in one of them a single {unit} contributes nothing. The number of "
@@ -23,6 +23,15 @@ SEES_MODELS_ONLY = (
     "only). THE SERVER IS TRUSTED: it draws the participants in secret, sees every update as it is, and adds the "
     "noise. Nothing here protects a party from the server, nor from someone who watches which parties talk to it."
 )
+SEES_SUMS_ONLY = (
+    "An honest-but-curious server that follows the protocol and sees, of each round, NOTHING BUT THE WEIGHTED SUM "
+    "of all parties' updates: through an IDEAL SECURE AGGREGATION, which is ASSUMED and SIMULATED here, NOT "
+    "IMPLEMENTED. It also sees every released model and every clipping norm C, and knows all settings, the code and "
+    "who takes part. All parties are honest, take part in every round, and none colludes with the server or with "
+    "another party: each colluder takes its part of the noise away. Whoever sees a single party's update sees it "
+    "under-noised: by itself it is NOT private at this epsilon. Outsiders, who see only models, are covered under "
+    "the same assumption."
+)
 STEPS_COMPOSE = (
     "The releases of a party compose over all its rounds and steps; what a round costs is written to the party's "
     "ledger before anything is released. Poisson sampling lowers the cost because nobody learns who was sampled. The "
@@ -33,6 +42,12 @@ ROUNDS_COMPOSE = (
     "independently with probability q_c. EVERY party is charged for every round, whether it joined or not, and the "
     "charge is written to its ledger before anything is released. Sampling lowers the cost because nobody but the "
     "server learns who joined: publishing the participants would undo it."
+)
+SUMS_COMPOSE = (
+    "Each round releases one thing, the weighted sum over all parties of one step each. Every party adds 1/K of the "
+    "noise's variance, so that the sum carries it whole; an example, at whichever party, moves the sum by at most C. "
+    "Each party's ledger is charged what the sum costs, before anything is released. Poisson sampling lowers the cost "
+    "because nobody learns who was sampled."
 )
 SEVERAL_PARTIES = (
     "A person with data at several parties adds up the epsilons (and the deltas) of those parties. Otherwise the "
@@ -133,3 +148,26 @@ UNITS: dict[str, Unit] = {
         several="parties together",
     ),
 }
+
+SUMS = replace(
+    UNITS["example"],
+    protected="One example at one party, within the sum over all parties.",
+    adversary=SEES_SUMS_ONLY,
+    counted=SUMS_COMPOSE,
+    adds_up=(
+        "The unit is one example. A person with m examples, at one party or at several, is covered by group privacy "
+        "only: m times epsilon, with delta growing to m exp((m-1) epsilon) delta, as listed. All of them are in the "
+        "same sums.",
+    ),
+    not_covered=(
+        "Single updates: the secure aggregation that would hide them is assumed. Nothing in this software provides it.",
+        "Colluding parties, parties that leave out their part of the noise, and parties that drop out.",
+        *UNITS["example"].not_covered,
+    ),
+)
+"""Of examples, where the parties share one dose of noise (privacy.aggregation = "ideal-secagg")."""
+
+
+def words_for(unit: str, aggregation: str = "plain") -> Unit:
+    """The words for a unit and what the server is taken to see."""
+    return SUMS if aggregation == "ideal-secagg" else UNITS[unit]

@@ -68,6 +68,7 @@ def plan(
     curve = [f"{rounds}: {view.epsilon(epsilon)}" for rounds, epsilon in points]
     unit = UNITS[made.unit].short
     terms = f"epsilon of one {unit} ({made.accountant}) at delta {made.delta:g}"
+    terms += f" [{show.ASSUMED}]" if made.shared else ""
     print(f"{terms} by rounds, costliest party  {', '.join(curve)}")
     print(
         f"noise / C is the noise of one {'round' if made.central else 'step'}'s mean "

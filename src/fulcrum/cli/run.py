@@ -31,7 +31,8 @@ def run(
     federation = api.prepare(settings)
     folder = out if out is not None else free_folder(f"{slug(settings.data.source)}-{settings.method}")
     for warning in [*show.warnings(federation), *api.ledger_warnings(federation)]:
-        view.say(f"warning: {warning}", quiet and federation.plan.sound)  # that nothing is guaranteed is always said
+        # That nothing is guaranteed, or only under an assumption, is always said.
+        view.say(f"warning: {warning}", quiet and federation.plan.sound and not federation.plan.shared)
     with resumable(folder), view.progress(settings.method, settings.train.rounds, quiet) as on_round:
         result = api.execute(federation, folder, on_round)
     show.print_summary(result.summary, folder, as_json)
@@ -51,6 +52,8 @@ def resume(
     settings = settings_file.read(folder / "settings.toml")
     if not find_rule(settings.clip.rule).sound:
         view.say(f"warning: NOT SOUND: {show.NOMINAL}.")
+    if settings.privacy.aggregation == "ideal-secagg":
+        view.say(f"warning: {show.ASSUMED}.")
     with resumable(folder), view.progress(settings.method, settings.train.rounds, quiet) as on_round:
         result = api.resume(folder, on_round)
     show.print_summary(result.summary, folder, as_json)

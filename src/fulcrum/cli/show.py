@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fulcrum.federate import Federation
 
 NOMINAL = "nominal: this rule looks at private values to set C, so no epsilon holds"
+ASSUMED = "‡ assumes an ideal secure aggregation, simulated: the server sees only sums; no single update is private"
 MANY = 8
 """More parties than this are summed up as a range."""
 
@@ -44,7 +45,7 @@ def show(
         [
             ("rounds done", len(lines)),
             ("accuracy", view.percent(last.get("accuracy"))),
-            ("epsilon so far", f"{view.epsilon(last.get('epsilon'))}{whose(run.get('unit'))}"),
+            ("epsilon so far", f"{view.epsilon(last.get('epsilon'))}{whose(run.get('unit'))}{assumed(run)}"),
             ("folder", folder),
         ]
     )
@@ -57,7 +58,7 @@ def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool
         view.print_json({**summary, "folder": None if folder is None else str(folder)})
         return
     facts: list[tuple[str, view.Cell]] = [
-        ("method", named(summary["method"], summary["sound"])),
+        ("method", named(summary["method"], summary["sound"]) + (" ‡" if assumed(summary) else "")),
         ("rounds", f"{summary['rounds']}, {summary['status']}"),
         ("accuracy", f"{view.percent(summary['accuracy'])} on {summary['evaluated_on']}"),
         ("epsilon", guarantee(summary)),
@@ -80,7 +81,12 @@ def guarantee(summary: Mapping[str, Any]) -> str:
     nominal = "" if summary["sound"] else f"; {NOMINAL}"
     by = "by pld" if summary["accountant"] == "pld" else f"by rdp; {view.epsilon(summary['epsilon_pld'])} by pld"
     largest = f"at delta {summary['delta']:g}, the largest of any party"
-    return f"{view.epsilon(summary['epsilon'])}{whose(summary['unit'])} {largest} ({by}){nominal}"
+    return f"{view.epsilon(summary['epsilon'])}{whose(summary['unit'])} {largest} ({by}){nominal}{assumed(summary)}"
+
+
+def assumed(facts: Mapping[str, Any]) -> str:
+    """Behind an epsilon: that it rests on a secure aggregation which is not there; "" where it does not."""
+    return f"; {ASSUMED}" if facts.get("aggregation") == "ideal-secagg" else ""
 
 
 def whose(unit: str | None) -> str:

@@ -56,11 +56,13 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _paper(build: Callable[[Experiment], list[Job]]) -> Callable[..., tuple[list[Job], tuple[str, ...]]]:
+def _paper(
+    build: Callable[[Experiment], list[Job]], study: str = "paper"
+) -> Callable[..., tuple[list[Job], tuple[str, ...]]]:
     def jobs(experiments: Path | None, **part: Any) -> tuple[list[Job], tuple[str, ...]]:
         from fulcrum.study.experiment import read_experiment
 
-        experiment = read_experiment(experiments).only(**part)
+        experiment = read_experiment(experiments, study).only(**part)
         return build(experiment), experiment.unknown
 
     return jobs
@@ -90,6 +92,8 @@ STAGES: dict[str, Callable[..., tuple[list[Job], tuple[str, ...]]]] = {
     "protocol": _paper(_stage("protocol_jobs")),
     "parties": _paper(_stage("parties_jobs")),
     "robustness": _robustness,
+    "open-tune": _paper(_stage("tuning_jobs"), "open"),
+    "open": _paper(_stage("paper_jobs"), "open"),
 }
 """What `fulcrum study prepare` can prepare."""
 
@@ -103,7 +107,7 @@ def prepare(
     seeds: Seeds = 0,
     done: Annotated[
         list[Path], typer.Option("--done", help="Folder with finished runs to leave out; repeat for more.")
-    ] = [Path("results/paper"), Path("results/robustness")],  # noqa: B006
+    ] = [Path("results/paper"), Path("results/robustness"), Path("results/open")],  # noqa: B006
     pack: Annotated[Path | None, typer.Option("--pack", help="Also write digits.npz into this folder.")] = None,
     experiments: Experiments = None,
     debug: Debug = False,
@@ -159,19 +163,22 @@ def choose(
     datasets: Datasets = "",
     methods: Methods = "",
     epsilons: Epsilons = "",
-    results: Annotated[Path, typer.Option("--out", help="Folder with the finished trials.")] = Path("results/paper"),
+    results: Annotated[
+        Path | None, typer.Option("--out", help="Folder with the finished trials; default results/STUDY.")
+    ] = None,
+    study: Annotated[str, typer.Option("--study", help="paper or open.")] = "paper",
     protocol: Annotated[bool, typer.Option("--protocol", help="For the paper's own protocol (one C0).")] = False,
     partial: Annotated[bool, typer.Option("--partial", help="Decide also where trials are missing.")] = False,
     experiments: Experiments = None,
     debug: Debug = False,
 ) -> None:
-    """Choose each cell's settings from its finished trials, and write them to experiments/chosen.toml."""
+    """Choose each cell's settings from its finished trials, and write them to chosen.toml in experiments/."""
     from fulcrum.study import choosing, store
     from fulcrum.study.experiment import read_experiment
 
-    experiment = read_experiment(experiments)
+    experiment = read_experiment(experiments, study)
     part = experiment.only(**part_of(datasets, methods, epsilons))
-    made, lacking = choosing.choose(part, store.load(results), protocol, partial=partial)
+    made, lacking = choosing.choose(part, store.load(results or Path("results") / study), protocol, partial=partial)
     if made:
         choosing.keep(experiment, made)
     rows = [(c.dataset, c.epsilon, c.row, c.trial, c.trials, 100 * c.validation_accuracy, c.settings) for c in made]
@@ -291,3 +298,33 @@ def robustness(
         run_stage(robustness_jobs(grid), out, backend, data_dir, shard, Clock(seconds), workers, quiet)
     write_robustness(out, grid, store.load(out))
     print((out / "summary.md").read_text(encoding="utf-8"))
+
+
+@app.command("open")
+def open_track(
+    datasets: Datasets = "",
+    methods: Methods = "",
+    epsilons: Epsilons = "",
+    seeds: Seeds = 0,
+    out: Out = Path("results/open"),
+    shard: ShardOf = "0/1",
+    backend: Backend = "auto",
+    workers: Workers = 0,
+    seconds: Seconds = 0.0,
+    data_dir: DataDir = "",
+    report_only: ReportOnly = False,
+    experiments: Experiments = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """The open track: the same privacy with fixed scattering features, each party's own noise or one shared dose."""
+    from fulcrum.study import report, store
+    from fulcrum.study.backends import Clock
+    from fulcrum.study.experiment import paper_jobs, read_experiment
+
+    experiment = read_experiment(experiments, "open").only(**part_of(datasets, methods, epsilons), seeds=seeds)
+    say_unknown(experiment.unknown)
+    if not report_only:
+        run_stage(paper_jobs(experiment), out, backend, data_dir, shard, Clock(seconds), workers, quiet)
+    report.write_table(out, experiment, store.load(out))
+    print((out / "table.md").read_text(encoding="utf-8"))

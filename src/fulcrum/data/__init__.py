@@ -2,6 +2,7 @@
 
 load("mnist") -> Dataset        from_arrays(x, y, x_test, y_test) -> Dataset
 holdout(dataset, 0.1, seed)     split(dataset, settings.data, seed) -> Partition
+featured(dataset, settings.data, device) -> Dataset of fixed, public features
 party_of(dataset, partition, k, "example") -> Party
 sample_units(randomness, key, party, rate) -> rows, slots, count
 available(), verify(name), fetch(name): what is on this machine, and how to get the rest
@@ -10,6 +11,7 @@ available(), verify(name), fetch(name): what is on this machine, and how to get 
 from __future__ import annotations
 
 from fulcrum.data.dataset import Dataset, from_arrays, holdout
+from fulcrum.data.features import featured
 from fulcrum.data.fetch import fetch
 from fulcrum.data.partition import Partition, split
 from fulcrum.data.registry import search_folders, user_cache
@@ -23,6 +25,7 @@ __all__ = [
     "Partition",
     "Party",
     "available",
+    "featured",
     "fetch",
     "from_arrays",
     "holdout",

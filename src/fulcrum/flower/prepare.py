@@ -51,6 +51,16 @@ def as_served(settings: Settings, parties: int, simulation: bool) -> Settings:
             "privacy.unit = 'client' trusts the server with every update; parties across machines trust nobody: use "
             "example or person."
         )
+    if settings.privacy.aggregation != "plain":
+        raise ConfigError(
+            f"privacy.aggregation = {settings.privacy.aggregation!r} is a simulation: no secure aggregation is "
+            "there, and the coordinator sees every update; use plain, where each party's own noise protects it."
+        )
+    if settings.data.features != "none":
+        raise ConfigError(
+            f"data.features = {settings.data.features!r} is not offered across machines; set it to none, and let every "
+            "party prepare its data with fulcrum.data.featured."
+        )
     if settings.data.validation:
         raise ConfigError("data.validation holds out training data, which the coordinator does not have; set it to 0.")
     privacy = dataclasses.replace(settings.privacy, randomness="seeded" if simulation else "secure")

@@ -108,13 +108,13 @@ class Locals:
         """Public terms of every job in every round, [T, J]; one row where all rounds are the same."""
         server, rule = self.server, self.core.problem.rule
         plans = [server.federations[job.run].plan for job in self.jobs]
-        known: dict[tuple[float, float, float], Scales] = {}
+        known: dict[tuple[float, float, float, bool, int], Scales] = {}
         rounds = 1 if all(plan.schedule == "constant" for plan in plans) else server.rounds
         sigma, noise, extra = (torch.zeros((rounds, len(plans)), dtype=torch.float64) for _ in range(3))
         for t in range(rounds):
             tasks = [plan.assignment(job.client, t, 1.0) for job, plan in zip(self.jobs, plans, strict=True)]
             for j, (job, task) in enumerate(zip(self.jobs, tasks, strict=True)):
-                key = (job.rate, task.sigma, job.rate * job.size)
+                key = (job.rate, task.sigma, job.rate * job.size, True, task.shares)
                 if key not in known:
                     known[key] = scales(rule, Bounds(torch.ones(1), 1.0), *key)
                 sigma[t, j], noise[t, j], extra[t, j] = task.sigma, float(known[key].sum), known[key].extra

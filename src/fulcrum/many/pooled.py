@@ -20,7 +20,7 @@ from fulcrum.engine.stacked.trainer import extra_width
 from fulcrum.many.server import Server
 from fulcrum.noise import Scales, scales
 from fulcrum.rng import Seeded, stream_seed
-from fulcrum.types import Bounds
+from fulcrum.types import Assignment, Bounds
 
 BURST = 25
 """Rounds between two looks at whether every sample fitted and every sum was finite."""
@@ -40,7 +40,7 @@ class Pooled:
         self.parties = max(p.partition.parties for p in problems)
         owner = [torch.repeat_interleave(torch.arange(p.partition.parties), p.partition.sizes) for p in problems]
         self.owner = torch.stack(owner).to(self.device)  # [R, n]: the client that holds each place of the order
-        self._scales: dict[tuple[float, float, float], Scales] = {}
+        self._scales: dict[tuple[float, float, float, int], Scales] = {}
         self._tables()
         self.width = extra_width(self.core, server.rule_state, 0, server.rounds)
         runs, places = self.order.shape
@@ -77,7 +77,7 @@ class Pooled:
                 sigma[t, r, : plan.parties] = torch.tensor([task.sigma for task in tasks])
                 asked[t, r] = float(tasks[0].asks(t, 0))
                 for k, share in zip(here, server.weights(r, t), strict=True):
-                    scale = self._scale(tasks[k].rate, tasks[k].sigma, batches[k])
+                    scale = self._scale(tasks[k], batches[k])
                     rate[t, r, k], weight[t, r, k] = tasks[k].rate, share / batches[k]
                     noise[t, r, k] = float(scale.sum) * share / batches[k]
                     extra[t, r, k] = scale.extra * share / batches[k]
@@ -92,11 +92,12 @@ class Pooled:
         self.batch, self.sigma, self.asked = (value.to(self.device) for value in (batch, sigma, asked))
         self.noisy = bool((noise > 0).any())
 
-    def _scale(self, rate: float, sigma: float, batch: float) -> Scales:
+    def _scale(self, task: Assignment, batch: float) -> Scales:
         """The noise of a client, in units of the bounds; computed once for equal terms."""
-        key = (rate, sigma, batch)
+        key = (task.rate, task.sigma, batch, task.shares)
         if key not in self._scales:
-            self._scales[key] = scales(self.core.problem.rule, Bounds(torch.ones(1), 1.0), rate, sigma, batch)
+            unit = Bounds(torch.ones(1), 1.0)
+            self._scales[key] = scales(self.core.problem.rule, unit, task.rate, task.sigma, batch, shares=task.shares)
         return self._scales[key]
 
     # --- a round -------------------------------------------------------------------------------

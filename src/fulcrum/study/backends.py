@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fulcrum.config import local_steps
+from fulcrum.data.features import recipe
 from fulcrum.errors import ConfigError, FulcrumError
 from fulcrum.federate import Federation
 from fulcrum.study.job import Job
@@ -248,7 +249,8 @@ def shape(job: Job) -> Hashable:
     train = (s.train.rounds, local_steps(s.train), s.train.server)
     # A stack takes its transform, and so wav's shrinkage, from its first run.
     clip = (s.clip.rule, s.clip.groups, s.clip.shrink)
-    return (s.data.source, held, s.model, clip, train, s.privacy.unit)
+    data = (s.data.source, recipe(s.data), held)
+    return (data, s.model, clip, train, s.privacy.unit)
 
 
 BACKENDS: dict[str, Backend] = {"sequential": sequential, "processes": processes, "stacked": stacked}

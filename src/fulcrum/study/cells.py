@@ -58,7 +58,8 @@ class Cell:
     """One cell. values: accuracy in % by seed. paper: its figure there, None where it has none.
 
     ahead: moo less this row over shared seeds, None where that compares nothing (moo itself, another
-    unit, another number of parties). choice: how its settings were found, None: the preset as it is.
+    unit, another number of parties, a server that sees something else). aggregation: what the server is taken
+    to see. choice: how its settings were found, None: the preset as it is.
     """
 
     dataset: str
@@ -74,6 +75,8 @@ class Cell:
     choice: Choice | None = None
     ahead: Interval | None = None
     notes: tuple[str, ...] = ()
+    aggregation: str = "plain"
+    against: str = OURS
     curves: Sequence[Record] = field(default=(), repr=False, compare=False)
 
     @property
@@ -102,6 +105,7 @@ class Cell:
         return {
             **self.to_json(),
             "label": self.label,
+            "aggregation": self.aggregation,
             "accuracies": {str(seed): round(self.values[seed], 4) for seed in sorted(self.values)},
             "paper": self.paper,
             "moo_ahead": None if ahead is None else {"mean": ahead.mean, "ci95": ahead.half, "seeds": ahead.n},
@@ -148,6 +152,8 @@ def make_cells(
                 wanted=len(members),
                 paper=paper_figure(row.paper, first.dataset, first.epsilon),
                 choice=find(experiment.choices, first.dataset, first.epsilon, first.row, protocol),
+                aggregation=first.settings.privacy.aggregation,
+                against=row.against,
                 notes=tuple(dict.fromkeys(note for run in runs for note in run["notes"])),
                 curves=tuple(runs),
             )
@@ -157,10 +163,11 @@ def make_cells(
 
 def _compared(cells: Sequence[Cell]) -> list[Cell]:
     """The cells with their paired distance to moo, where it is a fair comparison."""
-    ours = {(c.dataset, c.epsilon, c.unit, c.parties): c for c in cells if c.row == OURS}
+    places = {(c.row, c.dataset, c.epsilon, c.unit, c.parties, c.aggregation): c for c in cells}
     result = []
     for cell in cells:
-        own = ours.get((cell.dataset, cell.epsilon, cell.unit, cell.parties))
+        here = (cell.against, cell.dataset, cell.epsilon, cell.unit, cell.parties, cell.aggregation)
+        own = places.get(here)
         ahead = None if own is None or own is cell else paired(own.values, cell.values)
         result.append(replace(cell, ahead=ahead) if ahead is not None and ahead.n else cell)
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from fulcrum.study.experiment import Experiment, tuning_jobs
 from fulcrum.study.job import Job
@@ -55,10 +54,5 @@ def keep(experiment: Experiment, new: Sequence[Choice]) -> Experiment:
         return (choice.dataset, choice.epsilon, choice.row, choice.protocol)
 
     everything = {key(choice): choice for choice in [*experiment.choices, *new]}
-    write_choices(chosen_file(experiment), everything.values(), NOTE)
+    write_choices(experiment.chosen, everything.values(), NOTE)
     return replace(experiment, choices=tuple(everything.values()))
-
-
-def chosen_file(experiment: Experiment) -> Path:
-    """Where chosen settings are kept."""
-    return experiment.folder / "chosen.toml"

@@ -23,18 +23,25 @@ from fulcrum.study.search import Choice, Search, find, read_choices, read_search
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: a method at its own unit, with its own settings. paper: the row of the paper's table."""
+    """A row of a table: a method at its own unit, with its own settings. paper: the row of the paper's table.
+
+    against: the row it is compared with, where unit, parties and what the server sees are the same.
+    """
 
     name: str
     method: str
     label: str
     paper: str = ""
+    against: str = "moo"
     set: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """experiments/paper.toml with search.toml and chosen.toml beside it."""
+    """experiments/paper.toml with search.toml and chosen.toml beside it, or another study of the same form.
+
+    name: which; that of the file, and of its runs in results/. title: heads its table.
+    """
 
     datasets: tuple[str, ...]
     epsilons: tuple[float, ...]
@@ -49,6 +56,8 @@ class Experiment:
     search: Search
     choices: tuple[Choice, ...]
     folder: Path
+    name: str = "paper"
+    title: str = "The paper's table under equal conditions"
     unknown: tuple[str, ...] = ()
     """Methods that the file names and this version lacks."""
 
@@ -80,7 +89,12 @@ class Experiment:
         for row in self.rows:
             if row.name == name:
                 return row
-        raise ConfigError(f"row {name!r} is not in {self.folder}/paper.toml, or its method is not built in.")
+        raise ConfigError(f"row {name!r} is not in {self.folder}/{self.name}.toml, or its method is not built in.")
+
+    @property
+    def chosen(self) -> Path:
+        """Where the settings that were chosen for it are kept."""
+        return beside(self.folder, self.name, "chosen")
 
 
 def _part(what: str, all_: tuple[Any, ...], wanted: Sequence[Any]) -> tuple[Any, ...]:
@@ -99,10 +113,15 @@ def find_folder(given: Path | None = None) -> Path:
     raise ConfigError(f"{places[0]} holds no paper.toml; run from the project's folder or name it with --experiments.")
 
 
-def read_experiment(given: Path | None = None) -> Experiment:
-    """The paper's study as the files in experiments/ describe it."""
+def beside(folder: Path, name: str, what: str) -> Path:
+    """The file that goes with a study: search.toml is the paper's, open-search.toml that of the open track."""
+    return folder / (f"{what}.toml" if name == "paper" else f"{name}-{what}.toml")
+
+
+def read_experiment(given: Path | None = None, name: str = "paper") -> Experiment:
+    """A study as the files in experiments/ describe it: the paper's, or the open track ("open")."""
     folder = find_folder(given)
-    raw = read_toml(folder / "paper.toml")
+    raw = read_toml(folder / f"{name}.toml")
     rows = [Row(**{"method": entry["name"], **entry}) for entry in raw["rows"]]
     return Experiment(
         datasets=tuple(raw["datasets"]),
@@ -112,12 +131,14 @@ def read_experiment(given: Path | None = None) -> Experiment:
         settings=raw["settings"],
         by_dataset=raw.get("by_dataset", {}),
         revisions=raw.get("revisions", {}),
-        protocol=raw["protocol"],
-        parties=raw["parties"],
-        subset=raw["subset"],
-        search=read_search(folder / "search.toml"),
-        choices=tuple(read_choices(folder / "chosen.toml")),
+        protocol=raw.get("protocol", {}),
+        parties=raw.get("parties", {}),
+        subset=raw.get("subset", {}),
+        search=read_search(beside(folder, name, "search")),
+        choices=tuple(read_choices(beside(folder, name, "chosen"))),
         folder=folder,
+        name=name,
+        title=raw.get("title", Experiment.title),
         unknown=tuple(dict.fromkeys(row.method for row in rows if row.method not in METHODS)),
     )
 
@@ -176,7 +197,12 @@ def paper_jobs(experiment: Experiment) -> list[Job]:
     """The final runs: every row, data set, epsilon and seed, at the chosen settings, on the test data."""
     return [
         make_job(
-            experiment, "paper", dataset, row, epsilon, {**_chosen(experiment, dataset, epsilon, row), **_seed(seed)}
+            experiment,
+            experiment.name,
+            dataset,
+            row,
+            epsilon,
+            {**_chosen(experiment, dataset, epsilon, row), **_seed(seed)},
         )
         for dataset in experiment.datasets
         for row in experiment.rows
@@ -208,6 +234,7 @@ def protocol_jobs(experiment: Experiment) -> list[Job]:
 def tuning_jobs(experiment: Experiment, protocol: bool = False, at: Sequence[float] = ()) -> list[Job]:
     """Every trial of every cell, one seed, judged on held-out training data; `at` limits the epsilons."""
     search, study = experiment.search, "tune-protocol" if protocol else "tune"
+    study = study if experiment.name == "paper" else f"{experiment.name}-{study}"
     shared = {"clip.C0": float(experiment.protocol["C0"])} if protocol else {}
     fixed = {"data.validation": search.validation, **_seed(search.run_seed)}
     jobs = []

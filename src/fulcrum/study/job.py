@@ -14,6 +14,21 @@ from fulcrum.errors import ConfigError
 
 IDLE = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """What does not decide a result: the preset's name, where files lie. The privacy target is in the id apart."""
+READS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "fixed": ("C0",),
+    "units-of-c": ("C0",),
+    "auto-s": ("C0", "stability"),
+    "psac": ("C0", "stability"),
+    "dynamic": ("C0", "rho_c"),
+    "wav": ("C0", "shrink"),
+    "quantile": ("C0", "gamma", "eta_C", "C_min", "C_max", "refresh"),
+    "oso": ("C0", "eta_C", "C_min", "C_max", "refresh"),
+    "dc-sgd": ("C0", "C_min", "C_max", "refresh"),
+    "median": ("C0", "C_min", "C_max"),
+}
+"""Settings of [clip] that a rule reads, besides `rule` and `groups`: the others do not decide its results, so that a
+change of their defaults leaves those valid. A rule that is not here is taken to read them all."""
 SECTIONS: dict[str, Any] = {
     field.name: field.default_factory
     for field in dataclasses.fields(Settings)
@@ -76,6 +91,9 @@ def identity(settings: Settings, epsilon: float | None, revision: int = 0) -> st
         if idle is None:
             continue
         kept[section] = {name: value for name, value in values.items() if name not in idle}
+    read = READS.get(settings.clip.rule)
+    if read is not None:
+        kept["clip"] = {name: kept["clip"][name] for name in ("rule", "groups", *read)}
     kept["run"] = {"seed": settings.run.seed}
     kept["target"] = {"epsilon": epsilon} if epsilon is not None else {"sigma": settings.privacy.sigma}
     if revision:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from fulcrum import api, record
 from fulcrum import federate as loop
 from fulcrum.clip import find_rule
 from fulcrum.config import Settings
-from fulcrum.data import Dataset, from_arrays, holdout, load
+from fulcrum.data import Dataset, featured, from_arrays, holdout, load
+from fulcrum.data.features import recipe
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.evaluate import evaluate
 from fulcrum.federate import Federation
@@ -57,14 +58,25 @@ class Outcome:
 
 @dataclass
 class Datasets:
-    """Data sets by name, loaded once; also with a part held out, since a stack of runs must share one copy."""
+    """Data sets by name, loaded once; also with a part held out, or as features: a stack must share one copy."""
 
     folder: str = ""
     _whole: dict[str, Dataset] = field(default_factory=dict)
     _held: dict[tuple[str, float, int], Dataset] = field(default_factory=dict)
+    _made: dict[Hashable, Dataset] = field(default_factory=dict)
 
-    def get(self, settings: Settings) -> Dataset:
-        """The data that these settings train and evaluate on."""
+    def get(self, settings: Settings, device: str = "auto") -> Dataset:
+        """The data that these settings train and evaluate on; features are computed on the device."""
+        records, data = self._records(settings), settings.data
+        if data.features == "none":
+            return records
+        key = (records.fingerprint, recipe(data))
+        if key not in self._made:
+            self._made.clear()  # gigabytes; studies come one data set after the other
+            self._made[key] = featured(records, data, api.find_device(device))
+        return self._made[key]
+
+    def _records(self, settings: Settings) -> Dataset:
         source, part = settings.data.source, settings.data.validation
         if source not in self._whole:
             self._whole[source] = self._load(source, settings.data.dir)
@@ -104,12 +116,12 @@ def make(job: Job, datasets: Datasets, device: str = "auto", precision: str = ""
         raise ConfigError(f"job {job.id} ({job.cell}) has no sigma yet; prepare it with fulcrum study prepare.")
     settings = job.settings
     every = min(max(5, settings.train.rounds // POINTS), settings.train.rounds)
-    # The held-out part comes from the cache, so `prepare` must not hold out another tenth of the rest.
+    # The held-out part and the features come from the cache: `prepare` must not hold out another tenth of the rest.
     run = {"device": device, "evaluate_every": every, "ledger": "", "engine": "auto"}
     if precision:
         run["precision"] = precision
-    ready = settings.replace(data={"validation": 0.0}, run=run)
-    return api.prepare(ready, datasets.get(settings))
+    ready = settings.replace(data={"validation": 0.0, "features": "none"}, run=run)
+    return api.prepare(ready, datasets.get(settings, device))
 
 
 def rounds(federation: Federation) -> Iterator[tuple[int, float, float | None, float | None]]:
@@ -178,6 +190,7 @@ def to_record(job: Job, result: Outcome, machine: dict[str, Any]) -> dict[str, A
         "sound": rule.sound,
         "private": rule.private,
         "unit": job.settings.privacy.unit if rule.private else "",
+        "aggregation": job.settings.privacy.aggregation,
         "parties": job.settings.data.parties,
         "rounds": job.settings.train.rounds,
         "evaluated_on": "held-out training data" if job.settings.data.validation else "test data",

@@ -54,7 +54,8 @@ def write_table(folder: Path, experiment: Experiment, done: Mapping[str, Record]
     filled = [cell for cell in cells if cell.values]
     write_json(folder / f"{name}.json", [cell.to_json() for cell in filled])
     write_json(folder / f"{name}-cells.json", {"provenance": facts, "cells": [cell.details() for cell in filled]})
-    costs = selection_costs(experiment, protocol)
+    tuned = experiment.name == "paper" or any(cell.choice for cell in cells)
+    costs = selection_costs(experiment, protocol) if tuned else {}
     write(folder / f"{name}.md", table_page(experiment, cells, facts, costs, protocol))
     groups = [
         (tables.dataset_label(dataset, cells), tables.accuracy_rows(_of(cells, dataset), experiment.epsilons))
@@ -85,9 +86,7 @@ def table_page(
     experiment: Experiment, cells: Sequence[Cell], facts: dict[str, Any], costs: Costs, protocol: bool = False
 ) -> str:
     """The Markdown page."""
-    title = (
-        "The paper's own protocol: one C0 for all methods" if protocol else "The paper's table under equal conditions"
-    )
+    title = "The paper's own protocol: one C0 for all methods" if protocol else experiment.title
     parts = [f"# {title}\n", "Test accuracy in %, mean over seeds ± half of the 95% t interval.\n"]
     if protocol:
         parts.append(f"All methods start from C0 = {experiment.protocol['C0']:g}; nothing else of C is tuned.\n")
@@ -149,6 +148,14 @@ def notes(cells: Sequence[Cell], costs: Costs) -> list[str]:
     found = []
     if any(not cell.sound for cell in cells):
         found.append(f"{tables.DAGGER} not sound: the rule sets C from raw private values, so its epsilon is nominal.")
+    if any(cell.aggregation != "plain" for cell in cells):
+        found.append(
+            f"{tables.ASSUMED} ANOTHER ADVERSARY: the server is taken to see nothing but the sum over all parties, "
+            "through an ideal secure aggregation that is simulated and not implemented; no party colludes, all take "
+            "part. The parties share one dose of noise, so a single update by itself would NOT be private at this "
+            f"epsilon. Rows without {tables.ASSUMED} protect examples from a server that sees every update, and are "
+            "not compared."
+        )
     if any(cell.unit == "client" for cell in cells):
         found.append(
             "DP-FedAvg protects whole parties against outsiders who see the models, with a trusted server that adds "
@@ -181,7 +188,7 @@ Costs = Mapping[float, Mapping[str, float]]
 
 def selection_costs(experiment: Experiment, protocol: bool = False) -> dict[float, dict[str, float]]:
     """What tuning one cell of `moo` would cost at each epsilon, were it run on the private data."""
-    rows = [row for row in experiment.rows if row.name == OURS]
+    rows = [row for row in experiment.rows if row.method == OURS][:1]
     if not rows or not experiment.datasets:
         return {}
     one = dataclasses.replace(experiment, rows=tuple(rows), datasets=experiment.datasets[:1])

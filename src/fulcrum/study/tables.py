@@ -9,7 +9,8 @@ from fulcrum.study.cells import Cell
 from fulcrum.study.stats import Interval
 
 NAMES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10", "digits": "digits"}
-DAGGER = "†"
+DAGGER, ASSUMED = "†", "‡"
+SUMS_ONLY = "server sees sums only, simulated"
 UNITS = {"example": "example", "person": "person", "client": "whole party (trusted server)", "": "nothing"}
 
 
@@ -58,10 +59,20 @@ def accuracy_rows(cells: Sequence[Cell], epsilons: Sequence[float]) -> list[list
     head = ["method", "protects", "K", *(f"ε = {e:g}" for e in epsilons)]
     rows = [head]
     for first, by in grid(cells, lambda c: c.epsilon):
-        label = first.label + ("" if first.sound else f" {DAGGER}")
         shown = [by.get(e, by.get(None)) for e in epsilons]
-        rows.append([label, UNITS[first.unit], str(first.parties), *map(_with_paper, shown)])
+        rows.append([marked(first), protects(first), str(first.parties), *map(_with_paper, shown)])
     return rows
+
+
+def marked(cell: Cell) -> str:
+    """A row's label; marks say that its epsilon is nominal, or rests on a secure aggregation that is not there."""
+    marks = [mark for mark, due in ((DAGGER, not cell.sound), (ASSUMED, cell.aggregation != "plain")) if due]
+    return " ".join([cell.label, *marks])
+
+
+def protects(cell: Cell) -> str:
+    """What one epsilon protects, and from whom where that is not a server that sees every update."""
+    return UNITS[cell.unit] + (f" ({SUMS_ONLY})" if cell.aggregation != "plain" else "")
 
 
 def _with_paper(cell: Cell | None) -> str:
@@ -76,8 +87,7 @@ def ahead_rows(cells: Sequence[Cell], epsilons: Sequence[float]) -> list[list[st
     """By how many points moo is ahead of each row, paired by seed."""
     rows = [["moo ahead of", *(f"ε = {e:g}" for e in epsilons)]]
     for first, by in grid([c for c in cells if c.ahead is not None], lambda c: c.epsilon):
-        label = first.label + ("" if first.sound else f" {DAGGER}")
-        rows.append([label, *(signed(by[e].ahead) if e in by else "" for e in epsilons)])
+        rows.append([marked(first), *(signed(by[e].ahead) if e in by else "" for e in epsilons)])
     return rows
 
 
@@ -92,7 +102,16 @@ def parties_rows(cells: Sequence[Cell], counts: Sequence[int]) -> list[list[str]
 
 # --- LaTeX ----------------------------------------------------------------------------------------
 
-SPECIAL = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$", DAGGER: r"$^\dagger$", "ε": r"$\varepsilon$"}
+SPECIAL = {
+    "&": r"\&",
+    "%": r"\%",
+    "_": r"\_",
+    "#": r"\#",
+    "±": r"$\pm$",
+    DAGGER: r"$^\dagger$",
+    ASSUMED: r"$^\ddagger$",
+    "ε": r"$\varepsilon$",
+}
 SPECIAL |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
 

@@ -214,7 +214,10 @@ def _terms(
     unit = Bounds(torch.ones(1), 1.0)
     batches = [job.task.rate * job.size for job in jobs]
     noise, without = (
-        [scales(rule, unit, j.task.rate, j.task.sigma, batch, asked) for j, batch in zip(jobs, batches, strict=True)]
+        [
+            scales(rule, unit, j.task.rate, j.task.sigma, batch, asked, j.task.shares)
+            for j, batch in zip(jobs, batches, strict=True)
+        ]
         for asked in (True, False)
     )
 

@@ -1,0 +1,97 @@
+"""Fixed features of each record, computed before training: a public map of one record at a time, free of cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fulcrum.config import Data
+from fulcrum.data.dataset import Dataset
+from fulcrum.data.scattering import CHANNELS, scatter
+from fulcrum.errors import ConfigError, DataError
+from fulcrum.rng import torch_stream
+
+FEATURES: dict[str, Callable[[Tensor], Tensor]] = {"scattering": scatter}
+"""From records [B, ...] to features [B, channels, height, width], each from its own record alone."""
+CHUNK = {"cpu": 32, "cuda": 1024}
+"""Records at a time."""
+MADE_UP = 1000
+"""Made-up images whose mean features are subtracted (data.feature_center)."""
+
+
+def featured(dataset: Dataset, settings: Data, device: torch.device) -> Dataset:
+    """The data set with data.features in place of its records: x [n, channels, height, width] float32, on the CPU.
+
+    They are computed in pieces on `device`. Each record's channels are then brought to mean 0 and variance 1 in
+    `data.feature_groups` groups (as nn.GroupNorm does, within the record): what a record becomes depends on no
+    other record, so it is public like a change of units. With "none" the data set comes back as it is.
+    """
+    if settings.features == "none":
+        return dataset
+    channels = dataset.shape[0] * CHANNELS if len(dataset.shape) == 3 else CHANNELS
+    if settings.feature_groups and channels % settings.feature_groups:
+        raise ConfigError(
+            f"data.feature_groups = {settings.feature_groups} does not divide the {channels} channels that "
+            f"{dataset.name} has as {settings.features}; use a divisor, such as 27, or 0 to leave them as they are."
+        )
+    center = None
+    if settings.feature_center:
+        center = _all(made_up(dataset.shape), settings, device, None).mean(dim=0)
+    words = json.dumps(recipe(settings))
+    return dataclasses.replace(
+        dataset,
+        x=_all(dataset.x, settings, device, center),
+        x_test=_all(dataset.x_test, settings, device, center),
+        # Both are functions of the old records alone: hashing gigabytes of new ones would say no more.
+        fingerprint=hashlib.blake2b(f"{dataset.fingerprint}|{words}".encode(), digest_size=8).hexdigest(),
+    )
+
+
+def recipe(settings: Data) -> tuple[str | int | bool, ...]:
+    """What decides the features of a record: equal for settings that make the same ones."""
+    if settings.features == "none":
+        return ("none",)
+    return (settings.features, settings.feature_groups, settings.feature_mirror, settings.feature_center)
+
+
+def made_up(shape: tuple[int, ...], count: int = MADE_UP) -> Tensor:
+    """Images [count, C, H, W] in [-1, 1] that nobody took: noise with the 1/f spectrum of photographs, always the same.
+
+    Colours share most of their light, as in photographs; the rest is blue against yellow and red against green.
+    """
+    if len(shape) != 3:
+        raise DataError(f"data.feature_center needs images, and a record has shape {list(shape)}; set it to false.")
+    colours, height, width = shape
+    spectrum = torch.hypot(torch.fft.fftfreq(height)[:, None], torch.fft.fftfreq(width)[None]).clamp_min(1 / height)
+    white = torch.randn((count, *shape), generator=torch_stream(0, "made-up"))
+    images = torch.fft.ifft2(torch.fft.fft2(white) / spectrum).real
+    images = images / images.std(dim=(1, 2, 3), keepdim=True)
+    if colours == 3:
+        mixed = torch.tensor([[1.0, 0.3, 0.1], [1.0, 0.0, -0.2], [1.0, -0.3, 0.1]])
+        images = torch.einsum("ij,njhw->nihw", mixed, images)
+    scaled: Tensor = 0.5 * images / images.std()
+    return scaled.clamp(-1.0, 1.0)
+
+
+def _all(x: Tensor, settings: Data, device: torch.device, center: Tensor | None) -> Tensor:
+    make, step = FEATURES[settings.features], CHUNK.get(device.type, CHUNK["cuda"])
+    found: Tensor | None = None
+    for start in range(0, len(x), step):
+        piece = x[start : start + step].to(device)
+        made = make(piece)
+        if settings.feature_mirror:
+            made = 0.5 * (made + make(piece.flip(-1)))
+        if settings.feature_groups:
+            made = torch.nn.functional.group_norm(made, settings.feature_groups)
+        made = made.cpu() if center is None else made.cpu() - center
+        if found is None:  # filled in place: two copies of them all might not fit
+            found = torch.empty((len(x), *made.shape[1:]))
+        found[start : start + len(made)] = made
+    if found is None:
+        raise DataError("there are no records to make features of; at least one is needed.")
+    return found
