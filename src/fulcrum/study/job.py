@@ -17,7 +17,7 @@ IDLE = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 READS: dict[str, tuple[str, ...]] = {
     "none": (),
     "fixed": ("C0",),
-    "units-of-c": ("C0",),
+    "units-of-c": ("C0", "stability"),
     "auto-s": ("C0", "stability"),
     "psac": ("C0", "stability"),
     "dynamic": ("C0", "rho_c"),
