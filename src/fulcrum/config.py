@@ -130,6 +130,9 @@ class Clip:
     balance: float = 2.5
     """moo: how far the noise of all rounds would move the weights at its first step length, in units of the norm that
     random weights have."""
+    reach: float = 0.8
+    """moo: the most that its first step length may be for a local step, in units of the norm that random weights have:
+    where the noise is small, not it but the shape of the loss limits the step. Not for a single layer."""
     growth: float = 1.5
     """moo: the step length never exceeds its first value by more than this factor."""
     eta_C: float = 0.03
@@ -296,6 +299,7 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "clip.C0": (0, False, math.inf, False),
     "clip.kappa": (0, True, math.inf, False),
     "clip.balance": (0, False, math.inf, False),
+    "clip.reach": (0, False, math.inf, True),
     "clip.growth": (1, True, math.inf, True),
     "clip.eta_C": (0, True, math.inf, False),
     "clip.beta": (0, True, 1, False),

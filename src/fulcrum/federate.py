@@ -107,6 +107,7 @@ def public_shape(federation: Federation) -> Shape:
     return dataclasses.replace(
         problem.shape,
         start=problem.layout.usual_norm,
+        depth=problem.layout.depth,
         noise=noise,
         rounds=train.rounds,
         lr=lr,

@@ -69,6 +69,11 @@ class Layout:
         return sum(self.sizes)
 
     @cached_property
+    def depth(self) -> int:
+        """How many tensors have more than one dimension: about the number of layers."""
+        return sum(len(shape) > 1 for shape in self.shapes)
+
+    @cached_property
     def usual_norm(self) -> float:
         """About the norm of all weights together when each layer is drawn as PyTorch does by default.
 

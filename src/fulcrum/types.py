@@ -50,12 +50,14 @@ class Transform:
     """An orthonormal change of basis for clipping and noise, such as a wavelet transform.
 
     forward maps gradients [B, d] to coefficients [B, m] (m >= d where it pads); inverse maps a noised
-    sum [m] back to [d]. groups [m] names the group of every coefficient.
+    sum [m] back to [d]. groups [m] names the group of every coefficient. forward is linear. norms, where there is a
+    quicker way than writing all coefficients out: gradients [B, d] to the norms of their groups [B, G].
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     inverse: Callable[[torch.Tensor], torch.Tensor]
     groups: torch.Tensor
+    norms: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ for the release in units of C: a mean of clipped gradients of length at most 1, 
 standard deviation nu in each of d coordinates. The server applies theta <- theta + s_t u_t.
 
   1. The step length s starts where the noise of all T rounds together would move the weights by
-     `balance` times R, the norm that random weights of these layers have: s_0 = balance R / (nu sqrt(d T)).
-     From there it moves by the alignment A_t, as C does in moo-c, and never exceeds s_0 by more than
+     `balance` times R, the norm that random weights of these layers have: s_0 = balance R / (nu sqrt(d T)),
+     but a local step at no more than `reach` R, since with little noise the loss bends first. From
+     there it moves by the alignment A_t, as C does in moo-c, and never exceeds s_0 by more than
      `growth`. Neither eta nor C0 is in it.
   2. C is searched where the signal |u_t|^2 - nu^2 d (an unbiased estimate, since nu is public) stops
      rising when C falls: above the gradients' norms a larger C only shrinks u_t, below them it changes
@@ -37,6 +38,8 @@ docs/moo.md derives it and shows what was measured.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -120,11 +123,14 @@ DOWN, DONE, UP = -1, 0, 1
 
 def init_balanced(settings: Clip, shape: Shape) -> State:
     """The first step length from public facts, and C0 cut down to it."""
-    reach = shape.lr * shape.steps
+    full = shape.lr * shape.steps
     spread = shape.noise * (shape.dim * shape.rounds) ** 0.5
     # Without noise nothing limits the step but the user's own choice.
-    step = settings.balance * (shape.start or 1.0) / spread if spread > 0 else reach * settings.C0
-    C = min(max(min(settings.C0, step / reach), settings.C_min), settings.C_max)
+    step = full * settings.C0
+    if spread > 0:
+        farthest = settings.reach * shape.steps if shape.depth > 1 else math.inf  # the loss of one layer is convex
+        step = shape.start * min(settings.balance / spread, farthest)
+    C = min(max(min(settings.C0, step / full), settings.C_min), settings.C_max)
     return {
         **init_moo(settings, shape),
         "C": equal_shares(C, shape.count),

@@ -18,14 +18,15 @@ class Shape:
 
     dim: d. tensors: the number of elements of each parameter tensor, in order. groups: for each
     parameter tensor, the group (0..G-1) it is clipped in, as `clip.groups` asks; empty when flat.
-    start: the norm that random initial weights of these layers have. noise: as in `Released`, as
-    expected beforehand (0 where nothing is noised). rounds, lr and steps: T, eta and N as set.
+    start: the norm that random initial weights of these layers have. depth: how many layers. noise: as in
+    `Released`, as expected beforehand (0 where nothing is noised). rounds, lr and steps: T, eta and N as set.
     """
 
     dim: int
     tensors: tuple[int, ...]
     groups: tuple[int, ...] = ()
     start: float = 1.0
+    depth: int = 1
     noise: float = 0.0
     rounds: int = 1
     lr: float = 1.0

@@ -81,6 +81,19 @@ def _forward(gradients: torch.Tensor, state: State) -> torch.Tensor:
     return haar(padded[:, state["take"]].unflatten(1, tuple(state["level"].shape))).flatten(1)
 
 
+def level_norms(x: torch.Tensor, levels: int) -> torch.Tensor:
+    """Norms of the levels of `haar` of each row [B, d] padded to 2^(levels - 1), coarse to fine: [B, levels].
+
+    The coefficients are not kept, so this reads what `haar` would write.
+    """
+    squares = []
+    for _ in range(levels - 1):
+        pairs = torch.nn.functional.pad(x, (0, x.shape[1] % 2)).unflatten(1, (-1, 2))
+        squares.append(0.5 * (pairs[..., 0] - pairs[..., 1]).square().sum(dim=1))
+        x = pairs.sum(dim=2) * 0.5**0.5
+    return torch.stack([x[:, 0].square(), *reversed(squares)], dim=1).sqrt()
+
+
 def _inverse(noised: torch.Tensor, state: State) -> torch.Tensor:
     rows = noised.unflatten(0, tuple(state["level"].shape))
     sd = rows[:, rows.shape[1] // 2 :].abs().median() / MEDIAN  # of the noise: the finest level holds little else
@@ -89,11 +102,13 @@ def _inverse(noised: torch.Tensor, state: State) -> torch.Tensor:
 
 
 def _view(state: State, t: int, rounds: int) -> View:
+    rows, length = state["level"].shape
     return View(
         transform=Transform(
             forward=lambda gradients: _forward(gradients, state),
             inverse=lambda noised: _inverse(noised, state),
             groups=state["level"].flatten(),
+            norms=(lambda gradients: level_norms(gradients, length.bit_length())) if rows == 1 else None,
         )
     )
 

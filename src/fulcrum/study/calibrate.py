@@ -24,6 +24,7 @@ FREE = {
         "kappa",
         "balance",
         "growth",
+        "reach",
         "eta_C",
         "beta",
         "phi",

@@ -89,14 +89,17 @@ class MatrixTape:
         """The group of each coefficient."""
         return self.coordinates if self.transform is None else self.transform.groups
 
-    def _coefficients(self) -> Tensor:
-        return self.gradients if self.transform is None else self.transform.forward(self.gradients)
-
     def norms(self, groups: int) -> Tensor:
         """[S, n, G]"""
-        # A row that is not finite must not become finite in the other domain.
-        whole = torch.linalg.vector_norm(self.gradients, dim=1, keepdim=True)
-        norms = group_norms(self._coefficients(), self.where, groups)
+        change = self.transform
+        if change is not None and change.norms is not None:
+            norms = change.norms(self.gradients)
+            whole = norms.sum(dim=1, keepdim=True)
+        else:
+            # A row that is not finite must not become finite in the other domain.
+            whole = torch.linalg.vector_norm(self.gradients, dim=1, keepdim=True)
+            coefficients = self.gradients if change is None else change.forward(self.gradients)
+            norms = group_norms(coefficients, self.where, groups)
         return norms.masked_fill(~torch.isfinite(whole), torch.inf).view(*self.losses.shape, groups)
 
     def dots(self, direction: Tensor, segments: int) -> Tensor:
@@ -110,10 +113,11 @@ class MatrixTape:
 
     def weighted_sum(self, factors: Tensor, segments: int) -> Tensor:
         """factors [S, n, G] -> [S * M, m]"""
-        coefficients = self._coefficients()
         tasks = factors.shape[0] * segments
         scales = factors.reshape(tasks, -1, factors.shape[2])
-        by_group = torch.bmm(scales.transpose(1, 2), coefficients.view(tasks, -1, coefficients.shape[1]))
+        by_group = torch.bmm(scales.transpose(1, 2), self.gradients.view(tasks, -1, self.gradients.shape[1]))
+        if self.transform is not None:  # linear, so a few sums change their basis in place of every example
+            by_group = self.transform.forward(by_group.flatten(0, 1)).unflatten(0, by_group.shape[:2])
         index = self.where.expand(tasks, 1, -1)
         return by_group.gather(1, index).squeeze(1)
 
