@@ -58,6 +58,8 @@ class Experiment:
     folder: Path
     name: str = "paper"
     title: str = "The paper's table under equal conditions"
+    notes: tuple[str, ...] = ()
+    """What a reader of the table must know besides."""
     unknown: tuple[str, ...] = ()
     """Methods that the file names and this version lacks."""
 
@@ -139,6 +141,7 @@ def read_experiment(given: Path | None = None, name: str = "paper") -> Experimen
         folder=folder,
         name=name,
         title=raw.get("title", Experiment.title),
+        notes=tuple(raw.get("notes", ())),
         unknown=tuple(dict.fromkeys(row.method for row in rows if row.method not in METHODS)),
     )
 

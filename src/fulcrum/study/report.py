@@ -103,7 +103,8 @@ def table_page(
     if all_:
         lost = f" Behind: {'; '.join(behind)}." if behind else ""
         parts.append(f"`moo` is not behind any sound baseline of its unit in {good} of {all_} cells.{lost}\n")
-    parts += ["## Notes\n", "".join(f"- {note}\n" for note in notes(cells, costs))]
+    said = [*experiment.notes, *notes(cells, costs)]
+    parts += ["## Notes\n", "".join(f"- {note}\n" for note in said)]
     parts += ["## Settings\n", settings_text(experiment), "### Chosen\n", choices_table(cells)]
     return "\n".join([*parts, "---\n", markdown(facts)])
 
