@@ -209,12 +209,14 @@ def _signal(length: float) -> torch.Tensor:
 
 
 def test_the_first_step_length_is_the_noise_the_weights_can_bear() -> None:
-    state = _start(balance=3.0)
-    assert float(state["step"]) == pytest.approx(3.0 * 5.0 / (0.02 * math.sqrt(DIM * 100)))
+    state = _start(balance=3.0)  # of one layer, which bears three times as much
+    assert float(state["step"]) == pytest.approx(3 * 3.0 * 5.0 / (0.02 * math.sqrt(DIM * 100)))
+    deep = Shape(DIM, (DIM,), start=5.0, depth=2, noise=0.02, rounds=100)
+    assert float(MOO.init(Clip(balance=3.0), deep)["step"]) == pytest.approx(3.0 * 5.0 / (0.02 * math.sqrt(DIM * 100)))
     assert float(_start(noise=0.0, C0=2.0, lr=0.5)["step"]) == pytest.approx(1.0)  # no noise: eta C0, as set
 
 
-@pytest.mark.parametrize(("depth", "steps", "expected"), [(1, 1.0, 37.5), (2, 1.0, 4.0), (2, 4.0, 16.0)])
+@pytest.mark.parametrize(("depth", "steps", "expected"), [(1, 1.0, 112.5), (2, 1.0, 4.0), (2, 4.0, 16.0)])
 def test_with_little_noise_the_first_step_length_of_deep_models_is_bounded(
     depth: int, steps: float, expected: float
 ) -> None:

@@ -222,10 +222,10 @@ def test_a_choice_of_another_epsilon_is_reused_and_said(tmp_path):
     experiment = with_choices(experiment, [choice])
     assert {j.settings.train.lr for j in paper_jobs(experiment)} == {3.0}
     cells = make_cells(experiment, paper_jobs(experiment), {})
-    said = [note for note in report.notes(cells, {}) if "another epsilon" in note]
-    assert said == ["Tuned at another epsilon and reused here: digits at 4: MOO (tuned at 8)."]
+    said = [note for note in report.notes(cells, {}) if "reused" in note]
+    assert said == ["digits: tuned at epsilon 8 and reused at the others: MOO."]
     own = with_choices(experiment, [choice, dataclasses.replace(choice, epsilon=4.0)])
-    assert not [n for n in report.notes(make_cells(own, paper_jobs(own), {}), {}) if "another epsilon" in n]
+    assert not [n for n in report.notes(make_cells(own, paper_jobs(own), {}), {}) if "reused" in n]
     assert find([choice], "digits", 4.0, "moo", protocol=True) is None
 
 
@@ -452,7 +452,7 @@ def test_tune_then_final_runs_in_one_command(tmp_path, capsys, monkeypatch):
     chosen = read_experiment(place).choices
     assert [(c.row, c.epsilon, c.trials) for c in chosen] == [("dp-sgd", 4.0, 3), ("moo", 4.0, 3)]
     page = (tmp_path / "results" / "paper" / "table.md").read_text()
-    assert "reused here: digits at 8" in page
+    assert "digits: tuned at epsilon 4 and reused at the others" in page
     done = store.load(tmp_path / "results" / "paper")
     by_study = {study: [r for r in done.values() if r["study"] == study] for study in ("tune", "paper")}
     assert len(by_study["tune"]) == 6

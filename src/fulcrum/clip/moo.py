@@ -25,9 +25,9 @@ standard deviation nu in each of d coordinates. The server applies theta <- thet
 
   1. The step length s starts where the noise of all T rounds together would move the weights by
      `balance` times R, the norm that random weights of these layers have: s_0 = balance R / (nu sqrt(d T)),
-     but a local step at no more than `reach` R, since with little noise the loss bends first. From
-     there it moves by the alignment A_t, as C does in moo-c, and never exceeds s_0 by more than
-     `growth`. Neither eta nor C0 is in it.
+     but a local step at no more than `reach` R, since with little noise the loss bends first (a single
+     layer is exempt, and bears three times the noise). From there it moves by the alignment A_t, as C
+     does in moo-c, and never exceeds s_0 by more than `growth`. Neither eta nor C0 is in it.
   2. C is searched where the signal |u_t|^2 - nu^2 d (an unbiased estimate, since nu is public) stops
      rising when C falls: above the gradients' norms a larger C only shrinks u_t, below them it changes
      nothing but the bias. C falls by 3 while that helps or while no signal shows; then rises by 3
@@ -112,6 +112,8 @@ MOO_C = ClipRule(
 
 # --- moo: step length and C apart ---------------------------------------------------------------
 
+SINGLE = 3.0
+"""How many times more noise than `balance` says a model of one layer bears."""
 FACTOR = 3.0
 """C falls or rises by this in one round of the search."""
 BETTER = 1.5
@@ -128,8 +130,9 @@ def init_balanced(settings: Clip, shape: Shape) -> State:
     # Without noise nothing limits the step but the user's own choice.
     step = full * settings.C0
     if spread > 0:
-        farthest = settings.reach * shape.steps if shape.depth > 1 else math.inf  # the loss of one layer is convex
-        step = shape.start * min(settings.balance / spread, farthest)
+        deep = shape.depth > 1  # the loss of a single layer is convex, and no other layer amplifies its noise
+        balance = settings.balance if deep else SINGLE * settings.balance
+        step = shape.start * min(balance / spread, settings.reach * shape.steps if deep else math.inf)
     C = min(max(min(settings.C0, step / full), settings.C_min), settings.C_max)
     return {
         **init_moo(settings, shape),

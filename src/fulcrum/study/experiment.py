@@ -268,7 +268,12 @@ def parties_jobs(experiment: Experiment) -> list[Job]:
             dataset,
             row,
             epsilon,
-            {**_chosen(experiment, dataset, epsilon, row), "data.parties": count, **_seed(seed)},
+            {
+                **_chosen(experiment, dataset, epsilon, row),
+                **plan.get("set", {}),
+                "data.parties": count,
+                **_seed(seed),
+            },
             suffix=f"k{count}",
         )
         for dataset in experiment.datasets

@@ -164,13 +164,14 @@ def notes(cells: Sequence[Cell], costs: Costs) -> list[str]:
             "the server. It is not compared with moo, and its natural setting has thousands of parties."
         )
     found += sorted({note for cell in cells for note in cell.notes if "not the public file" in note})
-    reused = [
-        f"{c.dataset} at {c.epsilon:g}: {c.label} (tuned at {_shown(c.choice.epsilon)})"
-        for c in cells
-        if c.choice is not None and c.epsilon is not None and c.choice.epsilon != c.epsilon
-    ]
-    if reused:
-        found.append("Tuned at another epsilon and reused here: " + "; ".join(dict.fromkeys(reused)) + ".")
+    reused: dict[tuple[str, float], list[str]] = {}
+    for c in cells:
+        if c.choice is not None and c.choice.epsilon is not None and c.choice.epsilon != c.epsilon:
+            reused.setdefault((c.dataset, c.choice.epsilon), []).append(c.label)
+    for (dataset, at), labels in reused.items():
+        found.append(
+            f"{dataset}: tuned at epsilon {at:g} and reused at the others: {', '.join(dict.fromkeys(labels))}."
+        )
     bare = [c for c in cells if c.choice is None]
     if bare:
         found.append(f"Not tuned, the presets as they are: {len(bare)} of {len(cells)} cells.")
@@ -245,7 +246,9 @@ def write_parties(folder: Path, experiment: Experiment, done: Mapping[str, Recor
     counts = [int(k) for k in experiment.parties["counts"]]
     facts = provenance(described(experiment), sorted({job.seed for job in jobs}), used(jobs, done))
     write_json(folder / "parties.json", [cell.to_json() for cell in cells if cell.values])
-    page = ["# Accuracy over the number of parties\n", "The settings are those chosen for the table's own K.\n"]
+    changed = ", ".join(f"{path} = {value}" for path, value in experiment.parties.get("set", {}).items())
+    but = f", but for {changed}" if changed else ""
+    page = ["# Accuracy over the number of parties\n", f"The settings are those chosen for the table's own K{but}.\n"]
     groups = []
     for dataset in experiment.datasets:
         for epsilon in experiment.epsilons:
