@@ -268,6 +268,11 @@ def test_client_level_with_the_median_is_nominal():
     assert "THEY REVEAL MORE" in to_markdown(facts)
 
 
+def test_weights_from_a_file_are_said_to_be_taken_as_public():
+    assert "weights in start.npz, which are taken to be public" in to_markdown(state(model={"init": "start.npz"}))
+    assert "starts from the weights" not in to_markdown(state(model={"init": "painted"}))
+
+
 def test_reduced_precision_is_said_and_never_goes_with_secure_randomness():
     page = to_markdown(state(run={"precision": "tf32"}))
     assert "proved for float32 only" in page

@@ -176,14 +176,27 @@ def test_time_that_is_up_leaves_jobs_undone_and_says_so(tmp_path):
     assert not list((tmp_path / "out").glob("*.jsonl")), "no empty shard"
 
 
-def test_the_clock_stops_a_job_that_will_not_end_in_time():
+def test_the_clock_stops_a_job_that_will_not_end_in_time(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(backends.time, "monotonic", lambda: now[0])
     clock = backends.Clock(100.0)
-    clock.check(10, 20, clock.began - 50)
+
+    def rounds(each: float, total: int, since: float) -> None:
+        now[0] = since + 40  # loading data and recording programs
+        for done in range(1, total):
+            clock.check(done, total, since)
+            now[0] += each
+
+    rounds(1.0, 40, 1000.0)
+    clock.began = now[0]
     with pytest.raises(play.Stopped):
-        clock.check(10, 40, clock.began - 50)  # 5 s a round: 150 s to go
-    clock.took("slow", 95.0)
+        rounds(5.0, 40, now[0])  # 200 s, of which 60 are left
+    clock.began = now[0]
+    clock.took("slow", 500.0)
+    clock.took("slow", 95.0)  # the first also loaded
     assert clock.fits("other")
-    assert not clock.fits("slow")
+    assert not clock.fits("slow", 2)
+    assert not backends.Clock(100.0, now[0], {"slow": 95.0}).fits("slow")
 
 
 def test_processes_give_the_same_as_one_process(tmp_path):

@@ -15,6 +15,7 @@ from fulcrum.central import Terms
 from fulcrum.clip.rule import ClipRule, no_share
 from fulcrum.config import Settings
 from fulcrum.plan import Plan
+from fulcrum.priors import PAINTED
 from fulcrum.units import words_for
 
 LISTED = 1000
@@ -307,6 +308,11 @@ def _warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finishe
         found.append("The run is not finished: this statement covers what has been reserved so far.")
     if mode != "secure" and rule.private:
         found.append(f"The randomness is {mode}: for real data use privacy.randomness = secure.")
+    if settings.model.init not in ("random", PAINTED):
+        found.append(
+            f"Training starts from the weights in {settings.model.init}, which are taken to be public. If private data "
+            "went into them, what that training cost adds to this epsilon."
+        )
     if settings.run.precision != "float32" and settings.run.engine in ("auto", "stacked"):
         found.append(
             f"run.precision = {settings.run.precision} rounds matrix products: clipping keeps a margin that held in "

@@ -30,11 +30,16 @@ Say = Callable[[str], None]
 
 @dataclass
 class Clock:
-    """A time budget in seconds (0: none). `fits` guesses from the slowest of its kind so far."""
+    """A time budget in seconds (0: none). `fits` guesses from the last of its kind.
+
+    Not from the slowest: the first of a kind also loads data and records programs, which the next ones do not. For the
+    same reason `check` leaves a job's first rounds out.
+    """
 
     seconds: float = 0.0
     began: float = field(default_factory=time.monotonic)
-    slowest: dict[Hashable, float] = field(default_factory=dict)
+    last: dict[Hashable, float] = field(default_factory=dict)
+    marks: dict[float, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def left(self) -> float:
@@ -43,15 +48,19 @@ class Clock:
 
     def fits(self, kind: Hashable, size: int = 1) -> bool:
         """Whether another job (or `size` of them) of this kind will probably end in time."""
-        return self.left > 1.1 * size * self.slowest.get(kind, 0.0)
+        return self.left > 1.1 * size * self.last.get(kind, 0.0)
 
     def took(self, kind: Hashable, seconds: float) -> None:
         """Remember how long one took."""
-        self.slowest[kind] = max(seconds, self.slowest.get(kind, 0.0))
+        self.last[kind] = seconds
 
     def check(self, done: int, total: int, since: float) -> None:
-        """Within a job: raise Stopped as soon as it is plain that it will not end in time."""
-        if self.left <= 0 or (done >= 10 and (time.monotonic() - since) / done * (total - done) > self.left):
+        """Within a job that began at `since`: raise Stopped as soon as it is plain that it will not end in time."""
+        now = time.monotonic()
+        first, then = self.marks.setdefault(since, (done, now))
+        # A burst of rounds is told of all at once, so the rate is taken over at least a tenth of the job.
+        known = done - first >= max(2, total // 10)
+        if self.left <= 0 or (known and (now - then) / (done - first) * (total - done) > self.left):
             raise Stopped
 
 
