@@ -71,6 +71,19 @@ COMMANDS = {
     "data verify": {"names", "--data-dir", "--json", "--debug"},
     "ledger": {"path", "--party", "--budget", "--json", "--debug"},
     "methods": {"--json", "--debug"},
+    "prior": {
+        "model",
+        "--out",
+        "--activation",
+        "--kinds",
+        "--pool",
+        "--steps",
+        "--jitter",
+        "--scale",
+        "--seed",
+        "--device",
+    }
+    | {"--quiet", "-q", "--debug"},
     "serve": SETTINGS
     | {"--keys", "--listen", "--certificate", "--private-key", "--insecure", "--simulation", "--deadline", "--wait"}
     | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"},

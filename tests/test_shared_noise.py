@@ -97,7 +97,7 @@ def test_rules_and_plans_are_told_the_smaller_noise() -> None:
     whole = sum(made.plan.units(k) for k in range(3))
     expected = 1.0 / (RATE * whole)
     assert made.plan.noise_to_signal(21).direction == pytest.approx(expected)
-    assert public_shape(made, torch.zeros(21)).noise == pytest.approx(expected)
+    assert public_shape(made).noise == pytest.approx(expected)
     tasks = [made.plan.assignment(k, 0, LR) for k in range(3)]
     weights = torch.tensor([made.plan.units(k) / whole for k in range(3)])
     assert aggregate_noise(tasks, [made.plan.step_noise(k) for k in range(3)], weights) == pytest.approx(expected)
