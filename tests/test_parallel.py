@@ -326,12 +326,12 @@ def test_a_round_that_is_given_up_leaves_nobody_at_work() -> None:
 
 def test_workers_end_with_their_engine_and_leave_other_threads_alone() -> None:
     gc.collect()
-    before, threads = len(workers_alive()), torch.get_num_threads()
+    before, threads = workers_alive(), torch.get_num_threads()  # of other tests, which may end at any time
     problem = uneven(toy_problem("fixed", parties=5))
     engine = ParallelEngine(dataclasses.replace(problem, workers=3))
-    assert len(workers_alive()) == before  # nobody starts before there is work
+    assert set(workers_alive()) <= set(before)  # nobody starts before there is work
     list(engine.run(request(problem)))
-    mine = workers_alive()[before:]
+    mine = [worker for worker in workers_alive() if worker not in before]
     assert len(mine) == 3
     seen: list[int] = []
     other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
