@@ -216,13 +216,20 @@ def test_the_first_step_length_is_the_noise_the_weights_can_bear() -> None:
     assert float(_start(noise=0.0, C0=2.0, lr=0.5)["step"]) == pytest.approx(1.0)  # no noise: eta C0, as set
 
 
-@pytest.mark.parametrize(("depth", "steps", "expected"), [(1, 1.0, 112.5), (2, 1.0, 4.0), (2, 4.0, 16.0)])
-def test_with_little_noise_the_first_step_length_of_deep_models_is_bounded(
-    depth: int, steps: float, expected: float
-) -> None:
-    shape = Shape(DIM, (DIM,), start=5.0, depth=depth, noise=0.02 / 12, rounds=100, steps=steps)
-    step = float(MOO.init(Clip(balance=2.5, reach=0.8), shape)["step"])
-    assert step == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"depth": 1}, 112.5),  # a single layer: the noise alone decides
+        ({"depth": 2}, 4.0),
+        ({"depth": 2, "steps": 4.0}, 16.0),
+        ({"depth": 2, "larger": 2.0}, 2.0),  # learned weights
+        ({"depth": 2, "larger": 2.0, "first": 0.1}, 4.0),  # with momentum on the server
+        ({"depth": 2, "larger": 2.0, "steps": 4.0}, 16.0),
+    ],
+)
+def test_with_little_noise_the_first_step_length_of_deep_models_is_bounded(facts: dict, expected: float) -> None:
+    shape = Shape(DIM, (DIM,), start=5.0, noise=0.02 / 12, rounds=100, **facts)
+    assert float(MOO.init(Clip(balance=2.5, reach=0.8), shape)["step"]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("lr", [0.0625, 1.0, 16.0])

@@ -132,7 +132,8 @@ class Clip:
     random weights have; three times that for a model of one layer."""
     reach: float = 0.8
     """moo: the most that its first step length may be for a local step, in units of the norm that random weights have:
-    where the noise is small, not it but the shape of the loss limits the step. Not for a single layer."""
+    where the noise is small, not it but the shape of the loss limits the step. Less for one step a round from weights
+    that were learned; not for a single layer."""
     growth: float = 1.5
     """moo: the step length never exceeds its first value by more than this factor."""
     eta_C: float = 0.03

@@ -98,15 +98,23 @@ def first_snapshot(federation: Federation) -> Snapshot:
     return Snapshot(0, params, params, server, to_device, participations)
 
 
+LEARNED = 1.5
+"""Weights whose norm is this many times that of random ones were learned; below, it is chance and biases."""
+
+
 def public_shape(federation: Federation) -> Shape:
     """What a rule may know when it starts: all of it is fixed by the settings and the shapes of the layers."""
     train, problem = federation.settings.train, federation.problem
     # Where the unit is the client its whole update is one step at learning rate 1.
     steps, lr = (1, 1.0) if federation.plan.central else (local_steps(train), train.lr)
     noise = federation.plan.noise_to_signal(problem.layout.dim).direction / steps**0.5
+    usual = problem.layout.usual_norm
+    larger = float(torch.linalg.vector_norm(problem.layout.flatten(problem.model))) / usual
     return dataclasses.replace(
         problem.shape,
-        start=problem.layout.usual_norm,
+        start=usual,
+        larger=larger if larger > LEARNED else 1.0,
+        first=train.server_lr if train.server in ("sgd", "momentum") else 1.0,
         depth=problem.layout.depth,
         noise=noise,
         rounds=train.rounds,

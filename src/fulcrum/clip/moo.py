@@ -123,6 +123,17 @@ SIGNIFICANT = 3.0
 DOWN, DONE, UP = -1, 0, 1
 
 
+def farthest(settings: Clip, shape: Shape) -> float:
+    """The longest first step of a model of several layers, in units of R.
+
+    With one step a round all parties' first gradients point the same way, and weights that were learned, and so are
+    larger than random ones, turn a step into a larger change of what the network computes: less, unless the server's
+    momentum makes the first steps short anyway.
+    """
+    one = min(1.0, 1 / (shape.larger * shape.first))
+    return settings.reach * (shape.steps if shape.steps > 1 else one)
+
+
 def init_balanced(settings: Clip, shape: Shape) -> State:
     """The first step length from public facts, and C0 cut down to it."""
     full = shape.lr * shape.steps
@@ -132,7 +143,7 @@ def init_balanced(settings: Clip, shape: Shape) -> State:
     if spread > 0:
         deep = shape.depth > 1  # the loss of a single layer is convex, and no other layer amplifies its noise
         balance = settings.balance if deep else SINGLE * settings.balance
-        step = shape.start * min(balance / spread, settings.reach * shape.steps if deep else math.inf)
+        step = shape.start * min(balance / spread, farthest(settings, shape) if deep else math.inf)
     C = min(max(min(settings.C0, step / full), settings.C_min), settings.C_max)
     return {
         **init_moo(settings, shape),

@@ -18,15 +18,19 @@ class Shape:
 
     dim: d. tensors: the number of elements of each parameter tensor, in order. groups: for each
     parameter tensor, the group (0..G-1) it is clipped in, as `clip.groups` asks; empty when flat.
-    start: the norm that random initial weights of these layers have. depth: how many layers. noise: as in
-    `Released`, as expected beforehand (0 where nothing is noised). rounds, lr and steps: T, eta and N as set.
+    start: the norm that random initial weights of these layers have; larger: how many times that the weights
+    at hand have, at least 1. depth: how many layers. first: the part of an update that the server's optimiser
+    applies at once. noise: as in `Released`, as expected beforehand (0 where nothing is noised). rounds, lr and
+    steps: T, eta and N as set.
     """
 
     dim: int
     tensors: tuple[int, ...]
     groups: tuple[int, ...] = ()
     start: float = 1.0
+    larger: float = 1.0
     depth: int = 1
+    first: float = 1.0
     noise: float = 0.0
     rounds: int = 1
     lr: float = 1.0
