@@ -12,10 +12,13 @@ FONT = 'font-family="sans-serif" font-size="11" fill="#222"'
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def lines(series: Series, title: str, x: str, y: str, log: bool = False, note: str = "") -> str:
+def lines(
+    series: Series, title: str, x: str, y: str, log: bool = False, note: str = "", order: Sequence[str] = ()
+) -> str:
     """A line plot with a legend. series: name -> points; points that cannot be drawn are left out.
 
-    log: logarithmic y. note: a comment kept in the file, such as where it came from.
+    log: logarithmic y. note: a comment kept in the file, such as where it came from. order: all names there are, so
+    that a name has the same colour in every figure.
     """
     width, height, left, top, right, bottom = 640, 360, 60, 34, 150, 44
     drawn = {name: [(a, b) for a, b in points if _fine(b, log)] for name, points in series.items()}
@@ -41,7 +44,8 @@ def lines(series: Series, title: str, x: str, y: str, log: bool = False, note: s
         parts.append(_text(across, height - bottom + 16, _number(tick), "middle"))
     parts += [_text((left + width - right) / 2, height - 8, x, "middle"), _text(8, top - 6, y, "start")]
     for i, (name, points) in enumerate(drawn.items()):
-        colour = COLOURS[i % len(COLOURS)]
+        place = order.index(name) if name in order else i
+        colour = COLOURS[place % len(COLOURS)]
         path = " ".join("{:.1f},{:.1f}".format(*at(a, _scaled(b, log))) for a, b in points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}"/>')
         mark = top + 16 * i

@@ -214,6 +214,7 @@ def cost_sentence(epsilon: float, cost: Mapping[str, float]) -> str:
 
 def write_curves(folder: Path, name: str, cells: Sequence[Cell], note: str) -> None:
     """C and accuracy over the rounds, one figure each for every data set and epsilon; means over seeds."""
+    order = list(dict.fromkeys(cell.label for cell in cells))
     for dataset, epsilon in dict.fromkeys((c.dataset, c.epsilon) for c in cells if c.epsilon is not None):
         own = [c for c in _of(cells, dataset, epsilon) if c.curves]
         if not own:
@@ -222,11 +223,10 @@ def write_curves(folder: Path, name: str, cells: Sequence[Cell], note: str) -> N
         accuracy = {c.label: [(t, 100 * v) for t, v in mean_curve(c.curves, "curve")] for c in own}
         clip = {c.label: mean_curve(c.curves, "C") for c in own if c.unit}
         stem = f"{name}-{dataset}-{epsilon:g}"
-        write(folder / f"{stem}-accuracy.svg", figures.lines(accuracy, f"Accuracy, {where}", "round", "%", note=note))
-        write(
-            folder / f"{stem}-C.svg",
-            figures.lines(clip, f"Clipping norm C, {where}", "round", "C", log=True, note=note),
-        )
+        shown = figures.lines(accuracy, f"Accuracy, {where}", "round", "%", note=note, order=order)
+        write(folder / f"{stem}-accuracy.svg", shown)
+        shown = figures.lines(clip, f"Clipping norm C, {where}", "round", "C", log=True, note=note, order=order)
+        write(folder / f"{stem}-C.svg", shown)
 
 
 def mean_curve(runs: Sequence[Record], name: str) -> list[tuple[float, float]]:
