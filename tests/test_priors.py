@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from fulcrum import config, models, priors
+from fulcrum.api import prepare
+from fulcrum.cli import main
+from fulcrum.config import Settings
+from fulcrum.data import from_arrays
 from fulcrum.errors import ModelError
+from fulcrum.federate import public_shape
 from fulcrum.priors import learn, paint
 
 SHAPES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
@@ -57,7 +62,9 @@ def test_a_short_lesson_teaches_something_and_leaves_the_last_layer_alone() -> N
     assert isinstance(model, nn.Sequential)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     lesson = learn.Lesson(kinds=4, pool=600, steps=80, batch=64, lr=3e-3, smoothing=0.0)
+    global_state = torch.get_rng_state()
     right = learn.teach(model, (1, 28, 28), lesson, torch.device("cpu"), lambda line: None)
+    assert torch.equal(torch.get_rng_state(), global_state), "no global generator is moved"
     assert right > 0.5, "four kinds by chance are 0.25"
     after = model.state_dict()
     assert torch.equal(after["9.weight"], before["9.weight"])
@@ -70,10 +77,11 @@ def test_rescaling_changes_the_size_of_the_features_and_nothing_else(name: str) 
     model = models.build(config.Model(name=name), SHAPES[name], 10, 0)
     assert isinstance(model, nn.Sequential)
     x = torch.rand(4, *SHAPES[name], generator=torch.Generator().manual_seed(0))
-    before = learn.features(model, x)
+    body = model[:-1]
+    before = body(x).detach().clone()
     learn.rescale(model, 1.5)
     layers = sum(isinstance(layer, nn.Linear | nn.Conv2d) for layer in model) - 1
-    torch.testing.assert_close(learn.features(model, x), 1.5**layers * before)
+    torch.testing.assert_close(body(x).detach(), 1.5**layers * before)
 
 
 @pytest.mark.parametrize("activation", ["relu", "tempered"])
@@ -128,3 +136,29 @@ def test_a_wrong_file_is_refused_in_a_sentence(tmp_path: Path, arrays: dict[str,
 def test_weights_that_do_not_exist_are_named(init: str) -> None:
     with pytest.raises(ModelError, match=r"model\.init"):
         models.build(config.Model(name="linear", init=init), (1, 4, 4), 3, 0)
+
+
+@pytest.mark.parametrize(("init", "larger"), [("random", False), ("painted", True)])
+def test_a_rule_is_told_when_weights_are_larger_than_random_ones(init: str, larger: bool) -> None:
+    data = from_arrays(*(torch.zeros(40, 1, 28, 28), torch.arange(40) % 10) * 2)
+    settings = Settings().replace(
+        privacy={"sigma": 1.0}, model={"init": init}, data={"parties": 2, "partition": "iid"}, train={"server_lr": 0.5}
+    )
+    shape = public_shape(prepare(settings, data))
+    assert (shape.larger > 2) == larger
+    assert (shape.larger == 1) == (not larger)
+    assert shape.first == 0.5
+    assert shape.start == pytest.approx((90 / 3) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("out", "words"), [("gone/x.npz", "does not exist"), ("there.npz", "exists"), ("x.txt", ".npz")]
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_lesson(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: str, words: str
+) -> None:
+    (tmp_path / "there.npz").write_bytes(b"mine")
+    monkeypatch.setattr(learn, "teach", lambda *_: pytest.fail("it was taught"))
+    assert main(["prior", "mnist-cnn", "--out", str(tmp_path / out)]) == 2
+    assert words in capsys.readouterr().err
+    assert (tmp_path / "there.npz").read_bytes() == b"mine"

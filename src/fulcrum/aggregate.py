@@ -35,10 +35,11 @@ def weighted_mean(replies: Sequence[ClientReply], weights: torch.Tensor) -> tupl
 
 @dataclass(frozen=True)
 class ServerOptimiser:
-    """How the aggregate becomes a change of the model."""
+    """How the aggregate becomes a change of the model. scales: its first change is server_lr times the aggregate."""
 
     init: Callable[[int], State]
     step: Callable[[torch.Tensor, State, Train], tuple[torch.Tensor, State]]
+    scales: bool = True
 
 
 def _sgd(aggregate: torch.Tensor, state: State, train: Train) -> tuple[torch.Tensor, State]:
@@ -64,7 +65,7 @@ SERVERS: dict[str, ServerOptimiser] = {
     "sgd": ServerOptimiser(lambda d: {}, _sgd),
     "momentum": ServerOptimiser(lambda d: {"velocity": torch.zeros(d)}, _momentum),
     "adam": ServerOptimiser(
-        lambda d: {"first": torch.zeros(d), "second": torch.zeros(d), "count": torch.tensor(0)}, _adam
+        lambda d: {"first": torch.zeros(d), "second": torch.zeros(d), "count": torch.tensor(0)}, _adam, scales=False
     ),
 }
 

@@ -103,7 +103,7 @@ LEARNED = 1.5
 
 
 def public_shape(federation: Federation) -> Shape:
-    """What a rule may know when it starts: all of it is fixed by the settings and the shapes of the layers."""
+    """What a rule may know when it starts: all of it is fixed by the settings and the public initial weights."""
     train, problem = federation.settings.train, federation.problem
     # Where the unit is the client its whole update is one step at learning rate 1.
     steps, lr = (1, 1.0) if federation.plan.central else (local_steps(train), train.lr)
@@ -114,7 +114,7 @@ def public_shape(federation: Federation) -> Shape:
         problem.shape,
         start=usual,
         larger=larger if larger > LEARNED else 1.0,
-        first=train.server_lr if train.server in ("sgd", "momentum") else 1.0,
+        first=train.server_lr if SERVERS[train.server].scales else 1.0,
         depth=problem.layout.depth,
         noise=noise,
         rounds=train.rounds,

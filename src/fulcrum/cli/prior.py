@@ -10,11 +10,9 @@ import typer
 from fulcrum.cli.options import Debug, Quiet
 from fulcrum.errors import ConfigError
 
-SHAPES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
-
 
 def prior(
-    model: Annotated[str, typer.Argument(help=f"{' or '.join(SHAPES)}.")],
+    model: Annotated[str, typer.Argument(help="mnist-cnn or cifar-cnn.")],
     out: Annotated[Path, typer.Option("--out", help="File to write, ending in .npz.")] = Path("prior.npz"),
     activation: Annotated[str, typer.Option("--activation", help="relu, tanh or tempered.")] = "relu",
     kinds: Annotated[int, typer.Option("--kinds", min=2, help="Kinds of pictures to tell apart.")] = 1000,
@@ -37,17 +35,23 @@ def prior(
     from fulcrum.cli import view
     from fulcrum.priors import learn
 
-    if model not in SHAPES:
-        raise ConfigError(f"model = {model!r} cannot be taught on pictures; choose one of {', '.join(SHAPES)}.")
+    shapes = {name: shape for shape, name in models.AUTO.items()}
+    if model not in shapes:
+        raise ConfigError(f"model = {model!r} cannot be taught on pictures; choose one of {', '.join(shapes)}.")
     if out.suffix != ".npz":
         raise ConfigError(f"--out = {out} must end in .npz.")
+    # Before the lesson, which takes long: nothing is overwritten, and nothing is lost.
+    if out.exists():
+        raise ConfigError(f"--out = {out} exists; choose another name, or remove it first.")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out = {out}: {out.parent} does not exist; make that folder first.")
     if scale != 1.0 and activation != "relu":
         raise ConfigError(
             f"--scale = {scale:g} keeps the network's work only with relu; leave it out with {activation}."
         )
-    built = models.build(config.Model(name=model, activation=activation), SHAPES[model], 10, seed)
+    built = models.build(config.Model(name=model, activation=activation), shapes[model], 10, seed)
     assert isinstance(built, nn.Sequential)
     lesson = learn.Lesson(kinds=kinds, pool=pool, steps=steps, jitter=jitter, scale=scale, seed=seed)
-    right = learn.teach(built, SHAPES[model], lesson, api.find_device(device), lambda line: view.say(line, quiet))
+    right = learn.teach(built, shapes[model], lesson, api.find_device(device), lambda line: view.say(line, quiet))
     priors.write(out, learn.lessons(built))
     typer.echo(f"wrote {out}; the network tells {100 * right:.1f}% of {kinds} kinds. Use it: --set model.init={out}")

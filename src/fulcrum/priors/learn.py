@@ -78,7 +78,8 @@ def teach(
 
 
 def _head(width: int, lesson: Lesson) -> nn.Linear:
-    head = nn.Linear(width, lesson.kinds)
+    # Its own draw would move the global generator.
+    head: nn.Linear = nn.utils.skip_init(nn.Linear, width, lesson.kinds)
     generator = torch.Generator().manual_seed(lesson.seed + 2)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -132,9 +133,3 @@ def lessons(model: nn.Sequential) -> dict[str, Tensor]:
     """What is kept: all parameters but those of the last layer."""
     last = f"{len(model) - 1}."
     return {name: value.detach().cpu() for name, value in model.named_parameters() if not name.startswith(last)}
-
-
-def features(model: nn.Sequential, x: Tensor) -> Tensor:
-    """What goes into the last layer, [B, width]."""
-    out: Tensor = nn.Sequential(*list(model)[:-1])(x)
-    return out
