@@ -9,22 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from fulcrum import config, models, priors
-from fulcrum.api import prepare, resume, train
+from fulcrum.api import execute, go_on, prepare, resume
+from fulcrum.cli import main
 from fulcrum.config import Settings
 from fulcrum.coordinates import Centre, centred, digest, folded, means
 from fulcrum.data import Dataset, from_arrays
 from fulcrum.engine.parallel import ParallelEngine
 from fulcrum.engine.reference import ReferenceEngine
 from fulcrum.engine.stacked import StackedEngine
-from fulcrum.errors import ModelError
+from fulcrum.errors import ConfigError, ModelError, RunError
 from fulcrum.evaluate import evaluate
+from fulcrum.federate import public_shape
 from fulcrum.grads import record
 from fulcrum.many import _group, run_many
 from fulcrum.models import Layout, initialise
 from fulcrum.priors import learn
+from fulcrum.types import RoundResult
 from helpers import toy_problem
 from test_federate import play
 from test_stacked import assert_equal, images, request, stacked
@@ -243,3 +247,173 @@ def test_runs_with_other_means_are_not_mixed(tmp_path: Path) -> None:
     plain = prepare(_settings(model={"center": False}), data)
     assert _group([*feds, plain]) == [[0, 1], [2], [3]]
     assert digest(plain.problem.model) == ""
+
+
+# --- from settings to a run's folder ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["relu", "tempered"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_painted_weights_have_means_and_compute_the_same_features(name: str, activation: str) -> None:
+    settings = config.Model(name=name, activation=activation, init="painted")
+    plain, moved = (
+        models.build(dataclasses.replace(settings, center=center), SHAPES[name], 10, 0) for center in (False, True)
+    )
+    assert isinstance(plain, nn.Sequential)
+    assert isinstance(moved, nn.Sequential)
+    x = _data(SHAPES[name]).x
+    *_, mean = moved.buffers()
+    torch.testing.assert_close(moved[:-1](x).flatten(1) + mean.flatten(), plain[:-1](x), rtol=1e-3, atol=1e-3)
+    for own, drawn in zip(moved[-1].parameters(), plain[-1].parameters(), strict=True):
+        assert torch.equal(own, drawn), "the head is the seed's"
+    assert priors.parted(plain, priors.read("painted", name, activation))[1].keys() == {
+        f"{n}.mean" for n, layer in plain.named_children() if isinstance(layer, nn.Linear | nn.Conv2d)
+    }
+
+
+def test_means_are_those_of_the_inputs() -> None:
+    model = models.build(config.Model(name="mnist-cnn", init="painted"), SHAPES["mnist-cnn"], 10, 0)
+    assert isinstance(model, nn.Sequential)
+    pictures = torch.rand(300, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    found = means(model, pictures)
+    torch.testing.assert_close(found["0.mean"], pictures.mean().view(1, 1, 1))
+    torch.testing.assert_close(found["3.mean"], model[:3](pictures).mean(dim=(0, 2, 3)).view(-1, 1, 1))
+    torch.testing.assert_close(found["7.mean"], model[:6](pictures).mean(dim=0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["9.mean"], model[:9](pictures).mean(dim=0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_means_that_come_along_are_those_of_painted_pictures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of about such pictures: the lesson that made a file may differ from the default."""
+    monkeypatch.setattr(learn, "SEEN", 300)
+    kept = priors.read("painted", name, "relu")
+
+    def apart(init: str) -> list[float]:
+        model = models.build(config.Model(name=name, init=init), SHAPES[name], 10, 0)
+        assert isinstance(model, nn.Sequential)
+        found = learn.means(model, SHAPES[name], learn.Lesson(), torch.device("cpu"))
+        return [float((kept[n] - value).norm() / (kept[n].norm() + 0.5)) for n, value in found.items()]
+
+    assert max(apart("painted")) < 0.3
+    assert max(apart("random")) > 0.6, "of another network they are not"
+
+
+def test_a_rule_is_told_the_size_of_the_weights_not_of_the_means() -> None:
+    data = _data(SHAPES["mnist-cnn"])
+    plain, moved = (public_shape(prepare(_settings(model={"center": c}), data)) for c in (False, True))
+    assert moved.larger == pytest.approx(plain.larger, rel=0.02)
+    assert dataclasses.replace(moved, larger=plain.larger) == plain
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(784, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.flatten(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("settings", "arrays", "words"),
+    [
+        ({"init": "random"}, {}, "model.init = 'random' does not hold"),
+        ({"name": "linear"}, {"1.bias": np.zeros(10)}, "needs the means"),
+        ({"name": "linear"}, {"1.bias": np.zeros(10), "1.mean": np.zeros(7)}, "1.mean (7) is not a finite mean"),
+        ({"name": "linear"}, {"1.bias": np.zeros(10), "1.mean": np.full(784, np.nan)}, "not a finite mean"),
+        ({"name": "linear"}, {"1.bias": np.zeros(10), "0.mean": np.zeros(7)}, "'0.mean', which the model has not"),
+        ({"name": "mlp"}, {"1.bias": np.zeros(64), "1.mean": np.zeros(784)}, "there is no 3.mean"),
+        ({"name": "test_centre:Own"}, {"layer.bias": np.zeros(10), "layer.mean": np.zeros(784)}, "nn.Sequential"),
+    ],
+)
+def test_what_cannot_be_centred_is_told_why(
+    tmp_path: Path, settings: dict[str, str], arrays: dict[str, np.ndarray], words: str
+) -> None:
+    np.savez(tmp_path / "w.npz", **arrays)
+    wanted = config.Model(**{"init": str(tmp_path / "w.npz"), **settings}, center=True)  # type: ignore[arg-type]
+    with pytest.raises(ModelError) as caught:
+        models.build(wanted, (1, 28, 28), 10, 0)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((nn.Conv2d(1, 1, 1, bias=False),), "a bias in layer '0'"),
+        ((nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"),), "padded with zeros"),
+        ((nn.Conv2d(1, 1, 1), nn.GroupNorm(1, 1)), "layer '1' is neither"),
+        ((nn.ReLU(),), "it has none"),
+    ],
+)
+def test_layers_that_cannot_take_a_mean_up_are_refused(layers: tuple[nn.Module, ...], words: str) -> None:
+    with pytest.raises(ModelError, match=r"model\.center") as caught:
+        centred(nn.Sequential(*layers), {"0.mean": torch.zeros(1, 1, 1)})
+    assert words in str(caught.value)
+
+
+def test_a_model_made_in_python_is_centred_in_python() -> None:
+    data = _data(SHAPES["mnist-cnn"])
+    plain = models.build(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
+    assert isinstance(plain, nn.Sequential)
+    with pytest.raises(ConfigError, match=r"model\.center"):
+        prepare(_settings(), data, plain)
+    own = centred(plain, means(plain, data.x_test))
+    assert prepare(_settings(model={"center": False}), data, own).problem.model is own
+
+
+def test_a_run_leaves_a_plain_network_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    data, settings = _data(SHAPES["mnist-cnn"]), _settings(train={"rounds": 3}, run={"checkpoint_every": 1})
+    whole = execute(prepare(settings, data), tmp_path / "whole")
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    plain = models.build(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
+    plain.load_state_dict(weights)
+    torch.testing.assert_close(plain(data.x_test), whole.model(data.x_test), rtol=1e-3, atol=1e-3)
+    again = prepare(_settings(model={"init": str(whole.folder / "model.safetensors"), "center": False}), data)  # type: ignore[operator]
+    torch.testing.assert_close(again.problem.model(data.x_test), plain(data.x_test))
+
+    def stop(result: RoundResult) -> None:
+        if result.round == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(prepare(settings, data), tmp_path / "cut", stop)
+    other = prepare(settings, data)
+    with torch.no_grad():
+        next(iter(other.problem.model.buffers())).add_(1e-3)
+    with pytest.raises(RunError, match=r"model\.init = 'painted'"):
+        go_on(other, tmp_path / "cut")
+    resume(tmp_path / "cut", dataset=data)
+    assert all(torch.equal(value, weights[n]) for n, value in load_file(tmp_path / "cut" / "model.safetensors").items())
+
+
+def test_the_command_line_teaches_means_and_trains_with_them(tmp_path: Path) -> None:
+    file, out = tmp_path / "prior.npz", tmp_path / "run"
+    assert main(["prior", "mnist-cnn", "--out", str(file), "--kinds", "3", "--steps", "1", "--quiet"]) == 0
+    assert {"0.mean", "3.mean", "7.mean", "9.mean"} < set(np.load(file))
+    data = _data(SHAPES["mnist-cnn"], 40)
+    np.savez(tmp_path / "data.npz", **{n: getattr(data, n).numpy() for n in ("x", "y", "x_test", "y_test")})
+    words = ["run", "--data", str(tmp_path / "data.npz"), "--parties", "2", "--partition", "iid", "--rounds", "2"]
+    words += ["--sigma", "1", "--out", str(out), "--set", "model.center=true", "--set", "data.min_examples=1"]
+    assert main([*words, "--set", f"model.init={file}"]) == 0
+    plain = models.build(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
+    plain.load_state_dict(load_file(out / "model.safetensors"))
+    assert "center = true" in (out / "settings.toml").read_text()
+
+
+def test_machines_agree_on_the_means(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="parties sign with cryptography: pip install 'fulcrum-fl[flower]'")
+    from flower_helpers import toy_terms
+    from fulcrum.flower.messages import model_fingerprint
+    from fulcrum.flower.prepare import public_problem
+    from fulcrum.flower.terms import read_terms, write_terms
+
+    settings = _settings(clip={"rule": "moo"})
+    problem = public_problem(settings, _data(SHAPES["mnist-cnn"]), torch.device("cpu"))
+    party = models.build(settings.model, SHAPES["mnist-cnn"], 10, 0)  # as a party builds it
+    agreed = model_fingerprint(problem.model, problem.layout)
+    assert model_fingerprint(party, Layout.of(party)) == agreed
+    with torch.no_grad():
+        next(iter(party.buffers())).add_(1e-3)
+    assert model_fingerprint(party, Layout.of(party)) != agreed
+    (tmp_path / "terms.toml").write_text(write_terms(toy_terms(settings)))
+    assert read_terms(tmp_path / "terms.toml").model.center

@@ -24,6 +24,7 @@ from fulcrum.accounting import Spend
 from fulcrum.central import check_rule, local_problem
 from fulcrum.clip import find_rule
 from fulcrum.config import Settings, check
+from fulcrum.coordinates import digest, folded
 from fulcrum.data import Dataset, featured, holdout, load, split, unit_counts
 from fulcrum.engine import find_engine
 from fulcrum.errors import BudgetError, ConfigError, RunError
@@ -82,6 +83,11 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
             "give an .npz with an array named person, or use unit example."
         )
     partition = split(dataset, settings.data, settings.run.seed)
+    if model is not None and settings.model.center:
+        raise ConfigError(
+            "model.center = true is for models that the settings name; set it to false, and hand over "
+            "fulcrum.coordinates.centred(model, means)."
+        )
     if model is None:
         model = build(settings.model, tuple(dataset.x.shape[1:]), dataset.classes, settings.run.seed)
     refuse_mixing(model, dataset.x[:2])
@@ -170,6 +176,7 @@ def execute(
                 "version": fulcrum.__version__,
                 "data": federation.problem.dataset.fingerprint,
                 "parameters": federation.problem.layout.dim,
+                "buffers": digest(federation.problem.model),
                 "unit": federation.problem.unit,
                 "aggregation": federation.plan.aggregation,
                 **(facts or {}),
@@ -206,6 +213,11 @@ def go_on(federation: Federation, folder: Path | str, on_round: OnRound | None =
     if facts.get("parameters") != problem.layout.dim:
         raise RunError(
             f"{path} has a model of {facts.get('parameters')} parameters, this one has {problem.layout.dim}."
+        )
+    if facts.get("buffers", "") != digest(problem.model):
+        raise RunError(
+            f"{path} was trained with other means or buffers in its model; bring back the file of "
+            f"model.init = {federation.settings.model.init!r} as it was."
         )
     with closing(RunFolder.open(path)) as opened:
         start = opened.last_snapshot(problem.device)
@@ -311,7 +323,8 @@ def _sum_up(
             zip(map(federation.plan.name, range(federation.plan.parties)), lines[-1]["epsilons"], strict=True)
         )
     if folder:
-        folder.write_model(problem.layout, snapshot.averaged if snapshot else problem.layout.flatten(model))
+        trained = snapshot.averaged if snapshot else problem.layout.flatten(model)
+        folder.write_model(folded(model, problem.layout.unflatten(trained)))  # a plain network, whatever trained it
         folder.write_json("summary.json", summary)
     epsilons = tuple(lines[-1]["epsilons"]) if lines and "epsilons" in lines[-1] else ()
     return Result(

@@ -97,13 +97,23 @@ def folded(model: nn.Module, params: Mapping[str, Tensor] | None = None) -> dict
 
     params: parameters to take in place of the model's own. A model that is not centred has its own, unchanged.
     """
-    own = {name: value.detach() for name, value in (params or dict(model.named_parameters())).items()}
-    for name, centre in model.named_modules():
-        if isinstance(centre, Centre):
-            layer = name.removeprefix(PREFIX)
-            weight, bias = f"{layer}.weight", f"{layer}.bias"
-            own[bias] = own[bias] - _through(model.get_submodule(layer), own[weight], centre.mean)
-    return own
+    given = dict(model.named_parameters()) if params is None else params
+    all_of_them = {**dict(model.named_parameters()), **given}
+    out = {name: value.detach() for name, value in given.items()}
+    for place, centre in moved(model).items():
+        layer = place.removesuffix(".bias")
+        weight, bias = all_of_them[f"{layer}.weight"].detach(), all_of_them[place].detach()
+        out[place] = (bias - _through(model.get_submodule(layer), weight, centre.mean)).to(bias.dtype)
+    return out
+
+
+def moved(model: nn.Module) -> dict[str, Centre]:
+    """The biases that stand for b + W m in place of b, by name, each with what takes m off; none in a plain model."""
+    return {
+        f"{name.removeprefix(PREFIX)}.bias": child
+        for name, child in model.named_children()
+        if isinstance(child, Centre) and name.startswith(PREFIX)
+    }
 
 
 @torch.no_grad()
@@ -144,7 +154,7 @@ def digest(model: nn.Module) -> str:
 def _weighted(model: nn.Sequential) -> Iterator[str]:
     """Names of the layers with weights, in order."""
     for name, child in model.named_children():
-        if isinstance(child, nn.Linear | nn.Conv2d):
+        if type(child) in (nn.Linear, nn.Conv2d):  # a subclass may compute something else
             yield name
 
 
@@ -154,12 +164,13 @@ def _flattened(model: nn.Sequential) -> dict[str, str]:
     return {
         name: before
         for (before, flat), (name, layer) in pairs
-        if type(flat) is nn.Flatten and (flat.start_dim, flat.end_dim) == (1, -1) and isinstance(layer, nn.Linear)
+        if type(flat) is nn.Flatten and (flat.start_dim, flat.end_dim) == (1, -1) and type(layer) is nn.Linear
     }
 
 
 def _through(layer: Any, weight: Tensor, mean: Tensor) -> Tensor:
     """W m: what a layer's weights make of its mean."""
+    weight, mean = weight.double(), mean.to(weight.device).double()  # a GPU may round products of float32
     if not isinstance(layer, nn.Conv2d):
         return weight @ mean.flatten()
     constant = mean.expand(mean.shape[0], *layer.kernel_size)[None]
@@ -167,7 +178,7 @@ def _through(layer: Any, weight: Tensor, mean: Tensor) -> Tensor:
 
 
 def _checked(model: nn.Module, means: Mapping[str, Tensor]) -> nn.Sequential:
-    """The model, if it can be centred; ModelError unless it is a sequence and there is a mean of the right size for every layer."""
+    """The model; ModelError unless it can be centred, and there is a mean of the right size for every layer."""
     if type(model) is not nn.Sequential:
         raise ModelError(
             f"model.center = true needs a torch.nn.Sequential, not {type(model).__name__}; set it to false."

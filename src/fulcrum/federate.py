@@ -20,6 +20,7 @@ from fulcrum.aggregate import SERVERS, client_weights, moving_average, weighted_
 from fulcrum.central import SERVER, average, draw_cohort, released_of
 from fulcrum.clip.rule import Shape
 from fulcrum.config import Settings, learning_rate, local_steps
+from fulcrum.coordinates import moved
 from fulcrum.engine import Engine, Remote
 from fulcrum.errors import BudgetError
 from fulcrum.evaluate import evaluate
@@ -109,7 +110,10 @@ def public_shape(federation: Federation) -> Shape:
     steps, lr = (1, 1.0) if federation.plan.central else (local_steps(train), train.lr)
     noise = federation.plan.noise_to_signal(problem.layout.dim).direction / steps**0.5
     usual = problem.layout.usual_norm
-    larger = float(torch.linalg.vector_norm(problem.layout.flatten(problem.model))) / usual
+    left_out = moved(problem.model)  # biases that stand for a mean say nothing of how large the weights are
+    weights = problem.layout.unflatten(problem.layout.flatten(problem.model))
+    own = torch.cat([value.flatten() for name, value in weights.items() if name not in left_out])
+    larger = float(torch.linalg.vector_norm(own)) / usual
     return dataclasses.replace(
         problem.shape,
         start=usual,

@@ -25,7 +25,6 @@ from safetensors.torch import save
 
 from fulcrum.errors import RunError
 from fulcrum.federate import Snapshot
-from fulcrum.models import Layout
 from fulcrum.types import RoundResult
 
 KEEP = 2
@@ -86,10 +85,10 @@ class RunFolder:
         for old in sorted(folder.glob("round-*.safetensors"))[:-KEEP]:
             old.unlink()
 
-    def write_model(self, layout: Layout, params: torch.Tensor) -> None:
+    def write_model(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Write the trained weights under their own names to model.safetensors."""
-        weights = {name: value.detach().cpu().clone().contiguous() for name, value in layout.unflatten(params).items()}
-        write_whole(self.path / "model.safetensors", save(weights))
+        kept = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
+        write_whole(self.path / "model.safetensors", save(kept))
 
     def last_snapshot(self, device: torch.device) -> Snapshot | None:
         """The newest readable checkpoint, or None where there is none."""

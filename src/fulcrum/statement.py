@@ -309,8 +309,9 @@ def _warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finishe
     if mode != "secure" and rule.private:
         found.append(f"The randomness is {mode}: for real data use privacy.randomness = secure.")
     if settings.model.init not in ("random", PAINTED):
+        what = "weights and means" if settings.model.center else "weights"
         found.append(
-            f"Training starts from the weights in {settings.model.init}, which are taken to be public. If private data "
+            f"Training starts from the {what} in {settings.model.init}, which are taken to be public. If private data "
             "went into them, what that training cost adds to this epsilon."
         )
     if settings.run.precision != "float32" and settings.run.engine in ("auto", "stacked"):

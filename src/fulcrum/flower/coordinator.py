@@ -68,7 +68,7 @@ class FlowerEngine:
         self.roll, self.clients, self.problem, self.settings = roll, tuple(clients), problem, settings
         self.patience, self.secret, self.seed = patience, secret, seed
         self._spent: set[int] = set()
-        self._model = model_fingerprint(problem.layout)
+        self._model = model_fingerprint(problem.model, problem.layout)
 
     # --- who is there -----------------------------------------------------------------------------
 

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
+from fulcrum.coordinates import digest
 from fulcrum.errors import FulcrumError
 from fulcrum.models import Layout
 from fulcrum.types import Event, Gaussian, State
@@ -171,9 +172,11 @@ def take_state(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # --- small things -------------------------------------------------------------------------------
 
 
-def model_fingerprint(layout: Layout) -> str:
-    """16 hexadecimal digits that change when any parameter's name, shape or place does."""
-    words = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)]
+def model_fingerprint(model: nn.Module, layout: Layout) -> str:
+    """16 hexadecimal digits that change when any parameter's name, shape or place does, or any buffer at all."""
+    words: list[Any] = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)]
+    held = digest(model)
+    words += [held] if held else []
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 

@@ -139,7 +139,7 @@ class Desk:
             self._agree(proposal)
         assert self.terms is not None  # _agree has set it or raised
         within(self.terms, proposal)
-        _, layout = self.model()
+        model, layout = self.model()
         return self._reply(
             "welcome",
             header["nonce"],
@@ -148,7 +148,7 @@ class Desk:
             units=self.units(),
             classes=self.dataset.classes,
             shape=list(self.dataset.shape),
-            model=model_fingerprint(layout),
+            model=model_fingerprint(model, layout),
             randomness="seeded" if self.simulation else "secure",
         )
 
@@ -158,7 +158,7 @@ class Desk:
             raise Refusal("no-terms")
         terms, run, t = self.terms, header["run"], header["round"]
         model, layout = self.model()
-        check_request(terms, header, model_fingerprint(layout), self.simulation)
+        check_request(terms, header, model_fingerprint(model, layout), self.simulation)
         problem = self.problem(header, model, layout)
         template = problem.rule.init(Clip(C0=terms.C_min, C_min=terms.C_min, C_max=terms.C_max), problem.shape)
         wanted: Wanted = {"params": (torch.float32, (layout.dim,)), **wanted_state(template)}

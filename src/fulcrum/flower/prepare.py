@@ -105,7 +105,7 @@ def make_roll(
     facts = {
         "classes": problem.dataset.classes,
         "shape": list(problem.dataset.shape),
-        "model": model_fingerprint(problem.layout),
+        "model": model_fingerprint(problem.model, problem.layout),
         "randomness": settings.privacy.randomness,
     }
     return Roll(post, register, run, propose(settings, problem.dataset.classes), facts, report)
