@@ -70,6 +70,10 @@ class Model:
     init: str = "random"
     """Weights to start from, which must be public: random; painted (the CNNs, taught on pictures made of formulas: no
     data is involved); or an .npz or .safetensors file. Layers that a file leaves out are random."""
+    center: bool = False
+    """Train in centred coordinates: every layer sees its inputs less their mean over painted pictures, so that the mean
+    does not fill the norm that is clipped. The same networks, and the model that is kept is a plain one. Needs an init
+    that has the means: painted, or a file that `fulcrum prior` made."""
 
 
 @dataclass(frozen=True)

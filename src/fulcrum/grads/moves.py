@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fulcrum.coordinates import Centre
 from fulcrum.grads.outer import Patches, unfold
 from fulcrum.models import Tempered
 
@@ -163,6 +164,20 @@ def _flatten_back(layer: nn.Flatten, memo: torch.Size, params: Params, g: Tensor
     return g.reshape(memo)
 
 
+def _centre_run(layer: Centre, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, torch.Size]:
+    if any(layer.padding):
+        return F.pad(x, layer.sides).sub_(layer.mean), x.shape
+    into = x if mine else torch.empty_like(x)  # laid out as x is, whatever the mean is
+    return torch.sub(x, layer.mean, out=into), x.shape
+
+
+def _centre_back(layer: Centre, memo: torch.Size, params: Params, g: Tensor) -> Tensor:
+    if not any(layer.padding):
+        return g
+    down, across = layer.padding
+    return g[:, :, down : down + memo[2], across : across + memo[3]]
+
+
 # --- pooling ------------------------------------------------------------------------------------
 
 
@@ -287,6 +302,7 @@ MOVES: dict[type[nn.Module], tuple[Move, ...]] = {
     nn.ReLU: (Move(_relu_run, _relu_back),),
     nn.Tanh: (Move(_tanh_run, _tanh_back),),
     Tempered: (Move(_tempered_run, _tempered_back),),
+    Centre: (Move(_centre_run, _centre_back, spare=True),),
     nn.Flatten: (Move(_flatten_run, _flatten_back),),
     nn.MaxPool2d: (Move(_pairs_run, _pairs_back, _pairs_suit, output=_pairs_output), Move(_max_run, _max_back)),
     nn.AvgPool2d: (Move(_average_run, _average_back),),

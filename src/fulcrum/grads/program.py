@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from fulcrum.coordinates import Centre
 from fulcrum.grads.layers import KINDS, Kind, has_hooks, objection
 from fulcrum.models import Layout, Tempered
 
 PLAIN = frozenset(
     {nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, Tempered, nn.Identity}
     | {nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d}
-    | {nn.Flatten, nn.Dropout}
+    | {nn.Flatten, nn.Dropout, Centre}
 )
 """Layers without parameters that keep examples apart and do not care how memory is laid out."""
 

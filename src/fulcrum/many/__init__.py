@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.config import local_steps
+from fulcrum.coordinates import digest
 from fulcrum.engine.stacked import find_core
 from fulcrum.errors import ConfigError
 from fulcrum.evaluate import evaluate
@@ -87,6 +88,7 @@ def _signature(federation: Federation) -> Hashable:
         problem.dataset.fingerprint,
         id(problem.dataset) if not problem.dataset.fingerprint else 0,
         repr(problem.model),
+        digest(problem.model),
         problem.layout,
         problem.rule,
         problem.groups,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fulcrum.coordinates import MEAN
 from fulcrum.errors import ModelError
 
 FOLDER = Path(__file__).parent
@@ -62,6 +63,14 @@ def write(file: Path, weights: Mapping[str, Tensor]) -> None:
     """Keeps weights as half-precision numbers, which is finer than any noise that will be added to them."""
     arrays: dict[str, Any] = {name: value.detach().cpu().half().numpy() for name, value in weights.items()}
     np.savez_compressed(file, **arrays)
+
+
+def parted(model: torch.nn.Module, found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a file holds as (weights, means of layers' inputs). A mean is "3.mean" for a layer that has a 3.weight."""
+    own = dict(model.named_parameters())
+    layers = {name.rpartition(".")[0] + MEAN for name in own if name.endswith(".weight")} - set(own)
+    means = {name: value for name, value in found.items() if name in layers}
+    return {name: value for name, value in found.items() if name not in means}, means
 
 
 def put(model: torch.nn.Module, weights: Mapping[str, Tensor], name: str) -> None:

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fulcrum import coordinates
 from fulcrum.priors.paint import Recipes, invent, paint
 
 RECORDED = 20
 """Steps before a GPU's work is recorded."""
+SEEN = 4000
+"""Fresh pictures that a lesson ends with: to see what was learned, and for the means of the layers' inputs."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def teach(
         go()
         if (step + 1) % max(1, lesson.steps // 10) == 0:
             say(f"step {step + 1}/{lesson.steps}: loss {float(loss):.2f}")
-    fresh, labels = _pool(recipes, shape[1], lesson, generator, 4000)
+    fresh, labels = _pool(recipes, shape[1], lesson, generator, SEEN)
     with torch.no_grad():
         right = float((pupil(_scaled(fresh)).argmax(dim=1) == labels).float().mean())
     rescale(model, lesson.scale)
@@ -177,3 +180,16 @@ def lessons(model: nn.Sequential) -> dict[str, Tensor]:
     """What is kept: all parameters but those of the last layer."""
     last = f"{len(model) - 1}."
     return {name: value.detach().cpu() for name, value in model.named_parameters() if not name.startswith(last)}
+
+
+def means(model: nn.Sequential, shape: tuple[int, ...], lesson: Lesson, device: torch.device) -> dict[str, Tensor]:
+    """The mean input of every layer over SEEN fresh painted pictures of a lesson, for model.center: "3.mean" and so on.
+
+    Call it after `teach`, on the weights that are kept; they may also be from elsewhere: the files that come along were
+    given theirs by this, with the lesson's defaults. The model's layers are moved to the device.
+    """
+    recipes = invent(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
+    generator = torch.Generator(device).manual_seed(lesson.seed + 3)
+    pictures, _ = _pool(recipes, shape[1], lesson, generator, SEEN)
+    found = coordinates.means(model.to(device), _scaled(pictures))
+    return {name: value.cpu() for name, value in found.items()}

@@ -3,7 +3,7 @@
 Clients of similar size train side by side. While they share weights (the first local step) their examples
 are one large batch; after that every layer is a batched matrix product with one set of weights a client.
 Sequences of Linear, Conv2d, ReLU, Tanh, Sigmoid, tempered sigmoid, MaxPool2d, AvgPool2d, global average
-pooling and Flatten have hand-written passes; other models go through torch.func, whose gradients are written
+pooling, Flatten and Centre have hand-written passes; other models go through torch.func, whose gradients are written
 out; persons as units, and models that torch.func cannot follow, go client by client through the reference.
 `notes` says which.
 """

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fulcrum.coordinates import Centre
 from fulcrum.engine.stacked import fused
 from fulcrum.engine.stacked import geometry as geo
 from fulcrum.engine.stacked.geometry import Pair, Window
-from fulcrum.engine.stacked.plain import ACTIVATIONS, Plain, avg_pool, flatten, global_pool, joined, max_pool
+from fulcrum.engine.stacked.plain import ACTIVATIONS, Plain, avg_pool, centre, flatten, global_pool, joined, max_pool
 from fulcrum.grads.layers import has_hooks
 from fulcrum.models import Layout
 
@@ -216,6 +217,10 @@ def _step(
     kind = type(layer)
     if kind in ACTIVATIONS:
         return ACTIVATIONS[kind](layer), here
+    if kind is Centre:
+        found = centre(layer, here)
+        if found is not None:
+            return found
     if _flattens(layer):
         return (None, here) if len(here) == 1 else (flatten(*here), (here[0] * here[1] * here[2],))
     if kind is nn.Linear and len(here) == 1:

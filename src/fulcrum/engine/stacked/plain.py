@@ -1,4 +1,4 @@
-"""Layers without parameters, forward and backward by hand: activations, pooling, flattening."""
+"""Layers without parameters, forward and backward by hand: activations, pooling, flattening, centring."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fulcrum.coordinates import Centre
 from fulcrum.engine.stacked import fused
 from fulcrum.engine.stacked import geometry as geo
 from fulcrum.engine.stacked.geometry import Window
@@ -152,3 +153,36 @@ def flatten(height: int, width: int, channels: int) -> Plain:
         return g.view(*g.shape[:2], channels, height, width).permute(0, 1, 3, 4, 2)
 
     return Plain("flatten", lambda h: (h.permute(0, 1, 4, 2, 3).flatten(2), None), backward)
+
+
+def centre(layer: Centre, here: tuple[int, ...]) -> tuple[Plain, tuple[int, ...]] | None:
+    """Zeros around an image, then less the mean; and the shape after it. None if the mean is not of such inputs."""
+    mean, (down, across) = layer.mean.detach().float(), layer.padding
+    if mean.dim() != len(here) or (len(here) == 1 and (down or across)):
+        return None
+    if len(here) == 3:
+        mean = mean.permute(1, 2, 0)
+    if any(own not in (1, side) for own, side in zip(mean.shape, here, strict=True)):
+        return None
+    mean = mean.contiguous()  # float32, on the device: bf16 is widened, and rounded once
+    if not (down or across):
+
+        def forward(h: Tensor) -> tuple[Tensor, None]:
+            return torch.sub(h, mean, out=torch.empty_like(h, memory_format=torch.contiguous_format)), None
+
+        return Plain("centre", forward, lambda g, _: g), here
+    height, width, channels = here
+    if mean.shape[:2] != (1, 1):
+        return None
+    border = -mean
+
+    def padded(h: Tensor) -> tuple[Tensor, None]:
+        out = h.new_empty((*h.shape[:2], height + 2 * down, width + 2 * across, channels))
+        out.copy_(border)
+        torch.sub(h, mean, out=out[:, :, down : down + height, across : across + width])
+        return out, None
+
+    def crop(g: Tensor, _: Any) -> Tensor:
+        return g[:, :, down : down + height, across : across + width]
+
+    return Plain("centre", padded, crop), (height + 2 * down, width + 2 * across, channels)
