@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from fulcrum import coordinates
 from fulcrum.priors.paint import Recipes, invent, paint
 
+RECORDED = 20
+"""Steps before a GPU's work is recorded."""
 SEEN = 4000
 """Fresh pictures that a lesson ends with: to see what was learned, and for the means of the layers' inputs."""
 
@@ -35,6 +37,8 @@ class Lesson:
     smoothing: float = 0.1
     jitter: float = 1.0
     scale: float = 1.0
+    scene: float = 0.0
+    colours: float = 0.0
     seed: int = 0
 
 
@@ -58,22 +62,32 @@ def teach(
     decayed = [p for p in pupil.parameters() if p.dim() > 1]
     plain = [p for p in pupil.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": lesson.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimiser = torch.optim.AdamW(groups, lr=lesson.lr)
-    for step in range(lesson.steps):
-        for group in optimiser.param_groups:
-            group["lr"] = _rate(step, lesson)
+    rate = torch.tensor(lesson.lr, device=device)
+    optimiser = torch.optim.AdamW(groups, lr=rate, capturable=device.type == "cuda")
+    loss = torch.zeros((), device=device)
+
+    def study() -> None:
         if lesson.pool:
             batch = torch.randint(lesson.pool, (lesson.batch,), generator=generator, device=device)
             x, y = pictures[batch], kinds[batch]
         else:
             x, y = _pool(recipes, shape[1], lesson, generator, lesson.batch)
-        logits = pupil(_seen(x, step, lesson.seed))
-        loss = nn.functional.cross_entropy(logits, y, label_smoothing=lesson.smoothing)
+        found = nn.functional.cross_entropy(
+            pupil(seen(x, generator, lesson.colours)), y, label_smoothing=lesson.smoothing
+        )
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        found.backward()
         optimiser.step()
+        loss.copy_(found.detach())
+
+    go = study
+    for step in range(lesson.steps):
+        rate.fill_(_rate(step, lesson))
+        if step == RECORDED and device.type == "cuda" and lesson.pool:
+            go = _recorded(study, generator)
+        go()
         if (step + 1) % max(1, lesson.steps // 10) == 0:
-            say(f"step {step + 1}/{lesson.steps}: loss {float(loss.detach()):.2f}")
+            say(f"step {step + 1}/{lesson.steps}: loss {float(loss):.2f}")
     fresh, labels = _pool(recipes, shape[1], lesson, generator, SEEN)
     with torch.no_grad():
         right = float((pupil(_scaled(fresh)).argmax(dim=1) == labels).float().mean())
@@ -94,7 +108,7 @@ def _head(width: int, lesson: Lesson) -> nn.Linear:
 def _pool(recipes: Recipes, side: int, lesson: Lesson, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
     """Pictures as bytes [count, c, side, side] and their kinds [count]."""
     kinds = torch.randint(lesson.kinds, (count,), generator=generator, device=generator.device)
-    parts = [paint(recipes, part, side, generator, lesson.jitter) for part in kinds.split(2048)]
+    parts = [paint(recipes, part, side, generator, lesson.jitter, lesson.scene) for part in kinds.split(2048)]
     return torch.cat([(255 * part).round().to(torch.uint8) for part in parts]), kinds
 
 
@@ -107,13 +121,42 @@ def _scaled(pictures: Tensor) -> Tensor:
     return pictures.float() / 127.5 - 1
 
 
-def _seen(pictures: Tensor, step: int, seed: int) -> Tensor:
-    """The batch of a step, shifted by up to two pixels and perhaps mirrored, all pictures alike."""
-    down, across, mirrored = torch.randint(5, (3,), generator=torch.Generator().manual_seed(seed + 1_000_003 * step))
+def seen(pictures: Tensor, generator: torch.Generator, colours: float = 0.0) -> Tensor:
+    """Bytes [B, c, side, side] as a network sees them, in -1..1: each picture shifted by up to two pixels and perhaps
+    mirrored; with `colours` above 0 in another light and with stronger or weaker colours, too."""
+    count, channels, side, _ = pictures.shape
+    device = pictures.device
+
+    def uniform(*shape: int) -> Tensor:
+        return 2 * torch.rand(count, *shape, generator=generator, device=device) - 1
+
     moved = nn.functional.pad(_scaled(pictures), (2, 2, 2, 2), mode="replicate")
-    side = pictures.shape[-1]
-    moved = moved[..., int(down) : int(down) + side, int(across) : int(across) + side]
-    return moved.flip(-1) if int(mirrored) % 2 else moved
+    line = torch.arange(side, device=device)
+    down, across = (torch.randint(5, (count, 1), generator=generator, device=device) + line for _ in range(2))
+    across = torch.where(uniform(1) > 0, across, across.flip(1))
+    each = torch.arange(count, device=device)
+    moved = moved[each[:, None, None], :, down[:, :, None], across[:, None, :]].permute(0, 3, 1, 2)
+    if colours > 0:
+        middle = moved.mean(dim=(1, 2, 3), keepdim=True)
+        grey = moved.mean(dim=1, keepdim=True)
+        moved = grey + (moved - grey) * (1 + colours * uniform(1, 1, 1))
+        moved = middle + (moved - middle) * (1 + 0.5 * colours * uniform(1, 1, 1))
+        moved = (moved + 0.3 * colours * uniform(1, 1, 1) + 0.15 * colours * uniform(channels, 1, 1)).clamp(-1, 1)
+    return moved
+
+
+def _recorded(study: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+    """The same step as a CUDA graph: the small network would wait for Python otherwise."""
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        study()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        study()
+    return graph.replay
 
 
 @torch.no_grad()

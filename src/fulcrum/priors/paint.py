@@ -96,10 +96,13 @@ def invent(kinds: int, channels: int, generator: torch.Generator) -> Recipes:
     )
 
 
-def paint(recipes: Recipes, kinds: Tensor, side: int, generator: torch.Generator, jitter: float = 1.0) -> Tensor:
+def paint(
+    recipes: Recipes, kinds: Tensor, side: int, generator: torch.Generator, jitter: float = 1.0, scene: float = 0.0
+) -> Tensor:
     """Pictures [B, c, side, side] with values in 0..1 of the given kinds [B], each a little different.
 
-    generator: on the recipes' device. jitter scales how far pictures of a kind differ.
+    generator: on the recipes' device. jitter scales how far pictures of a kind differ. scene: the part of the pictures
+    whose figure stands before the picture of another kind in place of its own ground.
     """
     own = Recipes(**{name: value[kinds] for name, value in vars(recipes).items()})
     count, device = len(kinds), kinds.device
@@ -136,13 +139,19 @@ def paint(recipes: Recipes, kinds: Tensor, side: int, generator: torch.Generator
         flat = torch.zeros_like(own.ground[:, 0])
         behind = grains(own.ground[:, 0], flat, channels, side, generator) * own.ground[:, 1].view(-1, 1, 1, 1)
         ground = ground + behind
-    picture = ground + (body - ground) * inside[:, None]
+    picture, bare = ground + (body - ground) * inside[:, None], 1 - inside
     ends = own.ends + 0.08 * jitter * uniform(STROKES, 3, 2)
     for s in range(STROKES):
         wide = own.width[:, s] * (1 + 0.35 * jitter * uniform(1)[:, 0])
         near = _distance(x, y, ends[:, s])
         line = torch.sigmoid(soft * 2 * (wide.view(-1, 1, 1) - near)) * (own.width[:, s] > 0).view(-1, 1, 1)
-        picture = picture + (own.ink[:, s].view(count, channels, 1, 1) - picture) * line[:, None]
+        picture, bare = (
+            picture + (own.ink[:, s].view(count, channels, 1, 1) - picture) * line[:, None],
+            bare * (1 - line),
+        )
+    if scene > 0:
+        moved = bare[:, None] * (torch.rand(count, 1, 1, 1, generator=generator, device=device) < scene)
+        picture = picture + (picture.roll(1, dims=0) - picture) * moved
     light = 1 + 0.25 * uniform(1, 1, 1)
     picture = picture * light + (0.1 * uniform(1, 1, 1) if channels > 1 else 0) + 0.02 * normal(channels, side, side)
     return picture.clamp(0, 1)
