@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from fulcrum.grads import record
 from fulcrum.many import _group, run_many
 from fulcrum.models import Layout, initialise
 from fulcrum.priors import learn
+from fulcrum.study.job import job_from_json
 from fulcrum.types import RoundResult
 from helpers import toy_problem
 from test_federate import play
@@ -417,3 +419,11 @@ def test_machines_agree_on_the_means(tmp_path: Path) -> None:
     assert model_fingerprint(party, Layout.of(party)) != agreed
     (tmp_path / "terms.toml").write_text(write_terms(toy_terms(settings)))
     assert read_terms(tmp_path / "terms.toml").model.center
+
+
+def test_results_that_were_kept_before_are_still_found() -> None:
+    """The id of a plain job is what it was; that of a centred one is another."""
+    line, *_ = (Path(__file__).parents[1] / "results" / "paper" / "paper.jsonl").read_text().splitlines()
+    job = job_from_json(json.loads(line))
+    assert job.id == json.loads(line)["id"]
+    assert dataclasses.replace(job, settings=job.settings.replace(model={"center": True})).id != job.id

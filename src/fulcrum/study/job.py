@@ -14,6 +14,8 @@ from fulcrum.errors import ConfigError
 
 IDLE = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """What does not decide a result: the preset's name, where files lie. The privacy target is in the id apart."""
+LATER: dict[str, dict[str, Any]] = {"model": {"center": False}}
+"""Settings that are younger than kept results, and what those were made with: at that value they are not in the id."""
 READS: dict[str, tuple[str, ...]] = {
     "none": (),
     "fixed": ("C0",),
@@ -90,7 +92,8 @@ def identity(settings: Settings, epsilon: float | None, revision: int = 0) -> st
         idle = IDLE.get(section, ())
         if idle is None:
             continue
-        kept[section] = {name: value for name, value in values.items() if name not in idle}
+        later = LATER.get(section, {})
+        kept[section] = {n: v for n, v in values.items() if n not in idle and not (n in later and v == later[n])}
     read = READS.get(settings.clip.rule)
     if read is not None:
         kept["clip"] = {name: kept["clip"][name] for name in ("rule", "groups", *read)}
