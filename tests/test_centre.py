@@ -210,7 +210,7 @@ def _settings(**changes: object) -> Settings:
         privacy={"sigma": 0.5},
         data={"parties": 2, "partition": "iid", "min_examples": 1},
         train={"rounds": 2, "rate": 0.5, "lr": 0.1},
-        model={"init": "painted", "center": True},
+        model={"init": "painted", "coordinates": "centred"},
         clip={"rule": "fixed"},
         run={"device": "cpu", "engine": "reference"},
     )
@@ -245,8 +245,8 @@ def test_runs_with_other_means_are_not_mixed(tmp_path: Path) -> None:
     priors.write(tmp_path / "same.npz", found)
     priors.write(tmp_path / "other.npz", {**found, "3.mean": found["3.mean"] + 1})
     inits = ["painted", str(tmp_path / "same.npz"), str(tmp_path / "other.npz")]
-    feds = [prepare(_settings(model={"init": init, "center": True}), data) for init in inits]
-    plain = prepare(_settings(model={"center": False}), data)
+    feds = [prepare(_settings(model={"init": init, "coordinates": "centred"}), data) for init in inits]
+    plain = prepare(_settings(model={"coordinates": "plain"}), data)
     assert _group([*feds, plain]) == [[0, 1], [2], [3]]
     assert digest(plain.problem.model) == ""
 
@@ -259,7 +259,7 @@ def test_runs_with_other_means_are_not_mixed(tmp_path: Path) -> None:
 def test_painted_weights_have_means_and_compute_the_same_features(name: str, activation: str) -> None:
     settings = config.Model(name=name, activation=activation, init="painted")
     plain, moved = (
-        models.build(dataclasses.replace(settings, center=center), SHAPES[name], 10, 0) for center in (False, True)
+        models.build(dataclasses.replace(settings, coordinates=c), SHAPES[name], 10, 0) for c in ("plain", "centred")
     )
     assert isinstance(plain, nn.Sequential)
     assert isinstance(moved, nn.Sequential)
@@ -302,7 +302,7 @@ def test_the_means_that_come_along_are_those_of_painted_pictures(name: str, monk
 
 def test_a_rule_is_told_the_size_of_the_weights_not_of_the_means() -> None:
     data = _data(SHAPES["mnist-cnn"])
-    plain, moved = (public_shape(prepare(_settings(model={"center": c}), data)) for c in (False, True))
+    plain, moved = (public_shape(prepare(_settings(model={"coordinates": c}), data)) for c in ("plain", "centred"))
     assert moved.larger == pytest.approx(plain.larger, rel=0.02)
     assert dataclasses.replace(moved, larger=plain.larger) == plain
 
@@ -332,7 +332,7 @@ def test_what_cannot_be_centred_is_told_why(
     tmp_path: Path, settings: dict[str, str], arrays: dict[str, np.ndarray], words: str
 ) -> None:
     np.savez(tmp_path / "w.npz", **arrays)
-    wanted = config.Model(**{"init": str(tmp_path / "w.npz"), **settings}, center=True)  # type: ignore[arg-type]
+    wanted = config.Model(**{"init": str(tmp_path / "w.npz"), **settings}, coordinates="centred")  # type: ignore[arg-type]
     with pytest.raises(ModelError) as caught:
         models.build(wanted, (1, 28, 28), 10, 0)
     assert words in str(caught.value)
@@ -348,7 +348,7 @@ def test_what_cannot_be_centred_is_told_why(
     ],
 )
 def test_layers_that_cannot_take_a_mean_up_are_refused(layers: tuple[nn.Module, ...], words: str) -> None:
-    with pytest.raises(ModelError, match=r"model\.center") as caught:
+    with pytest.raises(ModelError, match=r"model\.coordinates") as caught:
         centred(nn.Sequential(*layers), {"0.mean": torch.zeros(1, 1, 1)})
     assert words in str(caught.value)
 
@@ -357,10 +357,10 @@ def test_a_model_made_in_python_is_centred_in_python() -> None:
     data = _data(SHAPES["mnist-cnn"])
     plain = models.build(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
     assert isinstance(plain, nn.Sequential)
-    with pytest.raises(ConfigError, match=r"model\.center"):
+    with pytest.raises(ConfigError, match=r"model\.coordinates"):
         prepare(_settings(), data, plain)
     own = centred(plain, means(plain, data.x_test))
-    assert prepare(_settings(model={"center": False}), data, own).problem.model is own
+    assert prepare(_settings(model={"coordinates": "plain"}), data, own).problem.model is own
 
 
 def test_a_run_leaves_a_plain_network_and_resumes_to_the_bit(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_a_run_leaves_a_plain_network_and_resumes_to_the_bit(tmp_path: Path) -> 
     plain = models.build(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
     plain.load_state_dict(weights)
     torch.testing.assert_close(plain(data.x_test), whole.model(data.x_test), rtol=1e-3, atol=1e-3)
-    again = prepare(_settings(model={"init": str(whole.folder / "model.safetensors"), "center": False}), data)  # type: ignore[operator]
+    again = prepare(_settings(model={"init": str(whole.folder / "model.safetensors"), "coordinates": "plain"}), data)  # type: ignore[operator]
     torch.testing.assert_close(again.problem.model(data.x_test), plain(data.x_test))
 
     def stop(result: RoundResult) -> None:
@@ -395,11 +395,11 @@ def test_the_command_line_teaches_means_and_trains_with_them(tmp_path: Path) -> 
     data = _data(SHAPES["mnist-cnn"], 40)
     np.savez(tmp_path / "data.npz", **{n: getattr(data, n).numpy() for n in ("x", "y", "x_test", "y_test")})
     words = ["run", "--data", str(tmp_path / "data.npz"), "--parties", "2", "--partition", "iid", "--rounds", "2"]
-    words += ["--sigma", "1", "--out", str(out), "--set", "model.center=true", "--set", "data.min_examples=1"]
+    words += ["--sigma", "1", "--out", str(out), "--set", "model.coordinates=centred", "--set", "data.min_examples=1"]
     assert main([*words, "--set", f"model.init={file}"]) == 0
     plain = models.build(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
     plain.load_state_dict(load_file(out / "model.safetensors"))
-    assert "center = true" in (out / "settings.toml").read_text()
+    assert 'coordinates = "centred"' in (out / "settings.toml").read_text()
 
 
 def test_machines_agree_on_the_means(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_machines_agree_on_the_means(tmp_path: Path) -> None:
         next(iter(party.buffers())).add_(1e-3)
     assert model_fingerprint(party, Layout.of(party)) != agreed
     (tmp_path / "terms.toml").write_text(write_terms(toy_terms(settings)))
-    assert read_terms(tmp_path / "terms.toml").model.center
+    assert read_terms(tmp_path / "terms.toml").model.coordinates == "centred"
 
 
 def test_results_that_were_kept_before_are_still_found() -> None:
@@ -426,4 +426,4 @@ def test_results_that_were_kept_before_are_still_found() -> None:
     line, *_ = (Path(__file__).parents[1] / "results" / "paper" / "paper.jsonl").read_text().splitlines()
     job = job_from_json(json.loads(line))
     assert job.id == json.loads(line)["id"]
-    assert dataclasses.replace(job, settings=job.settings.replace(model={"center": True})).id != job.id
+    assert dataclasses.replace(job, settings=job.settings.replace(model={"coordinates": "centred"})).id != job.id

@@ -83,10 +83,10 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
             "give an .npz with an array named person, or use unit example."
         )
     partition = split(dataset, settings.data, settings.run.seed)
-    if model is not None and settings.model.center:
+    if model is not None and settings.model.coordinates != "plain":
         raise ConfigError(
-            "model.center = true is for models that the settings name; set it to false, and hand over "
-            "fulcrum.coordinates.centred(model, means)."
+            "model.coordinates is for models that the settings name; set it to plain, and hand over "
+            "fulcrum.coordinates.centred(model, facts)."
         )
     if model is None:
         model = build(settings.model, tuple(dataset.x.shape[1:]), dataset.classes, settings.run.seed)

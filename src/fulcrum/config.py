@@ -70,10 +70,11 @@ class Model:
     init: str = "random"
     """Weights to start from, which must be public: random; painted (the CNNs, taught on pictures made of formulas: no
     data is involved); or an .npz or .safetensors file. Layers that a file leaves out are random."""
-    center: bool = False
-    """Train in centred coordinates: every layer sees its inputs less their mean over painted pictures, so that the mean
-    does not fill the norm that is clipped. The same networks, and the model that is kept is a plain one. Needs an init
-    that has the means: painted, or a file that `fulcrum prior` made."""
+    coordinates: str = "plain"
+    """In which the same network is trained: plain; centred (every layer sees its inputs less their mean over painted
+    pictures, so that the mean does not fill the norm that is clipped); whitened (all directions of the inputs to inner
+    layers vary alike there, too). The model that is kept is a plain one. All but plain need an init that has those
+    facts: painted, or a file that `fulcrum prior` made."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.partition": ("iid", "dirichlet", "shards", "quantity", "given"),
     "data.features": ("none", "scattering"),
     "model.activation": ("relu", "tanh", "tempered"),
+    "model.coordinates": ("plain", "centred", "whitened"),
     "train.schedule": ("constant", "linear", "cosine", "step"),
     "train.weights": ("examples", "uniform"),
     "train.server": ("sgd", "momentum", "adam"),

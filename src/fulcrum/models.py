@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fulcrum import config, priors
-from fulcrum.coordinates import centred
+from fulcrum import config, coordinates, priors
 from fulcrum.errors import ModelError
 from fulcrum.rng import stream_seed, torch_stream
 
@@ -246,18 +245,19 @@ def build(settings: config.Model, input_shape: Shape, classes: int, seed: int) -
 def _started(model: nn.Module, settings: config.Model, name: str) -> nn.Module:
     """The model with the weights that the settings name in place of random ones."""
     found = {} if settings.init == "random" else priors.read(settings.init, name, settings.activation)
-    weights, means = priors.parted(model, found)
+    weights, facts = priors.parted(model, found)
     if settings.init != "random":
         priors.put(model, weights, settings.init)
-    if not settings.center:
+    if settings.coordinates == "plain":
         return model
-    if not means:
+    facts = coordinates.wanted(facts, settings.coordinates)
+    if not facts:
         raise ModelError(
-            f"model.center = true needs the means of the layers' inputs, which model.init = {settings.init!r} does not "
-            "hold; use painted, or a file that `fulcrum prior` made."
+            f"model.coordinates = {settings.coordinates!r} needs what is known of the layers' inputs, which model.init = "
+            f"{settings.init!r} does not hold; use painted, or a file that `fulcrum prior` made."
         )
     *_, head = (parameter for parameter, _ in model.named_parameters())
-    return centred(model, means, head=head in weights)
+    return coordinates.centred(model, facts, head=head in weights)
 
 
 def initialise(model: nn.Module, generator: torch.Generator) -> None:

@@ -309,7 +309,7 @@ def _warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finishe
     if mode != "secure" and rule.private:
         found.append(f"The randomness is {mode}: for real data use privacy.randomness = secure.")
     if settings.model.init not in ("random", PAINTED):
-        what = "weights and means" if settings.model.center else "weights"
+        what = "weights" if settings.model.coordinates == "plain" else "weights and facts about layers"
         found.append(
             f"Training starts from the {what} in {settings.model.init}, which are taken to be public. If private data "
             "went into them, what that training cost adds to this epsilon."

@@ -19,6 +19,8 @@ def prior(
     pool: Annotated[int, typer.Option("--pool", min=0, help="Pictures painted beforehand; 0: new each step.")] = 0,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of 512 pictures.")] = 8000,
     jitter: Annotated[float, typer.Option("--jitter", min=0.0, help="How far pictures of a kind differ.")] = 1.0,
+    scene: Annotated[float, typer.Option("--scene", min=0.0, max=1.0, help="Part with another picture behind.")] = 0.0,
+    colours: Annotated[float, typer.Option("--colours", min=0.0, max=1.0, help="How far colours are changed.")] = 0.0,
     scale: Annotated[float, typer.Option("--scale", min=1e-3, help="Multiplies the weights at the end.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of recipes, pictures and first weights.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -51,8 +53,10 @@ def prior(
         )
     built = models.build(config.Model(name=model, activation=activation), shapes[model], 10, seed)
     assert isinstance(built, nn.Sequential)
-    lesson = learn.Lesson(kinds=kinds, pool=pool, steps=steps, jitter=jitter, scale=scale, seed=seed)
+    lesson = learn.Lesson(
+        kinds=kinds, pool=pool, steps=steps, jitter=jitter, scene=scene, colours=colours, scale=scale, seed=seed
+    )
     place = api.find_device(device)
     right = learn.teach(built, shapes[model], lesson, place, lambda line: view.say(line, quiet))
-    priors.write(out, {**learn.lessons(built), **learn.means(built, shapes[model], lesson, place)})
+    priors.write(out, {**learn.lessons(built), **learn.facts(built, shapes[model], lesson, place)})
     typer.echo(f"wrote {out}; the network tells {100 * right:.1f}% of {kinds} kinds. Use it: --set model.init={out}")

@@ -166,16 +166,16 @@ def _flatten_back(layer: nn.Flatten, memo: torch.Size, params: Params, g: Tensor
 
 def _centre_run(layer: Centre, x: Tensor, params: Params, mine: bool) -> tuple[Tensor, torch.Size]:
     if any(layer.padding):
-        return F.pad(x, layer.sides).sub_(layer.mean), x.shape
+        return layer.mixed(F.pad(x, layer.sides).sub_(layer.mean)), x.shape
     into = x if mine else torch.empty_like(x)  # laid out as x is, whatever the mean is
-    return torch.sub(x, layer.mean, out=into), x.shape
+    return layer.mixed(torch.sub(x, layer.mean, out=into)), x.shape
 
 
 def _centre_back(layer: Centre, memo: torch.Size, params: Params, g: Tensor) -> Tensor:
     if not any(layer.padding):
-        return g
+        return layer.mixed(g)
     down, across = layer.padding
-    return g[:, :, down : down + memo[2], across : across + memo[3]]
+    return layer.mixed(g[:, :, down : down + memo[2], across : across + memo[3]])
 
 
 # --- pooling ------------------------------------------------------------------------------------

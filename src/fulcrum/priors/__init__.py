@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulcrum.coordinates import MEAN
+from fulcrum.coordinates import MEAN, MIX
 from fulcrum.errors import ModelError
 
 FOLDER = Path(__file__).parent
@@ -66,11 +66,11 @@ def write(file: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def parted(model: torch.nn.Module, found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a file holds as (weights, means of layers' inputs). A mean is "3.mean" for a layer that has a 3.weight."""
+    """What a file holds as (weights, facts about layers' inputs): "3.mean" and "3.mix" for a layer that has a 3.weight."""
     own = dict(model.named_parameters())
-    layers = {name.rpartition(".")[0] + MEAN for name in own if name.endswith(".weight")} - set(own)
-    means = {name: value for name, value in found.items() if name in layers}
-    return {name: value for name, value in found.items() if name not in means}, means
+    layers = {name.removesuffix(".weight") for name in own if name.endswith(".weight")}
+    facts = {layer + what for layer in layers for what in (MEAN, MIX)} - set(own)
+    return {k: v for k, v in found.items() if k not in facts}, {k: v for k, v in found.items() if k in facts}
 
 
 def put(model: torch.nn.Module, weights: Mapping[str, Tensor], name: str) -> None:

@@ -14,8 +14,8 @@ from fulcrum.priors.paint import Recipes, invent, paint
 
 RECORDED = 20
 """Steps before a GPU's work is recorded."""
-SEEN = 4000
-"""Fresh pictures that a lesson ends with: to see what was learned, and for the means of the layers' inputs."""
+SEEN = 8000
+"""Fresh pictures that a lesson ends with: to see what was learned, and for what is to be known of layers' inputs."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class Lesson:
 
     kinds: of pictures to tell apart. pool: pictures painted beforehand, each seen several times; 0: every batch is
     painted anew, which is slower and never repeats a picture. steps: of `batch` pictures each, shifted and mirrored,
-    with AdamW at a learning rate that rises to lr and falls to zero. jitter: how far pictures of a kind differ. scale:
-    what every weight tensor is multiplied by at the end (see `rescale`).
+    with AdamW at a learning rate that rises to lr and falls to zero. jitter: how far pictures of a kind differ. scene:
+    the part of the pictures whose figure stands before a picture of another kind. colours: how far light and colours
+    are changed each time a picture is seen. scale: what every weight tensor is multiplied by at the end (`rescale`).
     """
 
     kinds: int = 1000
@@ -182,8 +183,9 @@ def lessons(model: nn.Sequential) -> dict[str, Tensor]:
     return {name: value.detach().cpu() for name, value in model.named_parameters() if not name.startswith(last)}
 
 
-def means(model: nn.Sequential, shape: tuple[int, ...], lesson: Lesson, device: torch.device) -> dict[str, Tensor]:
-    """The mean input of every layer over SEEN fresh painted pictures of a lesson, for model.center: "3.mean" and so on.
+def facts(model: nn.Sequential, shape: tuple[int, ...], lesson: Lesson, device: torch.device) -> dict[str, Tensor]:
+    """What model.coordinates needs: mean ("3.mean") and whitening matrix ("3.mix") of layers' inputs, over SEEN fresh
+    painted pictures of a lesson.
 
     Call it after `teach`, on the weights that are kept; they may also be from elsewhere: the files that come along were
     given theirs by this, with the lesson's defaults. The model's layers are moved to the device.
@@ -191,5 +193,6 @@ def means(model: nn.Sequential, shape: tuple[int, ...], lesson: Lesson, device: 
     recipes = invent(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
     generator = torch.Generator(device).manual_seed(lesson.seed + 3)
     pictures, _ = _pool(recipes, shape[1], lesson, generator, SEEN)
-    found = coordinates.means(model.to(device), _scaled(pictures))
+    model, x = model.to(device), _scaled(pictures)
+    found = {**coordinates.means(model, x), **coordinates.mixes(model, x)}
     return {name: value.cpu() for name, value in found.items()}

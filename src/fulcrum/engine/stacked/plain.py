@@ -165,12 +165,19 @@ def centre(layer: Centre, here: tuple[int, ...]) -> tuple[Plain, tuple[int, ...]
     if any(own not in (1, side) for own, side in zip(mean.shape, here, strict=True)):
         return None
     mean = mean.contiguous()  # float32, on the device: bf16 is widened, and rounded once
+    mix = layer.mix
+    if mix is not None and mix.shape[0] != here[-1]:
+        return None
+
+    def mixed(h: Tensor) -> Tensor:  # its own way back, for M is symmetric
+        return h if mix is None else (h.reshape(-1, h.shape[-1]) @ mix.to(h.dtype)).view(h.shape)
+
     if not (down or across):
 
         def forward(h: Tensor) -> tuple[Tensor, None]:
-            return torch.sub(h, mean, out=torch.empty_like(h, memory_format=torch.contiguous_format)), None
+            return mixed(torch.sub(h, mean, out=torch.empty_like(h, memory_format=torch.contiguous_format))), None
 
-        return Plain("centre", forward, lambda g, _: g), here
+        return Plain("centre", forward, lambda g, _: mixed(g)), here
     height, width, channels = here
     if mean.shape[:2] != (1, 1):
         return None
@@ -180,9 +187,9 @@ def centre(layer: Centre, here: tuple[int, ...]) -> tuple[Plain, tuple[int, ...]
         out = h.new_empty((*h.shape[:2], height + 2 * down, width + 2 * across, channels))
         out.copy_(border)
         torch.sub(h, mean, out=out[:, :, down : down + height, across : across + width])
-        return out, None
+        return mixed(out), None
 
     def crop(g: Tensor, _: Any) -> Tensor:
-        return g[:, :, down : down + height, across : across + width]
+        return mixed(g[:, :, down : down + height, across : across + width])
 
     return Plain("centre", padded, crop), (height + 2 * down, width + 2 * across, channels)
