@@ -55,6 +55,7 @@ def teach(
     assert isinstance(last, nn.Linear)
     head = _head(last.in_features, lesson)
     pupil = nn.Sequential(*list(model)[:-1], head).to(device)
+    pupil = pupil.to(memory_format=torch.channels_last)  # as `seen` lays pictures out
     recipes = invent(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
     generator = torch.Generator(device).manual_seed(lesson.seed + 1)
     if lesson.pool:
@@ -73,9 +74,9 @@ def teach(
             x, y = pictures[batch], kinds[batch]
         else:
             x, y = _pool(recipes, shape[1], lesson, generator, lesson.batch)
-        found = nn.functional.cross_entropy(
-            pupil(seen(x, generator, lesson.colours)), y, label_smoothing=lesson.smoothing
-        )
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
+            logits = pupil(seen(x, generator, lesson.colours))
+        found = nn.functional.cross_entropy(logits.float(), y, label_smoothing=lesson.smoothing)
         optimiser.zero_grad(set_to_none=True)
         found.backward()
         optimiser.step()
