@@ -221,14 +221,19 @@ def test_the_first_step_length_is_the_noise_the_weights_can_bear() -> None:
     [
         ({"depth": 1}, 112.5),  # a single layer: the noise alone decides
         ({"depth": 2}, 4.0),
-        ({"depth": 2, "steps": 4.0}, 16.0),
+        ({"depth": 2, "steps": 4.0, "rounds": 200}, 16.0),
+        ({"depth": 2, "steps": 4.0, "rounds": 400}, 16.0),
+        ({"depth": 2, "steps": 4.0, "rounds": 50}, 8.0),  # a short run cannot afford to overshoot
+        ({"depth": 2, "steps": 4.0, "rounds": 2}, 4.0),  # but no shorter than with one step
+        ({"depth": 2, "steps": 1.0, "rounds": 2}, 4.0),
         ({"depth": 2, "larger": 2.0}, 2.0),  # learned weights
         ({"depth": 2, "larger": 2.0, "first": 0.1}, 4.0),  # with momentum on the server
-        ({"depth": 2, "larger": 2.0, "steps": 4.0}, 16.0),
+        ({"depth": 2, "larger": 2.0, "steps": 4.0, "rounds": 200}, 16.0),
+        ({"depth": 2, "larger": 2.0, "steps": 4.0, "rounds": 2}, 2.0),
     ],
 )
 def test_with_little_noise_the_first_step_length_of_deep_models_is_bounded(facts: dict, expected: float) -> None:
-    shape = Shape(DIM, (DIM,), start=5.0, noise=0.02 / 12, rounds=100, **facts)
+    shape = Shape(DIM, (DIM,), start=5.0, noise=0.02 / 12, **{"rounds": 100, **facts})
     assert float(MOO.init(Clip(balance=2.5, reach=0.8), shape)["step"]) == pytest.approx(expected)
 
 

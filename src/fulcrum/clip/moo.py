@@ -115,6 +115,8 @@ MOO_C = ClipRule(
 
 SINGLE = 3.0
 """How many times more noise than `balance` says a model of one layer bears."""
+LONG = 200
+"""Runs of at least so many rounds can afford first rounds that overshoot."""
 FACTOR = 3.0
 """C falls or rises by this in one round of the search."""
 BETTER = 1.5
@@ -132,10 +134,12 @@ def farthest(settings: Clip, shape: Shape) -> float:
 
     With one step a round all parties' first gradients point the same way, and weights that were learned, and so are
     larger than random ones, turn a step into a larger change of what the network computes: less, unless the server's
-    momentum makes the first steps short anyway.
+    momentum makes the first steps short anyway. N local steps go N times as far in a run that is long enough to get
+    over first rounds that overshot; a shorter one starts with less.
     """
     one = min(1.0, 1 / (shape.larger * shape.first))
-    return settings.reach * (shape.steps if shape.steps > 1 else one)
+    several = shape.steps * min(1.0, (shape.rounds / LONG) ** 0.5) if shape.steps > 1 else 0.0
+    return settings.reach * max(one, several)
 
 
 def init_balanced(settings: Clip, shape: Shape) -> State:
@@ -182,7 +186,7 @@ def search(state: State, released: Released) -> State:
     shows = now >= floor
     down_on = (phase == DOWN) & ((last == 0) | ~shows | (now > BETTER * last))
     level = (phase == DOWN) & ~down_on
-    # Only a C whose own signal was clear may be returned to. Else the smaller C is the safer side of what cannot be told.
+    # Only a C whose own signal was clear may be returned to; else the smaller C is the safer side.
     turn = level & (last >= CLEAR * floor)
     rest = level & ~turn
     up_on = (phase == UP) & shows & (now >= last / BETTER)
