@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fulcrum import testing
-from fulcrum.clip import RULES, Shape, find_rule
+from fulcrum.clip import RULES, Shape, find_rule, moo
 from fulcrum.clip.fixed import FIXED, clip_to_C, no_extra, shrink
 from fulcrum.clip.moo import MOO, MOO_C
 from fulcrum.clip.oso import OSO
@@ -221,14 +221,19 @@ def test_the_first_step_length_is_the_noise_the_weights_can_bear() -> None:
     [
         ({"depth": 1}, 112.5),  # a single layer: the noise alone decides
         ({"depth": 2}, 4.0),
-        ({"depth": 2, "steps": 4.0}, 16.0),
+        ({"depth": 2, "steps": 4.0, "rounds": 200}, 16.0),
+        ({"depth": 2, "steps": 4.0, "rounds": 400}, 16.0),
+        ({"depth": 2, "steps": 4.0, "rounds": 50}, 8.0),  # a short run cannot afford to overshoot
+        ({"depth": 2, "steps": 4.0, "rounds": 2}, 4.0),  # but no shorter than with one step
+        ({"depth": 2, "steps": 1.0, "rounds": 2}, 4.0),
         ({"depth": 2, "larger": 2.0}, 2.0),  # learned weights
         ({"depth": 2, "larger": 2.0, "first": 0.1}, 4.0),  # with momentum on the server
-        ({"depth": 2, "larger": 2.0, "steps": 4.0}, 16.0),
+        ({"depth": 2, "larger": 2.0, "steps": 4.0, "rounds": 200}, 16.0),
+        ({"depth": 2, "larger": 2.0, "steps": 4.0, "rounds": 2}, 2.0),
     ],
 )
 def test_with_little_noise_the_first_step_length_of_deep_models_is_bounded(facts: dict, expected: float) -> None:
-    shape = Shape(DIM, (DIM,), start=5.0, noise=0.02 / 12, rounds=100, **facts)
+    shape = Shape(DIM, (DIM,), start=5.0, noise=0.02 / 12, **{"rounds": 100, **facts})
     assert float(MOO.init(Clip(balance=2.5, reach=0.8), shape)["step"]) == pytest.approx(expected)
 
 
@@ -269,6 +274,53 @@ def test_C_is_found_near_the_norm_of_the_gradients_from_far_above_and_below(knee
 
 def test_the_search_would_not_end_there_if_the_knee_were_elsewhere() -> None:
     assert _search(0.05, 1.0)[-1] < 0.1 < _search(5.0, 1.0)[-1]
+
+
+def _noisy_search(seed: int, knee: float, C0: float, length: float, rounds: int = 12) -> float:
+    """Where C ends when |u| is `length` below the knee, falls as 1/C above, and the noise is really there."""
+    generator = torch.Generator().manual_seed(seed)
+    state = _start(C0=C0, lr=1e-3)
+    direction = torch.ones(DIM) / math.sqrt(DIM)
+    for _ in range(rounds):
+        C = float(torch.linalg.vector_norm(state["C"]))
+        u = direction * length * min(1.0, knee / C) + 0.02 * torch.randn(DIM, generator=generator)
+        state = dict(MOO.adapt(state, _seen(state, u, lr=1e-3)))
+    return float(torch.linalg.vector_norm(state["C"]))
+
+
+SHOWN = math.sqrt(moo.SIGNIFICANT * 0.02**2 * math.sqrt(2 * DIM))
+"""The length of a signal that just shows."""
+
+
+def test_C_does_not_return_to_where_no_signal_showed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def course(lengths: list[float]) -> list[float]:
+        state, found = _start(C0=9.0, lr=1e-3), []
+        for length in lengths:
+            found.append(float(torch.linalg.vector_norm(state["C"])))
+            state = dict(MOO.adapt(state, _seen(state, _signal(length), lr=1e-3)))
+        return found
+
+    # Nothing at C = 9, hardly anything at 3: that is no reason to try 27 and to settle at 9.
+    hidden = [0.6 * SHOWN, 1.05 * SHOWN, 0.3 * SHOWN, 0.6 * SHOWN, 0.6 * SHOWN]
+    assert course(hidden) == pytest.approx([9.0, 3.0, 1.0, 1.0, 1.0])
+    clear = [2.0 * SHOWN, 2.0 * SHOWN, 0.3 * SHOWN, 2.0 * SHOWN, 2.0 * SHOWN]
+    assert course(clear) == pytest.approx([9.0, 3.0, 27.0, 9.0, 9.0]), "clear signals are compared, and C rises"
+    monkeypatch.setattr(moo, "CLEAR", 0.0)
+    assert course(hidden) == pytest.approx([9.0, 3.0, 27.0, 9.0, 9.0]), "what the comparison does without the condition"
+
+
+def test_noise_that_hides_the_signal_does_not_leave_C_far_above_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large() -> int:
+        return sum(_noisy_search(seed, knee=3.0, C0=10.0, length=1.05 * SHOWN) > 6.0 for seed in range(60))
+
+    assert too_large() <= 2
+    monkeypatch.setattr(moo, "CLEAR", 0.0)
+    assert too_large() >= 8, "the test must be able to fail"
+
+
+def test_noise_that_hides_nothing_leaves_the_search_as_good_as_without() -> None:
+    ends = [_noisy_search(seed, knee=3.0, C0=C0, length=4 * SHOWN) for seed in range(20) for C0 in (0.1, 100.0)]
+    assert sum(0.9 <= C <= 6.0 for C in ends) >= 36, ends
 
 
 def test_without_any_signal_C_falls_to_its_floor_and_no_further() -> None:

@@ -138,7 +138,7 @@ class Clip:
     reach: float = 0.8
     """moo: the most that its first step length may be for a local step, in units of the norm that random weights have:
     where the noise is small, not it but the shape of the loss limits the step. Less for one step a round from weights
-    that were learned; not for a single layer."""
+    that were learned, and for several steps in runs of fewer than 200 rounds; not for a single layer."""
     growth: float = 1.5
     """moo: the step length never exceeds its first value by more than this factor."""
     eta_C: float = 0.03

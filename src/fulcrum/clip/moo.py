@@ -31,7 +31,8 @@ standard deviation nu in each of d coordinates. The server applies theta <- thet
   2. C is searched where the signal |u_t|^2 - nu^2 d (an unbiased estimate, since nu is public) stops
      rising when C falls: above the gradients' norms a larger C only shrinks u_t, below them it changes
      nothing but the bias. C falls by 3 while that helps or while no signal shows; then rises by 3
-     until it hurts. A C that ends too small is harmless, as the noise is in units of C as well.
+     until it hurts. A C that ends too small is harmless, as the noise is in units of C as well: where
+     the noise hides whether C helps, C does not rise.
   3. eta N C never exceeds s, so that several local steps do not run ahead of the server.
 
 docs/moo.md derives it and shows what was measured.
@@ -114,12 +115,17 @@ MOO_C = ClipRule(
 
 SINGLE = 3.0
 """How many times more noise than `balance` says a model of one layer bears."""
+LONG = 200
+"""Runs of at least so many rounds can afford first rounds that overshoot."""
 FACTOR = 3.0
 """C falls or rises by this in one round of the search."""
 BETTER = 1.5
 """A signal (in squares) this many times the last one is taken for a change."""
 SIGNIFICANT = 3.0
 """Standard deviations of the estimate below which there is no signal."""
+CLEAR = 2.0
+"""How many times what it takes to show a signal must be before C may rise on a comparison of two rounds. At 6 standard
+deviations equal signals look `BETTER` times apart in one of twenty comparisons; at 3, in one of five."""
 DOWN, DONE, UP = -1, 0, 1
 
 
@@ -128,10 +134,12 @@ def farthest(settings: Clip, shape: Shape) -> float:
 
     With one step a round all parties' first gradients point the same way, and weights that were learned, and so are
     larger than random ones, turn a step into a larger change of what the network computes: less, unless the server's
-    momentum makes the first steps short anyway.
+    momentum makes the first steps short anyway. N local steps go N times as far in a run that is long enough to get
+    over first rounds that overshot; a shorter one starts with less.
     """
     one = min(1.0, 1 / (shape.larger * shape.first))
-    return settings.reach * (shape.steps if shape.steps > 1 else one)
+    several = shape.steps * min(1.0, (shape.rounds / LONG) ** 0.5) if shape.steps > 1 else 0.0
+    return settings.reach * max(one, several)
 
 
 def init_balanced(settings: Clip, shape: Shape) -> State:
@@ -177,17 +185,21 @@ def search(state: State, released: Released) -> State:
     last, phase = state["signal"], state["phase"]
     shows = now >= floor
     down_on = (phase == DOWN) & ((last == 0) | ~shows | (now > BETTER * last))
-    turn = (phase == DOWN) & ~down_on
+    level = (phase == DOWN) & ~down_on
+    # Only a C whose own signal was clear may be returned to; else the smaller C is the safer side.
+    turn = level & (last >= CLEAR * floor)
+    rest = level & ~turn
     up_on = (phase == UP) & shows & (now >= last / BETTER)
     stop = (phase == UP) & ~up_on
-    factor = torch.where(down_on | stop, 1 / FACTOR, torch.where(turn, FACTOR**2, torch.where(up_on, FACTOR, 1.0)))
+    fall = down_on | rest | stop
+    factor = torch.where(fall, 1 / FACTOR, torch.where(turn, FACTOR**2, torch.where(up_on, FACTOR, 1.0)))
     used = torch.linalg.vector_norm(state["C"])
     wish = torch.where(phase == DONE, state["wish"], used * factor)
     seen = torch.where(shows, torch.where(up_on, torch.maximum(now, last), now), torch.where(last > 0, last, floor))
     return {
         **state,
         "wish": wish.clamp(state["C_min"], state["C_max"]),
-        "phase": torch.where(turn, UP, torch.where(stop, DONE, phase)),
+        "phase": torch.where(turn, UP, torch.where(stop | rest, DONE, phase)),
         "signal": torch.where(down_on | up_on, seen, last),
     }
 
