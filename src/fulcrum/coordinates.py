@@ -1,9 +1,9 @@
 """Other coordinates for the same networks: layers that see their inputs centred, or centred and whitened.
 
-A layer W x + b is written V M (x - m) + b' with V M = W and b' = b + W m: as many parameters, the same functions. But an
-example's gradient in V is then (gradient of the output) x (M (x - m)). The part m that all inputs share no longer fills
-the norm that is clipped, and with M = (covariance of x)^-1/2 neither do the few directions in which inputs vary most;
-the noise spreads over the features by how much they vary. m and M must be public. Why, and what it gains:
+A layer W x + b is written V M (x - m) + b' with V M = W and b' = b + W m: as many parameters, the same functions. But
+an example's gradient in V is then (gradient of the output) x (M (x - m)). The part m that all inputs share no longer
+fills the norm that is clipped, and with M = (covariance of x)^-1/2 neither do the few directions in which inputs vary
+most; the noise spreads over the features by how much they vary. m and M must be public. Why, and what it gains:
 docs/decisions/0008-centred-coordinates.md.
 
     facts = {**means(plain, pictures), **mixes(plain, pictures)}  # without the mixes: centred only
@@ -38,7 +38,7 @@ BATCH = 250
 
 
 class Centre(nn.Module):
-    """Pads images with zeros, then takes a fixed mean off everywhere, the border included; then mixes channels or features.
+    """Pads images with zeros, takes a fixed mean off everywhere, the border included, then mixes channels or features.
 
     mean: without the batch, as large as one example or [C, 1, 1] for all pixels alike. padding: rows and columns of
     zeros on each side. A convolution without padding after it computes what the one with padding did: for its weights
@@ -82,7 +82,7 @@ class Centre(nn.Module):
 
 
 def centred(model: nn.Module, facts: Mapping[str, Tensor], head: bool = False) -> nn.Sequential:
-    """A copy of a plain sequence in which every Linear and Conv2d sees its input less its mean, and mixed if there is a mix.
+    """A copy of a plain sequence in which every Linear and Conv2d sees its input less its mean, mixed where facts say so.
 
     facts: as `means` and `mixes` give them, e.g. {"0.mean": [C, 1, 1], "7.mean": [C, H, W], "7.mix": [F, F]}. Parameters
     keep their names. Weights and biases are changed so that all layers compute what they did; the last one's only with
@@ -133,7 +133,11 @@ def folded(model: nn.Module, params: Mapping[str, Tensor] | None = None) -> dict
     out = {name: value.detach() for name, value in given.items()}
     for place, centre in moved(model).items():
         name = place.removesuffix(".bias")
-        layer, weight, bias = model.get_submodule(name), all_of_them[f"{name}.weight"].detach(), all_of_them[place].detach()
+        layer, weight, bias = (
+            model.get_submodule(name),
+            all_of_them[f"{name}.weight"].detach(),
+            all_of_them[place].detach(),
+        )
         if centre.mix is not None:
             weight = out[f"{name}.weight"] = _over(layer, weight, centre.mix.double()).to(weight.dtype)
         out[place] = (bias - _through(layer, weight, centre.mean)).to(bias.dtype)
@@ -255,9 +259,7 @@ def _over(layer: Any, weight: Tensor, mix: Tensor) -> Tensor:
 def _checked(model: nn.Module, facts: Mapping[str, Tensor]) -> nn.Sequential:
     """The model; ModelError unless it can be centred, and there is a mean of the right size for every layer."""
     if type(model) is not nn.Sequential:
-        raise ModelError(
-            f"model.coordinates needs a torch.nn.Sequential, not {type(model).__name__}; set it to plain."
-        )
+        raise ModelError(f"model.coordinates needs a torch.nn.Sequential, not {type(model).__name__}; set it to plain.")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if len(names) != len(dict(model.named_parameters())):
         raise ModelError("model.coordinates needs parameters that belong to one layer each; set it to plain.")
@@ -274,9 +276,7 @@ def _checked(model: nn.Module, facts: Mapping[str, Tensor]) -> nn.Sequential:
                 f"model.coordinates needs the mean input of layer {name!r}, but there is no {name + MEAN}."
             )
         if layer.bias is None:
-            raise ModelError(
-                f"model.coordinates needs a bias in layer {name!r}, which takes the mean up; give it one."
-            )
+            raise ModelError(f"model.coordinates needs a bias in layer {name!r}, which takes the mean up; give it one.")
         if isinstance(layer, nn.Conv2d):
             if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
                 raise ModelError(f"model.coordinates needs layer {name!r} to be padded with zeros, by numbers.")

@@ -120,6 +120,7 @@ def public_shape(federation: Federation) -> Shape:
         larger=larger if larger > LEARNED else 1.0,
         first=train.server_lr if SERVERS[train.server].scales else 1.0,
         depth=problem.layout.depth,
+        mixed=any(centre.mix is not None for centre in left_out.values()),
         noise=noise,
         rounds=train.rounds,
         lr=lr,
