@@ -79,6 +79,8 @@ COMMANDS = {
         "--pool",
         "--steps",
         "--jitter",
+        "--scene",
+        "--colours",
         "--scale",
         "--seed",
         "--device",

@@ -4,7 +4,7 @@ A layer W x + b is written V M (x - m) + b' with V M = W and b' = b + W m: as ma
 an example's gradient in V is then (gradient of the output) x (M (x - m)). The part m that all inputs share no longer
 fills the norm that is clipped, and with M = (covariance of x)^-1/2 neither do the few directions in which inputs vary
 most; the noise spreads over the features by how much they vary. m and M must be public. Why, and what it gains:
-docs/decisions/0008-centred-coordinates.md.
+docs/decisions/0008-coordinates.md.
 
     facts = {**means(plain, pictures), **mixes(plain, pictures)}  # without the mixes: centred only
     model = centred(plain, facts)  # computes what `plain` computes, but for the last layer
@@ -82,11 +82,11 @@ class Centre(nn.Module):
 
 
 def centred(model: nn.Module, facts: Mapping[str, Tensor], head: bool = False) -> nn.Sequential:
-    """A copy of a plain sequence in which every Linear and Conv2d sees its input less its mean, mixed where facts say so.
+    """A copy of a plain sequence in which every Linear and Conv2d sees its input less its mean, mixed where asked.
 
-    facts: as `means` and `mixes` give them, e.g. {"0.mean": [C, 1, 1], "7.mean": [C, H, W], "7.mix": [F, F]}. Parameters
-    keep their names. Weights and biases are changed so that all layers compute what they did; the last one's only with
-    `head`: where it is drawn at random it may as well stay what it is.
+    facts: as `means` and `mixes` give them, e.g. {"0.mean": [C, 1, 1], "7.mean": [C, H, W], "7.mix": [F, F]}.
+    Parameters keep their names. Weights and biases are changed so that all layers compute what they did; the last
+    one's only with `head`: where it is drawn at random it may as well stay what it is.
     """
     made = copy.deepcopy(_checked(model, facts))
     layers, flattened = list(_weighted(made)), _flattened(made)
@@ -180,11 +180,11 @@ def means(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def mixes(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
-    """What whitens the input of every Linear and Conv2d of a plain sequence but the first and the last, by name: "3.mix".
+    """What whitens the input of every layer of a plain sequence but the first and the last, by name: "3.mix".
 
-    M = (covariance over public pictures [B, C, H, W], as fed to it)^-1/2, times a number so that the sum of all variances
-    stays: [C, C] over channels before a convolution, [F, F] before a Linear. The first layer's input has no channels
-    worth mixing, and features that the last layer sees are few and were made to be told apart: measured, both lose.
+    M = (covariance over public pictures [B, C, H, W], as fed to it)^-1/2, times a number so that the sum of all
+    variances stays: [C, C] over channels before a convolution, [F, F] before a Linear. The first layer's input has no
+    channels worth mixing, and the last one sees few features, made to be told apart: measured, both lose.
     """
     layers = list(_weighted(model))
     sums: dict[str, Tensor] = {}
@@ -210,7 +210,8 @@ def _whitens(covariance: Tensor) -> Tensor:
     found = vectors @ torch.diag((values / values.mean()) ** -0.5) @ vectors.T
     scale = (torch.trace(covariance) / torch.trace(found @ covariance @ found)).sqrt()
     found = found * scale
-    return ((found + found.T) / 2).float()
+    even: Tensor = (found + found.T) / 2
+    return even.float()
 
 
 def digest(model: nn.Module) -> str:
@@ -302,5 +303,6 @@ def _check_mix(name: str, layer: Any, mix: Tensor | None) -> None:
     if not square or not torch.allclose(mix, mix.T, rtol=1e-3, atol=1e-6 * float(mix.abs().max())):
         seen = "x".join(map(str, mix.shape))
         raise ModelError(
-            f"model.coordinates = whitened: {name + MIX} ({seen}) is not a symmetric matrix of the {inputs} inputs of {name!r}."
+            f"model.coordinates = whitened: {name + MIX} ({seen}) is not a symmetric matrix of the {inputs} inputs of "
+            f"{name!r}."
         )

@@ -253,8 +253,8 @@ def _started(model: nn.Module, settings: config.Model, name: str) -> nn.Module:
     facts = coordinates.wanted(facts, settings.coordinates)
     if not facts:
         raise ModelError(
-            f"model.coordinates = {settings.coordinates!r} needs what is known of the layers' inputs, which model.init = "
-            f"{settings.init!r} does not hold; use painted, or a file that `fulcrum prior` made."
+            f"model.coordinates = {settings.coordinates!r} needs what is known of the layers' inputs, which model.init "
+            f"= {settings.init!r} does not hold; use painted, or a file that `fulcrum prior` made."
         )
     *_, head = (parameter for parameter, _ in model.named_parameters())
     return coordinates.centred(model, facts, head=head in weights)

@@ -19,9 +19,9 @@ class Shape:
     dim: d. tensors: the number of elements of each parameter tensor, in order. groups: for each
     parameter tensor, the group (0..G-1) it is clipped in, as `clip.groups` asks; empty when flat.
     start: the norm that random initial weights of these layers have; larger: how many times that the weights
-    at hand have, at least 1. depth: how many layers. mixed: whether the inputs of some are whitened. first: the part
-    of an update that the server's optimiser applies at once. noise: as in `Released`, as expected beforehand (0 where nothing is noised). rounds, lr and
-    steps: T, eta and N as set.
+    at hand have, at least 1. depth: how many layers. mixed: whether the inputs of some are whitened. first: the
+    part of an update that the server's optimiser applies at once. noise: as in `Released`, as expected beforehand
+    (0 where nothing is noised). rounds, lr and steps: T, eta and N as set.
     """
 
     dim: int

@@ -66,7 +66,7 @@ def write(file: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def parted(model: torch.nn.Module, found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a file holds as (weights, facts about layers' inputs): "3.mean" and "3.mix" for a layer that has a 3.weight."""
+    """What a file holds as (weights, facts about layers' inputs): "3.mean", "3.mix" for a layer that has 3.weight."""
     own = dict(model.named_parameters())
     layers = {name.removesuffix(".weight") for name in own if name.endswith(".weight")}
     facts = {layer + what for layer in layers for what in (MEAN, MIX)} - set(own)

@@ -55,7 +55,7 @@ def teach(
     assert isinstance(last, nn.Linear)
     head = _head(last.in_features, lesson)
     pupil = nn.Sequential(*list(model)[:-1], head).to(device)
-    pupil = pupil.to(memory_format=torch.channels_last)  # as `seen` lays pictures out
+    pupil.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as `seen` lays pictures out
     recipes = invent(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
     generator = torch.Generator(device).manual_seed(lesson.seed + 1)
     if lesson.pool:
