@@ -250,8 +250,9 @@ def test_persons_and_diagnostics_are_as_in_the_reference() -> None:
         assert set(reply.diagnostics) == {"clipped", "mean_norm", "train_loss", "batch"}
 
 
-def test_an_example_that_is_not_finite_counts_as_zero() -> None:
-    problem = uneven(toy_problem("fixed", parties=5))
+@pytest.mark.parametrize("rule", ["fixed", "wav"])
+def test_an_example_that_is_not_finite_counts_as_zero(rule: str) -> None:
+    problem = uneven(toy_problem(rule, parties=5))
     x = problem.dataset.x.clone()
     x[problem.partition.indices(3)[:2]] = torch.nan
     broken = dataclasses.replace(problem, dataset=dataclasses.replace(problem.dataset, x=x))
