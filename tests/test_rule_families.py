@@ -313,15 +313,14 @@ def test_haar_is_orthonormal_and_its_inverse_is_its_inverse(length: int) -> None
     torch.testing.assert_close(inverse_haar(matrix), torch.eye(length, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("stretch", [1, 2, 4, 8])
-@pytest.mark.parametrize("dim", [1, 2, 5, 8, 13, 16, 67])
-def test_norms_of_levels_are_those_of_the_written_out_coefficients(dim: int, stretch: int) -> None:
+@pytest.mark.parametrize("dim", [1, 2, 5, 8, 13, 16])
+def test_norms_of_levels_are_those_of_the_written_out_coefficients(dim: int) -> None:
     x = torch.randn(3, dim, generator=torch.Generator().manual_seed(dim), dtype=torch.float64)
     length = 1 << (dim - 1).bit_length()
     whole = haar(torch.nn.functional.pad(x, (0, length - dim)))
     sizes = [1, *(1 << n for n in range(length.bit_length() - 1))]
     expected = torch.stack([part.norm(dim=1) for part in whole.split(sizes, dim=1)], dim=1)
-    found = level_norms(x, length.bit_length(), haar(torch.eye(stretch, dtype=x.dtype)))
+    found = level_norms(x, length.bit_length())
     torch.testing.assert_close(found, expected)
     if dim > 2:
         assert not torch.allclose(found.flip(1), expected), "coarse to fine, not the other way round"

@@ -17,7 +17,6 @@ Named after DP-SGD-WAV (Ranaweera et al. 2023), whose details were not at hand: 
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from fulcrum.clip.fixed import bound_C, clip_to_C
 from fulcrum.clip.rule import ClipRule, Shape
@@ -26,10 +25,6 @@ from fulcrum.types import State, Transform, View
 
 MEDIAN = 0.6745
 """Median of the absolute value of a standard normal number."""
-
-
-STRETCH = 64
-"""Numbers that go through one matrix product when norms of levels are taken."""
 
 
 def haar(x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +73,6 @@ def _init(settings: Clip, shape: Shape) -> State:
         "place": place,
         "take": take,
         "shrink": torch.tensor(settings.shrink),
-        "basis": haar(torch.eye(STRETCH)),
     }
 
 
@@ -87,29 +81,17 @@ def _forward(gradients: torch.Tensor, state: State) -> torch.Tensor:
     return haar(padded[:, state["take"]].unflatten(1, tuple(state["level"].shape))).flatten(1)
 
 
-def level_norms(x: torch.Tensor, levels: int, basis: torch.Tensor) -> torch.Tensor:
+def level_norms(x: torch.Tensor, levels: int) -> torch.Tensor:
     """Norms of the levels of `haar` of each row [B, d] padded to 2^(levels - 1), coarse to fine: [B, levels].
 
-    basis: `haar` of the unit vectors of a stretch, [P, P], P a power of two. Stretches of P numbers go through one
-    matrix product, which reads x once for log2 P levels; what is left of each is a number of the next, shorter row.
+    The coefficients are not kept, so this reads what `haar` would write.
     """
-    stretch, found = len(basis), list[torch.Tensor]()
-    jump = stretch.bit_length() - 1
-    while levels > jump > 0:
-        whole = x.shape[1] // stretch
-        parts = [x[:, : whole * stretch].unflatten(1, (whole, stretch))] if whole else []
-        if x.shape[1] % stretch:
-            parts.append(F.pad(x[:, whole * stretch :], (0, -x.shape[1] % stretch)).unsqueeze(1))
-        # Batched, so that rows whose end is cut off need not be copied.
-        changed = [torch.bmm(part, basis.to(part.dtype).expand(len(part), -1, -1)) for part in parts]
-        squares = sum(torch.linalg.vector_norm(part, dim=1).square() for part in changed)
-        found = [squares[:, 1 << n : 2 << n].sum(dim=1) for n in range(jump)] + found
-        x, levels = torch.cat([part[..., 0] for part in changed], dim=1), levels - jump
+    squares = []
     for _ in range(levels - 1):
-        pairs = F.pad(x, (0, x.shape[1] % 2)).unflatten(1, (-1, 2))
-        found.insert(0, 0.5 * (pairs[..., 0] - pairs[..., 1]).square().sum(dim=1))
+        pairs = torch.nn.functional.pad(x, (0, x.shape[1] % 2)).unflatten(1, (-1, 2))
+        squares.append(0.5 * (pairs[..., 0] - pairs[..., 1]).square().sum(dim=1))
         x = pairs.sum(dim=2) * 0.5**0.5
-    return torch.stack([x[:, 0].square(), *found], dim=1).sqrt()
+    return torch.stack([x[:, 0].square(), *reversed(squares)], dim=1).sqrt()
 
 
 def _inverse(noised: torch.Tensor, state: State) -> torch.Tensor:
@@ -126,7 +108,7 @@ def _view(state: State, t: int, rounds: int) -> View:
             forward=lambda gradients: _forward(gradients, state),
             inverse=lambda noised: _inverse(noised, state),
             groups=state["level"].flatten(),
-            norms=(lambda g: level_norms(g, length.bit_length(), state["basis"])) if rows == 1 else None,
+            norms=(lambda gradients: level_norms(gradients, length.bit_length())) if rows == 1 else None,
         )
     )
 
