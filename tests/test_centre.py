@@ -274,12 +274,13 @@ def test_runs_with_other_means_are_not_mixed(tmp_path: Path) -> None:
 # --- from settings to a run's folder ------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("coordinates", ["centred", "whitened"])
 @pytest.mark.parametrize("activation", ["relu", "tempered"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_painted_weights_have_means_and_compute_the_same_features(name: str, activation: str) -> None:
+def test_painted_weights_have_means_and_compute_the_same_features(name: str, activation: str, coordinates: str) -> None:
     settings = config.Model(name=name, activation=activation, init="painted")
     plain, moved = (
-        models.build(dataclasses.replace(settings, coordinates=c), SHAPES[name], 10, 0) for c in ("plain", "centred")
+        models.build(dataclasses.replace(settings, coordinates=c), SHAPES[name], 10, 0) for c in ("plain", coordinates)
     )
     assert isinstance(plain, nn.Sequential)
     assert isinstance(moved, nn.Sequential)
@@ -375,6 +376,11 @@ class Own(nn.Module):
             {"name": "linear", "coordinates": "whitened"},
             {"1.bias": np.zeros(10), "1.mean": np.zeros(784), "1.mix": np.triu(np.ones((784, 784)))},
             "1.mix (784x784) is not a symmetric matrix of the 784 inputs",
+        ),
+        (
+            {"name": "linear", "coordinates": "whitened"},
+            {"1.bias": np.zeros(10), "1.mean": np.zeros(784), "1.mix": np.diag(np.arange(784.0))},
+            "1.mix has no inverse",
         ),
         ({"name": "mlp"}, {"1.bias": np.zeros(64), "1.mean": np.zeros(784)}, "there is no 3.mean"),
         ({"name": "test_centre:Own"}, {"layer.bias": np.zeros(10), "layer.mean": np.zeros(784)}, "nn.Sequential"),

@@ -21,6 +21,7 @@ from fulcrum.clip.rule import ClipRule, alone
 from fulcrum.clip.wav import WAV, haar, inverse_haar, level_norms
 from fulcrum.config import Clip
 from fulcrum.data import sample_units
+from fulcrum.engine.stacked.core import MatrixTape, even
 from fulcrum.local import contribute
 from fulcrum.noise import scales
 from fulcrum.rng import Key, Randomness, Seeded
@@ -324,6 +325,34 @@ def test_norms_of_levels_are_those_of_the_written_out_coefficients(dim: int) -> 
     torch.testing.assert_close(found, expected)
     if dim > 2:
         assert not torch.allclose(found.flip(1), expected), "coarse to fine, not the other way round"
+
+
+def test_a_lopsided_gradient_adds_no_more_than_C_to_sums_in_the_other_basis() -> None:
+    """Ten outputs on a constant picture: huge in coarse levels, next to nothing in fine ones."""
+    d, C = 7850, 1.0
+    shape = Shape(d, (7840, 10))
+    state = WAV.init(Clip(C0=C), shape)
+    transform = WAV.view(state, 0, 10).transform
+    assert transform is not None
+    assert transform.norms is not None
+    generator = torch.Generator().manual_seed(0)
+    rows = 0.1 * torch.randn(51, d, generator=generator)
+    outputs = torch.randn(10, generator=generator)
+    rows[-1] = torch.cat([1e8 * outputs.repeat_interleave(784), outputs])
+    norms = transform.norms(rows)[None]
+    factors = (state["C"] / norms.clamp_min(1e-30)).clamp_max(1.0)
+
+    def added(factors: torch.Tensor) -> float:
+        """How far the last row moves the sum."""
+        tape = MatrixTape(rows, torch.zeros(1, 51), torch.zeros(d, dtype=torch.int64), transform)
+        without = factors.clone()
+        without[0, -1] = 0
+        return float((tape.weighted_sum(factors, 1) - tape.weighted_sum(without, 1)).norm())
+
+    assert added(even(factors, norms)) <= 1.001 * C
+    assert added(factors) > 2 * C, "rounding of the huge part stays behind in the small levels"
+    usual = norms[:, :-1], factors[:, :-1]
+    assert torch.equal(even(usual[1], usual[0]), usual[1])
 
 
 def test_haar_of_four_numbers_by_hand() -> None:

@@ -214,10 +214,10 @@ def go_on(federation: Federation, folder: Path | str, on_round: OnRound | None =
         raise RunError(
             f"{path} has a model of {facts.get('parameters')} parameters, this one has {problem.layout.dim}."
         )
-    if facts.get("buffers", "") != digest(problem.model):
+    if facts.get("buffers", digest(problem.model)) != digest(problem.model):  # older runs did not write it down
         raise RunError(
-            f"{path} was trained with other means or buffers in its model; bring back the file of "
-            f"model.init = {federation.settings.model.init!r} as it was."
+            f"{path} was trained with other means or buffers in its model; bring back the model's code, or the file of "
+            f"model.init = {federation.settings.model.init!r}, as it was."
         )
     with closing(RunFolder.open(path)) as opened:
         start = opened.last_snapshot(problem.device)

@@ -134,7 +134,7 @@ class Clip:
     """The price of C in the objective L_model + kappa C."""
     balance: float = 2.5
     """moo: how far the noise of all rounds would move the weights at its first step length, in units of the norm that
-    random weights have; three times that for a model of one layer."""
+    random weights have; three times that for a model of one layer, half of it in whitened coordinates."""
     reach: float = 0.8
     """moo: the most that its first step length may be for a local step, in units of the norm that random weights have:
     where the noise is small, not it but the shape of the loss limits the step. Less for one step a round from weights

@@ -184,7 +184,7 @@ def mixes(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
 
     M = (covariance over public pictures [B, C, H, W], as fed to it)^-1/2, times a number so that the sum of all
     variances stays: [C, C] over channels before a convolution, [F, F] before a Linear. The first layer's input has no
-    channels worth mixing, and the last one sees few features, made to be told apart: measured, both lose.
+    channels worth mixing, and the last one sees features that were made to be told apart; neither gained when tried.
     """
     layers = list(_weighted(model))
     sums: dict[str, Tensor] = {}
@@ -306,3 +306,6 @@ def _check_mix(name: str, layer: Any, mix: Tensor | None) -> None:
             f"model.coordinates = whitened: {name + MIX} ({seen}) is not a symmetric matrix of the {inputs} inputs of "
             f"{name!r}."
         )
+    sizes = torch.linalg.eigvalsh(mix.double()).abs()
+    if float(sizes.min()) <= 1e-9 * float(sizes.max()):
+        raise ModelError(f"model.coordinates = whitened: {name + MIX} has no inverse, so {name!r} would lose inputs.")

@@ -118,8 +118,8 @@ SINGLE = 3.0
 LONG = 200
 """Runs of at least so many rounds can afford first rounds that overshoot."""
 MIXED = 0.5
-"""And one in whitened coordinates, where noise reaches the directions in which features hardly vary. (They learn
-faster there: the same accuracy takes a shorter way.)"""
+"""How many times the noise that `balance` says a network in whitened coordinates bears: noise reaches the directions in
+which features hardly vary, and the same accuracy takes a shorter way."""
 FACTOR = 3.0
 """C falls or rises by this in one round of the search."""
 BETTER = 1.5

@@ -188,8 +188,8 @@ def facts(model: nn.Sequential, shape: tuple[int, ...], lesson: Lesson, device: 
     """What model.coordinates needs: mean ("3.mean") and whitening matrix ("3.mix") of layers' inputs, over SEEN fresh
     painted pictures of a lesson.
 
-    Call it after `teach`, on the weights that are kept; they may also be from elsewhere: the files that come along were
-    given theirs by this, with the lesson's defaults. The model's layers are moved to the device.
+    Call it after `teach`, on the weights that are kept. The files that come along were given theirs by this on a CPU,
+    with the pictures of their own lessons. The model's layers are moved to the device.
     """
     recipes = invent(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
     generator = torch.Generator(device).manual_seed(lesson.seed + 3)

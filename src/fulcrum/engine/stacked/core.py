@@ -284,7 +284,26 @@ def _weighted(core: Core, tape: StackedTape | MatrixTape, seen: _Seen, factors: 
     shaped = factors.reshape(sets, -1, factors.shape[2])
     if isinstance(tape, StackedTape):
         return tape.weighted_sum(shaped, core.problem.groups, segments)
+    if tape.transform is not None:
+        shaped = even(shaped, seen.norms.reshape(shaped.shape))
     return tape.weighted_sum(shaped, segments)
+
+
+LOPSIDED = 1e3
+"""Most that an example's whole gradient, at the factor of one of its groups, may weigh beside all that it adds."""
+
+
+def even(factors: Tensor, norms: Tensor) -> Tensor:
+    """Factors [S, n, G] held down where an example is tiny in one group of another basis and huge in the others.
+
+    Sums of each group are made of whole gradients, and all but that group falls out when the sum changes its basis. A
+    huge gradient at a small group's factor would leave its rounding behind there, which no bound knows of. norms, as
+    factors: of the groups. Smaller factors are always sound.
+    """
+    norms = torch.where(torch.isfinite(norms), norms, torch.zeros_like(norms))
+    adds = torch.linalg.vector_norm(factors * norms, dim=2, keepdim=True)
+    whole = torch.linalg.vector_norm(norms, dim=2, keepdim=True)
+    return torch.minimum(factors, LOPSIDED * adds / whole.clamp_min(1e-30))
 
 
 def _two_passes(core: Core, tasks: Tasks, view: View, direction: Tensor | None, by_row: int) -> Sums:
