@@ -97,8 +97,8 @@ def test_each_run_equals_itself_alone_on_the_reference_engine(case: str, limit: 
                 assert bool(many.accuracy[r].isnan())
             else:
                 assert float(many.accuracy[r]) == pytest.approx(one.accuracy, abs=0.012)  # one example of ninety
-                # Long steps let the rounding of the first round grow a hundredfold in six.
-                assert float(many.loss[r]) == pytest.approx(one.loss, rel=1e-3)
+                # Long steps let the rounding of the first round grow in every one that follows.
+                assert float(many.loss[r]) == pytest.approx(one.loss, rel=1e-4 if one.round <= 3 else 1e-3)
         assert rounds[-1].averaged is not None
         torch.testing.assert_close(rounds[-1].averaged[r], alone[-1].averaged, rtol=1e-3, atol=1e-5)
 

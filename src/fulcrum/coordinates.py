@@ -129,15 +129,11 @@ def folded(model: nn.Module, params: Mapping[str, Tensor] | None = None) -> dict
     params: parameters to take in place of the model's own. A model that is not centred has its own, unchanged.
     """
     given = dict(model.named_parameters()) if params is None else params
-    all_of_them = {**dict(model.named_parameters()), **given}
+    out_of = {**dict(model.named_parameters()), **given}
     out = {name: value.detach() for name, value in given.items()}
     for place, centre in moved(model).items():
         name = place.removesuffix(".bias")
-        layer, weight, bias = (
-            model.get_submodule(name),
-            all_of_them[f"{name}.weight"].detach(),
-            all_of_them[place].detach(),
-        )
+        layer, weight, bias = model.get_submodule(name), out_of[f"{name}.weight"].detach(), out_of[place].detach()
         if centre.mix is not None:
             weight = out[f"{name}.weight"] = _over(layer, weight, centre.mix.double()).to(weight.dtype)
         out[place] = (bias - _through(layer, weight, centre.mean)).to(bias.dtype)
