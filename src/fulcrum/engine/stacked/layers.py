@@ -81,7 +81,7 @@ class Site:
 
     def natural(self, gradient: Tensor) -> Tensor:
         """A gradient [X, o, k] in the order of the layout, [X, o * k]."""
-        return self.ordered(gradient).reshape(len(gradient), -1)
+        return self.ordered(gradient).flatten(1)
 
     def see(self, h: Tensor) -> Tensor:
         """a [S, n, P, k]."""
