@@ -1,25 +1,23 @@
 """Rounds at client level (DP-FedAvg): secret cohorts train plainly, and the trusted server clips their updates.
 
-Cohorts are drawn from the runs' private streams for all rounds beforehand, so it is known how many parties and
-examples the largest holds. The jobs of a round, one for each party that was drawn in each run, lie one after the
-other in buffers of that size, whichever runs they belong to, and which party a job is lies in a table on the device:
-a round needs nothing from the host but random numbers. It is made of four programs. `begin` lays out the jobs'
-weights and examples, `step` is a local step of all of them, `collect` clips their updates and adds them up, and `end`
-adds the noise and moves the servers. Where the jobs' weights would take too much memory, a round's jobs go in groups,
-one after the other: a sound rule clips each update by itself.
+Who is drawn is known for all rounds beforehand (`roster`), so every shape is. The jobs of a round, one for each
+party that was drawn in each run, lie one after the other in buffers as long as the largest round needs, whichever runs
+they belong to. Which party a job is comes from a table on the device: a round needs nothing from the host but random
+numbers. It is made of four programs. `begin` lays out the jobs' weights and examples, `step` is a local step of all of
+them, `collect` clips their updates and adds them up, and `end` adds the noise and moves the servers. Where the jobs'
+weights would take too much memory, a round's jobs go in groups, one after the other: a sound rule clips each update by
+itself.
 
-Everything about chunks, repeated bursts and where random numbers come from is as in `locals`.
+Chunks, repeated bursts and where random numbers come from are as in `locals`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fulcrum.central import Terms, draw_cohort
 from fulcrum.config import local_steps
 from fulcrum.engine.stacked import sampling
 from fulcrum.engine.stacked.core import Tasks, clipped_sums
@@ -28,10 +26,10 @@ from fulcrum.engine.stacked.rules import StackedRule
 from fulcrum.engine.stacked.sampling import at
 from fulcrum.engine.stacked.trainer import extra_width
 from fulcrum.errors import BudgetError
-from fulcrum.federate import Federation
 from fulcrum.local import coordinate_groups
 from fulcrum.many.chunks import Units, add_up, choose, chunked, fill, look_back, weights_cost
 from fulcrum.many.locals import BURST
+from fulcrum.many.roster import draw_roster, terms_of
 from fulcrum.many.server import Server, server_sigma
 from fulcrum.noise import scales
 from fulcrum.rng import Key, Seeded, stream_seed
@@ -49,24 +47,6 @@ def suits(server: Server) -> bool:
     return StackedRule(rule).stacks(server.rule_state, server.core.problem.layout.dim, server.t, server.rounds)
 
 
-@dataclass(frozen=True)
-class _Parties:
-    """The parties of all runs, run by run, and behind them one that is nobody, of run R and without data: [P + 1].
-
-    start: where each one's examples begin in the runs' orders, one behind the other. weight: w_k.
-    """
-
-    run: Tensor
-    start: Tensor
-    size: Tensor
-    rate: Tensor
-    weight: Tensor
-
-    def to(self, device: torch.device) -> _Parties:
-        """On the device."""
-        return _Parties(*(getattr(self, name).to(device) for name in ("run", "start", "size", "rate", "weight")))
-
-
 class Cohorts:
     """Plays rounds of R runs whose unit is the client; see `suits`. J jobs train side by side."""
 
@@ -81,14 +61,16 @@ class Cohorts:
         self.sources = [federation.problem.randomness for federation in server.federations]
         self.seeds = [source.seed for source in self.sources if isinstance(source, Seeded)]
         self.on_device = sampling.draws_on_device(self.device, self.sources)
-        terms = [_terms(federation) for federation in server.federations]
-        self.firsts = torch.tensor([0, *(own.clients for own in terms)]).cumsum(0).tolist()
-        self.host = _parties(server.federations, terms)
-        self.parties = self.host.to(self.device)
+        allowed = BUDGET.get(self.device.type, BUDGET["cuda"]) // (4 * self.core.problem.layout.dim)
+        self.roster = draw_roster(server.federations, server.rounds, max(1, allowed))
+        self.parties, self.table = self.roster.parties.to(self.device), self.roster.table.to(self.device)
+        self.jobs, self.groups, self.slots = self.roster.jobs, self.roster.groups, self.roster.slots
+        sizes, rates = self.roster.parties.size.tolist(), self.roster.parties.rate.tolist()
+        cost = weights_cost(self.core)
+        self.count, self.length = choose(sizes, rates, self.core.rows_limit, cost, self.roster.table)
         orders = [federation.problem.partition.order for federation in server.federations]
-        self.order = torch.cat([*orders, torch.zeros(1, dtype=torch.int64)]).to(self.device)  # nobody's points behind
-        self._draw_cohorts(terms)
-        self._tables(terms)
+        self.order = torch.cat(orders).to(self.device)
+        self._tables()
         self._buffers()
         self.generator = torch.Generator(self.device)
         self._round = -1
@@ -101,41 +83,11 @@ class Cohorts:
 
     # --- what is known beforehand --------------------------------------------------------------
 
-    def _draw_cohorts(self, terms: Sequence[Terms]) -> None:
-        """Who trains: table [T * groups, J] of parties, nobody where there are fewer; and what follows for shapes."""
-        rounds, runs = range(self.server.rounds), range(len(terms))
-        self.divisor = torch.ones((len(rounds), len(terms)))
-        drawn: list[Tensor] = []
-        for t in rounds:
-            here = []
-            for r in runs:
-                cohort = torch.tensor(draw_cohort(self.sources[r], t, terms[r]), dtype=torch.int64)
-                self.divisor[t, r] = terms[r].divisor(float(terms[r].weights[cohort].sum()))
-                here.append(self.firsts[r] + cohort)
-            drawn.append(torch.cat(here))
-        most = max(1, *(len(own) for own in drawn))
-        dim = self.core.problem.layout.dim
-        allowed = max(1, BUDGET.get(self.device.type, BUDGET["cuda"]) // (4 * dim))
-        self.groups = -(-most // allowed)
-        self.jobs = -(-most // self.groups)
-        # A round in which nobody was drawn is released like any other.
-        self.groups_of = [max(1, -(-len(own) // self.jobs)) for own in drawn]
-        table = torch.full((len(rounds), self.groups * self.jobs), self.firsts[-1])
-        for t, own in enumerate(drawn):
-            table[t, : len(own)] = own
-        self.host_table = table.view(-1, self.jobs)
-        self.table = self.host_table.to(self.device)
-        self.places = max(1, int(self.host.size[self.host_table].sum(dim=1).max()))
-        of_run = self.host.run[self.host_table]
-        self.slots = max(1, *(int((of_run == r).sum(dim=1).max()) for r in runs))  # a run's jobs in a group
-        sizes, rates = self.host.size.tolist(), self.host.rate.tolist()
-        limit, cost = self.core.rows_limit, weights_cost(self.core)
-        self.count, self.length = choose(sizes, rates, limit, cost, self.host_table)
-
-    def _tables(self, terms: Sequence[Terms]) -> None:
+    def _tables(self) -> None:
         """The servers' public terms: [T, R], and [R] where they do not move."""
         server, rule = self.server, self.rule.rule
-        sigma, noise, extra = (torch.zeros(self.divisor.shape, dtype=torch.float64) for _ in range(3))
+        terms = [terms_of(federation) for federation in server.federations]
+        sigma, noise, extra = (torch.zeros(self.roster.divisor.shape, dtype=torch.float64) for _ in range(3))
         for r, (federation, own) in enumerate(zip(server.federations, terms, strict=True)):
             for t in range(server.rounds):
                 z = server_sigma(federation.plan, t)
@@ -146,7 +98,7 @@ class Cohorts:
                 extra[t, r] = scale.extra / own.cohort
         self.host_sigma = sigma
         self.sigma, self.noise_scale, self.extra_scale = (v.float().to(self.device) for v in (sigma, noise, extra))
-        self.divisor = self.divisor.to(self.device)
+        self.divisor = self.roster.divisor.to(self.device)
         self.cohort = torch.tensor([own.cohort for own in terms], dtype=torch.float32).to(self.device)
         self.noisy = bool((sigma > 0).any())
         self.decays = any(federation.settings.train.weight_decay > 0 for federation in server.federations)
@@ -160,12 +112,13 @@ class Cohorts:
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
+        places = self.roster.places
         self.client = zeros(self.jobs, dtype=torch.int64)
         self.theta = zeros(self.jobs, dim)
-        rows, owner = zeros(2, self.places, dtype=torch.int64).unbind()
-        rate, last = zeros(self.places, dtype=torch.float64), zeros(self.jobs, dtype=torch.int64)
+        rows, owner = zeros(2, places, dtype=torch.int64).unbind()
+        rate, last = zeros(places, dtype=torch.float64), zeros(self.jobs, dtype=torch.int64)
         self.units = Units(rows, owner, rate, last)
-        self.uniforms = zeros(self.places, dtype=torch.float64)
+        self.uniforms = zeros(places, dtype=torch.float64)
         self.noise, self.noise_extra = zeros(runs, dim), zeros(runs, self.width)
         self.sum, self.extra = zeros(runs, dim), zeros(runs, self.width)  # over the round's groups
         self.reach, self.bound = zeros(runs), zeros(runs)
@@ -181,7 +134,7 @@ class Cohorts:
             self._kept.clear()
         for value in (self.sum, self.extra, self.group):
             value.zero_()
-        for group in range(self.groups_of[t]):
+        for group in range(self.roster.groups_of[t]):
             self.replayer.change(("begin",), self._begin, [])
             for step in range(self.steps):
                 self._draw_samples(t, group, step)
@@ -197,11 +150,11 @@ class Cohorts:
             self.uniforms.uniform_(generator=self.generator)
             return
         uniforms, joined = [torch.ones(0, dtype=torch.float64)], []
-        places = self.host_table[t * self.groups + group]
-        of_jobs = (values[places].tolist() for values in (self.host.run, self.host.size, self.host.rate))
-        for place, r, size, rate in zip(places.tolist(), *of_jobs, strict=True):
+        host, here = self.roster.parties, self.roster.table[t * self.groups + group]
+        of_jobs = (values[here].tolist() for values in (host.run, host.size, host.rate))
+        for party, r, size, rate in zip(here.tolist(), *of_jobs, strict=True):
             if size:
-                own = self._draw(r, ("sample", t, place - self.firsts[r], step), size)
+                own = self._draw(r, ("sample", t, party - self.roster.firsts[r], step), size)
                 uniforms.append(own)
                 joined.append(int((own < rate).sum()))
         needed = int(fill(torch.tensor(joined), self.length).sum()) + self.jobs - len(joined)
@@ -249,7 +202,7 @@ class Cohorts:
         torch.index_select(server.theta, 0, self._runs(), out=self.theta)
         sizes = self._of_jobs(parties.size)
         end = sizes.cumsum(dim=0)
-        place = torch.arange(self.places, device=self.device)
+        place = torch.arange(self.roster.places, device=self.device)
         owner = torch.searchsorted(end, place, right=True).clamp_max(self.jobs - 1)
         taken = place < end[-1:]
         # From a job's place in this row to its place in the order.
@@ -309,7 +262,7 @@ class Cohorts:
             rows = values.index_select(0, place).view(*mask.shape, *values.shape[1:])
             return rows.masked_fill(~mask.view(*mask.shape, *[1] * (values.dim() - 1)), 0)
 
-        view, direction = self.rule.view(state, server.t, server.rounds)
+        _, direction = self.rule.view(state, server.t, server.rounds)
         dots = None
         if direction is not None:
             dots = by_run((gradients * direction.index_select(0, run)).sum(dim=1))
@@ -368,19 +321,3 @@ class Cohorts:
         if most > self.count:
             self.count, again = most + most // 64, True
         return not again
-
-
-def _terms(federation: Federation) -> Terms:
-    assert federation.plan.central is not None  # the unit is the client
-    return federation.plan.central
-
-
-def _parties(federations: Sequence[Federation], terms: Sequence[Terms]) -> _Parties:
-    """All parties of all runs, and nobody."""
-    partitions = [federation.problem.partition for federation in federations]
-    counts = torch.tensor([own.clients for own in terms])
-    size = torch.cat([*(part.sizes for part in partitions), torch.zeros(1, dtype=torch.int64)])
-    rates = torch.tensor([*(own.local_rate for own in terms), 0.0], dtype=torch.float64)
-    run = torch.repeat_interleave(torch.arange(len(terms) + 1), torch.tensor([*counts.tolist(), 1]))
-    weight = torch.cat([*(own.weights for own in terms), torch.zeros(1, dtype=torch.float64)]).float()
-    return _Parties(run, size.cumsum(0) - size, size, rates[run], weight)
