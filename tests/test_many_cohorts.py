@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fulcrum.many
 from fulcrum.api import prepare
 from fulcrum.data import Dataset
 from fulcrum.engine.stacked import sampling
+from fulcrum.engine.stacked.replay import Replayer
 from fulcrum.federate import Federation
 from fulcrum.many import ManyRound, chunks, cohorts, run_many
 from fulcrum.many.cohorts import Cohorts
@@ -272,6 +274,35 @@ def test_numbers_of_the_device_train_like_those_of_the_host(monkeypatch: pytest.
     assert learn() == (pytest.approx(length, rel=0.05), pytest.approx(spread, rel=0.2))
     assert learn(lr=0.13)[0] != pytest.approx(length, rel=0.05)
     assert learn(rate=0.02)[1] != pytest.approx(spread, rel=0.2)
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: numbers from or for the host, and shapes that values decide."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in {"_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "unique_dim"}, name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("stacked")
+@pytest.mark.parametrize("case", CASES)
+def test_the_programs_can_be_recorded(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def strictly(self: Replayer, key: Any, program: Callable[[], None], changes: list[torch.Tensor]) -> None:
+        with torch.no_grad(), NoHost():
+            program()
+
+    monkeypatch.setattr(Replayer, "change", strictly)
+    next(run_many(pair(**CASES[case])))
+    end = Cohorts._end
+
+    def asks(self: Cohorts) -> None:
+        float(self.reach[0])
+        end(self)
+
+    monkeypatch.setattr(Cohorts, "_end", asks)
+    with pytest.raises(AssertionError, match="_local_scalar_dense"):
+        next(run_many(pair(**CASES[case])))
 
 
 @pytest.mark.usefixtures("stacked")

@@ -218,6 +218,17 @@ def test_a_stack_gives_the_same_as_one_after_the_other(tmp_path):
         assert result.C[-1][1] == pytest.approx(alone[i].C[-1][1], rel=1e-3)
 
 
+def test_client_level_jobs_are_stacked_with_as_many_parties(tmp_path):
+    def client(parties, **clip):
+        return job(data={"parties": parties}, privacy={"unit": "client"}, clip={"rule": "fixed", **clip})
+
+    assert backends.stackable(client(10))
+    assert not backends.stackable(client(10, rule="median"))  # looks at all updates together
+    assert backends.shape(client(10)) != backends.shape(client(20))
+    assert backends.shape(client(10)) == backends.shape(client(10, C0=2.0))
+    assert backends.shape(job(data={"parties": 10})) == backends.shape(job(data={"parties": 20}))
+
+
 def test_runs_that_differ_in_their_transform_are_not_stacked_together(tmp_path):
     jobs = [
         dataclasses.replace(job(clip={"rule": "wav", "shrink": shrink}, data={"parties": 2}), epsilon=4.0)

@@ -55,10 +55,10 @@ class ManyRound:
 def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator[ManyRound]:
     """Train all federations side by side and yield their rounds.
 
-    They must have the same number of rounds. Those that share data, model, rule and server optimiser are
-    stacked; the rest go in stacks of their own. Rounds come in bursts: a burst is yielded once it is known that
-    every Poisson sample fitted its place and every sum was finite (otherwise it was played again, on the same
-    random numbers, with more room). rows_limit: the most examples in one piece of a step; 0 asks the device.
+    They must have the same number of rounds. Those that share data, model, rule, unit, local steps and server
+    optimiser are stacked; the rest go in stacks of their own. Rounds come in bursts: a burst is yielded once it is
+    known that every Poisson sample fitted its place and every sum was finite (otherwise it was played again, on the
+    same random numbers, with more room). rows_limit: the most examples in one piece of a step; 0 asks the device.
     """
     if not federations:
         raise ConfigError("run_many was given no federations; give at least one.")
