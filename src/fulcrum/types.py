@@ -50,14 +50,20 @@ class Transform:
     """An orthonormal change of basis for clipping and noise, such as a wavelet transform.
 
     forward maps gradients [B, d] to coefficients [B, m] (m >= d where it pads); inverse maps a noised
-    sum [m] back to [d]. groups [m] names the group of every coefficient. forward is linear. norms, where there is a
-    quicker way than writing all coefficients out: gradients [B, d] to the norms of their groups [B, G].
+    sum [m] back to [d]. groups [m] names the group of every coefficient. forward is linear.
+
+    The others are quicker ways, where there are any. norms: gradients [B, d] to the norms of their groups [B, G],
+    without writing the coefficients out. own: sums [T, G, d], one for every group, to coefficients [T, m], each of its
+    own group's sum. haar: how many levels, where norms are those of the levels of the orthonormal Haar transform of
+    the rows as they lie, padded with zeros at their end, from coarse to fine; an engine may then take them by itself.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     inverse: Callable[[torch.Tensor], torch.Tensor]
     groups: torch.Tensor
     norms: Callable[[torch.Tensor], torch.Tensor] | None = None
+    own: Callable[[torch.Tensor], torch.Tensor] | None = None
+    haar: int = 0
 
 
 @dataclass(frozen=True)

@@ -88,10 +88,31 @@ def level_norms(x: torch.Tensor, levels: int) -> torch.Tensor:
     """
     squares = []
     for _ in range(levels - 1):
-        pairs = torch.nn.functional.pad(x, (0, x.shape[1] % 2)).unflatten(1, (-1, 2))
+        pairs = _even_length(x).unflatten(1, (-1, 2))
         squares.append(0.5 * (pairs[..., 0] - pairs[..., 1]).square().sum(dim=1))
         x = pairs.sum(dim=2) * 0.5**0.5
     return torch.stack([x[:, 0].square(), *reversed(squares)], dim=1).sqrt()
+
+
+def level_sums(x: torch.Tensor, levels: int) -> torch.Tensor:
+    """Level l of `haar` of row l: rows [T, levels, d], each padded to m = 2^(levels - 1) -> [T, m], coarse to fine.
+
+    A row goes no deeper than its own level, and the padding is not computed.
+    """
+    found = x.new_zeros((len(x), 1 << (levels - 1)))
+    for level in range(levels - 1, 0, -1):
+        x = _even_length(x)
+        even, odd = x[..., 0::2], x[..., 1::2]
+        detail = (even[:, level] - odd[:, level]) * 0.5**0.5
+        first = 1 << (level - 1)
+        found[:, first : first + detail.shape[1]] = detail
+        x = (even[:, :level] + odd[:, :level]) * 0.5**0.5
+    found[:, 0] = x[:, 0, 0]
+    return found
+
+
+def _even_length(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, 1)) if x.shape[-1] % 2 else x  # a pad of nothing would copy
 
 
 def _inverse(noised: torch.Tensor, state: State) -> torch.Tensor:
@@ -103,12 +124,15 @@ def _inverse(noised: torch.Tensor, state: State) -> torch.Tensor:
 
 def _view(state: State, t: int, rounds: int) -> View:
     rows, length = state["level"].shape
+    levels = length.bit_length() if rows == 1 else 0  # of one row as it lies; several are laid out anew
     return View(
         transform=Transform(
             forward=lambda gradients: _forward(gradients, state),
             inverse=lambda noised: _inverse(noised, state),
             groups=state["level"].flatten(),
-            norms=(lambda gradients: level_norms(gradients, length.bit_length())) if rows == 1 else None,
+            norms=(lambda gradients: level_norms(gradients, levels)) if levels else None,
+            own=(lambda sums: level_sums(sums, levels)) if levels else None,
+            haar=levels,
         )
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fulcrum.clip.fixed import NONE
 from fulcrum.data import Dataset
+from fulcrum.engine.stacked import fused
 from fulcrum.engine.stacked.layers import Program, compile_model
 from fulcrum.engine.stacked.passes import MARGIN, How, StackedTape, functional_pass, run_pass
 from fulcrum.engine.stacked.rules import Stacked, StackedRule
@@ -93,7 +94,8 @@ class MatrixTape:
         """[S, n, G]"""
         change = self.transform
         if change is not None and change.norms is not None:
-            norms = change.norms(self.gradients)
+            found = fused.levels(self.gradients, change.haar) if change.haar else None
+            norms = change.norms(self.gradients) if found is None else found
             whole = norms.sum(dim=1, keepdim=True)
         else:
             # A row that is not finite must not become finite in the other domain.
@@ -116,8 +118,11 @@ class MatrixTape:
         tasks = factors.shape[0] * segments
         scales = factors.reshape(tasks, -1, factors.shape[2])
         by_group = torch.bmm(scales.transpose(1, 2), self.gradients.view(tasks, -1, self.gradients.shape[1]))
-        if self.transform is not None:  # linear, so a few sums change their basis in place of every example
-            by_group = self.transform.forward(by_group.flatten(0, 1)).unflatten(0, by_group.shape[:2])
+        change = self.transform  # linear, so a few sums change their basis in place of every example
+        if change is not None and change.own is not None:
+            return change.own(by_group)
+        if change is not None:
+            by_group = change.forward(by_group.flatten(0, 1)).unflatten(0, by_group.shape[:2])
         index = self.where.expand(tasks, 1, -1)
         return by_group.gather(1, index).squeeze(1)
 

@@ -1,4 +1,4 @@
-"""Patches and pooling in one kernel each, where triton and a GPU are there; else None, and the caller uses torch.
+"""Patches, pooling and norms in one kernel each, where triton and a GPU are there; else None, and torch does it.
 
 The torch code of `geometry` stays the definition: every function here gives the same numbers, up to one rounding
 of bf16. FULCRUM_TRITON=0 turns this off. Kernels are compiled when first used (triton keeps them on disk); if that
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulcrum.clip.wav import level_norms
 from fulcrum.engine.stacked.geometry import Window
 
 BLOCK = 1024
@@ -131,3 +132,34 @@ def ghost(a: Tensor, g: Tensor) -> Tensor | None:
     wide, narrow = (min(64, max(16, 1 << (width - 1).bit_length())) for width in (k, o))
     given = {"P": positions, "K": k, "OUT": o, "TALL": tall, "WIDE": wide, "NARROW": narrow}
     return out if _start("ghost", len(a), (a.contiguous(), g.contiguous(), out), given) else None
+
+
+DEPTH, STRETCH = 6, 2048
+"""Haar levels that one kernel takes, and the numbers a program of one warp holds: 64 a thread, 32 left at the end."""
+
+
+def levels(x: Tensor, count: int) -> Tensor | None:
+    """As `clip.wav.level_norms` of rows [B, d] in float32: each launch reads them once and leaves 1 number of 64."""
+    if not ready(x) or x.dtype != torch.float32 or x.shape[1] <= 1 << DEPTH:
+        return None
+    finer: list[Tensor] = []  # squared norms, from fine to coarse
+    while x.shape[1] > 1 << DEPTH:
+        n, d = x.shape
+        x = x if x.stride(1) == 1 else x.contiguous()
+        blocks = -(-d // STRETCH)
+        energies = x.new_empty((n, blocks, DEPTH))
+        rest = x.new_empty((n, blocks * (STRETCH >> DEPTH)))
+        given = {"BLOCKS": blocks, "BLOCK": STRETCH, "DEPTH": DEPTH, "D": d, "WIDE": _wide(x), "STRIDE": x.stride(0)}
+        if not _start("levels", n * blocks, (x, energies, rest), {**given, "num_warps": 1}):
+            return None
+        finer += energies.sum(dim=1).unbind(1)
+        x, count = rest[:, : -(-d // (1 << DEPTH))], count - DEPTH
+    return torch.cat([level_norms(x, count), torch.stack(finer[::-1], dim=1).sqrt()], dim=1)
+
+
+def _wide(x: Tensor) -> int:
+    """How many numbers of each row [B, d] may be read: d rounded up to 16, if the memory goes on after the last row."""
+    n, d = x.shape
+    rounded = -(-d // 16) * 16
+    held = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return rounded if (n - 1) * x.stride(0) + rounded <= held else d

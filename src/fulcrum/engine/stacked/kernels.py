@@ -176,3 +176,26 @@ def ghost(
     inputs = _gram(a + example * (P * K), P, K, TALL, WIDE)
     slopes = _gram(g + example * (P * OUT), P, OUT, TALL, NARROW)
     tl.store(out + example, tl.sum(inputs * slopes))
+
+
+@triton.jit
+def levels(
+    x, energies, rest, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, D: tl.constexpr,
+    WIDE: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """The DEPTH finest Haar levels of rows x [row, D] that lie STRIDE numbers apart and end in zeros, in one read.
+
+    energies [row, BLOCKS, DEPTH]: of each level's details within a block of BLOCK numbers, from fine to coarse.
+    rest [row, BLOCKS * BLOCK / 2^DEPTH]: what the coarser levels are made of. WIDE >= D numbers of a row may be read:
+    a round number of them is read in wide words.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    at = (pid % BLOCKS).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + (pid // BLOCKS) * STRIDE + at, mask=at < WIDE, other=0.0)
+    values = tl.where(at < D, values, 0.0)  # beyond the row may lie anything
+    for level in tl.static_range(DEPTH):
+        even, odd = tl.split(tl.reshape(values, (BLOCK >> (level + 1), 2)))
+        detail = even - odd  # squared as it is: differences of energies would cancel
+        tl.store(energies + pid * DEPTH + level, 0.5 * tl.sum(detail * detail))
+        values = (even + odd) * 0.7071067811865476
+    tl.store(rest + pid * (BLOCK >> DEPTH) + tl.arange(0, BLOCK >> DEPTH), values)

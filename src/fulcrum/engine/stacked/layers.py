@@ -67,13 +67,21 @@ class Site:
         w = w.reshape(len(w), self.outputs, self.window.channels, *self.window.kernel)
         return w.permute(0, 1, 3, 4, 2).reshape(len(w), self.outputs, self.inputs)
 
+    @property
+    def reorders(self) -> bool:
+        """Whether the layout has a gradient's numbers in another order than the patches."""
+        return self.window is not None and self.window.channels > 1 and self.window.kernel != (1, 1)
+
+    def ordered(self, rows: Tensor) -> Tensor:
+        """Rows of gradients or patches [X, r, k] in the order of the layout, [X, r, ...], as a view."""
+        if self.window is None:
+            return rows
+        split = rows.view(*rows.shape[:2], *self.window.kernel, self.window.channels)
+        return split.permute(0, 1, 4, 2, 3)
+
     def natural(self, gradient: Tensor) -> Tensor:
         """A gradient [X, o, k] in the order of the layout, [X, o * k]."""
-        if self.window is None:
-            return gradient.flatten(1)
-        kh, kw = self.window.kernel
-        split = gradient.view(-1, self.outputs, kh, kw, self.window.channels)
-        return split.permute(0, 1, 4, 2, 3).reshape(len(gradient), -1)
+        return self.ordered(gradient).reshape(len(gradient), -1)
 
     def see(self, h: Tensor) -> Tensor:
         """a [S, n, P, k]."""

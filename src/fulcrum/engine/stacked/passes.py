@@ -29,6 +29,9 @@ PRECISIONS: dict[str, torch.dtype] = {"float32": torch.float32, "tf32": torch.fl
 MARGIN = {"float32": 0.0, "tf32": 2.0**-9, "bf16": 2.0**-6}
 """Factors are shrunk by this part, so that rounding in a product does not carry a contribution over its bound."""
 
+ROUND = 32
+"""Numbers in 128 bytes: rows of gradients that start there are read and written in wide words, whatever d is."""
+
 
 @dataclass(frozen=True)
 class How:
@@ -109,10 +112,19 @@ class _Use:
         self.written = product(slopes.transpose(1, 2), rows).view(sets, n, site.outputs, site.inputs)
         return squares(self.written, (2, 3))
 
-    def rows(self) -> Tensor:
-        """The weight gradient of each example, [S * n, o * k] in the layout's order."""
-        a, g = self.seen().flatten(0, 1), self.g.flatten(0, 1)
-        return self.site.natural(product(g.transpose(1, 2), a))
+    def write(self, place: Tensor) -> None:
+        """Puts the weight gradient of each example into place [S * n, o * k], in the layout's order."""
+        site, a, g = self.site, self.seen().flatten(0, 1), self.g.flatten(0, 1).transpose(1, 2)
+        if site.reorders and site.positions >= site.outputs:
+            found = site.ordered(product(g, a))
+            place.view(found.shape).copy_(found)
+            return
+        a = site.ordered(a).reshape(a.shape)  # fewer numbers to reorder than the gradient has, or none
+        place = place.view(len(a), site.outputs, site.inputs)
+        if a.dtype == place.dtype:
+            torch.bmm(g, a, out=place)
+        else:
+            place.copy_(product(g, a))
 
     def total(self, factors: Tensor, segments: int, weights: Weights, how: How) -> Tensor:
         """Sum over each segment of factor times weight gradient: factors [S, n] -> [S * M, o * k]."""
@@ -183,13 +195,15 @@ class StackedTape:
         return total
 
     def matrix(self) -> Tensor:
-        """Every example's gradient, [S * n, d]."""
-        table: list[Tensor] = [self.losses] * len(self.layout.names)
+        """Every example's gradient, [S * n, d], in rows that start a multiple of ROUND numbers apart."""
+        dim = self.layout.dim
+        whole = self.losses.new_empty((self.losses.numel(), -(-dim // ROUND) * ROUND))[:, :dim]
+        places = whole.split(self.layout.sizes, dim=1)
         for use in self.uses:
-            table[use.site.weight] = use.rows()
+            use.write(places[use.site.weight])
             if use.site.bias is not None:
-                table[use.site.bias] = use.over_positions().flatten(0, 1)
-        return torch.cat(table, dim=1)
+                places[use.site.bias].copy_(use.over_positions().flatten(0, 1))
+        return whole
 
     def zero(self, good: Tensor) -> None:
         """Take the examples where good [S, n] is False out of all sums."""
