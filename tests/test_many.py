@@ -111,13 +111,6 @@ def test_runs_that_cannot_be_stacked_are_played_alone() -> None:
     assert torch.equal(rounds[-1].averaged[0], alone[-1].averaged)
 
 
-def test_client_level_runs_are_played_alone_by_the_trusted_server() -> None:
-    federation = prepare(toy_settings(privacy={"unit": "client"}, clip={"rule": "fixed"}), DATA)
-    rounds, alone = list(run_many([federation])), play(federation)
-    assert rounds[-1].averaged is not None
-    assert torch.equal(rounds[-1].averaged[0], alone[-1].averaged)
-
-
 def test_runs_of_different_lengths_are_refused() -> None:
     feds = [prepare(toy_settings(train={"rounds": n}), DATA) for n in (3, 4)]
     with pytest.raises(ConfigError, match=r"train\.rounds"):

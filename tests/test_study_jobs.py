@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,12 @@ from fulcrum.config import Clip, Settings
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.study import backends, play, store, worker
 from fulcrum.study.calibrate import calibrated, noise
-from fulcrum.study.experiment import paper_jobs, tuning_jobs
+from fulcrum.study.experiment import paper_jobs, read_experiment, tuning_jobs
 from fulcrum.study.job import READS, Job, Shard, distinct, identity, job_from_json, parse_shard, settings_from_json
 from fulcrum.study.search import find
 from study_helpers import experiments, record, small
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 SOURCE = Path(__file__).parents[1] / "src"
 
@@ -218,6 +222,17 @@ def test_a_stack_gives_the_same_as_one_after_the_other(tmp_path):
         assert result.C[-1][1] == pytest.approx(alone[i].C[-1][1], rel=1e-3)
 
 
+def test_client_level_jobs_are_stacked_with_as_many_parties(tmp_path):
+    def client(parties, **clip):
+        return job(data={"parties": parties}, privacy={"unit": "client"}, clip={"rule": "fixed", **clip})
+
+    assert backends.stackable(client(10))
+    assert not backends.stackable(client(10, rule="median"))  # looks at all updates together
+    assert backends.shape(client(10)) != backends.shape(client(20))
+    assert backends.shape(client(10)) == backends.shape(client(10, C0=2.0))
+    assert backends.shape(job(data={"parties": 10})) == backends.shape(job(data={"parties": 20}))
+
+
 def test_runs_that_differ_in_their_transform_are_not_stacked_together(tmp_path):
     jobs = [
         dataclasses.replace(job(clip={"rule": "wav", "shrink": shrink}, data={"parties": 2}), epsilon=4.0)
@@ -401,9 +416,9 @@ def test_two_results_of_one_job_are_a_conflict(tmp_path):
 
 
 def test_the_study_of_the_repository_is_whole():
-    from fulcrum.study.experiment import protocol_jobs, read_experiment
+    from fulcrum.study.experiment import protocol_jobs
 
-    experiment = read_experiment(Path(__file__).parents[1] / "experiments")
+    experiment = read_experiment(EXPERIMENTS)
     assert experiment.datasets == ("mnist", "fashion-mnist", "cifar10")
     assert experiment.epsilons == (6.38, 3.61, 1.64)
     assert len(experiment.seeds) == 5
@@ -419,6 +434,28 @@ def test_the_study_of_the_repository_is_whole():
         counts = {len(experiment.search.trials_of(row.name, d)) for d in experiment.datasets}
         assert counts == {experiment.search.trials}
     assert find(experiment.choices, "nowhere", 1.0, "moo") is None
+
+
+def test_new_painted_weights_make_new_runs_of_the_data_sets_that_use_them() -> None:
+    experiment = read_experiment(EXPERIMENTS)
+    later = dataclasses.replace(experiment, weights={**experiment.weights, "cifar10": 99})
+    for old, new in zip(paper_jobs(experiment), paper_jobs(later), strict=True):
+        assert (old.id != new.id) == (old.dataset == "cifar10"), old.cell
+    bare = {**experiment.settings, "model": {**experiment.settings["model"], "init": "random"}}
+    plain = [paper_jobs(dataclasses.replace(e, settings=bare)) for e in (experiment, later)]
+    assert [j.id for j in plain[0]] == [j.id for j in plain[1]], "random weights do not come from the files"
+
+
+def test_painted_files_are_those_that_the_experiment_counts() -> None:
+    from fulcrum import priors
+
+    for name, entry in tomllib.loads((EXPERIMENTS / "paper.toml").read_text())["weights"].items():
+        for activation in ("relu", "tempered"):
+            file = priors.kept(entry["model"], activation)
+            found = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+            assert found == entry[activation], (
+                f"{file.name} has changed: raise the number of weights.{name}"
+            )
 
 
 def test_experiments_are_found_or_asked_for(tmp_path, monkeypatch):

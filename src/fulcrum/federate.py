@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -299,7 +299,7 @@ def play_client_round(
     updates = list(federation.engine.run(request)) if tasks else []
 
     planned = {plan.events(k, t) for k in charged}
-    sigma = max(event.sigma if isinstance(event, Gaussian) else 0.0 for events in planned for event in events)
+    sigma = planned_sigma(planned)
     reply = average(problem, plan.central, snapshot.rule, updates, t, train.rounds, sigma)
     for events in planned:
         _check_events(reply, events)
@@ -317,6 +317,11 @@ def play_client_round(
         rule=problem.rule.adapt(reply.state, released),
     )
     return after, [reply], tuple(reply.state["C"].tolist())
+
+
+def planned_sigma(planned: Iterable[Sequence[Event]]) -> float:
+    """The multiplier of the server's one noise (unit client): the largest of what the parties were planned for."""
+    return max(event.sigma if isinstance(event, Gaussian) else 0.0 for events in planned for event in events)
 
 
 def aggregate_noise(tasks: Sequence[Assignment], noises: Sequence[float], weights: torch.Tensor) -> float:

@@ -17,13 +17,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fulcrum.central import local_problem
 from fulcrum.config import local_steps
 from fulcrum.coordinates import digest
 from fulcrum.engine.stacked import find_core
 from fulcrum.errors import ConfigError
 from fulcrum.evaluate import evaluate
 from fulcrum.federate import Federation, Snapshot, first_snapshot, play_client_round, play_round
+from fulcrum.many import cohorts
 from fulcrum.many.apart import Apart
+from fulcrum.many.cohorts import Cohorts
 from fulcrum.many.locals import Locals, suits
 from fulcrum.many.pooled import Pooled
 from fulcrum.many.server import Server, take_part
@@ -52,10 +55,10 @@ class ManyRound:
 def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator[ManyRound]:
     """Train all federations side by side and yield their rounds.
 
-    They must have the same number of rounds. Those that share data, model, rule and server optimiser are
-    stacked; the rest go in stacks of their own. Rounds come in bursts: a burst is yielded once it is known that
-    every Poisson sample fitted its place and every sum was finite (otherwise it was played again, on the same
-    random numbers, with more room). rows_limit: the most examples in one piece of a step; 0 asks the device.
+    They must have the same number of rounds. Those that share data, model, rule, unit, local steps and server
+    optimiser are stacked; the rest go in stacks of their own. Rounds come in bursts: a burst is yielded once it is
+    known that every Poisson sample fitted its place and every sum was finite (otherwise it was played again, on the
+    same random numbers, with more room). rows_limit: the most examples in one piece of a step; 0 asks the device.
     """
     if not federations:
         raise ConfigError("run_many was given no federations; give at least one.")
@@ -128,10 +131,12 @@ class _Stack(Protocol):
 
 def _make(federations: Sequence[Federation], members: list[int], rows_limit: int) -> _Stack:
     mine = [federations[i] for i in members]
-    core, _ = find_core(mine[0].problem, rows_limit)
+    core, _ = find_core(local_problem(mine[0].problem), rows_limit)
     if core is None:
         return _Alone(members, mine)
     server = Server(mine, core)
+    if mine[0].plan.central:
+        return _Together(members, server, Cohorts(server)) if cohorts.suits(server) else _Alone(members, mine)
     rule = core.problem.rule
     pooled = rule.where == "server" and rule.sound and local_steps(mine[0].settings.train) == 1
     if pooled:
@@ -144,7 +149,7 @@ def _make(federations: Sequence[Federation], members: list[int], rows_limit: int
 class _Together:
     """A stack of runs that share a tensor program."""
 
-    def __init__(self, members: list[int], server: Server, player: Pooled | Locals | Apart) -> None:
+    def __init__(self, members: list[int], server: Server, player: Pooled | Locals | Apart | Cohorts) -> None:
         self.members, self.server, self.player = members, server, player
         self.burst = player.burst
         self._every = server.federations[0].settings.run.evaluate_every

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fulcrum.engine.stacked.core import Core
+
 ROOM = 5.0
 """Standard deviations above the mean number of chunks for which there is room: one step in four million needs more,
 and costs a burst of rounds that is played again."""
@@ -71,7 +73,7 @@ def chunked(units: Units, uniforms: Tensor, count: int, length: int) -> Chunks:
     place = torch.where(joins & (place < total), place, behind)
     table = torch.zeros(total + ASIDE, dtype=torch.int64, device=device).scatter_(0, place, units.rows)
     chunk = torch.arange(count, device=device)
-    owner = (chunk[:, None] >= end).sum(dim=1).clamp_max(len(end) - 1)  # [S]
+    owner = torch.searchsorted(end, chunk, right=True).clamp_max(len(end) - 1)  # [S]
     left = (sizes + first * length).index_select(0, owner) - chunk * length
     mask = torch.arange(length, device=device) < left[:, None]
     starts = torch.cat([first, end[-1:]]).clamp_max(count)
@@ -93,8 +95,31 @@ def add_up(chunks: Chunks, values: Tensor) -> Tensor:
     return sums[:-1]  # the last is of the chunks that nobody filled
 
 
-def expect(sizes: Sequence[int], rates: Sequence[float], length: int) -> int:
-    """Chunks that have room for the samples of all jobs, `ROOM` deviations above the mean; samples as if normal."""
+def weights_cost(core: Core) -> float:
+    """What a set of weights costs, in examples: it is read and written about as often as activations are, twice."""
+    dim, program = core.problem.layout.dim, core.program
+    return max(8.0, 2 * dim / (program.elements if program else 4 * dim))
+
+
+def look_back(core: Core, most: Tensor, finite: Tensor) -> tuple[int, bool]:
+    """Waits for the device: the most places that were needed since the last look, and whether to repeat carefully.
+
+    Both notes are made blank.
+    """
+    needed, fine = torch.stack([most, finite.to(most)]).tolist()
+    most.zero_()
+    finite.fill_(True)
+    again = not fine and not core.how.careful
+    if again:
+        core.careful()
+    return int(needed), again
+
+
+def expect(sizes: Sequence[int], rates: Sequence[float], length: int, among: Tensor | None = None) -> int:
+    """Chunks that have room for the samples of all jobs, `ROOM` deviations above the mean; samples as if normal.
+
+    among [m, j]: rows of jobs that are played together (None: all of them at once); there is room for each row.
+    """
     n, q = torch.tensor(sizes, dtype=torch.float64), torch.tensor(rates, dtype=torch.float64)
     mean, spread = n * q, (n * q * (1 - q)).sqrt().clamp_min(1e-6)
     most = int(torch.minimum(mean + 8 * spread, n).max()) // length + 1
@@ -102,19 +127,23 @@ def expect(sizes: Sequence[int], rates: Sequence[float], length: int) -> int:
     more = torch.special.ndtr((mean[:, None] - i * length - 0.5) / spread[:, None])  # chance of more than i chunks
     expected = 1 + more.sum(dim=1)
     squares = 1 + ((2 * i + 1) * more).sum(dim=1)
-    deviation = math.sqrt(max(0.0, float((squares - expected.square()).sum())))
-    largest = int(fill(n.long(), length).sum())
-    return max(1, min(largest, math.ceil(float(expected.sum()) + ROOM * deviation)))
+    variance, largest = (squares - expected.square()).clamp_min(0), fill(n.long(), length)
+    among = torch.arange(len(n))[None] if among is None else among
+    means, deviations = (value[among].sum(dim=1) for value in (expected, variance))
+    needed = torch.minimum(means + ROOM * deviations.sqrt(), largest[among].sum(dim=1))
+    return max(1, math.ceil(float(needed.max())))
 
 
-def choose(sizes: Sequence[int], rates: Sequence[float], limit: int, weights: float) -> tuple[int, int]:
+def choose(
+    sizes: Sequence[int], rates: Sequence[float], limit: int, weights: float, among: Tensor | None = None
+) -> tuple[int, int]:
     """(chunks, places in each) that cost least, for chunks of at most `limit` places.
 
-    weights: what a set of weights costs, in examples; every chunk has one.
+    weights: what a set of weights costs, in examples; every chunk has one. among: as in `expect`.
     """
     largest = max(n * q for n, q in zip(sizes, rates, strict=True))
     allowed = [length for length in LENGTHS if length <= limit] or [LENGTHS[0]]
     # A sample of hundreds of chunks wastes next to nothing: still shorter ones are not worth trying.
     tried = [length for length in allowed if largest <= 256 * length] or allowed[-1:]
-    found = [(expect(sizes, rates, length), length) for length in tried]
+    found = [(expect(sizes, rates, length, among), length) for length in tried]
     return min(found, key=lambda pair: pair[0] * (pair[1] + weights))

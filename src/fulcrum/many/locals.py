@@ -11,7 +11,6 @@ CPU numbers are the clients' own streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +23,7 @@ from fulcrum.engine.stacked.replay import Replayer
 from fulcrum.engine.stacked.sampling import at
 from fulcrum.engine.stacked.step import Numbers, noised
 from fulcrum.engine.stacked.trainer import extra_width
-from fulcrum.many.chunks import Units, add_up, choose, chunked, fill
+from fulcrum.many.chunks import Units, add_up, choose, chunked, fill, look_back, weights_cost
 from fulcrum.many.server import Server
 from fulcrum.noise import Scales, scales
 from fulcrum.rng import Key, Seeded, stream_seed
@@ -75,7 +74,7 @@ class Locals:
             for k, size in enumerate(federation.problem.partition.sizes)
         ]
         sizes, rates = [job.size for job in self.jobs], [job.rate for job in self.jobs]
-        self.count, self.length = choose(sizes, rates, self.core.rows_limit, self._weights())
+        self.count, self.length = choose(sizes, rates, self.core.rows_limit, weights_cost(self.core))
         self.units = self._units()
         self._tables()
         self._buffers()
@@ -89,11 +88,6 @@ class Locals:
         return BURST if self.on_device else 1
 
     # --- what stays the same -------------------------------------------------------------------
-
-    def _weights(self) -> float:
-        """What a set of weights costs, in examples: it is read and written about as often as activations are, twice."""
-        dim, program = self.core.problem.layout.dim, self.core.program
-        return max(8.0, 2 * dim / (program.elements if program else 4 * dim))
 
     def _units(self) -> Units:
         """The units of all jobs, in the order of the partitions."""
@@ -178,19 +172,8 @@ class Locals:
             else:
                 self._draw_on_host(t, step)
             mine = [self.theta, self.extra, self.asked, self.step, self.most, self.finite]
-            self._queue(("step", self.count), self._step, mine)
-        self._queue(("end",), self._end, self.server.held())
-
-    def _queue(self, key: tuple[str | int, ...], program: Callable[[], None], changes: list[Tensor]) -> None:
-        """Runs a program; what it changes is put back after a trial run."""
-        held = [] if self.replayer.knows(key) else changes
-        before = [value.clone() for value in held]
-
-        def undo() -> None:
-            for value, old in zip(held, before, strict=True):
-                value.copy_(old)
-
-        self.replayer.run(key, program, {}, undo)
+            self.replayer.change(("step", self.count), self._step, mine)
+        self.replayer.change(("end",), self._end, self.server.held())
 
     def _draw_here(self, t: int, step: int) -> None:
         self.generator.manual_seed(stream_seed(self.seeds[0], ("many", *self.seeds, t, step)))
@@ -293,13 +276,7 @@ class Locals:
 
     def settled(self) -> bool:
         """Whether all rounds since the last look were right; if not, what is needed to repeat them is noted."""
-        most, fine = torch.stack([self.most, self.finite.to(self.most)]).tolist()
-        self.most.zero_()
-        self.finite.fill_(True)
-        good = True
+        most, again = look_back(self.core, self.most, self.finite)
         if most > self.count:
-            self.count, good = most + most // 64, False
-        if not fine and not self.core.how.careful:
-            self.core.careful()
-            good = False
-        return good
+            self.count, again = most + most // 64, True
+        return not again

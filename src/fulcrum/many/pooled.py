@@ -17,6 +17,7 @@ from fulcrum.engine.stacked.core import Tasks, clipped_sums
 from fulcrum.engine.stacked.replay import Replayer
 from fulcrum.engine.stacked.sampling import at, compact, round_up
 from fulcrum.engine.stacked.trainer import extra_width
+from fulcrum.many.chunks import look_back
 from fulcrum.many.server import Server
 from fulcrum.noise import Scales, scales
 from fulcrum.rng import Seeded, stream_seed
@@ -109,15 +110,7 @@ class Pooled:
         elif self._drawn != t:  # a round that is repeated gets the same numbers, also where they cannot be replayed
             self._draw_on_host(t)
             self._drawn = t
-        key = ("round", self.pad)
-        held = [] if self.replayer.knows(key) else [*self.server.held(), self.most, self.finite]
-        before = [value.clone() for value in held]
-
-        def undo() -> None:
-            for value, old in zip(held, before, strict=True):
-                value.copy_(old)
-
-        self.replayer.run(key, self._round, {}, undo)
+        self.replayer.change(("round", self.pad), self._round, [*self.server.held(), self.most, self.finite])
 
     def _draw_here(self, t: int) -> None:
         self.generator.manual_seed(stream_seed(self.seeds[0], ("many", *self.seeds, t)))
@@ -197,13 +190,7 @@ class Pooled:
 
     def settled(self) -> bool:
         """Whether all rounds since the last look were right; if not, what is needed to repeat them is noted."""
-        most, fine = torch.stack([self.most, self.finite.to(self.most)]).tolist()
-        self.most.zero_()
-        self.finite.fill_(True)
-        good = True
+        most, again = look_back(self.core, self.most, self.finite)
         if most > self.pad:
-            self.pad, good = round_up(most), False
-        if not fine and not self.core.how.careful:
-            self.core.careful()
-            good = False
-        return good
+            self.pad, again = round_up(most), True
+        return not again

@@ -17,7 +17,8 @@ from fulcrum.engine.stacked.passes import forward, functional_logits, unpack
 from fulcrum.engine.stacked.rules import Stacked, stack_states
 from fulcrum.engine.stacked.sampling import at
 from fulcrum.engine.stacked.table import resident
-from fulcrum.federate import Federation, aggregate_noise, invite, public_shape
+from fulcrum.federate import Federation, aggregate_noise, invite, planned_sigma, public_shape
+from fulcrum.plan import Plan
 
 NUMBERS = ("server_lr", "server_momentum", "server_beta2", "server_eps")
 """Fields of `Train` in which stacked runs may differ, and which the server's step reads."""
@@ -26,14 +27,20 @@ NUMBERS = ("server_lr", "server_momentum", "server_beta2", "server_eps")
 def take_part(federation: Federation, rounds: int) -> list[tuple[int, ...]]:
     """Who takes part in each round: those the public coin invites, up to their cap. No ledger is asked."""
     plan, count = federation.plan, [0] * federation.plan.parties
+    if plan.central:  # there are no caps then: everybody may be drawn, and pays
+        return [tuple(range(plan.parties))] * rounds
     found = []
     for t in range(rounds):
-        invited = range(plan.parties) if plan.central else invite(federation.settings, plan.parties, t)
-        here = tuple(k for k in invited if count[k] < plan.participations(k))
+        here = tuple(k for k in invite(federation.settings, plan.parties, t) if count[k] < plan.participations(k))
         for k in here:
             count[k] += 1
         found.append(here)
     return found
+
+
+def server_sigma(plan: Plan, t: int) -> float:
+    """The planned multiplier of the trusted server's noise in round t (unit client)."""
+    return planned_sigma(group.round_events(t) for group in plan.groups)
 
 
 class Server:
@@ -82,6 +89,9 @@ class Server:
         found = []
         for r, federation in enumerate(self.federations):
             plan, here = federation.plan, self.participants[r][t]
+            if plan.central:
+                found.append(server_sigma(plan, t) * plan.central.sensitivity)
+                continue
             key = (r, here, plan.step_noise(here[0], t) if here else 0.0)  # which moves under a noise schedule
             if key not in self._known and here:
                 tasks = [plan.assignment(k, t, 1.0) for k in here]

@@ -65,7 +65,8 @@ def teach(
     plain = [p for p in pupil.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": lesson.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     rate = torch.tensor(lesson.lr, device=device)
-    optimiser = torch.optim.AdamW(groups, lr=rate, capturable=device.type == "cuda")
+    on_gpu = device.type == "cuda"
+    optimiser = torch.optim.AdamW(groups, lr=rate, capturable=on_gpu, fused=on_gpu)
     loss = torch.zeros((), device=device)
 
     def study() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fulcrum.clip import find_rule
 from fulcrum.config import local_steps
 from fulcrum.data.features import recipe
 from fulcrum.errors import ConfigError, FulcrumError
@@ -247,8 +248,8 @@ def stacked(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
 
 
 def stackable(job: Job) -> bool:
-    """Whole parties as units are noised by the server, which `run_many` does not do."""
-    return job.settings.privacy.unit != "client"
+    """Where whole parties are units, `run_many` stacks rules that look at each update by itself."""
+    return job.settings.privacy.unit != "client" or find_rule(job.settings.clip.rule).sound
 
 
 def shape(job: Job) -> Hashable:
@@ -259,7 +260,9 @@ def shape(job: Job) -> Hashable:
     # A stack takes its transform, and so wav's shrinkage, from its first run.
     clip = (s.clip.rule, s.clip.groups, s.clip.shrink)
     data = (s.data.source, recipe(s.data), held)
-    return (data, s.model, clip, train, s.privacy.unit)
+    # At client level a round of 1000 parties and one of 10 take very different times.
+    parties = s.data.parties if s.privacy.unit == "client" else 0
+    return (data, s.model, clip, train, s.privacy.unit, parties)
 
 
 BACKENDS: dict[str, Backend] = {"sequential": sequential, "processes": processes, "stacked": stacked}

@@ -17,6 +17,7 @@ from fulcrum.clip import find_rule
 from fulcrum.config import Settings
 from fulcrum.errors import ConfigError
 from fulcrum.methods import METHODS
+from fulcrum.priors import PAINTED
 from fulcrum.study.job import Job
 from fulcrum.study.search import Choice, Search, find, read_choices, read_search, read_toml
 
@@ -50,6 +51,7 @@ class Experiment:
     settings: Mapping[str, Any]
     by_dataset: Mapping[str, Mapping[str, Any]]
     revisions: Mapping[str, int]
+    weights: Mapping[str, int]
     protocol: Mapping[str, Any]
     parties: Mapping[str, Any]
     subset: Mapping[str, Any]
@@ -133,6 +135,7 @@ def read_experiment(given: Path | None = None, name: str = "paper") -> Experimen
         settings=raw["settings"],
         by_dataset=raw.get("by_dataset", {}),
         revisions=raw.get("revisions", {}),
+        weights={name: entry["revision"] for name, entry in raw.get("weights", {}).items()},
         protocol=raw.get("protocol", {}),
         parties=raw.get("parties", {}),
         subset=raw.get("subset", {}),
@@ -189,7 +192,9 @@ def make_job(
     base = merged(experiment.settings, experiment.by_dataset.get(dataset, {}))
     settings = settings_for(base, dataset, row.method, epsilon, {**row.set, **overrides})
     cell = "/".join([dataset, "none" if epsilon is None else f"{epsilon:g}", row.name, *([suffix] if suffix else [])])
-    revision = experiment.revisions.get(settings.clip.rule, 0)
+    # Either number only ever rises, so that their sum tells old results from new ones.
+    painted = experiment.weights.get(dataset, 0) if settings.model.init == PAINTED else 0
+    revision = experiment.revisions.get(settings.clip.rule, 0) + painted
     return Job(settings, study, cell, dataset, row.name, epsilon, trial, revision)
 
 

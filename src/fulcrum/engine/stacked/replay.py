@@ -76,6 +76,17 @@ class Replayer:
                     undo()
                     self._shrink(error)
 
+    def change(self, key: Hashable, program: Callable[[], None], changes: list[Tensor]) -> None:
+        """Runs a program that changes tensors of its own in place; after a trial run they are put back."""
+        held = [] if self.knows(key) else changes
+        before = [value.clone() for value in held]
+
+        def undo() -> None:
+            for value, old in zip(held, before, strict=True):
+                value.copy_(old)
+
+        self.run(key, program, {}, undo)
+
     def knows(self, key: Hashable) -> bool:
         """Whether a graph of this key is recorded, so that a call changes nothing twice."""
         return (key, self.core.how, self.core.rows_limit) in self._recorded
