@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from torch import Tensor
 from fulcrum.api import prepare
 from fulcrum.config import Data, Settings, check
 from fulcrum.data import Dataset, featured, from_arrays
-from fulcrum.data.features import made_up
+from fulcrum.data.features import FLOOR, made_up, painted, recipe, whitening
 from fulcrum.data.scattering import CHANNELS, scatter
 from fulcrum.errors import ConfigError, DataError
+from fulcrum.study.job import job_from_json
 from fulcrum.study.play import Datasets
 
 CPU = torch.device("cpu")
@@ -164,6 +167,113 @@ def test_mirror_images_become_the_same_and_made_up_images_the_origin() -> None:
     assert torch.equal(pictures, made_up((3, 16, 16), 50))
     near = ((pictures[..., 1:] - pictures[..., :-1]).square().mean() / pictures.var()).item()
     assert near < 1.0  # neighbouring pixels are alike; independent ones would have 2
+
+
+# --- whitened ---------------------------------------------------------------------------------------
+
+
+def covariance(x: Tensor) -> Tensor:
+    """[C, C] over pictures and positions of [n, C, H, W], about the channels' means."""
+    flat = x.double().transpose(0, 1).flatten(1)
+    return torch.cov(flat, correction=0)
+
+
+def left(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Variances of directions above the floor before, largest last, and in the same directions after."""
+    variances, directions = torch.linalg.eigh(covariance(before))
+    kept = variances > FLOOR * variances[-1]
+    across = directions.T @ covariance(after) @ directions
+    assert float((across - across.diag().diag())[kept][:, kept].abs().max()) < 1e-3 * float(across.diag().max())
+    return variances[kept], across.diag()[kept]
+
+
+@pytest.mark.parametrize("power", [0.25, 0.5])
+def test_painted_pictures_come_out_with_their_covariance_to_the_power_that_is_left(power: float) -> None:
+    pictures = painted((1, 8, 8))
+    few = torch.zeros(2, dtype=torch.long)
+    data = from_arrays(pictures, torch.arange(len(pictures)) % 2, pictures[:2], few, name="painted", classes=2)
+    plain = featured(data, ON, CPU).x
+    found = featured(data, dataclasses.replace(ON, feature_whiten=power), CPU).x
+    mean, mix = whitening(plain, power)
+    torch.testing.assert_close(found, torch.einsum("ij,njhw->nihw", mix, plain - mean), rtol=1e-3, atol=1e-4)
+    assert float(found.mean(dim=0).abs().max()) < 1e-3  # centred at every position
+
+    mixed = torch.einsum("ij,njhw->nihw", mix.double(), plain.double())
+    before, after = left(plain, mixed)
+    assert 10 < len(before) <= CHANNELS
+    wanted = before ** (1 - 2 * power)
+    scale = after.mean() / wanted.mean()
+    torch.testing.assert_close(after, scale * wanted, rtol=1e-3, atol=0)
+    same = left(plain, plain)[1]  # power 0 does not pass for it
+    assert not torch.allclose(same, same.mean() / wanted.mean() * wanted, rtol=0.5)
+    torch.testing.assert_close(covariance(mixed).trace(), covariance(plain).trace(), rtol=1e-4, atol=0)
+
+
+def test_directions_that_pictures_hardly_have_are_not_blown_up() -> None:
+    x = torch.randn(2000, 3, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = x * torch.tensor([1.0, 0.1, 1e-6], dtype=torch.float64).view(3, 1, 1)
+    gains = torch.linalg.svdvals(whitening(x, 0.5)[1].double())
+    assert float(gains[0] / gains[2]) == pytest.approx(FLOOR**-0.5, rel=1e-3)  # without a floor a million
+    assert float(gains[1] / gains[2]) == pytest.approx(10, rel=0.05)
+
+
+def test_a_whitened_record_depends_on_no_other() -> None:
+    data, whitened = toy_images(), dataclasses.replace(ON, feature_whiten=0.25)
+    x = data.x.clone()
+    x[3] = -2 * x[4]
+    one, two = featured(data, whitened, CPU), featured(dataclasses.replace(data, x=x), whitened, CPU)
+    others = torch.arange(len(x)) != 3
+    assert torch.equal(one.x[others], two.x[others])
+    assert torch.equal(one.x_test, two.x_test)
+    assert not torch.allclose(one.x[3], two.x[3], rtol=0.1)
+    alone = featured(dataclasses.replace(data, x=data.x[3:4], y=data.y[3:4]), whitened, CPU)
+    torch.testing.assert_close(alone.x, one.x[3:4], rtol=1e-3, atol=1e-4)
+
+
+def test_without_whitening_features_fingerprints_and_ids_are_as_they_were() -> None:
+    data = dataclasses.replace(toy_images(), fingerprint="toy")
+    off = featured(data, dataclasses.replace(ON, feature_whiten=0.0), CPU)
+    assert torch.equal(off.x, torch.nn.functional.group_norm(scatter(data.x), 27))
+    assert off.fingerprint == "1744382ab2e64ea6"
+    half, full = (dataclasses.replace(ON, feature_whiten=power) for power in (0.25, 0.5))
+    assert len({off.fingerprint, *(featured(data, s, CPU).fingerprint for s in (half, full))}) == 3
+    assert len({recipe(ON), recipe(half), recipe(full)}) == 3
+    assert recipe(Data(feature_whiten=0.5)) == recipe(Data())  # of no features
+    for line in (Path(__file__).parents[1] / "results" / "open" / "open.jsonl").read_text().splitlines()[::20]:
+        job = job_from_json(json.loads(line))
+        assert job.id == json.loads(line)["id"]
+        changed = job.settings.replace(data={"feature_whiten": 0.25})
+        assert dataclasses.replace(job, settings=changed).id != job.id
+
+
+@pytest.mark.parametrize("value", [-0.1, 0.51, float("nan")])
+def test_powers_out_of_range_are_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"data\.feature_whiten .* at least 0 and at most 0\.5"):
+        check(settings(feature_whiten=value))
+    check(settings(feature_whiten=0.5))
+
+
+def test_what_whitening_cannot_go_with_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.feature_center = true and data\.feature_whiten = 0\.25"):
+        check(settings(feature_whiten=0.25, feature_center=True))
+    y = torch.arange(6) % 2
+    flat = from_arrays(torch.rand(6, 8), y, torch.rand(6, 8), y, name="flat", classes=2)
+    with pytest.raises(DataError, match=r"data\.feature_whiten needs images"):
+        featured(flat, dataclasses.replace(ON, feature_whiten=0.25), CPU)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 12), (2, 16, 8), (3, 8, 8)])
+def test_pictures_are_painted_in_any_shape_and_always_the_same(shape: tuple[int, int, int]) -> None:
+    pictures = painted(shape, 20)
+    assert pictures.shape == (20, *shape)
+    assert torch.equal(pictures, painted(shape, 20))
+    assert float(pictures.min()) >= -1
+    assert float(pictures.max()) <= 1
+    assert float(pictures.flatten(1).std(dim=1).median()) > 0.1
+    assert not torch.equal(pictures[0], pictures[1])
+
+
+# --- in runs and studies ----------------------------------------------------------------------------
 
 
 def settings(**data: object) -> Settings:

@@ -50,6 +50,10 @@ class Data:
     apart: less for the noise to hide."""
     feature_center: bool = False
     """Whether the mean features of fixed, made-up images (noise with the spectrum of photographs) are subtracted."""
+    feature_whiten: float = 0.0
+    """0: off. Above: the mean features of painted pictures (made of formulas; no data is involved) are subtracted, and
+    channels are mixed by their covariance over those pictures to minus this power, so that no few directions fill the
+    norm that is clipped: 0.5 makes all directions vary alike, 0.25 goes halfway. Not with feature_center."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +291,7 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "data.min_examples": (1, True, math.inf, False),
     "data.validation": (0, True, 1, False),
     "data.feature_groups": (0, True, math.inf, False),
+    "data.feature_whiten": (0, True, 0.5, True),
     "model.temper_temperature": (0, False, math.inf, False),
     "train.rounds": (1, True, math.inf, False),
     "train.participation": (0, False, 1, True),
@@ -375,6 +380,11 @@ def _check_together(settings: Settings) -> None:
     if not clip.C_min <= clip.C0 <= clip.C_max:
         raise ConfigError(
             f"clip.C0 = {clip.C0:g} must lie between clip.C_min = {clip.C_min:g} and clip.C_max = {clip.C_max:g}."
+        )
+    if settings.data.feature_center and settings.data.feature_whiten:
+        raise ConfigError(
+            f"data.feature_center = true and data.feature_whiten = {settings.data.feature_whiten:g}: whitening takes "
+            "off a mean of its own; set feature_center to false."
         )
     if privacy.epsilon is not None and privacy.sigma is not None:
         raise ConfigError("privacy.epsilon and privacy.sigma are both set; give one, the other follows from it.")
