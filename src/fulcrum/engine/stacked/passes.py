@@ -61,6 +61,16 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.float(), b.float())
 
 
+STRETCH = 1024
+"""Terms that a sum of many may be cut into, and no fewer."""
+
+
+def pieces(rows: int, positions: int) -> int:
+    """Equal parts of a sum over examples and positions: as many as divide the examples and keep STRETCH terms."""
+    most = rows * positions // STRETCH
+    return next((count for count in range(min(rows, most), 1, -1) if rows % count == 0), 1)
+
+
 def squares(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """The sum of squares over some dimensions, in float32 and without a copy in float32."""
     norms: Tensor = torch.linalg.vector_norm(values, dim=dims, dtype=torch.float32)
@@ -140,9 +150,11 @@ class _Use:
             assert site.window is not None
             shaped = scaled.view(1, n, *site.window.out, site.outputs)
             return site.natural(site.native_backward(shaped, self.h, weights, "weight").float())
-        a = self.seen().reshape(groups, rows * site.positions, site.inputs)
-        g = scaled.reshape(groups, rows * site.positions, site.outputs)
-        return site.natural(product(g.transpose(1, 2), a))
+        # A small matrix that is a very long sum keeps few of a GPU's processors busy: many shorter sums, then theirs.
+        parts = pieces(rows, site.positions)
+        a = self.seen().reshape(groups * parts, -1, site.inputs)
+        g = scaled.reshape(groups * parts, -1, site.outputs)
+        return site.natural(product(g.transpose(1, 2), a).unflatten(0, (groups, parts)).sum(dim=1))
 
     def dots(self, direction: Tensor, segments: int) -> Tensor:
         """Inner product of each example's weight gradient with a direction [S * M, o, k]: [S, n]."""

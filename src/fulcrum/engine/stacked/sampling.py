@@ -21,11 +21,15 @@ ROOM = 8.0
 STEP = 8
 """Pads are multiples of this: matrix units like it, and fewer shapes are recorded."""
 
+LONG = 1024
+"""Pads from here on are multiples of a sixteenth of it."""
+
 
 def pad_for(units: float, rate: float) -> int:
     """Places for a Poisson sample of `units` at `rate`: the mean and eight standard deviations, at most all."""
-    spread = ROOM * math.sqrt(units * rate * (1 - rate))
-    return min(round_up(math.ceil(units * rate + spread)), round_up(math.ceil(units)))
+    places = math.ceil(units * rate + ROOM * math.sqrt(units * rate * (1 - rate)))
+    # Long rows have many divisors, for sums that are cut into equal parts.
+    return min(round_up(places, STEP if places < LONG else LONG // 16), round_up(math.ceil(units)))
 
 
 def round_up(count: int, step: int = STEP) -> int:
