@@ -30,7 +30,7 @@ class Search:
     plain: of the trials, the first so many leave the clipping rule's settings as they are; the protocol of
     one C0 for all is tuned on those alone. validation: the part of the training data that trials are judged on.
     run_seed: that of every trial, none of the final ones. space: what all methods share. rows, datasets: by
-    name, further dimensions and those to leave out.
+    name, further dimensions and those to leave out; a row's `datasets` hold its dimensions on one data set.
     """
 
     trials: int
@@ -45,7 +45,9 @@ class Search:
     def space_of(self, row: str, dataset: str, clipping: bool = True) -> Space:
         """What is searched for one row of the table; without `clipping` nothing of C is."""
         mine, here = self.rows.get(row, {}), self.datasets.get(dataset, {})
-        space = self.space | {p: d for p, d in here.get("space", {}).items() if p in self.space} | mine.get("space", {})
+        both = mine.get("datasets", {}).get(dataset, {})
+        space = self.space | {p: d for p, d in here.get("space", {}).items() if p in self.space}
+        space = space | mine.get("space", {}) | both
         dropped = set(mine.get("drop", ())) | set(here.get("drop", ()))
         return {p: d for p, d in space.items() if p not in dropped and (clipping or not p.startswith("clip."))}
 
