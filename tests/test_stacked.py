@@ -287,6 +287,22 @@ def test_compact_reports_a_row_that_is_too_short() -> None:
     assert places[0].tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("rule", ["none", "fixed"])
+def test_long_sums_may_be_cut_into_parts(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = toy_problem(rule, toy_data(300), 3)
+    whole, wanted = [], request(problem)
+    monkeypatch.setattr(passes, "pieces", lambda rows, positions: whole.append(rows) or 1)
+    in_one = stacked(problem, wanted)
+    assert whole, "there are such sums"
+    monkeypatch.setattr(passes, "pieces", lambda rows, positions: rows)  # an example each
+    assert_equal(in_one, stacked(problem, wanted))
+    monkeypatch.undo()
+    assert passes.pieces(64, 16) == 1
+    assert passes.pieces(64, 1024) == 64
+    assert passes.pieces(1000, 100) == 50
+    assert all(rows % passes.pieces(rows, places) == 0 for rows in (0, 8, 24, 12568) for places in (1, 25, 196))
+
+
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: numbers come from a generator keyed by round, and nobody looks at them on the way."""
     monkeypatch.setattr(sampling, "draws_on_device", lambda device, sources: True)

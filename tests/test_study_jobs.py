@@ -453,9 +453,7 @@ def test_painted_files_are_those_that_the_experiment_counts() -> None:
         for activation in ("relu", "tempered"):
             file = priors.kept(entry["model"], activation)
             found = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-            assert found == entry[activation], (
-                f"{file.name} has changed: raise the number of weights.{name}"
-            )
+            assert found == entry[activation], f"{file.name} has changed: raise the number of weights.{name}"
 
 
 def test_experiments_are_found_or_asked_for(tmp_path, monkeypatch):

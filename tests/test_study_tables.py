@@ -168,6 +168,15 @@ def test_every_method_gets_the_same_number_of_trials_and_the_same_shared_values(
     assert set(search.trials_of("moo", "digits", clipping=False)[1]) == {"train.lr", "train.steps"}
 
 
+def test_a_row_may_have_ranges_of_its_own_on_one_data_set(tmp_path):
+    search = small(tmp_path).search
+    row = {**search.rows.get("moo", {}), "datasets": {"digits": {"train.lr": {"low": 1e-6, "high": 1e-5}}}}
+    narrow = dataclasses.replace(search, rows={**search.rows, "moo": row})
+    assert all(1e-6 <= trial["train.lr"] <= 1e-5 for trial in narrow.trials_of("moo", "digits")[1:])
+    assert narrow.trials_of("moo", "mnist") == search.trials_of("moo", "mnist")
+    assert narrow.trials_of("dp-sgd", "digits") == search.trials_of("dp-sgd", "digits")
+
+
 def test_trials_are_fixed_by_the_seed_and_fill_the_space():
     space = {"a": {"low": 0.01, "high": 100.0}, "b": {"choices": [1, 2, 3]}}
     found = trials(space, 60, 5)
