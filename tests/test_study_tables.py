@@ -296,6 +296,19 @@ def test_the_table_has_the_agreed_format(tmp_path):
     assert next(c for c in details["cells"] if c["method"] == "dp-fedavg")["moo_ahead"] is None, "another unit"
 
 
+def test_an_entry_has_its_methods_name_where_that_and_the_parties_tell_rows_apart(tmp_path):
+    experiment = small(tmp_path)
+    ours = next(row for row in experiment.rows if row.name == "moo")
+    more = dataclasses.replace(ours, name="moo-more", set={**ours.set, "data.parties": 7})
+    same = dataclasses.replace(ours, name="moo-same", set={**ours.set, "train.rounds": 1})
+    for extra, expected in ((more, [("moo", 2), ("moo", 7)]), (same, [("moo", 2), ("moo-same", 2)])):
+        wider = dataclasses.replace(experiment, rows=(*experiment.rows, extra))
+        cells = make_cells(wider, paper_jobs(wider), {})
+        named = [c.method or c.row for c in cells if c.row.startswith("moo") and c.epsilon == 4.0]
+        parties = [c.parties for c in cells if c.row.startswith("moo") and c.epsilon == 4.0]
+        assert list(zip(named, parties, strict=True)) == expected
+
+
 def test_the_page_says_what_a_reader_must_know(tmp_path):
     experiment = small(tmp_path)
     _, done = finished(experiment, lambda j: 0.5 + 0.01 * j.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -59,7 +60,8 @@ class Cell:
 
     ahead: moo less this row over shared seeds, None where that compares nothing (moo itself, another
     unit, another number of parties, a server that sees something else). aggregation: what the server is taken
-    to see. choice: how its settings were found, None: the preset as it is.
+    to see. choice: how its settings were found, None: the preset as it is. method: its name in table.json; empty: the
+    row's.
     """
 
     dataset: str
@@ -77,6 +79,7 @@ class Cell:
     notes: tuple[str, ...] = ()
     aggregation: str = "plain"
     against: str = OURS
+    method: str = ""
     curves: Sequence[Record] = field(default=(), repr=False, compare=False)
 
     @property
@@ -90,7 +93,7 @@ class Cell:
         return {
             "dataset": self.dataset,
             "epsilon": self.epsilon,
-            "method": self.row,
+            "method": self.method or self.row,
             "unit": self.unit or "none",
             "parties": self.parties,
             "sound": self.sound,
@@ -158,7 +161,23 @@ def make_cells(
                 curves=tuple(runs),
             )
         )
-    return _compared(cells)
+    return _named(_compared(cells), {name: row.method for name, row in rows.items()})
+
+
+def _named(cells: Sequence[Cell], methods: Mapping[str, str]) -> list[Cell]:
+    """The cells with their methods' names, where those and the number of parties tell rows apart; else the rows'.
+
+    Rows under another adversary keep theirs: nobody is to take them for the method as it is elsewhere.
+    """
+
+    def place(cell: Cell) -> tuple[str, float | None, str, int]:
+        return cell.dataset, cell.epsilon, methods[cell.row], cell.parties
+
+    count = Counter(place(cell) for cell in cells)
+    clear = [count[place(cell)] == 1 and cell.aggregation == "plain" for cell in cells]
+    return [
+        replace(cell, method=methods[cell.row]) if alone else cell for cell, alone in zip(cells, clear, strict=True)
+    ]
 
 
 def _compared(cells: Sequence[Cell]) -> list[Cell]:
