@@ -444,6 +444,23 @@ def test_figures_are_well_formed_and_hold_their_numbers():
     assert "nan" not in heat
 
 
+def _shown(drawn: str) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(drawn).iter()]
+
+
+def test_legends_have_room_and_log_axes_have_round_numbers():
+    name = "a rather long name of a method, with its noise"
+    narrow, wide = (
+        float(ElementTree.fromstring(figures.lines({n: [(1, 1), (2, 2)]}, "", "x", "y")).get("width") or 0)
+        for n in ("a", name)
+    )
+    assert wide > narrow + 5 * (len(name) - 24)
+    drawn = _shown(figures.lines({"a": [(1, 0.2), (2, 0.3), (100, 1.0)]}, "", "K", "C", log=True, log_x=True))
+    assert {"0.2", "0.5", "1", "2", "5", "10", "20", "50", "100"} <= set(drawn)
+    assert not [text for text in drawn if text.startswith("0.63")], "between the round ones"
+    assert {"0.001", "1", "1000"} <= set(_shown(figures.lines({"a": [(1, 1e-3), (2, 1e3)]}, "", "x", "C", log=True)))
+
+
 # --- commands ---------------------------------------------------------------------------------------------
 
 

@@ -262,7 +262,11 @@ def write_parties(folder: Path, experiment: Experiment, done: Mapping[str, Recor
             }
             if any(series.values()):
                 file = folder / "figures" / f"parties-{dataset}-{epsilon:g}.svg"
-                write(file, figures.lines(series, f"Accuracy, {title}", "parties K", "%", note=one_line(facts)))
+                order, note = [row.label for row in experiment.rows], one_line(facts)
+                shown = figures.lines(
+                    series, f"Accuracy, {title}", "parties K", "%", note=note, order=order, log_x=True
+                )
+                write(file, shown)
     page += ["## Notes\n", "".join(f"- {note}\n" for note in notes(cells, {})), "---\n", markdown(facts)]
     write(folder / "parties.md", "\n".join(page))
     caption = "Test accuracy in % over the number of parties K."
