@@ -381,6 +381,19 @@ def test_the_table_over_parties(tmp_path):
         ("dp-sgd", 3): 3.0,
     }
     assert "| MOO | 1.00 | 3.00 |" in (tmp_path / "parties.md").read_text()
+    assert "paper's figure or above" not in (tmp_path / "parties.md").read_text(), "digits are not in the paper"
+
+
+@pytest.mark.parametrize(
+    ("means", "said"), [((90, 80), "K = 1"), ((90, 86), "every K measured"), ((80, 70), "no K")], ids=str
+)
+def test_a_sentence_says_for_which_K_the_papers_figures_are_within_reach(means, said):
+    row = Cell("mnist", 1.64, "moo", "MOO", "example", 1, True, {0: means[0]}, 1, paper=85.0)
+    other = dataclasses.replace(row, parties=9, values={0: means[1]})
+    unmeasured = dataclasses.replace(row, parties=50, values={})
+    sentence = tables.within_reach([row, other, unmeasured], [1, 9, 50])
+    assert sentence == f"At the paper's figure or above: MOO at {said}.\n"
+    assert tables.within_reach([dataclasses.replace(row, paper=None)], [1]) == ""
 
 
 # --- robustness -----------------------------------------------------------------------------------------

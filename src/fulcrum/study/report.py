@@ -254,7 +254,7 @@ def write_parties(folder: Path, experiment: Experiment, done: Mapping[str, Recor
         for epsilon in experiment.epsilons:
             own = _of(cells, dataset, epsilon)
             rows, title = tables.parties_rows(own, counts), f"{tables.dataset_label(dataset, cells)}, ε = {epsilon:g}"
-            page += [f"## {title}\n", tables.markdown(rows)]
+            page += [f"## {title}\n", tables.markdown(rows), tables.within_reach(own, counts)]
             groups.append((title, rows))
             series = {
                 first.label: [(k, by[k].stats.mean) for k in counts if k in by and by[k].values]
