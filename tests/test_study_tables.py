@@ -368,6 +368,18 @@ def test_standing_counts_cells_in_which_moo_is_not_behind():
     assert standing([cell(ahead=behind), cell(ahead=ahead, epsilon=3.61)])[:2] == (1, 2)
 
 
+def test_the_page_counts_the_cells_that_have_the_papers_figure():
+    one = Cell("mnist", 1.64, "moo", "MOO", "example", 10, True, {0: 88.0, 1: 89.0}, 2, paper=88.16)
+    low = dataclasses.replace(one, epsilon=3.61, values={0: 80.0, 1: 81.0}, paper=90.21)
+    baseline = dataclasses.replace(low, row="dp-sgd")
+    assert report.against_paper([one, baseline]) == ["`moo` has at least the paper's figure in 1 of 1 cells.\n"]
+    (said,) = report.against_paper([one, low])
+    assert "in 1 of 2 cells" in said
+    assert "MNIST at 3.61, 80.50" in said
+    assert "against 90.21" in said
+    assert report.against_paper([dataclasses.replace(one, paper=None)]) == []
+
+
 def test_the_table_over_parties(tmp_path):
     experiment = small(tmp_path)
     done = {j.id: record(j, 0.01 * j.settings.data.parties) for j in parties_jobs(experiment)}
