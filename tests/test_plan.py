@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from fulcrum import plan as plan_module
 from fulcrum.accounting import Spend, epsilon
 from fulcrum.clip import ClipRule, find_rule
 from fulcrum.config import Settings
 from fulcrum.errors import ConfigError
 from fulcrum.ledger import Account, Ledger
 from fulcrum.plan import Plan, make_plan, rounds_for_budget
+from fulcrum.plan import value as plan_module
 from fulcrum.types import Assignment, Gaussian, Unprotected
 
 MOO = find_rule("moo")
