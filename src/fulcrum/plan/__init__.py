@@ -2,7 +2,10 @@
 
 parties.py    who the parties are: names, sizes, and who has a budget or a past of its own
 grouping.py   parties with the same terms as groups, and sigma for each group
-value.py      the plan as a value: `Plan`, and `PartyPlan` for one party
+noise.py      how noisy a step is, of one party and of all together
+warnings.py   sentences about what a plan does not promise, or will hardly learn
+listing.py    what is shown of each party and group, and as JSON
+value.py      the plan as a value: every party's terms and what they cost
 making.py     settings, parties and a rule -> Plan
 rounds.py     the other way round: how many rounds fit into a budget
 
@@ -17,9 +20,11 @@ charged what the sum costs.
 from __future__ import annotations
 
 from fulcrum.plan.grouping import round_terms
+from fulcrum.plan.listing import PartyPlan
 from fulcrum.plan.making import make_plan
+from fulcrum.plan.noise import Noise
 from fulcrum.plan.parties import Named
 from fulcrum.plan.rounds import affordable_rounds, rounds_for_budget
-from fulcrum.plan.value import Noise, PartyPlan, Plan
+from fulcrum.plan.value import Plan
 
 __all__ = ["Named", "Noise", "PartyPlan", "Plan", "affordable_rounds", "make_plan", "round_terms", "rounds_for_budget"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,55 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fulcrum.central import FEW, Terms
-from fulcrum.clip.rule import alone, no_share
+from fulcrum.central import Terms
 from fulcrum.group import Group
+from fulcrum.plan import noise
+from fulcrum.plan.listing import LISTED, PartyPlan, curve_rows, group_row, party_row, plain
+from fulcrum.plan.noise import Noise
+from fulcrum.plan.warnings import about_clients, about_party, about_rule, about_sharing, about_sizes
 from fulcrum.types import Assignment, Event
-
-LISTED = 1000
-"""The most parties that `to_json` lists one by one."""
-ASSUMED = (
-    "ASSUMES AN IDEAL SECURE AGGREGATION, which is simulated and not implemented: epsilon holds only against a server "
-    "that sees nothing but the sum over all {parties} parties, with no party colluding. Each adds 1/{parties} of the "
-    "noise's variance, so a single update by itself is NOT private at this epsilon."
-)
-
-
-@dataclass(frozen=True)
-class PartyPlan:
-    """One party's terms. batch is the expected number of units in a step, q n_k; epsilons are at the end.
-
-    sigma is the multiplier of the first round, sigma_last that of the last. budget is None where sigma was
-    given. warnings are sentences for the user.
-    """
-
-    name: str
-    units: int
-    rate: float
-    steps: int
-    participations: int
-    sigma: float
-    sigma_last: float
-    batch: float
-    epsilon_rdp: float
-    epsilon_pld: float
-    budget: float | None
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Noise:
-    """The noise in one local step's mean gradient (unit client: a round's mean update), beside the largest
-    signal, whose norm is C.
-
-    coordinate: standard deviation of each coordinate. norm: of the whole vector, C sigma sqrt(d) / (q n).
-    ratio: norm / C. direction: the part along one fixed direction, relative to C: sigma / (q n).
-    """
-
-    coordinate: float
-    norm: float
-    ratio: float
-    direction: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +56,11 @@ class Plan:
     def shared(self) -> bool:
         """Whether the parties share one dose of noise, under an ideal secure aggregation that is assumed."""
         return self.aggregation == "ideal-secagg"
+
+    @property
+    def promised(self) -> float | None:
+        """delta; None where the rule adds no noise, so that nothing is promised."""
+        return self.delta if self.private else None
 
     def group(self, k: int) -> Group:
         """The group that party k belongs to."""
@@ -156,15 +118,15 @@ class Plan:
             (g.epsilon(self.rounds, self.delta, "rdp"), g.epsilon(self.rounds, self.delta, "pld")) for g in self.groups
         )
 
+    @property
+    def costliest(self) -> int:
+        """The number of a party that can spend the most, by RDP first."""
+        return int((self.group_of == max(range(len(self.groups)), key=self.ends.__getitem__)).argmax())
+
     def party(self, k: int) -> PartyPlan:
         """Everything about party k."""
         group, (rdp, pld), n = self.group(k), self.ends[self.group_of[k]], self.units(k)
         batch = self.central.cohort if self.central else group.rate * n
-        warnings = []
-        if not self.central and self.private and self.delta >= 1 / n:
-            warnings.append(f"delta = {self.delta:g} is not below 1/n = 1/{n}; choose a smaller delta.")
-        if not self.central and batch < 1:
-            warnings.append(f"the expected batch is {group.rate * n:.2g}, below 1; choose a larger rate.")
         return PartyPlan(
             name=self.name(k),
             units=n,
@@ -177,55 +139,17 @@ class Plan:
             epsilon_rdp=rdp,
             epsilon_pld=pld,
             budget=group.budget,
-            warnings=tuple(warnings),
+            warnings=() if self.central else tuple(about_party(self.promised, n, batch)),
         )
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Sentences about the plan as a whole; parties are counted, not listed."""
-        found = []
-        if not self.private:
-            found.append("The rule adds no noise: there is no privacy guarantee at all.")
-        elif not self.sound:
-            found.append(
-                "NOT SOUND: the rule sets C from raw private values, so epsilon is nominal and guarantees nothing."
-            )
-        if self.shared:
-            found.append(ASSUMED.format(parties=self.parties))
+        about = [*about_rule(self.private, self.sound), *(about_sharing(self.parties) if self.shared else ())]
         if self.central:
-            return (*found, *self._client_warnings(self.central))
-        exposed = int((self.delta >= 1 / self.sizes).sum()) if self.private else 0
-        if exposed:
-            k = int(self.sizes.argmax())
-            found.append(
-                f"delta = {self.delta:g} is not below 1/n for {exposed} of {self.parties} parties (the largest, "
-                f"{self.name(k)}, has {self.units(k)} {self.unit}s): choose delta below {1 / self.units(k):.2g}."
-            )
-        thin = int((self.rates * self.sizes < 1).sum())
-        if thin:
-            found.append(f"The expected batch is below 1 for {thin} of {self.parties} parties: choose a larger rate.")
-        return tuple(found)
-
-    def _client_warnings(self, central: Terms) -> list[str]:
-        """Sentences about a plan whose unit is the client."""
-        found = []
-        if self.private and self.delta >= 1 / self.parties:
-            found.append(
-                f"delta = {self.delta:g} is not below 1/K for K = {self.parties} parties: choose delta below "
-                f"{1 / self.parties:.2g}."
-            )
-        if self.private and self.parties < FEW:
             along = self.noise_to_signal(1).direction
-            found.append(
-                f"One epsilon hides a whole party among {self.parties}: in any direction the noise of a round is "
-                f"{along:.2g} times the longest step the parties can take together, and little can be learned. Client "
-                "level needs hundreds of parties; with few, protect examples (unit example)."
-            )
-        if central.cohort < 1:
-            found.append(
-                f"The expected number of participants is {central.cohort:.2g}, below 1: choose a larger participation."
-            )
-        return found
+            return (*about, *about_clients(self.promised, self.parties, self.central.cohort, along))
+        return (*about, *about_sizes(self.promised, self.sizes, self.rates * self.sizes, self.name, self.unit))
 
     @property
     def rates(self) -> npt.NDArray[np.float64]:
@@ -243,8 +167,7 @@ class Plan:
         sigma_t is the gradient's own: a paid rule's statistics take their share of the precision. Where K parties share
         the noise it is what party k adds, sigma_t / (sqrt(K) q n_k); of the aggregate that leaves sigma_t / (q n).
         """
-        group, batch = self.group(k), self.group(k).rate * self.units(k)
-        return alone(group.share, group.sigma * group.factors[t], batch) / batch / math.sqrt(group.shares)
+        return noise.of_step(self.group(k), self.units(k), t)
 
     def noise_to_signal(self, dim: int, k: int | None = None, C: float | None = None) -> Noise:
         """How noisy a step of the first round is for a model of `dim` parameters: party k alone, or the aggregate.
@@ -254,19 +177,12 @@ class Plan:
         ignored. C is clip.C0 unless given; it only scales coordinate and norm.
         """
         if self.central:
-            loudest, share = max(g.sigma for g in self.groups), self.groups[0].share
-            direction = alone(share, loudest, self.central.cohort) * self.central.sensitivity
+            direction = noise.of_server(self.groups, self.central)
         elif k is not None:
             direction = self.step_noise(k)
         else:
-            paid = self.groups[0].share is not no_share
-            relative = self.sigmas / (self.rates * self.sizes) / math.sqrt(self.groups[0].shares)
-            relative = np.array([self.step_noise(i) for i in range(self.parties)]) if paid else relative
-            shares = self.sizes / self.sizes.sum() if self.weights == "examples" else 1 / self.parties
-            direction = math.sqrt(float(((shares * relative) ** 2).sum()) / self.participation)
-        reach = self.C0 if C is None else C
-        ratio = direction * math.sqrt(dim)
-        return Noise(coordinate=direction * reach, norm=ratio * reach, ratio=ratio, direction=direction)
+            direction = noise.of_aggregate(self.groups, self.group_of, self.sizes, self.weights, self.participation)
+        return noise.in_all(direction, dim, self.C0 if C is None else C)
 
     def to_json(self, dim: int | None = None) -> dict[str, Any]:
         """For `fulcrum plan --json`: plain values, an infinite epsilon as the string "inf".
@@ -275,28 +191,11 @@ class Plan:
         the model's number of parameters is given.
         """
         members = np.bincount(self.group_of, minlength=len(self.groups)).tolist()
-        groups = [
-            {
-                "parties": count,
-                "rate": g.rate,
-                "steps": g.steps,
-                "participations": g.participations,
-                "sigma": g.sigma,
-                "sigma_last": g.sigmas()[1],
-                "statistics_every": g.every if g.share is not no_share else 0,
-                "budget": g.budget,
-                "spent_before": _plain(g.spent.epsilon(self.delta, self.accountant)),
-                "epsilon_rdp": _plain(rdp),
-                "epsilon_pld": _plain(pld),
-            }
-            for g, count, (rdp, pld) in zip(self.groups, members, self.ends, strict=True)
-        ]
-        costliest = max(range(len(self.groups)), key=lambda i: self.ends[i][0])
-        k = int((self.group_of == costliest).argmax())
+        before = [group.spent.epsilon(self.delta, self.accountant) for group in self.groups]
         listed = [self.party(i) for i in range(min(self.parties, LISTED))]
         result: dict[str, Any] = {
-            "epsilon": _plain(self.ends[costliest][0]),
-            "epsilon_pld": _plain(max(pld for _, pld in self.ends)),
+            "epsilon": plain(max(rdp for rdp, _ in self.ends)),
+            "epsilon_pld": plain(max(pld for _, pld in self.ends)),
             "delta": self.delta,
             "accountant": self.accountant,
             "unit": self.unit,
@@ -306,13 +205,9 @@ class Plan:
             "private": self.private,
             "sound": self.sound,
             "parties_total": self.parties,
-            "groups": groups,
-            "parties": [
-                {**vars(p), "epsilon_rdp": _plain(p.epsilon_rdp), "epsilon_pld": _plain(p.epsilon_pld)}
-                | {"warnings": list(p.warnings)}
-                for p in listed
-            ],
-            "curve": [{"round": t, "epsilon": _plain(e)} for t, e in self.curve(k)],
+            "groups": [group_row(*row) for row in zip(self.groups, members, self.ends, before, strict=True)],
+            "parties": [party_row(party) for party in listed],
+            "curve": curve_rows(self.curve(self.costliest)),
             "warnings": list(self.warnings),
         }
         if dim is not None:
@@ -323,7 +218,3 @@ class Plan:
                 "parties": [vars(self.noise_to_signal(dim, i)) for i in range(len(listed))],
             }
         return result
-
-
-def _plain(value: float) -> float | str:
-    return "inf" if math.isinf(value) else value
