@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from fulcrum import plan as plan_module
 from fulcrum.accounting import Spend, epsilon
 from fulcrum.clip import ClipRule, find_rule
 from fulcrum.config import Settings
 from fulcrum.errors import ConfigError
 from fulcrum.ledger import Account, Ledger
-from fulcrum.plan import Plan, make_plan, rounds_for_budget
+from fulcrum.plan import Plan, grouping, make_plan, rounds_for_budget
 from fulcrum.types import Assignment, Gaussian, Unprotected
 
 MOO = find_rule("moo")
@@ -167,7 +166,7 @@ def test_a_million_parties_are_calibrated_once_a_group(monkeypatch: pytest.Monke
         calls.append(arguments)
         return 1.0 + len(calls)
 
-    monkeypatch.setattr(plan_module, "calibrate", counted)
+    monkeypatch.setattr(grouping, "calibrate", counted)
     units = torch.full((1_000_000,), 60)
     plan = make_plan(settings_of(privacy={"budgets": {"party-7": 1.0, "party-999999": 1.0}}), 1_000_000, units, MOO)
     assert len(calls) == len(plan.groups) == 2

@@ -63,9 +63,7 @@ def plan(
         print(line)
     whole = made.noise_to_signal(dim)
     print(f"all parties together  noise / C {view.show(whole.ratio)}, along one direction {view.show(whole.direction)}")
-    costliest = max(range(len(made.groups)), key=made.ends.__getitem__)
-    points = made.curve(int((made.group_of == costliest).argmax()))
-    curve = [f"{rounds}: {view.epsilon(epsilon)}" for rounds, epsilon in points]
+    curve = [f"{rounds}: {view.epsilon(epsilon)}" for rounds, epsilon in made.curve(made.costliest)]
     unit = UNITS[made.unit].short
     terms = f"epsilon of one {unit} ({made.accountant}) at delta {made.delta:g}"
     terms += f" [{show.ASSUMED}]" if made.shared else ""
