@@ -336,7 +336,7 @@ def test_a_round_of_many_parties_is_few_transactions() -> None:
     federation = client_federation(1500, 1, train={"participation": 0.002, "rounds": 3})
     with Ledger.open(":memory:") as ledger:
         statements: list[str] = []
-        ledger._db.set_trace_callback(statements.append)
+        ledger._store.db.set_trace_callback(statements.append)
         results = [result for result, _ in federate(federation, ledger, "r")]
         writes = sum(text.startswith("BEGIN IMMEDIATE") for text in statements)
         charged = ledger.epsilons()
