@@ -368,6 +368,18 @@ def test_standing_counts_cells_in_which_moo_is_not_behind():
     assert standing([cell(ahead=behind), cell(ahead=ahead, epsilon=3.61)])[:2] == (1, 2)
 
 
+def test_the_page_counts_the_cells_that_have_the_papers_figure():
+    one = Cell("mnist", 1.64, "moo", "MOO", "example", 10, True, {0: 88.0, 1: 89.0}, 2, paper=88.16)
+    low = dataclasses.replace(one, epsilon=3.61, values={0: 80.0, 1: 81.0}, paper=90.21)
+    baseline = dataclasses.replace(low, row="dp-sgd")
+    assert report.against_paper([one, baseline]) == ["`moo` has at least the paper's figure in 1 of 1 cells.\n"]
+    (said,) = report.against_paper([one, low])
+    assert "in 1 of 2 cells" in said
+    assert "MNIST at 3.61, 80.50" in said
+    assert "against 90.21" in said
+    assert report.against_paper([dataclasses.replace(one, paper=None)]) == []
+
+
 def test_the_table_over_parties(tmp_path):
     experiment = small(tmp_path)
     done = {j.id: record(j, 0.01 * j.settings.data.parties) for j in parties_jobs(experiment)}
@@ -381,6 +393,19 @@ def test_the_table_over_parties(tmp_path):
         ("dp-sgd", 3): 3.0,
     }
     assert "| MOO | 1.00 | 3.00 |" in (tmp_path / "parties.md").read_text()
+    assert "paper's figure or above" not in (tmp_path / "parties.md").read_text(), "digits are not in the paper"
+
+
+@pytest.mark.parametrize(
+    ("means", "said"), [((90, 80), "K = 1"), ((90, 86), "every K measured"), ((80, 70), "no K")], ids=str
+)
+def test_a_sentence_says_for_which_K_the_papers_figures_are_within_reach(means, said):
+    row = Cell("mnist", 1.64, "moo", "MOO", "example", 1, True, {0: means[0]}, 1, paper=85.0)
+    other = dataclasses.replace(row, parties=9, values={0: means[1]})
+    unmeasured = dataclasses.replace(row, parties=50, values={})
+    sentence = tables.within_reach([row, other, unmeasured], [1, 9, 50])
+    assert sentence == f"At the paper's figure or above: MOO at {said}.\n"
+    assert tables.within_reach([dataclasses.replace(row, paper=None)], [1]) == ""
 
 
 # --- robustness -----------------------------------------------------------------------------------------
@@ -442,6 +467,23 @@ def test_figures_are_well_formed_and_hold_their_numbers():
     texts = [element.text for element in ElementTree.fromstring(heat).iter()]
     assert {"1.0", "50.0", "99.9"} <= set(texts)
     assert "nan" not in heat
+
+
+def _shown(drawn: str) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(drawn).iter()]
+
+
+def test_legends_have_room_and_log_axes_have_round_numbers():
+    name = "a rather long name of a method, with its noise"
+    narrow, wide = (
+        float(ElementTree.fromstring(figures.lines({n: [(1, 1), (2, 2)]}, "", "x", "y")).get("width") or 0)
+        for n in ("a", name)
+    )
+    assert wide > narrow + 5 * (len(name) - 24)
+    drawn = _shown(figures.lines({"a": [(1, 0.2), (2, 0.3), (100, 1.0)]}, "", "K", "C", log=True, log_x=True))
+    assert {"0.2", "0.5", "1", "2", "5", "10", "20", "50", "100"} <= set(drawn)
+    assert not [text for text in drawn if text.startswith("0.63")], "between the round ones"
+    assert {"0.001", "1", "1000"} <= set(_shown(figures.lines({"a": [(1, 1e-3), (2, 1e3)]}, "", "x", "C", log=True)))
 
 
 # --- commands ---------------------------------------------------------------------------------------------

@@ -7,24 +7,38 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-COLOURS = ("#0b7189", "#d1495b", "#edae49", "#66a182", "#6a4c93", "#8d6a4f", "#2e4057", "#c06c84", "#7a9e26")
+COLOURS = ("#0b7189", "#d1495b", "#edae49", "#66a182", "#6a4c93", "#8d6a4f", "#97a3b0", "#111111", "#7a9e26")
 FONT = 'font-family="sans-serif" font-size="11" fill="#222"'
+LETTER = 6.4
+"""Width to reserve for a letter of a legend."""
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def lines(
-    series: Series, title: str, x: str, y: str, log: bool = False, note: str = "", order: Sequence[str] = ()
+    series: Series,
+    title: str,
+    x: str,
+    y: str,
+    log: bool = False,
+    note: str = "",
+    order: Sequence[str] = (),
+    log_x: bool = False,
 ) -> str:
     """A line plot with a legend. series: name -> points; points that cannot be drawn are left out.
 
-    log: logarithmic y. note: a comment kept in the file, such as where it came from. order: all names there are, so
-    that a name has the same colour in every figure.
+    log, log_x: logarithmic y, x. note: a comment kept in the file, such as where it came from. order: all names there
+    are, so that a name has the same colour in every figure.
     """
-    width, height, left, top, right, bottom = 640, 360, 60, 34, 150, 44
-    drawn = {name: [(a, b) for a, b in points if _fine(b, log)] for name, points in series.items()}
+    height, left, top, bottom = 360, 60, 34, 44
+    drawn = {
+        name: [(_scaled(a, log_x), _scaled(b, log)) for a, b in points if _fine(a, log_x) and _fine(b, log)]
+        for name, points in series.items()
+    }
     drawn = {name: points for name, points in drawn.items() if points}
+    right = max(150.0, 36 + LETTER * max(map(len, drawn), default=0))
+    width = left + 430 + right
     xs = [a for points in drawn.values() for a, _ in points] or [0.0, 1.0]
-    ys = [_scaled(b, log) for points in drawn.values() for _, b in points] or [0.0, 1.0]
+    ys = [b for points in drawn.values() for _, b in points] or [0.0, 1.0]
     x0, x1 = min(xs), max(max(xs), min(xs) + 1e-9)
     y0, y1 = _widen(min(ys), max(ys))
 
@@ -36,20 +50,20 @@ def lines(
     for tick in _ticks(y0, y1, log):
         _, level = at(x0, tick)
         parts.append(
-            f'<line x1="{left}" x2="{width - right}" y1="{level:.1f}" y2="{level:.1f}" stroke="#ddd"/>'
+            f'<line x1="{left}" x2="{width - right:g}" y1="{level:.1f}" y2="{level:.1f}" stroke="#ddd"/>'
             + _text(left - 6, level + 4, _number(10**tick if log else tick), "end")
         )
-    for tick in _ticks(x0, x1, False):
+    for tick in _ticks(x0, x1, log_x):
         across, _ = at(tick, y0)
-        parts.append(_text(across, height - bottom + 16, _number(tick), "middle"))
+        parts.append(_text(across, height - bottom + 16, _number(10**tick if log_x else tick), "middle"))
     parts += [_text((left + width - right) / 2, height - 8, x, "middle"), _text(8, top - 6, y, "start")]
     for i, (name, points) in enumerate(drawn.items()):
         place = order.index(name) if name in order else i
         colour = COLOURS[place % len(COLOURS)]
-        path = " ".join("{:.1f},{:.1f}".format(*at(a, _scaled(b, log))) for a, b in points)
+        path = " ".join("{:.1f},{:.1f}".format(*at(a, b)) for a, b in points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}"/>')
         mark = top + 16 * i
-        parts.append(f'<rect x="{width - right + 12}" y="{mark}" width="12" height="4" fill="{colour}"/>')
+        parts.append(f'<rect x="{width - right + 12:g}" y="{mark}" width="12" height="4" fill="{colour}"/>')
         parts.append(_text(width - right + 30, mark + 7, name, "start"))
     return _svg(width, height, parts, note)
 
@@ -112,9 +126,14 @@ def _widen(low: float, high: float) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, log: bool) -> list[float]:
-    """About five round values between low and high; for a log axis whole powers of ten where there are two."""
-    if log and math.floor(high) - math.ceil(low) >= 1:
-        return [float(k) for k in range(math.ceil(low), math.floor(high) + 1)]
+    """About five round values between low and high; on a log axis (low and high are exponents) powers of ten, or 1, 2
+    and 5 times those where there are few."""
+    if log:
+        whole = [float(k) for k in range(math.ceil(low), math.floor(high) + 1)]
+        if len(whole) > 3:
+            return whole
+        fine = [k + math.log10(m) for k in range(math.floor(low), math.ceil(high) + 1) for m in (1, 2, 5)]
+        return [tick for tick in fine if low - 1e-9 <= tick <= high + 1e-9] or [(low + high) / 2]
     raw = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(raw))
     step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= raw)

@@ -103,10 +103,25 @@ def table_page(
     if all_:
         lost = f" Behind: {'; '.join(behind)}." if behind else ""
         parts.append(f"`moo` is not behind any sound baseline of its unit in {good} of {all_} cells.{lost}\n")
+    parts += against_paper(cells)
     said = [*experiment.notes, *notes(cells, costs)]
     parts += ["## Notes\n", "".join(f"- {note}\n" for note in said)]
     parts += ["## Settings\n", settings_text(experiment), "### Chosen\n", choices_table(cells)]
     return "\n".join([*parts, "---\n", markdown(facts)])
+
+
+def against_paper(cells: Sequence[Cell]) -> list[str]:
+    """A sentence on how many of moo's cells have at least the paper's figure, and which have not; none without any."""
+    own = [c for c in cells if c.row == OURS and c.paper is not None and c.values]
+    if not own:
+        return []
+    below = [
+        f"{tables.dataset_label(c.dataset, cells)} at {c.epsilon:g}, {tables.number(c.stats)} against {c.paper:.2f}"
+        for c in own
+        if c.paper is not None and c.stats.mean < c.paper
+    ]
+    rest = f" Below it: {'; '.join(below)}." if below else ""
+    return [f"`moo` has at least the paper's figure in {len(own) - len(below)} of {len(own)} cells.{rest}\n"]
 
 
 def settings_text(experiment: Experiment) -> str:
@@ -254,7 +269,7 @@ def write_parties(folder: Path, experiment: Experiment, done: Mapping[str, Recor
         for epsilon in experiment.epsilons:
             own = _of(cells, dataset, epsilon)
             rows, title = tables.parties_rows(own, counts), f"{tables.dataset_label(dataset, cells)}, ε = {epsilon:g}"
-            page += [f"## {title}\n", tables.markdown(rows)]
+            page += [f"## {title}\n", tables.markdown(rows), tables.within_reach(own, counts)]
             groups.append((title, rows))
             series = {
                 first.label: [(k, by[k].stats.mean) for k in counts if k in by and by[k].values]
@@ -262,7 +277,11 @@ def write_parties(folder: Path, experiment: Experiment, done: Mapping[str, Recor
             }
             if any(series.values()):
                 file = folder / "figures" / f"parties-{dataset}-{epsilon:g}.svg"
-                write(file, figures.lines(series, f"Accuracy, {title}", "parties K", "%", note=one_line(facts)))
+                order, note = [row.label for row in experiment.rows], one_line(facts)
+                shown = figures.lines(
+                    series, f"Accuracy, {title}", "parties K", "%", note=note, order=order, log_x=True
+                )
+                write(file, shown)
     page += ["## Notes\n", "".join(f"- {note}\n" for note in notes(cells, {})), "---\n", markdown(facts)]
     write(folder / "parties.md", "\n".join(page))
     caption = "Test accuracy in % over the number of parties K."

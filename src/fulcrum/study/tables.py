@@ -100,6 +100,20 @@ def parties_rows(cells: Sequence[Cell], counts: Sequence[int]) -> list[list[str]
     return rows
 
 
+def within_reach(cells: Sequence[Cell], counts: Sequence[int]) -> str:
+    """A sentence: for which numbers of parties each row is at the paper's figure or above it; empty if none has one."""
+    found = []
+    for first, by in grid(cells, lambda c: c.parties):
+        measured = [k for k in counts if k in by and by[k].values]
+        paper = first.paper
+        if paper is None or not measured:
+            continue
+        there = [k for k in measured if by[k].stats.mean >= paper]
+        where = "every K measured" if there == measured else f"K = {', '.join(map(str, there))}" if there else "no K"
+        found.append(f"{first.label} at {where}")
+    return f"At the paper's figure or above: {'; '.join(found)}.\n" if found else ""
+
+
 # --- LaTeX ----------------------------------------------------------------------------------------
 
 SPECIAL = {
