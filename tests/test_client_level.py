@@ -336,7 +336,7 @@ def test_a_round_of_many_parties_is_few_transactions() -> None:
     federation = client_federation(1500, 1, train={"participation": 0.002, "rounds": 3})
     with Ledger.open(":memory:") as ledger:
         statements: list[str] = []
-        ledger._db.set_trace_callback(statements.append)
+        ledger._store.db.set_trace_callback(statements.append)
         results = [result for result, _ in federate(federation, ledger, "r")]
         writes = sum(text.startswith("BEGIN IMMEDIATE") for text in statements)
         charged = ledger.epsilons()
@@ -564,7 +564,7 @@ def test_rules_that_cannot_clip_updates_at_the_server_are_refused(monkeypatch: p
     view = dataclasses.replace(FIXED.view({}, 0, 1), losses=True)
     looking = dataclasses.replace(FIXED, name="looking", view=lambda state, t, rounds: view)
     for rule, words in ((own, "keeps a C at each party"), (looking, "looks at losses")):
-        monkeypatch.setattr("fulcrum.api.find_rule", lambda name, rule=rule: rule)
+        monkeypatch.setattr("fulcrum.api.preparing.find_rule", lambda name, rule=rule: rule)
         with pytest.raises(ConfigError, match=words):
             client_federation()
 

@@ -1,4 +1,4 @@
-"""What Fulcrum uses of Flower's insides is still there and does what it did: the smoke test of flwr141.py."""
+"""What Fulcrum uses of Flower's insides is still there and does what it did: the smoke test of flwr141/."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import fulcrum.flower  # before flwr, which reads its settings once
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fulcrum-fl[flower]'")
 
 
+import flwr
 import httpx
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, RegisterNodeFleetRequest
+from flwr.supercore.inflatable import inflatable_utils
 from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from flwr.superlink.routers.fleet import router
 from flwr.supernode import fleet_http_connection, start_client_internal
@@ -76,7 +78,7 @@ def connect(folder, port, name):
 
 def test_flower_is_the_version_that_the_insides_were_written_for(monkeypatch):
     inside.check_version()
-    monkeypatch.setattr(inside.flwr, "__version__", "1.42.0")
+    monkeypatch.setattr(flwr, "__version__", "1.42.0")
     with pytest.raises(ConfigError, match=r"flwr==1\.41\.0"):
         inside.check_version()
 
@@ -90,7 +92,7 @@ def test_what_is_changed_in_flower_is_where_it_was():
     assert "fleet_handlers.activate_node(" in inspect.getsource(router), (
         "called through its module, so it can be wrapped"
     )
-    for pull in (inside.inflatable_utils.pull_objects, inside.inflatable_utils.pull_and_inflate_object_from_tree):
+    for pull in (inflatable_utils.pull_objects, inflatable_utils.pull_and_inflate_object_from_tree):
         assert {"initial_backoff", "backoff_cap", "max_time", "max_tries_per_object"} <= set(pull.__kwdefaults__)
     assert "os.kill(os.getpid(), signal.SIGINT)" in inspect.getsource(fleet_http_connection)
 

@@ -168,7 +168,7 @@ def test_a_round_of_ten_thousand_is_one_transaction(ledger: Ledger):
     names = [f"p{k}" for k in range(10_000)]
     ledger.enroll_all(Account(name, 2.0, **TERMS) for name in names)
     statements: list[str] = []
-    ledger._db.set_trace_callback(statements.append)
+    ledger._store.db.set_trace_callback(statements.append)
     assert all(ledger.reserve("r", 0, dict.fromkeys(names, STEP)).values())
     ledger.settle("r", 0, dict.fromkeys(names, "digest"))
     assert sum(text.startswith("COMMIT") for text in statements) == 2
@@ -296,22 +296,22 @@ def test_a_ledger_of_a_later_format_is_refused(ledger: Ledger, path: Path):
 
 def test_a_locked_ledger_is_waited_for_and_then_explained(ledger: Ledger, path: Path):
     with Ledger.open(path, wait=0.05) as waiting:
-        ledger._db.execute("BEGIN EXCLUSIVE")
+        ledger._store.db.execute("BEGIN EXCLUSIVE")
         with pytest.raises(InputError, match="is in use by another process"):
             waiting.reserve("r", 0, {"a": STEP})
-        ledger._db.execute("ROLLBACK")
+        ledger._store.db.execute("ROLLBACK")
         assert waiting.reserve("r", 0, {"a": STEP}) == {"a": True}
 
 
 def test_a_full_disk_is_one_sentence_and_nothing_is_half_written(ledger: Ledger, path: Path):
     names = [f"p{k}" for k in range(500)]
     ledger.enroll_all(Account(name, 2.0, **TERMS) for name in names)
-    (pages,) = ledger._db.execute("PRAGMA page_count").fetchone()
-    ledger._db.execute(f"PRAGMA max_page_count = {pages + 2}")
+    (pages,) = ledger._store.db.execute("PRAGMA page_count").fetchone()
+    ledger._store.db.execute(f"PRAGMA max_page_count = {pages + 2}")
     with pytest.raises(InputError, match=r"^ledger .* the disk is full; free some space"):
         ledger.reserve("r", 0, dict.fromkeys(names, STEP))
     assert {spend.releases for spend in ledger.spends().values()} == {0}
-    ledger._db.execute(f"PRAGMA max_page_count = {pages * 10}")
+    ledger._store.db.execute(f"PRAGMA max_page_count = {pages * 10}")
     assert all(ledger.reserve("r", 0, dict.fromkeys(names, STEP)).values())
     with Ledger.open(path) as again:
         assert again.spends() == ledger.spends()
@@ -362,7 +362,7 @@ for child in range(children):
     pid = os.fork()
     if pid == 0:
         ledger = Ledger.open(path)
-        ledger._db.execute("PRAGMA cache_size = 1")  # spill early, so that a kill leaves a half-written file
+        ledger._store.db.execute("PRAGMA cache_size = 1")  # spill early, so that a kill leaves a half-written file
         if child % 2:
             left = random.Random(child).randrange(1, 400)
             def work():
@@ -370,7 +370,7 @@ for child in range(children):
                 left -= 1
                 if left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
-            ledger._db.set_progress_handler(work, 20)
+            ledger._store.db.set_progress_handler(work, 20)
         for t in range(100000):
             if order == "tell first":
                 os.write(writer, f"{child} {t}\\n".encode())
@@ -398,7 +398,7 @@ def test_kill_9_at_any_moment_leaves_every_release_covered(tmp_path: Path):
     assert uncovered(right, tmp_path / "reserve first") == []
     assert uncovered(wrong, tmp_path / "tell first")  # the check sees a party that releases before it reserves
     with Ledger.open(tmp_path / "reserve first") as ledger:
-        assert ledger._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert ledger._store.db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert ledger.reserve("after", 0, {"p0": STEP}) == {"p0": True}
 
 

@@ -84,7 +84,7 @@ def test_a_ledger_reads_new_accounts_only_and_writes_a_round_in_three_transactio
     plan = make_plan(settings(1000, 0.1), 1000, np.full(1000, 20), find_rule("moo"))
     with Ledger.open(":memory:") as ledger:
         said: list[str] = []
-        ledger._db.set_trace_callback(said.append)
+        ledger._store.db.set_trace_callback(said.append)
         for t in range(3):
             said.clear()
             invited = list(range(t, 1000, 10))
@@ -94,7 +94,7 @@ def test_a_ledger_reads_new_accounts_only_and_writes_a_round_in_three_transactio
         said.clear()
         reserve(ledger, "run", 3, plan, list(range(0, 1000, 10)), "seeded")  # all known: nothing to enroll
         assert sum(line.startswith("BEGIN IMMEDIATE") for line in said) == 1
-        ledger._db.set_trace_callback(None)
+        ledger._store.db.set_trace_callback(None)
         ledger.set_budget("party-10", 7.5)
         assert ledger.accounts()["party-10"].budget == 7.5
         assert len(ledger.accounts()) == 30 * 10

@@ -207,11 +207,11 @@ def test_the_assumption_stands_wherever_an_epsilon_does(tmp_path: Path) -> None:
 
 
 def test_a_statement_without_the_assumption_would_be_noticed() -> None:
-    from fulcrum.api import _state
+    from fulcrum.api.underway import Underway, state_privacy
 
     made = federation()
     with Ledger.open(":memory:") as ledger:
-        facts = _state(made, None, ledger, "r", [], finished=True)
+        facts = state_privacy(Underway(made, None, ledger, "r"), 0, finished=True)
     assert (facts["guarantee"], facts["aggregation"]) == ("assumed", "ideal-secagg")
     assert "WARNING" in to_markdown(facts)
     assert "WARNING: SIMULATED" not in to_markdown({**facts, "guarantee": "yes"})

@@ -17,6 +17,7 @@ from fulcrum import api
 from fulcrum.clip import find_rule
 from fulcrum.clip.rule import Shape
 from fulcrum.config import Clip, Settings
+from fulcrum.data import load
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.study import backends, play, store, worker
 from fulcrum.study.calibrate import calibrated, noise
@@ -288,7 +289,7 @@ def test_tuning_never_sees_test_data(tmp_path, monkeypatch):
     assert not {j.seed for j in trials} & {j.seed for j in finals}
     assert not {j.id for j in trials} & {j.id for j in finals}
     federation = play.make(calibrated(trials[:1])[0], play.Datasets())
-    whole = api.load("digits")
+    whole = load("digits")
     assert len(federation.problem.dataset.x_test) == round(0.1 * len(whole.x))
     assert len(federation.problem.dataset.x) == len(whole.x) - round(0.1 * len(whole.x))
     test_rows = {row.numpy().tobytes() for row in whole.x_test} - {row.numpy().tobytes() for row in whole.x}

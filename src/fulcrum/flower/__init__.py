@@ -10,7 +10,7 @@ coordinator.py  an engine that asks parties instead of computing
 prepare.py      what a coordinator needs before it asks anybody
 certs.py        a development CA, a server certificate and key pairs
 carrier.py      those bytes in Flower's messages, by its public API
-flwr141.py      everything that is internal to Flower 1.41.0: SuperLink, SuperNode, executor
+flwr141/        everything that is internal to Flower 1.41.0: SuperLink, SuperNode, executor
 run.py          `fulcrum serve` and `fulcrum party` without their command lines
 app.py          the same as a plain Flower app, for `flwr run` and the simulation engine
 

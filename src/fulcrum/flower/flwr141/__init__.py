@@ -1,0 +1,27 @@
+"""Everything that is internal to Flower 1.41.0, in one folder; tests/test_flower_link.py notices when it moves.
+
+`Link` is a SuperLink inside this process. Its public port serves the fleet API and nothing else: no
+control API (registering keys, starting runs) and no runtime API (taking tasks) listen anywhere, since
+the coordinator talks to the link's state directly. `Executor` starts a stock SuperNode beside a party,
+takes its tasks and answers them with the party's own code; the app that the server distributes is
+never installed, loaded or run.
+
+pinned.py     the one version that this was written for, and its waits shortened
+link.py       the coordinator's side: the SuperLink
+gate.py       its public port's front door
+grid.py       its messages, sent and received without a port
+bundles.py    the app bundle that SuperNodes insist on
+executor.py   the party's side: tasks taken and answered
+supernode.py  the child process beside it: python -m fulcrum.flower.flwr141.supernode
+"""
+
+from __future__ import annotations
+
+from fulcrum.flower.flwr141.bundles import bundle
+from fulcrum.flower.flwr141.executor import Executor, free_port
+from fulcrum.flower.flwr141.gate import FLEET, Gate
+from fulcrum.flower.flwr141.grid import LocalGrid
+from fulcrum.flower.flwr141.link import Link, Tls
+from fulcrum.flower.flwr141.pinned import check_version
+
+__all__ = ["FLEET", "Executor", "Gate", "Link", "LocalGrid", "Tls", "bundle", "check_version", "free_port"]

@@ -1,0 +1,65 @@
+"""The public port's front door: what a SuperNode needs passes, everything else is 404."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+FLEET = (
+    "activate-node",
+    "deactivate-node",
+    "send-node-heartbeat",
+    "pull-messages",
+    "push-messages",
+    "get-run",
+    "get-fab",
+    "push-object",
+    "pull-object",
+    "confirm-message-received",
+)
+"""All that the public port answers: what a SuperNode with a registered key needs."""
+OPEN_FLEET = ("register-node", "unregister-node")
+"""What anonymous SuperNodes need beside it, served only without TLS."""
+BODY_LIMIT = 64 << 20
+"""Bytes of the largest request that the public port reads."""
+
+
+class Gate:
+    """The public port's front door: known fleet paths pass, everything else is 404. Counts bytes both ways."""
+
+    def __init__(self, app: Any, paths: Iterable[str]) -> None:
+        self.app = app
+        self.paths = frozenset(f"/v1/fleet/{path}" for path in paths)
+        self.received = self.sent = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http" or scope["path"] not in self.paths or scope["method"] != "POST":
+            await _answer(send, 404)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if not declared.isdigit() or int(declared) > BODY_LIMIT:
+            await _answer(send, 413)
+            return
+        seen = 0
+
+        async def count_in() -> Any:
+            nonlocal seen
+            event = await receive()
+            seen += len(event.get("body", b""))
+            self.received += len(event.get("body", b""))
+            # A chunked request declares no length; beyond the limit it is treated as broken off.
+            return {"type": "http.disconnect"} if seen > BODY_LIMIT else event
+
+        async def count_out(event: Any) -> None:
+            self.sent += len(event.get("body", b""))
+            await send(event)
+
+        await self.app(scope, count_in, count_out)
+
+
+async def _answer(send: Any, status: int) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
