@@ -489,6 +489,13 @@ def test_legends_have_room_and_log_axes_have_round_numbers():
 # --- commands ---------------------------------------------------------------------------------------------
 
 
+def test_notes_of_the_whole_study_are_not_those_of_the_reduced_cell(tmp_path):
+    experiment = dataclasses.replace(small(tmp_path), notes=("tuned at length",), title="whole")
+    assert (subset(experiment).notes, subset(experiment).title) == ((), "whole")
+    own = dataclasses.replace(experiment, subset={**experiment.subset, "notes": ["a quick look"], "title": "reduced"})
+    assert (subset(own).notes, subset(own).title) == (("a quick look",), "reduced")
+
+
 def test_reproduce_a_subset_then_resume_and_report(tmp_path, capsys, monkeypatch):
     place = experiments(tmp_path)
     monkeypatch.chdir(tmp_path)

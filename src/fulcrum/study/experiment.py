@@ -306,6 +306,8 @@ def subset(experiment: Experiment) -> Experiment:
         ),
         settings=small,
         choices=(),
+        title=plan.get("title", experiment.title),
+        notes=tuple(plan.get("notes", ())),  # those of the whole study speak of other runs
     )
 
 
