@@ -197,13 +197,18 @@ def mixes(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
             if name == layers[-1]:
                 break
             x = child(x)
-    return {name + MIX: _whitens(sums[name] / counts[name]) for name in sums}
+    return {name + MIX: whitens(sums[name] / counts[name]) for name in sums}
 
 
-def _whitens(covariance: Tensor) -> Tensor:
+def whitens(covariance: Tensor, power: float = 0.5, floor: float = FLOOR) -> Tensor:
+    """The symmetric matrix s cov^-power [n, n] as float32, with s such that the sum of all variances stays.
+
+    0.5 makes all directions vary alike, less goes part of the way. Smaller variances than `floor` of the largest count
+    as that.
+    """
     values, vectors = torch.linalg.eigh(covariance)
-    values = values.clamp_min(FLOOR * float(values.max()))
-    found = vectors @ torch.diag((values / values.mean()) ** -0.5) @ vectors.T
+    values = values.clamp_min(floor * float(values.max()))
+    found = vectors @ torch.diag((values / values.mean()) ** -power) @ vectors.T
     scale = (torch.trace(covariance) / torch.trace(found @ covariance @ found)).sqrt()
     found = found * scale
     even: Tensor = (found + found.T) / 2

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.config import Data
+from fulcrum.coordinates import whitens
 from fulcrum.data.dataset import Dataset
 from fulcrum.data.scattering import CHANNELS, scatter
 from fulcrum.errors import ConfigError, DataError
@@ -121,10 +122,7 @@ def whitening(found: Tensor, power: float) -> tuple[Tensor, Tensor]:
         flat = (piece - means).transpose(0, 1).flatten(1)
         cov += flat @ flat.T
     cov /= found.numel() / found.shape[1]
-    variances, directions = torch.linalg.eigh(cov)
-    mix = directions * variances.clamp_min(FLOOR * variances.max()) ** -power @ directions.T
-    mix = mix * (cov.trace() / (mix @ cov @ mix).trace()).sqrt()
-    return found.mean(dim=0), mix.float()
+    return found.mean(dim=0), whitens(cov, power, FLOOR)
 
 
 def _all(

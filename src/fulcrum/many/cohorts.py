@@ -31,6 +31,7 @@ from fulcrum.many.chunks import Units, add_up, choose, chunked, fill, look_back,
 from fulcrum.many.locals import BURST
 from fulcrum.many.roster import draw_roster, terms_of
 from fulcrum.many.server import Server, server_sigma
+from fulcrum.many.streams import Streams
 from fulcrum.noise import scales
 from fulcrum.rng import Key, Seeded, stream_seed
 from fulcrum.types import Bounds
@@ -73,8 +74,7 @@ class Cohorts:
         self._tables()
         self._buffers()
         self.generator = torch.Generator(self.device)
-        self._round = -1
-        self._kept: dict[tuple[int, Key], Tensor] = {}
+        self.streams = Streams()
 
     @property
     def burst(self) -> int:
@@ -129,9 +129,7 @@ class Cohorts:
 
     def play(self, t: int) -> None:
         """Queues round t; nothing is read back."""
-        if t != self._round:
-            self._round = t
-            self._kept.clear()
+        self.streams.begin(t)
         for value in (self.sum, self.extra, self.group):
             value.zero_()
         for group in range(self.roster.groups_of[t]):
@@ -177,13 +175,8 @@ class Cohorts:
                     values[r].copy_(self._draw(r, (purpose, "central", t), values.shape[1]))
 
     def _draw(self, r: int, key: Key, count: int) -> Tensor:
-        """A stream of run r. A round that is repeated gets the same numbers, also where they cannot be replayed."""
-        draw = self.sources[r].uniform if key[0] == "sample" else self.sources[r].normal
-        if isinstance(self.sources[r], Seeded):
-            return draw(key, count)
-        if (r, key) not in self._kept:
-            self._kept[r, key] = draw(key, count)
-        return self._kept[r, key]
+        """A stream of run r."""
+        return self.streams.draw(self.sources[r], r, key, count)
 
     # --- the programs --------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from fulcrum.engine.stacked.step import Numbers, noised
 from fulcrum.engine.stacked.trainer import extra_width
 from fulcrum.many.chunks import Units, add_up, choose, chunked, fill, look_back, weights_cost
 from fulcrum.many.server import Server
+from fulcrum.many.streams import Streams
 from fulcrum.noise import Scales, scales
 from fulcrum.rng import Key, Seeded, stream_seed
 from fulcrum.types import Bounds
@@ -79,8 +80,7 @@ class Locals:
         self._tables()
         self._buffers()
         self.generator = torch.Generator(self.device)
-        self._round = -1
-        self._kept: dict[tuple[int, Key], Tensor] = {}
+        self.streams = Streams()
 
     @property
     def burst(self) -> int:
@@ -160,9 +160,7 @@ class Locals:
 
     def play(self, t: int) -> None:
         """Queues round t; nothing is read back."""
-        if t != self._round:
-            self._round = t
-            self._kept.clear()
+        self.streams.begin(t)
         torch.index_select(self.server.theta, 0, self.run, out=self.theta)
         for value in (self.extra, self.asked, self.step):
             value.zero_()
@@ -201,14 +199,8 @@ class Locals:
         self.noise_extra.copy_(extra)
 
     def _draw(self, j: int, key: Key, count: int) -> Tensor:
-        """A stream of job j. A round that is repeated gets the same numbers, also where they cannot be replayed."""
-        randomness = self.server.federations[self.jobs[j].run].problem.randomness
-        draw = randomness.uniform if key[0] == "sample" else randomness.normal
-        if isinstance(randomness, Seeded):
-            return draw(key, count)
-        if (j, key) not in self._kept:
-            self._kept[j, key] = draw(key, count)
-        return self._kept[j, key]
+        """A stream of job j."""
+        return self.streams.draw(self.server.federations[self.jobs[j].run].problem.randomness, j, key, count)
 
     def _step(self) -> None:
         """The tensor program of a local step of all jobs, in place."""
