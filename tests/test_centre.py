@@ -19,7 +19,7 @@ from fulcrum.api import execute, go_on, prepare, resume
 from fulcrum.cli import main
 from fulcrum.clip.moo import MIXED, init_balanced
 from fulcrum.config import Settings
-from fulcrum.coordinates import Centre, centred, digest, folded, means, mixes
+from fulcrum.coordinates import Centre, centred, digest, folded, means, mixes, partly, whitens
 from fulcrum.data import Dataset, from_arrays
 from fulcrum.engine.parallel import ParallelEngine
 from fulcrum.engine.reference import ReferenceEngine
@@ -294,6 +294,40 @@ def test_painted_weights_have_means_and_compute_the_same_features(name: str, act
     assert set(facts) == {f"{n}.mean" for n in layers} | {f"{n}.mix" for n in layers[1:-1]}
 
 
+def _covariance(size: int = 6) -> torch.Tensor:
+    rows = torch.randn(50, size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    scaled = rows * torch.logspace(0, 1.5, size, dtype=torch.float64)
+    return scaled.T @ scaled / len(rows)
+
+
+@pytest.mark.parametrize("power", [0.5, 0.375, 0.1])
+def test_part_of_the_way_to_whitened(power: float) -> None:
+    model = _net(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    cov = _covariance()
+    facts = {"0.mean": torch.zeros(5), "2.mean": torch.zeros(6), "4.mean": torch.zeros(4), "2.mix": whitens(cov)}
+    found = partly(model, facts, power)
+    torch.testing.assert_close(found["2.mix"], whitens(cov, power), rtol=1e-3, atol=1e-4)
+    assert torch.allclose(found["2.mix"], whitens(cov), rtol=1e-2) == (power == 0.5)
+    assert {name: found[name] for name in found if name.endswith("mean")}.keys() == facts.keys() - {"2.mix"}
+
+
+def test_half_whitened_networks_compute_the_same_and_are_told_apart() -> None:
+    settings = config.Model(name="cifar-cnn", init="painted", coordinates="whitened")
+    x = _data(SHAPES["cifar-cnn"]).x
+    nets = [models.build(dataclasses.replace(settings, whiten=w), SHAPES["cifar-cnn"], 10, 0) for w in (0.5, 0.25)]
+    torch.testing.assert_close(nets[0](x), nets[1](x), rtol=1e-3, atol=1e-3)
+    assert digest(nets[0]) != digest(nets[1])
+    inner = [net.get_parameter("3.weight") for net in nets]
+    assert not torch.allclose(inner[0], inner[1], rtol=0.05)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.1, 0.51, float("nan")])
+def test_how_far_to_whiten_has_bounds(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"model\.whiten .* greater than 0 and at most 0\.5"):
+        config.check(Settings().replace(model={"whiten": value}))
+    config.check(Settings().replace(model={"whiten": 0.5}))
+
+
 def test_means_are_those_of_the_inputs() -> None:
     model = models.build(config.Model(name="mnist-cnn", init="painted"), SHAPES["mnist-cnn"], 10, 0)
     assert isinstance(model, nn.Sequential)
@@ -379,6 +413,11 @@ class Own(nn.Module):
         ),
         (
             {"name": "linear", "coordinates": "whitened"},
+            {"1.bias": np.zeros(10), "1.mean": np.zeros(784), "1.mix": np.diag(np.arange(784.0))},
+            "1.mix has no inverse",
+        ),
+        (
+            {"name": "linear", "coordinates": "whitened", "whiten": 0.25},
             {"1.bias": np.zeros(10), "1.mean": np.zeros(784), "1.mix": np.diag(np.arange(784.0))},
             "1.mix has no inverse",
         ),
@@ -486,3 +525,4 @@ def test_results_that_were_kept_before_are_still_found() -> None:
     job = job_from_json(json.loads(line))
     assert job.id == json.loads(line)["id"]
     assert dataclasses.replace(job, settings=job.settings.replace(model={"coordinates": "centred"})).id != job.id
+    assert dataclasses.replace(job, settings=job.settings.replace(model={"whiten": 0.25})).id != job.id

@@ -177,6 +177,30 @@ def test_a_row_may_have_ranges_of_its_own_on_one_data_set(tmp_path):
     assert narrow.trials_of("dp-sgd", "digits") == search.trials_of("dp-sgd", "digits")
 
 
+def test_a_row_may_have_another_setting_in_place_of_a_shared_one(tmp_path):
+    search = small(tmp_path).search
+    row = {**search.rows.get("moo", {}), "instead": {"train.lr": {"path": "clip.balance", "low": 0.5, "high": 8.0}}}
+    other = dataclasses.replace(search, rows={**search.rows, "moo": row})
+    low, high = search.space["train.lr"]["low"], search.space["train.lr"]["high"]
+    for ours, shared in zip(other.trials_of("moo", "digits")[1:], search.trials_of("moo", "digits")[1:], strict=True):
+        assert "train.lr" not in ours
+        place = math.log(shared["train.lr"] / low) / math.log(high / low)  # the same point of the sequence
+        assert math.log(ours["clip.balance"] / 0.5) / math.log(16) == pytest.approx(place, abs=1e-3)
+        rest = {path: value for path, value in ours.items() if path != "clip.balance"}
+        assert rest == {path: value for path, value in shared.items() if path != "train.lr"}
+    assert set(other.trials_of("moo", "digits", clipping=False)[1]) == {"clip.balance", "train.steps"}
+    assert other.trials_of("dp-sgd", "digits") == search.trials_of("dp-sgd", "digits")
+
+
+@pytest.mark.parametrize("wrong", ['"train.lrr" = { path = "clip.balance" }', '"train.lr" = { low = 1.0, high = 2.0 }'])
+def test_a_place_that_nobody_has_is_refused(tmp_path, wrong):
+    folder = small(tmp_path).folder
+    file = folder / "search.toml"
+    file.write_text(file.read_text() + f"\n[rows.moo.instead]\n{wrong}\n")
+    with pytest.raises(ConfigError, match=r"rows\.moo\.instead .* takes the place"):
+        read_search(file)
+
+
 def test_trials_are_fixed_by_the_seed_and_fill_the_space():
     space = {"a": {"low": 0.01, "high": 100.0}, "b": {"choices": [1, 2, 3]}}
     found = trials(space, 60, 5)
@@ -207,6 +231,7 @@ def test_the_best_trial_is_chosen_and_kept(tmp_path):
     done = {j.id: record(j, a) for j, a in zip(jobs, accuracies, strict=True)}
     made, lacking = choosing.choose(part, done)
     assert [(c.epsilon, c.trial, c.trials, c.validation_accuracy) for c in made] == [(8.0, 1, 3, 0.9), (4.0, 2, 3, 0.3)]
+    assert [c.worst for c in made] == [0.5, 0.1]
     assert lacking == {}
     choosing.keep(experiment, made)
     again = read_experiment(experiment.folder)

@@ -79,6 +79,9 @@ class Model:
     pictures, so that the mean does not fill the norm that is clipped); whitened (all directions of the inputs to inner
     layers vary alike there, too). The model that is kept is a plain one. All but plain need an init that has those
     facts: painted, or a file that `fulcrum prior` made."""
+    whiten: float = 0.5
+    """How far whitened coordinates go: inputs are mixed by their covariance to minus this power. 0.5: all directions
+    vary alike. Less leaves some of the differences, and less of the noise in directions that hardly vary."""
 
 
 @dataclass(frozen=True)
@@ -293,6 +296,7 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "data.feature_groups": (0, True, math.inf, False),
     "data.feature_whiten": (0, True, 0.5, True),
     "model.temper_temperature": (0, False, math.inf, False),
+    "model.whiten": (0, False, 0.5, True),
     "train.rounds": (1, True, math.inf, False),
     "train.participation": (0, False, 1, True),
     "train.min_parties": (1, True, math.inf, False),

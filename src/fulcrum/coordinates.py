@@ -123,6 +123,22 @@ def wanted(facts: Mapping[str, Tensor], coordinates: str) -> dict[str, Tensor]:
     return {name: value for name, value in facts.items() if coordinates == "whitened" or name.endswith(MEAN)}
 
 
+def partly(model: nn.Module, facts: Mapping[str, Tensor], power: float) -> dict[str, Tensor]:
+    """The facts with every M = s cov^-1/2 taken to a smaller power of the covariance, as `whitens(cov, power)` has it.
+
+    power: above 0 and at most 0.5, which leaves all as it is. model: the plain sequence that the facts are of.
+    """
+    if power == 0.5:
+        return dict(facts)
+    _checked(model, facts)
+    found = dict(facts)
+    for name, mix in facts.items():
+        if name.endswith(MIX):
+            # The floor is in M already.
+            found[name] = whitens(torch.linalg.inv(mix.double() @ mix.double()), power, floor=0.0).to(mix.device)
+    return found
+
+
 def folded(model: nn.Module, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The parameters, by name, of the plain network that computes what `model` does: W = V M, b = b' - W m.
 

@@ -257,7 +257,7 @@ def _started(model: nn.Module, settings: config.Model, name: str) -> nn.Module:
             f"= {settings.init!r} does not hold; use painted, or a file that `fulcrum prior` made."
         )
     *_, head = (parameter for parameter, _ in model.named_parameters())
-    return coordinates.centred(model, facts, head=head in weights)
+    return coordinates.centred(model, coordinates.partly(model, facts, settings.whiten), head=head in weights)
 
 
 def initialise(model: nn.Module, generator: torch.Generator) -> None:

@@ -181,8 +181,11 @@ def choose(
     made, lacking = choosing.choose(part, store.load(results or Path("results") / study), protocol, partial=partial)
     if made:
         choosing.keep(experiment, made)
-    rows = [(c.dataset, c.epsilon, c.row, c.trial, c.trials, 100 * c.validation_accuracy, c.settings) for c in made]
-    view.print_table(("data", "epsilon", "row", "trial", "of", "validation %", "settings"), rows)
+    rows = [
+        (c.dataset, c.epsilon, c.row, c.trial, c.trials, 100 * c.validation_accuracy, 100 * (c.worst or 0), c.settings)
+        for c in made
+    ]
+    view.print_table(("data", "epsilon", "row", "trial", "of", "validation %", "worst trial %", "settings"), rows)
     if lacking:
         view.say(f"{len(lacking)} cells lack {sum(lacking.values())} trials, such as {next(iter(lacking))}")
 

@@ -12,7 +12,8 @@ from fulcrum.study.store import Record
 
 NOTE = """Settings chosen for the tables; written by `fulcrum study choose`, from the trials of search.toml.
 validation_accuracy (a fraction) is that of one run on the held-out part of the training data, `trials` how
-many were compared. The test data played no part. Privacy spent on trying is not in the table's epsilon."""
+many were compared, `worst` the accuracy of the worst of them. The test data played no part. Privacy spent on
+trying is not in the table's epsilon."""
 
 
 def choose(
@@ -41,9 +42,9 @@ def choose(
         trial, accuracy = best(tried)
         first = jobs[0]
         words = experiment.search.trials_of(first.row, first.dataset, clipping=not protocol)[trial]
-        choices.append(
-            Choice(first.dataset, first.row, trial, len(tried), round(accuracy, 5), first.epsilon, protocol, words)
-        )
+        worst = min(found for _, found in tried)
+        told = (first.dataset, first.row, trial, len(tried), round(accuracy, 5), first.epsilon, protocol, words)
+        choices.append(Choice(*told, worst=round(worst, 5)))
     return choices, lacking
 
 

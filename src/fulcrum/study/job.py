@@ -14,7 +14,7 @@ from fulcrum.errors import ConfigError
 
 IDLE = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """What does not decide a result: the preset's name, where files lie. The privacy target is in the id apart."""
-LATER: dict[str, dict[str, Any]] = {"data": {"feature_whiten": 0.0}, "model": {"coordinates": "plain"}}
+LATER: dict[str, dict[str, Any]] = {"data": {"feature_whiten": 0.0}, "model": {"coordinates": "plain", "whiten": 0.5}}
 """Settings that are younger than kept results, and what those were made with: at that value they are not in the id."""
 READS: dict[str, tuple[str, ...]] = {
     "none": (),

@@ -136,22 +136,33 @@ def settings_text(experiment: Experiment) -> str:
     lines += [
         f"search: {search.trials} trials a cell, seed {search.seed}, judged on {search.validation:g} of the data",
         *(f"  {path}: {dimension}" for path, dimension in search.space.items()),
+        *(f"  {row.name}: {own}" for row in experiment.rows if (own := _own_ranges(search.rows.get(row.name, {})))),
         "```",
     ]
     return "\n".join(lines) + "\n"
 
 
+def _own_ranges(own: Mapping[str, Any]) -> str:
+    """What one row searches besides or in place of what all share, in words."""
+    dropped, instead = own.get("drop", ()), own.get("instead", {})
+    ranges = {f"{d['path']} (in place of {path})": d for path, d in instead.items()} | dict(own.get("space", {}))
+    parts = [f"{path} { ({k: v for k, v in d.items() if k != 'path'}) }" for path, d in ranges.items()]
+    for dataset, space in own.get("datasets", {}).items():
+        parts += [f"on {dataset} {path} {dimension}" for path, dimension in space.items()]
+    return ", ".join([*parts, *([f"without {' and '.join(dropped)}"] if dropped else [])])
+
+
 def choices_table(cells: Sequence[Cell]) -> str:
     """What was chosen for each cell, from how many trials."""
-    rows = [["data", "ε", "method", "trial", "of", "validation %", "tuned at ε", "settings"]]
+    rows = [["data", "ε", "method", "trial", "of", "validation %", "worst trial %", "tuned at ε", "settings"]]
     for cell in cells:
         c, at = cell.choice, _shown(cell.epsilon)
         if c is None:
-            rows.append([cell.dataset, at, cell.label, "-", "0", "-", "-", "not tuned: the preset as it is"])
+            rows.append([cell.dataset, at, cell.label, "-", "0", "-", "-", "-", "not tuned: the preset as it is"])
             continue
         words = ", ".join(f"{path} {value}" for path, value in c.settings.items()) or "the preset as it is"
-        judged = f"{100 * c.validation_accuracy:.2f}"
-        rows.append([cell.dataset, at, cell.label, str(c.trial), str(c.trials), judged, _shown(c.epsilon), words])
+        judged = f"{100 * c.validation_accuracy:.2f}", "-" if c.worst is None else f"{100 * c.worst:.2f}"
+        rows.append([cell.dataset, at, cell.label, str(c.trial), str(c.trials), *judged, _shown(c.epsilon), words])
     return tables.markdown(rows)
 
 

@@ -30,7 +30,8 @@ class Search:
     plain: of the trials, the first so many leave the clipping rule's settings as they are; the protocol of
     one C0 for all is tuned on those alone. validation: the part of the training data that trials are judged on.
     run_seed: that of every trial, none of the final ones. space: what all methods share. rows, datasets: by
-    name, further dimensions and those to leave out; a row's `datasets` hold its dimensions on one data set.
+    name, further dimensions and those to leave out; a row's `datasets` hold its dimensions on one data set, and its
+    `instead` what it has in place of a shared one: the same points of the sequence, and in plain trials too.
     """
 
     trials: int
@@ -47,7 +48,7 @@ class Search:
         mine, here = self.rows.get(row, {}), self.datasets.get(dataset, {})
         both = mine.get("datasets", {}).get(dataset, {})
         space = self.space | {p: d for p, d in here.get("space", {}).items() if p in self.space}
-        space = space | mine.get("space", {}) | both
+        space = {**space, **mine.get("instead", {}), **mine.get("space", {}), **both}
         dropped = set(mine.get("drop", ())) | set(here.get("drop", ()))
         return {p: d for p, d in space.items() if p not in dropped and (clipping or not p.startswith("clip."))}
 
@@ -55,7 +56,9 @@ class Search:
         """Settings by dotted path, one entry a trial; without `clipping`, the plain ones."""
         count = self.trials if clipping else self.plain or self.trials
         found = trials(self.space_of(row, dataset, clipping), count, self.seed, list(self.space))
-        return [_without_clipping(t) if i < self.plain else t for i, t in enumerate(found)]
+        found = [_without_clipping(t) if i < self.plain else t for i, t in enumerate(found)]
+        names = {path: dimension["path"] for path, dimension in self.rows.get(row, {}).get("instead", {}).items()}
+        return [{names.get(path, path): value for path, value in trial.items()} for trial in found]
 
 
 def _without_clipping(trial: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,6 +73,13 @@ def read_search(file: Path) -> Search:
         raise ConfigError(f"{file}: validation = {search.validation}; tuning needs held-out data, such as 0.1.")
     if search.trials < 1:
         raise ConfigError(f"{file}: trials = {search.trials}; at least one is needed.")
+    for row, own in search.rows.items():
+        for path, dimension in own.get("instead", {}).items():
+            if path not in search.space or "path" not in dimension:
+                raise ConfigError(
+                    f"{file}: rows.{row}.instead has {path!r} = {dimension}; it takes the place of a setting in "
+                    "[space], and names its own as `path`."
+                )
     return search
 
 
@@ -134,7 +144,10 @@ def value_at(path: str, dimension: Mapping[str, Any], u: float) -> Any:
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings chosen for a cell: the best of `trials` on held-out data. epsilon None: without privacy."""
+    """Settings chosen for a cell: the best of `trials` on held-out data. epsilon None: without privacy.
+
+    worst: the accuracy of the worst trial, where it was kept: how much there is to lose without tuning.
+    """
 
     dataset: str
     row: str
@@ -144,6 +157,7 @@ class Choice:
     epsilon: float | None = None
     protocol: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    worst: float | None = None
 
 
 def best(candidates: Iterable[tuple[int, float]]) -> tuple[int, float]:
