@@ -15,7 +15,7 @@ import pytest
 from fulcrum.accounting import ORDERS, Spend
 from fulcrum.cli import main
 from fulcrum.errors import ConfigError
-from fulcrum.study import choosing, figures, report, selection, store, tables
+from fulcrum.study import choosing, figures, provenance, report, selection, store, tables
 from fulcrum.study.cells import PAPER, Cell, make_cells, paper_figure, standing
 from fulcrum.study.experiment import (
     paper_jobs,
@@ -26,7 +26,7 @@ from fulcrum.study.experiment import (
     tuning_jobs,
     with_choices,
 )
-from fulcrum.study.robustness import Map, findings, read_grid, robustness_jobs
+from fulcrum.study.robustness import Map, findings, maps, read_grid, robustness_jobs
 from fulcrum.study.search import Choice, find, read_search, trials
 from fulcrum.study.stats import Interval, interval, paired, t_quantile
 from fulcrum.types import Gaussian
@@ -472,9 +472,36 @@ def test_the_grid_of_the_repository():
         ("moo", 50, 5),
         ("dp-sgd", 50, 5),
     }
-    assert len(jobs) == len({j.id for j in jobs}) == 50
+    assert len(jobs) == len({j.id for j in jobs}) == 50 * 5
     with pytest.raises(ConfigError, match="cifar10"):
         read_grid(place, ["cifar10"])
+
+
+def test_a_page_says_what_it_was_made_from_or_that_nothing_has_run(tmp_path):
+    job = robustness_jobs(read_grid(experiments(tmp_path)))[0]
+    some, none = (provenance.markdown(provenance.provenance({}, [0], runs)) for runs in ([record(job, 0.5)], []))
+    assert "from 1 runs between 2026-01-01T00:00:00+00:00 and" in some
+    assert none.endswith("Nothing has run yet.\n")
+    assert "None" not in some + none
+
+
+def test_a_data_set_of_the_grid_may_have_seeds_of_its_own(tmp_path):
+    place = experiments(tmp_path)
+    before = robustness_jobs(read_grid(place))
+    file = place / "robustness.toml"
+    own = "[datasets.digits]\nseeds = [3, 4, 5]\n[datasets.digits.data]\nparties = 2\n[datasets.mnist.data]"
+    file.write_text(file.read_text().replace("[datasets.digits.data]", own))
+    grid = read_grid(place)
+    jobs = robustness_jobs(grid)
+    assert {j.seed for j in jobs if j.dataset == "digits"} == {3, 4, 5}
+    assert {j.seed for j in jobs if j.dataset == "mnist"} == {j.seed for j in before} == {0}
+    done = {j.id: record(j, 0.1 * (j.seed - 2)) for j in jobs}
+    shown = [one for one in maps(grid, done) if one.dataset == "digits"]
+    assert shown
+    assert all(value == pytest.approx(20.0) for one in shown for value in one.flat)
+    del done[next(j.id for j in jobs if j.dataset == "digits")]
+    assert not all(one.complete for one in maps(grid, done)), "two of three seeds are no mean"
+    assert {j.seed for j in robustness_jobs(read_grid(place, ["digits"], seeds=2))} == {3, 4}
 
 
 # --- figures ---------------------------------------------------------------------------------------------

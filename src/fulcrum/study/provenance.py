@@ -65,9 +65,11 @@ def one_line(facts: Mapping[str, Any]) -> str:
 
 def markdown(facts: Mapping[str, Any]) -> str:
     """For the end of a page."""
-    hardware = "; ".join(facts["hardware"]) or "nothing has run yet"
+    made = f"Made by `{facts['command']}` on {facts['date']} with fulcrum {facts['version']} "
+    made += f"({facts['commit'] or 'no git'})"
+    if not facts["runs"]:
+        return f"{made}. Nothing has run yet.\n"
     return (
-        f"Made by `{facts['command']}` on {facts['date']} with fulcrum {facts['version']} "
-        f"({facts['commit'] or 'no git'}) from {facts['runs']} runs between {facts['first_run']} and "
-        f"{facts['last_run']}; seeds {', '.join(map(str, facts['seeds']))}. Hardware: {hardware}.\n"
+        f"{made} from {facts['runs']} runs between {facts['first_run']} and {facts['last_run']}; seeds "
+        f"{', '.join(map(str, facts['seeds']))}. Hardware: {'; '.join(facts['hardware'])}.\n"
     )

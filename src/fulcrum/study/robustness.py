@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from fulcrum.study.store import Record
 
 @dataclass(frozen=True)
 class Grid:
-    """experiments/robustness.toml: starts C0 x learning rates, for each rule, data set and epsilon."""
+    """experiments/robustness.toml: starts C0 x learning rates, for each rule, data set and epsilon.
+
+    seeds: of all data sets but those in own_seeds, which have theirs.
+    """
 
     C0: tuple[float, ...]
     lr: tuple[float, ...]
@@ -33,6 +36,11 @@ class Grid:
     by_dataset: Mapping[str, Mapping[str, Any]]
     revisions: Mapping[str, int]
     unknown: tuple[str, ...] = ()
+    own_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def seeds_of(self, dataset: str) -> tuple[int, ...]:
+        """The seeds that a data set's runs have."""
+        return self.own_seeds.get(dataset, self.seeds)
 
 
 def read_grid(
@@ -66,9 +74,10 @@ def read_grid(
         default=raw["default"],
         datasets=tuple(name for name in raw["datasets"] if not datasets or name in datasets),
         settings=raw["settings"],
-        by_dataset=raw["datasets"],
+        by_dataset={name: {n: v for n, v in own.items() if n != "seeds"} for name, own in raw["datasets"].items()},
         revisions=raw.get("revisions", {}),
         unknown=tuple(rule for rule in chosen if rule not in METHODS),
+        own_seeds={n: tuple(own["seeds"])[: seeds or None] for n, own in raw["datasets"].items() if "seeds" in own},
     )
 
 
@@ -81,7 +90,7 @@ def robustness_jobs(grid: Grid) -> list[Job]:
         for rule in grid.rules
         for C0 in grid.C0
         for lr in grid.lr
-        for seed in grid.seeds
+        for seed in grid.seeds_of(dataset)
     ]
 
 
@@ -120,9 +129,9 @@ def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
     """The maps of all rules with at least one result."""
 
     def mean(dataset: str, epsilon: float, rule: str, C0: float, lr: float) -> float:
-        ids = [grid_job(grid, dataset, epsilon, rule, C0, lr, seed).id for seed in grid.seeds]
+        ids = [grid_job(grid, dataset, epsilon, rule, C0, lr, seed).id for seed in grid.seeds_of(dataset)]
         found = [100 * float(done[i]["accuracy"]) for i in ids if i in done]
-        return sum(found) / len(found) if len(found) == len(grid.seeds) else math.nan
+        return sum(found) / len(found) if len(found) == len(ids) else math.nan
 
     made = [
         Map(

@@ -19,7 +19,8 @@ def write_robustness(folder: Path, grid: Grid, done: Mapping[str, Record]) -> li
     jobs = robustness_jobs(grid)
     found = maps(grid, done)
     shown = findings(grid, found)
-    facts = provenance(dataclasses.asdict(grid), grid.seeds, used(jobs, done))
+    seeds = sorted({seed for dataset in grid.datasets for seed in grid.seeds_of(dataset)})
+    facts = provenance(dataclasses.asdict(grid), seeds, used(jobs, done))
     write_json(folder / "summary.json", [finding.to_json() for finding in shown])
     write_json(folder / "maps.json", {"provenance": facts, "maps": [dataclasses.asdict(one) for one in found]})
     write(folder / "summary.md", page(grid, found, shown, facts))
@@ -46,7 +47,7 @@ def page(grid: Grid, found: Sequence[Map], shown: Sequence[Finding], facts: dict
     parts = [
         "# Does a rule need C0 and the learning rate tuned?\n",
         f"Every rule from C0 in {list(grid.C0)} at learning rates {list(grid.lr)}. Test accuracy in %, mean over seeds "
-        f"{list(grid.seeds)}. `best fixed` is the best cell of `{grid.fixed}`; gaps are points below it, of the worst "
+        f"({_seeds(grid)}). `best fixed` is the best cell of `{grid.fixed}`; gaps are points below it, of the worst "
         f"C0 at the default learning rate {grid.default_lr:g}, and of the worst cell of the grid.\n",
     ]
     for dataset in grid.datasets:
@@ -67,6 +68,11 @@ def page(grid: Grid, found: Sequence[Map], shown: Sequence[Finding], facts: dict
     if grid.unknown:
         parts.append(f"Not built into this version: {', '.join(grid.unknown)}.\n")
     return "\n".join([*parts, "---\n", markdown(facts)])
+
+
+def _seeds(grid: Grid) -> str:
+    """Which data sets have which seeds."""
+    return "; ".join(f"{name}: {', '.join(map(str, grid.seeds_of(name)))}" for name in grid.datasets)
 
 
 def verdict(grid: Grid, here: Sequence[Finding]) -> str:
