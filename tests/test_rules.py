@@ -330,6 +330,19 @@ def test_without_any_signal_C_falls_to_its_floor_and_no_further() -> None:
     assert float(state["C"]) == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize(("C0", "floor"), [(10.0, 0.1), (0.03, 0.03), (0.01, 0.01)])
+def test_where_no_round_can_show_a_signal_C_does_not_fall_all_the_way(C0: float, floor: float) -> None:
+    def ends(noise: float) -> float:
+        state = _start(C0=C0, lr=1e-3, C_min=0.01, noise=noise)
+        for _ in range(12):
+            state = dict(MOO.adapt(state, _seen(state, _signal(0.0), lr=1e-3)))
+        return float(state["C"])
+
+    border = (moo.HIDDEN / (moo.CLEAR * moo.SIGNIFICANT * (2 * DIM) ** 0.5)) ** 0.5  # beyond it, nothing can be clear
+    assert ends(1.01 * border) == pytest.approx(floor)
+    assert ends(0.99 * border) == pytest.approx(0.01), "noise that a signal may rise above leaves the search as it was"
+
+
 def test_the_step_length_grows_while_releases_agree_and_shrinks_when_they_turn() -> None:
     state = _start(eta_C=0.1)
     first = float(state["step"])

@@ -32,7 +32,7 @@ standard deviation nu in each of d coordinates. The server applies theta <- thet
      rising when C falls: above the gradients' norms a larger C only shrinks u_t, below them it changes
      nothing but the bias. C falls by 3 while that helps or while no signal shows; then rises by 3
      until it hurts. A C that ends too small is harmless, as the noise is in units of C as well: where
-     the noise hides whether C helps, C does not rise.
+     the noise hides whether C helps, C does not rise, and where no round can show it, C does not fall all the way.
   3. eta N C never exceeds s, so that several local steps do not run ahead of the server.
 
 docs/moo.md derives it and shows what was measured.
@@ -129,7 +129,17 @@ SIGNIFICANT = 3.0
 CLEAR = 2.0
 """How many times what it takes to show a signal must be before C may rise on a comparison of two rounds. At 6 standard
 deviations equal signals look `BETTER` times apart in one of twenty comparisons; at 3, in one of five."""
+HIDDEN = 0.2
+"""Where a signal must be larger than this to be clear (1 is the most there can be), no round says anything of C."""
+SHALLOW = 10.0
+"""There C falls to so many times C_min and no further: below, examples that are told well count as much as others."""
 DOWN, DONE, UP = -1, 0, 1
+
+
+def lowest(settings: Clip, shape: Shape) -> float:
+    """How far the search may take C down: to C_min, or less far where it would be noise alone that takes it there."""
+    clear = CLEAR * SIGNIFICANT * shape.noise**2 * (2 * shape.dim) ** 0.5
+    return max(settings.C_min, min(SHALLOW * settings.C_min, settings.C0)) if clear > HIDDEN else settings.C_min
 
 
 def farthest(settings: Clip, shape: Shape) -> float:
@@ -159,6 +169,7 @@ def init_balanced(settings: Clip, shape: Shape) -> State:
     return {
         **init_moo(settings, shape),
         "C": equal_shares(C, shape.count),
+        "C_min": torch.tensor(lowest(settings, shape)),
         "wish": torch.tensor(settings.C0),
         "step": torch.tensor(step),
         "longest": torch.tensor(step * settings.growth),
