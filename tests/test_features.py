@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 from pathlib import Path
 
@@ -239,8 +240,8 @@ def test_without_whitening_features_fingerprints_and_ids_are_as_they_were() -> N
     assert len({off.fingerprint, *(featured(data, s, CPU).fingerprint for s in (half, full))}) == 3
     assert len({recipe(ON), recipe(half), recipe(full)}) == 3
     assert recipe(Data(feature_whiten=0.5)) == recipe(Data())  # of no features
-    kept = Path(__file__).parents[1] / "results" / "robustness" / "robustness.jsonl"  # older than the setting
-    for line in kept.read_text().splitlines()[::200]:
+    kept = Path(__file__).parents[1] / "results" / "robustness" / "robustness.jsonl.gz"  # some older than the setting
+    for line in gzip.decompress(kept.read_bytes()).decode().splitlines()[::200]:
         job = job_from_json(json.loads(line))
         assert job.id == json.loads(line)["id"]
         changed = job.settings.replace(data={"feature_whiten": 0.25})

@@ -386,6 +386,31 @@ def test_ids_are_computed_from_the_settings_in_the_line(tmp_path):
     assert set(store.load(tmp_path)) == {one.id, "fromthefuture"}
 
 
+def test_large_merged_results_are_gzipped_and_read_like_others(tmp_path, monkeypatch):
+    jobs = paper_jobs(small(tmp_path).only(methods=["dp-sgd"]))[:2]
+    write(tmp_path / "a", "x", record(jobs[0], 0.5))
+    write(tmp_path / "b", "y", record(jobs[1], 0.6))
+    target = tmp_path / "all"
+    study = jobs[0].study
+    store.merge([tmp_path / "a"], target)
+    plain = target / f"{study}.jsonl"
+    assert store.shards(target) == [plain]
+    monkeypatch.setattr(store, "LARGE", 10)
+    store.merge([tmp_path / "b"], target)
+    packed = target / f"{study}.jsonl.gz"
+    assert store.shards(target) == [packed], "the plain file has gone"
+    assert {i: r["accuracy"] for i, r in store.load(target).items()} == {jobs[0].id: 0.5, jobs[1].id: 0.6}
+    before = packed.read_bytes()
+    store.merge([tmp_path / "a"], target)
+    assert packed.read_bytes() == before, "the same runs are the same bytes"
+    packed.write_bytes(before[:-9])
+    with pytest.raises(RunError, match=r"jsonl\.gz is damaged"):
+        store.load(target)
+    packed.write_bytes(b"no gzip at all")
+    with pytest.raises(RunError, match=r"jsonl\.gz is damaged"):
+        store.load(target)
+
+
 def test_shards_of_two_machines_merge_by_id(tmp_path):
     jobs = paper_jobs(small(tmp_path))[:4]
     here, there, both = tmp_path / "here", tmp_path / "there", tmp_path / "both"

@@ -182,8 +182,9 @@ def choose(
     if made:
         choosing.keep(experiment, made)
     rows = [
-        (c.dataset, c.epsilon, c.row, c.trial, c.trials, 100 * c.validation_accuracy, 100 * (c.worst or 0), c.settings)
+        (c.dataset, c.epsilon, c.row, c.trial, c.trials, 100 * c.validation_accuracy, 100 * c.worst, c.settings)
         for c in made
+        if c.worst is not None  # always, of choices just made
     ]
     view.print_table(("data", "epsilon", "row", "trial", "of", "validation %", "worst trial %", "settings"), rows)
     if lacking:

@@ -31,7 +31,7 @@ standard deviation nu in each of d coordinates. The server applies theta <- thet
   2. C is searched where the signal |u_t|^2 - nu^2 d (an unbiased estimate, since nu is public) stops
      rising when C falls: above the gradients' norms a larger C only shrinks u_t, below them it changes
      nothing but the bias. C falls by 3 while that helps or while no signal shows; then rises by 3
-     until it hurts. A C that ends too small is harmless, as the noise is in units of C as well: where
+     until it hurts. A C that ends too small costs little, as the noise is in units of C as well: where
      the noise hides whether C helps, C does not rise, and where no round can show it, C does not fall all the way.
   3. eta N C never exceeds s, so that several local steps do not run ahead of the server.
 
@@ -41,6 +41,7 @@ docs/moo.md derives it and shows what was measured.
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import torch
 
@@ -134,12 +135,20 @@ HIDDEN = 0.2
 SHALLOW = 10.0
 """There C falls to so many times C_min and no further: below, examples that are told well count as much as others."""
 DOWN, DONE, UP = -1, 0, 1
+Number = TypeVar("Number", float, torch.Tensor)
+
+
+def showing(variance: Number, dim: int) -> Number:
+    """What a signal must be to be told from none, where each of dim coordinates has noise of this variance."""
+    root: float = (2 * dim) ** 0.5
+    return SIGNIFICANT * variance * root
 
 
 def lowest(settings: Clip, shape: Shape) -> float:
     """How far the search may take C down: to C_min, or less far where it would be noise alone that takes it there."""
-    clear = CLEAR * SIGNIFICANT * shape.noise**2 * (2 * shape.dim) ** 0.5
-    return max(settings.C_min, min(SHALLOW * settings.C_min, settings.C0)) if clear > HIDDEN else settings.C_min
+    if CLEAR * showing(shape.noise**2, shape.dim) <= HIDDEN:
+        return settings.C_min
+    return max(settings.C_min, min(SHALLOW * settings.C_min, settings.C0))
 
 
 def farthest(settings: Clip, shape: Shape) -> float:
@@ -190,7 +199,7 @@ def signal(state: State, released: Released) -> tuple[torch.Tensor, torch.Tensor
     in_C = released.aggregate / (released.lr * released.steps * torch.linalg.vector_norm(state["C"]))
     variance = torch.as_tensor(released.noise) ** 2
     dim = released.aggregate.numel()
-    return in_C.square().sum() - variance * dim, SIGNIFICANT * variance * (2 * dim) ** 0.5
+    return in_C.square().sum() - variance * dim, showing(variance, dim)
 
 
 def search(state: State, released: Released) -> State:

@@ -42,9 +42,19 @@ def choose(
         trial, accuracy = best(tried)
         first = jobs[0]
         words = experiment.search.trials_of(first.row, first.dataset, clipping=not protocol)[trial]
-        worst = min(found for _, found in tried)
-        told = (first.dataset, first.row, trial, len(tried), round(accuracy, 5), first.epsilon, protocol, words)
-        choices.append(Choice(*told, worst=round(worst, 5)))
+        choices.append(
+            Choice(
+                first.dataset,
+                first.row,
+                trial,
+                trials=len(tried),
+                validation_accuracy=round(accuracy, 5),
+                epsilon=first.epsilon,
+                protocol=protocol,
+                settings=words,
+                worst=round(min(found for _, found in tried), 5),
+            )
+        )
     return choices, lacking
 
 

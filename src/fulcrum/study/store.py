@@ -1,4 +1,4 @@
-"""Finished runs: one line of JSON each, in the *.jsonl files (shards) of a folder.
+"""Finished runs: one line of JSON each, in the *.jsonl files (shards) of a folder; large merged ones are gzipped.
 
 Lines are appended whole and flushed, so a crash loses at most the line being written, which readers
 drop. Ids are computed from the settings in the line, not trusted from it: results stay valid when a
@@ -8,8 +8,10 @@ new setting with a harmless default appears, and become strangers when a default
 from __future__ import annotations
 
 import fcntl
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from fulcrum.errors import ConfigError, RunError
 from fulcrum.record import plain
 from fulcrum.study.job import Job, identity, settings_from_json
 
+LARGE = 4 * 2**20
+"""Bytes of a merged file above which it is kept gzipped: settings repeat themselves, and take a twentieth then."""
+PACKED = ".gz"
 Record = dict[str, Any]
 """A finished run: the job's tags and settings, accuracy, loss, curves, and where it ran."""
 
@@ -66,12 +71,12 @@ class Writer:
 
 def shards(folder: Path) -> list[Path]:
     """The files with results in a folder."""
-    return sorted(folder.glob("*.jsonl"))
+    return sorted([*folder.glob("*.jsonl"), *folder.glob(f"*.jsonl{PACKED}")])
 
 
 def read_shard(file: Path) -> list[Record]:
     """The records of one file. A torn last line is left out; any other damage is an error."""
-    text = file.read_text(encoding="utf-8")
+    text = _text(file)
     lines = text.splitlines()
     if text and not text.endswith("\n"):
         lines.pop()
@@ -84,6 +89,15 @@ def read_shard(file: Path) -> list[Record]:
             raise RunError(f"{file} is damaged in line {number}: {error}.") from None
         records.append(record)
     return records
+
+
+def _text(file: Path) -> str:
+    if file.suffix != PACKED:
+        return file.read_text(encoding="utf-8")
+    try:
+        return gzip.decompress(file.read_bytes()).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise RunError(f"{file} is damaged: {error}.") from None
 
 
 def _own_id(record: Record) -> str:
@@ -145,8 +159,8 @@ def missing(jobs: Iterable[Job], done: Mapping[str, Record]) -> list[Job]:
 def merge(sources: Sequence[Path], target: Path, keep: str = "") -> dict[str, int]:
     """Bring the results of several folders into one; returns how many runs each study has there then.
 
-    Afterwards the target holds one file a study, sorted by cell and seed; the other folders stay as
-    they are. Nothing is removed before everything is on the disk.
+    Afterwards the target holds one file a study, sorted by cell and seed, gzipped where it is large; the other folders
+    stay as they are. Nothing is removed before everything is on the disk.
     """
     for source in sources:
         if not source.is_dir():
@@ -160,10 +174,12 @@ def merge(sources: Sequence[Path], target: Path, keep: str = "") -> dict[str, in
     written = []
     for study, own in by_study.items():
         own.sort(key=lambda r: (r["cell"], r["trial"] if r["trial"] is not None else -1, r["seed"], r["id"]))
-        file = target / f"{study}.jsonl"
-        part = file.with_suffix(".jsonl.part")
-        with part.open("w", encoding="utf-8") as opened:
-            opened.writelines(json.dumps(plain(record), separators=(",", ":")) + "\n" for record in own)
+        content = "".join(json.dumps(plain(record), separators=(",", ":")) + "\n" for record in own).encode()
+        large = len(content) > LARGE
+        file = target / f"{study}.jsonl{PACKED if large else ''}"
+        part = target / f"{study}.jsonl.part"
+        with part.open("wb") as opened:
+            opened.write(gzip.compress(content, mtime=0) if large else content)  # the same bytes for the same runs
             opened.flush()
             os.fsync(opened.fileno())
         written.append((part, file))
