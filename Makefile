@@ -21,7 +21,7 @@ test: setup ## run all tests
 
 # Flower wants older typer and rich than the lock has, so it lives in an environment of its own.
 test-flower: $(FLOWER)/.installed ## run the tests across machines: real Flower processes on loopback, minutes
-	FULCRUM_FLOWER=1 $(ONE_THREAD) $(FLOWER)/bin/python -m pytest tests/test_flower_*.py
+	FULCRUM_FLOWER=1 $(ONE_THREAD) $(FLOWER)/bin/python -m pytest tests/flower
 
 check: setup ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .

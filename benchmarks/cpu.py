@@ -32,7 +32,7 @@ import cpu_work
 import torch
 from cpu_work import FULL, QUICK, Round, Work
 
-from fulcrum.local import Problem
+from fulcrum.training.problem import Problem
 
 METHODS: dict[str, Callable[[Problem, Work], Round]] = {
     "plain": cpu_work.plain,

@@ -13,9 +13,9 @@ import torch
 from cpu_work import BATCH, LR, C, Round, Work, loop
 from torch import Tensor, nn
 
-from fulcrum import config
-from fulcrum.local import Problem
-from fulcrum.models import build
+from fulcrum.models.build import build
+from fulcrum.settings import schema as config
+from fulcrum.training.problem import Problem
 
 NOTES = {
     "flower": "Flower's simulation starts clients through Ray and clips whole updates: no per-example privacy.",

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from fulcrum import config
-from fulcrum.aggregate import weighted_mean
-from fulcrum.clip import find_rule
+from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, split
-from fulcrum.engine import find_engine
-from fulcrum.local import Problem
-from fulcrum.models import Layout, build
+from fulcrum.engines import find_engine
+from fulcrum.models.build import build
+from fulcrum.models.layout import Layout
 from fulcrum.rng import Seeded
+from fulcrum.settings import schema as config
+from fulcrum.training.problem import Problem
+from fulcrum.training.server import weighted_mean
 from fulcrum.types import Assignment, RoundRequest
 
 BATCH, C, LR = 64, 1.0, 0.1

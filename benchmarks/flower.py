@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
-import fulcrum.flower  # noqa: F401  before flwr, which reads its settings once
-from fulcrum import api, record
-from fulcrum.config import Data, Model, Privacy, Run, Settings, Train
+from fulcrum import runs as api
 from fulcrum.data import load, split
 from fulcrum.flower import certs, keys, run
-from fulcrum.flower.carrier import GridPost
 from fulcrum.flower.coordinator import Patience
 from fulcrum.flower.flwr141 import Link, Tls, free_port
 from fulcrum.flower.terms import accept, propose, write_terms
-from fulcrum.models import Layout
+from fulcrum.flower.transport import GridPost
+from fulcrum.models.layout import Layout
+from fulcrum.runs import folder as record
+from fulcrum.settings.schema import Data, Model, Privacy, Run, Settings, Train
 
 
 def settings_for(parties: int, rounds: int) -> Settings:

@@ -23,14 +23,15 @@ from typing import Any
 import torch
 from gpu_work import SIGMA, Clock, ceilings, federation, flops, images, wide_cnn
 
-from fulcrum.clip import RULES
-from fulcrum.engine.reference import ReferenceEngine
-from fulcrum.engine.stacked import StackedEngine, find_core
-from fulcrum.federate import first_snapshot, play_round
-from fulcrum.many import run_many
-from fulcrum.many.pooled import Pooled
-from fulcrum.many.server import Server
+from fulcrum.clipping import RULES
+from fulcrum.engines.batched import run_many
+from fulcrum.engines.batched.pooled import Pooled
+from fulcrum.engines.batched.server import Server
+from fulcrum.engines.reference import ReferenceEngine
+from fulcrum.engines.stacked import StackedEngine, find_core
 from fulcrum.rng import Key, Secure, Seeded
+from fulcrum.training.round import play_round
+from fulcrum.training.snapshot import first_snapshot
 from fulcrum.types import Assignment, RoundRequest
 
 Row = dict[str, Any]

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fulcrum.clip import find_rule
-from fulcrum.config import Model, Settings
+from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, Partition, split, unit_counts
 from fulcrum.data.dataset import from_arrays
-from fulcrum.engine import find_engine
-from fulcrum.engine.stacked.layers import Program, Site
-from fulcrum.federate import Federation
-from fulcrum.local import Problem
-from fulcrum.models import Layout, build
-from fulcrum.plan import make_plan
+from fulcrum.engines import find_engine
+from fulcrum.gradients.stacked.layers import Program, Site
+from fulcrum.models.build import build
+from fulcrum.models.layout import Layout
+from fulcrum.privacy.plan import make_plan
 from fulcrum.rng import Randomness, make
+from fulcrum.settings.schema import Model, Settings
+from fulcrum.training.federation import Federation
+from fulcrum.training.problem import Problem
 
 SHAPES = {"mnist": (1, 28, 28), "cifar": (3, 32, 32)}
 SIGMA = 2.0738
@@ -151,7 +152,7 @@ def ceilings(device: torch.device, clock: Clock, side: int) -> dict[str, float]:
     """TFLOP/s of a large matrix product in each precision, and TB/s of a copy (read and written)."""
     a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
     found: dict[str, float] = {}
-    from fulcrum.engine.stacked.replay import precision
+    from fulcrum.engines.stacked.replay import precision
 
     for name in ("float32", "tf32", "bf16"):
         x, y = (a.bfloat16(), b.bfloat16()) if name == "bf16" else (a, b)

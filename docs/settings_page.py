@@ -6,12 +6,13 @@ import inspect
 import json
 import math
 
-from fulcrum.config import CHOICES, RANGES
-from fulcrum.settings_file import SECTIONS, SHORT, Field, catalogue
+from fulcrum.settings.catalogue import catalogue
+from fulcrum.settings.checks import CHOICES, RANGES
+from fulcrum.settings.files import SECTIONS, SHORT, Field
 
 HEAD = """# Settings
 
-Written by `make docs` from `src/fulcrum/config.py`; do not edit.
+Written by `make docs` from `src/fulcrum/settings/schema.py`; do not edit.
 
 A settings file is TOML with the sections below; `fulcrum init` writes one with comments. Each setting can be given on
 the command line as `--set section.name=value`, those with an option also as that. In Python all are keywords of

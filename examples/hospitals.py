@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fulcrum.config import Data
 from fulcrum.data import load, split
+from fulcrum.settings.schema import Data
 
 
 def write(folder: Path, names: list[str], partition: str = "iid", seed: int = 0) -> None:

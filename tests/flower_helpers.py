@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from fulcrum.config import Clip, Data, Model, Privacy, Run, Settings, Train
 from fulcrum.data import Dataset, from_arrays, split
 from fulcrum.flower import keys, run
 from fulcrum.flower.coordinator import Patience
 from fulcrum.flower.messages import Envelope, model_fingerprint, pack, state_arrays
 from fulcrum.flower.party import Desk, open_desk
-from fulcrum.flower.roll import Delivery
+from fulcrum.flower.registry import Delivery
 from fulcrum.flower.terms import Terms, accept, propose
-from fulcrum.types import Gaussian
+from fulcrum.privacy.events import Gaussian
+from fulcrum.settings.schema import Clip, Data, Model, Privacy, Run, Settings, Train
 from helpers import toy_data
 
 NAMES = ("party-0", "party-1", "party-2")

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fulcrum.clip import find_rule
-from fulcrum.clip.rule import ClipRule
-from fulcrum.config import Data
+from fulcrum.clipping import find_rule
+from fulcrum.clipping.rule import ClipRule
 from fulcrum.data import Dataset, from_arrays, split
-from fulcrum.local import Problem, train_client
-from fulcrum.models import Layout
+from fulcrum.models.layout import Layout
 from fulcrum.rng import Randomness, Seeded
+from fulcrum.settings.schema import Data
+from fulcrum.training.client import train_client
+from fulcrum.training.problem import Problem
 from fulcrum.types import Assignment, ClientReply, RoundRequest
 
 FEATURES, CLASSES = 6, 3
@@ -73,7 +74,7 @@ def one_client(
     **settings: Any,
 ) -> ClientReply:
     """One client's round from the model's own weights."""
-    from fulcrum.config import Clip
+    from fulcrum.settings.schema import Clip
 
     state = problem.rule.init(Clip(C0=C0, **settings), problem.shape)
     params = problem.layout.flatten(problem.model)

@@ -14,10 +14,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fulcrum.api import Result, execute, prepare, resume, rounds, train
-    from fulcrum.config import Settings
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
+    from fulcrum.runs import Result, execute, prepare, resume, rounds, train
+    from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
 
 __version__ = "0.1.0"
@@ -41,16 +41,16 @@ _HOME = {
     "Dataset": "fulcrum.data",
     "FulcrumError": "fulcrum.errors",
     "InputError": "fulcrum.errors",
-    "Result": "fulcrum.api",
+    "Result": "fulcrum.runs",
     "RoundResult": "fulcrum.types",
-    "Settings": "fulcrum.config",
-    "execute": "fulcrum.api",
-    "prepare": "fulcrum.api",
-    "resume": "fulcrum.api",
-    "rounds": "fulcrum.api",
-    "train": "fulcrum.api",
+    "Settings": "fulcrum.settings.schema",
+    "execute": "fulcrum.runs",
+    "prepare": "fulcrum.runs",
+    "resume": "fulcrum.runs",
+    "rounds": "fulcrum.runs",
+    "train": "fulcrum.runs",
 }
-_MODULES = ("clip", "data")
+_MODULES = ("clipping", "data")
 """Modules that users reach as `fulcrum.data.from_arrays` without importing them first."""
 
 

@@ -28,7 +28,7 @@ def account(
     if [sigma, epsilon, steps].count(None) != 1:
         raise ConfigError("give exactly two of --sigma, --epsilon and --steps; the third is the answer.")
     check(q, sigma, epsilon, steps)
-    from fulcrum import accounting
+    from fulcrum.privacy import accounting
 
     names = list(accounting.ACCOUNTANTS) if accountant is None else [accountant]
     rows = {name: answer(q, sigma, epsilon, steps, delta, name) for name in names}
@@ -53,8 +53,8 @@ def answer(
     q: float, sigma: float | None, epsilon: float | None, steps: int | None, delta: float, accountant: str
 ) -> dict[str, Any]:
     """The complete row by one accountant: what was missing, and what the whole then costs."""
-    from fulcrum import accounting
-    from fulcrum.types import Gaussian
+    from fulcrum.privacy import accounting
+    from fulcrum.privacy.events import Gaussian
 
     if sigma is None:
         assert epsilon is not None

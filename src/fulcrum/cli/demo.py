@@ -13,11 +13,11 @@ from fulcrum.cli import show, view
 from fulcrum.cli.failures import resumable
 from fulcrum.cli.options import Debug, Json, Quiet
 from fulcrum.cli.run import free_folder
-from fulcrum.settings_file import parse
-from fulcrum.units import UNITS
+from fulcrum.privacy.statement.units import UNITS
+from fulcrum.settings.files import parse
 
 if TYPE_CHECKING:
-    from fulcrum.config import Settings
+    from fulcrum.settings.schema import Settings
 
 # The same run under other methods. Without privacy there is no target to calibrate the noise to.
 COMPARED: dict[str, dict[str, Any]] = {"moo": {}, "dp-sgd": {}, "none": {"privacy.epsilon": None}}
@@ -54,7 +54,7 @@ def settings_of(method: str) -> Settings:
 
 def once(settings: Settings, folder: Path, quiet: bool) -> dict[str, Any]:
     """One of the runs; returns its summary."""
-    from fulcrum import api
+    from fulcrum import runs as api
 
     federation = api.prepare(settings)
     with resumable(folder), view.progress(settings.method.ljust(6), settings.train.rounds, quiet) as on_round:

@@ -14,8 +14,8 @@ from fulcrum.cli import show, view
 from fulcrum.cli.failures import Interrupted
 from fulcrum.cli.options import Debug, Json, Quiet, with_settings
 from fulcrum.cli.run import free_folder, slug
-from fulcrum.config import Settings
 from fulcrum.errors import ConfigError
+from fulcrum.settings.schema import Settings
 
 if TYPE_CHECKING:
     from fulcrum.flower.terms import Terms
@@ -112,7 +112,7 @@ def party(
 ) -> None:
     """Take part in a federation: train on this party's own data, within its own terms and budget."""
     need_flower()
-    from fulcrum import api
+    from fulcrum import runs as api
     from fulcrum.flower.keys import check_name
     from fulcrum.flower.party import explain, open_desk, own_data
     from fulcrum.flower.run import take_part
@@ -191,10 +191,11 @@ def serve(
 ) -> None:
     """Coordinate a federation: rounds over parties that run `fulcrum party` elsewhere. Sees no party's data."""
     need_flower()
-    from fulcrum import record, settings_file
     from fulcrum.flower import run as runs
     from fulcrum.flower.coordinator import Patience
     from fulcrum.flower.keys import load_register
+    from fulcrum.runs import folder as record
+    from fulcrum.settings import files as settings_file
 
     if resume is not None:
         kept = record.load_json(resume, "run.json").get("flower") or {}

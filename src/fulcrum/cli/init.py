@@ -9,7 +9,7 @@ import typer
 
 from fulcrum.cli.options import Debug
 from fulcrum.errors import ConfigError
-from fulcrum.settings_file import template
+from fulcrum.settings.files import template
 
 
 def init(

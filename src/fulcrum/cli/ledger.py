@@ -24,7 +24,7 @@ def ledger(
     debug: Debug = False,
 ) -> None:
     """Show what every party has spent over all runs of a ledger; with --budget, change its limit."""
-    from fulcrum.ledger import Ledger
+    from fulcrum.privacy.ledger import Ledger
 
     if not path.is_file():
         raise InputError(f"there is no ledger {path}; `fulcrum run --ledger {path}` would start one.")

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from fulcrum.settings_file import SHORT, catalogue, parse, read, read_word
+from fulcrum.settings.catalogue import catalogue
+from fulcrum.settings.files import SHORT, parse, read, read_word
 
 KINDS: dict[Any, type] = {float | None: float}
 """What the command line reads for a setting that may be None: the other type."""

@@ -8,14 +8,14 @@ import typer
 
 from fulcrum.cli import show, view
 from fulcrum.cli.options import Debug, Json, with_settings
-from fulcrum.clip.rule import alone
-from fulcrum.config import Settings
+from fulcrum.clipping.rule import alone
 from fulcrum.errors import ConfigError
-from fulcrum.units import UNITS
+from fulcrum.privacy.statement.units import UNITS
+from fulcrum.settings.schema import Settings
 
 if TYPE_CHECKING:
-    from fulcrum.federate import Federation
-    from fulcrum.plan import Plan
+    from fulcrum.privacy.plan import Plan
+    from fulcrum.training.federation import Federation
 
 MANY = 20
 """More parties than this are shown by group: those with the same terms in one line."""
@@ -46,7 +46,7 @@ def plan(
     if for_epsilon is not None:
         print_rounds(settings, for_epsilon, as_json)
         return
-    from fulcrum import api
+    from fulcrum import runs as api
 
     federation = api.prepare(settings)
     made, dim = federation.plan, federation.problem.layout.dim
@@ -78,8 +78,8 @@ def plan(
 
 def as_computed(federation: Federation) -> dict[str, Any]:
     """Which engine will run, on how many cores, and how each layer's per-example gradients are found."""
-    from fulcrum.engine import choose_engine
-    from fulcrum.grads import paths
+    from fulcrum.engines import choose_engine
+    from fulcrum.gradients import paths
 
     engine = choose_engine(federation.settings.run.engine, federation.problem)
     found = paths(federation.problem.model)
@@ -189,7 +189,7 @@ def between(low: float, high: float) -> str:
 
 def print_rounds(settings: Settings, epsilon: float, as_json: bool) -> None:
     """The inverse question: how many rounds fit into a budget at a given noise."""
-    from fulcrum.plan import round_terms, rounds_for_budget
+    from fulcrum.privacy.plan import round_terms, rounds_for_budget
 
     if settings.privacy.sigma is None:
         raise ConfigError("--for-epsilon asks how many rounds a budget allows at a given noise; give --sigma too.")

@@ -33,11 +33,15 @@ def prior(
     """
     from torch import nn
 
-    from fulcrum import api, config, models, priors
+    from fulcrum import runs as api
     from fulcrum.cli import view
-    from fulcrum.priors import learn
+    from fulcrum.models import pretrain as priors
+    from fulcrum.models.build import build
+    from fulcrum.models.builtin import AUTO
+    from fulcrum.models.pretrain import learn
+    from fulcrum.settings import schema as config
 
-    shapes = {name: shape for shape, name in models.AUTO.items()}
+    shapes = {name: shape for shape, name in AUTO.items()}
     if model not in shapes:
         raise ConfigError(f"model = {model!r} cannot be taught on pictures; choose one of {', '.join(shapes)}.")
     if out.suffix != ".npz":
@@ -51,7 +55,7 @@ def prior(
         raise ConfigError(
             f"--scale = {scale:g} keeps the network's work only with relu; leave it out with {activation}."
         )
-    built = models.build(config.Model(name=model, activation=activation), shapes[model], 10, seed)
+    built = build(config.Model(name=model, activation=activation), shapes[model], 10, seed)
     assert isinstance(built, nn.Sequential)
     lesson = learn.Lesson(
         kinds=kinds, pool=pool, steps=steps, jitter=jitter, scene=scene, colours=colours, scale=scale, seed=seed

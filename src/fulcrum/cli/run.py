@@ -12,7 +12,7 @@ import typer
 from fulcrum.cli import show, view
 from fulcrum.cli.failures import resumable
 from fulcrum.cli.options import Debug, Json, Quiet, with_settings
-from fulcrum.config import Settings
+from fulcrum.settings.schema import Settings
 
 
 @with_settings
@@ -26,7 +26,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Train one model privately over the data of several parties."""
-    from fulcrum import api
+    from fulcrum import runs as api
 
     federation = api.prepare(settings)
     folder = out if out is not None else free_folder(f"{slug(settings.data.source)}-{settings.method}")
@@ -45,8 +45,10 @@ def resume(
     debug: Debug = False,
 ) -> None:
     """Continue a run after Ctrl-C or a crash, as if it had never stopped."""
-    from fulcrum import api, record, settings_file
-    from fulcrum.clip import find_rule
+    from fulcrum import runs as api
+    from fulcrum.clipping import find_rule
+    from fulcrum.runs import folder as record
+    from fulcrum.settings import files as settings_file
 
     record.load_json(folder, "run.json")
     settings = settings_file.read(folder / "settings.toml")

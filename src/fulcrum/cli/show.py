@@ -11,10 +11,10 @@ import typer
 
 from fulcrum.cli import view
 from fulcrum.cli.options import Debug, Json
-from fulcrum.units import UNITS
+from fulcrum.privacy.statement.units import UNITS
 
 if TYPE_CHECKING:
-    from fulcrum.federate import Federation
+    from fulcrum.training.federation import Federation
 
 NOMINAL = "nominal: this rule looks at private values to set C, so no epsilon holds"
 ASSUMED = "‡ assumes an ideal secure aggregation, simulated: the server sees only sums; no single update is private"
@@ -28,7 +28,7 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Show a run: its accuracy, what it cost each party, and how C moved."""
-    from fulcrum import record
+    from fulcrum.runs import folder as record
 
     run = record.load_json(folder, "run.json")
     if (folder / "summary.json").is_file():
@@ -121,8 +121,8 @@ def warnings(federation: Federation) -> list[str]:
 
 def methods(as_json: Json = False, debug: Debug = False) -> None:
     """List the methods that --method takes: their parts, what they protect, what they cost."""
-    from fulcrum.clip import find_rule
-    from fulcrum.methods import METHODS
+    from fulcrum.clipping import find_rule
+    from fulcrum.settings.presets import METHODS
 
     rules = {method.name: find_rule(method.parts["clip"]["rule"]) for method in METHODS.values()}
     if as_json:

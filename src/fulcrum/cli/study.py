@@ -113,10 +113,10 @@ def prepare(
     debug: Debug = False,
 ) -> None:
     """Print the jobs of a study as JSON, calibrated, for `python -m fulcrum.study.worker` on another machine."""
-    from fulcrum import record
+    from fulcrum.runs import folder as record
     from fulcrum.study.calibrate import calibrated
     from fulcrum.study.job import distinct
-    from fulcrum.study.play import pack_digits
+    from fulcrum.study.run_job import pack_digits
     from fulcrum.study.store import load, missing
 
     if stage not in STAGES:

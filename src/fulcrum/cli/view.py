@@ -31,7 +31,7 @@ def say(line: str, quiet: bool = False) -> None:
 
 def print_json(value: Any) -> None:
     """The result for a program: valid JSON, infinities as "inf"."""
-    from fulcrum.record import plain
+    from fulcrum.runs.folder import plain
 
     print(json.dumps(plain(value), indent=2))
 
@@ -107,7 +107,7 @@ def sparkline(values: Sequence[float], width: int = 12) -> str:
 @contextlib.contextmanager
 def progress(title: str, rounds: int, quiet: bool = False) -> Iterator[Callable[[RoundResult], None]]:
     """A live bar on stderr while rounds come in; nothing where stderr is not a terminal."""
-    from fulcrum.record import total_C
+    from fulcrum.runs.folder import total_C
 
     console = Console(stderr=True)
     if quiet or not console.is_terminal:

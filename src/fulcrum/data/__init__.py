@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from fulcrum.data.dataset import Dataset, from_arrays, holdout
 from fulcrum.data.features import featured
-from fulcrum.data.fetch import fetch
 from fulcrum.data.partition import Partition, split
-from fulcrum.data.registry import search_folders, user_cache
 from fulcrum.data.sampling import Party, party_of, sample_units, unit_counts
 from fulcrum.data.sources import load
-from fulcrum.data.verify import Availability, available, verify
+from fulcrum.data.sources.public.fetch import fetch
+from fulcrum.data.sources.public.registry import search_folders, user_cache
+from fulcrum.data.sources.public.verify import Availability, available, verify
 
 __all__ = [
     "Availability",

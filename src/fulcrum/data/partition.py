@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fulcrum.config import Data
 from fulcrum.data.dataset import Dataset
-from fulcrum.data.registry import nearest
+from fulcrum.data.sources.public.registry import nearest
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.rng import numpy_stream
+from fulcrum.settings.schema import Data
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

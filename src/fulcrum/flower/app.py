@@ -23,16 +23,16 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fulcrum import settings_file
-from fulcrum.config import Settings
 from fulcrum.data import from_arrays, load, split
 from fulcrum.errors import ConfigError
 from fulcrum.flower import keys
-from fulcrum.flower.carrier import GridPost, to_envelope, to_record
 from fulcrum.flower.coordinator import Patience
 from fulcrum.flower.party import Desk, open_desk, own_data
 from fulcrum.flower.run import Address, go_on, serve
 from fulcrum.flower.terms import accept, propose, read_terms
+from fulcrum.flower.transport import GridPost, to_envelope, to_record
+from fulcrum.settings import files as settings_file
+from fulcrum.settings.schema import Settings
 
 client = ClientApp()
 server = ServerApp()

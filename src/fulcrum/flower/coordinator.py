@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fulcrum.config import Settings
 from fulcrum.errors import RunError
 from fulcrum.flower.messages import (
     BadMessage,
@@ -32,9 +31,12 @@ from fulcrum.flower.messages import (
     take_state,
     wanted_state,
 )
-from fulcrum.flower.roll import POLL, Card, Roll, opened, refusal_words
-from fulcrum.local import Problem, contribute, coordinate_groups
-from fulcrum.types import Assignment, ClientReply, Gaussian, RoundRequest, State
+from fulcrum.flower.registry import POLL, Card, Roll, opened, refusal_words
+from fulcrum.privacy.events import Gaussian
+from fulcrum.settings.schema import Settings
+from fulcrum.training.clipped_sum import contribute
+from fulcrum.training.problem import Problem, coordinate_groups
+from fulcrum.types import Assignment, ClientReply, RoundRequest, State
 
 
 @dataclass(frozen=True)

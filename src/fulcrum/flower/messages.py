@@ -22,10 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from fulcrum.coordinates import digest
 from fulcrum.errors import FulcrumError
-from fulcrum.models import Layout
-from fulcrum.types import Event, Gaussian, State
+from fulcrum.models.layout import Layout
+from fulcrum.models.whitening import digest
+from fulcrum.privacy.events import Event, Gaussian
+from fulcrum.types import State
 
 VERSION = 1
 HEADER_LIMIT = 64 * 1024

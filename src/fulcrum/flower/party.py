@@ -1,4 +1,4 @@
-"""A party's answers. The local training is `fulcrum.local.train_client`, the same as in one process.
+"""A party's answers. The local training is `fulcrum.training.client.train_client`, the same as in one process.
 
 `Desk.answer` takes a request's bytes and returns a reply's bytes; how they travel is not its business.
 For a round: check the terms, reserve in the party's own ledger, compute, store the reply, settle, send.
@@ -19,11 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from safetensors.torch import load as load_arrays
 
 import fulcrum
-from fulcrum import record
-from fulcrum.config import Clip
 from fulcrum.data import Dataset, Partition, from_arrays, load, party_of
 from fulcrum.errors import BudgetError, ConfigError, DataError
-from fulcrum.federate import digest
 from fulcrum.flower import keys
 from fulcrum.flower.messages import (
     BadMessage,
@@ -38,6 +35,7 @@ from fulcrum.flower.messages import (
     wanted_state,
     write_events,
 )
+from fulcrum.flower.reply_store import Vault
 from fulcrum.flower.terms import (
     Refusal,
     Terms,
@@ -49,14 +47,20 @@ from fulcrum.flower.terms import (
     within,
     write_terms,
 )
-from fulcrum.flower.vault import Vault
-from fulcrum.ledger import Ledger
-from fulcrum.local import Problem, train_client
-from fulcrum.models import Layout, build, refuse_mixing
-from fulcrum.plan import make_plan
+from fulcrum.models.build import build
+from fulcrum.models.checks import refuse_mixing
+from fulcrum.models.layout import Layout
+from fulcrum.privacy.events import Event, Gaussian
+from fulcrum.privacy.ledger import Ledger
+from fulcrum.privacy.plan import make_plan
+from fulcrum.privacy.statement import statement, to_markdown
 from fulcrum.rng import Randomness, Secure, Seeded
-from fulcrum.statement import statement, to_markdown
-from fulcrum.types import Assignment, ClientReply, Event, Gaussian, RoundRequest
+from fulcrum.runs import folder as record
+from fulcrum.settings.schema import Clip
+from fulcrum.training.client import train_client
+from fulcrum.training.problem import Problem
+from fulcrum.training.round import digest
+from fulcrum.types import Assignment, ClientReply, RoundRequest
 
 Say = Callable[[str], None]
 Consent = Callable[[Terms], bool]

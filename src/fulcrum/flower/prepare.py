@@ -11,19 +11,22 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fulcrum.clip import find_rule
-from fulcrum.config import Settings, check
+from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, Partition, from_arrays, load
 from fulcrum.errors import ConfigError, DataError, RunError
-from fulcrum.federate import Federation
 from fulcrum.flower.coordinator import FlowerEngine, Patience
 from fulcrum.flower.messages import model_fingerprint
-from fulcrum.flower.roll import POLL, Card, Post, Report, Roll
+from fulcrum.flower.registry import POLL, Card, Post, Report, Roll
 from fulcrum.flower.terms import propose
-from fulcrum.local import Problem
-from fulcrum.models import Layout, build, refuse_mixing
-from fulcrum.plan import make_plan
+from fulcrum.models.build import build
+from fulcrum.models.checks import refuse_mixing
+from fulcrum.models.layout import Layout
+from fulcrum.privacy.plan import make_plan
 from fulcrum.rng import make
+from fulcrum.settings.checks import check
+from fulcrum.settings.schema import Settings
+from fulcrum.training.federation import Federation
+from fulcrum.training.problem import Problem
 
 
 def public_data(source: str, folder: str = "") -> Dataset:

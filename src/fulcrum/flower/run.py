@@ -14,16 +14,18 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fulcrum import api, record, settings_file
-from fulcrum.api import OnRound, Result
-from fulcrum.config import Settings
+from fulcrum import runs as api
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
 from fulcrum.flower.coordinator import FlowerEngine, Patience
 from fulcrum.flower.messages import BadMessage
 from fulcrum.flower.party import Desk
 from fulcrum.flower.prepare import as_served, join, make_federation, make_roll, public_data, public_problem
-from fulcrum.flower.roll import Card, Post
+from fulcrum.flower.registry import Card, Post
+from fulcrum.runs import OnRound, Result
+from fulcrum.runs import folder as record
+from fulcrum.settings import files as settings_file
+from fulcrum.settings.schema import Settings
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Journal:
 @contextmanager
 def open_link(address: Address, register: Mapping[str, ec.EllipticCurvePublicKey]) -> Iterator[Post]:
     """Flower's SuperLink in this process, as the coordinator's post."""
-    from fulcrum.flower.carrier import GridPost
     from fulcrum.flower.flwr141 import Link, Tls
+    from fulcrum.flower.transport import GridPost
 
     tls = Tls(address.certificate, address.key) if address.certificate and address.key else None
     nodes = {name: keys.public_bytes(key) for name, key in register.items()}
@@ -172,9 +174,9 @@ def take_part(
     """
     from flwr.app import Message
 
-    from fulcrum.flower.carrier import to_envelope, to_record
     from fulcrum.flower.flwr141 import Executor
     from fulcrum.flower.messages import Envelope
+    from fulcrum.flower.transport import to_envelope, to_record
 
     written = 0.0
 

@@ -20,14 +20,17 @@ from typing import Any, ClassVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from fulcrum.accounting import Spend, check_terms
-from fulcrum.clip import find_rule
-from fulcrum.clip.rule import ClipRule
-from fulcrum.config import FORBID, Clip, Model, Privacy, Settings, Train, check, local_steps
+from fulcrum.clipping import find_rule
+from fulcrum.clipping.rule import ClipRule
 from fulcrum.errors import ConfigError, FulcrumError
 from fulcrum.flower.keys import check_name
-from fulcrum.plan import make_plan
-from fulcrum.types import Gaussian, State
+from fulcrum.privacy.accounting import Spend, check_terms
+from fulcrum.privacy.events import Gaussian
+from fulcrum.privacy.plan import make_plan
+from fulcrum.settings.checks import check
+from fulcrum.settings.derived import local_steps
+from fulcrum.settings.schema import FORBID, Clip, Model, Privacy, Settings, Train
+from fulcrum.types import State
 
 REFUSALS: dict[str, str] = {
     "message": "the message could not be read",

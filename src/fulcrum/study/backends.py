@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from fulcrum.clip import find_rule
-from fulcrum.config import local_steps
+from fulcrum.clipping import find_rule
 from fulcrum.data.features import recipe
 from fulcrum.errors import ConfigError, FulcrumError
-from fulcrum.federate import Federation
+from fulcrum.settings.derived import local_steps
 from fulcrum.study.job import Job
-from fulcrum.study.play import Datasets, Outcome, Stopped, make, outcome, play
+from fulcrum.study.run_job import Datasets, Outcome, Stopped, make, outcome, play
+from fulcrum.training.federation import Federation
 
 Say = Callable[[str], None]
 
@@ -38,7 +38,7 @@ class Clock:
     """
 
     seconds: float = 0.0
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
     last: dict[Hashable, float] = field(default_factory=dict)
     marks: dict[float, tuple[int, float]] = field(default_factory=dict)
 
@@ -175,7 +175,7 @@ def processes(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
 
 # --- stacked --------------------------------------------------------------------------------------
 
-MANY = "fulcrum.many"
+MANY = "fulcrum.engines.batched"
 """The module whose `run_many(federations)` trains several runs in one tensor program."""
 
 
@@ -205,7 +205,9 @@ def _play_stack(federations: Sequence[Federation], check: Callable[[int, int], N
 def stacked(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
     """Jobs that share data, model, rule and steps together on one device; what cannot be stacked goes alone."""
     if importlib.util.find_spec(MANY) is None:
-        raise ConfigError("backend = 'stacked' needs fulcrum.many, which this version lacks; use sequential.")
+        raise ConfigError(
+            "backend = 'stacked' needs fulcrum.engines.batched, which this version lacks; use sequential."
+        )
     datasets = Datasets(how.data_dir)
     alone = [job for job in jobs if not stackable(job)]
     groups: dict[Hashable, list[Job]] = {}

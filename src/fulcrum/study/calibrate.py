@@ -6,10 +6,10 @@ import dataclasses
 import json
 from collections.abc import Iterable
 
-from fulcrum.clip import find_rule
-from fulcrum.config import Settings
+from fulcrum.clipping import find_rule
 from fulcrum.errors import BudgetError
-from fulcrum.plan import Plan, make_plan
+from fulcrum.privacy.plan import Plan, make_plan
+from fulcrum.settings.schema import Settings
 from fulcrum.study.job import Job
 
 FREE = {

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fulcrum import settings_file
-from fulcrum.clip import find_rule
-from fulcrum.config import Settings
+from fulcrum.clipping import find_rule
 from fulcrum.errors import ConfigError
-from fulcrum.methods import METHODS
-from fulcrum.priors import PAINTED
+from fulcrum.models.pretrain import PAINTED
+from fulcrum.settings import files as settings_file
+from fulcrum.settings.presets import METHODS
+from fulcrum.settings.schema import Settings
 from fulcrum.study.job import Job
 from fulcrum.study.search import Choice, Search, find, read_choices, read_search, read_toml
 

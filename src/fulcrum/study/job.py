@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fulcrum.config import Settings
 from fulcrum.errors import ConfigError
+from fulcrum.settings.schema import Settings
 
 IDLE = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """What does not decide a result: the preset's name, where files lie. The privacy target is in the id apart."""

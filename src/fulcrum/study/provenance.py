@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fulcrum
-from fulcrum import record
+from fulcrum.runs import folder as record
 from fulcrum.study.store import Record
 
 

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fulcrum.record import plain
+from fulcrum.runs.folder import plain
 from fulcrum.study import figures, tables
 from fulcrum.study.calibrate import calibrated
-from fulcrum.study.cells import OURS, Cell, make_cells, standing
 from fulcrum.study.experiment import Experiment, paper_jobs, parties_jobs, protocol_jobs, tuning_jobs
 from fulcrum.study.job import Job
 from fulcrum.study.provenance import markdown, one_line, provenance
 from fulcrum.study.selection import tuning_cost
 from fulcrum.study.store import Record
+from fulcrum.study.table_cells import OURS, Cell, make_cells, standing
 
 CAPTION = (
     "Test accuracy in %, mean over seeds with 95% t interval; in brackets the figure of the paper. "

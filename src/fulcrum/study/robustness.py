@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.errors import ConfigError
-from fulcrum.methods import METHODS
+from fulcrum.settings.presets import METHODS
 from fulcrum.study.experiment import find_folder, merged, settings_for
 from fulcrum.study.job import Job
 from fulcrum.study.search import read_toml

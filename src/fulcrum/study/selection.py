@@ -21,8 +21,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fulcrum.accounting import ORDERS, Spend, Vector, rdp_to_epsilon
 from fulcrum.errors import ConfigError
+from fulcrum.privacy.accounting import ORDERS, Spend, Vector, rdp_to_epsilon
 from fulcrum.study.calibrate import plan_of
 from fulcrum.study.job import Job
 

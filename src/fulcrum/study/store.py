@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.errors import ConfigError, RunError
-from fulcrum.record import plain
+from fulcrum.runs.folder import plain
 from fulcrum.study.job import Job, identity, settings_from_json
 
 LARGE = 4 * 2**20

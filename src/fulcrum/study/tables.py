@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from fulcrum.study.cells import Cell
 from fulcrum.study.stats import Interval
+from fulcrum.study.table_cells import Cell
 
 NAMES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10", "digits": "digits"}
 DAGGER, ASSUMED = "†", "‡"

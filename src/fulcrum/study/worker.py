@@ -21,7 +21,7 @@ from pathlib import Path
 from fulcrum.errors import FulcrumError, RunError
 from fulcrum.study.backends import BACKENDS, Clock, How, Say, find_backend, run_jobs
 from fulcrum.study.job import Job, Shard, job_from_json, parse_shard
-from fulcrum.study.play import machine, to_record
+from fulcrum.study.run_job import machine, to_record
 from fulcrum.study.store import Writer, load, missing
 
 

@@ -1,0 +1,38 @@
+"""Dynamic DP (Du et al. 2021): C falls over the rounds by a public schedule, C_t = C0 rho_c^(t/T).
+
+The other half of that method, noise that falls too (sigma_t = sigma rho_mu^(t/T)), is a noise schedule:
+privacy.noise_schedule = "growth". The preset `dynamic` sets both, and sigma is solved for so that the rounds,
+composed as they are by RDP or PLD, cost the target epsilon; the paper uses a central-limit estimate there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fulcrum.clipping.fixed import bound_C, clip_to_C, equal_shares, plain_view
+from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.settings.schema import Clip
+from fulcrum.types import Released, State
+
+
+def _init(settings: Clip, shape: Shape) -> State:
+    start = equal_shares(settings.C0, shape.count)
+    return {"C": start, "start": start.clone(), "rho_c": torch.tensor(settings.rho_c)}
+
+
+def _adapt(state: State, released: Released) -> State:
+    """The C of the next round. A round in which nobody takes part leaves C where it is."""
+    progress = (released.round + 1) / released.rounds
+    return {**state, "C": state["start"] * state["rho_c"] ** progress}
+
+
+DYNAMIC = ClipRule(
+    name="dynamic",
+    init=_init,
+    view=plain_view,
+    clip=clip_to_C,
+    bounds=bound_C,
+    adapt=_adapt,
+    summary="C falls by a public schedule, C0 rho_c^(t/T)",
+    reference="Du et al. 2021",
+)

@@ -1,0 +1,74 @@
+"""Rules whose C never moves: no clipping at all, and the classic fixed norm."""
+
+from __future__ import annotations
+
+import torch
+
+from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.settings.schema import Clip
+from fulcrum.types import Bounds, State, Stats, View
+
+
+def equal_shares(total: float, groups: int) -> torch.Tensor:
+    """C for each group [G], so that a unit's whole contribution has norm at most `total`."""
+    return torch.full((groups,), total / groups**0.5)
+
+
+def plain_view(state: State, t: int, rounds: int) -> View:
+    """Norms and nothing else."""
+    return View()
+
+
+def no_extra(stats: Stats) -> torch.Tensor:
+    """An empty table of extra statistics, [B, 0]."""
+    return stats.norms.new_zeros((stats.norms.shape[0], 0))
+
+
+def shrink(norms: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
+    """min(1, C / norm) for each unit and group; 1 where the norm is zero."""
+    return torch.clamp(C / norms.clamp_min(torch.finfo(norms.dtype).tiny), max=1.0)
+
+
+def clip_to_C(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+    """Scale each unit's gradient to norm at most C; release nothing beside it."""
+    return shrink(stats.norms, state["C"]), no_extra(stats), state
+
+
+def bound_C(state: State) -> Bounds:
+    """One unit changes the sum by at most C in each group."""
+    return Bounds(state["C"])
+
+
+def _init_fixed(settings: Clip, shape: Shape) -> State:
+    return {"C": equal_shares(settings.C0, shape.count)}
+
+
+def _init_none(settings: Clip, shape: Shape) -> State:
+    return {"C": torch.full((shape.count,), torch.inf)}
+
+
+def _keep_all(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+    return torch.ones_like(stats.norms), no_extra(stats), state
+
+
+FIXED = ClipRule(
+    name="fixed",
+    init=_init_fixed,
+    view=plain_view,
+    clip=clip_to_C,
+    bounds=bound_C,
+    summary="clip to a fixed C",
+    reference="Abadi et al. 2016",
+)
+
+NONE = ClipRule(
+    name="none",
+    init=_init_none,
+    view=plain_view,
+    clip=_keep_all,
+    bounds=bound_C,
+    private=False,
+    summary="no clipping, no noise",
+    cost="no guarantee",
+    reference="McMahan et al. 2017",
+)

@@ -1,0 +1,114 @@
+"""The paper's Algorithm 1, step by step, to check the paper against. NOT SOUND: C is set from raw gradients and
+losses of the private batch, so the epsilon of a run with it is nominal.
+
+For each example of the batch, in order: C <- max(C - eta_C grad_C, C_min), then the example is clipped to that
+C. The paper writes grad_C = kappa - (dL_model/dC) / C; what the bracket stands for is open (`clip.reading`):
+
+    loss            kappa - l_i / C                       kappa C tracks the loss
+    hypergradient   kappa - eta |g_i| 1[|g_i| > C]        the one-step derivative, grad L(theta') taken as g_i
+    derivative      kappa + eta |g_i| 1[|g_i| > C] / C    equation A2 to the letter: C falls to its floor
+
+Each client keeps its own C across rounds. The noise of a batch uses the C after its last example.
+
+`moo-paper-batch` moves C once a batch, by the mean of grad_C over the batch, and clips all examples with the
+C after it: fast, but one step of eta_C in place of as many as there are examples. With eta_C divided by the size
+of the batch, `moo-paper` does the same to first order in eta_C.
+
+Departures from print:
+* the noise is added once a batch and the model moves once a batch; in print both sit inside the loop
+  over examples, which would noise and apply every example as often as there are examples after it;
+* the local steps follow one another; in print each starts from theta_t, so that only the last would count;
+* the expected batch divides, not the realised one (dividing by that would need a sensitivity of its own);
+* an example whose gradient is not finite counts as one with zero gradient and zero loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from fulcrum.clipping.fixed import bound_C, equal_shares, no_extra, shrink
+from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.settings.schema import Clip
+from fulcrum.types import State, Stats, View
+
+READINGS = ("loss", "hypergradient", "derivative")
+
+
+def _init(settings: Clip, shape: Shape) -> State:
+    return {
+        "C": equal_shares(settings.C0, shape.count),
+        "kappa": torch.tensor(settings.kappa),
+        "eta_C": torch.tensor(settings.eta_C),
+        "C_min": torch.tensor(settings.C_min),
+        "reading": torch.tensor([settings.reading == name for name in READINGS], dtype=torch.float32),
+    }
+
+
+def _view(state: State, t: int, rounds: int) -> View:
+    return View(losses=True)
+
+
+def _slope(loss: torch.Tensor, norm: torch.Tensor, C: torch.Tensor, lr: float, state: State) -> torch.Tensor:
+    """grad_C of examples at C, by the reading of the state."""
+    over = lr * norm * (norm > C)
+    readings = torch.stack([-loss / C, -over, over / C], dim=-1)
+    return state["kappa"] + (readings * state["reading"]).sum(dim=-1)
+
+
+def _clip_along(
+    path: torch.Tensor, last: torch.Tensor, stats: Stats, state: State
+) -> tuple[torch.Tensor, torch.Tensor, State]:
+    """Clip example i to path[i]; C ends at `last`. Groups keep their shares of C."""
+    unit = state["C"] / torch.linalg.vector_norm(state["C"])  # [G]
+    return shrink(stats.norms, path[:, None] * unit), no_extra(stats), {**state, "C": unit * last}
+
+
+def _seen(stats: Stats) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and whole norm of each example."""
+    assert stats.losses is not None  # the view asks for them
+    return stats.losses, torch.linalg.vector_norm(stats.norms, dim=1)
+
+
+def _one_by_one(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+    """C moves with every example, in order; padding leaves it."""
+    losses, norms = _seen(stats)
+    C = torch.linalg.vector_norm(state["C"])
+    path = []
+    for i in range(len(norms)):
+        slope = _slope(losses[i], norms[i], C, stats.lr, state)
+        C = torch.where(stats.mask[i], torch.maximum(C - state["eta_C"] * slope, state["C_min"]), C)
+        path.append(C)
+    return _clip_along(torch.stack(path) if path else norms, C, stats, state)
+
+
+def _at_once(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+    """C moves once, by the mean slope; an empty batch leaves it."""
+    losses, norms = _seen(stats)
+    C = torch.linalg.vector_norm(state["C"])
+    slopes = _slope(losses, norms, C, stats.lr, state) * stats.mask
+    slope = slopes.sum() / stats.mask.sum().clamp_min(1)
+    C = torch.where(stats.mask.any(), torch.maximum(C - state["eta_C"] * slope, state["C_min"]), C)
+    return _clip_along(C.expand_as(norms), C, stats, state)
+
+
+MOO_PAPER = ClipRule(
+    name="moo-paper",
+    init=_init,
+    view=_view,
+    clip=_one_by_one,
+    bounds=bound_C,
+    where="client",
+    sound=False,
+    summary="the paper's Algorithm 1: C moves example by example, from raw values",
+    cost="no guarantee",
+    reference="Ranaweera et al., Algorithm 1",
+)
+
+MOO_PAPER_BATCH = dataclasses.replace(
+    MOO_PAPER,
+    name="moo-paper-batch",
+    clip=_at_once,
+    summary="Algorithm 1 with one step of C a batch, from raw values",
+)

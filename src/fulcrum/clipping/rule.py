@@ -1,0 +1,128 @@
+"""What a clipping rule is: a small value made of functions. No rule states its own privacy cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fulcrum.settings.schema import Clip
+from fulcrum.types import Bounds, Released, State, Stats, View
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a rule may know of the model when it starts: public facts only.
+
+    dim: d. tensors: the number of elements of each parameter tensor, in order. groups: for each
+    parameter tensor, the group (0..G-1) it is clipped in, as `clip.groups` asks; empty when flat.
+    start: the norm that random initial weights of these layers have; larger: how many times that the weights
+    at hand have, at least 1. depth: how many layers. mixed: whether the inputs of some are whitened. first: the
+    part of an update that the server's optimiser applies at once. noise: as in `Released`, as expected beforehand
+    (0 where nothing is noised). rounds, lr and steps: T, eta and N as set.
+    """
+
+    dim: int
+    tensors: tuple[int, ...]
+    groups: tuple[int, ...] = ()
+    start: float = 1.0
+    larger: float = 1.0
+    depth: int = 1
+    mixed: bool = False
+    first: float = 1.0
+    noise: float = 0.0
+    rounds: int = 1
+    lr: float = 1.0
+    steps: float = 1.0
+
+    @property
+    def count(self) -> int:
+        """G."""
+        return max(self.groups) + 1 if self.groups else 1
+
+
+Init = Callable[[Clip, Shape], State]
+Look = Callable[[State, int, int], View]
+ClipFn = Callable[[Stats, State], tuple[torch.Tensor, torch.Tensor, State]]
+BoundsFn = Callable[[State], Bounds]
+Adapt = Callable[[State, Released], State]
+Apply = Callable[[State, Released], torch.Tensor]
+Share = Callable[[float, float], float]
+Second = Callable[[Stats, State], torch.Tensor]
+
+
+def no_share(sigma: float, batch: float) -> float:
+    """All of the precision goes to the gradient."""
+    return 0.0
+
+
+def alone(share: Share, sigma: float, batch: float) -> float:
+    """The multiplier of the gradient's own noise where gradient and statistics together have `sigma`."""
+    return sigma / math.sqrt(1.0 - share(sigma, batch))
+
+
+def heard(state: State, released: Released) -> torch.Tensor:
+    """Whether statistics were released this round, as a truth value on the state's device."""
+    return torch.as_tensor(released.asked, device=state["C"].device) > 0
+
+
+def keep(state: State, released: Released) -> State:
+    """An `adapt` that never moves C."""
+    return state
+
+
+def as_released(state: State, released: Released) -> torch.Tensor:
+    """The model moves by the aggregate itself."""
+    return released.aggregate
+
+
+@dataclass(frozen=True)
+class ClipRule:
+    """A rule for clipping per-unit gradients, and for moving C.
+
+    init(settings, shape) -> state: C lives in the state.
+    view(state, t, T) -> View: what the rule needs to see of each unit.
+    clip(stats, state) -> (factors [B, G], extra [B, J], state): the scale of each unit's gradient in
+        each group, and the statistics it wants released. Sound rules return the state unchanged.
+    bounds(state) -> Bounds: what one unit can change after `clip`.
+    adapt(state, released) -> state: sees released values only.
+    apply(state, released) -> [d]: the update that is handed to the server optimiser: the aggregate, or
+        a multiple of it. Post-processing of what was released, like `adapt`; sees the state before it.
+    share(sigma, batch) -> s in [0, 1): the part of the precision 1/sigma^2 that goes to the extra
+        statistics. Gradient and extra together always cost what one release at sigma costs:
+        1/sigma^2 = (1 - s)/sigma^2 + s/sigma^2. Steps that release no extra (`clip.refresh`) keep the
+        gradient's noise and cost that alone: sigma / sqrt(1 - s).
+    second(stats, state) -> factors [B, G]: asks for a second sum of the same gradients with these
+        factors, noised and released behind the extra statistics (which then has J + d entries). A unit's
+        row of extra statistics and its part of the second sum together keep within `bounds.extra`.
+    where: "server" (one state for the federation) or "client" (one each).
+    when: "round" or "step" (client rules only).
+    sound: whether C depends on released values alone. Where False, epsilon is nominal.
+    private: False only for `none`: nothing is bounded, nothing is noised, no epsilon holds.
+    normalises: True where units are scaled to a norm rather than clipped, so that no C gives plain SGD.
+    summary, cost and reference are words for `fulcrum methods`.
+
+    Settings that the functions need (kappa, eta_C) live in the state as tensors, and no function
+    looks at values with Python's `if`: so a rule is one constant, and an engine may stack clients
+    and runs with different settings.
+    """
+
+    name: str
+    init: Init
+    view: Look
+    clip: ClipFn
+    bounds: BoundsFn
+    adapt: Adapt = keep
+    apply: Apply = as_released
+    share: Share = no_share
+    second: Second | None = None
+    where: str = "server"
+    when: str = "round"
+    sound: bool = True
+    private: bool = True
+    normalises: bool = False
+    summary: str = ""
+    cost: str = "free"
+    reference: str = ""

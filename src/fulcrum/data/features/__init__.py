@@ -1,0 +1,149 @@
+"""Fixed features of each record, computed before training: a public map of one record at a time, free of cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fulcrum.data.dataset import Dataset
+from fulcrum.data.features.covariance import whitens
+from fulcrum.data.features.scattering import CHANNELS, scatter
+from fulcrum.data.synthetic_images import invent, paint
+from fulcrum.errors import ConfigError, DataError
+from fulcrum.rng import torch_stream
+from fulcrum.settings.schema import Data
+
+FEATURES: dict[str, Callable[[Tensor], Tensor]] = {"scattering": scatter}
+"""From records [B, ...] to features [B, channels, height, width], each from its own record alone."""
+CHUNK = {"cpu": 32, "cuda": 1024}
+"""Records at a time."""
+MADE_UP = 1000
+"""Made-up images whose mean features are subtracted (data.feature_center)."""
+PAINTED, KINDS, AT_ONCE = 4000, 2000, 500
+"""Painted pictures whose features' mean and covariance are those of data.feature_whiten; of how many kinds; how many
+are painted at a time, which decides what stands before what in scenes."""
+FLOOR = 1e-3
+"""Smaller variances than this part of the largest count as that: nothing is blown up that pictures hardly have."""
+
+
+def featured(dataset: Dataset, settings: Data, device: torch.device) -> Dataset:
+    """The data set with data.features in place of its records: x [n, channels, height, width] float32, on the CPU.
+
+    They are computed in pieces on `device`. Each record's channels are then brought to mean 0 and variance 1 in
+    `data.feature_groups` groups (as nn.GroupNorm does, within the record): what a record becomes depends on no
+    other record, so it is public like a change of units. data.feature_whiten makes M (x - m) of such features x, see
+    `whitening`; m and M come from painted pictures alone. With "none" the data set comes back as it is.
+    """
+    if settings.features == "none":
+        return dataset
+    channels = dataset.shape[0] * CHANNELS if len(dataset.shape) == 3 else CHANNELS
+    if settings.feature_groups and channels % settings.feature_groups:
+        raise ConfigError(
+            f"data.feature_groups = {settings.feature_groups} does not divide the {channels} channels that "
+            f"{dataset.name} has as {settings.features}; use a divisor, such as 27, or 0 to leave them as they are."
+        )
+    center = mix = None
+    if settings.feature_whiten:
+        center, mix = whitening(_all(painted(dataset.shape), settings, device), settings.feature_whiten)
+    elif settings.feature_center:
+        center = _all(made_up(dataset.shape), settings, device).mean(dim=0)
+    words = json.dumps(recipe(settings))
+    return dataclasses.replace(
+        dataset,
+        x=_all(dataset.x, settings, device, center, mix),
+        x_test=_all(dataset.x_test, settings, device, center, mix),
+        # Both are functions of the old records alone: hashing gigabytes of new ones would say no more.
+        fingerprint=hashlib.blake2b(f"{dataset.fingerprint}|{words}".encode(), digest_size=8).hexdigest(),
+    )
+
+
+def recipe(settings: Data) -> tuple[str | float | bool, ...]:
+    """What decides the features of a record: equal for settings that make the same ones."""
+    if settings.features == "none":
+        return ("none",)
+    made = (settings.features, settings.feature_groups, settings.feature_mirror, settings.feature_center)
+    # Younger than kept results: where it is off, their fingerprints stay.
+    return (*made, settings.feature_whiten) if settings.feature_whiten else made
+
+
+def made_up(shape: tuple[int, ...], count: int = MADE_UP) -> Tensor:
+    """Images [count, C, H, W] in [-1, 1] that nobody took: noise with the 1/f spectrum of photographs, always the same.
+
+    Colours share most of their light, as in photographs; the rest is blue against yellow and red against green.
+    """
+    if len(shape) != 3:
+        raise DataError(f"data.feature_center needs images, and a record has shape {list(shape)}; set it to false.")
+    colours, height, width = shape
+    spectrum = torch.hypot(torch.fft.fftfreq(height)[:, None], torch.fft.fftfreq(width)[None]).clamp_min(1 / height)
+    white = torch.randn((count, *shape), generator=torch_stream(0, "made-up"))
+    images = torch.fft.ifft2(torch.fft.fft2(white) / spectrum).real
+    images = images / images.std(dim=(1, 2, 3), keepdim=True)
+    if colours == 3:
+        mixed = torch.tensor([[1.0, 0.3, 0.1], [1.0, 0.0, -0.2], [1.0, -0.3, 0.1]])
+        images = torch.einsum("ij,njhw->nihw", mixed, images)
+    scaled: Tensor = 0.5 * images / images.std()
+    return scaled.clamp(-1.0, 1.0)
+
+
+def painted(shape: tuple[int, ...], count: int = PAINTED) -> Tensor:
+    """Pictures [count, C, H, W] in [-1, 1] made of formulas, always the same on every machine.
+
+    Of images that are not square it is the middle of square ones.
+    """
+    if len(shape) != 3:
+        raise DataError(f"data.feature_whiten needs images, and a record has shape {list(shape)}; set it to 0.")
+    colours, height, width = shape
+    side = max(height, width)
+    top, left = (side - height) // 2, (side - width) // 2
+    recipes, generator = invent(KINDS, colours, torch.Generator().manual_seed(5)), torch.Generator().manual_seed(7)
+    pictures = torch.empty((count, *shape))
+    for piece in pictures.split(AT_ONCE):  # views: filled in place
+        kinds = torch.randint(KINDS, (len(piece),), generator=generator)
+        whole = paint(recipes, kinds, side, generator, jitter=1.0, scene=0.0 if colours == 1 else 0.5)
+        piece.copy_(whole[..., top : top + height, left : left + width] * 2 - 1)
+    return pictures
+
+
+def whitening(found: Tensor, power: float) -> tuple[Tensor, Tensor]:
+    """m [C, H, W] and M [C, C] from public features [n, C, H, W]: M (x - m) evens out how much directions vary.
+
+    M = s cov^-power, with cov [C, C] the covariance of channels over pictures and positions, and s such that the sum
+    of the variances stays. Of a direction's variance v about s^2 v^(1 - 2 power) is left: 0.5 whitens, 0.25 goes
+    halfway. Variances below FLOOR of the largest count as that.
+    """
+    means = found.mean(dim=(0, 2, 3), keepdim=True, dtype=torch.float64)
+    cov = torch.zeros(found.shape[1], found.shape[1], dtype=torch.float64)
+    for piece in found.split(AT_ONCE):  # in pieces: doubles of them all are gigabytes
+        flat = (piece - means).transpose(0, 1).flatten(1)
+        cov += flat @ flat.T
+    cov /= found.numel() / found.shape[1]
+    return found.mean(dim=0), whitens(cov, power, FLOOR)
+
+
+def _all(
+    x: Tensor, settings: Data, device: torch.device, center: Tensor | None = None, mix: Tensor | None = None
+) -> Tensor:
+    """Features of all records in pieces, less `center` [C, H, W] and with channels mixed by `mix` [C, C], if given."""
+    make, step = FEATURES[settings.features], CHUNK.get(device.type, CHUNK["cuda"])
+    found: Tensor | None = None
+    for start in range(0, len(x), step):
+        piece = x[start : start + step].to(device)
+        made = make(piece)
+        if settings.feature_mirror:
+            made = 0.5 * (made + make(piece.flip(-1)))
+        if settings.feature_groups:
+            made = torch.nn.functional.group_norm(made, settings.feature_groups)
+        made = made.cpu() if center is None else made.cpu() - center
+        if mix is not None:
+            made = torch.einsum("ij,njhw->nihw", mix, made)
+        if found is None:  # filled in place: two copies of them all might not fit
+            found = torch.empty((len(x), *made.shape[1:]))
+        found[start : start + len(made)] = made
+    if found is None:
+        raise DataError("there are no records to make features of; at least one is needed.")
+    return found

@@ -1,0 +1,76 @@
+"""What is on this machine: which data sets, where, and whether their files are the public ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fulcrum.data import sources
+from fulcrum.data.sources.public import registry
+from fulcrum.errors import DataError
+
+STATUSES = ("public", "changed", "missing", "corrupt")
+"""From best to worst: the public bytes; readable but other bytes; not there; unreadable."""
+
+
+@dataclass(frozen=True)
+class Availability:
+    """One line of `fulcrum data list`: examples counts training and test records."""
+
+    name: str
+    examples: int
+    where: Path | None
+    status: str
+
+
+def available(folder: str = "") -> list[Availability]:
+    """All data sets with a name, where each was found (None: nowhere) and its status. Reads every file."""
+    rows = []
+    for name, examples in (("digits", 1797), *((known.name, known.examples) for known in registry.KNOWN.values())):
+        files = verify(name, folder)
+        status = max((status for _, status in files), key=STATUSES.index)
+        present = [path for path, state in files if state != "missing"]
+        rows.append(Availability(name, examples, _folder(present), status))
+    return rows
+
+
+def verify(name: str, folder: str = "") -> list[tuple[Path, str]]:
+    """(path, status) of each file: public, changed, missing or corrupt. Raises DataError on an unknown name."""
+    if name == "digits":
+        return [_verify_digits()]
+    known = find(name)
+    place, partial = registry.locate(known, folder)
+    place = place or (partial[0] if partial else registry.search_folders(folder)[0] / known.folders[0])
+    paths = [registry.file_path(known, file, place) or place / file.name for file in known.files]
+    return [(path, file_status(known, file, path)) for file, path in zip(known.files, paths, strict=True)]
+
+
+def file_status(known: registry.Known, file: registry.File, path: Path) -> str:
+    """Status of one file of a data set."""
+    if not path.is_file():
+        return "missing"
+    try:
+        return "public" if registry.read(known, file, path)[1] else "changed"
+    except DataError:
+        return "corrupt"
+
+
+def find(name: str) -> registry.Known:
+    """The registry's entry, or a DataError that suggests the nearest name."""
+    if name not in registry.KNOWN:
+        raise DataError(f"data set {name!r} is not known; {registry.nearest(name, ['digits', *registry.KNOWN])}")
+    return registry.KNOWN[name]
+
+
+def _verify_digits() -> tuple[Path, str]:
+    try:
+        public = sources.read_digits()[2]
+    except DataError:
+        return Path("scikit-learn"), "missing"
+    import sklearn
+
+    return Path(sklearn.__file__).parent / "datasets", "public" if public else "changed"
+
+
+def _folder(paths: list[Path]) -> Path | None:
+    return (paths[0] if paths[0].is_dir() else paths[0].parent) if paths else None

@@ -1,0 +1,42 @@
+"""Engines run a round's local training. An engine is an argument: `run(RoundRequest) -> replies`.
+
+The reference engine is a plain loop, slow and obvious; every other engine must equal it when fed the
+same sampling and noise. Engines know nothing of accounting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fulcrum.engines import parallel, reference
+from fulcrum.engines.stacked import StackedEngine
+from fulcrum.errors import ConfigError
+from fulcrum.gradients import keep_memory
+from fulcrum.training.engine import Engine, Remote
+from fulcrum.training.problem import Problem
+
+ENGINES: dict[str, Callable[[Problem], Engine]] = {
+    "reference": reference.ReferenceEngine,
+    "stacked": StackedEngine,
+    "parallel": parallel.ParallelEngine,
+}
+
+FASTEST = {"cpu": "parallel", "cuda": "stacked"}
+"""What measured fastest on each kind of device; `reference` on any other."""
+
+
+def choose_engine(name: str, problem: Problem) -> str:
+    """The engine that a setting names; `auto` takes what measured fastest on the problem's device."""
+    return FASTEST.get(problem.device.type, "reference") if name == "auto" else name
+
+
+def find_engine(name: str, problem: Problem) -> Engine:
+    """The engine of that name (or `auto`), made for a problem."""
+    chosen = choose_engine(name, problem)
+    if chosen not in ENGINES:
+        raise ConfigError(f"run.engine = {name!r} is not known; choose auto or one of {', '.join(ENGINES)}.")
+    keep_memory()  # glibc would hand every step's buffers back to the system, and fault them in again
+    return ENGINES[chosen](problem)
+
+
+__all__ = ["ENGINES", "Engine", "Remote", "choose_engine", "find_engine"]

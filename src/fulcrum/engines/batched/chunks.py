@@ -1,0 +1,149 @@
+"""Poisson samples of jobs of any size, side by side in chunks of the same length.
+
+A row for each job, as long as the largest sample could be, would be mostly empty where jobs differ in size. Here a
+job takes as many chunks as its sample fills, at least one, so that only its last chunk has empty places, and room
+for chance is needed for all jobs together instead of for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fulcrum.engines.stacked.core import Core
+
+ROOM = 5.0
+"""Standard deviations above the mean number of chunks for which there is room: one step in four million needs more,
+and costs a burst of rounds that is played again."""
+
+ASIDE = 1024
+"""Places for units that do not join."""
+
+LENGTHS = (8, 16, 32, 64, 128, 256, 512)
+"""Places in a chunk: one of these."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of all J jobs in one row of n places, job by job.
+
+    rows [n]: where each is in the data set; owner [n]: its job; rate [n], float64; last [J]: each job's last place.
+    """
+
+    rows: Tensor
+    owner: Tensor
+    rate: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """rows and mask [S, B]; owner [S], the job of each chunk; starts [J + 1], where each job's begin and all end.
+
+    needed: how many chunks all samples fill; more than S: repeat with more.
+    """
+
+    rows: Tensor
+    mask: Tensor
+    owner: Tensor
+    starts: Tensor
+    needed: Tensor
+
+
+def chunked(units: Units, uniforms: Tensor, count: int, length: int) -> Chunks:
+    """The units whose uniform number [n] is below their rate, in `count` chunks of `length` places."""
+    device = uniforms.device
+    joins = uniforms < units.rate
+    so_far = joins.cumsum(dim=0)
+    upto = so_far.index_select(0, units.last)  # [J]
+    sizes = torch.diff(upto, prepend=torch.zeros_like(upto[:1]))
+    need = fill(sizes, length)
+    end = need.cumsum(dim=0)
+    first = end - need
+    # Where a job's first unit goes, less how many joined before it: a unit's place is that and its own number.
+    shift = first * length - (upto - sizes)
+    place = shift.index_select(0, units.owner) + so_far - 1
+    total = count * length
+    # What does not join lands behind, in places of its own: many, because all would wait for one.
+    behind = total + torch.arange(len(place), device=device) % ASIDE
+    place = torch.where(joins & (place < total), place, behind)
+    table = torch.zeros(total + ASIDE, dtype=torch.int64, device=device).scatter_(0, place, units.rows)
+    chunk = torch.arange(count, device=device)
+    owner = torch.searchsorted(end, chunk, right=True).clamp_max(len(end) - 1)  # [S]
+    left = (sizes + first * length).index_select(0, owner) - chunk * length
+    mask = torch.arange(length, device=device) < left[:, None]
+    starts = torch.cat([first, end[-1:]]).clamp_max(count)
+    rows = table[:total].view(count, length).masked_fill(~mask, 0)
+    return Chunks(rows, mask, owner, starts, end[-1])
+
+
+def fill(sizes: Tensor, length: int) -> Tensor:
+    """The chunks that samples of these sizes take: at least one."""
+    return torch.div(sizes + length - 1, length, rounding_mode="floor").clamp_min(1)
+
+
+def add_up(chunks: Chunks, values: Tensor) -> Tensor:
+    """Sums over each job's chunks, [S, x] -> [J, x], one after the other: the bits are always the same."""
+    if not values.shape[1]:
+        return values.new_zeros((len(chunks.starts) - 1, 0))
+    every = torch.arange(len(values), device=values.device)
+    sums = torch.nn.functional.embedding_bag(every, values, chunks.starts, mode="sum")
+    return sums[:-1]  # the last is of the chunks that nobody filled
+
+
+def weights_cost(core: Core) -> float:
+    """What a set of weights costs, in examples: it is read and written about as often as activations are, twice."""
+    dim, program = core.problem.layout.dim, core.program
+    return max(8.0, 2 * dim / (program.elements if program else 4 * dim))
+
+
+def look_back(core: Core, most: Tensor, finite: Tensor) -> tuple[int, bool]:
+    """Waits for the device: the most places that were needed since the last look, and whether to repeat carefully.
+
+    Both notes are made blank.
+    """
+    needed, fine = torch.stack([most, finite.to(most)]).tolist()
+    most.zero_()
+    finite.fill_(True)
+    again = not fine and not core.how.careful
+    if again:
+        core.careful()
+    return int(needed), again
+
+
+def expect(sizes: Sequence[int], rates: Sequence[float], length: int, among: Tensor | None = None) -> int:
+    """Chunks that have room for the samples of all jobs, `ROOM` deviations above the mean; samples as if normal.
+
+    among [m, j]: rows of jobs that are played together (None: all of them at once); there is room for each row.
+    """
+    n, q = torch.tensor(sizes, dtype=torch.float64), torch.tensor(rates, dtype=torch.float64)
+    mean, spread = n * q, (n * q * (1 - q)).sqrt().clamp_min(1e-6)
+    most = int(torch.minimum(mean + 8 * spread, n).max()) // length + 1
+    i = torch.arange(1, most + 1, dtype=torch.float64)
+    more = torch.special.ndtr((mean[:, None] - i * length - 0.5) / spread[:, None])  # chance of more than i chunks
+    expected = 1 + more.sum(dim=1)
+    squares = 1 + ((2 * i + 1) * more).sum(dim=1)
+    variance, largest = (squares - expected.square()).clamp_min(0), fill(n.long(), length)
+    among = torch.arange(len(n))[None] if among is None else among
+    means, deviations = (value[among].sum(dim=1) for value in (expected, variance))
+    needed = torch.minimum(means + ROOM * deviations.sqrt(), largest[among].sum(dim=1))
+    return max(1, math.ceil(float(needed.max())))
+
+
+def choose(
+    sizes: Sequence[int], rates: Sequence[float], limit: int, weights: float, among: Tensor | None = None
+) -> tuple[int, int]:
+    """(chunks, places in each) that cost least, for chunks of at most `limit` places.
+
+    weights: what a set of weights costs, in examples; every chunk has one. among: as in `expect`.
+    """
+    largest = max(n * q for n, q in zip(sizes, rates, strict=True))
+    allowed = [length for length in LENGTHS if length <= limit] or [LENGTHS[0]]
+    # A sample of hundreds of chunks wastes next to nothing: still shorter ones are not worth trying.
+    tried = [length for length in allowed if largest <= 256 * length] or allowed[-1:]
+    found = [(expect(sizes, rates, length, among), length) for length in tried]
+    return min(found, key=lambda pair: pair[0] * (pair[1] + weights))

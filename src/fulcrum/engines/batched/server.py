@@ -1,0 +1,172 @@
+"""The server's side of several runs at once: models, server optimisers, averages, clipping states, all stacked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fulcrum.engines.stacked.core import Core
+from fulcrum.engines.stacked.rules import Stacked, stack_states
+from fulcrum.engines.stacked.sampling import at
+from fulcrum.engines.stacked.table import resident
+from fulcrum.gradients.stacked.passes import forward, functional_logits, unpack
+from fulcrum.privacy.plan import Plan
+from fulcrum.settings.derived import learning_rate
+from fulcrum.settings.schema import Train
+from fulcrum.training.federation import Federation, public_shape
+from fulcrum.training.loop import invite
+from fulcrum.training.round import aggregate_noise, planned_sigma
+from fulcrum.training.server import SERVERS, client_weights
+
+NUMBERS = ("server_lr", "server_momentum", "server_beta2", "server_eps")
+"""Fields of `Train` in which stacked runs may differ, and which the server's step reads."""
+
+
+def take_part(federation: Federation, rounds: int) -> list[tuple[int, ...]]:
+    """Who takes part in each round: those the public coin invites, up to their cap. No ledger is asked."""
+    plan, count = federation.plan, [0] * federation.plan.parties
+    if plan.central:  # there are no caps then: everybody may be drawn, and pays
+        return [tuple(range(plan.parties))] * rounds
+    found = []
+    for t in range(rounds):
+        here = tuple(k for k in invite(federation.settings, plan.parties, t) if count[k] < plan.participations(k))
+        for k in here:
+            count[k] += 1
+        found.append(here)
+    return found
+
+
+def server_sigma(plan: Plan, t: int) -> float:
+    """The planned multiplier of the trusted server's noise in round t (unit client)."""
+    return planned_sigma(group.round_events(t) for group in plan.groups)
+
+
+class Server:
+    """R runs on one core. Everything is a tensor that starts with [R]; `t` counts rounds on the device.
+
+    Tables over the rounds (learning rates, averaging) lie on the device, so that a round needs nothing from the
+    host but random numbers.
+    """
+
+    def __init__(self, federations: Sequence[Federation], core: Core) -> None:
+        self.federations = federations
+        self.core = core
+        self.device = core.problem.device
+        self.rounds = federations[0].settings.train.rounds
+        problems = [federation.problem for federation in federations]
+        settings = [federation.settings for federation in federations]
+        self.theta = torch.stack([p.layout.flatten(p.model) for p in problems]).to(self.device)
+        self.averaged = self.theta.clone()
+        starts = [f.problem.rule.init(f.settings.clip, public_shape(f)) for f in federations]
+        self.rule_state = stack_states(starts, self.device)
+        self.kind = SERVERS[settings[0].train.server]
+        self.server_state = stack_states([self.kind.init(core.problem.layout.dim) for _ in federations], self.device)
+        self._known: dict[tuple[int, tuple[int, ...], float], float] = {}
+        self.participants = [take_part(federation, self.rounds) for federation in federations]
+        self.t = torch.zeros((), dtype=torch.int64, device=self.device)
+        trains = [s.train for s in settings]
+        self.lr = self._table([[learning_rate(train, t) for train in trains] for t in range(self.rounds)])
+        self.average = self._table([[_keep(train, t) for train in trains] for t in range(self.rounds)])
+        self.weight_decay = self._table([train.weight_decay for train in trains])
+        self.averages = any(train.ema > 0 for train in trains)
+        self.numbers = {name: self._table([getattr(train, name) for train in trains]) for name in NUMBERS}
+        self.everybody = all(len(here) > 0 for run in self.participants for here in run)
+        self.active = self._table([[float(len(run[t]) > 0) for run in self.participants] for t in range(self.rounds)])
+        self.noise = self._table([self._noise(t) for t in range(self.rounds)])
+        groups = self.rule_state["C"].shape[1]
+        self.log_C = torch.zeros((self.rounds, len(federations), groups), device=self.device)
+        self.log_accuracy = torch.full((self.rounds, len(federations)), torch.nan, device=self.device)
+        self.log_loss = torch.full_like(self.log_accuracy, torch.nan)
+        self.test, self.test_labels = resident(core.problem.dataset, "x_test", core.program, self.device)
+
+    def _table(self, values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).to(self.device)
+
+    def _noise(self, t: int) -> list[float]:
+        """The noise in each run's aggregate, as a rule is told it; see `Released`."""
+        found = []
+        for r, federation in enumerate(self.federations):
+            plan, here = federation.plan, self.participants[r][t]
+            if plan.central:
+                found.append(server_sigma(plan, t) * plan.central.sensitivity)
+                continue
+            key = (r, here, plan.step_noise(here[0], t) if here else 0.0)  # which moves under a noise schedule
+            if key not in self._known and here:
+                tasks = [plan.assignment(k, t, 1.0) for k in here]
+                weights = torch.tensor(self.weights(r, t))
+                self._known[key] = aggregate_noise(tasks, [plan.step_noise(k, t) for k in here], weights)
+            found.append(self._known.get(key, 0.0))
+        return found
+
+    def weights(self, run: int, t: int) -> list[float]:
+        """The weights of a run's participants in round t."""
+        federation, here = self.federations[run], self.participants[run][t]
+        units = [federation.plan.units(k) for k in here]
+        return client_weights(units, federation.settings.train.weights).tolist()
+
+    def move(self, update: Tensor, rule_state: Stacked, C: Tensor) -> None:
+        """Ends a round in place: update [R, d] through the server optimisers, the new rule states, the average.
+
+        C [R, G] is what the round used. Runs in which nobody took part stand still.
+        """
+        train = self.federations[0].settings.train
+
+        def one(update: Tensor, state: Stacked, numbers: dict[str, Tensor]) -> tuple[Tensor, Stacked]:
+            own: Train = dataclasses.replace(train, **numbers)  # type: ignore[arg-type]
+            change, after = self.kind.step(update, state, own)
+            return change, dict(after)
+
+        change, server_state = vmap(one)(update, self.server_state, self.numbers)
+        active = at(self.active, self.t) > 0
+        index = self.t[None]
+        self.log_C.index_copy_(0, index, C[None])
+        self._set(self.theta, self.theta + change, active)
+        for held, new in ((self.server_state, server_state), (self.rule_state, rule_state)):
+            for name, value in held.items():
+                self._set(value, new[name], active)
+        keep = at(self.average, self.t)[:, None]
+        self.averaged.copy_(keep * self.averaged + (1 - keep) * self.theta if self.averages else self.theta)
+        self.t += 1
+
+    def _set(self, held: Tensor, new: Tensor, active: Tensor) -> None:
+        if held is new:
+            return
+        held.copy_(new if self.everybody else torch.where(active.view(-1, *[1] * (held.dim() - 1)), new, held))
+
+    def evaluate(self) -> None:
+        """Accuracy and loss [R] of the averaged models on public test data, written into the log of the last round."""
+        runs, count = len(self.theta), len(self.test_labels)
+        right = torch.zeros(runs, device=self.device)
+        loss = torch.zeros(runs, device=self.device)
+        step = max(1, min(count, self.core.rows_limit // runs))
+        for start in range(0, count, step):
+            labels = self.test_labels[start : start + step].expand(runs, -1)
+            logits = self._logits(torch.arange(start, min(count, start + step), device=self.device), runs)
+            right += (logits.argmax(dim=2) == labels).sum(dim=1)
+            loss -= torch.log_softmax(logits, dim=2).gather(2, labels[:, :, None]).sum(dim=(1, 2))
+        last = (self.t - 1)[None]
+        self.log_accuracy.index_copy_(0, last, (right / count)[None])
+        self.log_loss.index_copy_(0, last, (loss / count)[None])
+
+    def _logits(self, rows: Tensor, runs: int) -> Tensor:
+        x = self.test.rows(rows)
+        x = x.expand(runs, *x.shape)
+        if self.core.program is None:
+            return functional_logits(self.core.problem.model, self.core.problem.layout, self.averaged, x)
+        weights = unpack(self.core.problem.layout, self.averaged)
+        return forward(self.core.program, weights, x, self.core.how, keep=False)[0].float()
+
+    def held(self) -> list[Tensor]:
+        """All tensors that rounds change, for going back."""
+        states = [*self.server_state.values(), *self.rule_state.values()]
+        return [self.theta, self.averaged, self.t, *states]
+
+
+def _keep(train: Train, t: int) -> float:
+    """The part of the average that stays in round t; see `aggregate.moving_average`."""
+    return min(train.ema, t / (t + 10.0)) if train.ema else 0.0

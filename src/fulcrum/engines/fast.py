@@ -1,0 +1,41 @@
+"""The fast local step: norms, factors and the clipped sum come from the tape; no gradient is written out for long."""
+
+from __future__ import annotations
+
+import torch
+
+from fulcrum.gradients import Follower
+from fulcrum.training.client import Sample, Terms, Work, by_matrix
+from fulcrum.training.clipped_sum import Contribution, judge
+from fulcrum.training.problem import Problem
+from fulcrum.types import State, Stats, View
+
+
+def by_tape(follow: Follower) -> Work:
+    """As `by_matrix`, from norms and inner products alone.
+
+    Rules that look at gradients in another basis, and units of several records, need the gradients themselves.
+    """
+    written_out = by_matrix(follow)
+
+    def work(problem: Problem, sample: Sample, view: View, state: State, terms: Terms) -> Contribution:
+        if view.transform is not None or problem.unit != "example":
+            return written_out(problem, sample, view, state, terms)
+        tape = follow(sample.theta, *sample.records(problem))
+        losses = tape.losses
+        stats = Stats(
+            norms=tape.norms(problem.groups),
+            mask=torch.ones(sample.count, dtype=torch.bool, device=problem.device),
+            dots=None if view.direction is None else tape.dots(view.direction),
+            losses=losses if view.losses else None,
+            sigma=terms.sigma,
+            batch=terms.batch,
+            lr=terms.lr,
+        )
+        factors, extra, bounds, state = judge(
+            problem.rule, stats, state, lambda f: tape.weighted_sum(f, problem.groups)
+        )
+        clipped = tape.weighted_sum(factors, problem.groups)
+        return Contribution(clipped, extra, bounds, state, stats, factors, losses)
+
+    return work

@@ -1,0 +1,90 @@
+"""The parallel engine: clients side by side on the cores of one machine, each by the fast local step.
+
+Workers are threads with single-threaded arithmetic: PyTorch lets go of the interpreter while it computes,
+data and weights are shared without a copy, and two clients at once use two cores better than one client
+on both. Every client's arithmetic is its own, so the result is the same for any number of workers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from queue import SimpleQueue
+
+import torch
+
+from fulcrum.engines.fast import by_tape
+from fulcrum.gradients import Follower
+from fulcrum.training.client import Sample, Terms, train_client
+from fulcrum.training.clipped_sum import Contribution
+from fulcrum.training.problem import Problem
+from fulcrum.types import Assignment, ClientReply, RoundRequest, State, View
+
+
+class ParallelEngine:
+    """Trains the participants of a round on `problem.workers` cores; 0: as many as PyTorch would use threads."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.workers = problem.workers or torch.get_num_threads()
+        self._pool: ThreadPoolExecutor | None = None
+        self._followers: SimpleQueue[Follower] = SimpleQueue()
+
+    def run(self, request: RoundRequest) -> Iterator[ClientReply]:
+        """Replies in the order of the request. An error in a client is raised here, and stops the others."""
+        pool, stop = self._start(request), threading.Event()
+        pairs = list(zip(request.assignments, request.states, strict=True))
+        largest_first = sorted(range(len(pairs)), key=lambda i: -self._effort(pairs[i][0]))
+        futures = {i: pool.submit(self._train, request, *pairs[i], stop) for i in largest_first}
+        try:
+            for i in range(len(pairs)):
+                yield futures.pop(i).result()
+        finally:
+            # Also on Ctrl-C: whoever is at work stops after the step it is in.
+            stop.set()
+            for future in futures.values():
+                future.cancel()
+            wait(futures.values())
+
+    def _effort(self, task: Assignment) -> float:
+        starts = self.problem.partition.starts
+        return task.steps * task.rate * float(starts[task.client + 1] - starts[task.client])
+
+    def _train(self, request: RoundRequest, task: Assignment, state: State, stop: threading.Event) -> ClientReply:
+        follow = self._followers.get()
+        step = by_tape(follow)
+
+        def work(problem: Problem, sample: Sample, view: View, state: State, terms: Terms) -> Contribution:
+            if stop.is_set():
+                raise InterruptedError("the round was given up")
+            return step(problem, sample, view, state, terms)
+
+        try:
+            return train_client(self.problem, request, task, state, work)
+        finally:
+            self._followers.put(follow)
+
+    def _start(self, request: RoundRequest) -> ThreadPoolExecutor:
+        if self._pool is None:
+            data, device = self.problem.dataset, self.problem.device
+            follow = Follower(self.problem.model, self.problem.layout)
+            follow.settle(request.params, data.x[:1].to(device), data.y[:1].to(device))
+            for n in range(self.workers):
+                self._followers.put(follow if n == 0 or follow.shareable else follow.twin())
+            self._pool = single_threaded(self.workers)
+        return self._pool
+
+
+def single_threaded(workers: int) -> ThreadPoolExecutor:
+    """A pool of threads in which every operation of PyTorch runs on one core. It ends when it is let go of."""
+    threads, everyone = torch.get_num_threads(), threading.Barrier(workers)
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="fulcrum")
+
+    def begin(_: int) -> None:
+        torch.set_num_threads(1)
+        everyone.wait()
+
+    list(pool.map(begin, range(workers)))
+    torch.set_num_threads(threads)  # threads that others start later have the usual number again
+    return pool

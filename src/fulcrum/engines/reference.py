@@ -1,0 +1,24 @@
+"""The reference engine: one client after the other, one step after the other. The oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fulcrum.gradients import Follower
+from fulcrum.training.client import by_matrix, train_client
+from fulcrum.training.problem import Problem
+from fulcrum.types import ClientReply, RoundRequest
+
+
+@dataclass(frozen=True)
+class ReferenceEngine:
+    """Plain loop over clients."""
+
+    problem: Problem
+
+    def run(self, request: RoundRequest) -> Iterator[ClientReply]:
+        """Train the participants one by one, with every gradient written out."""
+        work = by_matrix(Follower(self.problem.model, self.problem.layout))
+        for task, state in zip(request.assignments, request.states, strict=True):
+            yield train_client(self.problem, request, task, state, work)

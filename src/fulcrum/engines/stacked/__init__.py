@@ -1,0 +1,137 @@
+"""The stacked engine: the clients of a round, and their examples, as one tensor program; made for GPUs.
+
+Clients of similar size train side by side. While they share weights (the first local step) their examples
+are one large batch; after that every layer is a batched matrix product with one set of weights a client.
+Sequences of Linear, Conv2d, ReLU, Tanh, Sigmoid, tempered sigmoid, MaxPool2d, AvgPool2d, global average
+pooling, Flatten and Centre have hand-written passes; other models go through torch.func, whose gradients are written
+out; persons as units, and models that torch.func cannot follow, go client by client through the reference.
+`notes` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fulcrum.engines.stacked.core import Core
+from fulcrum.engines.stacked.rules import Stacked, stack_states, unstack
+from fulcrum.engines.stacked.trainer import Job, Part, Trainer
+from fulcrum.gradients.stacked import fused
+from fulcrum.settings.schema import Clip
+from fulcrum.training.client import train_client
+from fulcrum.training.problem import Problem
+from fulcrum.types import ClientReply, RoundRequest
+
+
+class StackedEngine:
+    """Trains all participants of a round together. See the module's words for what it can stack."""
+
+    def __init__(self, problem: Problem, rows_limit: int = 0) -> None:
+        self.problem = problem
+        self._rows_limit = rows_limit
+
+    @cached_property
+    def _found(self) -> tuple[Trainer | None, tuple[str, ...]]:
+        """Made when first asked for: a study prepares many engines and may use none of them."""
+        core, notes = find_core(self.problem, self._rows_limit)
+        return (Trainer(core, self.problem.partition.order) if core else None), notes
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """What trains the clients; None where they go through the reference engine."""
+        return self._found[0]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What does not go the fast way, and why: sentences for a user."""
+        trainer, notes = self._found
+        if trainer is None:
+            return notes
+        looped = trainer.core.rule.looped
+        return (*notes, *((looped,) if looped else ()), *trainer.replayer.notes, *fused.trouble)
+
+    def run(self, request: RoundRequest) -> Iterator[ClientReply]:
+        """Replies, one an assignment, in order."""
+        if self.trainer is None:
+            for task, state in zip(request.assignments, request.states, strict=True):
+                yield train_client(self.problem, request, task, state)
+            return
+        starts = self.problem.partition.starts
+        jobs = [
+            Job(
+                task,
+                int(starts[task.client]),
+                int(starts[task.client + 1] - starts[task.client]),
+                0,
+                self.problem.randomness,
+                request.weight_decay,
+            )
+            for task in request.assignments
+        ]
+
+        def states(members: list[int]) -> Stacked:
+            return stack_states([request.states[i] for i in members], self.problem.device)
+
+        params = request.params.to(self.problem.device)[None]
+        replies: dict[int, ClientReply] = {}
+        for part in self.trainer.train(jobs, params, states, request.round, request.rounds):
+            replies |= _replies(self.problem, request, part)
+        yield from (replies[i] for i in range(len(request.assignments)))
+
+
+def find_core(problem: Problem, rows_limit: int = 0) -> tuple[Core | None, tuple[str, ...]]:
+    """The problem on its device, ready to be stacked, and notes; None where it cannot be."""
+    if problem.unit != "example":
+        return None, (f"unit {problem.unit}: clients go one by one through the reference engine",)
+    core = Core.of(problem, rows_limit)
+    if core.program is not None:
+        return core, ()
+    note = f"gradients are written out by torch.func: {core.reason}"
+    failed = _probe(core)
+    if failed:
+        return None, (note, f"and torch.func cannot: {failed}; clients go one by one through the reference engine")
+    return core, (note,)
+
+
+def _probe(core: Core) -> str:
+    """Why torch.func cannot follow the model; empty if it can."""
+    problem = core.problem
+    theta = problem.layout.flatten(problem.model).to(problem.device)[None]
+    state = stack_states([problem.rule.init(Clip(), problem.shape)], problem.device)
+    view, _ = core.rule.view(state, 0, 1)
+    try:
+        core.tape(theta, torch.zeros((1, 2), dtype=torch.int64, device=theta.device), view)
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return ""
+
+
+def _replies(problem: Problem, request: RoundRequest, part: Part) -> dict[int, ClientReply]:
+    """A bucket's replies by their position in the request."""
+    deltas, extras, last = part.deltas, part.extras, part.steps[-1]
+    seen = torch.stack([step.diagnostics for step in part.steps]) if problem.diagnostics else None
+    keeps = problem.rule.sound and problem.rule.when == "round"  # such a rule's state does not move on the client
+    return {
+        position: ClientReply(
+            client=request.assignments[position].client,
+            delta=deltas[i],
+            extra=extras[i],
+            events=part.events[i],
+            state=request.states[position] if keeps else unstack(last.state, i),
+            diagnostics=_diagnose(seen[:, i]) if seen is not None else {},
+        )
+        for i, position in enumerate(part.members)
+    }
+
+
+def _diagnose(seen: Tensor) -> dict[str, float]:
+    """Means over the examples of each step [N, 4], then over the steps. Not private."""
+    counts = seen[:, 3].clamp_min(1)
+    clipped, norm, loss = (seen[:, :3] / counts[:, None]).mean(dim=0).tolist()
+    return {"clipped": clipped, "mean_norm": norm, "train_loss": loss, "batch": float(seen[:, 3].mean())}
+
+
+__all__ = ["StackedEngine", "find_core"]

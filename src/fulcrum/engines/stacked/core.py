@@ -1,0 +1,365 @@
+"""What all stacked training shares: data on the device, and the clipped sums of stacked tasks in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulcrum.clipping.fixed import NONE
+from fulcrum.data import Dataset
+from fulcrum.engines.stacked.rules import Stacked, StackedRule
+from fulcrum.engines.stacked.table import Table, resident
+from fulcrum.gradients.stacked import fused
+from fulcrum.gradients.stacked.layers import Program, compile_model
+from fulcrum.gradients.stacked.passes import MARGIN, How, StackedTape, functional_pass, run_pass
+from fulcrum.training.clipped_sum import group_norms
+from fulcrum.training.problem import Problem, coordinate_groups
+from fulcrum.types import Transform, View
+
+BUDGET = {"cpu": 64 * 2**20, "cuda": 16 * 2**30}
+"""Bytes that the activations of one piece of a step may take. A GPU that has less halves it by itself."""
+
+
+@dataclass
+class Core:
+    """A problem on its device. `rows_limit`, the most examples in one piece, halves when memory runs out."""
+
+    problem: Problem
+    program: Program | None
+    reason: str
+    """Why there is no hand-written program; empty if there is one."""
+    table: Table
+    labels: Tensor
+    rule: StackedRule
+    coordinates: Tensor
+    how: How
+    rows_limit: int
+
+    @staticmethod
+    def of(problem: Problem, rows_limit: int = 0) -> Core:
+        """Moves the data of a problem to its device. rows_limit 0: as many examples in a piece as memory suggests."""
+        dataset: Dataset = problem.dataset
+        program, reason = compile_model(problem.model, problem.layout, dataset.shape)
+        table, labels = resident(dataset, "x", program, problem.device)
+        native = problem.device.type == "cuda"
+        how = How(problem.precision, native)
+        elements = program.elements if program else 4 * problem.layout.dim
+        budget = BUDGET.get(problem.device.type, BUDGET["cuda"])
+        return Core(
+            problem,
+            program,
+            reason,
+            table,
+            labels,
+            StackedRule(problem.rule),
+            coordinate_groups(problem.layout, problem.groups).to(problem.device),
+            how,
+            rows_limit or max(8, budget // (4 * elements)),
+        )
+
+    def tape(self, theta: Tensor, rows: Tensor, view: View) -> StackedTape | MatrixTape:
+        """One pass: theta [S, d], rows [S, n] of the data set."""
+        x, y = self.table.rows(rows), self.labels[rows]
+        if self.program is None:
+            gradients, losses = functional_pass(self.problem.model, self.problem.layout, theta, x, y)
+            return MatrixTape(gradients, losses, self.coordinates, view.transform)
+        tape = run_pass(self.program, theta, x, y, self.how)
+        if view.transform is None:
+            return tape
+        return MatrixTape(tape.matrix(), tape.losses, self.coordinates, view.transform)
+
+    def careful(self) -> None:
+        """From now on zero what counts as zero, because something was not finite."""
+        self.how = replace(self.how, careful=True)
+
+
+@dataclass
+class MatrixTape:
+    """Gradients written out [S * n, d], for rules that clip in another domain and for models of any kind."""
+
+    gradients: Tensor
+    losses: Tensor
+    coordinates: Tensor
+    transform: Transform | None
+
+    @property
+    def where(self) -> Tensor:
+        """The group of each coefficient."""
+        return self.coordinates if self.transform is None else self.transform.groups
+
+    def norms(self, groups: int) -> Tensor:
+        """[S, n, G]"""
+        change = self.transform
+        if change is not None and change.norms is not None:
+            found = fused.levels(self.gradients, change.haar) if change.haar else None
+            norms = change.norms(self.gradients) if found is None else found
+            whole = norms.sum(dim=1, keepdim=True)
+        else:
+            # A row that is not finite must not become finite in the other domain.
+            whole = torch.linalg.vector_norm(self.gradients, dim=1, keepdim=True)
+            coefficients = self.gradients if change is None else change.forward(self.gradients)
+            norms = group_norms(coefficients, self.where, groups)
+        return norms.masked_fill(~torch.isfinite(whole), torch.inf).view(*self.losses.shape, groups)
+
+    def dots(self, direction: Tensor, segments: int) -> Tensor:
+        """[S, n]"""
+        by_task = self.gradients.view(len(direction), -1, direction.shape[1])
+        return torch.bmm(by_task, direction[:, :, None]).view(self.losses.shape)
+
+    def zero(self, good: Tensor) -> None:
+        """Take examples out of all sums."""
+        self.gradients = self.gradients.masked_fill(~good.reshape(-1, 1), 0)
+
+    def weighted_sum(self, factors: Tensor, segments: int) -> Tensor:
+        """factors [S, n, G] -> [S * M, m]"""
+        tasks = factors.shape[0] * segments
+        scales = factors.reshape(tasks, -1, factors.shape[2])
+        by_group = torch.bmm(scales.transpose(1, 2), self.gradients.view(tasks, -1, self.gradients.shape[1]))
+        change = self.transform  # linear, so a few sums change their basis in place of every example
+        if change is not None and change.own is not None:
+            return change.own(by_group)
+        if change is not None:
+            by_group = change.forward(by_group.flatten(0, 1)).unflatten(0, by_group.shape[:2])
+        index = self.where.expand(tasks, 1, -1)
+        return by_group.gather(1, index).squeeze(1)
+
+
+# --- the clipped sums of stacked tasks --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """S sets of weights with M tasks each and B places a task, T = S * M.
+
+    theta [S, d]; rows, mask [S, M, B]; sigma, batch, lr [T]; state of every task. t may be a tensor.
+    scale [S, M, B] weights each example in the sums (None: 1), for rows of several clients in one task; then
+    sigma, batch and lr [S, M, B] are those of each row's client.
+    """
+
+    theta: Tensor
+    rows: Tensor
+    mask: Tensor
+    state: Stacked
+    sigma: Tensor
+    batch: Tensor
+    lr: Tensor
+    t: Any
+    rounds: int
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Clipped sums [T, m] and extras [T, J] before noise, C [T, G], the extra's bound [T], the state after.
+
+    A rule's second sum is at the end of its extras.
+
+    finite is False where a sum was not: the step must be repeated carefully. diagnostics [T, 4] are the sums
+    over examples of (clipped, norm, loss, 1). Nothing here is private yet.
+    """
+
+    sum: Tensor
+    extra: Tensor
+    C: Tensor
+    extra_bound: Tensor
+    state: Stacked
+    finite: Tensor
+    diagnostics: Tensor
+
+
+def clipped_sums(core: Core, tasks: Tasks) -> Sums:
+    """Per-example gradients, clipped and added up for every task, in pieces of at most `core.rows_limit` examples."""
+    sets, segments, places = tasks.rows.shape
+    view, direction = core.rule.view(tasks.state, tasks.t, tasks.rounds)
+    limit = core.rows_limit
+    by_set = max(1, min(sets, limit // (segments * places)))
+    by_segment = max(1, min(segments, limit // places))
+    by_row = min(places, limit)
+    if by_row < places and not core.problem.rule.sound:
+        return _two_passes(core, tasks, view, direction, by_row)
+    blocks: list[Sums] = []
+    for s in _ranges(sets, by_set):
+        for m in _ranges(segments, by_segment):
+            pieces = [_piece(core, tasks, view, direction, s, m, b) for b in _ranges(places, by_row)]
+            blocks.append(_add(pieces))
+    return blocks[0] if len(blocks) == 1 else _join(blocks)
+
+
+def _ranges(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(total, start + size))
+
+
+def _of_tasks(value: Tensor, tasks: Tasks, s: slice, m: slice) -> Tensor:
+    """The part of something [T, ...] that belongs to a block."""
+    sets, segments, _ = tasks.rows.shape
+    if s == slice(0, sets) and m == slice(0, segments):
+        return value
+    return value.view(sets, segments, *value.shape[1:])[s, m].flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Statistics of a piece: norms [T, b, G], mask, dots, losses [T, b], good [S, M * b]."""
+
+    norms: Tensor
+    mask: Tensor
+    dots: Tensor | None
+    losses: Tensor
+    good: Tensor
+
+
+def _look(
+    core: Core, tasks: Tasks, view: View, direction: Tensor | None, s: slice, m: slice, b: slice
+) -> tuple[StackedTape | MatrixTape, _Seen]:
+    rows = tasks.rows[s, m, b]
+    sets, segments, places = rows.shape
+    mask = tasks.mask[s, m, b].flatten(0, 1)
+    theta = tasks.theta[s]
+    tape = core.tape(theta, rows.flatten(1), view)
+    width = tasks.state["C"].shape[1]
+    bare = core.problem.rule is NONE and not core.problem.diagnostics
+    plain = bare and not core.how.careful
+    if plain:  # nothing is clipped, so nobody needs norms: a finite sum proves that all gradients were
+        norms = tape.losses.new_zeros((*tape.losses.shape, width))
+        good = torch.isfinite(tape.losses) & mask.view_as(tape.losses)
+    else:
+        norms = tape.norms(core.problem.groups) if isinstance(tape, StackedTape) else tape.norms(width)
+        whole = norms.sum(dim=2)
+        good = torch.isfinite(whole) & torch.isfinite(tape.losses) & mask.view_as(whole)
+        norms = norms.masked_fill(~good[:, :, None], 0)
+    if core.how.careful:
+        tape.zero(good)
+    dots = None
+    if direction is not None:
+        along = tape.dots(_of_tasks(direction, tasks, s, m), segments)
+        dots = along.masked_fill(~good, 0).view(sets * segments, places)
+    losses = tape.losses.masked_fill(~good, 0).view(sets * segments, places)
+    return tape, _Seen(norms.view(sets * segments, places, width), mask, dots, losses, good)
+
+
+def _piece(core: Core, tasks: Tasks, view: View, direction: Tensor | None, s: slice, m: slice, b: slice) -> Sums:
+    """The contribution of one block of tasks, and of some of their places."""
+    tape, seen = _look(core, tasks, view, direction, s, m, b)
+    state = {name: _of_tasks(value, tasks, s, m) for name, value in tasks.state.items()}
+    numbers = (tasks.sigma, tasks.batch, tasks.lr)
+    scale = None
+    if tasks.scale is None:
+        sigma, batch, lr = (_of_tasks(value, tasks, s, m) for value in numbers)
+    else:
+        sigma, batch, lr = (value[s, m, b].flatten(0, 1) for value in numbers)
+        scale = tasks.scale[s, m, b].flatten(0, 1)
+    losses = seen.losses if view.losses else None
+    decided = core.rule.clip(
+        state, seen.norms, seen.mask, seen.dots, losses, sigma, batch, lr, by_row=tasks.scale is not None
+    )
+    return _sum(core, tape, seen, decided, scale)
+
+
+def _sum(
+    core: Core, tape: StackedTape | MatrixTape, seen: _Seen, decided: tuple[Any, ...], scale: Tensor | None
+) -> Sums:
+    factors, again, extra, state, C, extra_bound = decided
+    clipped = ((factors < 1).float().mean(dim=2) * seen.mask).sum(dim=1)
+    sizes = torch.linalg.vector_norm(seen.norms, dim=2).sum(dim=1)
+    diagnostics = torch.stack([clipped, sizes, seen.losses.sum(dim=1), seen.mask.sum(dim=1).float()], dim=1)
+    if scale is not None:
+        extra = extra * scale[:, :, None]
+    total = _weighted(core, tape, seen, factors, scale)
+    statistics = [extra.sum(dim=1)]
+    if again.shape[2]:
+        statistics.append(_weighted(core, tape, seen, again, scale))
+    finite = torch.isfinite(total).all()
+    return Sums(total, torch.cat(statistics, dim=1), C, extra_bound, state, finite, diagnostics)
+
+
+def _weighted(core: Core, tape: StackedTape | MatrixTape, seen: _Seen, factors: Tensor, scale: Tensor | None) -> Tensor:
+    """Sums of the examples' gradients with these factors [T, b, G]: [T, m]."""
+    margin = MARGIN[core.how.precision]
+    if margin and core.problem.rule.private:
+        factors = factors * (1 - margin)
+    if scale is not None:
+        factors = factors * scale[:, :, None]
+    factors = factors.masked_fill(~seen.good.view(*seen.mask.shape, 1), 0)
+    sets = len(tape.losses)
+    segments = len(factors) // sets
+    shaped = factors.reshape(sets, -1, factors.shape[2])
+    if isinstance(tape, StackedTape):
+        return tape.weighted_sum(shaped, core.problem.groups, segments)
+    if tape.transform is not None:
+        shaped = even(shaped, seen.norms.reshape(shaped.shape))
+    return tape.weighted_sum(shaped, segments)
+
+
+LOPSIDED = 1e3
+"""Most that an example's whole gradient, at the factor of one of its groups, may weigh beside all that it adds."""
+
+
+def even(factors: Tensor, norms: Tensor) -> Tensor:
+    """Factors [S, n, G] held down where an example is tiny in one group of another basis and huge in the others.
+
+    Sums of each group are made of whole gradients, and all but that group falls out when the sum changes its basis. A
+    huge gradient at a small group's factor would leave its rounding behind there, which no bound knows of. norms, as
+    factors: of the groups. Smaller factors are always sound.
+    """
+    norms = torch.where(torch.isfinite(norms), norms, torch.zeros_like(norms))
+    adds = torch.linalg.vector_norm(factors * norms, dim=2, keepdim=True)
+    whole = torch.linalg.vector_norm(norms, dim=2, keepdim=True)
+    return torch.minimum(factors, LOPSIDED * adds / whole.clamp_min(1e-30))
+
+
+def _two_passes(core: Core, tasks: Tasks, view: View, direction: Tensor | None, by_row: int) -> Sums:
+    """A rule that is not sound may look at a task's whole batch: all statistics first, then the sums."""
+    sets, segments, places = tasks.rows.shape
+    blocks: list[Sums] = []
+    for i in range(sets):
+        for j in range(segments):
+            s, m = slice(i, i + 1), slice(j, j + 1)
+            looks = [_look(core, tasks, view, direction, s, m, b)[1] for b in _ranges(places, by_row)]
+            norms, mask, losses = (torch.cat([getattr(x, n) for x in looks], 1) for n in ("norms", "mask", "losses"))
+            dots = None if direction is None else torch.cat([x.dots for x in looks if x.dots is not None], 1)
+            state = {name: _of_tasks(value, tasks, s, m) for name, value in tasks.state.items()}
+            sigma, batch, lr = (_of_tasks(value, tasks, s, m) for value in (tasks.sigma, tasks.batch, tasks.lr))
+            factors, again, extra, after, C, bound = core.rule.clip(
+                state, norms, mask, dots, losses if view.losses else None, sigma, batch, lr
+            )
+            pieces = []
+            for b in _ranges(places, by_row):
+                tape, seen = _look(core, tasks, view, direction, s, m, b)
+                pieces.append(_sum(core, tape, seen, (factors[:, b], again[:, b], extra[:, b], after, C, bound), None))
+            blocks.append(_add(pieces))
+    return _join(blocks)
+
+
+def _add(pieces: list[Sums]) -> Sums:
+    """Pieces of the same tasks as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return replace(
+        pieces[-1],
+        sum=torch.stack([p.sum for p in pieces]).sum(dim=0),
+        extra=torch.stack([p.extra for p in pieces]).sum(dim=0),
+        finite=torch.stack([p.finite for p in pieces]).all(),
+        diagnostics=torch.stack([p.diagnostics for p in pieces]).sum(dim=0),
+    )
+
+
+def _join(blocks: list[Sums]) -> Sums:
+    """Blocks of different tasks as one. They come set by set, segment by segment: the order of the tasks."""
+
+    def together(name: str) -> Tensor:
+        return torch.cat([getattr(block, name) for block in blocks])
+
+    return Sums(
+        together("sum"),
+        together("extra"),
+        together("C"),
+        together("extra_bound"),
+        {name: torch.cat([block.state[name] for block in blocks]) for name in blocks[0].state},
+        torch.stack([block.finite for block in blocks]).all(),
+        together("diagnostics"),
+    )

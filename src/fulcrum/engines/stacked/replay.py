@@ -1,0 +1,152 @@
+"""Tensor programs as CUDA graphs, with memory that adapts; on a CPU they simply run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fulcrum.engines.stacked.core import Core
+from fulcrum.errors import RunError
+
+Inputs = dict[str, Any]
+"""Named tensors, and dictionaries of them."""
+
+
+@contextmanager
+def precision(name: str, device: torch.device) -> Iterator[None]:
+    """On a GPU: products in full float32 or, for tf32, of inputs rounded to 10 bits; deterministic library calls."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul, conv, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn  # type: ignore[attr-defined]
+    before = matmul.fp32_precision, conv.fp32_precision, cudnn.deterministic, cudnn.benchmark
+    chosen = "tf32" if name == "tf32" else "ieee"
+    matmul.fp32_precision, conv.fp32_precision, cudnn.deterministic, cudnn.benchmark = chosen, chosen, True, False
+    try:
+        yield
+    finally:
+        matmul.fp32_precision, conv.fp32_precision, cudnn.deterministic, cudnn.benchmark = before
+
+
+@dataclass
+class _Graph:
+    graph: Any
+    inputs: list[Tensor]
+    outputs: Any
+    copied: list[tuple[Tensor, int]]
+    """What each input was last copied from, and in which version: unchanged ones are not copied again."""
+
+
+class Replayer:
+    """Runs programs: the first call of a shape records a CUDA graph, later calls replay it.
+
+    `program(**inputs)` must be a function of its tensors alone. A program that cannot be recorded (a rule that
+    asks for a number on the host) runs launch by launch; `notes` says so. When memory runs out, pieces are
+    halved and the program starts again.
+    """
+
+    def __init__(self, core: Core, graphs: bool = True) -> None:
+        self.core = core
+        self.device = core.problem.device
+        self.graphs = graphs and self.device.type == "cuda"
+        self.notes: list[str] = []
+        self._recorded: dict[Hashable, _Graph] = {}
+        self._pool: Any = None
+
+    def run(
+        self, key: Hashable, program: Callable[..., Any], inputs: Inputs, undo: Callable[[], None] = lambda: None
+    ) -> Any:
+        """The program's outputs. They may be overwritten by the next call with the same key: copy what is kept.
+
+        A program that changes tensors of its own in place gives `undo`, which puts them back: it is called after
+        a trial run and when memory ran out.
+        """
+        with torch.no_grad(), precision(self.core.how.precision, self.device):
+            while True:
+                try:
+                    return self._run((key, self.core.how, self.core.rows_limit), program, inputs, undo)
+                except torch.OutOfMemoryError as error:
+                    undo()
+                    self._shrink(error)
+
+    def change(self, key: Hashable, program: Callable[[], None], changes: list[Tensor]) -> None:
+        """Runs a program that changes tensors of its own in place; after a trial run they are put back."""
+        held = [] if self.knows(key) else changes
+        before = [value.clone() for value in held]
+
+        def undo() -> None:
+            for value, old in zip(held, before, strict=True):
+                value.copy_(old)
+
+        self.run(key, program, {}, undo)
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether a graph of this key is recorded, so that a call changes nothing twice."""
+        return (key, self.core.how, self.core.rows_limit) in self._recorded
+
+    def _shrink(self, error: torch.OutOfMemoryError) -> None:
+        if self.core.rows_limit <= 1:
+            raise RunError(f"the GPU's memory does not hold a single example of this model: {error}") from error
+        self.core.rows_limit //= 2
+        self.notes.append(f"memory ran out; examples now go through in pieces of {self.core.rows_limit}")
+        self._recorded.clear()
+        self._pool = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run(self, key: Hashable, program: Callable[..., Any], inputs: Inputs, undo: Callable[[], None]) -> Any:
+        if not self.graphs:
+            return program(**inputs)
+        known = self._recorded.get(key)
+        if known is None:
+            known = self._record(program, inputs, undo)
+            if known is None:
+                return program(**inputs)
+            self._recorded[key] = known
+        for i, given in enumerate(tree_leaves(inputs)):
+            source, version = known.copied[i]
+            if source is not given or version != given._version:
+                known.inputs[i].copy_(given, non_blocking=True)
+                known.copied[i] = (given, given._version)
+        known.graph.replay()
+        return known.outputs
+
+    def _record(self, program: Callable[..., Any], inputs: Inputs, undo: Callable[[], None]) -> _Graph | None:
+        """A graph of the program, after one plain run on a side stream, as PyTorch asks."""
+        static = tree_map(torch.clone, inputs)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            program(**static)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        undo()
+        if self.core.rule.looped:
+            self._plain(self.core.rule.looped)
+            return None
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                outputs = program(**static)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._plain(str(error).strip().splitlines()[0])
+            return None
+        leaves = tree_leaves(static)
+        return _Graph(graph, leaves, outputs, [(value, -1) for value in leaves])
+
+    def _plain(self, why: str) -> None:
+        self.graphs = False
+        self.notes.append(f"no CUDA graph: {why}")

@@ -1,0 +1,174 @@
+"""Clipping rules over stacked tasks: one call for all clients and runs.
+
+Rules are written for one task and look at no value with Python's `if`, so `torch.vmap` can stack them. A rule
+that cannot be stacked (it asks for a number on the host) is called task by task, with the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fulcrum.clipping.rule import ClipRule
+from fulcrum.privacy.mechanism import hold, hold_both
+from fulcrum.types import Released, State, Stats, View
+
+Stacked = dict[str, Tensor]
+"""A rule's state for T tasks: each tensor [T, ...]."""
+
+
+def stack_states(states: Sequence[State], device: torch.device) -> Stacked:
+    """[T] states -> one, on the device."""
+    return {name: torch.stack([s[name].to(device) for s in states]) for name in states[0]}
+
+
+def unstack(state: Mapping[str, Tensor], task: int) -> Stacked:
+    """One task's state, in tensors of its own."""
+    return {name: value[task].clone() for name, value in state.items()}
+
+
+class StackedRule:
+    """A rule's functions over T tasks. `looped` says why it is called task by task; empty if it is not."""
+
+    def __init__(self, rule: ClipRule) -> None:
+        self.rule = rule
+        self.looped = ""
+
+    def view(self, state: Stacked, t: Any, rounds: int) -> tuple[View, Tensor | None]:
+        """What the rule looks at, and its direction for each task [T, d] (None where it has none)."""
+        first = {name: value[0] for name, value in state.items()}
+        view = self.rule.view(first, t, rounds)
+        if view.direction is None:
+            return view, None
+
+        def direction(own: Stacked) -> Tensor:
+            found = self.rule.view(own, t, rounds).direction
+            assert found is not None
+            return found
+
+        return view, self._map(direction, (state,), ())
+
+    def clip(
+        self,
+        state: Stacked,
+        norms: Tensor,
+        mask: Tensor,
+        dots: Tensor | None,
+        losses: Tensor | None,
+        sigma: Tensor,
+        batch: Tensor,
+        lr: Tensor,
+        by_row: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Stacked, Tensor, Tensor]:
+        """What the rule decides, held to its bounds.
+
+        Factors [T, n, G]; factors of a second sum [T, n, G], or [T, n, 0] where there is none; extra rows
+        [T, n, J]; the state; C [T, G]; the extra's bound [T]. norms [T, n, G], mask [T, n], dots and losses [T, n];
+        sigma, batch and lr [T], or [T, n] with `by_row`, for rows of several clients that share one state.
+        """
+        rule = self.rule
+        given: dict[str, Tensor] = {"norms": norms, "mask": mask}
+        given |= {name: v for name, v in (("dots", dots), ("losses", losses)) if v is not None}
+
+        def one(own: Stacked, rows: dict[str, Any], sigma: Any, batch: Any, lr: Any) -> tuple[Any, ...]:
+            stats = Stats(sigma=sigma, batch=batch, lr=lr, **rows)
+            factors, extra, after = rule.clip(stats, own)
+            bounds = rule.bounds(after)
+            extra = extra * rows["mask"][:, None]
+            again = factors[:, :0]
+            if rule.second is not None:
+                extra, again = hold_both(rule, extra, rule.second(stats, after), rows["norms"], bounds)
+            factors, extra = hold(rule, factors, extra, rows["norms"], bounds)
+            limit = _number(bounds.extra, norms)
+            return factors, again, extra, dict(after), bounds.C, limit
+
+        if not by_row:
+            return self._map(one, (state, given), (sigma, batch, lr))  # type: ignore[no-any-return]
+
+        def row(own: Stacked, rows: dict[str, Tensor], *numbers: Any) -> tuple[Tensor, ...]:
+            found = one(own, {name: value[None] for name, value in rows.items()}, *numbers)
+            return tuple(value[0] for value in found[:3])
+
+        def rows(own: Stacked, given: dict[str, Tensor], *numbers: Any) -> tuple[Any, ...]:
+            bounds = rule.bounds(own)
+            found = vmap(row, in_dims=(None, 0, 0, 0, 0))(own, given, *numbers)
+            return *found, own, bounds.C, _number(bounds.extra, norms)
+
+        return vmap(rows)(state, given, sigma, batch, lr)
+
+    def adapt(
+        self,
+        state: Stacked,
+        aggregate: Tensor,
+        extra: Tensor,
+        lr: Tensor,
+        steps: Tensor,
+        t: Any,
+        rounds: int,
+        noise: Tensor | None = None,
+        asked: Tensor | None = None,
+    ) -> tuple[Tensor, Stacked]:
+        """Each task's update for the server optimiser [T, d], and its state moved by its own release.
+
+        aggregate [T, d], extra [T, J]; lr, steps, noise (None: 0) and asked (None: 1) [T], as in `Released`.
+        """
+
+        def one(own: Stacked, aggregate: Tensor, extra: Tensor, lr: Any, steps: Any, noise: Any, asked: Any) -> Any:
+            now = int(t) if self.looped else t
+            released = Released(aggregate, extra, lr, steps, now, rounds, noise, asked)
+            return self.rule.apply(own, released), dict(self.rule.adapt(own, released))
+
+        noise = torch.zeros_like(lr) if noise is None else noise
+        asked = torch.ones_like(lr) if asked is None else asked
+        return self._map(one, (state, aggregate, extra), (lr, steps, noise, asked))  # type: ignore[no-any-return]
+
+    def stacks(self, state: Stacked, d: int, t: Any, rounds: int) -> bool:
+        """Whether the whole rule can be stacked, rows of several clients included; tried on made-up numbers."""
+        C = state["C"]
+        view, direction = self.view(state, t, rounds)
+        rows, ones = C.new_ones((len(C), 2)), C.new_ones(len(C))
+        dots = None if direction is None else rows
+        losses = rows if view.losses else None
+        try:
+            _, again, extra, *_ = self.clip(
+                state, C.new_ones((len(C), 2, C.shape[1])), rows > 0, dots, losses, rows, rows, rows, by_row=True
+            )
+            second = C.new_ones((len(C), d if again.shape[2] else 0))
+            statistics = torch.cat([extra.sum(dim=1), second], dim=1)
+            self.adapt(state, C.new_ones((len(C), d)), statistics, ones, ones, t, rounds)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:
+            self.looped = _why(self.rule, problem)
+        return not self.looped and view.transform is None
+
+    def _map(self, function: Callable[..., Any], stacked: tuple[Any, ...], numbers: tuple[Tensor, ...]) -> Any:
+        """The function over tasks. In a loop `numbers` [T] are Python's, as the reference passes them."""
+        if not self.looped:
+            try:
+                return vmap(function)(*stacked, *numbers)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as problem:  # whatever a rule does that cannot be stacked, it can do alone
+                self.looped = _why(self.rule, problem)
+        values = [own.tolist() for own in numbers]
+        count = len(tree_leaves(stacked)[0])
+        results = [
+            function(*tree_map(lambda value, i=i: value[i], stacked), *(own[i] for own in values)) for i in range(count)
+        ]
+        return tree_map(lambda *found: torch.stack(found), *results)
+
+
+def _number(value: Any, like: Tensor) -> Tensor:
+    """A number as a tensor, without a copy from the host: that could not be recorded in a graph."""
+    return value.to(like) if isinstance(value, Tensor) else like.new_full((), float(value))
+
+
+def _why(rule: ClipRule, problem: Exception) -> str:
+    first = (str(problem).strip().splitlines() or [""])[0]
+    return f"rule {rule.name} is called client by client ({type(problem).__name__}: {first})"

@@ -1,0 +1,95 @@
+"""One local step of many tasks at once: sample, clip, add up, noise, step. The stacked form of `local.train_client`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fulcrum.engines.stacked.core import Core, Sums, Tasks, clipped_sums
+from fulcrum.engines.stacked.rules import Stacked
+from fulcrum.engines.stacked.sampling import compact
+
+Numbers = dict[str, Tensor]
+"""The public terms of T tasks, each [T]: start and size of its part of `order`; rate; sigma; batch (expected);
+noise and noise_extra, the standard deviations in units of the bounds (0: none); lr and weight_decay; asked, 1 where
+the rule's statistics go out with the step and 0 where they stay."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """After a step: theta [T, d], released extra [T, J], states, and what to check.
+
+    counts [T] are the units that joined (more than the pad: repeat). finite: see `Sums`.
+    """
+
+    theta: Tensor
+    extra: Tensor
+    state: Stacked
+    counts: Tensor
+    finite: Tensor
+    diagnostics: Tensor
+
+    def copy(self) -> Stepped:
+        """In tensors of its own, for what a replayed graph will overwrite."""
+        state = {name: value.clone() for name, value in self.state.items()}
+        rest = (self.counts.clone(), self.finite.clone(), self.diagnostics.clone())
+        return Stepped(self.theta.clone(), self.extra.clone(), state, *rest)
+
+
+def sample(order: Tensor, terms: Numbers, uniforms: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of the data set [T, pad], mask [T, pad] and counts [T], from uniforms [T, U]."""
+    inside = torch.arange(uniforms.shape[1], device=uniforms.device) < terms["size"][:, None]
+    places, mask, counts = compact((uniforms < terms["rate"][:, None]) & inside, pad)
+    return order[terms["start"][:, None] + places], mask, counts
+
+
+def noised(core: Core, sums: Sums, terms: Numbers, noise: Tensor, noise_extra: Tensor, view: Any) -> tuple[Any, Any]:
+    """(gradient [T, d], extra [T, J]), per expected unit: what may leave the clients."""
+    reach = torch.linalg.vector_norm(sums.C, dim=1)
+    on_sum = (reach * terms["noise"]).masked_fill(terms["noise"] == 0, 0)  # C may be infinite where nothing is noised
+    on_extra = sums.extra_bound * terms["noise_extra"]
+    total = sums.sum + noise * on_sum[:, None]
+    if view.transform is not None:
+        total = vmap(view.transform.inverse)(total)
+    batch = terms["batch"][:, None]
+    extra = (sums.extra + noise_extra * on_extra[:, None]) * terms["asked"][:, None]
+    return total / batch, extra / batch
+
+
+def local_step(
+    core: Core,
+    pad: int,
+    rounds: int,
+    order: Tensor,
+    *,
+    theta: Tensor,
+    state: Stacked,
+    terms: Numbers,
+    uniforms: Tensor,
+    noise: Tensor,
+    noise_extra: Tensor,
+    t: Tensor,
+) -> Stepped:
+    """A step of T tasks that have their own weights (theta [T, d]) or share them (theta [1, d]).
+
+    noise [T, m] and noise_extra [T, J] are standard normal.
+    """
+    count = len(uniforms)
+    rows, mask, counts = sample(order, terms, uniforms, pad)
+    sets = len(theta)
+    shape = (sets, count // sets, pad)
+    numbers = (terms["sigma"], terms["batch"], terms["lr"])
+    tasks = Tasks(theta, rows.view(shape), mask.view(shape), state, *numbers, t, rounds)
+    sums = clipped_sums(core, tasks)
+    view, _ = core.rule.view(sums.state, t, rounds)
+    gradient, extra = noised(core, sums, terms, noise, noise_extra, view)
+    change = -terms["lr"][:, None] * (gradient + terms["weight_decay"][:, None] * theta)
+    after = sums.state
+    if core.problem.rule.when == "step":
+        public = (terms["noise"] / terms["batch"], terms["asked"])
+        _, after = core.rule.adapt(after, change, extra, terms["lr"], torch.ones_like(terms["lr"]), t, rounds, *public)
+    return Stepped(theta + change, extra, after, counts, sums.finite, sums.diagnostics)

@@ -1,0 +1,290 @@
+"""Local training of many jobs at once. A job is one client's task in one run; jobs of similar size go side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulcrum.clipping.rule import ClipRule
+from fulcrum.engines.stacked import sampling
+from fulcrum.engines.stacked.core import Core
+from fulcrum.engines.stacked.replay import Replayer
+from fulcrum.engines.stacked.rules import Stacked
+from fulcrum.engines.stacked.sampling import bucket, device_generator, round_up
+from fulcrum.engines.stacked.step import Numbers, Stepped, local_step
+from fulcrum.privacy.events import Event
+from fulcrum.privacy.mechanism import scales
+from fulcrum.rng import Key, Randomness, Seeded
+from fulcrum.types import Assignment, Bounds
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's task. start and size: its part of the trainer's order. run: which set of weights it starts from."""
+
+    task: Assignment
+    start: int
+    size: int
+    run: int
+    randomness: Randomness
+    weight_decay: float
+
+
+@dataclass
+class Part:
+    """What a bucket of jobs brought back, still on the device: one `Stepped` a local step.
+
+    members are the jobs' positions; tensors may have more rows than members, for padding. events: of each member
+    the event of each step. asked: of each member how many steps released the rule's statistics.
+    """
+
+    members: list[int]
+    start: Tensor = field(repr=False)
+    steps: list[Stepped] = field(repr=False)
+    events: list[tuple[Event, ...]]
+    asked: list[int]
+    pad: int
+    key: tuple[int, float]
+
+    @property
+    def deltas(self) -> Tensor:
+        """Each member's update, [members, d]."""
+        return (self.steps[-1].theta - self.start)[: len(self.members)]
+
+    @property
+    def extras(self) -> Tensor:
+        """The mean over the steps that released any of the extra, [members, J]."""
+        found = torch.stack([step.extra for step in self.steps]).sum(dim=0)[: len(self.members)]
+        if min(self.asked) == max(self.asked):  # nothing to bring to the device
+            return found / max(1, self.asked[0])
+        return found / torch.tensor(self.asked, device=found.device).clamp_min(1)[:, None]
+
+
+class Trainer:
+    """Runs jobs on a core. order: rows of the data set, of one run or of several one after the other."""
+
+    def __init__(self, core: Core, order: Tensor) -> None:
+        self.core = core
+        self.device = core.problem.device
+        self.order = order.to(self.device)
+        self.replayer = Replayer(core)
+        self._pads: dict[tuple[int, float], int] = {}
+        self._terms: dict[tuple[Any, ...], tuple[Numbers, list[tuple[Event, Event]]]] = {}
+        self._flags: dict[tuple[bool, ...], Tensor] = {}
+        self._width: int | None = None
+
+    def train(
+        self, jobs: Sequence[Job], thetas: Tensor, states: Callable[[list[int]], Stacked], t: int, rounds: int
+    ) -> list[Part]:
+        """All local steps of all jobs in round t. thetas [R, d]; states(members) gives the members' states, stacked.
+
+        A round whose sample did not fit, or whose sums were not finite, is done again on the same random numbers.
+        """
+        draws = _Draws(self.device, jobs, t)
+        while True:
+            parts = [self._bucket(jobs, members, thetas, states, t, rounds, draws) for members in _buckets(jobs)]
+            if self._settled(parts):
+                return parts
+
+    def _bucket(
+        self,
+        jobs: Sequence[Job],
+        members: list[int],
+        thetas: Tensor,
+        states: Callable[[list[int]], Stacked],
+        t: int,
+        rounds: int,
+        draws: _Draws,
+    ) -> Part:
+        """The local steps of one bucket. Nothing is read back from the device here."""
+        mine = [jobs[i] for i in members]
+        rate = mine[0].task.rate
+        width = bucket(max(job.size for job in mine))
+        count = len(members)
+        places = count if count <= 4 else round_up(count, 2 ** (count.bit_length() - 3))
+        tasks = [job.task for job in mine]
+        asks = [[task.asks(t, step) for task in tasks] for step in range(tasks[0].steps)]  # [N][members]
+        terms, pairs = self._terms_of(mine, places)
+        state = _padded(states(members), places)
+        shared = len(thetas) == 1
+        start = thetas if shared else thetas[_index([job.run for job in mine], places, self.device)]
+        key = (width, rate)
+        pad = self._pads.get(key) or sampling.pad_for(width, rate)
+        view, _ = self.core.rule.view(state, t, rounds)
+        d = self.core.problem.layout.dim if view.transform is None else len(view.transform.groups)
+        if self._width is None:
+            self._width = extra_width(self.core, state, t, rounds)
+        theta, steps = start, []
+        for step in range(mine[0].task.steps):
+            uniforms = draws.uniforms(members, step, places, width)
+            if not draws.on_device:  # the host knows how many joined before anything starts
+                rates = torch.tensor([job.task.rate for job in mine], dtype=torch.float64)
+                pad = max(pad, round_up(int((uniforms[:count] < rates[:, None]).sum(dim=1).max())))
+            given = {
+                "theta": theta,
+                "state": state,
+                "terms": terms | {"asked": self._flag(asks[step], places)},
+                "uniforms": uniforms.to(self.device),
+                "noise": draws.normals("noise", members, step, places, d),
+                "noise_extra": draws.normals("noise-extra", members, step, places, self._width),
+                "t": torch.tensor(t, device=self.device),
+            }
+            shape = (places, width, pad, len(theta), rounds)
+            done = self.replayer.run(shape, partial(local_step, self.core, pad, rounds, self.order), given)
+            done = done.copy() if self.replayer.graphs else done
+            theta, state = done.theta, done.state
+            steps.append(done)
+        events = [tuple(pair[not ask[i]] for ask in asks) for i, pair in enumerate(pairs)]
+        asked = [sum(ask[i] for ask in asks) for i in range(count)]
+        return Part(members, start, steps, events, asked, pad, key)
+
+    def _flag(self, asks: list[bool], places: int) -> Tensor:
+        """1 and 0 for the jobs that are asked for statistics in a step and those that are not, [places]."""
+        key = (*asks, *[False] * (places - len(asks)))
+        if key not in self._flags:
+            self._flags[key] = torch.tensor(key, dtype=torch.float32).to(self.device)
+        return self._flags[key]
+
+    def _terms_of(self, jobs: Sequence[Job], places: int) -> tuple[Numbers, list[tuple[Event, Event]]]:
+        key = (places, *((job.task, job.start, job.size, job.weight_decay) for job in jobs))
+        if key not in self._terms:
+            if len(self._terms) > 64:
+                self._terms.clear()
+            self._terms[key] = _terms(self.core.problem.rule, jobs, places, self.device)
+        return self._terms[key]
+
+    def _settled(self, parts: Sequence[Part]) -> bool:
+        """Whether every sample fitted and every sum was finite; if not, what is needed to repeat is noted."""
+        counts = torch.stack([step.counts.max() for part in parts for step in part.steps])
+        finite = torch.stack([step.finite for part in parts for step in part.steps]).all()
+        *most, fine = torch.cat([counts, finite.to(counts)[None]]).tolist()  # the one wait of a round
+        good, at = True, 0
+        for part in parts:
+            largest = int(max(most[at : at + len(part.steps)]))
+            at += len(part.steps)
+            if largest > part.pad:
+                self._pads[part.key] = round_up(largest)
+                good = False
+        if not fine and not self.core.how.careful:
+            self.core.careful()
+            good = False
+        return good
+
+
+def extra_width(core: Core, state: Stacked, t: Any, rounds: int) -> int:
+    """J, the statistics a rule releases beside the gradient, tried on made-up numbers."""
+    C = state["C"][:1]
+    view, direction = core.rule.view(state, t, rounds)
+    rows = C.new_ones((1, 1))
+    own = {name: value[:1] for name, value in state.items()}
+    seen = (rows if direction is not None else None, rows if view.losses else None)
+    _, again, extra, *_ = core.rule.clip(own, C[:, None], rows > 0, *seen, rows[0], rows[0], rows[0])
+    whole = core.problem.layout.dim if view.transform is None else len(view.transform.groups)
+    return int(extra.shape[2]) + (whole if again.shape[2] else 0)
+
+
+def _buckets(jobs: Sequence[Job]) -> list[list[int]]:
+    """Positions of jobs that train side by side: similar size, the same rate, as many steps."""
+    found: dict[tuple[int, int, float], list[int]] = {}
+    for position, job in enumerate(jobs):
+        found.setdefault((bucket(job.size), job.task.steps, job.task.rate), []).append(position)
+    return [found[key] for key in sorted(found)]
+
+
+def _index(values: list[int], places: int, device: torch.device) -> Tensor:
+    return torch.tensor([*values, *[values[0]] * (places - len(values))], device=device)
+
+
+def _padded(state: Stacked, places: int) -> Stacked:
+    """Jobs that do not exist have the first one's state; their size is 0."""
+    spare = places - len(state["C"])
+    if not spare:
+        return state
+    return {name: torch.cat([value, value[:1].expand(spare, *value.shape[1:])]) for name, value in state.items()}
+
+
+def _terms(
+    rule: ClipRule, jobs: Sequence[Job], places: int, device: torch.device
+) -> tuple[Numbers, list[tuple[Event, Event]]]:
+    """The public terms of the jobs as tensors, and the event of each one's step with statistics and without."""
+    unit = Bounds(torch.ones(1), 1.0)
+    batches = [job.task.rate * job.size for job in jobs]
+    noise, without = (
+        [
+            scales(rule, unit, j.task.rate, j.task.sigma, batch, asked, j.task.shares)
+            for j, batch in zip(jobs, batches, strict=True)
+        ]
+        for asked in (True, False)
+    )
+
+    def column(values: Sequence[Any], dtype: torch.dtype, filler: float) -> Tensor:
+        return torch.tensor([*values, *[filler] * (places - len(jobs))], dtype=dtype).to(device)
+
+    return {
+        "start": column([job.start for job in jobs], torch.int64, 0),
+        "size": column([job.size for job in jobs], torch.int64, 0),
+        "rate": column([job.task.rate for job in jobs], torch.float64, 0.0),
+        "sigma": column([job.task.sigma for job in jobs], torch.float32, 0.0),
+        "batch": column(batches, torch.float32, 1.0),
+        "noise": column([float(s.sum) for s in noise], torch.float32, 0.0),
+        "noise_extra": column([s.extra for s in noise], torch.float32, 0.0),
+        "lr": column([job.task.lr for job in jobs], torch.float32, 0.0),
+        "weight_decay": column([job.weight_decay for job in jobs], torch.float32, 0.0),
+    }, [(s.event, other.event) for s, other in zip(noise, without, strict=True)]
+
+
+class _Draws:
+    """The random numbers of one round; the same again if it has to be repeated.
+
+    On a GPU a seeded run draws on the device, from generators keyed by round and step: other numbers than on a
+    CPU, the same each time on such a device. Recorded and secure numbers come from the host, client by client.
+    """
+
+    def __init__(self, device: torch.device, jobs: Sequence[Job], t: int) -> None:
+        self.device, self.jobs, self.t = device, jobs, t
+        self.on_device = sampling.draws_on_device(device, [job.randomness for job in jobs])
+        self.noisy = any(job.task.sigma > 0 for job in jobs)
+        self._kept: dict[tuple[int, Key], Tensor] = {}
+
+    def uniforms(self, members: list[int], step: int, places: int, width: int) -> Tensor:
+        """[places, width], float64; on the host, 1 where a job has no unit."""
+        if self.on_device:
+            generator = self._generator("sample", members, step)
+            return torch.rand((places, width), generator=generator, dtype=torch.float64, device=self.device)
+        table = torch.ones((places, width), dtype=torch.float64)
+        for row, i in enumerate(members):
+            job = self.jobs[i]
+            key: Key = ("sample", self.t, job.task.client, step)
+            table[row, : job.size] = self._keep(i, key, job.randomness.uniform, job.size)
+        return table
+
+    def normals(self, purpose: str, members: list[int], step: int, places: int, count: int) -> Tensor:
+        """[places, count], standard normal; zero where nothing is noised."""
+        if not count or not self.noisy:
+            return torch.zeros((places, count), device=self.device)
+        if self.on_device:
+            generator = self._generator(purpose, members, step)
+            return torch.randn((places, count), generator=generator, device=self.device)
+        table = torch.zeros((places, count))
+        for row, i in enumerate(members):
+            job = self.jobs[i]
+            if job.task.sigma > 0:
+                key: Key = (purpose, self.t, job.task.client, step)
+                table[row] = self._keep(i, key, job.randomness.normal, count)
+        return table.to(self.device)
+
+    def _generator(self, purpose: str, members: list[int], step: int) -> torch.Generator:
+        """Keyed by the seeds of all runs in the bucket, and by who is first in it."""
+        seeds = dict.fromkeys(job.randomness.seed for job in self.jobs if isinstance(job.randomness, Seeded))
+        first = self.jobs[members[0]].task.client
+        return device_generator(self.device, next(iter(seeds)), (*seeds, purpose, self.t, step, first))
+
+    def _keep(self, job: int, key: Key, draw: Callable[[Key, int], Tensor], count: int) -> Tensor:
+        if (job, key) not in self._kept:
+            self._kept[job, key] = draw(key, count)
+        return self._kept[job, key]

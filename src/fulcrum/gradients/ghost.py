@@ -1,0 +1,301 @@
+"""Book-keeping: one forward and backward pass that differentiates layer outputs only, never parameters.
+
+Each layer with trainable parameters is a site. The forward pass notes the site's input a; the backward
+pass brings the gradient g of its output; the two make the layer's parts (`parts.py`), and g is let go
+as soon as they are made. The first site's input needs no gradient and gets none.
+
+Two ways through the model. A plain `nn.Sequential` of known layers is run layer by layer with the given
+parameters and without autograd (`sequence.py`). Any other model runs by itself with hooks on its sites.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fulcrum.errors import ModelError
+from fulcrum.gradients import sequence
+from fulcrum.gradients.outer_products import Conv, Dense, Patches, outer_rows
+from fulcrum.gradients.param_grads import Part, Rows, ranges
+from fulcrum.gradients.program import Program, Site, Unsuitable
+from fulcrum.gradients.tape import Loss, cross_entropy, group_squares
+from fulcrum.gradients.vmap import module_rows
+from fulcrum.models.layout import Layout, call
+
+KEEP = 1.5
+"""Written-out gradients may take this many times the memory of the sites' inputs and outputs."""
+
+
+# --- recording ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One pass of the batch through a site."""
+
+    site: Site
+    a: Tensor | Patches
+    entries: int
+    """Of the gradients of all examples, where writing them out pays; else 0."""
+
+
+class _Recorder:
+    """Collects uses on the way forward and parts on the way back."""
+
+    def __init__(self, count: int, tensors: tuple[Tensor, ...]) -> None:
+        self.count = count
+        self.tensors = tensors
+        self.elements = 0
+        """Inputs and outputs of all uses together, in numbers."""
+        self.uses: dict[int, _Use] = {}
+        self.written: set[int] = set()
+        self.parts: list[list[Part]] = [[] for _ in tensors]
+
+    def note(self, site: Site, a: Tensor | Patches, elements: int, out: torch.Size) -> int:
+        """Notes a use, with the shape of its output; returns its number."""
+        size = site.kind.size(site.module, out) if site.kind and "weight" in site.own else None
+        entries = size.entries * self.count if size and size.worth_writing else 0
+        self.elements += elements
+        self.uses[len(self.uses)] = _Use(site, a, entries)
+        return len(self.uses) - 1
+
+    def choose(self) -> None:
+        """Settles, before the way back, which gradients are written out: the smallest, as long as there is room."""
+        room = KEEP * self.elements
+        for entries, number in sorted((use.entries, n) for n, use in self.uses.items() if use.entries):
+            room -= entries
+            if room >= 0:
+                self.written.add(number)
+
+    def collect(self, number: int, g: Tensor) -> None:
+        """Makes the parts of a use from the gradient of its output, and lets go of its input."""
+        use = self.uses.pop(number)
+        site, a = use.site, use.a
+        tensors = {name: self.tensors[place] for name, place in site.own.items()}
+        if site.kind is None:
+            assert isinstance(a, Tensor)  # patches are of convolutions
+            rows = module_rows(site.module, tensors, a, g)
+            found: dict[str, Part] = {name: Rows(grads.flatten(1)) for name, grads in rows.items()}
+        else:
+            found = site.kind.parts(site.module, a, g, tensors, set(site.own))
+        for name, part in found.items():
+            written = name == "weight" and number in self.written and isinstance(part, Dense | Conv)
+            self.parts[site.own[name]].append(outer_rows(part) if written else part)  # type: ignore[arg-type]
+
+
+def record_book(
+    model: nn.Module, program: Program, layout: Layout, params: Tensor, x: Tensor, y: Tensor, loss: Loss
+) -> Book:
+    """One pass over the batch. Raises Unsuitable where the model does not keep examples in rows."""
+    if model in program.sites and program.sites[model].kind is None:
+        raise Unsuitable(program.sites[model].reason)
+    tensors = tuple(layout.unflatten(params.detach()).values())
+    if program.sequence:
+        recorder, losses = _follow_sequence(program, tensors, x, y, loss)
+    else:
+        recorder, losses = _follow_hooked(model, program, layout, tensors, x, y, loss)
+    return Book(layout, params, losses, tuple(tuple(parts) for parts in recorder.parts), recorder.elements)
+
+
+# --- a plain sequence -----------------------------------------------------------------------------
+
+
+def _follow_sequence(
+    program: Program, tensors: tuple[Tensor, ...], x: Tensor, y: Tensor, loss: Loss
+) -> tuple[_Recorder, Tensor]:
+    tensors = sequence.prepare(tensors, x.device)
+    recorder = _Recorder(len(x), tensors)
+    logits, steps = sequence.forward(program, tensors, x)
+    losses, g = _differentiate(loss, logits, y)
+    numbers = {
+        id(step): recorder.note(step.node.site, step.seen, step.elements, step.out)
+        for step in steps
+        if step.node.site is not None
+    }
+    recorder.choose()
+    sequence.backward(steps, g, lambda step, g: recorder.collect(numbers[id(step)], g))
+    return recorder, losses
+
+
+def _differentiate(loss: Loss, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each example, and its gradient in the logits."""
+    if loss is cross_entropy and logits.dim() == 2:
+        log_chances = F.log_softmax(logits, dim=1)
+        column = y.unsqueeze(1)
+        losses = log_chances.gather(1, column).squeeze(1).neg()
+        return losses, log_chances.exp().scatter_add_(1, column, log_chances.new_full((), -1.0).expand_as(column))
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        losses = _one_each(loss(leaf, y), len(logits))
+        (g,) = torch.autograd.grad(losses.sum(), leaf, materialize_grads=True)
+    return losses.detach(), g
+
+
+def _one_each(losses: Tensor, count: int) -> Tensor:
+    if losses.shape != (count,):
+        raise ModelError(f"loss must give one value an example, [B], but gave the shape {list(losses.shape)}.")
+    return losses
+
+
+# --- any other model ------------------------------------------------------------------------------
+
+
+class _Root(torch.autograd.Function):
+    """Makes a fresh output the start of differentiation, in place, so that in-place activations may follow."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _follow_hooked(
+    model: nn.Module,
+    program: Program,
+    layout: Layout,
+    tensors: tuple[Tensor, ...],
+    x: Tensor,
+    y: Tensor,
+    loss: Loss,
+) -> tuple[_Recorder, Tensor]:
+    recorder = _Recorder(len(x), tensors)
+    anchor = torch.zeros((), device=x.device, requires_grad=True)
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        site = program.sites[module]
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(out, Tensor):
+            raise Unsuitable(f"{site.name} does not map one tensor to one tensor")
+        return tap(site, args[0], out) if torch.is_grad_enabled() else out
+
+    def tap(site: Site, a: Tensor, out: Tensor) -> Tensor:
+        """Notes a use; the returned output takes the place of `out`."""
+        fits = site.kind is None or site.kind.fits(site.module, a)
+        if not fits or a.dim() == 0 or out.dim() == 0 or len(a) != len(x) or len(out) != len(x):
+            raise Unsuitable(f"{site.name} does not see one example per row")
+        if out._is_view():
+            # An in-place activation on a view would rewrite history behind the hook below.
+            out = torch.ops.aten._unsafe_view(out, out.shape)
+        if not out.requires_grad:
+            out = _Root.apply(out, anchor)  # type: ignore[no-untyped-call]
+        number, version = recorder.note(site, a.detach(), a.numel() + out.numel(), out.shape), a._version
+
+        def arrive(g: Tensor) -> None:
+            if a._version != version:
+                raise Unsuitable(f"the input of {site.name} is overwritten in place after its use")
+            recorder.collect(number, g)
+
+        out.register_hook(arrive)
+        return out
+
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in program.sites]
+    try:
+        with torch.enable_grad():
+            outputs = call(model, dict(zip(layout.names, tensors, strict=True)), x.detach())
+            losses = _one_each(loss(outputs, y), len(x))
+            total = losses.sum()
+    finally:
+        for handle in handles:
+            handle.remove()
+    recorder.choose()
+    if total.requires_grad:
+        torch.autograd.grad(total, anchor, allow_unused=True)
+    return recorder, losses.detach()
+
+
+# --- the tape -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Book:
+    """A tape of parts: for each parameter tensor of the layout, those of all its uses."""
+
+    layout: Layout
+    params: Tensor
+    raw_losses: Tensor
+    parts: tuple[tuple[Part, ...], ...]
+    elements: int
+    """Inputs and outputs of all sites together, in numbers."""
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        """Squared norms [B, tensors] of each tensor's gradient, before anything is zeroed."""
+        return torch.stack([self._tensor_squares(parts) for parts in self.parts], dim=1)
+
+    def _tensor_squares(self, parts: tuple[Part, ...]) -> Tensor:
+        if len(parts) == 1:
+            return parts[0].squares()
+        squares = self.raw_losses.new_zeros(len(self.raw_losses))
+        if not parts:
+            return squares
+        # Several uses of one tensor add up before the norm is taken.
+        size = parts[0].slice(0, 1).rows().numel() * squares.element_size()
+        for start, stop in ranges(len(squares), 2 * size, squares.device):
+            total = torch.stack([part.slice(start, stop).rows() for part in parts]).sum(dim=0)
+            squares[start:stop] = total.square().sum(dim=1)
+        return squares
+
+    @cached_property
+    def _good(self) -> Tensor:
+        return torch.isfinite(self._squares.sum(dim=1) + self.raw_losses)
+
+    @cached_property
+    def _all_good(self) -> bool:
+        return bool(self._good.all())
+
+    @cached_property
+    def _clean(self) -> tuple[tuple[Part, ...], ...]:
+        if self._all_good:
+            return self.parts
+        return tuple(tuple(part.only(self._good) for part in parts) for parts in self.parts)
+
+    def _zeroed(self, values: Tensor) -> Tensor:
+        if self._all_good:
+            return values
+        good = self._good.view(-1, *[1] * (values.dim() - 1))
+        return torch.where(good, values, torch.zeros((), dtype=values.dtype))
+
+    @property
+    def losses(self) -> Tensor:
+        return self._zeroed(self.raw_losses)
+
+    def matrix(self) -> Tensor:
+        table = self.params.new_zeros(len(self.raw_losses), self.layout.dim)
+        for block, parts in zip(table.split(self.layout.sizes, dim=1), self._clean, strict=True):
+            for part in parts:
+                block += part.rows()
+        return table
+
+    def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
+        return self._zeroed(group_squares(self._squares, groups)).sqrt()
+
+    def dots(self, direction: Tensor) -> Tensor:
+        total = self.raw_losses.new_zeros(len(self.raw_losses))
+        for block, parts in zip(direction.split(self.layout.sizes), self._clean, strict=True):
+            for part in parts:
+                total = total + part.dots(block)
+        return total
+
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
+        if "_good" not in self.__dict__:
+            # Nobody asked for norms: a finite sum proves that every gradient was finite.
+            total = self._sum(self.parts, factors, groups)
+            if bool(torch.isfinite(total).all()) and bool(torch.isfinite(self.raw_losses).all()):
+                return total
+        return self._sum(self._clean, self._zeroed(factors), groups)
+
+    def _sum(self, parts: tuple[tuple[Part, ...], ...], factors: Tensor, groups: tuple[int, ...]) -> Tensor:
+        columns = [factors[:, group] for group in range(factors.shape[1])]
+        blocks = []
+        for i, (own, size) in enumerate(zip(parts, self.layout.sizes, strict=True)):
+            sums = [part.weighted(columns[groups[i] if groups else 0]) for part in own]
+            blocks.append(sums[0] if len(sums) == 1 else sum(sums, start=self.params.new_zeros(size)))
+        return torch.cat(blocks)

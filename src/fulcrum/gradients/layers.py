@@ -1,0 +1,168 @@
+"""The layers that book-keeping knows, and the parts of each after the backward pass. How they run is in `moves.py`.
+
+A layer is recognised by its exact class: a subclass may compute something else. Adding one is a `Kind`
+in the table at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fulcrum.gradients.layer_ops import Params
+from fulcrum.gradients.outer_products import Conv, Dense, Patches, Size
+from fulcrum.gradients.param_grads import Lookup, Part, Rows
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What book-keeping needs to know of a class of layers.
+
+    parts(layer, a, g, params, wanted): for each wanted parameter name the part made of input a and
+        output gradient g, examples first in both; a is `Patches` where the layer left them.
+    fits(layer, x): whether dimension 0 of x is what the layer treats as the batch.
+    objection(layer): why this very layer needs another path; empty if it does not.
+    size(layer, shape): what the weight's gradients cost, from the output's shape, where there is a choice of
+        how to find them.
+    """
+
+    parts: Callable[[Any, Any, Tensor, Params, set[str]], dict[str, Part]]
+    fits: Callable[[Any, Tensor], bool]
+    objection: Callable[[Any], str] = lambda layer: ""
+    size: Callable[[Any, torch.Size], Size | None] = lambda layer, shape: None
+
+
+# --- linear -------------------------------------------------------------------------------------
+
+
+def _linear_parts(layer: nn.Linear, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
+    if a.dim() > 3:
+        a, g = a.flatten(1, -2), g.flatten(1, -2)
+    makers: dict[str, Callable[[], Part]] = {
+        "weight": lambda: Dense(a, g),
+        "bias": lambda: Rows(g if g.dim() == 2 else g.sum(dim=1)),
+    }
+    return {name: makers[name]() for name in wanted}
+
+
+def _linear_size(layer: nn.Linear, shape: torch.Size) -> Size:
+    return Size(1, math.prod(shape[1:-1]), layer.in_features, layer.out_features)
+
+
+# --- convolutions -------------------------------------------------------------------------------
+
+
+def _conv_padding(layer: nn.Conv1d | nn.Conv2d) -> list[int]:
+    """Left and right of the last dimension, then of the one before, as `F.pad` takes them."""
+    amounts: list[int] = []
+    for i in reversed(range(len(layer.kernel_size))):
+        if isinstance(layer.padding, str):
+            total = layer.dilation[i] * (layer.kernel_size[i] - 1) if layer.padding == "same" else 0
+            amounts += [total // 2, total - total // 2]
+        else:
+            amounts += [layer.padding[i], layer.padding[i]]
+    return amounts
+
+
+def _conv_parts(
+    layer: nn.Conv1d | nn.Conv2d, a: Tensor | Patches, g: Tensor, params: Params, wanted: set[str]
+) -> dict[str, Part]:
+    def weight() -> Part:
+        if isinstance(a, Patches):
+            return a.part(g, params["weight"])
+        padding, x, grad, kernel = _conv_padding(layer), a, g, params["weight"]
+        if any(padding):
+            x = F.pad(x, padding, "constant" if layer.padding_mode == "zeros" else layer.padding_mode)
+        stride, dilation = layer.stride, layer.dilation
+        if x.dim() == 3:  # a sequence is an image of height 1
+            x, grad, kernel = x.unsqueeze(2), grad.unsqueeze(2), kernel.unsqueeze(2)
+            stride, dilation = (1, *stride), (1, *dilation)
+        return Conv(x, grad, kernel, (stride[0], stride[1]), (dilation[0], dilation[1]), layer.groups)
+
+    makers: dict[str, Callable[[], Part]] = {"weight": weight, "bias": lambda: Rows(g.flatten(2).sum(dim=2))}
+    return {name: makers[name]() for name in wanted}
+
+
+def _conv_size(layer: nn.Conv1d | nn.Conv2d, shape: torch.Size) -> Size:
+    n = layer.groups
+    inputs = layer.in_channels // n * math.prod(layer.kernel_size)
+    return Size(n, math.prod(shape[2:]), inputs, layer.out_channels // n)
+
+
+# --- normalisation within an example --------------------------------------------------------------
+
+
+def _group_norm_parts(layer: nn.GroupNorm, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
+    def total(values: Tensor) -> Part:
+        return Rows(values.reshape(len(values), layer.num_channels, -1).sum(dim=2))
+
+    makers: dict[str, Callable[[], Part]] = {
+        "weight": lambda: total(F.group_norm(a, layer.num_groups, eps=layer.eps) * g),
+        "bias": lambda: total(g),
+    }
+    return {name: makers[name]() for name in wanted}
+
+
+def _layer_norm_parts(layer: nn.LayerNorm, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
+    def total(values: Tensor) -> Part:
+        return Rows(values.reshape(len(values), -1, math.prod(layer.normalized_shape)).sum(dim=1))
+
+    makers: dict[str, Callable[[], Part]] = {
+        "weight": lambda: total(F.layer_norm(a, layer.normalized_shape, eps=layer.eps) * g),
+        "bias": lambda: total(g),
+    }
+    return {name: makers[name]() for name in wanted}
+
+
+# --- embedding ----------------------------------------------------------------------------------
+
+
+def _embedding_parts(layer: nn.Embedding, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
+    index, grads = a.reshape(len(a), -1), g.reshape(len(g), -1, layer.embedding_dim)
+    if layer.padding_idx is not None:
+        skipped = (index == layer.padding_idx).unsqueeze(2)
+        grads = torch.where(skipped, torch.zeros((), dtype=grads.dtype), grads)
+    return {name: Lookup(index, grads, layer.num_embeddings) for name in wanted}
+
+
+def _embedding_objection(layer: nn.Embedding) -> str:
+    if layer.max_norm is not None:
+        return "max_norm changes the weights during the forward pass"
+    return "scale_grad_by_freq counts over the batch" if layer.scale_grad_by_freq else ""
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+KINDS: dict[type[nn.Module], Kind] = {
+    nn.Linear: Kind(_linear_parts, lambda layer, x: x.dim() >= 2, size=_linear_size),
+    nn.Conv1d: Kind(_conv_parts, lambda layer, x: x.dim() == 3, size=_conv_size),
+    nn.Conv2d: Kind(_conv_parts, lambda layer, x: x.dim() == 4, size=_conv_size),
+    nn.GroupNorm: Kind(_group_norm_parts, lambda layer, x: x.dim() >= 2),
+    nn.LayerNorm: Kind(_layer_norm_parts, lambda layer, x: x.dim() > len(layer.normalized_shape)),
+    nn.Embedding: Kind(_embedding_parts, lambda layer, x: x.dim() >= 1, _embedding_objection),
+}
+
+
+def objection(layer: nn.Module) -> str:
+    """Why book-keeping cannot take this layer, or "" if it can."""
+    kind = KINDS.get(type(layer))
+    if kind is None:
+        return f"no book-keeping rule for {type(layer).__name__}"
+    own = {name for name, _ in layer.named_parameters(recurse=False)}
+    if not own <= {"weight", "bias"} or any(True for _ in layer.children()):
+        return "its weights are computed from other parameters"
+    if has_hooks(layer):
+        return "it carries hooks, which may change its input or output"
+    return kind.objection(layer)
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether somebody registered forward or backward hooks on the module."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(layer, name, None) for name in hooks)

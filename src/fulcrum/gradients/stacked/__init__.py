@@ -1,0 +1,1 @@
+"""Per-example gradients of many clients and runs in one tensor program, for GPUs."""

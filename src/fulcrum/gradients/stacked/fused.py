@@ -1,0 +1,165 @@
+"""Patches, pooling and norms in one kernel each, where triton and a GPU are there; else None, and torch does it.
+
+The torch code of `geometry` stays the definition: every function here gives the same numbers, up to one rounding
+of bf16. FULCRUM_TRITON=0 turns this off. Kernels are compiled when first used (triton keeps them on disk); if that
+fails, `trouble` says why and torch does the work from then on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulcrum.gradients.haar import level_norms
+from fulcrum.gradients.stacked.geometry import Window
+
+BLOCK = 1024
+"""Numbers that one program writes."""
+
+trouble: list[str] = []
+"""Why the kernels are not used although they are wanted; empty while all is well."""
+
+
+@cache
+def _wanted() -> tuple[bool, bool]:
+    """(there and not turned off, run by triton's interpreter): asked once a process."""
+    there = os.environ.get("FULCRUM_TRITON", "1") != "0" and importlib.util.find_spec("triton") is not None
+    return there, there and os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def ready(values: Tensor) -> bool:
+    """Whether the kernels take this tensor."""
+    there, interpreted = _wanted()
+    fits = values.dtype in (torch.float32, torch.bfloat16) and values.numel() > 0
+    return there and not trouble and fits and (values.is_cuda or interpreted)
+
+
+def _launch(name: str, size: int, images: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    """Runs a kernel that writes `size` numbers for each image; False if it could not be compiled."""
+    block = min(BLOCK, max(64, 1 << (size - 1).bit_length()))
+    blocks = -(-size // block)
+    return _start(name, images * blocks, tensors, {**given, "BLOCKS": blocks, "BLOCK": block})
+
+
+def _start(name: str, programs: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    try:
+        from fulcrum.gradients.stacked import kernels
+
+        with torch.cuda.device_of(tensors[0]):  # triton launches on the current device
+            getattr(kernels, name)[(programs,)](*tensors, **given)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        trouble.append(f"no fused kernels: {name}: {type(error).__name__}: {first}")
+        return False
+    return True
+
+
+def _shape(window: Window) -> dict[str, int]:
+    (oh, ow), (kh, kw), (sh, sw) = window.out, window.kernel, window.stride
+    sides = {"H": window.height, "W": window.width, "C": window.channels, "OH": oh, "OW": ow}
+    return {**sides, "KH": kh, "KW": kw, "SH": sh, "SW": sw}
+
+
+def patches(h: Tensor, window: Window) -> Tensor | None:
+    """As `geometry.patches`."""
+    if not ready(h):
+        return None
+    sets, n = h.shape[:2]
+    out = h.new_empty((sets, n, window.positions, window.size))
+    (ph, pw), (dh, dw) = window.padding, window.dilation
+    given = {**_shape(window), "PH": ph, "PW": pw, "DH": dh, "DW": dw}
+    done = _launch("patches", window.positions * window.size, sets * n, (h.contiguous(), out), given)
+    return out if done else None
+
+
+def unpatch(g: Tensor, window: Window) -> Tensor | None:
+    """As `geometry.unpatch`; sums of bf16 are kept in float32."""
+    if not ready(g) or window.dilation != (1, 1):
+        return None
+    out = g.new_empty((*g.shape[:2], window.height, window.width, window.channels))
+    given = {**_shape(window), "PH": window.padding[0], "PW": window.padding[1]}
+    size = window.height * window.width * window.channels
+    return out if _launch("unpatch", size, g.shape[0] * g.shape[1], (g.contiguous(), out), given) else None
+
+
+def pool(h: Tensor, window: Window, mean: bool, relu: bool, bias: Tensor | None) -> tuple[Tensor, Any] | None:
+    """Bias [S, C] added, relu, then the largest or the mean of each window; and a note for `unpool`."""
+    area = window.kernel[0] * window.kernel[1]
+    if not ready(h) or area > (31 if mean and relu else 255):
+        return None
+    sets, n = h.shape[:2]
+    out = h.new_empty((sets, n, *window.out, window.channels))
+    kind = torch.int32 if mean and area > 8 else torch.uint8
+    noted = relu or not mean
+    note = torch.empty_like(out, dtype=kind) if noted else out
+    given = {**_shape(window), "BIAS": bias is not None, "RELU": relu, "MEAN": mean}
+    tensors = (h.contiguous(), out if bias is None else bias.to(h.dtype).contiguous(), out, note, n)
+    done = _launch("pool", window.positions * window.channels, sets * n, tensors, given)
+    return (out, note if noted else None) if done else None
+
+
+def unpool(g: Tensor, note: Tensor | None, window: Window, mean: bool, relu: bool) -> Tensor | None:
+    """The gradient of `pool`, from its note."""
+    if not ready(g) or (note is None and (relu or not mean)):
+        return None
+    out = g.new_empty((*g.shape[:2], window.height, window.width, window.channels))
+    g = g.contiguous()
+    size = window.height * window.width * window.channels
+    given = {**_shape(window), "RELU": relu, "MEAN": mean}
+    tensors = (g, g if note is None else note.contiguous(), out)
+    return out if _launch("unpool", size, g.shape[0] * g.shape[1], tensors, given) else None
+
+
+def ghost(a: Tensor, g: Tensor) -> Tensor | None:
+    """Squared norm of each example's g^T a from its two Gram matrices: [X, P, k], [X, P, o] -> [X], float32.
+
+    Up to 64 positions, where products need not be float32's own: three products of tf32 are as exact as its rounding.
+    """
+    positions = a.shape[1]
+    exact = a.is_cuda and a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    if not ready(a) or exact or positions > 64:
+        return None
+    out = a.new_empty(len(a), dtype=torch.float32)
+    k, o = a.shape[2], g.shape[2]
+    tall = max(16, 1 << (positions - 1).bit_length())
+    wide, narrow = (min(64, max(16, 1 << (width - 1).bit_length())) for width in (k, o))
+    given = {"P": positions, "K": k, "OUT": o, "TALL": tall, "WIDE": wide, "NARROW": narrow}
+    return out if _start("ghost", len(a), (a.contiguous(), g.contiguous(), out), given) else None
+
+
+DEPTH, STRETCH = 6, 2048
+"""Haar levels that one kernel takes, and the numbers a program of one warp holds: 64 a thread, 32 left at the end."""
+
+
+def levels(x: Tensor, count: int) -> Tensor | None:
+    """As `clip.wav.level_norms` of rows [B, d] in float32: each launch reads them once and leaves 1 number of 64."""
+    if not ready(x) or x.dtype != torch.float32 or x.shape[1] <= 1 << DEPTH:
+        return None
+    finer: list[Tensor] = []  # squared norms, from fine to coarse
+    while x.shape[1] > 1 << DEPTH:
+        n, d = x.shape
+        x = x if x.stride(1) == 1 else x.contiguous()
+        blocks = -(-d // STRETCH)
+        energies = x.new_empty((n, blocks, DEPTH))
+        rest = x.new_empty((n, blocks * (STRETCH >> DEPTH)))
+        given = {"BLOCKS": blocks, "BLOCK": STRETCH, "DEPTH": DEPTH, "D": d, "WIDE": _wide(x), "STRIDE": x.stride(0)}
+        if not _start("levels", n * blocks, (x, energies, rest), {**given, "num_warps": 1}):
+            return None
+        finer += energies.sum(dim=1).unbind(1)
+        x, count = rest[:, : -(-d // (1 << DEPTH))], count - DEPTH
+    return torch.cat([level_norms(x, count), torch.stack(finer[::-1], dim=1).sqrt()], dim=1)
+
+
+def _wide(x: Tensor) -> int:
+    """How many numbers of each row [B, d] may be read: d rounded up to 16, if the memory goes on after the last row."""
+    n, d = x.shape
+    rounded = -(-d // 16) * 16
+    held = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return rounded if (n - 1) * x.stride(0) + rounded <= held else d

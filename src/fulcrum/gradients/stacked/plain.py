@@ -1,0 +1,195 @@
+"""Layers without parameters, forward and backward by hand: activations, pooling, flattening, centring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fulcrum.gradients.stacked import fused
+from fulcrum.gradients.stacked import geometry as geo
+from fulcrum.gradients.stacked.geometry import Window
+from fulcrum.models.builtin import Tempered
+from fulcrum.models.whitening import Centre
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What a pooling does, mean or largest of each window, and its torch form (as in `Plain`)."""
+
+    window: Window
+    mean: bool
+    forward: Callable[[Tensor], tuple[Tensor, Any]]
+    backward: Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A layer without parameters. forward(h) -> (out, kept); backward(g, kept) -> gradient of h.
+
+    A pooling says so in `pool`; its forward(h, bias) adds a bias [S, C] first.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Any]]
+    backward: Callable[[Tensor, Any], Tensor]
+    pool: Pool | None = None
+
+
+def _relu(layer: nn.Module) -> Plain:
+    def forward(h: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.relu(h)
+        return out, out
+
+    return Plain("relu", forward, lambda g, out: torch.ops.aten.threshold_backward(g, out, 0))
+
+
+def _tanh(layer: nn.Module) -> Plain:
+    def forward(h: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.tanh(h)
+        return out, out
+
+    return Plain("tanh", forward, lambda g, out: torch.ops.aten.tanh_backward(g, out))
+
+
+def _sigmoid(layer: nn.Module) -> Plain:
+    def forward(h: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.sigmoid(h)
+        return out, out
+
+    return Plain("sigmoid", forward, lambda g, out: torch.ops.aten.sigmoid_backward(g, out))
+
+
+def _tempered(layer: Any) -> Plain:
+    def forward(h: Tensor) -> tuple[Tensor, Tensor]:
+        inner = torch.sigmoid(layer.temperature * h)
+        return layer.scale * inner - layer.offset, inner
+
+    def backward(g: Tensor, inner: Tensor) -> Tensor:
+        slope = layer.scale * layer.temperature
+        return torch.ops.aten.sigmoid_backward(g, inner) * slope  # type: ignore[no-any-return]
+
+    return Plain(f"tempered {layer.extra_repr()}", forward, backward)
+
+
+ACTIVATIONS: dict[type[nn.Module], Callable[[Any], Plain]] = {
+    nn.ReLU: _relu,
+    nn.Tanh: _tanh,
+    nn.Sigmoid: _sigmoid,
+    Tempered: _tempered,
+}
+
+
+def max_pool(window: Window) -> Plain:
+    backward = partial(geo.max_unpool, window=window)
+    return _pool(Pool(window, False, lambda h: geo.max_pool(h, window), backward))
+
+
+def avg_pool(window: Window) -> Plain:
+    return _pool(Pool(window, True, lambda h: (geo.avg_pool(h, window), None), lambda g, _: geo.avg_unpool(g, window)))
+
+
+def global_pool(height: int, width: int, channels: int) -> Plain:
+    def backward(g: Tensor, _: Any) -> Tensor:
+        return (g / (height * width)).expand(*g.shape[:2], height, width, g.shape[-1])
+
+    window = Window(height, width, channels, (height, width), (height, width))
+    return _pool(Pool(window, True, lambda h: (h.mean(dim=(2, 3), keepdim=True), None), backward))
+
+
+def _pool(pool: Pool, relu: bool = False) -> Plain:
+    """Pooling, after relu or not: one kernel where there is one, else by torch. Either reads the other's notes."""
+    window, mean = pool.window, pool.mean
+
+    def by_torch(h: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
+        if bias is not None:
+            h = h + bias.to(h.dtype)[:, None, None, None]
+        if not relu:
+            return pool.forward(h)
+        if mean:
+            out = torch.relu(h)
+            return pool.forward(out)[0], out
+        best, which = pool.forward(h)  # relu of the largest is the largest relu, and there are fewer of them
+        return torch.relu(best), which.masked_fill_(best <= 0, geo.STOPPED)
+
+    def forward(h: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Any]:
+        return fused.pool(h, window, mean, relu, bias) or by_torch(h, bias)
+
+    def backward(g: Tensor, note: Any) -> Tensor:
+        if note is None or not note.is_floating_point():
+            found = fused.unpool(g, note, window, mean, relu)
+            if found is not None:
+                return found
+        if not mean or note is None:
+            return pool.backward(g, note)
+        if note.is_floating_point():
+            return torch.ops.aten.threshold_backward(pool.backward(g, None), note, 0)  # type: ignore[no-any-return]
+        return geo.masked_unpool(g, note, window)
+
+    kind = "avg-pool" if mean else "max-pool"
+    return Plain(f"relu+{kind}" if relu else kind, forward, backward, pool)
+
+
+def joined(steps: list[Any]) -> list[Any]:
+    """Steps with each relu before a pooling taken into it, so that one pass over the numbers does both."""
+    out: list[Any] = []
+    for step in steps:
+        last = out[-1] if out else None
+        if isinstance(step, Plain) and step.pool and isinstance(last, Plain) and last.name == "relu":
+            out[-1] = _pool(step.pool, relu=True)
+        else:
+            out.append(step)
+    return out
+
+
+def flatten(height: int, width: int, channels: int) -> Plain:
+    """To PyTorch's order (C, H, W)."""
+
+    def backward(g: Tensor, _: Any) -> Tensor:
+        return g.view(*g.shape[:2], channels, height, width).permute(0, 1, 3, 4, 2)
+
+    return Plain("flatten", lambda h: (h.permute(0, 1, 4, 2, 3).flatten(2), None), backward)
+
+
+def centre(layer: Centre, here: tuple[int, ...]) -> tuple[Plain, tuple[int, ...]] | None:
+    """Zeros around an image, then less the mean; and the shape after it. None if the mean is not of such inputs."""
+    mean, (down, across) = layer.mean.detach().float(), layer.padding
+    if mean.dim() != len(here) or (len(here) == 1 and (down or across)):
+        return None
+    if len(here) == 3:
+        mean = mean.permute(1, 2, 0)
+    if any(own not in (1, side) for own, side in zip(mean.shape, here, strict=True)):
+        return None
+    mean = mean.contiguous()  # float32, on the device: bf16 is widened, and rounded once
+    mix = layer.mix
+    if mix is not None and mix.shape[0] != here[-1]:
+        return None
+
+    def mixed(h: Tensor) -> Tensor:  # its own way back, for M is symmetric
+        return h if mix is None else (h.reshape(-1, h.shape[-1]) @ mix.to(h.dtype)).view(h.shape)
+
+    if not (down or across):
+
+        def forward(h: Tensor) -> tuple[Tensor, None]:
+            return mixed(torch.sub(h, mean, out=torch.empty_like(h, memory_format=torch.contiguous_format))), None
+
+        return Plain("centre", forward, lambda g, _: mixed(g)), here
+    height, width, channels = here
+    if mean.shape[:2] != (1, 1):
+        return None
+    border = -mean
+
+    def padded(h: Tensor) -> tuple[Tensor, None]:
+        out = h.new_empty((*h.shape[:2], height + 2 * down, width + 2 * across, channels))
+        out.copy_(border)
+        torch.sub(h, mean, out=out[:, :, down : down + height, across : across + width])
+        return mixed(out), None
+
+    def crop(g: Tensor, _: Any) -> Tensor:
+        return mixed(g[:, :, down : down + height, across : across + width])
+
+    return Plain("centre", padded, crop), (height + 2 * down, width + 2 * across, channels)

@@ -1,0 +1,113 @@
+"""Per-example gradients written out, for any module: slow, general, and the oracle for book-keeping.
+
+`torch.func.vmap` over the gradient of one example; where an operation has no batching rule (an LSTM,
+say), a plain loop over the examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, grad_and_value, vmap
+
+from fulcrum.gradients.tape import Loss, Tape, column, group_squares
+from fulcrum.models.layout import Layout, call
+
+MEMORY = 256 * 2**20
+"""Bytes of gradients that one vmap call may work on."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A tape that holds all gradients [B, d] as a matrix."""
+
+    layout: Layout
+    raw_losses: Tensor
+    raw: Tensor
+
+    @cached_property
+    def _good(self) -> Tensor:
+        return torch.isfinite(self.raw.square().sum(dim=1)) & torch.isfinite(self.raw_losses)
+
+    @cached_property
+    def _grads(self) -> Tensor:
+        return torch.where(self._good.unsqueeze(1), self.raw, torch.zeros((), dtype=self.raw.dtype))
+
+    @property
+    def losses(self) -> Tensor:
+        return torch.where(self._good, self.raw_losses, torch.zeros((), dtype=self.raw_losses.dtype))
+
+    def matrix(self) -> Tensor:
+        return self._grads
+
+    def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
+        blocks = self._grads.split(self.layout.sizes, dim=1)
+        return group_squares(torch.stack([block.square().sum(dim=1) for block in blocks], dim=1), groups).sqrt()
+
+    def dots(self, direction: Tensor) -> Tensor:
+        return self._grads @ direction
+
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
+        factors = torch.where(self._good.unsqueeze(1), factors, torch.zeros((), dtype=factors.dtype))
+        blocks = self._grads.split(self.layout.sizes, dim=1)
+        return torch.cat([column(factors, groups, i) @ block for i, block in enumerate(blocks)])
+
+
+def record_vmap(model: nn.Module, layout: Layout, params: Tensor, x: Tensor, y: Tensor, loss: Loss) -> Tape:
+    """Gradients of every example by vmap over the whole model."""
+
+    def one(tensors: Mapping[str, Tensor], example: Tensor, label: Tensor) -> Tensor:
+        logits: Tensor = call(model, tensors, example.unsqueeze(0))
+        return loss(logits, label.unsqueeze(0)).reshape(())
+
+    tensors = layout.unflatten(params.detach())
+    grads, losses = _per_example(one, tensors, (x, y), with_value=True)
+    return Table(
+        layout,
+        losses,
+        torch.cat([grads[n].reshape(len(x), size) for n, size in zip(layout.names, layout.sizes, strict=True)], dim=1),
+    )
+
+
+def module_rows(module: nn.Module, tensors: Mapping[str, Tensor], a: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """One module's gradients [B, ...] of each of `tensors`, from its input a and output gradient g."""
+
+    def one(own: Mapping[str, Tensor], example: Tensor, upstream: Tensor) -> Tensor:
+        out: Tensor = call(module, own, example.unsqueeze(0))
+        return (out.squeeze(0) * upstream).sum()
+
+    return _per_example(one, tensors, (a, g), with_value=False)[0]
+
+
+def _per_example(
+    one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[Tensor, Tensor], with_value: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    derivative = grad_and_value(one) if with_value else grad(one)
+    chunk = max(1, min(len(batch[0]), MEMORY // max(1, size)))
+    try:
+        found: Any = vmap(derivative, in_dims=(None, 0, 0), chunk_size=chunk)(tensors, *batch)
+    except RuntimeError:
+        return _loop(one, tensors, batch)
+    return found if with_value else (found, torch.empty(0))
+
+
+def _loop(
+    one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[Tensor, Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+    rows: list[tuple[Tensor, ...]] = []
+    values: list[Tensor] = []
+    for example in zip(*batch, strict=True):
+        with torch.enable_grad():
+            value = one(leaves, *example)
+            found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        rows.append(found)
+        values.append(value.detach())
+    stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
+    return dict(zip(leaves, stacked, strict=True)), torch.stack(values)

@@ -1,0 +1,120 @@
+"""The built-in models: the paper's CNNs, a CNN for scattering features, MLP, linear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fulcrum.errors import ModelError
+from fulcrum.settings import schema as config
+
+Shape = tuple[int, ...]
+
+
+# --- the built-in models --------------------------------------------------------------------------
+
+
+class Tempered(nn.Module):
+    """The tempered sigmoid: scale * sigmoid(temperature * x) - offset. With 2, 2, 1 it is tanh."""
+
+    def __init__(self, scale: float, temperature: float, offset: float) -> None:
+        super().__init__()
+        self.scale, self.temperature, self.offset = scale, temperature, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * torch.sigmoid(self.temperature * x) - self.offset
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale:g}, temperature={self.temperature:g}, offset={self.offset:g}"
+
+
+ACTIVATIONS: dict[str, Callable[[config.Model], nn.Module]] = {
+    "relu": lambda settings: nn.ReLU(),
+    "tanh": lambda settings: nn.Tanh(),
+    "tempered": lambda settings: Tempered(settings.temper_scale, settings.temper_temperature, settings.temper_offset),
+}
+
+Act = Callable[[], nn.Module]
+
+
+def _images(name: str, shape: Shape, smallest: int) -> tuple[int, int, int]:
+    if len(shape) != 3 or min(shape[1:]) < smallest:
+        seen = "x".join(map(str, shape))
+        raise ModelError(
+            f"model.name = {name!r} needs images (channels, height, width) of at least {smallest}x{smallest} pixels, "
+            f"but an example is {seen}; use linear, mlp or your own package.module:factory."
+        )
+    return shape[0], shape[1], shape[2]
+
+
+def mnist_cnn(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
+    """The paper's CNN for MNIST and Fashion-MNIST: 26,010 parameters on 1x28x28 and 10 classes."""
+    channels, *sides = _images("mnist-cnn", shape, 14)
+    height, width = (((side + 6 - 8) // 2 + 1 - 1 - 4) // 2 + 1 - 1 for side in sides)
+    layers = [nn.Conv2d(channels, 16, 8, stride=2, padding=3), act(), nn.MaxPool2d(2, stride=1)]
+    layers += [nn.Conv2d(16, 32, 4, stride=2), act(), nn.MaxPool2d(2, stride=1), nn.Flatten()]
+    layers += [nn.Linear(32 * height * width, 32), act(), nn.Linear(32, classes)]
+    return nn.Sequential(*layers)
+
+
+def cifar_cnn(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
+    """The paper's CNN for CIFAR-10: four 3x3 convolutions, average pooling, one linear layer."""
+    channels, _, _ = _images("cifar-cnn", shape, 8)
+    layers: list[nn.Module] = []
+    for filters in (32, 64, 64):
+        layers += [nn.Conv2d(channels, filters, 3, padding=1), act(), nn.AvgPool2d(2)]
+        channels = filters
+    layers += [nn.Conv2d(channels, 128, 3, padding=1), act(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(128, classes))
+
+
+def scatter_cnn(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
+    """Two 3x3 convolutions of 64 filters and one linear layer, for scattering features (after Tramer and Boneh 2021).
+
+    187,210 parameters on CIFAR-10's 243x8x8 features and 10 classes, 89,418 on MNIST's 81x7x7.
+    """
+    channels, height, width = _images("scatter-cnn", shape, 2)
+    layers = [nn.Conv2d(channels, 64, 3, padding=1), act(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), act()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * (height // 2) * (width // 2), classes))
+
+
+def mlp(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
+    """Fully connected layers of the widths in `hidden`."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    width = math.prod(shape)
+    for hidden in settings.hidden:
+        layers += [nn.Linear(width, hidden), act()]
+        width = hidden
+    return nn.Sequential(*layers, nn.Linear(width, classes))
+
+
+def linear(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
+    """Multinomial logistic regression."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
+
+
+BUILTIN: dict[str, Callable[[config.Model, Shape, int, Act], nn.Module]] = {
+    "linear": linear,
+    "mlp": mlp,
+    "mnist-cnn": mnist_cnn,
+    "cifar-cnn": cifar_cnn,
+    "scatter-cnn": scatter_cnn,
+}
+
+AUTO: Mapping[Shape, str] = {(1, 28, 28): "mnist-cnn", (3, 32, 32): "cifar-cnn"}
+"""What "auto" means for these shapes of an example; "linear" for any other."""
+
+
+def initialise(model: nn.Module, generator: torch.Generator) -> None:
+    """Draws all Linear and Conv parameters as PyTorch does by default: uniform within 1 / sqrt(fan in)."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if weight is None:
+            continue
+        bound = 1.0 / math.sqrt(math.prod(weight.shape[1:]))
+        with torch.no_grad():
+            for parameter in module.parameters(recurse=False):
+                parameter.uniform_(-bound, bound, generator=generator)

@@ -1,0 +1,105 @@
+"""The parameters of a model as one vector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fulcrum.errors import ModelError
+
+# --- the parameters as one vector -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each trainable parameter lies in the flat vector [d]. A shared parameter appears once.
+
+    names, shapes: of the parameter tensors, in order. layers: for each tensor the number of its layer; tensors
+    of the same module have the same number, counted from 0 in order of appearance.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    layers: tuple[int, ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> Layout:
+        """The layout of a model's parameters that require a gradient; ModelError if there are none."""
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        lazy = [name for name, p in named if nn.parameter.is_lazy(p)]
+        if lazy:
+            raise ModelError(f"Parameter {lazy[0]!r} has no shape yet; run the model once before handing it over.")
+        if not named:
+            raise ModelError("The model has no trainable parameters; at least one must require a gradient.")
+        owners: dict[str, int] = {}
+        layers = tuple(owners.setdefault(name.rpartition(".")[0], len(owners)) for name, _ in named)
+        return Layout(tuple(name for name, _ in named), tuple(p.shape for _, p in named), layers)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of entries of each tensor."""
+        return tuple(shape.numel() for shape in self.shapes)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor starts in the vector."""
+        return tuple(sum(self.sizes[:i]) for i in range(len(self.sizes)))
+
+    @cached_property
+    def dim(self) -> int:
+        """d, the number of trainable parameters."""
+        return sum(self.sizes)
+
+    @cached_property
+    def depth(self) -> int:
+        """How many tensors have more than one dimension: about the number of layers."""
+        return sum(len(shape) > 1 for shape in self.shapes)
+
+    @cached_property
+    def usual_norm(self) -> float:
+        """About the norm of all weights together when each layer is drawn as PyTorch does by default.
+
+        A layer's weights are uniform within 1 / sqrt(fan in), so their squares add up to a third of its outputs;
+        biases are left out. It depends on the shapes alone. 1 for a model of vectors and scalars only.
+        """
+        outputs = sum(shape[0] for shape in self.shapes if len(shape) > 1)
+        return math.sqrt(outputs / 3) or 1.0
+
+    def flatten(self, model: nn.Module) -> Tensor:
+        """A copy of the model's parameters as one vector, [d]."""
+        named = dict(model.named_parameters())
+        return torch.cat([named[name].detach().reshape(-1) for name in self.names])
+
+    def unflatten(self, params: Tensor) -> dict[str, Tensor]:
+        """Views into `params` [d] by parameter name."""
+        pieces = params.split(self.sizes)
+        return {n: p.view(s) for n, p, s in zip(self.names, pieces, self.shapes, strict=True)}
+
+    def write(self, model: nn.Module, params: Tensor) -> None:
+        """Copies `params` [d] into the model."""
+        named = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, values in self.unflatten(params).items():
+                named[name].copy_(values)
+
+
+def call(model: nn.Module, tensors: Mapping[str, Tensor], *inputs: Tensor) -> Any:
+    """The model's output with `tensors` (by parameter name, as `Layout.unflatten` gives them) in place of its own.
+
+    As `torch.func.functional_call`, which loses the parameters of a module that appears twice in the model.
+    The model is as before afterwards, but must not be shared between threads during the call.
+    """
+    given = {id(parameter): tensors[name] for name, parameter in model.named_parameters() if name in tensors}
+    slots: dict[str, Tensor] = {}
+    for place, module in model.named_modules():  # each module once
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in given:
+                slots[f"{place}.{name}" if place else name] = given[id(parameter)]
+    return functional_call(model, slots, inputs, tie_weights=False)

@@ -1,0 +1,95 @@
+"""Weights to start from. Either those that come along, taught on pictures made of formulas (`paint`, `learn`;
+`fulcrum prior` makes them again), or a file of your own. Whatever they are, they must be public: no record that a
+run protects may have touched them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fulcrum.errors import ModelError
+from fulcrum.models.whitening import MEAN, MIX
+
+FOLDER = Path(__file__).parent
+PAINTED = "painted"
+
+
+def kept(model: str, activation: str) -> Path:
+    """The file of a built-in model's painted weights; it need not exist."""
+    return FOLDER / f"{model}-{activation}.npz"
+
+
+def read(init: str, model: str, activation: str) -> dict[str, Tensor]:
+    """The weights that model.init names, by parameter name, as float32.
+
+    init: "painted", or a path to an .npz file of arrays or a .safetensors file (such as a run's model.safetensors).
+    """
+    file = kept(model, activation) if init == PAINTED else Path(init)
+    if init == PAINTED and not file.is_file():
+        known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.npz")))
+        raise ModelError(
+            f"model.init = 'painted' has no weights for {model} with activation {activation}; there are {known}. "
+            "Use random, or a file that `fulcrum prior` made."
+        )
+    readers = {".npz": _npz, ".safetensors": _safetensors}
+    if file.suffix not in readers:
+        raise ModelError(f"model.init = {init!r} is not known; use random, painted, or an .npz or .safetensors file.")
+    if not file.is_file():
+        raise ModelError(f"model.init = {init!r}: there is no such file.")
+    try:
+        return readers[file.suffix](file)
+    except Exception as error:
+        raise ModelError(f"model.init = {init!r} cannot be read as {file.suffix}: {error}.") from error
+
+
+def _npz(file: Path) -> dict[str, Tensor]:
+    with np.load(file, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name].astype(np.float32)) for name in arrays.files}
+
+
+def _safetensors(file: Path) -> dict[str, Tensor]:
+    load = importlib.import_module("safetensors.torch").load_file  # the core does without it
+    return {name: value.float() for name, value in load(file).items()}
+
+
+def write(file: Path, weights: Mapping[str, Tensor]) -> None:
+    """Keeps weights as half-precision numbers, which is finer than any noise that will be added to them."""
+    arrays: dict[str, Any] = {name: value.detach().cpu().half().numpy() for name, value in weights.items()}
+    np.savez_compressed(file, **arrays)
+
+
+def parted(model: torch.nn.Module, found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a file holds as (weights, facts about layers' inputs): "3.mean", "3.mix" for a layer that has 3.weight."""
+    own = dict(model.named_parameters())
+    layers = {name.removesuffix(".weight") for name in own if name.endswith(".weight")}
+    facts = {layer + what for layer in layers for what in (MEAN, MIX)} - set(own)
+    return {k: v for k, v in found.items() if k not in facts}, {k: v for k, v in found.items() if k in facts}
+
+
+def put(model: torch.nn.Module, weights: Mapping[str, Tensor], name: str) -> None:
+    """Writes weights into a model, in place. Layers whose weights are not given keep what they have.
+
+    ModelError where a name is not the model's, a shape is another, or nothing fits. A last layer for another number
+    of classes is left out by whoever made the file, not skipped here: a wrong file must not pass in silence.
+    """
+    own = dict(model.named_parameters())
+    unknown = sorted(set(weights) - set(own))
+    if unknown or not weights:
+        what = f"has {unknown[0]!r}, which the model has not" if unknown else "holds no weights"
+        raise ModelError(f"model.init = {name!r} {what}; its parameters are {', '.join(own)}.")
+    for key, value in weights.items():
+        if value.shape != own[key].shape:
+            seen, wanted = ("x".join(map(str, shape)) for shape in (value.shape, own[key].shape))
+            raise ModelError(f"model.init = {name!r}: {key} is {seen}, but the model's is {wanted}.")
+        if not torch.isfinite(value).all():
+            raise ModelError(f"model.init = {name!r}: {key} holds values that are not finite.")
+    with torch.no_grad():
+        for key, value in weights.items():
+            own[key].copy_(value)

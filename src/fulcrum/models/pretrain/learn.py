@@ -1,0 +1,200 @@
+"""Teaches a network to tell painted kinds apart, and hands over what it learned as weights to start from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fulcrum.data.synthetic_images import Recipes, invent, paint
+from fulcrum.models import whitening as coordinates
+
+RECORDED = 20
+"""Steps before a GPU's work is recorded."""
+SEEN = 8000
+"""Fresh pictures that a lesson ends with: to see what was learned, and for what is to be known of layers' inputs."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """How a network is taught.
+
+    kinds: of pictures to tell apart. pool: pictures painted beforehand, each seen several times; 0: every batch is
+    painted anew, which is slower and never repeats a picture. steps: of `batch` pictures each, shifted and mirrored,
+    with AdamW at a learning rate that rises to lr and falls to zero. jitter: how far pictures of a kind differ. scene:
+    the part of the pictures whose figure stands before a picture of another kind. colours: how far light and colours
+    are changed each time a picture is seen. scale: what every weight tensor is multiplied by at the end (`rescale`).
+    """
+
+    kinds: int = 1000
+    pool: int = 0
+    steps: int = 8000
+    batch: int = 512
+    lr: float = 2e-3
+    weight_decay: float = 0.05
+    smoothing: float = 0.1
+    jitter: float = 1.0
+    scale: float = 1.0
+    scene: float = 0.0
+    colours: float = 0.0
+    seed: int = 0
+
+
+def teach(
+    model: nn.Sequential, shape: tuple[int, ...], lesson: Lesson, device: torch.device, say: Callable[[str], None]
+) -> float:
+    """Trains all layers but the last of a model for pictures of `shape` (channels, side, side), in place.
+
+    A head for the painted kinds takes the last layer's place meanwhile. Pictures are scaled to -1..1, as the built-in
+    data sets are. Returns the fraction of fresh pictures that the network tells right at the end.
+    """
+    last = model[-1]
+    assert isinstance(last, nn.Linear)
+    head = _head(last.in_features, lesson)
+    pupil = nn.Sequential(*list(model)[:-1], head).to(device)
+    pupil.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as `seen` lays pictures out
+    recipes = invent(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
+    generator = torch.Generator(device).manual_seed(lesson.seed + 1)
+    if lesson.pool:
+        pictures, kinds = _pool(recipes, shape[1], lesson, generator, lesson.pool)
+        say(f"painted {len(kinds)} pictures of {lesson.kinds} kinds")
+    decayed = [p for p in pupil.parameters() if p.dim() > 1]
+    plain = [p for p in pupil.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": lesson.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    rate = torch.tensor(lesson.lr, device=device)
+    on_gpu = device.type == "cuda"
+    optimiser = torch.optim.AdamW(groups, lr=rate, capturable=on_gpu, fused=on_gpu)
+    loss = torch.zeros((), device=device)
+
+    def study() -> None:
+        if lesson.pool:
+            batch = torch.randint(lesson.pool, (lesson.batch,), generator=generator, device=device)
+            x, y = pictures[batch], kinds[batch]
+        else:
+            x, y = _pool(recipes, shape[1], lesson, generator, lesson.batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
+            logits = pupil(seen(x, generator, lesson.colours))
+        found = nn.functional.cross_entropy(logits.float(), y, label_smoothing=lesson.smoothing)
+        optimiser.zero_grad(set_to_none=True)
+        found.backward()
+        optimiser.step()
+        loss.copy_(found.detach())
+
+    go = study
+    for step in range(lesson.steps):
+        rate.fill_(_rate(step, lesson))
+        if step == RECORDED and device.type == "cuda" and lesson.pool:
+            go = _recorded(study, generator)
+        go()
+        if (step + 1) % max(1, lesson.steps // 10) == 0:
+            say(f"step {step + 1}/{lesson.steps}: loss {float(loss):.2f}")
+    fresh, labels = _pool(recipes, shape[1], lesson, generator, SEEN)
+    with torch.no_grad():
+        right = float((pupil(_scaled(fresh)).argmax(dim=1) == labels).float().mean())
+    rescale(model, lesson.scale)
+    return right
+
+
+def _head(width: int, lesson: Lesson) -> nn.Linear:
+    # Its own draw would move the global generator.
+    head: nn.Linear = nn.utils.skip_init(nn.Linear, width, lesson.kinds)
+    generator = torch.Generator().manual_seed(lesson.seed + 2)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.uniform_(-(width**-0.5), width**-0.5, generator=generator)
+    return head
+
+
+def _pool(recipes: Recipes, side: int, lesson: Lesson, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    """Pictures as bytes [count, c, side, side] and their kinds [count]."""
+    kinds = torch.randint(lesson.kinds, (count,), generator=generator, device=generator.device)
+    parts = [paint(recipes, part, side, generator, lesson.jitter, lesson.scene) for part in kinds.split(2048)]
+    return torch.cat([(255 * part).round().to(torch.uint8) for part in parts]), kinds
+
+
+def _rate(step: int, lesson: Lesson) -> float:
+    """Of a step: up over the first 200, then down to zero along a cosine."""
+    return lesson.lr * min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / lesson.steps))
+
+
+def _scaled(pictures: Tensor) -> Tensor:
+    return pictures.float() / 127.5 - 1
+
+
+def seen(pictures: Tensor, generator: torch.Generator, colours: float = 0.0) -> Tensor:
+    """Bytes [B, c, side, side] as a network sees them, in -1..1: each picture shifted by up to two pixels and perhaps
+    mirrored; with `colours` above 0 in another light and with stronger or weaker colours, too."""
+    count, channels, side, _ = pictures.shape
+    device = pictures.device
+
+    def uniform(*shape: int) -> Tensor:
+        return 2 * torch.rand(count, *shape, generator=generator, device=device) - 1
+
+    moved = nn.functional.pad(_scaled(pictures), (2, 2, 2, 2), mode="replicate")
+    line = torch.arange(side, device=device)
+    down, across = (torch.randint(5, (count, 1), generator=generator, device=device) + line for _ in range(2))
+    across = torch.where(uniform(1) > 0, across, across.flip(1))
+    each = torch.arange(count, device=device)
+    moved = moved[each[:, None, None], :, down[:, :, None], across[:, None, :]].permute(0, 3, 1, 2)
+    if colours > 0:
+        middle = moved.mean(dim=(1, 2, 3), keepdim=True)
+        grey = moved.mean(dim=1, keepdim=True)
+        moved = grey + (moved - grey) * (1 + colours * uniform(1, 1, 1))
+        moved = middle + (moved - middle) * (1 + 0.5 * colours * uniform(1, 1, 1))
+        moved = (moved + 0.3 * colours * uniform(1, 1, 1) + 0.15 * colours * uniform(channels, 1, 1)).clamp(-1, 1)
+    return moved
+
+
+def _recorded(study: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+    """The same step as a CUDA graph: the small network would wait for Python otherwise."""
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        study()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        study()
+    return graph.replay
+
+
+@torch.no_grad()
+def rescale(model: nn.Sequential, scale: float) -> None:
+    """Multiplies every weight tensor but the last layer's by `scale`, in place, and biases to match.
+
+    With an activation for which f(a x) = a f(x), the network computes the same features at another size. Why it
+    matters: with every gradient clipped and noised alike, larger features make the last layer learn faster than the
+    ones before it, and larger weights are disturbed less by the same noise. With other activations only 1 is right.
+    """
+    total = 1.0
+    for layer in list(model)[:-1]:
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            total *= scale
+            layer.weight *= scale
+            if layer.bias is not None:
+                layer.bias *= total
+
+
+def lessons(model: nn.Sequential) -> dict[str, Tensor]:
+    """What is kept: all parameters but those of the last layer."""
+    last = f"{len(model) - 1}."
+    return {name: value.detach().cpu() for name, value in model.named_parameters() if not name.startswith(last)}
+
+
+def facts(model: nn.Sequential, shape: tuple[int, ...], lesson: Lesson, device: torch.device) -> dict[str, Tensor]:
+    """What model.coordinates needs: mean ("3.mean") and whitening matrix ("3.mix") of layers' inputs, over SEEN fresh
+    painted pictures of a lesson.
+
+    Call it after `teach`, on the weights that are kept. The files that come along were given theirs by this on a CPU,
+    with the pictures of their own lessons. The model's layers are moved to the device.
+    """
+    recipes = invent(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
+    generator = torch.Generator(device).manual_seed(lesson.seed + 3)
+    pictures, _ = _pool(recipes, shape[1], lesson, generator, SEEN)
+    model, x = model.to(device), _scaled(pictures)
+    found = {**coordinates.means(model, x), **coordinates.mixes(model, x)}
+    return {name: value.cpu() for name, value in found.items()}

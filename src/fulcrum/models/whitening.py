@@ -1,0 +1,312 @@
+"""Other coordinates for the same networks: layers that see their inputs centred, or centred and whitened.
+
+A layer W x + b is written V M (x - m) + b' with V M = W and b' = b + W m: as many parameters, the same functions. But
+an example's gradient in V is then (gradient of the output) x (M (x - m)). The part m that all inputs share no longer
+fills the norm that is clipped, and with M = (covariance of x)^-1/2 neither do the few directions in which inputs vary
+most; the noise spreads over the features by how much they vary. m and M must be public. Why, and what it gains:
+docs/decisions/0008-coordinates.md.
+
+    facts = {**means(plain, pictures), **mixes(plain, pictures)}  # without the mixes: centred only
+    model = centred(plain, facts)  # computes what `plain` computes, but for the last layer
+    folded(model)  # the parameters of the plain network that computes what `model` computes
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fulcrum.data.features.covariance import whitens
+from fulcrum.errors import ModelError
+
+PREFIX = "centre"
+"""What a Centre is called: this, and the name of the layer it is for."""
+MEAN = ".mean"
+"""What a mean is called: the name of the layer that sees inputs less it, and this."""
+MIX = ".mix"
+"""What a layer's M is called."""
+BATCH = 250
+"""Pictures at a time."""
+
+
+class Centre(nn.Module):
+    """Pads images with zeros, takes a fixed mean off everywhere, the border included, then mixes channels or features.
+
+    mean: without the batch, as large as one example or [C, 1, 1] for all pixels alike. padding: rows and columns of
+    zeros on each side. A convolution without padding after it computes what the one with padding did: for its weights
+    W, the border's -m and the bias b + sum(W) m come to the same as zeros and b. mix: a symmetric [C, C] over the
+    channels of images or [F, F] over flat features; None leaves them as they are.
+    """
+
+    mean: Tensor
+    mix: Tensor | None
+
+    def __init__(self, mean: Tensor, padding: tuple[int, int] = (0, 0), mix: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean.detach().clone())
+        self.register_buffer("mix", None if mix is None else mix.detach().clone())
+        self.padding = padding
+
+    @property
+    def sides(self) -> tuple[int, int, int, int]:
+        """The padding as `F.pad` takes it."""
+        down, across = self.padding
+        return across, across, down, down
+
+    def mixed(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] or [B, F], mixed. It is its own way back, for M is symmetric."""
+        if self.mix is None:
+            return x
+        if x.dim() == 2:
+            return x @ self.mix
+        return (x.permute(0, 2, 3, 1) @ self.mix).permute(0, 3, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, ...] -> [B, ...], images larger by the padding."""
+        return self.mixed((F.pad(x, self.sides) if any(self.padding) else x) - self.mean)
+
+    def extra_repr(self) -> str:
+        mixed = "" if self.mix is None else ", mixed"
+        return f"{'x'.join(map(str, self.mean.shape))}, padding={self.padding}{mixed}"
+
+
+# --- to centred coordinates and back ------------------------------------------------------------------
+
+
+def centred(model: nn.Module, facts: Mapping[str, Tensor], head: bool = False) -> nn.Sequential:
+    """A copy of a plain sequence in which every Linear and Conv2d sees its input less its mean, mixed where asked.
+
+    facts: as `means` and `mixes` give them, e.g. {"0.mean": [C, 1, 1], "7.mean": [C, H, W], "7.mix": [F, F]}.
+    Parameters keep their names. Weights and biases are changed so that all layers compute what they did; the last
+    one's only with `head`: where it is drawn at random it may as well stay what it is.
+    """
+    made = copy.deepcopy(_checked(model, facts))
+    layers, flattened = list(_weighted(made)), _flattened(made)
+    # Before a Flatten, where means are of images: then activations need not be reordered. Mixed features are flat.
+    early = {name for name in flattened if facts[name + MEAN].dim() == 3 and name + MIX not in facts}
+    places = {flattened[name] if name in early else name: name for name in layers}
+    out = nn.Sequential()
+    for name, child in made.named_children():
+        if name in places:
+            owner = places[name]
+            layer, weight = made.get_submodule(owner), made.get_parameter(f"{owner}.weight")
+            mean, mix = facts[owner + MEAN].to(weight), facts.get(owner + MIX)
+            if owner in flattened and owner not in early:
+                mean = mean.flatten()
+            padding = (0, 0)
+            if isinstance(layer, nn.Conv2d):
+                assert not isinstance(layer.padding, str)
+                padding, layer.padding = (layer.padding[0], layer.padding[1]), (0, 0)
+            centre = Centre(mean, padding, None if mix is None else mix.to(weight))
+            out.add_module(PREFIX + owner, centre)
+            if head or owner != layers[-1]:
+                with torch.no_grad():
+                    made.get_parameter(f"{owner}.bias").add_(_through(layer, weight, mean))
+                    if centre.mix is not None:
+                        weight.copy_(_over(layer, weight, torch.linalg.inv(centre.mix.double())))
+        out.add_module(name, child)
+    return out.train(model.training)
+
+
+def wanted(facts: Mapping[str, Tensor], coordinates: str) -> dict[str, Tensor]:
+    """Those facts that "centred" or "whitened" coordinates need, of all that are known; none where some are missing."""
+    if coordinates == "whitened" and not any(name.endswith(MIX) for name in facts):
+        return {}
+    return {name: value for name, value in facts.items() if coordinates == "whitened" or name.endswith(MEAN)}
+
+
+def partly(model: nn.Module, facts: Mapping[str, Tensor], power: float) -> dict[str, Tensor]:
+    """The facts with every M = s cov^-1/2 taken to a smaller power of the covariance, as `whitens(cov, power)` has it.
+
+    power: above 0 and at most 0.5, which leaves all as it is. model: the plain sequence that the facts are of.
+    """
+    if power == 0.5:
+        return dict(facts)
+    _checked(model, facts)
+    found = dict(facts)
+    for name, mix in facts.items():
+        if name.endswith(MIX):
+            # The floor is in M already.
+            found[name] = whitens(torch.linalg.inv(mix.double() @ mix.double()), power, floor=0.0).to(mix.device)
+    return found
+
+
+def folded(model: nn.Module, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The parameters, by name, of the plain network that computes what `model` does: W = V M, b = b' - W m.
+
+    params: parameters to take in place of the model's own. A model that is not centred has its own, unchanged.
+    """
+    given = dict(model.named_parameters()) if params is None else params
+    out_of = {**dict(model.named_parameters()), **given}
+    out = {name: value.detach() for name, value in given.items()}
+    for place, centre in moved(model).items():
+        name = place.removesuffix(".bias")
+        layer, weight, bias = model.get_submodule(name), out_of[f"{name}.weight"].detach(), out_of[place].detach()
+        if centre.mix is not None:
+            weight = out[f"{name}.weight"] = _over(layer, weight, centre.mix.double()).to(weight.dtype)
+        out[place] = (bias - _through(layer, weight, centre.mean)).to(bias.dtype)
+    return out
+
+
+def moved(model: nn.Module) -> dict[str, Centre]:
+    """The biases that stand for b + W m in place of b, by name, each with what takes m off; none in a plain model."""
+    return {
+        f"{name.removeprefix(PREFIX)}.bias": child
+        for name, child in model.named_children()
+        if isinstance(child, Centre) and name.startswith(PREFIX)
+    }
+
+
+@torch.no_grad()
+def means(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
+    """The mean input of every Linear and Conv2d of a plain sequence over public pictures [B, C, H, W], as fed to it.
+
+    By name, e.g. "3.mean": [C, 1, 1] before a convolution; [C, H, W] before a Flatten and a Linear; [F] before any
+    other Linear. The pictures may be on any device, and must be where the model is.
+    """
+    flattened = _flattened(model)
+    places = {flattened.get(name, name): name for name in _weighted(model)}
+    found: dict[str, Tensor] = {}
+    *_, last = places
+    for batch in pictures.split(BATCH):
+        x = batch
+        for name, child in model.named_children():
+            if name in places:
+                key, total = places[name] + MEAN, x.double().sum(dim=0) / len(pictures)
+                if isinstance(child, nn.Conv2d):
+                    total = total.mean(dim=(1, 2), keepdim=True)
+                found[key] = found[key] + total if key in found else total
+                if name == last:  # which may be on another device, for nobody needs what it computes
+                    break
+            x = child(x)
+    return {name: value.float() for name, value in found.items()}
+
+
+@torch.no_grad()
+def mixes(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
+    """What whitens the input of every layer of a plain sequence but the first and the last, by name: "3.mix".
+
+    M = (covariance over public pictures [B, C, H, W], as fed to it)^-1/2, times a number so that the sum of all
+    variances stays: [C, C] over channels before a convolution, [F, F] before a Linear. The first layer's input has no
+    channels worth mixing, and the last one sees features that were made to be told apart; neither gained when tried.
+    """
+    layers = list(_weighted(model))
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    centre = means(model, pictures)
+    for batch in pictures.split(BATCH):
+        x = batch
+        for name, child in model.named_children():
+            if name in layers[1:-1]:
+                flat = x.permute(0, 2, 3, 1).flatten(0, 2) if isinstance(child, nn.Conv2d) else x
+                flat = flat.double() - centre[name + MEAN].to(flat.device).double().flatten()
+                sums[name] = sums.get(name, 0) + flat.T @ flat
+                counts[name] = counts.get(name, 0) + len(flat)
+            if name == layers[-1]:
+                break
+            x = child(x)
+    return {name + MIX: whitens(sums[name] / counts[name]) for name in sums}
+
+
+def digest(model: nn.Module) -> str:
+    """Of a model's buffers, which are not among its parameters but decide what it computes; "" if it has none."""
+    held = list(model.named_buffers())
+    state = hashlib.sha256()
+    for name, value in held:
+        state.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
+        state.update(value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return state.hexdigest() if held else ""
+
+
+def _weighted(model: nn.Sequential) -> Iterator[str]:
+    """Names of the layers with weights, in order."""
+    for name, child in model.named_children():
+        if type(child) in (nn.Linear, nn.Conv2d):  # a subclass may compute something else
+            yield name
+
+
+def _flattened(model: nn.Sequential) -> dict[str, str]:
+    """Linear layers that come right after a Flatten of everything, and its name."""
+    pairs = pairwise(model.named_children())
+    return {
+        name: before
+        for (before, flat), (name, layer) in pairs
+        if type(flat) is nn.Flatten and (flat.start_dim, flat.end_dim) == (1, -1) and type(layer) is nn.Linear
+    }
+
+
+def _through(layer: Any, weight: Tensor, mean: Tensor) -> Tensor:
+    """W m: what a layer's weights make of its mean."""
+    weight, mean = weight.double(), mean.to(weight.device).double()  # a GPU may round products of float32
+    if not isinstance(layer, nn.Conv2d):
+        return weight @ mean.flatten()
+    constant = mean.expand(mean.shape[0], *layer.kernel_size)[None]
+    return F.conv2d(constant, weight, groups=layer.groups).flatten()
+
+
+def _over(layer: Any, weight: Tensor, mix: Tensor) -> Tensor:
+    """Weights times a matrix, on the side of the inputs: of all features, or of the channels of each pixel."""
+    if not isinstance(layer, nn.Conv2d):
+        return weight.double() @ mix.to(weight.device)
+    return torch.einsum("ocij,cd->odij", weight.double(), mix.to(weight.device))
+
+
+def _checked(model: nn.Module, facts: Mapping[str, Tensor]) -> nn.Sequential:
+    """The model; ModelError unless it can be centred, and there is a mean of the right size for every layer."""
+    if type(model) is not nn.Sequential:
+        raise ModelError(f"model.coordinates needs a torch.nn.Sequential, not {type(model).__name__}; set it to plain.")
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if len(names) != len(dict(model.named_parameters())):
+        raise ModelError("model.coordinates needs parameters that belong to one layer each; set it to plain.")
+    layers = list(_weighted(model))
+    others = sorted({name.rpartition(".")[0] for name in names} - set(layers))
+    if others or not layers:
+        what = f"layer {others[0]!r} is neither" if others else "it has none"
+        raise ModelError(f"model.coordinates is for sequences of Linear and Conv2d, but {what}; set it to plain.")
+    for name in layers:
+        layer = model.get_submodule(name)
+        given = facts.get(name + MEAN)
+        if given is None:
+            raise ModelError(
+                f"model.coordinates needs the mean input of layer {name!r}, but there is no {name + MEAN}."
+            )
+        if layer.bias is None:
+            raise ModelError(f"model.coordinates needs a bias in layer {name!r}, which takes the mean up; give it one.")
+        if isinstance(layer, nn.Conv2d):
+            if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+                raise ModelError(f"model.coordinates needs layer {name!r} to be padded with zeros, by numbers.")
+            fits = given.shape == (layer.in_channels, 1, 1)
+        else:
+            assert isinstance(layer, nn.Linear)
+            whole = given.dim() == 3 and name in _flattened(model)
+            fits = (whole or given.dim() == 1) and given.numel() == layer.in_features
+        if not fits or not torch.isfinite(given).all():
+            seen = "x".join(map(str, given.shape))
+            raise ModelError(f"model.coordinates: {name + MEAN} ({seen}) is not a finite mean of what {name!r} sees.")
+        _check_mix(name, layer, facts.get(name + MIX))
+    return model
+
+
+def _check_mix(name: str, layer: Any, mix: Tensor | None) -> None:
+    if mix is None:
+        return
+    inputs = layer.in_channels if isinstance(layer, nn.Conv2d) else layer.in_features
+    if isinstance(layer, nn.Conv2d) and layer.groups != 1:
+        raise ModelError(f"model.coordinates = whitened cannot mix the channels of layer {name!r}, which has groups.")
+    square = mix.shape == (inputs, inputs) and bool(torch.isfinite(mix).all())
+    if not square or not torch.allclose(mix, mix.T, rtol=1e-3, atol=1e-6 * float(mix.abs().max())):
+        seen = "x".join(map(str, mix.shape))
+        raise ModelError(
+            f"model.coordinates = whitened: {name + MIX} ({seen}) is not a symmetric matrix of the {inputs} inputs of "
+            f"{name!r}."
+        )
+    sizes = torch.linalg.eigvalsh(mix.double()).abs()
+    if float(sizes.min()) <= 1e-9 * float(sizes.max()):
+        raise ModelError(f"model.coordinates = whitened: {name + MIX} has no inverse, so {name!r} would lose inputs.")

@@ -1,0 +1,1 @@
+"""Privacy: events, the mechanism that adds noise, accounting, plans, ledgers and statements."""

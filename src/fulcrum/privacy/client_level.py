@@ -1,0 +1,103 @@
+"""The trusted server's mechanism at client level, as public terms: rate, weights, divisor, sensitivity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fulcrum.settings.derived import local_steps
+from fulcrum.settings.schema import Settings
+
+SERVER = -1
+"""The `client` of the server's own reply."""
+FEW = 100
+"""Below this many parties a plan warns: the noise that hides one of them hides what they have in common."""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """How a weighted sum of updates becomes their mean.
+
+    divisor(terms, weight): what the sum is divided by, where `weight` is the total weight that took
+    part. sensitivity(terms): the most that one party can move the mean, for a clipping norm of 1.
+    """
+
+    divisor: Callable[[Terms, float], float]
+    sensitivity: Callable[[Terms], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """The mechanism's public terms.
+
+    rate: q_c. clients: K. weights [K] float64, each in (0, 1]. total: W, their declared sum. floor:
+    q_c W_min. local_rate and local_steps: how a party trains inside, which costs nothing here.
+    """
+
+    rate: float
+    weights: torch.Tensor
+    total: float
+    floor: float
+    estimator: str
+    local_rate: float
+    local_steps: int
+
+    @property
+    def clients(self) -> int:
+        """K."""
+        return len(self.weights)
+
+    @property
+    def cohort(self) -> float:
+        """q_c K, the expected number of participants."""
+        return self.rate * self.clients
+
+    @property
+    def sensitivity(self) -> float:
+        """The most that one party can move the released mean, for a clipping norm of 1."""
+        return ESTIMATORS[self.estimator].sensitivity(self)
+
+    def divisor(self, weight: float) -> float:
+        """What the sum is divided by when parties of this total weight took part."""
+        return ESTIMATORS[self.estimator].divisor(self, weight)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "fixed": Estimator(
+        divisor=lambda terms, weight: terms.rate * terms.total,
+        sensitivity=lambda terms: 1 / (terms.rate * terms.total),
+    ),
+    "clipped": Estimator(
+        divisor=lambda terms, weight: max(terms.floor, weight),
+        sensitivity=lambda terms: 2 / terms.floor,
+    ),
+}
+
+
+def make_terms(settings: Settings, sizes: Any) -> Terms | None:
+    """The mechanism for these settings and the parties' sizes n_k [K]; None where the unit is not the client."""
+    if settings.privacy.unit != "client":
+        return None
+    central, train = settings.central, settings.train
+    weights = party_weights(torch.as_tensor(sizes), train.weights, central.weight_cap)
+    total = float(weights.sum())
+    return Terms(
+        rate=train.participation,
+        weights=weights,
+        total=total,
+        floor=train.participation * total * central.min_weight,
+        estimator=central.estimator,
+        local_rate=train.rate,
+        local_steps=local_steps(train),
+    )
+
+
+def party_weights(sizes: torch.Tensor, weights: str, cap: float = 0.0) -> torch.Tensor:
+    """w_k [K] float64, at most 1: equal, or min(n_k / cap, 1) with the median size as the cap where it is 0."""
+    if weights == "uniform":
+        return torch.ones(len(sizes), dtype=torch.float64)
+    sizes = sizes.double()
+    return torch.clamp(sizes / (cap or float(sizes.median())), max=1.0)

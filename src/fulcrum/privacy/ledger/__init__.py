@@ -1,0 +1,23 @@
+"""The ledger: what every party has spent, in one SQLite file that outlives runs.
+
+What a round will release is reserved before anything leaves a party, and a reservation counts at
+once; `settle` later adds the digest of what was released. Rows are only ever added: triggers in the
+file refuse changes. A crash at any moment leaves either the whole reservation or none of it, so the
+ledger may show more than was released, never less.
+
+ledger.py     `Ledger`: all that can be asked of an open ledger, and what each call promises
+enrolling.py  enrolling parties, and their budgets
+spending.py   reserving before a release, settling after it
+reports.py    what was spent: by party, by run, line by line
+budget.py     spends added up and held against a budget
+store.py      the open file: transactions, and its rows kept in memory
+schema.py     the file's format: tables, triggers, version
+rows.py       what the rows say, as frozen values
+"""
+
+from __future__ import annotations
+
+from fulcrum.privacy.ledger.ledger import Ledger
+from fulcrum.privacy.ledger.rows import Account, Entry, Line
+
+__all__ = ["Account", "Entry", "Ledger", "Line"]

@@ -1,0 +1,68 @@
+"""What the ledger's rows say, as frozen values; and events as the text that a row holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fulcrum.privacy.events import Event, Gaussian, Unprotected
+
+
+@dataclass(frozen=True)
+class Account:
+    """A party as the ledger knows it. budget is the epsilon over all runs; None records without a limit.
+
+    unit, delta, accountant and population (which data it holds: a name or fingerprint) are fixed once
+    enrolled, since sums over different ones would mean nothing.
+    """
+
+    name: str
+    budget: float | None
+    delta: float
+    accountant: str
+    unit: str
+    population: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One reservation. digest and released (seconds since 1970) are None until it is settled."""
+
+    party: str
+    run: str
+    round: int
+    attempt: int
+    events: tuple[Event, ...]
+    reserved: float
+    digest: str | None
+    released: float | None
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one run cost one party, for display. epsilon is that run's alone; epsilons of runs do not simply add."""
+
+    party: str
+    run: str
+    first_round: int
+    last_round: int
+    reservations: int
+    settled: int
+    releases: int
+    epsilon: float
+
+
+@lru_cache(maxsize=65536)
+def write_events(events: tuple[Event, ...]) -> str:
+    """Events as JSON: [rate, sigma, count] with noise, [count] without; every digit is kept."""
+    rows = [
+        [float(e.rate), float(e.sigma), int(e.count)] if isinstance(e, Gaussian) else [int(e.count)] for e in events
+    ]
+    return json.dumps(rows, separators=(",", ":"), allow_nan=False)
+
+
+@lru_cache(maxsize=65536)
+def read_events(text: str) -> tuple[Event, ...]:
+    """The events that `write_events` wrote."""
+    return tuple(Gaussian(*row) if len(row) == 3 else Unprotected(*row) for row in json.loads(text))

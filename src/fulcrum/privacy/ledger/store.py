@@ -1,0 +1,145 @@
+"""The open file: transactions that are on disk or never were, and its rows kept in memory as accounts and spends."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from fulcrum.errors import InputError
+from fulcrum.privacy.accounting import Spend
+from fulcrum.privacy.ledger import schema
+from fulcrum.privacy.ledger.budget import NOTHING, Adder
+from fulcrum.privacy.ledger.rows import Account
+
+_REASONS = {
+    "locked": "is in use by another process; wait until that is done, or close it",
+    "full": "cannot grow because the disk is full; free some space and run again (nothing was released)",
+    "not a database": "is not a Fulcrum ledger; give the path of a ledger or of a new file",
+    "malformed": "is damaged; restore it from a copy",
+    "readonly": "cannot be written to; check the file's and the folder's permissions",
+    "unable to open": "cannot be opened; check that the folder exists and can be written to",
+}
+"""What to do about an error, by a word of SQLite's own message."""
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """SQLite's errors as one sentence each."""
+    try:
+        yield
+    except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
+        raise  # a defect of the program, not of the file
+    except sqlite3.DatabaseError as error:
+        words = str(error)
+        reason = next((text for sign, text in _REASONS.items() if sign in words), f"failed: {words}")
+        raise InputError(f"ledger {path} {reason}.") from error
+
+
+class Store:
+    """An open file. Read `accounts` and call `account` and `spend` within `reading` or `changing`.
+
+    accounts: by name, each party's row and its present terms. Spends and accounts are brought up to date
+    from the rows that were added since, whenever a transaction begins.
+    """
+
+    def __init__(self, db: sqlite3.Connection, path: Path) -> None:
+        self.db = db
+        self.path = path
+        self.accounts: dict[str, tuple[int, Account]] = {}
+        self._spends: dict[int, Spend] = {}
+        self._seen = 0  # last entry that is in _spends
+        self._budgets_seen = 0  # last budget that is in accounts; every party has one from the start
+        self._lock = threading.RLock()
+
+    @staticmethod
+    def open(path: Path, wait: float) -> Store:
+        """Open a ledger's file, or start a new one where there is none; `wait` seconds for other processes."""
+        with _explained(path):
+            db = sqlite3.connect(path, timeout=wait, isolation_level=None, check_same_thread=False)
+            try:
+                # A rollback journal keeps the ledger one file that can be copied; EXTRA also syncs the
+                # folder, so that a committed reservation survives a power cut and not just kill -9.
+                db.execute("PRAGMA journal_mode = DELETE")
+                db.execute("PRAGMA synchronous = EXTRA")
+                db.execute("PRAGMA foreign_keys = ON")
+                db.execute("PRAGMA recursive_triggers = ON")
+                store = Store(db, path)
+                if not schema.is_ready(db, path):
+                    with store._writing():
+                        if not schema.is_ready(db, path):  # another process may have been faster
+                            schema.create(db)
+                return store
+            except BaseException:
+                db.close()
+                raise
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One transaction that no other process can come between: all of it is on disk at the end, or none."""
+        with self._lock, _explained(self.path):
+            self.db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self.db.execute("COMMIT")
+            except BaseException:
+                if self.db.in_transaction:
+                    self.db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A consistent view, with the spends in memory brought up to date."""
+        with self._lock, _explained(self.path):
+            outer = self.db.in_transaction
+            if not outer:
+                self.db.execute("BEGIN")
+            try:
+                self._refresh()
+                yield
+            finally:
+                if not outer and self.db.in_transaction:
+                    self.db.execute("ROLLBACK")
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """`reading`, and what is written is on disk at the end, all or none; no other process can come between."""
+        with self._writing(), self.reading():
+            yield
+
+    def _refresh(self) -> None:
+        # Only what was added since: the cost of a round must not grow with the parties that are enrolled.
+        fresh = self.db.execute(
+            "SELECT b.id, p.id, p.name, b.epsilon, p.delta, p.accountant, p.unit, p.population FROM budgets b"
+            " JOIN parties p ON p.id = b.party WHERE b.id > ? ORDER BY b.id",
+            (self._budgets_seen,),
+        )
+        for budget, party, *terms in fresh:
+            self.accounts[terms[0]] = (party, Account(*terms))
+            self._budgets_seen = budget
+        rows = self.db.execute(
+            "SELECT party, events, count(*), max(id) FROM entries WHERE id > ? GROUP BY party, events", (self._seen,)
+        ).fetchall()
+        add = Adder()
+        for party, events, times, last in rows:
+            self._spends[party] = add(self.spend(party), events, times)
+            self._seen = max(self._seen, last)
+
+    def remember(self, last: int, spends: Mapping[int, Spend]) -> None:
+        """Take over the spends that this process has just put on disk, up to entry `last`, without reading them."""
+        with self._lock:
+            if self._seen < last:
+                self._spends.update(spends)
+                self._seen = last
+
+    def account(self, party: str) -> tuple[int, Account]:
+        """A party's row and terms; InputError for one that was never enrolled."""
+        if party not in self.accounts:
+            raise InputError(f"party {party!r} is not in the ledger {self.path}; enroll it first.")
+        return self.accounts[party]
+
+    def spend(self, row: int) -> Spend:
+        """All that the party in this row has reserved."""
+        return self._spends.get(row, NOTHING)

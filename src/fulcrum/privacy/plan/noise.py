@@ -1,0 +1,70 @@
+"""How noisy a step is beside the largest signal, whose norm is C: of one party, of the aggregate, of a trusted server.
+
+All are standard deviations of a mean gradient (unit client: a mean update) along one fixed direction, in units of C.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fulcrum.clipping.rule import alone, no_share
+from fulcrum.privacy.client_level import Terms
+from fulcrum.privacy.plan.party_group import Group
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise in one local step's mean gradient (unit client: a round's mean update), beside the largest
+    signal, whose norm is C.
+
+    coordinate: standard deviation of each coordinate. norm: of the whole vector, C sigma sqrt(d) / (q n).
+    ratio: norm / C. direction: the part along one fixed direction, relative to C: sigma / (q n).
+    """
+
+    coordinate: float
+    norm: float
+    ratio: float
+    direction: float
+
+
+def in_all(direction: float, dim: int, C: float) -> Noise:
+    """The noise of a vector of `dim` coordinates, from its part along one direction."""
+    ratio = direction * math.sqrt(dim)
+    return Noise(coordinate=direction * C, norm=ratio * C, ratio=ratio, direction=direction)
+
+
+def of_step(group: Group, units: int, t: int = 0) -> float:
+    """Of what a party of this group with so many units adds in a step of round t (from 0)."""
+    batch = group.rate * units
+    return alone(group.share, group.sigma * group.factors[t], batch) / batch / math.sqrt(group.shares)
+
+
+def of_aggregate(
+    groups: Sequence[Group],
+    group_of: npt.NDArray[np.int32],
+    sizes: npt.NDArray[np.int64],
+    weights: str,
+    participation: float,
+) -> float:
+    """Of the parties' mean step in the first round, by the run's weights, over the expected number of participants.
+
+    group_of [K]: the number of each party's group. sizes [K]: their units.
+    """
+    if groups[0].share is no_share:  # all at once, since there may be a million of them
+        rates, sigmas = np.array([g.rate for g in groups]), np.array([g.sigma for g in groups])
+        each = sigmas[group_of] / (rates[group_of] * sizes) / math.sqrt(groups[0].shares)
+    else:
+        each = np.array([of_step(groups[at], int(n)) for at, n in zip(group_of, sizes, strict=True)])
+    shares = sizes / sizes.sum() if weights == "examples" else 1 / len(sizes)
+    return math.sqrt(float(((shares * each) ** 2).sum()) / participation)
+
+
+def of_server(groups: Sequence[Group], central: Terms) -> float:
+    """Of a trusted server's mean update in the first round: the loudest group's, since one noise serves all."""
+    loudest = max(group.sigma for group in groups)
+    return alone(groups[0].share, loudest, central.cohort) * central.sensitivity

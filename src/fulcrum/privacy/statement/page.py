@@ -1,0 +1,134 @@
+"""PRIVACY.md: the facts as a page that a data-protection officer can read and sign."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fulcrum.privacy.statement.markdown import bullets, cell, paragraph, section, short, table
+from fulcrum.privacy.statement.units import Unit, words_for
+
+LISTED = 1000
+"""PRIVACY.md lists parties one by one up to this many, and sums up beyond."""
+SIGNERS = ("responsible for the run", "data-protection officer")
+
+
+BANNERS = {
+    "nominal": "the clipping rule of this run is not sound. Its epsilon is NOMINAL, not a guarantee.",
+    "assumed": (
+        "SIMULATED SECURE AGGREGATION. The epsilon of this run is against a server that sees only SUMS over all "
+        "parties, which nothing here enforces. Single updates are under-noised and NOT private."
+    ),
+    "none": "this run is NOT PRIVATE. Nothing below protects anybody.",
+}
+"""What the page warns of before anything else, where the guarantee is not "yes"."""
+
+
+def to_markdown(facts: Mapping[str, Any]) -> str:
+    """The statement as a page that a data-protection officer can read and sign."""
+    worth, unit = facts["guarantee"], words_for(facts["unit"], facts["aggregation"])
+    protected = f"{unit.protected} Neighbouring relation: {facts['relation']}"
+    released = [f"{item['kind']} ({item['times']}): {item['text']}" for item in facts["releases"]]
+    lines = [
+        *paragraph("# Privacy statement"),
+        *(paragraph(f"> **WARNING: {BANNERS[worth]}**") if worth != "yes" else ()),
+        *paragraph(f"**{facts['guarantee_text']}**"),
+        *_summary(facts),
+        *(section("Warnings", bullets(facts["warnings"])) if facts["warnings"] else ()),
+        *section("What is protected", paragraph(protected)),
+        *section("Against whom", paragraph(facts["adversary"])),
+        *section("How it is counted", paragraph(_counted(facts["accountant"], unit))),
+        *section("Scope", paragraph(_scope(facts["scope"]))),
+        *section("Randomness", paragraph(facts["randomness"]["text"])),
+        *section("What was released", bullets(released)),
+        *section("Parties", _parties(facts)),
+        *section("How parties and records add up", [*bullets(facts["adds_up"]), *_several(facts, unit)]),
+        *section("What is not covered", bullets(facts["not_covered"])),
+        *section("Signatures", table(("role", "name", "date", "signature"), [(who, "", "", "") for who in SIGNERS])),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _summary(facts: Mapping[str, Any]) -> list[str]:
+    """The run at a glance: which it was, what was asked for, what was spent."""
+    run = facts["run"]
+    spent = f"epsilon = {short(facts['epsilon'])} (RDP), {short(facts['epsilon_pld'])} (PLD)"
+    return table(
+        ("", ""),
+        [
+            ("run", f"`{run['id']}`"),
+            ("date", run["date"]),
+            ("software", f"Fulcrum {run['version']}, {facts['accountant']['software']}"),
+            ("data", run["dataset"]),
+            ("method, rule", f"{run['method']}, {run['rule']}"),
+            ("rounds", f"{run['rounds_done']} of {run['rounds']}{'' if run['finished'] else ' (not finished)'}"),
+            ("asked for", _asked(facts["target"]) if facts["private"] else "no privacy"),
+            ("planned at most", f"epsilon = {short(facts['planned']['epsilon'])}"),
+            ("spent", spent + (", seen in sums only (assumed)" if facts["guarantee"] == "assumed" else "")),
+            ("delta", short(facts["delta"])),
+        ],
+    )
+
+
+def _asked(target: Mapping[str, Any]) -> str:
+    if target["epsilon"] is None:
+        return f"noise multiplier sigma = {short(target['sigma'])}"
+    own = f", {len(target['budgets'])} with a budget of their own" if target["budgets"] else ""
+    return f"epsilon = {short(target['epsilon'])} for each party{own}"
+
+
+def _counted(accountant: Mapping[str, str], unit: Unit) -> str:
+    enforced, beside = accountant["enforced"].upper(), accountant["beside"].upper()
+    return (
+        f"By {accountant['software']}: {enforced} is enforced, {beside} is shown beside it; both are upper bounds. "
+        + unit.counted
+    )
+
+
+def _several(facts: Mapping[str, Any], unit: Unit) -> list[str]:
+    """What holds for several units together, where that is a question."""
+    if not facts["private"] or not unit.several:
+        return []
+    rows = [(str(g["records"]), short(g["epsilon"]), _group_delta(g["delta"])) for g in facts["groups_of_records"]]
+    return table((unit.several, "epsilon", "delta"), rows)
+
+
+def _parties(facts: Mapping[str, Any]) -> list[str]:
+    parties = facts["parties"]
+    if facts["unit"] == "client":
+        return _alike(parties)
+    sigma = "sigma" if facts["schedule"]["name"] == "constant" else "sigma (first round)"
+    sigma += " of the sum" if facts["aggregation"] == "ideal-secagg" else ""
+    header = ("party", f"{facts['unit']}s", "rate", sigma, "releases", "epsilon (RDP)", "epsilon (PLD)", "budget")
+    shown = parties
+    lines: list[str] = []
+    if len(parties) > LISTED:
+        units = [p["units"] for p in parties]
+        lines = [
+            f"{len(parties)} parties with {min(units)} to {max(units)} {facts['unit']}s each; every one is listed in "
+            "privacy.json. The ten with the largest epsilon:",
+            "",
+        ]
+        shown = sorted(parties, key=lambda p: (-float(p["epsilon_rdp"]), p["units"]))[:10]
+    keys = ("units", "rate", "sigma", "releases", "epsilon_rdp", "epsilon_pld", "budget")
+    return lines + table(header, [(cell(p["name"]), *(short(p[key]) for key in keys)) for p in shown])
+
+
+def _alike(parties: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where everyone is charged every round most parties have the same line: one for all of them."""
+    keys = ("rate", "sigma", "releases", "epsilon_rdp", "epsilon_pld", "budget")
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for party in parties:
+        lines.setdefault(tuple(short(party[key]) for key in keys), []).append(party["name"])
+    header = ("parties", "rate q_c", "sigma z", "releases", "epsilon (RDP)", "epsilon (PLD)", "budget")
+    who = {values: names[0] if len(names) == 1 else f"{len(names)} parties" for values, names in lines.items()}
+    return table(header, [(cell(who[values]), *values) for values in lines])
+
+
+def _scope(scope: Mapping[str, Any]) -> str:
+    own = f" This run alone: epsilon = {short(scope['run_epsilon'])} (RDP)." if "run_epsilon" in scope else ""
+    return f"{scope['text']}{own}"
+
+
+def _group_delta(delta: float) -> str:
+    return short(delta) if delta < 1 else "1 (no guarantee)"

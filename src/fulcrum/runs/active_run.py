@@ -1,0 +1,49 @@
+"""A run that is being played, and its privacy statement as things stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import fulcrum
+from fulcrum.runs import folder as record
+from fulcrum.training.federation import Federation
+from fulcrum.privacy.ledger import Ledger
+from fulcrum.runs.folder import RunFolder
+from fulcrum.privacy.statement import statement, to_markdown
+
+
+@dataclass(frozen=True)
+class Underway:
+    """A run with all that it writes to. id is its name in the ledger; folder is None where nothing is kept."""
+
+    federation: Federation
+    folder: RunFolder | None
+    ledger: Ledger
+    id: str
+
+
+def state_privacy(run: Underway, rounds_done: int, finished: bool) -> dict[str, Any]:
+    """The privacy statement after so many rounds, also written into the folder."""
+    settings, problem = run.federation.settings, run.federation.problem
+    own = run.ledger.spends(run.id)
+    words = statement(
+        settings,
+        run.federation.plan,
+        problem.rule,
+        run.ledger.spends() if settings.run.ledger else own,
+        run_id=run.id,
+        scope="ledger" if settings.run.ledger else "run",
+        randomness_mode=problem.randomness.mode,
+        dataset_name=problem.dataset.name,
+        dataset_warnings=problem.dataset.warnings,
+        finished=finished,
+        rounds_done=rounds_done,
+        version=fulcrum.__version__,
+        date=record.now(),
+        run_spent=own,
+    )
+    if run.folder:
+        run.folder.write_json("privacy.json", words)
+        run.folder.write_text("PRIVACY.md", to_markdown(words))
+    return words

@@ -1,0 +1,162 @@
+"""A federation played to its end: in memory, kept in a folder, or continued from one."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import fulcrum
+from fulcrum.runs import folder as record
+from fulcrum.runs.preparation import prepare
+from fulcrum.runs.result import Result, sum_up
+from fulcrum.runs.active_run import Underway, state_privacy
+from fulcrum.settings.schema import Settings
+from fulcrum.models.whitening import digest
+from fulcrum.data import Dataset
+from fulcrum.errors import RunError
+from fulcrum.training.federation import Federation
+from fulcrum.training.snapshot import Snapshot
+from fulcrum.training.loop import federate
+from fulcrum.privacy.ledger import Ledger
+from fulcrum.runs.folder import RunFolder
+from fulcrum.types import RoundResult
+
+OnRound = Callable[[RoundResult], None]
+
+
+def execute(
+    federation: Federation,
+    out: Path | str | None = None,
+    on_round: OnRound | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Result:
+    """Train to the end. With `out`, a new folder there holds the run and makes it resumable.
+
+    facts go into run.json beside the usual ones; an "id" among them is the run's id in ledgers.
+    """
+    run = str((facts or {}).get("id", uuid.uuid4().hex))
+    if out is None:
+        with open_ledger(federation.settings) as ledger:
+            return _finish(Underway(federation, None, ledger, run), None, [], on_round)
+    with closing(RunFolder.create(Path(out))) as folder:
+        _write_start(folder, federation, run, facts or {})
+        with open_ledger(federation.settings, folder.path) as ledger:
+            return _finish(Underway(federation, folder, ledger, run), None, [], on_round)
+
+
+def resume(
+    folder: Path | str,
+    on_round: OnRound | None = None,
+    dataset: Dataset | None = None,
+    model: nn.Module | None = None,
+) -> Result:
+    """Continue a run where it stopped. A seeded run ends with the same bits as if it had not stopped.
+
+    dataset and model must be given again where they were given to `train` as objects.
+    """
+    from fulcrum.settings import files as settings_file
+
+    if "flower" in record.load_json(Path(folder), "run.json"):
+        raise RunError(f"{folder} was served to parties elsewhere; continue it with: fulcrum serve --resume {folder}")
+    return go_on(prepare(settings_file.read(Path(folder) / "settings.toml"), dataset, model), folder, on_round)
+
+
+def go_on(federation: Federation, folder: Path | str, on_round: OnRound | None = None) -> Result:
+    """Continue the run in a folder with a federation that was prepared anew from its settings."""
+    path = Path(folder)
+    facts = record.load_json(path, "run.json")
+    _refuse_another(federation, path, facts)
+    with closing(RunFolder.open(path)) as opened:
+        start = opened.last_snapshot(federation.problem.device)
+        lines = opened.rewind_metrics(start.round if start else 0)
+        with open_ledger(federation.settings, path) as ledger:
+            return _finish(Underway(federation, opened, ledger, str(facts["id"])), start, lines, on_round)
+
+
+def open_ledger(settings: Settings, folder: Path | None = None) -> Ledger:
+    """The ledger that the settings name; else the run's own, in its folder or in memory."""
+    return Ledger.open(settings.run.ledger or (folder / "ledger.sqlite" if folder else ":memory:"))
+
+
+def _write_start(folder: RunFolder, federation: Federation, run: str, facts: Mapping[str, Any]) -> None:
+    """What a new folder holds before the first round: settings, environment, and what `go_on` compares."""
+    from fulcrum.settings import files as settings_file
+
+    problem = federation.problem
+    folder.write_text("settings.toml", settings_file.dump(federation.settings))
+    folder.write_json("environment.json", record.environment(problem.device))
+    folder.write_json(
+        "run.json",
+        {
+            "id": run,
+            "created": record.now(),
+            "version": fulcrum.__version__,
+            "data": problem.dataset.fingerprint,
+            "parameters": problem.layout.dim,
+            "buffers": digest(problem.model),
+            "unit": problem.unit,
+            "aggregation": federation.plan.aggregation,
+            **facts,
+        },
+    )
+
+
+def _refuse_another(federation: Federation, path: Path, facts: Mapping[str, Any]) -> None:
+    """RunError where run.json speaks of other data or another model than the federation has."""
+    problem = federation.problem
+    if facts.get("data") != problem.dataset.fingerprint:
+        raise RunError(f"{path} was trained on other data than {problem.dataset.name} holds now; bring that data back.")
+    if facts.get("parameters") != problem.layout.dim:
+        raise RunError(
+            f"{path} has a model of {facts.get('parameters')} parameters, this one has {problem.layout.dim}."
+        )
+    if facts.get("buffers", digest(problem.model)) != digest(problem.model):  # older runs did not write it down
+        raise RunError(
+            f"{path} was trained with other means or buffers in its model; bring back the model's code, or the file of "
+            f"model.init = {federation.settings.model.init!r}, as it was."
+        )
+
+
+def _finish(run: Underway, start: Snapshot | None, lines: list[dict[str, Any]], on_round: OnRound | None) -> Result:
+    """Play the remaining rounds, keeping the folder up to date, and sum up; also when interrupted.
+
+    lines: what metrics.jsonl holds of the rounds before `start`; those of the rounds that are played are added.
+    """
+    federation, folder, settings = run.federation, run.folder, run.federation.settings
+    # Another draw of secure randomness would be another release, so no round may have to be replayed.
+    every = 1 if settings.privacy.randomness == "secure" else settings.run.checkpoint_every
+    history = [_payers(line, federation.plan.parties) for line in lines]
+    snapshot = start
+    saved = start.round if start else 0
+    state_privacy(run, len(lines), finished=False)
+    try:
+        for result, snapshot in federate(federation, run.ledger, run.id, start, history):
+            if folder and (snapshot.round % every == 0 or snapshot.round == settings.train.rounds):
+                folder.checkpoint(snapshot)
+                saved = snapshot.round
+            lines.append(record.plain(record.metrics_line(result)))
+            if folder:
+                folder.add_metrics(result)
+            if on_round:
+                on_round(result)
+    except BaseException:
+        if folder and snapshot and snapshot.round > saved:
+            folder.checkpoint(snapshot)
+        state_privacy(run, len(lines), finished=False)
+        raise
+    if folder and snapshot and snapshot.round > saved:
+        folder.checkpoint(snapshot)
+    return sum_up(run, snapshot, lines)
+
+
+def _payers(line: dict[str, Any], parties: int) -> Sequence[int]:
+    """Who paid in a round of metrics.jsonl: the participants; where these are secret, all with budget left."""
+    if "participants" in line:
+        return tuple(line["participants"])
+    out = set(line.get("out_of_budget", ()))
+    return [k for k in range(parties) if k not in out]

@@ -1,0 +1,248 @@
+"""A run's folder: everything a reader needs to check, rerun or continue the run. Format: docs/run-folder.md.
+
+Files are written beside their final name and renamed, so a crash leaves the old file or the new one,
+never half of one. `metrics.jsonl` grows line by line; a torn last line is dropped when the run goes on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from fulcrum.errors import RunError
+from fulcrum.training.snapshot import Snapshot
+from fulcrum.types import RoundResult
+
+KEEP = 2
+"""Checkpoints kept; the one before the last is for the case that the disk lost the last."""
+PARTIES_PER_LINE = 100
+"""Federations up to this size have every party's epsilon in every line of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run lives. Make one with `create` or `open`; both take the folder's lock."""
+
+    path: Path
+    lock: IO[str]
+
+    @staticmethod
+    def create(path: Path) -> RunFolder:
+        """A new folder; refuses one that exists and holds anything."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(
+                f"folder {path} exists and is not empty; choose another --out, or continue it: fulcrum resume {path}"
+            )
+        try:
+            (path / "checkpoints").mkdir(parents=True)
+        except OSError as error:
+            raise RunError(f"cannot make folder {path}: {error.strerror}.") from error
+        return RunFolder(path, _lock(path))
+
+    @staticmethod
+    def open(path: Path) -> RunFolder:
+        """An existing run's folder, to continue it."""
+        if not (path / "run.json").is_file():
+            raise RunError(f"{path} is not a run's folder: it holds no run.json.")
+        return RunFolder(path, _lock(path))
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self.lock.close()
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file whole or not at all."""
+        write_whole(self.path / name, text.encode())
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file whole or not at all; infinities become the string "inf"."""
+        self.write_text(name, to_json(value))
+
+    def add_metrics(self, result: RoundResult) -> None:
+        """Append one round to metrics.jsonl."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(plain(metrics_line(result))) + "\n")
+
+    def checkpoint(self, snapshot: Snapshot) -> None:
+        """Write the state after a round and drop checkpoints older than the last two."""
+        folder = self.path / "checkpoints"
+        name = f"round-{snapshot.round:06d}.safetensors"
+        write_whole(folder / name, save(snapshot.to_tensors(), {"round": str(snapshot.round)}))
+        for old in sorted(folder.glob("round-*.safetensors"))[:-KEEP]:
+            old.unlink()
+
+    def write_model(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Write the trained weights under their own names to model.safetensors."""
+        kept = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
+        write_whole(self.path / "model.safetensors", save(kept))
+
+    def last_snapshot(self, device: torch.device) -> Snapshot | None:
+        """The newest readable checkpoint, or None where there is none."""
+        for file in sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True):
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                    return Snapshot.from_tensors(int(opened.metadata()["round"]), tensors, device)
+            except (SafetensorError, KeyError, TypeError, ValueError):
+                continue
+        return None
+
+    def rewind_metrics(self, rounds: int) -> list[dict[str, Any]]:
+        """Keep the first `rounds` lines of metrics.jsonl and return them."""
+        lines = load_metrics(self.path)[:rounds]
+        if len(lines) < rounds:
+            raise RunError(
+                f"{self.path}/metrics.jsonl has {len(lines)} rounds but the checkpoint {rounds}: it was cut."
+            )
+        self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        return lines
+
+
+def metrics_line(result: RoundResult) -> dict[str, Any]:
+    """One line of metrics.jsonl."""
+    line: dict[str, Any] = {
+        "round": result.round,
+        "loss": result.loss,
+        "accuracy": result.accuracy,
+        "C": total_C(result.C),
+        "epsilon": result.epsilon,
+        "seconds": round(result.seconds, 6),
+    }
+    if result.participants is not None:  # None: who took part is secret (unit client)
+        line["participants"] = list(result.participants)
+    if result.out_of_budget:
+        line["out_of_budget"] = list(result.out_of_budget)
+    if len(result.C) > 1:
+        line["C_groups"] = list(result.C)
+    if 0 < len(result.epsilons) <= PARTIES_PER_LINE:
+        line["epsilons"] = list(result.epsilons)
+    if result.diagnostics:
+        line["non_private_diagnostics"] = dict(result.diagnostics)
+    return line
+
+
+def total_C(C: tuple[float, ...]) -> float:
+    """The norm one unit's whole contribution is clipped to."""
+    return math.hypot(*C)
+
+
+def load_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rounds of a run, in order. A torn last line is left out."""
+    file = folder / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    lines = []
+    for number, text in enumerate(file.read_text().splitlines(), start=1):
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            if number == len(file.read_text().splitlines()):
+                break
+            raise RunError(f"{file} is damaged in line {number}.") from None
+    return lines
+
+
+def load_json(folder: Path, name: str) -> dict[str, Any]:
+    """One of the run's JSON files, as a dictionary."""
+    file = folder / name
+    if not folder.is_dir():
+        raise RunError(f"there is no folder {folder}.")
+    if not file.is_file():
+        raise RunError(f"{folder} has no {name}: it is not a run's folder, or the run has not got that far.")
+    try:
+        value = json.loads(file.read_text())
+    except ValueError as error:
+        raise RunError(f"{file} is damaged: {error}.") from error
+    if not isinstance(value, dict):
+        raise RunError(f"{file} is damaged: it holds a {type(value).__name__}, not an object.")
+    return value
+
+
+def load_summary(folder: Path) -> dict[str, Any]:
+    """summary.json of a run."""
+    return load_json(Path(folder), "summary.json")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Where a run ran: versions, machine, threads, time."""
+    return {
+        "date": now(),
+        "python": sys.version.split()[0],
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+    }
+
+
+def now() -> str:
+    """The time, UTC, ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def to_json(value: Any) -> str:
+    """Indented JSON; infinities become the string "inf"."""
+    return json.dumps(plain(value), indent=2) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """The value with what JSON cannot hold replaced: infinities by "inf", NaN by null, tuples by lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file whole or not at all: beside its name first, then renamed."""
+    part = file.with_name(file.name + ".part")
+    try:
+        with part.open("wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(file)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _lock(path: Path) -> IO[str]:
+    opened = (path / "lock").open("w")
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        opened.close()
+        raise RunError(f"{path} is in use by another process.") from error
+    return opened

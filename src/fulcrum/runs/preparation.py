@@ -1,0 +1,116 @@
+"""From settings to a federation: data, split, model, device and privacy plan, and all that can be wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fulcrum.training.client_level import check_rule, local_problem
+from fulcrum.clipping import find_rule
+from fulcrum.settings.schema import Settings
+from fulcrum.settings.checks import check
+from fulcrum.data import Dataset, featured, holdout, load, split, unit_counts
+from fulcrum.engines import find_engine
+from fulcrum.errors import BudgetError, ConfigError
+from fulcrum.training.federation import Federation
+from fulcrum.privacy.ledger import Ledger
+from fulcrum.training.problem import Problem
+from fulcrum.models.layout import Layout
+from fulcrum.models.build import build
+from fulcrum.models.checks import refuse_mixing
+from fulcrum.privacy.plan import affordable_rounds, make_plan
+from fulcrum.rng import make
+
+
+def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module | None = None) -> Federation:
+    """Load the data, split it, build the model, plan the privacy: everything that can go wrong before training.
+
+    dataset and model take the place of what the settings name, for data and models made in Python.
+    """
+    check(settings)
+    rule = find_rule(settings.clip.rule)
+    device = find_device(settings.run.device)
+    dataset = _find_data(settings, dataset, device)
+    partition = split(dataset, settings.data, settings.run.seed)
+    model = _find_model(settings, dataset, model).to(device)
+    layout = Layout.of(model)
+    problem = Problem(
+        dataset=dataset,
+        partition=partition,
+        model=model,
+        layout=layout,
+        rule=rule,
+        randomness=make(settings.privacy.randomness, settings.run.seed),
+        unit=settings.privacy.unit,
+        groups=layout.layers if settings.clip.groups == "layer" else (),
+        device=device,
+        diagnostics=settings.run.diagnostics,
+        precision=settings.run.precision,
+        workers=settings.run.workers,
+    )
+    check_rule(rule, settings, problem)
+    plan = make_plan(settings, partition, unit_counts(dataset, partition, settings.privacy.unit), rule)
+    return Federation(settings, problem, plan, find_engine(settings.run.engine, local_problem(problem)))
+
+
+def _find_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
+    """The records to train on, as the settings want them: less what is held out, as features."""
+    dataset = given or load(settings.data.source, settings.data.dir)
+    if settings.data.validation > 0:
+        dataset = holdout(dataset, settings.data.validation, settings.run.seed)
+    dataset = featured(dataset, settings.data, device)
+    if settings.privacy.unit == "person" and dataset.person is None:
+        raise ConfigError(
+            f"privacy.unit = 'person' needs an id for each record, and {dataset.name} has none; "
+            "give an .npz with an array named person, or use unit example."
+        )
+    return dataset
+
+
+def _find_model(settings: Settings, dataset: Dataset, given: nn.Module | None) -> nn.Module:
+    """The network to train, checked not to mix examples."""
+    if given is not None and settings.model.coordinates != "plain":
+        raise ConfigError(
+            "model.coordinates is for models that the settings name; set it to plain, and hand over "
+            "fulcrum.models.whitening.centred(model, facts)."
+        )
+    if given is None:
+        given = build(settings.model, tuple(dataset.x.shape[1:]), dataset.classes, settings.run.seed)
+    refuse_mixing(given, dataset.x[:2])
+    return given
+
+
+def find_device(name: str) -> torch.device:
+    """The device a setting names; `auto` takes a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"run.device = {name!r} is not known; use auto, cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"run.device = {name!r}, but this machine has no GPU that PyTorch can use; use cpu.")
+    return device
+
+
+def ledger_warnings(federation: Federation) -> list[str]:
+    """What a kept ledger says about this run: parties whose budget will run out before it ends.
+
+    Raises BudgetError where no party can pay for even one round.
+    """
+    path = federation.settings.run.ledger
+    if not path or not Path(path).is_file():
+        return []
+    with Ledger.open(path) as ledger:
+        short = affordable_rounds(federation.plan, ledger)
+    if not short:
+        return []
+    fewest, most_ = min(short.values()), max(short.values())
+    names = ", ".join(list(short)[:3]) + (", ..." if len(short) > 3 else "")
+    says = f"{len(short)} of {federation.plan.parties} parties ({names}) have budget in {path} for "
+    says += f"{fewest} of {federation.plan.rounds} rounds" if fewest == most_ else f"{fewest} to {most_} rounds"
+    if most_ == 0 and len(short) == federation.plan.parties:
+        raise BudgetError(f"{says}; lower --epsilon, or raise their budget: fulcrum ledger {path} --budget EPSILON")
+    return [f"{says}; they sit out when it is spent."]

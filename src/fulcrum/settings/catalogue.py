@@ -1,0 +1,109 @@
+"""Which settings there are: one source for the template, the docs, the options' help and the error messages."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from fulcrum.settings import schema as config
+from fulcrum.settings.schema import Settings
+
+SECTIONS: dict[str, type] = {
+    field.name: typing.cast(type, field.default_factory)
+    for field in dataclasses.fields(Settings)
+    if field.default_factory is not dataclasses.MISSING
+}
+
+SHORT: dict[str, str] = {
+    "data": "data.source",
+    "data_dir": "data.dir",
+    "model": "model.name",
+    "epsilon": "privacy.epsilon",
+    "sigma": "privacy.sigma",
+    "delta": "privacy.delta",
+    "parties": "data.parties",
+    "partition": "data.partition",
+    "alpha": "data.alpha",
+    "rounds": "train.rounds",
+    "steps": "train.steps",
+    "rate": "train.rate",
+    "lr": "train.lr",
+    "seed": "run.seed",
+    "unit": "privacy.unit",
+    "randomness": "privacy.randomness",
+    "engine": "run.engine",
+    "device": "run.device",
+    "ledger": "run.ledger",
+}
+"""Short names of the settings people change most: options of the command line, keywords in Python."""
+
+# Words for the fields that have none under them in config.py.
+WORDS: dict[str, str] = {
+    "model.temper_scale": "s of the tempered sigmoid s sigmoid(T x) - o.",
+    "model.temper_temperature": "T of the tempered sigmoid.",
+    "model.temper_offset": "o of the tempered sigmoid.",
+    "train.decay": 'What schedule = "step" multiplies the learning rate by.',
+    "train.server_lr": "Learning rate of the server optimiser.",
+    "train.server_momentum": "Momentum of the server (first moment of adam).",
+    "train.server_beta2": "Second moment of adam.",
+    "train.server_eps": "Keeps adam from dividing by zero.",
+    "clip.C_min": "C never goes below this.",
+    "clip.C_max": "C never goes above this.",
+    "privacy.epsilon": "Target for each party over the whole run; the noise is calibrated to it.",
+    "privacy.sigma": "Noise multiplier, in place of epsilon; the epsilon is then reported.",
+    "privacy.delta": "The chance that the guarantee fails; keep it well below 1 / (units of a party; client: parties).",
+    "run.seed": "Of all public randomness, and of the private one where randomness is seeded.",
+    "run.engine": "How a round is computed: auto, reference (a plain loop), parallel (CPU cores) or stacked (GPU).",
+    "run.evaluate_every": "Rounds between evaluations; the last round is always evaluated.",
+    "run.checkpoint_every": "Rounds between checkpoints that a run can be resumed from.",
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting: dotted path, section ("" at the top), name, type, default, and what it means."""
+
+    path: str
+    section: str
+    name: str
+    kind: Any
+    default: Any
+    words: str
+
+
+@functools.cache
+def catalogue() -> dict[str, Field]:
+    """Every setting by dotted path, in the order of config.py, with the words that stand under it there."""
+    words = WORDS | _docstrings()
+    found: dict[str, Field] = {}
+    for section, owner in {"": Settings, **SECTIONS}.items():
+        kinds, defaults = typing.get_type_hints(owner), owner()
+        for name in (field.name for field in dataclasses.fields(owner)):
+            if section or name not in SECTIONS:
+                path = f"{section}.{name}".lstrip(".")
+                found[path] = Field(path, section, name, kinds[name], getattr(defaults, name), words.get(path, ""))
+    return found
+
+
+def named(name: str) -> list[str]:
+    """Dotted paths that a bare name may stand for: its short name's, then every section's field of that name."""
+    short = [SHORT[name]] if name in SHORT else []
+    return short + [path for path, field in catalogue().items() if field.name == name and path not in short]
+
+
+def _docstrings() -> dict[str, str]:
+    """The string that follows each field in config.py; Python itself forgets it."""
+    sections = {owner.__name__: f"{name}." for name, owner in SECTIONS.items()} | {"Settings": ""}
+    found: dict[str, str] = {}
+    for owner in ast.parse(inspect.getsource(config)).body:
+        if isinstance(owner, ast.ClassDef) and owner.name in sections:
+            for pair in zip(owner.body, owner.body[1:], strict=False):
+                match pair:
+                    case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words)))):
+                        found[sections[owner.name] + name] = " ".join(words.split())
+    return found

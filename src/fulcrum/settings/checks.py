@@ -1,0 +1,191 @@
+"""The checks of settings that no type can express: choices, ranges, and fields that must agree."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fulcrum.errors import ConfigError
+from fulcrum.settings.derived import local_steps
+from fulcrum.settings.schema import Settings
+
+# --- checks -----------------------------------------------------------------------------------
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.partition": ("iid", "dirichlet", "shards", "quantity", "given"),
+    "data.features": ("none", "scattering"),
+    "model.activation": ("relu", "tanh", "tempered"),
+    "model.coordinates": ("plain", "centred", "whitened"),
+    "train.schedule": ("constant", "linear", "cosine", "step"),
+    "train.weights": ("examples", "uniform"),
+    "train.server": ("sgd", "momentum", "adam"),
+    "clip.groups": ("flat", "layer"),
+    "clip.phi": ("sign", "identity"),
+    "clip.reading": ("loss", "hypergradient", "derivative"),
+    "privacy.unit": ("example", "person", "client"),
+    "privacy.accountant": ("rdp", "pld"),
+    "privacy.randomness": ("seeded", "secure"),
+    "privacy.aggregation": ("plain", "ideal-secagg"),
+    "privacy.noise_schedule": ("constant", "growth", "phases"),
+    "central.estimator": ("fixed", "clipped"),
+    "run.engine": ("auto", "reference", "stacked", "parallel"),
+    "run.precision": ("float32", "tf32", "bf16"),
+}
+
+# field: (smallest, whether it itself is allowed, largest, whether it itself is allowed)
+RANGES: dict[str, tuple[float, bool, float, bool]] = {
+    "data.parties": (1, True, math.inf, False),
+    "data.alpha": (0, False, math.inf, False),
+    "data.shards": (1, True, math.inf, False),
+    "data.min_examples": (1, True, math.inf, False),
+    "data.validation": (0, True, 1, False),
+    "data.feature_groups": (0, True, math.inf, False),
+    "data.feature_whiten": (0, True, 0.5, True),
+    "model.temper_temperature": (0, False, math.inf, False),
+    "model.whiten": (0, False, 0.5, True),
+    "train.rounds": (1, True, math.inf, False),
+    "train.participation": (0, False, 1, True),
+    "train.min_parties": (1, True, math.inf, False),
+    "train.steps": (0, True, math.inf, False),
+    "train.epochs": (0, True, math.inf, False),
+    "train.rate": (0, False, 1, True),
+    "train.lr": (0, False, math.inf, False),
+    "train.warmup": (0, True, math.inf, False),
+    "train.decay": (0, False, 1, True),
+    "train.weight_decay": (0, True, math.inf, False),
+    "train.server_lr": (0, False, math.inf, False),
+    "train.server_momentum": (0, True, 1, False),
+    "train.server_beta2": (0, True, 1, False),
+    "train.server_eps": (0, False, math.inf, False),
+    "train.ema": (0, True, 1, False),
+    "clip.C0": (0, False, math.inf, False),
+    "clip.kappa": (0, True, math.inf, False),
+    "clip.balance": (0, False, math.inf, False),
+    "clip.reach": (0, False, math.inf, True),
+    "clip.growth": (1, True, math.inf, True),
+    "clip.eta_C": (0, True, math.inf, False),
+    "clip.beta": (0, True, 1, False),
+    "clip.C_min": (0, False, math.inf, False),
+    "clip.C_max": (0, False, math.inf, False),
+    "clip.gamma": (0, True, 1, True),
+    "clip.rho_c": (0, False, math.inf, False),
+    "clip.shrink": (0, True, math.inf, False),
+    "clip.stability": (0, False, math.inf, False),
+    "clip.refresh": (0, True, math.inf, False),
+    "privacy.epsilon": (0, False, math.inf, False),
+    "privacy.sigma": (0, False, math.inf, False),
+    "privacy.delta": (0, False, 1, False),
+    "privacy.budget": (0, False, math.inf, False),
+    "privacy.max_participations": (0, True, math.inf, False),
+    "privacy.rho_mu": (0, False, math.inf, False),
+    "central.weight_cap": (0, True, math.inf, False),
+    "central.min_weight": (0, False, 1, True),
+    "run.seed": (0, True, 2**63, False),
+    "run.workers": (0, True, 1024, True),
+    "run.evaluate_every": (1, True, math.inf, False),
+    "run.checkpoint_every": (1, True, math.inf, False),
+}
+
+
+def lookup(settings: Settings, path: str) -> Any:
+    """The value at a dotted path such as "train.rate"."""
+    value: Any = settings
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def check(settings: Settings) -> Settings:
+    """Return the settings, or raise ConfigError naming the first wrong field and what would be right."""
+    for path, choices in CHOICES.items():
+        value = lookup(settings, path)
+        if value not in choices:
+            raise ConfigError(f"{path} = {value!r} is not known; choose one of {', '.join(choices)}.")
+    for path, bounds in RANGES.items():
+        _check_range(path, lookup(settings, path), bounds)
+    _check_together(settings)
+    return settings
+
+
+def _check_range(path: str, value: float | None, bounds: tuple[float, bool, float, bool]) -> None:
+    low, low_in, high, high_in = bounds
+    if value is None:
+        return
+    above = value >= low if low_in else value > low
+    below = value <= high if high_in else value < high
+    if above and below:  # both are False for NaN
+        return
+    wanted = f"{'at least' if low_in else 'greater than'} {low:g}"
+    if high < math.inf:
+        wanted += f" and {'at most' if high_in else 'less than'} {high:g}"
+    raise ConfigError(f"{path} = {value!r} is out of range; it must be a finite number {wanted}.")
+
+
+def _check_together(settings: Settings) -> None:
+    train, clip, privacy = settings.train, settings.clip, settings.privacy
+    if (train.steps > 0) == (train.epochs > 0):
+        raise ConfigError(
+            f"train.steps = {train.steps} and train.epochs = {train.epochs:g}: set exactly one of them above 0."
+        )
+    if not clip.C_min <= clip.C0 <= clip.C_max:
+        raise ConfigError(
+            f"clip.C0 = {clip.C0:g} must lie between clip.C_min = {clip.C_min:g} and clip.C_max = {clip.C_max:g}."
+        )
+    if settings.data.feature_center and settings.data.feature_whiten:
+        raise ConfigError(
+            f"data.feature_center = true and data.feature_whiten = {settings.data.feature_whiten:g}: whitening takes "
+            "off a mean of its own; set feature_center to false."
+        )
+    if privacy.epsilon is not None and privacy.sigma is not None:
+        raise ConfigError("privacy.epsilon and privacy.sigma are both set; give one, the other follows from it.")
+    if privacy.randomness == "secure" and settings.run.precision != "float32":
+        raise ConfigError(
+            f"run.precision = {settings.run.precision!r} with privacy.randomness = 'secure': only float32 keeps every "
+            "contribution within its bound; use float32 for real data."
+        )
+    for party, budget in privacy.budgets.items():
+        _check_range(f"privacy.budgets.{party}", budget, (0, False, math.inf, False))
+    for phase in privacy.phases:
+        _check_range("privacy.phases", phase, (0, False, math.inf, False))
+    if privacy.noise_schedule == "phases" and not 0 < len(privacy.phases) <= train.rounds:
+        raise ConfigError(
+            f"privacy.phases has {len(privacy.phases)} phases for {train.rounds} rounds; noise_schedule = 'phases' "
+            "needs at least one phase, and a round for each."
+        )
+    if privacy.budgets and privacy.epsilon is None:
+        raise ConfigError("privacy.budgets is set without privacy.epsilon; give the epsilon of the other parties too.")
+    if privacy.unit == "client" and privacy.max_participations:
+        raise ConfigError(
+            f"privacy.max_participations = {privacy.max_participations} has no use with privacy.unit = 'client': "
+            "who takes part is secret, so every party is charged for every round; leave it at 0."
+        )
+    if privacy.aggregation == "ideal-secagg":
+        _check_shared(settings)
+
+
+def _check_shared(settings: Settings) -> None:
+    """One dose of noise over all parties is right for one sum of one step, in which everybody takes part."""
+    train, privacy = settings.train, settings.privacy
+    wrong = {
+        "privacy.unit": (privacy.unit, "example", privacy.unit != "example"),
+        "train.steps": (local_steps(train), 1, local_steps(train) != 1),
+        "train.weights": (train.weights, "examples", train.weights != "examples"),
+        "train.participation": (train.participation, 1, train.participation < 1),
+        "privacy.max_participations": (
+            privacy.max_participations,
+            "0 (all rounds)",
+            0 < privacy.max_participations < train.rounds,
+        ),
+        "privacy.budgets": (privacy.budgets, "empty: one noise serves all", bool(privacy.budgets)),
+        "privacy.randomness": (
+            privacy.randomness,
+            "seeded: no secure aggregation is implemented, so nobody's data is safe with it",
+            privacy.randomness == "secure",
+        ),
+    }
+    for path, (value, right, bad) in wrong.items():
+        if bad:
+            raise ConfigError(
+                f"{path} = {value!r} does not go with privacy.aggregation = 'ideal-secagg', which shares one noise "
+                f"over one step's sum of all parties; it must be {right}."
+            )

@@ -1,0 +1,227 @@
+"""Files, keywords and command-line words -> `Settings`. Later layers win over earlier ones:
+
+    defaults  <  preset of the file's method  <  file  <  preset of --method  <  command-line values
+
+so that `fulcrum run old.toml --method dp-sgd` changes the method and keeps the rest. Every mistake
+is one ConfigError sentence with the nearest name that exists, or the type that was wanted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from fulcrum.errors import ConfigError
+from fulcrum.settings.catalogue import SECTIONS, SHORT, catalogue, named
+from fulcrum.settings.checks import check
+from fulcrum.settings.presets import find_method
+from fulcrum.settings.schema import Settings
+
+# Two ways to say one thing. A layer that gives one takes back the other from the layers below.
+RIVALS: dict[str, tuple[str, Any]] = {
+    "privacy.epsilon": ("sigma", None),
+    "privacy.sigma": ("epsilon", None),
+    "train.steps": ("epochs", 0.0),
+    "train.epochs": ("steps", 0),
+}
+
+WANTED: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    float | None: "a number",
+    str: "text in quotes",
+    bool: "true or false",
+    tuple[int, ...]: "a list of whole numbers",
+    tuple[float, ...]: "a list of numbers",
+    dict[str, float]: "a table of names and numbers",
+}
+GOT: dict[type, str] = {
+    int: "a whole number",
+    float: "a number with a decimal point",
+    str: "text",
+    bool: "a truth value",
+    list: "a list",
+    tuple: "a list",
+    dict: "a table",
+}
+
+
+def parse(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, method: str | None = None) -> Settings:
+    """Checked settings from a file's contents, values by dotted path, and a method chosen over the file's.
+
+    raw is what TOML gives: {"method": "moo", "train": {"rounds": 50}}. overrides are
+    {"clip.kappa": 0.01}. Raises ConfigError, one sentence, at the first thing wrong.
+    """
+    words = _nest(overrides or {})
+    for layer in (raw, words):
+        _check_names(layer)
+    chosen = words.get("method", method)
+    file_method = raw.get("method", Settings.method)
+    merged = _merge([_preset(file_method), raw, {} if chosen is None else _preset(chosen), words])
+    merged["method"] = file_method if chosen is None else chosen
+    return check(_validate(merged))
+
+
+def read(path: Path | str, overrides: Mapping[str, Any] | None = None, method: str | None = None) -> Settings:
+    """Checked settings from a TOML file; see `parse` for the rest."""
+    return parse(read_raw(path), overrides, method)
+
+
+def read_raw(path: Path | str) -> dict[str, Any]:
+    """The tables of a TOML file, or ConfigError saying why it cannot be read."""
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give a settings file such as {path / 'config.toml'}.")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; `fulcrum init {path}` writes one to start from.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text in UTF-8, as TOML must be.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def from_names(names: Mapping[str, Any], raw: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from keywords: short names, field names that only one section has, or whole sections.
+
+    from_names({"data": "mnist", "epsilon": 1.64, "kappa": 0.01, "train": {"server": "adam"}})
+    """
+    overrides: dict[str, Any] = {}
+    for name, value in names.items():
+        if name in SECTIONS and isinstance(value, Mapping):
+            overrides |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            overrides[_path_of(name)] = value
+    return parse(raw or {}, overrides)
+
+
+def read_word(text: str) -> tuple[str, Any]:
+    """One `--set section.name=value`: the path, and the value as TOML reads it, else as text."""
+    path, equals, literal = text.partition("=")
+    path = path.strip()
+    if not equals or not path:
+        raise ConfigError(f"--set {text} is not section.name=value; write for example --set clip.kappa=0.01.")
+    try:
+        return path, tomllib.loads(f"value = {literal}")["value"]
+    except tomllib.TOMLDecodeError:
+        return path, literal.strip()
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def _path_of(name: str) -> str:
+    paths = named(name)
+    if not paths:
+        raise ConfigError(_unknown(name, [*SHORT, *(field.name for field in catalogue().values())]))
+    if len(paths) > 1 and name not in SHORT:
+        raise ConfigError(f"{name} is a setting of several sections; write {' or '.join(paths)}.")
+    return paths[0]
+
+
+def _check_names(layer: Mapping[str, Any]) -> None:
+    """Refuse sections and fields that do not exist, naming the nearest that does."""
+    top = [path for path, field in catalogue().items() if not field.section]
+    for section, values in layer.items():
+        if section in top:
+            continue
+        if section not in SECTIONS:
+            raise ConfigError(_unknown(section, [*SECTIONS, *top], named(section)))
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{section} = {_show(values)} is {_got(values)}; it must be a section, [{section}].")
+        for name in values:
+            path = f"{section}.{name}"
+            if path not in catalogue():
+                here = [known for known, field in catalogue().items() if field.section == section]
+                raise ConfigError(_unknown(path, here, named(name)))
+
+
+def _unknown(name: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
+    """The sentence for a name that does not exist: where it does exist, else what is spelt most alike."""
+    known = list(dict.fromkeys(known))
+    near = [*elsewhere, *difflib.get_close_matches(name, known, n=1)]
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}."
+    return f"{name} is not a setting; {hint}"
+
+
+# --- layers -------------------------------------------------------------------------------------
+
+
+def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """{"clip.kappa": 1} -> {"clip": {"kappa": 1}}; a third part names an entry of a table."""
+    nested: dict[str, Any] = {}
+    for path, value in overrides.items():
+        *parents, name = path.split(".", 2)
+        place = nested
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{path} does not fit beside {parent} = {_show(place)}; give one of them.")
+        place[name] = value
+    return nested
+
+
+def _preset(method: Any) -> Mapping[str, Any]:
+    if not isinstance(method, str):
+        raise ConfigError(f"method = {_show(method)} is {_got(method)}; it must be text in quotes.")
+    return find_method(method).parts
+
+
+def _merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for section in SECTIONS.keys() & layer.keys():
+            target, values = merged.setdefault(section, {}), layer[section]
+            for name, value in values.items():
+                both = isinstance(value, Mapping) and isinstance(target.get(name), Mapping)
+                target[name] = {**target[name], **value} if both else value
+                rival, cleared = RIVALS.get(f"{section}.{name}", ("", None))
+                if rival and value and rival not in values:
+                    target[rival] = cleared
+    return merged
+
+
+# --- types --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Settings]:
+    return TypeAdapter(Settings)
+
+
+def _validate(merged: dict[str, Any]) -> Settings:
+    # Through JSON, because pydantic's strict mode takes lists for tuples and tables for dataclasses
+    # only there; strict, because rounds = "5" and diagnostics = 1 are mistakes.
+    try:
+        return _adapter().validate_json(json.dumps(merged, default=_plain), strict=True)
+    except ValidationError as error:
+        section, name, *inner = error.errors(include_url=False)[0]["loc"]
+    path, value = f"{section}.{name}", merged[str(section)][name]
+    wanted = WANTED[catalogue()[path].kind]
+    if inner:
+        item = value[inner[0]]
+        raise ConfigError(f"{path} holds {_show(item)}, {_got(item)}; it must be {wanted}.")
+    raise ConfigError(f"{path} = {_show(value)} is {_got(value)}; it must be {wanted}.")
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's; paths and dates as text."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _got(value: Any) -> str:
+    return GOT.get(type(value), f"of type {type(value).__name__}")

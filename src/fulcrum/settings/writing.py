@@ -1,0 +1,62 @@
+"""`Settings` -> TOML that reruns them, and the commented template of `fulcrum init`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import tomli_w
+
+from fulcrum.settings.catalogue import SECTIONS, catalogue
+from fulcrum.settings.schema import Settings
+
+STARTERS: dict[str, Any] = {
+    "method": "moo",
+    "data.source": "digits",
+    "data.parties": 5,
+    "train.rounds": 200,
+    "privacy.epsilon": 4.0,
+}
+"""What the template sets; all but epsilon to the default."""
+
+EXAMPLE = 1.0
+"""What the template shows for a number that has no default."""
+
+
+def dump(settings: Settings) -> str:
+    """TOML that `parse` turns into equal settings. Values that are None are left out."""
+    return tomli_w.dumps(_without_none(dataclasses.asdict(settings)))
+
+
+def template() -> str:
+    """A commented config: a few lines to change at once, the others as `#name = default`."""
+    lines = [
+        "# Settings of a Fulcrum run; start it with:  fulcrum run config.toml",
+        "# A # right before a name shows the default, or an example where there is none; take the # away to change it.",
+    ]
+    section = ""
+    for path, field in catalogue().items():
+        if field.section != section:
+            section = field.section
+            lines += ["", "", f"[{section}]", *_comment(inspect.getdoc(SECTIONS[section]) or "")]
+        mark = "" if path in STARTERS else "#"
+        value = STARTERS.get(path, EXAMPLE if field.default is None else field.default)
+        # JSON, because its literals are TOML's too, and lists stay on one line.
+        lines += ["", *_comment(field.words), f"{mark}{field.name} = {json.dumps(value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, 110, initial_indent="# ", subsequent_indent="# ")
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, Mapping) else value
+        for name, value in table.items()
+        if value is not None
+    }

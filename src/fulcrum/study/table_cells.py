@@ -1,0 +1,208 @@
+"""Finished runs -> cells of a table: values by seed, their interval, the distance to moo, the paper's figure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fulcrum.clipping import find_rule
+from fulcrum.study.experiment import Experiment
+from fulcrum.study.job import Job
+from fulcrum.study.search import Choice, find
+from fulcrum.study.stats import Interval, interval, paired
+from fulcrum.study.store import Record
+
+OURS = "moo"
+"""The row that the others are compared with."""
+
+PAPER: dict[str, dict[str, tuple[float, ...]]] = {
+    "non-private FL": {"mnist": (96.25,), "fashion-mnist": (89.45,), "cifar10": (72.61,)},
+    "DP-SGD": {
+        "mnist": (86.39, 81.58, 76.43),
+        "fashion-mnist": (77.19, 69.35, 58.14),
+        "cifar10": (60.53, 53.68, 48.88),
+    },
+    "DP-FedAvg": {
+        "mnist": (88.42, 82.50, 76.58),
+        "fashion-mnist": (75.18, 68.91, 53.58),
+        "cifar10": (59.17, 51.85, 43.06),
+    },
+    "Dynamic DP": {
+        "mnist": (87.71, 86.59, 82.81),
+        "fashion-mnist": (79.62, 78.44, 69.82),
+        "cifar10": (62.61, 59.02, 53.23),
+    },
+    "DP-SGD-WAV": {
+        "mnist": (90.24, 89.72, 85.61),
+        "fashion-mnist": (83.53, 82.16, 72.37),
+        "cifar10": (64.58, 61.18, 57.85),
+    },
+    "Tempered sigmoid": {
+        "mnist": (90.92, 90.02, 84.39),
+        "fashion-mnist": (82.73, 81.49, 70.58),
+        "cifar10": (64.15, 60.59, 56.02),
+    },
+    "MOO": {
+        "mnist": (91.10, 90.21, 88.16),
+        "fashion-mnist": (84.20, 83.27, 74.78),
+        "cifar10": (64.37, 62.92, 59.89),
+    },
+}
+"""The paper's table, accuracy in %, by its rows, our data sets, and epsilon 6.38, 3.61, 1.64."""
+PAPER_EPSILONS = (6.38, 3.61, 1.64)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell. values: accuracy in % by seed. paper: its figure there, None where it has none.
+
+    ahead: moo less this row over shared seeds, None where that compares nothing (moo itself, another
+    unit, another number of parties, a server that sees something else). aggregation: what the server is taken
+    to see. choice: how its settings were found, None: the preset as it is. method: its name in table.json; empty: the
+    row's.
+    """
+
+    dataset: str
+    epsilon: float | None
+    row: str
+    label: str
+    unit: str
+    parties: int
+    sound: bool
+    values: Mapping[int, float]
+    wanted: int
+    paper: float | None = None
+    choice: Choice | None = None
+    ahead: Interval | None = None
+    notes: tuple[str, ...] = ()
+    aggregation: str = "plain"
+    against: str = OURS
+    method: str = ""
+    curves: Sequence[Record] = field(default=(), repr=False, compare=False)
+
+    @property
+    def stats(self) -> Interval:
+        """Mean and 95% interval over the seeds."""
+        return interval([self.values[seed] for seed in sorted(self.values)])
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of table.json: ci95 is the half-width of the interval, None with a single seed."""
+        stats = self.stats
+        return {
+            "dataset": self.dataset,
+            "epsilon": self.epsilon,
+            "method": self.method or self.row,
+            "unit": self.unit or "none",
+            "parties": self.parties,
+            "sound": self.sound,
+            "mean": round(stats.mean, 4),
+            "ci95": round(stats.half, 4) if stats.half == stats.half else None,
+            "seeds": sorted(self.values),
+        }
+
+    def details(self) -> dict[str, Any]:
+        """The entry of cells.json: all that the tables show."""
+        ahead = self.ahead
+        return {
+            **self.to_json(),
+            "label": self.label,
+            "aggregation": self.aggregation,
+            "accuracies": {str(seed): round(self.values[seed], 4) for seed in sorted(self.values)},
+            "paper": self.paper,
+            "moo_ahead": None if ahead is None else {"mean": ahead.mean, "ci95": ahead.half, "seeds": ahead.n},
+            "tuned_at": self.choice.epsilon if self.choice else None,
+            "tuning": None if self.choice is None else vars(self.choice),
+            "missing_runs": self.wanted - len(self.values),
+        }
+
+
+def paper_figure(row: str, dataset: str, epsilon: float | None) -> float | None:
+    """What the paper reports for one of its rows."""
+    figures = PAPER.get(row, {}).get(dataset)
+    if figures is None:
+        return None
+    if epsilon is None:
+        return figures[0] if len(figures) == 1 else None
+    return figures[PAPER_EPSILONS.index(epsilon)] if epsilon in PAPER_EPSILONS and len(figures) > 1 else None
+
+
+def make_cells(
+    experiment: Experiment, jobs: Iterable[Job], done: Mapping[str, Record], protocol: bool = False
+) -> list[Cell]:
+    """Cells of the jobs, in their order, with whatever results there are."""
+    rows = {row.name: row for row in experiment.rows}
+    by_cell: dict[str, list[Job]] = {}
+    for job in jobs:
+        by_cell.setdefault(job.cell, []).append(job)
+    cells = []
+    for members in by_cell.values():
+        first = members[0]
+        rule = find_rule(first.settings.clip.rule)
+        runs = [done[job.id] for job in members if job.id in done]
+        row = rows[first.row]
+        cells.append(
+            Cell(
+                dataset=first.dataset,
+                epsilon=first.epsilon,
+                row=first.row,
+                label=row.label,
+                unit=first.settings.privacy.unit if rule.private else "",
+                parties=first.settings.data.parties,
+                sound=rule.sound,
+                values={job.seed: 100 * float(done[job.id]["accuracy"]) for job in members if job.id in done},
+                wanted=len(members),
+                paper=paper_figure(row.paper, first.dataset, first.epsilon),
+                choice=find(experiment.choices, first.dataset, first.epsilon, first.row, protocol),
+                aggregation=first.settings.privacy.aggregation,
+                against=row.against,
+                notes=tuple(dict.fromkeys(note for run in runs for note in run["notes"])),
+                curves=tuple(runs),
+            )
+        )
+    return _named(_compared(cells), {name: row.method for name, row in rows.items()})
+
+
+def _named(cells: Sequence[Cell], methods: Mapping[str, str]) -> list[Cell]:
+    """The cells with their methods' names, where those and the number of parties tell rows apart; else the rows'.
+
+    Rows under another adversary keep theirs: nobody is to take them for the method as it is elsewhere.
+    """
+
+    def place(cell: Cell) -> tuple[str, float | None, str, int]:
+        return cell.dataset, cell.epsilon, methods[cell.row], cell.parties
+
+    count = Counter(place(cell) for cell in cells)
+    clear = [count[place(cell)] == 1 and cell.aggregation == "plain" for cell in cells]
+    return [
+        replace(cell, method=methods[cell.row]) if alone else cell for cell, alone in zip(cells, clear, strict=True)
+    ]
+
+
+def _compared(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells with their paired distance to moo, where it is a fair comparison."""
+    places = {(c.row, c.dataset, c.epsilon, c.unit, c.parties, c.aggregation): c for c in cells}
+    result = []
+    for cell in cells:
+        here = (cell.against, cell.dataset, cell.epsilon, cell.unit, cell.parties, cell.aggregation)
+        own = places.get(here)
+        ahead = None if own is None or own is cell else paired(own.values, cell.values)
+        result.append(replace(cell, ahead=ahead) if ahead is not None and ahead.n else cell)
+    return result
+
+
+def standing(cells: Sequence[Cell]) -> tuple[int, int, list[str]]:
+    """(cells in which moo is not behind any sound example-level baseline, cells compared, where it is behind).
+
+    Not behind: the upper end of the paired interval of moo less the baseline is at least 0.
+    """
+    fair = [c for c in cells if c.ahead is not None and c.sound and c.ahead.n > 1]
+    places = sorted({(c.dataset, c.epsilon) for c in fair}, key=str)
+    behind = [
+        f"{c.dataset} at {c.epsilon:g}: {c.label}"
+        for c in fair
+        if c.ahead and c.ahead.high < 0 and c.epsilon is not None
+    ]
+    lost = {(c.dataset, c.epsilon) for c in fair if c.ahead and c.ahead.high < 0}
+    return len(places) - len(lost), len(places), behind

@@ -1,0 +1,138 @@
+"""A client's local training, from top to bottom.
+
+One local step: Poisson sample; gradient of each unit; clip; add up; noise; divide by the EXPECTED
+batch; step. An empty sample still adds noise and still steps. A non-finite gradient counts as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fulcrum.clipping.rule import alone
+from fulcrum.data import sample_units
+from fulcrum.gradients import Follower
+from fulcrum.privacy.events import Event
+from fulcrum.privacy.mechanism import release, scales
+from fulcrum.training.clipped_sum import Contribution, contribute
+from fulcrum.training.problem import Problem
+from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, State, View
+
+
+def train_client(
+    problem: Problem, request: RoundRequest, task: Assignment, state: State, work: Work | None = None
+) -> ClientReply:
+    """Run one client's N local steps and return what leaves it: its update and the events behind it.
+
+    `work` clips and adds up the gradients of a sample; by default it writes them all out (`by_matrix`).
+    """
+    work = work or by_matrix(Follower(problem.model, problem.layout))
+    party = problem.party(task.client)
+    theta = request.params
+    batch = task.rate * party.units
+    extras: list[torch.Tensor] = []
+    events: list[Event] = []
+    seen: list[dict[str, float]] = []
+
+    for step in range(task.steps):
+        key = (request.round, task.client, step)
+        rows, slots, count = sample_units(problem.randomness, ("sample", *key), party, task.rate)
+        view = problem.rule.view(state, request.round, request.rounds)
+        terms = Terms(task.sigma, batch, task.lr)
+        given = work(problem, Sample(theta, rows, slots, count), view, state, terms)
+        state = given.state
+
+        asked = task.asks(request.round, step)
+        scale = scales(problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.shares)
+        noisy, noisy_extra = release(given.sum, given.extra, scale, problem.randomness, key)
+        gradient = (noisy if view.transform is None else view.transform.inverse(noisy)) / batch  # [d]
+        change = -task.lr * (gradient + request.weight_decay * theta)
+        theta = theta + change
+
+        events.append(scale.event)
+        extras.append(noisy_extra / batch)
+        if problem.rule.when == "step":
+            noise = alone(problem.rule.share, task.sigma, batch) / batch
+            public = (task.lr, 1, request.round, request.rounds, noise, float(asked))
+            state = problem.rule.adapt(state, Released(change, extras[-1], *public))
+        if problem.diagnostics:
+            seen.append(_look(given))
+
+    return ClientReply(
+        client=task.client,
+        delta=theta - request.params,
+        extra=torch.stack(extras).sum(dim=0) / max(1, task.asked(request.round)),
+        events=tuple(events),
+        state=state,
+        diagnostics={name: sum(s[name] for s in seen) / len(seen) for name in (seen[0] if seen else ())},
+    )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step's units at the weights theta [d]: rows [b] of the data set, the unit (0..count-1) of each row."""
+
+    theta: torch.Tensor
+    rows: torch.Tensor
+    slots: torch.Tensor
+    count: int
+
+    def records(self, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sampled records, x [b, ...] and y [b]."""
+        return problem.dataset.x[self.rows].to(problem.device), problem.dataset.y[self.rows].to(problem.device)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A step's public numbers: noise multiplier, expected batch, learning rate."""
+
+    sigma: float
+    batch: float
+    lr: float
+
+
+Work = Callable[[Problem, Sample, View, State, Terms], "Contribution"]
+"""From a sample, a rule's view and state and the step's terms to the clipped sum, before noise."""
+
+
+def by_matrix(follow: Follower) -> Work:
+    """The obvious way: every unit's gradient is written out, [B, d]."""
+
+    def work(problem: Problem, sample: Sample, view: View, state: State, terms: Terms) -> Contribution:
+        gradients, losses = unit_gradients(problem, follow, sample)
+        return contribute(
+            problem.rule, view, state, gradients, losses, problem.coordinates, terms.sigma, terms.batch, lr=terms.lr
+        )
+
+    return work
+
+
+def unit_gradients(problem: Problem, follow: Follower, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient [B, d] and loss [B] of each sampled unit.
+
+    For unit `person` a unit's gradient is the mean over that person's records, so that somebody with
+    many records counts as much as somebody with one.
+    """
+    tape = follow(sample.theta, *sample.records(problem))
+    gradients, losses = tape.matrix(), tape.losses
+    if problem.unit == "example":
+        return gradients, losses
+    slots, count = sample.slots.to(problem.device), sample.count
+    records = torch.bincount(slots, minlength=count).to(losses)  # [B]
+    summed = gradients.new_zeros((count, gradients.shape[1])).index_add_(0, slots, gradients)
+    return summed / records[:, None], losses.new_zeros(count).index_add_(0, slots, losses) / records
+
+
+def _look(given: Contribution) -> dict[str, float]:
+    """Non-private diagnostics of one step. For simulations only."""
+    losses = given.losses
+    if len(losses) == 0:
+        return {"clipped": 0.0, "mean_norm": 0.0, "train_loss": 0.0, "batch": 0.0}
+    return {
+        "clipped": float((given.factors < 1).float().mean()),
+        "mean_norm": float(torch.linalg.vector_norm(given.stats.norms, dim=1).mean()),
+        "train_loss": float(losses.mean()),
+        "batch": float(len(losses)),
+    }

@@ -1,0 +1,112 @@
+"""Client-level privacy: a trusted server averages the parties' updates and adds the noise itself.
+
+A unit is a whole party, and its "gradient" is -D_k, its update with the sign turned: so every rule
+that clips gradients clips updates too, and reads "one step at learning rate 1". In round t
+
+    1. each party joins with probability q_c, in secret;
+    2. those who joined train plainly (no clipping, no noise) and hand D_k to the server;
+    3. the server clips each D_k by the rule, adds them up with weights w_k <= 1, divides, adds noise
+       of z times what one party can change, and releases the result. An empty round is noised too.
+
+What one party can change depends on the divisor; docs/decisions/0004-client-level.md derives it. Every
+party is charged every round, whether it joined or not: nobody is to learn who did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fulcrum.clipping import ClipRule
+from fulcrum.clipping.fixed import NONE
+from fulcrum.errors import ConfigError
+from fulcrum.privacy.client_level import SERVER, Terms
+from fulcrum.privacy.mechanism import release, scales
+from fulcrum.rng import Randomness
+from fulcrum.settings.schema import Settings
+from fulcrum.training.clipped_sum import contribute
+from fulcrum.training.problem import Problem, coordinate_groups
+from fulcrum.types import Bounds, ClientReply, Released, State
+
+
+def local_problem(problem: Problem) -> Problem:
+    """The problem as the parties see it at client level: plain training. Any other unit: unchanged."""
+    if problem.unit != "client":
+        return problem
+    return replace(problem, rule=NONE, unit="example", groups=(), diagnostics=False)
+
+
+def check_rule(rule: ClipRule, settings: Settings, problem: Problem) -> None:
+    """Refuse a rule that cannot clip updates at the server."""
+    if problem.unit != "client":
+        return
+    if rule.where != "server":
+        raise ConfigError(
+            f"clip.rule = {rule.name!r} keeps a C at each party, but with privacy.unit = 'client' the server clips; "
+            "use a rule with one C for the federation, such as fixed or quantile."
+        )
+    if rule.view(rule.init(settings.clip, problem.shape), 0, settings.train.rounds).losses:
+        raise ConfigError(
+            f"clip.rule = {rule.name!r} looks at losses, which the server of privacy.unit = 'client' never sees; "
+            "use a rule that looks at norms, such as fixed or quantile."
+        )
+
+
+# --- a round ------------------------------------------------------------------------------------
+
+
+def draw_cohort(randomness: Randomness, t: int, terms: Terms) -> list[int]:
+    """Who joins round t: each of the K parties with probability q_c. Secret, since it amplifies privacy."""
+    joins = randomness.uniform(("cohort", t), terms.clients) < terms.rate
+    chosen: list[int] = torch.nonzero(joins).flatten().tolist()
+    return chosen
+
+
+def released_of(reply: ClientReply, terms: Terms, sigma: float, t: int, rounds: int) -> Released:
+    """The server's release as a rule's `adapt` reads it: one step at learning rate 1, the unit being the update."""
+    return Released(reply.delta, reply.extra, 1.0, 1.0, t, rounds, noise=sigma * terms.sensitivity)
+
+
+def average(
+    problem: Problem, terms: Terms, state: State, replies: Sequence[ClientReply], t: int, rounds: int, sigma: float
+) -> ClientReply:
+    """Clip the updates of round t, average them, add noise of multiplier sigma: the server's reply to the world.
+
+    The extra statistics of a rule (quantile's count) are added up without weights and divided by the
+    expected number of participants q_c K, never by how many there were.
+    """
+    rule, device = problem.rule, problem.device
+    updates = torch.stack([reply.delta for reply in replies]) if replies else torch.zeros((0, problem.layout.dim))
+    updates = updates.to(device)
+    weights = terms.weights[[reply.client for reply in replies]]
+    groups = coordinate_groups(problem.layout, problem.groups).to(device)
+    view = rule.view(state, t, rounds)
+    given = contribute(
+        rule,
+        view,
+        state,
+        -updates,
+        updates.new_zeros(len(updates)),
+        groups,
+        sigma,
+        terms.cohort,
+        weights=weights.to(updates),
+    )
+    # The divisor is part of the estimator whose sensitivity is `terms.sensitivity`: the noise is added
+    # after dividing, in the scale of the mean.
+    mean = given.sum / terms.divisor(float(weights.sum()))
+    reach = Bounds(given.bounds.C * terms.sensitivity, given.bounds.extra / terms.cohort)
+    scale = scales(rule, reach, terms.rate, sigma, terms.cohort)
+    noisy, extra = release(mean, given.extra / terms.cohort, scale, problem.randomness, ("central", t))
+    step = noisy if view.transform is None else view.transform.inverse(noisy)
+    seen = {}
+    if problem.diagnostics:
+        norms = torch.linalg.vector_norm(given.stats.norms, dim=1)
+        seen = {
+            "participants": float(len(updates)),
+            "clipped": float((given.factors < 1).any(dim=1).float().mean()) if len(updates) else 0.0,
+            "mean_norm": float(norms.mean()) if len(updates) else 0.0,
+        }
+    return ClientReply(SERVER, -step, extra, (scale.event,), given.state, seen)

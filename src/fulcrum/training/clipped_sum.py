@@ -1,0 +1,102 @@
+"""The clipped sum of a batch: what each unit contributes, held to the bounds that the rule states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fulcrum.clipping.rule import ClipRule
+from fulcrum.privacy.mechanism import hold, hold_both
+from fulcrum.types import Bounds, State, Stats, View
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """The clipped sum [m] and extra statistics [J] of a batch, before noise, and what bounds them.
+
+    stats, factors [B, G] and losses [B] are what they were made from; never released.
+    """
+
+    sum: torch.Tensor
+    extra: torch.Tensor
+    bounds: Bounds
+    state: State
+    stats: Stats
+    factors: torch.Tensor
+    losses: torch.Tensor
+
+
+def contribute(
+    rule: ClipRule,
+    view: View,
+    state: State,
+    gradients: torch.Tensor,
+    losses: torch.Tensor,
+    groups: torch.Tensor,
+    sigma: float = 0.0,
+    batch: float = 1.0,
+    mask: torch.Tensor | None = None,
+    lr: float = 1.0,
+    weights: torch.Tensor | None = None,
+) -> Contribution:
+    """Clip each unit's gradient as the rule says and add up. No noise yet: the result must not leave.
+
+    gradients [B, d], losses [B]; groups [d] is the group of each coordinate. Rows that are not finite,
+    and rows where mask [B] is False (padding), count as zero. weights [B] in [0, 1] scale what each unit
+    adds to the sum after clipping (client level); the extra statistics stay unweighted.
+    """
+    mask = torch.ones(len(gradients), dtype=torch.bool, device=gradients.device) if mask is None else mask
+    counted = torch.isfinite(torch.linalg.vector_norm(gradients, dim=1)) & mask
+    if not bool(counted.all()):
+        gradients = torch.where(counted[:, None], gradients, torch.zeros_like(gradients))
+    losses = torch.where(counted & torch.isfinite(losses), losses, torch.zeros_like(losses))
+    where = groups if view.transform is None else view.transform.groups
+    coefficients = gradients if view.transform is None else view.transform.forward(gradients)  # [B, m]
+    stats = Stats(
+        norms=group_norms(coefficients, where, len(state["C"])),
+        mask=mask,
+        dots=None if view.direction is None else gradients @ view.direction,
+        losses=losses if view.losses else None,
+        sigma=sigma,
+        batch=batch,
+        lr=lr,
+    )
+    factors, extra, bounds, state = judge(rule, stats, state, lambda f: weighted_sum(f, coefficients, where))
+    scaled = factors if weights is None else factors * weights[:, None]
+    return Contribution(weighted_sum(scaled, coefficients, where), extra, bounds, state, stats, factors, losses)
+
+
+def judge(
+    rule: ClipRule, stats: Stats, state: State, add_up: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, Bounds, State]:
+    """What the rule makes of a batch: factors [B, G], the summed extra statistics, bounds, next state.
+
+    The statistics are [J], or [J + m] where the rule asks for a second sum; add_up(factors [B, G]) -> [m]
+    makes such a sum of the batch's gradients.
+    """
+    factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
+    extra = extra * stats.mask[:, None]
+    bounds = rule.bounds(state)
+    second = []
+    if rule.second is not None:
+        extra, again = hold_both(rule, extra, rule.second(stats, state), stats.norms, bounds)
+        second = [add_up(again)]
+    factors, extra = hold(rule, factors, extra, stats.norms, bounds)
+    return factors, torch.cat([extra.sum(dim=0), *second]), bounds, state
+
+
+def weighted_sum(factors: torch.Tensor, coefficients: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Sum over the rows of coefficients [B, m], each coordinate scaled by its group's factor [B, G]: [m]."""
+    by_group = factors.T @ coefficients  # [G, m]: of each row only its own group's coordinates count
+    return by_group.gather(0, where[None, :]).squeeze(0)
+
+
+def group_norms(coefficients: torch.Tensor, where: torch.Tensor, groups: int) -> torch.Tensor:
+    """Euclidean norm of each row within each group: [B, m], [m] -> [B, G]."""
+    if groups == 1:
+        norms: torch.Tensor = torch.linalg.vector_norm(coefficients, dim=1, keepdim=True)
+        return norms
+    squares = coefficients.new_zeros((coefficients.shape[0], groups))
+    return squares.index_add_(1, where, coefficients.square()).sqrt()

@@ -1,0 +1,56 @@
+"""A run that is ready to start, and the public facts a rule may know of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from fulcrum.clipping.rule import Shape
+from fulcrum.models.whitening import moved
+from fulcrum.privacy.plan import Plan
+from fulcrum.settings.derived import local_steps
+from fulcrum.settings.schema import Settings
+from fulcrum.training.engine import Engine
+from fulcrum.training.problem import Problem
+from fulcrum.training.server import SERVERS
+
+
+@dataclass(frozen=True)
+class Federation:
+    """A run that is ready to start: settings, problem, plan and engine, all consistent."""
+
+    settings: Settings
+    problem: Problem
+    plan: Plan
+    engine: Engine
+
+
+LEARNED = 1.5
+"""Weights whose norm is this many times that of random ones were learned; below, it is chance and biases."""
+
+
+def public_shape(federation: Federation) -> Shape:
+    """What a rule may know when it starts: all of it is fixed by the settings and the public initial weights."""
+    train, problem = federation.settings.train, federation.problem
+    # Where the unit is the client its whole update is one step at learning rate 1.
+    steps, lr = (1, 1.0) if federation.plan.central else (local_steps(train), train.lr)
+    noise = federation.plan.noise_to_signal(problem.layout.dim).direction / steps**0.5
+    usual = problem.layout.usual_norm
+    left_out = moved(problem.model)  # biases that stand for a mean say nothing of how large the weights are
+    weights = problem.layout.unflatten(problem.layout.flatten(problem.model))
+    own = torch.cat([value.flatten() for name, value in weights.items() if name not in left_out])
+    larger = float(torch.linalg.vector_norm(own)) / usual
+    return dataclasses.replace(
+        problem.shape,
+        start=usual,
+        larger=larger if larger > LEARNED else 1.0,
+        first=train.server_lr if SERVERS[train.server].scales else 1.0,
+        depth=problem.layout.depth,
+        mixed=any(centre.mix is not None for centre in left_out.values()),
+        noise=noise,
+        rounds=train.rounds,
+        lr=lr,
+        steps=float(steps),
+    )

@@ -1,0 +1,56 @@
+"""What stays the same over all rounds and clients of a run: data, model, rule, randomness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.data import Dataset, Partition, Party, party_of
+from fulcrum.models.layout import Layout
+from fulcrum.rng import Randomness
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What stays the same over all rounds and clients of a run: data, model, rule, randomness.
+
+    groups: for each parameter tensor the group it is clipped in; empty when flat. workers: how many
+    cores the parallel engine may use; 0 leaves it to PyTorch's number of threads.
+    """
+
+    dataset: Dataset
+    partition: Partition
+    model: nn.Module
+    layout: Layout
+    rule: ClipRule
+    randomness: Randomness
+    unit: str = "example"
+    groups: tuple[int, ...] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    diagnostics: bool = False
+    precision: str = "float32"
+    workers: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        """What the rule may know of the model."""
+        return Shape(self.layout.dim, self.layout.sizes, self.groups)
+
+    @cached_property
+    def coordinates(self) -> torch.Tensor:
+        """The group of each of the d coordinates, int64 [d]."""
+        return coordinate_groups(self.layout, self.groups).to(self.device)
+
+    def party(self, client: int) -> Party:
+        """The client's records and units."""
+        return party_of(self.dataset, self.partition, client, self.unit)
+
+
+def coordinate_groups(layout: Layout, groups: tuple[int, ...]) -> torch.Tensor:
+    """The group of each of the d coordinates, int64 [d]."""
+    chosen = torch.tensor(groups or (0,) * len(layout.sizes))
+    return torch.repeat_interleave(chosen, torch.tensor(layout.sizes))

@@ -1,0 +1,81 @@
+"""The server's side of a round: weighted means, server optimisers, the moving average of models.
+
+All of it acts on released values, so none of it costs privacy. A server optimiser is a pair of
+functions: `init(d) -> state`, `step(aggregate, state, settings) -> (change, state)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fulcrum.settings.schema import Train
+from fulcrum.types import ClientReply, State
+
+
+def client_weights(units: Sequence[float], weights: str) -> torch.Tensor:
+    """Weights [m] of the participants, adding up to 1: by their declared sizes, or equal.
+
+    At example level who takes part is public, so dividing by the participants' total is right.
+    """
+    sizes = torch.tensor(list(units), dtype=torch.float64)
+    chosen = {"examples": sizes, "uniform": torch.ones_like(sizes)}[weights]
+    return (chosen / chosen.sum()).float()
+
+
+def weighted_mean(replies: Sequence[ClientReply], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The released aggregate D_t [d] and the mean extra statistics [J]."""
+    delta = torch.stack([reply.delta for reply in replies])
+    extra = torch.stack([reply.extra for reply in replies])
+    weights = weights.to(delta)
+    return weights @ delta, weights @ extra
+
+
+@dataclass(frozen=True)
+class ServerOptimiser:
+    """How the aggregate becomes a change of the model. scales: its first change is server_lr times the aggregate."""
+
+    init: Callable[[int], State]
+    step: Callable[[torch.Tensor, State, Train], tuple[torch.Tensor, State]]
+    scales: bool = True
+
+
+def _sgd(aggregate: torch.Tensor, state: State, train: Train) -> tuple[torch.Tensor, State]:
+    return train.server_lr * aggregate, state
+
+
+def _momentum(aggregate: torch.Tensor, state: State, train: Train) -> tuple[torch.Tensor, State]:
+    velocity = train.server_momentum * state["velocity"].to(aggregate) + aggregate
+    return train.server_lr * velocity, {"velocity": velocity}
+
+
+def _adam(aggregate: torch.Tensor, state: State, train: Train) -> tuple[torch.Tensor, State]:
+    count = state["count"].to(aggregate.device) + 1
+    first = train.server_momentum * state["first"].to(aggregate) + (1 - train.server_momentum) * aggregate
+    second = train.server_beta2 * state["second"].to(aggregate) + (1 - train.server_beta2) * aggregate.square()
+    unbiased_first = first / (1 - train.server_momentum**count)
+    unbiased_second = second / (1 - train.server_beta2**count)
+    change = train.server_lr * unbiased_first / (unbiased_second.sqrt() + train.server_eps)
+    return change, {"first": first, "second": second, "count": count}
+
+
+SERVERS: dict[str, ServerOptimiser] = {
+    "sgd": ServerOptimiser(lambda d: {}, _sgd),
+    "momentum": ServerOptimiser(lambda d: {"velocity": torch.zeros(d)}, _momentum),
+    "adam": ServerOptimiser(
+        lambda d: {"first": torch.zeros(d), "second": torch.zeros(d), "count": torch.tensor(0)}, _adam, scales=False
+    ),
+}
+
+
+def moving_average(averaged: torch.Tensor, params: torch.Tensor, decay: float, rounds_done: int) -> torch.Tensor:
+    """The average of released models after `rounds_done` rounds.
+
+    The decay starts small and rises to its setting, so that the initial weights are forgotten early.
+    """
+    if decay == 0:
+        return params
+    effective = min(decay, rounds_done / (rounds_done + 10.0))
+    return effective * averaged + (1 - effective) * params

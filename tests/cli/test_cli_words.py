@@ -1,0 +1,442 @@
+"""The command line's words: options, errors, exit codes and tables. Nothing here trains."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import json
+import sqlite3
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulcrum.cli import demo, failures, main, run, show, view
+from fulcrum.cli.options import with_settings
+from fulcrum.errors import BudgetError, ConfigError, DownloadError, FulcrumError
+from fulcrum.settings.files import parse, template
+from fulcrum.settings.presets import METHODS
+from fulcrum.settings.schema import Settings
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def said(capsys, *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    code = main(words)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def settings_of(tmp_path, capsys, *words: str) -> Settings:
+    """The settings that a command with these words would get."""
+    got: list[Settings] = []
+
+    @with_settings
+    def command(settings: Settings, loud: bool = False) -> None:
+        """Remember the settings."""
+        got.append(settings)
+
+    app = typer.Typer()
+    app.command()(command)
+    typer.main.get_command(app).main(list(words), standalone_mode=False)
+    return got[0]
+
+
+# --- what the words mean ----------------------------------------------------------------------
+
+
+def test_options_become_settings(tmp_path, capsys):
+    words = (
+        "--data mnist --epsilon 1.64 --parties 10 --rounds 200 --method dp-sgd --set clip.kappa=0.01 --set run.seed=3"
+    )
+    expected = {"data.source": "mnist", "privacy.epsilon": 1.64, "data.parties": 10, "train.rounds": 200}
+    assert settings_of(tmp_path, capsys, *words.split()) == parse(
+        {}, {**expected, "clip.kappa": 0.01, "run.seed": 3}, "dp-sgd"
+    )
+
+
+def test_options_win_over_the_file(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nrounds = 3\nlr = 0.5\n[privacy]\nepsilon = 2.0\n")
+    settings = settings_of(tmp_path, capsys, str(file), "--rounds", "7", "--sigma", "1.5", "--loud")
+    assert (settings.train.rounds, settings.train.lr) == (7, 0.5)
+    assert (settings.privacy.epsilon, settings.privacy.sigma) == (None, 1.5)
+
+
+def test_no_words_are_the_defaults(tmp_path, capsys):
+    assert settings_of(tmp_path, capsys) == Settings()
+
+
+def test_run_and_plan_share_their_settings():
+    from fulcrum.cli import plan
+
+    shared = set(inspect.signature(run.run).parameters) & set(inspect.signature(plan.plan).parameters)
+    assert {"config", "method", "epsilon", "set_"} < shared
+
+
+# --- wrong input: one sentence, exit 2 --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("run --epsilom 3", "error: no such option: --epsilom; did you mean --epsilon?"),
+        ("run --set clip.kapa=1", "error: clip.kapa is not a setting; did you mean clip.kappa?"),
+        ("run --set clip.kappa", "error: --set clip.kappa is not section.name=value"),
+        ("run --epsilon 0", "error: privacy.epsilon = 0.0 is out of range"),
+        ("run --epsilon=-1", "error: privacy.epsilon = -1.0 is out of range"),
+        ("run --epsilon nan", "error: privacy.epsilon = nan is out of range"),
+        ("run --epsilon 1 --sigma 1", "error: privacy.epsilon and privacy.sigma are both set"),
+        ("run --delta 1", "error: privacy.delta = 1.0 is out of range"),
+        ("run --rate 0", "error: train.rate = 0.0 is out of range"),
+        ("run --rate 1.01", "error: train.rate = 1.01 is out of range"),
+        ("run --parties 0", "error: data.parties = 0 is out of range"),
+        ("run --partition dirichelt", "error: data.partition = 'dirichelt' is not known"),
+        ("run --method dpsgd", "error: method = 'dpsgd' is not known; did you mean dp-sgd?"),
+        ("run --method zzz", f"error: method = 'zzz' is not known; choose one of {', '.join(METHODS)}."),
+        ("run nowhere.toml", "error: nowhere.toml does not exist"),
+        ("run .", "error: . is a folder"),
+        ("run --rounds many", "error: Invalid value for '--rounds'"),
+        ("run --out", "error: Option '--out' requires an argument"),
+        ("rnu", "error: No such command 'rnu'"),
+        ("run a.toml b.toml", "error: Got unexpected extra argument"),
+        ("account --q 0.05", "error: give exactly two of --sigma, --epsilon and --steps"),
+        ("account --q 2 --sigma 1 --steps 1", "error: --q 2 is out of range"),
+        ("account --q 0.1 --sigma 0 --steps 1", "error: --sigma 0 is out of range"),
+        ("account --q 0.1 --sigma 1 --steps=-1", "error: --steps -1 is out of range"),
+        ("account --q 0.1 --epsilon 0 --steps 1", "error: --epsilon 0 is out of range"),
+        ("account --q 0.1 --sigma 1 --steps 1 --delta 1", "error: delta = 1.0 is out of range"),
+        ("account --q 0.1 --sigma 1 --steps 1 --accountant x", "error: accountant = 'x' is not known"),
+        ("data fetch mnits", "error: data set 'mnits' is not known; did you mean 'mnist'?"),
+        ("data verify mnits", "error: data set 'mnits' is not known; did you mean 'mnist'?"),
+        ("plan --for-epsilon 1", "error: --for-epsilon asks how many rounds a budget allows"),
+        ("plan --sigma 1 --for-epsilon 0", "error: epsilon = 0.0 is out of range"),
+        ("show nowhere", "error: "),
+        ("resume nowhere", "error: "),
+    ],
+)
+def test_wrong_input_is_one_sentence(words, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = said(capsys, *words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(sentence)
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_version_and_help(capsys):
+    assert said(capsys, "--version")[1].startswith("fulcrum 0.")
+    for words in ([], ["--help"], ["data"], ["run", "--help"]):
+        code, out, err = said(capsys, *words)
+        assert (code, err) == (0, "")
+        assert "Usage" in out
+
+
+def test_init_writes_once(tmp_path, capsys):
+    file = tmp_path / "mine.toml"
+    assert said(capsys, "init", str(file))[0] == 0
+    assert parse(tomllib.loads(file.read_text(encoding="utf-8"))).privacy.epsilon == 4.0
+    file.write_text("kept")
+    code, _, err = said(capsys, "init", str(file))
+    assert (code, file.read_text()) == (2, "kept")
+    assert "exists" in err
+    assert said(capsys, "init", str(tmp_path / "no" / "x.toml"))[0] == 2
+    assert said(capsys, "init", "-")[1] == template()
+
+
+# --- failures ---------------------------------------------------------------------------------
+
+
+def sqlite_full() -> sqlite3.OperationalError:
+    database = sqlite3.connect(":memory:")
+    database.execute("create table t (a)")
+    database.execute("pragma max_page_count = 2")
+    with pytest.raises(sqlite3.OperationalError) as caught:
+        database.execute("insert into t values (zeroblob(100000))")
+    database.close()
+    return caught.value
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (ConfigError("x is wrong."), 2, "error: x is wrong."),
+        (BudgetError("spent."), 2, "error: spent."),
+        (DownloadError("no mirror."), 1, "error: no mirror."),
+        (caused(DownloadError("cannot write."), OSError(errno.ENOSPC, "full")), 2, "error: cannot write."),
+        (FulcrumError("other."), 1, "error: other."),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "error: the disk is full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 2, "error: the disk is full"),
+        (RuntimeError("Error: No space left on device (os error 28)"), 2, "error: the disk is full"),
+        (sqlite_full(), 2, "error: the disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), 2, "error: /a/b: Permission denied."),
+        (KeyError("a\nb"), 1, r"internal error: KeyError: 'a\nb'; run again with --debug"),
+        (KeyboardInterrupt(), 130, "interrupted."),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_failures_are_one_sentence(error, code, sentence, capsys):
+    def fail() -> None:
+        raise error
+
+    assert failures.guarded(fail, ["run"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(sentence)
+    assert err.count("\n") == 1
+    assert failures.guarded(fail, ["run", "--debug"]) == code
+    assert "Traceback" in capsys.readouterr().err
+
+
+def interrupt(folder: Path, error: BaseException) -> None:
+    with failures.resumable(folder):
+        raise error
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, capsys):
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    assert failures.guarded(lambda: interrupt(folder, KeyboardInterrupt()), []) == 130
+    assert "nothing was kept" in capsys.readouterr().err
+    (folder / "run.json").write_text("{}")
+    assert failures.guarded(lambda: interrupt(folder, KeyboardInterrupt()), []) == 130
+    assert capsys.readouterr().err == f"interrupted; continue with: fulcrum resume '{folder}'\n"
+
+
+def test_a_spent_budget_before_the_first_round_is_wrong_input_and_later_is_not(tmp_path, capsys):
+    assert failures.guarded(lambda: interrupt(tmp_path, BudgetError("spent.")), []) == 2
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert failures.guarded(lambda: interrupt(tmp_path, BudgetError("spent.")), []) == 1
+    assert capsys.readouterr().err == "error: spent.\n" * 2
+
+
+def test_a_closed_pipe_ends_quietly():
+    command = [sys.executable, "-m", "fulcrum", "init", "-"]
+    with subprocess.Popen(command, cwd=SOURCE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+def test_account_gives_the_third_of_two(capsys):
+    def rows(words: str) -> dict:
+        code, out, err = said(capsys, "account", "--q", "0.05", "--json", *words.split())
+        assert (code, err) == (0, "")
+        return json.loads(out)["accountants"]
+
+    cost = rows("--sigma 2.07 --steps 200")
+    assert 1.3 < cost["pld"]["epsilon"] < cost["rdp"]["epsilon"] < 1.8
+    for name, row in rows("--epsilon 1.64 --steps 200").items():
+        assert row["epsilon"] <= 1.64
+        assert rows(f"--sigma {row['sigma'] * 0.99} --steps 200")[name]["epsilon"] > 1.64
+    for name, row in rows("--epsilon 1.64 --sigma 2.07").items():
+        assert row["epsilon"] <= 1.64
+        assert rows(f"--sigma 2.07 --steps {row['steps'] + 1}")[name]["epsilon"] > 1.64
+    assert list(rows("--sigma 2 --steps 5 --accountant pld")) == ["pld"]
+
+
+def test_account_prints_plain_columns_in_a_pipe(capsys):
+    _, out, _ = said(capsys, "account", "--q", "0.05", "--sigma", "2.07", "--steps", "200")
+    head, *lines = out.splitlines()
+    assert head.split() == ["accountant", "sigma", "steps", "epsilon", "delta"]
+    assert [line.split()[0] for line in lines] == ["rdp", "pld"]
+
+
+def test_plan_says_how_many_rounds_a_budget_allows(capsys):
+    words = ["plan", "--sigma", "2.07", "--rate", "0.05", "--for-epsilon", "1.64"]
+    rounds = json.loads(said(capsys, *words, "--json")[1])["rounds"]
+    assert 190 < rounds < 210
+    assert said(capsys, *words)[1].startswith(f"{rounds} rounds of 1 step at")
+    assert json.loads(said(capsys, *words, "--steps", "2", "--json")[1])["rounds"] == rounds // 2
+
+
+def test_methods_are_listed(capsys):
+    rows = {row["name"]: row for row in json.loads(said(capsys, "methods", "--json")[1])}
+    assert list(rows) == list(METHODS)
+    assert (rows["moo-paper"]["sound"], rows["moo-paper"]["rule"]) == (False, "moo-paper")
+    assert (rows["quantile"]["sound"], rows["quantile"]["unit"]) == (True, "example")
+    assert rows["quantile"]["cost"].startswith("paid")
+    assert rows["moo"]["cost"] == "free"
+    _, out, err = said(capsys, "methods")
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(rows)
+    assert {line.split()[0] for line in lines if "†" in line} == {n for n, row in rows.items() if not row["sound"]}
+    assert "dynamic, privacy.noise_schedule growth" in out
+    assert "† nominal" in err
+
+
+def test_data_list_and_verify(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FULCRUM_DATA", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows = {row["name"]: row for row in json.loads(said(capsys, "data", "list", "--json")[1])}
+    assert rows["digits"]["status"] == "public"
+    assert (rows["mnist"]["status"], rows["mnist"]["where"]) == ("missing", None)
+    assert said(capsys, "data", "verify")[0] == 0
+    code, out, _ = said(capsys, "data", "verify", "mnist")
+    assert code == 1
+    assert out.count("missing") == 4
+
+
+SUMMARY = {
+    "method": "moo",
+    "accuracy": 0.9123,
+    "loss": 0.3,
+    "epsilon": 3.98,
+    "epsilon_pld": 3.6,
+    "accountant": "rdp",
+    "epsilons": {"party-0": 3.98, "party-1": 1.5},
+    "delta": 1e-5,
+    "unit": "example",
+    "sound": True,
+    "private": True,
+    "status": "finished",
+    "rounds": 3,
+    "evaluated_on": "public test data",
+    "C": [1.0, 2.0, 4.0],
+    "settings": {},
+}
+
+
+def test_show_prints_a_finished_run(tmp_path, capsys):
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    code, out, err = said(capsys, "show", str(tmp_path))
+    assert (code, err) == (0, "")
+    for words in (
+        "91.2%",
+        "3.98 for one example at delta 1e-05",
+        "3.6 by pld",
+        "party-0 3.98, party-1 1.5",
+        "1 → 2 → 4",
+        str(tmp_path),
+    ):
+        assert words in out
+    assert "nominal" not in out
+    shown = json.loads(said(capsys, "show", str(tmp_path), "--json")[1])
+    assert shown == SUMMARY | {"folder": str(tmp_path)}
+
+
+def test_show_never_claims_more_than_there_is():
+    assert "nominal" in show.guarantee(SUMMARY | {"sound": False})
+    assert show.guarantee(SUMMARY | {"private": False, "epsilon": "inf"}) == "none: nothing was protected"
+    assert show.course(["inf", "inf"]) == "no clipping"
+    assert show.course([1.0, 1.0]) == "1 throughout"
+    assert show.spread({f"party-{k}": 1.0 + k % 2 for k in range(16)}) == "1 to 2 over 16"
+    assert show.spread({"a": 4.0, "b": 4.0}) == "4 each of 2"
+
+
+def test_show_of_an_unfinished_run_says_how_to_go_on(tmp_path, capsys):
+    (tmp_path / "run.json").write_text('{"unit": "client"}')
+    line = {"round": 1, "accuracy": 0.5, "epsilon": 1.0, "C": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    code, out, err = said(capsys, "show", str(tmp_path))
+    assert code == 0
+    assert "50.0%" in out
+    assert "1 for one whole party" in out
+    assert "fulcrum resume" in err
+    assert json.loads(said(capsys, "show", str(tmp_path), "--json")[1])["rounds_done"] == 1
+
+
+def test_numbers_and_courses():
+    assert [view.show(x) for x in (None, 3, 0.12345, float("inf"), "a")] == ["-", "3", "0.1235", "inf", "a"]
+    assert view.few([]) == "-"
+    assert view.few([float(x) for x in range(101)], 3) == "0 → 50 → 100"
+    assert view.few([1.0, 2.0], 6) == "1 → 2"
+    bars = view.sparkline([2.0**x for x in range(8)], width=8)
+    assert bars == view.BARS
+    assert view.sparkline([1.0, 1.0]) == view.sparkline([]) == view.sparkline([1.0, float("inf")]) == ""
+
+
+@given(value=st.floats(min_value=1e-6, max_value=1e6))
+def test_a_printed_epsilon_is_never_too_small(value):
+    printed = float(view.epsilon(value))
+    assert value * (1 - 1e-9) <= printed <= value * 1.002
+    assert view.epsilon(printed) == view.epsilon(value)
+
+
+def test_printed_epsilons():
+    shown = [view.epsilon(x) for x in (1.64401, 3.99999, 4.0, 0.0, float("inf"), "inf", None)]
+    assert shown == ["1.645", "4", "4", "0", "inf", "inf", "-"]
+
+
+def test_json_has_no_infinities(capsys):
+    view.print_json({"epsilon": float("inf"), "loss": float("nan"), "C": (1.0, 2.0)})
+    assert json.loads(capsys.readouterr().out) == {"epsilon": "inf", "loss": None, "C": [1.0, 2.0]}
+
+
+# --- folders and the demo ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("mnist", "mnist"), ("a/my patients.npz", "my-patients"), ("pkg.mod:load", "pkg.mod-load"), ("..", "data")],
+)
+def test_a_source_names_its_folder(source, name):
+    assert run.slug(source) == name
+
+
+def test_two_runs_of_one_second_get_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = []
+    for _ in range(3):
+        folders.append(run.free_folder("digits-moo"))
+        folders[-1].mkdir(parents=True)
+    assert len(set(folders)) == 3
+    assert all(folder.parent == Path("runs") for folder in folders)
+
+
+def test_the_demo_compares_the_same_run():
+    private = demo.settings_of("moo")
+    assert (private.data.source, private.data.parties, private.data.partition) == ("digits", 5, "dirichlet")
+    assert (private.privacy.epsilon, private.privacy.delta) == (4.0, 1e-5)
+    fixed, plain = demo.settings_of("dp-sgd"), demo.settings_of("none")
+    assert fixed.replace(clip={"rule": "moo"}) == private.__class__(**{**vars(private), "method": "dp-sgd"})
+    assert (plain.clip.rule, plain.privacy.epsilon, plain.train, plain.data) == (
+        "none",
+        None,
+        private.train,
+        private.data,
+    )
+
+
+# --- the unit -----------------------------------------------------------------------------------
+
+
+def test_client_level_is_planned_with_its_unit_and_a_warning(capsys):
+    words = ("plan", "--method", "dp-fedavg", "--data", "digits", "--parties", "10", "--epsilon", "4", "--rounds", "20")
+    code, out, err = said(capsys, *words)
+    assert code == 0
+    assert "whole party" in out.splitlines()[1]
+    assert "epsilon of one whole party" in out
+    assert "hides a whole party among 10" in err
+    code, out, err = said(capsys, *words, "--set", "privacy.unit=example")
+    assert "epsilon of one example" in out
+    assert "whole party" not in out + err
+    assert json.loads(said(capsys, *words, "--json")[1])["unit"] == "client"
+    terms = ("--sigma", "2", "--for-epsilon", "3", "--set", "train.participation=0.3")
+    code, out, _ = said(capsys, "plan", "--method", "dp-fedavg", *terms)
+    assert "rounds of 1 step at rate 0.3" in out
+
+
+def test_the_summary_and_the_methods_say_what_epsilon_protects(capsys):
+    summary = {"private": True, "sound": True, "accountant": "pld", "epsilon": 2.0, "delta": 1e-5, "unit": "client"}
+    assert "2 for one whole party at delta" in show.guarantee(summary)
+    assert "2 for one person at delta" in show.guarantee({**summary, "unit": "person"})
+    _, out, _ = said(capsys, "methods")
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert " client " in rows["dp-fedavg"]
+    assert rows["median"].startswith("median †")

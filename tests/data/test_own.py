@@ -1,0 +1,198 @@
+"""A user's own data: .npz files and functions, and every way in which they can be wrong."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from fulcrum.data import load, split
+from fulcrum.errors import DataError
+from fulcrum.settings.schema import Data
+
+
+def arrays(n=30, test=10):
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(n, 3)).astype(np.float32),
+        "y": np.arange(n) % 3,
+        "x_test": rng.normal(size=(test, 3)).astype(np.float32),
+        "y_test": np.arange(test) % 3,
+    }
+
+
+def save(path, **changes):
+    given = {key: value for key, value in {**arrays(), **changes}.items() if value is not None}
+    np.savez_compressed(path, **given)
+    return str(path)
+
+
+def test_npz_is_loaded(tmp_path):
+    data = load(save(tmp_path / "my.npz"))
+    assert data.name == "my.npz"
+    assert np.array_equal(data.x.numpy(), arrays()["x"])
+    assert data.y_test.tolist() == arrays()["y_test"].tolist()
+    assert (data.person, data.party) == (None, None)
+
+
+def test_npz_with_people_parties_and_classes(tmp_path):
+    path = save(
+        tmp_path / "p.npz",
+        person=np.array([f"patient {i // 3}" for i in range(30)]),
+        party=np.array(["north", "south"] * 15),
+        classes=np.array(7),
+    )
+    data = load(path)
+    assert len(data.person.unique()) == 10
+    assert data.party_names == ("north", "south")
+    assert data.classes == 7
+    partition = split(data, Data(partition="given"), 0)
+    assert [partition.name(k) for k in range(2)] == ["north", "south"]
+    named = load(save(tmp_path / "q.npz", party=np.arange(30) % 2, party_names=np.array(["left", "right"])))
+    assert named.party_names == ("left", "right")
+
+
+def test_npz_is_found_in_the_data_folders(tmp_path, monkeypatch):
+    save(tmp_path / "mine.npz")
+    assert len(load("mine.npz", str(tmp_path)).x) == 30
+    monkeypatch.setenv("FULCRUM_DATA", str(tmp_path))
+    assert len(load("mine.npz").x) == 30
+    monkeypatch.setenv("FULCRUM_DATA", "")
+    with pytest.raises(DataError, match="not found"):
+        load("mine.npz")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x_test": None, "y_test": None}, "no test set; add x_test and y_test"),
+        ({"y": None}, "lacks y; it holds x, x_test, y_test"),
+        ({"x_test": None, "X_test": np.ones((10, 3))}, "lacks x_test"),
+        ({"persons": np.arange(30)}, "'persons', which has no meaning here; did you mean 'person'"),
+        ({"x": np.full((30, 3), np.nan)}, "NaN"),
+        ({"y": np.arange(29) % 3}, "29 entries"),
+        ({"y": np.arange(30) - 1}, "-1"),
+        ({"classes": np.array(2)}, "0..1"),
+        ({"classes": np.array([2, 3])}, "one whole number"),
+        ({"classes": np.array(2.5)}, "one whole number"),
+        ({"x_test": np.ones((10, 4))}, "same"),
+        ({"x": np.array([[1, None]] * 30, dtype=object)}, "x holds Python objects"),
+    ],
+)
+def test_wrong_npz_is_refused_with_its_path(tmp_path, changes, words):
+    path = save(tmp_path / "wrong.npz", **changes)
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert words in str(caught.value)
+    assert path in str(caught.value)
+
+
+def test_damaged_npz_is_refused(tmp_path):
+    path = tmp_path / "damaged.npz"
+    save(path)
+    whole = path.read_bytes()
+    spoiled = bytearray(whole)
+    spoiled[60:90] = bytes(30)
+    single = tmp_path / "single.npy"
+    np.save(single, np.ones(3))
+    for data in (b"", b"hello", whole[:-30], whole[: len(whole) // 2], bytes(spoiled), single.read_bytes()):
+        path.write_bytes(data)
+        with pytest.raises(DataError) as caught:
+            load(str(path))
+        assert str(path) in str(caught.value)
+    with pytest.raises(DataError, match="not found"):
+        load(str(tmp_path / "absent.npz"))
+    (tmp_path / "folder.npz").mkdir()
+    with pytest.raises(DataError, match="not found"):
+        load(str(tmp_path / "folder.npz"))
+
+
+MODULE = """
+import numpy as np
+from fulcrum.data import Dataset, from_arrays
+
+n = 30
+LIST = [1, 2]
+
+def arrays(seed=0):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(n, 3)), "y": np.arange(n) % 3,
+            "x_test": np.ones((4, 3)), "y_test": np.arange(4) % 3}
+
+def plain():
+    return arrays()
+
+def dataset():
+    given = arrays()
+    return from_arrays(given["x"], given["y"], given["x_test"], given["y_test"], name="made", party=np.arange(n) % 2)
+
+def unchecked():
+    d = dataset()
+    return Dataset("u", d.x * float("nan"), d.y, d.x_test, d.y_test, 3)
+
+def few():
+    return {"x": [[1.0]]}
+
+def number():
+    return 7
+
+def failing():
+    raise RuntimeError("no connection")
+
+def needy(path):
+    return arrays()
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module in the current folder, as a user of the installed command has it."""
+    (tmp_path / "my_data_source.py").write_text(MODULE)
+    (tmp_path / "my_broken_source.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [p for p in sys.path if p])
+    yield "my_data_source"
+    for name in ("my_data_source", "my_broken_source"):
+        sys.modules.pop(name, None)
+
+
+def test_functions_may_return_a_dict_or_a_dataset(mine):
+    assert load(f"{mine}:plain").classes == 3
+    made = load(f"{mine}:dataset")
+    assert made.name == "made"
+    assert made.party_names == ("party-0", "party-1")
+
+
+def test_the_seed_reaches_functions_that_take_one(mine):
+    first, again, other = (load(f"{mine}:arrays", seed=seed) for seed in (1, 1, 2))
+    assert first.fingerprint == again.fingerprint
+    assert first.fingerprint != other.fingerprint
+
+
+def test_the_import_path_is_left_as_it_was(mine):
+    before = list(sys.path)
+    load(f"{mine}:plain")
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("my_data_source:plan", "no function 'plan'; did you mean 'plain'?"),
+        ("my_data_source:zzzzzz", "no function 'zzzzzz'."),
+        ("my_data_source:LIST", "'LIST' is not a function"),
+        ("my_data_source:number", "returned int; it must return a fulcrum Dataset or a dict"),
+        ("my_data_source:few", "lacks y, x_test, y_test"),
+        ("my_data_source:failing", "RuntimeError: no connection"),
+        ("my_data_source:needy", "TypeError"),
+        ("my_data_source:unchecked", "NaN"),
+        ("my_broken_source:f", "cannot be imported (ZeroDivisionError"),
+        ("no_such_module_here:f", "cannot be imported (ModuleNotFoundError"),
+        (":f", "not of the form package.module:function"),
+        ("module:", "not of the form package.module:function"),
+        ("module:a b", "not of the form package.module:function"),
+    ],
+)
+def test_wrong_functions_are_refused(mine, source, words):
+    with pytest.raises(DataError) as caught:
+        load(source)
+    assert words in str(caught.value)

@@ -1,0 +1,384 @@
+"""The parallel engine: equal to the reference on the same streams, the same bits for any number of workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fulcrum.clipping import RULES
+from fulcrum.clipping.fixed import FIXED
+from fulcrum.clipping.rule import ClipRule
+from fulcrum.data import Dataset, split
+from fulcrum.engines import choose_engine, find_engine
+from fulcrum.engines.parallel import ParallelEngine
+from fulcrum.engines.reference import ReferenceEngine
+from fulcrum.gradients import Follower
+from fulcrum.models.layout import Layout
+from fulcrum.rng import Recorded, Seeded
+from fulcrum.settings.schema import Clip, Data
+from fulcrum.training.client import by_matrix, train_client
+from fulcrum.training.problem import Problem
+from fulcrum.types import Assignment, ClientReply, RoundRequest, State, Stats, Transform, View
+from helpers import CLASSES, toy_data, toy_problem
+
+SIZES = (3, 12, 1, 20, 9)
+"""Examples of the five parties: unequal, so that the largest is not the first to be asked."""
+
+
+def uneven(problem: Problem) -> Problem:
+    """The problem with its records dealt out as SIZES says."""
+    starts = torch.tensor([0, *torch.tensor(SIZES).cumsum(0).tolist()])
+    return dataclasses.replace(problem, partition=dataclasses.replace(problem.partition, starts=starts))
+
+
+def request(problem: Problem, t: int = 0, sigma: float = 0.7, steps: int = 3) -> RoundRequest:
+    tasks = tuple(Assignment(k, 0.6, sigma, steps, 0.3) for k in range(problem.partition.parties))
+    state = problem.rule.init(Clip(C0=0.8, balance=0.5), problem.shape)
+    params = problem.layout.flatten(problem.model)
+    return RoundRequest(t, 10, params, tasks, (state,) * len(tasks), weight_decay=0.01)
+
+
+def parallel(problem: Problem, asked: RoundRequest, workers: int = 2) -> list[ClientReply]:
+    return list(ParallelEngine(dataclasses.replace(problem, workers=workers)).run(asked))
+
+
+def oracle(problem: Problem, asked: RoundRequest) -> list[ClientReply]:
+    """The reference with every gradient found by vmap: nothing of the fast path in it."""
+    work = by_matrix(Follower(problem.model, problem.layout, how="vmap"))
+    pairs = zip(asked.assignments, asked.states, strict=True)
+    return [train_client(problem, asked, task, state, work) for task, state in pairs]
+
+
+def check_equal(problem: Problem, asked: RoundRequest) -> None:
+    """1, 2 and 3 workers give the same bits, and those of the reference up to rounding."""
+    replies = {workers: parallel(problem, asked, workers) for workers in (1, 2, 3)}
+    truth = oracle(problem, asked)
+    for reply, two, three, true in zip(*replies.values(), truth, strict=True):
+        assert reply.client == two.client == three.client == true.client
+        assert reply.events == two.events == three.events == true.events
+        for name in ("delta", "extra"):
+            value = getattr(reply, name)
+            assert torch.equal(value, getattr(two, name))
+            assert torch.equal(value, getattr(three, name))
+            torch.testing.assert_close(value, getattr(true, name), rtol=1e-4, atol=1e-5)
+        for name, value in reply.state.items():
+            assert torch.equal(value, two.state[name])
+            torch.testing.assert_close(value, true.state[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("groups", ["flat", "layer"])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_equals_the_reference(rule: str, groups: str) -> None:
+    problem = uneven(toy_problem(rule, parties=5))
+    if groups == "layer":
+        problem = dataclasses.replace(problem, groups=problem.layout.layers)
+    check_equal(problem, request(problem))
+
+
+def test_the_comparison_notices_other_streams_and_other_rules() -> None:
+    problem = uneven(toy_problem("fixed", parties=5))
+    asked = request(problem)
+    found = parallel(problem, asked)[3].delta
+    for other in (dataclasses.replace(problem, randomness=Seeded(4)), dataclasses.replace(problem, rule=RULES["none"])):
+        assert not torch.allclose(found, oracle(other, request(other))[3].delta, rtol=1e-2)
+
+
+def test_recorded_numbers_give_what_they_gave_when_they_were_drawn() -> None:
+    problem = uneven(toy_problem("fixed", parties=5))
+    asked, kept = request(problem), problem.randomness
+    steps = [(0, k, step) for k in range(5) for step in range(3)]
+    played = Recorded(
+        {("sample", *key): kept.uniform(("sample", *key), 60) for key in steps},
+        {("noise", *key): kept.normal(("noise", *key), problem.layout.dim) for key in steps},
+    )
+    # A stream's first numbers do not depend on how many are drawn, for the uniform ones.
+    again = parallel(dataclasses.replace(problem, randomness=played), asked)
+    for one, two in zip(parallel(problem, asked), again, strict=True):
+        assert torch.equal(one.delta, two.delta)
+
+
+# --- every kind of layer ------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """A forward of its own, so that hooks are needed: not to be shared between threads."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class Recurrent(nn.Module):
+    """Nothing that book-keeping or vmap can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def seeded(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def images(channels: int, side: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: torch.randn(45, channels, side, side, generator=generator)
+
+
+def series(generator: torch.Generator) -> Tensor:
+    return torch.randn(45, 5, 6, generator=generator)
+
+
+MODELS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[torch.Generator], Tensor]]] = {
+    "conv2d": (lambda: [nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(108, CLASSES)], images(2, 6)),
+    "conv2d-strided": (
+        lambda: [
+            *(nn.Conv2d(1, 4, 4, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2, stride=1)),
+            *(nn.Conv2d(4, 6, 2, stride=2, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(24, CLASSES)),
+        ],
+        images(1, 10),
+    ),
+    "conv2d-grouped": (
+        lambda: [nn.Conv2d(4, 6, 3, groups=2, dilation=2), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(24, CLASSES)],
+        images(4, 8),
+    ),
+    "conv1d": (lambda: [nn.Conv1d(5, 4, 3, stride=2), nn.ELU(), nn.Flatten(), nn.Linear(8, CLASSES)], series),
+    "group-norm": (
+        lambda: [
+            *(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)),
+        ],
+        images(2, 6),
+    ),
+    "layer-norm": (lambda: [nn.LayerNorm(6), nn.Linear(6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(15, CLASSES)], series),
+    "embedding": (
+        lambda: [nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, CLASSES)],
+        lambda generator: torch.randint(0, 9, (45, 5), generator=generator),
+    ),
+    "hooked": (
+        lambda: [Wrapped(nn.Sequential(nn.Flatten(), nn.Linear(30, 4), nn.ReLU(), nn.Linear(4, CLASSES)))],
+        series,
+    ),
+    "unknown-layer": (lambda: [nn.Flatten(), nn.Linear(30, 4), nn.PReLU(), nn.Linear(4, CLASSES)], series),
+    "recurrent": (lambda: [Recurrent()], series),
+}
+
+
+def problem_of(name: str, rule: ClipRule = FIXED) -> Problem:
+    make, draw = MODELS[name]
+    x = draw(torch.Generator().manual_seed(1))
+    y = torch.arange(45) % CLASSES
+    shell = toy_data(45)
+    data: Dataset = dataclasses.replace(shell, x=x, y=y, x_test=x, y_test=y)
+    model = seeded(nn.Sequential(*make()))
+    partition = split(shell, Data(parties=5, partition="iid", min_examples=1), 0)
+    return uneven(Problem(data, partition, model, Layout.of(model), rule, Seeded(3)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # the LSTM has no batching rule
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_equals_the_reference(name: str) -> None:
+    problem = problem_of(name)
+    check_equal(problem, request(problem))
+
+
+# --- what rules may ask for ---------------------------------------------------------------------
+
+
+def look(**asks: Any) -> ClipRule:
+    """The fixed rule with another view; where it sees inner products or losses, they scale the gradients."""
+
+    def clip(stats: Stats, state: State) -> tuple[Tensor, Tensor, State]:
+        factors, extra, state = FIXED.clip(stats, state)
+        seen = stats.dots if stats.dots is not None else stats.losses
+        if seen is None:
+            return factors, extra, state
+        return factors * torch.sigmoid(seen)[:, None], torch.tanh(seen)[:, None], state
+
+    shared = asks.get("direction") is not None or asks.get("losses", False)
+    return dataclasses.replace(
+        FIXED,
+        name="looking",
+        view=lambda state, t, rounds: View(**asks),
+        clip=clip,
+        bounds=lambda state: dataclasses.replace(FIXED.bounds(state), extra=1.0 if shared else 0.0),
+        share=lambda sigma, batch: 0.1 if shared else 0.0,
+    )
+
+
+def flipped(dim: int) -> Transform:
+    return Transform(lambda g: g.flip(1), lambda s: s.flip(0), torch.zeros(dim, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("ask", ["direction", "losses", "transform"])
+def test_what_a_rule_asks_for_is_as_in_the_reference(ask: str) -> None:
+    dim = toy_problem().layout.dim
+    direction = torch.randn(dim, generator=torch.Generator().manual_seed(5))
+    asks: dict[str, dict[str, Any]] = {
+        "direction": {"direction": direction},
+        "losses": {"losses": True},
+        "transform": {"transform": flipped(dim)},
+    }
+    problem = uneven(toy_problem(look(**asks[ask]), parties=5))
+    check_equal(problem, request(problem))
+
+
+def test_persons_and_diagnostics_are_as_in_the_reference() -> None:
+    data = toy_data(45, person=[i // 2 for i in range(45)])
+    problem = toy_problem("fixed", dataset=data, parties=5, unit="person", diagnostics=True)
+    asked = request(problem)
+    check_equal(problem, asked)
+    for reply, true in zip(parallel(problem, asked), ReferenceEngine(problem).run(asked), strict=True):
+        assert reply.diagnostics == pytest.approx(true.diagnostics, rel=1e-4)
+        assert set(reply.diagnostics) == {"clipped", "mean_norm", "train_loss", "batch"}
+
+
+@pytest.mark.parametrize("rule", ["fixed", "wav"])
+def test_an_example_that_is_not_finite_counts_as_zero(rule: str) -> None:
+    problem = uneven(toy_problem(rule, parties=5))
+    x = problem.dataset.x.clone()
+    x[problem.partition.indices(3)[:2]] = torch.nan
+    broken = dataclasses.replace(problem, dataset=dataclasses.replace(problem.dataset, x=x))
+    check_equal(broken, request(broken))
+    assert all(torch.isfinite(reply.delta).all() for reply in parallel(broken, request(broken)))
+
+
+# --- workers ------------------------------------------------------------------------------------
+
+
+def failing(when: Callable[[], None]) -> ClipRule:
+    """The fixed rule, which first calls `when` at every step."""
+
+    def clip(stats: Stats, state: State) -> tuple[Tensor, Tensor, State]:
+        when()
+        return FIXED.clip(stats, state)
+
+    return dataclasses.replace(FIXED, clip=clip)
+
+
+def workers_alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("fulcrum")]
+
+
+def test_an_error_in_a_worker_arrives_with_its_words_and_the_others_stop() -> None:
+    calls: list[int] = []
+
+    def when() -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ZeroDivisionError("client arithmetic went wrong")
+
+    problem = uneven(toy_problem(failing(when), parties=5))
+    engine = ParallelEngine(dataclasses.replace(problem, workers=2))
+    asked = request(problem, steps=200)
+    with pytest.raises(ZeroDivisionError, match="client arithmetic went wrong"):
+        list(engine.run(asked))
+    assert len(calls) < 5 * 200  # the rest of the round was given up
+    assert len(list(engine.run(request(problem)))) == 5  # and the next one works
+
+
+def test_ctrl_c_stops_the_workers_after_the_step_they_are_in() -> None:
+    calls: list[int] = []
+
+    def when() -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    problem = uneven(toy_problem(failing(when), parties=5))
+    engine = ParallelEngine(dataclasses.replace(problem, workers=2))
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.run(request(problem, steps=2000)))
+    done = len(calls)
+    assert done < 5 * 2000
+    assert len(list(engine.run(request(problem)))) == 5
+    assert len(calls) == done + 5 * 3  # nobody was still at work
+
+
+def test_a_round_that_is_given_up_leaves_nobody_at_work() -> None:
+    calls: list[int] = []
+    # Not uneven: the largest would start first, and client 0 might end last, with nobody left to stop.
+    problem = toy_problem(failing(lambda: calls.append(1)), parties=5)
+    engine = ParallelEngine(dataclasses.replace(problem, workers=2))
+    round_ = engine.run(request(problem, steps=300))
+    assert next(round_).client == 0
+    round_.close()
+    done = len(calls)
+    assert done < 5 * 300
+    list(engine.run(request(problem)))
+    assert len(calls) == done + 5 * 3
+
+
+def test_workers_end_with_their_engine_and_leave_other_threads_alone() -> None:
+    gc.collect()
+    before, threads = workers_alive(), torch.get_num_threads()  # of other tests, which may end at any time
+    problem = uneven(toy_problem("fixed", parties=5))
+    engine = ParallelEngine(dataclasses.replace(problem, workers=3))
+    assert set(workers_alive()) <= set(before)  # nobody starts before there is work
+    list(engine.run(request(problem)))
+    mine = [worker for worker in workers_alive() if worker not in before]
+    assert len(mine) == 3
+    seen: list[int] = []
+    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert seen == [threads] == [torch.get_num_threads()]
+    del engine
+    gc.collect()
+    for thread in mine:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+def test_auto_takes_the_parallel_engine_on_a_cpu_and_asks_pytorch_for_the_number_of_workers() -> None:
+    problem = toy_problem()
+    assert choose_engine("auto", problem) == "parallel"
+    assert choose_engine("reference", problem) == "reference"
+    engine = find_engine("auto", problem)
+    assert isinstance(engine, ParallelEngine)
+    assert engine.workers == torch.get_num_threads()
+
+
+def test_a_run_is_the_same_for_any_number_of_workers() -> None:
+    import fulcrum
+
+    def weights(workers: int) -> Tensor:
+        names: dict[str, Any] = {"parties": 3, "partition": "iid", "rounds": 4, "rate": 0.5, "sigma": 1.0}
+        result = fulcrum.train(toy_data(), run={"workers": workers}, **names)
+        return torch.cat([p.detach().reshape(-1) for p in result.model.parameters()])
+
+    one = weights(1)
+    assert torch.equal(one, weights(2))
+    assert torch.equal(one, weights(4))
+
+
+def test_evaluation_gives_what_the_model_itself_gives() -> None:
+    from fulcrum.training.evaluate import evaluate
+
+    for name in ("conv2d-strided", "group-norm", "hooked"):
+        problem = problem_of(name)
+        x, y = problem.dataset.x, problem.dataset.y
+        params = problem.layout.flatten(problem.model)
+        logits = problem.model(x).detach()
+        accuracy, loss = evaluate(problem.model, problem.layout, params, x, y, batch=7)
+        assert accuracy == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
+        assert loss == pytest.approx(float(nn.functional.cross_entropy(logits, y)), rel=1e-5)
+        assert evaluate(problem.model, problem.layout, params * 1.5, x, y)[1] != pytest.approx(loss, rel=1e-3)

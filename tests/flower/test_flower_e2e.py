@@ -1,0 +1,325 @@
+"""Real processes on loopback, with TLS and node keys. Takes minutes: `make test-flower`, or FULCRUM_FLOWER=1 pytest.
+
+Three parties, twenty rounds; one party is killed and started again, then the coordinator; a node that
+nobody knows and one with a wrong key knock all the while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fulcrum.flower
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fulcrum-fl[flower]'")
+import httpx
+
+from fulcrum.data import load, split
+from fulcrum.flower import certs, keys, run
+from fulcrum.flower.coordinator import Patience
+from fulcrum.flower.flwr141 import FLEET, Link, Tls, bundle, free_port
+from fulcrum.flower.transport import GridPost
+from fulcrum.privacy.accounting import Spend
+from fulcrum.privacy.ledger import Ledger
+from fulcrum.runs import folder as record
+from fulcrum.settings.schema import Data
+
+pytestmark = [
+    pytest.mark.skipif(not os.environ.get("FULCRUM_FLOWER"), reason="takes minutes: make test-flower"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+PARTIES = ("a", "b", "c")
+ROUNDS = 20
+CONFIG = f"""
+method = "moo"
+[data]
+source = "public.npz"
+[model]
+name = "linear"
+[train]
+rounds = {ROUNDS}
+rate = 0.05
+min_parties = 2
+[privacy]
+sigma = 1.5
+delta = 1e-4
+"""
+
+
+class Federation:
+    """A folder with everything three hospitals and a coordinator need, and the processes in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        data = load("digits")
+        parts = split(data, Data(source="digits", parties=3, partition="iid"), 0)
+        for k, name in enumerate(PARTIES):
+            rows = parts.indices(k)
+            np.savez(folder / f"{name}.npz", x=data.x[rows], y=data.y[rows], classes=data.classes)
+        np.savez(folder / "public.npz", x_test=data.x_test, y_test=data.y_test, classes=data.classes)
+        (folder / "config.toml").write_text(CONFIG)
+        certs.make_authority(folder / "certs", ["127.0.0.1"])
+        (folder / "register").mkdir()
+        for name in PARTIES:
+            _, public = keys.make_pair(folder / name, name)
+            shutil.copy(public, folder / "register")
+            self.command("terms", "config.toml", "--party", name, "--classes", "10", "--out", f"{name}/terms.toml")
+
+    def command(self, *words: str) -> None:
+        subprocess.run([sys.executable, "-m", "fulcrum", *words], cwd=self.folder, check=True, capture_output=True)
+
+    def start(self, name: str, *words: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                [sys.executable, "-m", "fulcrum", *words], cwd=self.folder, stdout=log, stderr=log, env=environment
+            )
+
+    def party(self, name: str, home: str = "", data: str = "") -> None:
+        home = home or name
+        words = ["--data", data or f"{name}.npz", "--key", f"{home}/{name}", "--ledger", f"{home}/ledger.sqlite"]
+        words += ["--server", f"127.0.0.1:{self.port}", "--ca", "certs/ca.crt", "--terms", f"{home}/terms.toml"]
+        self.start(home, "party", *words, "--until-done")
+
+    def serve(self, *words: str) -> None:
+        self.start("serve", "serve", *words)
+
+    def kill(self, name: str) -> None:
+        """kill -9, without a chance to say goodbye."""
+        self.running[name].kill()
+        self.running[name].wait()
+
+    def rounds(self) -> list[dict]:
+        return record.load_metrics(self.folder / "run")
+
+    def wait_for(self, what, seconds: float = 240.0) -> None:
+        end = time.monotonic() + seconds
+        while not what():
+            logs = {file.name: file.read_text()[-1500:] for file in self.folder.glob("*.log")}
+            assert time.monotonic() < end, logs
+            time.sleep(0.1)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def children(self) -> list[str]:
+        """SuperNodes of this folder that still run: their command lines."""
+        found = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = file.read_bytes().replace(b"\0", b" ").decode()
+                if "flwr141" in words and str(self.folder) in words:
+                    found.append(words)
+        return found
+
+    def close(self) -> None:
+        for process in self.running.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory):
+    made = Federation(tmp_path_factory.mktemp("hospitals"))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def played(federation):
+    """The whole story, once; the tests below look at what it left."""
+    folder = federation.folder
+    # A node with the right CA and terms but a key that nobody knows, and one that claims to be c with another key.
+    keys.make_pair(folder / "stranger", "d")
+    shutil.copy(folder / "c" / "terms.toml", folder / "stranger" / "terms.toml")
+    text = (folder / "stranger" / "terms.toml").read_text().replace('party = "c"', 'party = "d"')
+    (folder / "stranger" / "terms.toml").write_text(text)
+    keys.make_pair(folder / "impostor", "c")
+    shutil.copy(folder / "c" / "terms.toml", folder / "impostor" / "terms.toml")
+
+    transport = ["--certificate", "certs/server.crt", "--private-key", "certs/server.key", "--keys", "register"]
+    transport += ["--listen", f"127.0.0.1:{federation.port}", "--deadline", "30", "--wait", "200"]
+    federation.serve("config.toml", "--out", "run", *transport)
+    for name in PARTIES:
+        federation.party(name)
+    federation.party("d", home="stranger", data="a.npz")
+    federation.party("c", home="impostor", data="a.npz")
+
+    federation.wait_for(lambda: len(federation.rounds()) >= 4)
+    stranger_saw = knock(federation)
+    federation.kill("b")
+    federation.wait_for(lambda: not any(" b/b" in words or "/b/flower-b" in words for words in federation.children()))
+    federation.party("b")
+    federation.wait_for(lambda: "round" in federation.log("b").rpartition("error")[2] and len(federation.rounds()) >= 9)
+    federation.kill("serve")
+    at_crash = len(federation.rounds())
+    assert at_crash < ROUNDS, "the coordinator was to be killed in the middle"
+    federation.serve("--resume", "run")
+    federation.wait_for(lambda: federation.running["serve"].poll() is not None)
+    for name in PARTIES:
+        federation.wait_for(lambda name=name: federation.running[name].poll() is not None, 60)
+    federation.close()
+    return {"stranger_saw": stranger_saw, "at_crash": at_crash}
+
+
+def knock(federation) -> dict[str, int]:
+    """What somebody with nothing but the public CA gets for every way in."""
+    trust = ssl.create_default_context(cafile=str(federation.folder / "certs" / "ca.crt"))
+    ways = ["control/start-run", "control/register-node", "runtime/acquire-task", "runtime/pull-task-input"]
+    ways += ["runtime/push-messages", "fleet/register-node", *(f"fleet/{path}" for path in FLEET)]
+    headers = {"content-type": "application/protobuf", "accept": "application/protobuf"}
+    with httpx.Client(verify=trust, base_url=f"https://127.0.0.1:{federation.port}/v1/") as client:
+        return {way: client.post(way, content=b"", headers=headers).status_code for way in ways}
+
+
+def test_the_run_ends_although_a_party_and_the_coordinator_were_killed(federation, played):
+    assert federation.running["serve"].returncode == 0, federation.log("serve")
+    lines = federation.rounds()
+    assert [line["round"] for line in lines] == list(range(1, ROUNDS + 1))
+    assert all(len(line["participants"]) >= 2 for line in lines)
+    assert sum(len(line["participants"]) == 3 for line in lines) >= ROUNDS // 2
+    assert [p["name"] for p in json.loads((federation.folder / "run/run.json").read_text())["flower"]["parties"]] == [
+        *PARTIES
+    ]
+    assert lines[-1]["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("name", PARTIES)
+def test_every_ledger_is_right(federation, played, name):
+    run_id = json.loads((federation.folder / "run" / "run.json").read_text())["id"]
+    with Ledger.open(federation.folder / name / "ledger.sqlite") as ledger:
+        entries = ledger.entries(name)
+        spent, budget = ledger.epsilon(name), ledger.accounts()[name].budget
+    with Ledger.open(federation.folder / "run" / "ledger.sqlite") as ledger:
+        mirror = {entry.round: entry for entry in ledger.entries(name)}
+    assert {entry.run for entry in entries} == {run_id}
+    rounds = [entry.round for entry in entries]
+    assert len(rounds) == len(set(rounds)), "no round is paid twice"
+    assert all(entry.attempt == 0 for entry in entries)
+    own = {entry.round: entry for entry in entries}
+    taken = [line["round"] - 1 for line in federation.rounds() if PARTIES.index(name) in line["participants"]]
+    assert len(taken) >= ROUNDS // 2
+    for t in taken:  # none is free: what the coordinator used was paid for, and is what was paid for
+        assert own[t].digest is not None
+        assert own[t].digest == mirror[t].digest
+    events = [event for entry in entries for event in entry.events]
+    assert spent == pytest.approx(Spend.none().plus(events).epsilon(1e-4, "rdp"))
+    assert spent <= budget
+
+
+@pytest.mark.parametrize("name", PARTIES)
+def test_every_party_has_its_own_statement(federation, played, name):
+    assert federation.running[name].returncode == 0, federation.log(name)
+    facts = json.loads((federation.folder / name / "privacy.json").read_text())
+    assert facts["randomness"]["mode"] == "secure"
+    assert [party["name"] for party in facts["parties"]] == [name]
+    with Ledger.open(federation.folder / name / "ledger.sqlite") as ledger:
+        assert facts["epsilon"] == pytest.approx(ledger.epsilon(name))
+    assert "Privacy statement" in (federation.folder / name / "PRIVACY.md").read_text()
+
+
+@pytest.mark.parametrize(("home", "name"), [("stranger", "d"), ("impostor", "c")])
+def test_unknown_nodes_and_wrong_keys_are_turned_away(federation, played, home, name):
+    with Ledger.open(federation.folder / home / "ledger.sqlite") as ledger:
+        assert ledger.entries(name) == [], "nothing was ever asked of it"
+    assert "turned this party away" in federation.log(home)
+    log = (federation.folder / home / f"flower-{name}" / "supernode.log").read_text()
+    assert "Failed to initialize the connection" in log
+    assert "Receiving" not in log
+
+
+def test_a_stranger_with_the_public_CA_finds_no_way_in(played):
+    for way, status in played["stranger_saw"].items():
+        closed = way.startswith("fleet/") and way != "fleet/register-node"
+        assert status == (401 if closed else 404), way
+
+
+def test_nothing_is_left_running(federation, played):
+    assert federation.children() == []
+
+
+# --- code that the server sends -----------------------------------------------------------------
+
+
+def test_a_server_that_pushes_code_finds_the_parties_running_theirs(tmp_path):
+    """The pushed app writes a file when it runs. A party of ours never runs it; Flower's own SuperNode does."""
+    made = Federation(tmp_path)
+    settings = run.settings_file.read(
+        tmp_path / "config.toml",
+        {"train.rounds": 2, "train.min_parties": 1, "data.source": str(tmp_path / "public.npz")},
+    )
+    pushed = f"""
+import os
+from pathlib import Path
+Path({str(tmp_path)!r}, "pushed-" + os.environ["WHO"]).write_text("ran")
+from flwr.clientapp import ClientApp
+app = ClientApp()
+"""
+
+    @contextlib.contextmanager
+    def evil_link(address, register):
+        tls = Tls(tmp_path / "certs" / "server.crt", tmp_path / "certs" / "server.key")
+        nodes = {name: keys.public_bytes(key) for name, key in register.items()}
+        with Link("127.0.0.1", made.port, tls, nodes, bundle({"pushed.py": pushed})) as link:
+            yield GridPost(link.grid, link.returned)
+
+    os.environ["WHO"] = "ours"
+    try:
+        made.party("a")
+        os.environ["WHO"] = "stock"
+        stock = ["flower-supernode", "--superlink", f"127.0.0.1:{made.port}", "--root-certificates", "certs/ca.crt"]
+        stock += ["--auth-supernode-private-key", "b/b", "--port", str(free_port())]
+        environment = {**os.environ, **fulcrum.flower.QUIET, "FLWR_HOME": str(tmp_path / "flwr-stock")}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        with (tmp_path / "stock.log").open("wb") as log:
+            victim = subprocess.Popen(
+                stock, cwd=tmp_path, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        try:
+            address = run.Address("127.0.0.1", made.port, None, None)
+            register = keys.load_register(tmp_path / "register")
+            patience = Patience(deadline=60, wait=40, minimum=1)
+            result = run.serve(
+                settings,
+                tmp_path / "run",
+                address,
+                register,
+                patience=patience,
+                say=lambda _: None,
+                open_post=evil_link,
+            )
+        finally:
+            os.killpg(victim.pid, signal.SIGKILL)
+            victim.wait()
+    finally:
+        os.environ.pop("WHO")
+        made.close()
+    assert result.summary["rounds"] == 2
+    assert [entry.round for entry in _entries(tmp_path / "a" / "ledger.sqlite", "a")] == [0, 1]
+    assert not (tmp_path / "pushed-ours").exists()
+    assert (tmp_path / "pushed-stock").exists(), "the wrong case: a stock SuperNode ran what it was sent"
+
+
+def _entries(path: Path, party: str):
+    with Ledger.open(path) as ledger:
+        return ledger.entries(party)

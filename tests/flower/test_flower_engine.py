@@ -1,0 +1,328 @@
+"""The coordinator's side over a post in memory: the same result as in one process, and no bad party stops it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("cryptography", reason="parties sign with cryptography: pip install 'fulcrum-fl[flower]'")
+
+from flower_helpers import NAMES, serve, toy_federation, toy_settings, toy_terms
+from fulcrum import runs as api
+from fulcrum.clipping import RULES
+from fulcrum.errors import ConfigError, RunError
+from fulcrum.flower import keys
+from fulcrum.flower.coordinator import Patience
+from fulcrum.flower.messages import Envelope, pack
+from fulcrum.flower.party import load_arrays
+from fulcrum.flower.prepare import as_served
+from fulcrum.models.layout import Layout
+from fulcrum.privacy.ledger import Ledger
+from helpers import toy_data
+
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}
+"""In-process against Flower on one machine: the arithmetic is the same, so are the bits up to threading."""
+
+
+def flat(result) -> torch.Tensor:
+    return Layout.of(result.model).flatten(result.model)
+
+
+def ledger_lines(path, party):
+    with Ledger.open(path) as ledger:
+        return [(e.round, e.events, e.digest) for e in ledger.entries(party)]
+
+
+@pytest.mark.parametrize("settings", [toy_settings(), toy_settings(3, "fixed", steps=2, server="momentum", ema=0.5)])
+def test_a_simulation_across_machines_is_the_run_in_one_process(tmp_path, monkeypatch, settings):
+    alone = api.execute(api.prepare(settings, toy_data(120)), tmp_path / "alone")
+    with toy_federation(tmp_path, settings) as bus:
+        result = serve(bus, settings, tmp_path / "served", monkeypatch)
+    torch.testing.assert_close(flat(result), flat(alone), **TOLERANCE)
+    assert pytest.approx(alone.C, rel=1e-6) == result.C
+    assert result.epsilons == alone.epsilons
+    for name in NAMES:
+        own = ledger_lines(tmp_path / f"{name}.sqlite", name)
+        assert len(own) == settings.train.rounds
+        assert own == ledger_lines(tmp_path / "served" / "ledger.sqlite", name), "the coordinator's mirror"
+        assert own == ledger_lines(tmp_path / "alone" / "ledger.sqlite", name), "the run in one process"
+
+
+SOUND = sorted(name for name, rule in RULES.items() if rule.sound and rule.private)
+
+
+@pytest.mark.parametrize("rule", SOUND)
+def test_every_sound_rule_gives_the_same_across_machines(tmp_path, monkeypatch, rule):
+    settings = toy_settings(2, rule, steps=2)
+    alone = api.execute(api.prepare(settings, toy_data(120)))
+    with toy_federation(tmp_path, settings) as bus:
+        result = serve(bus, settings, tmp_path / "served", monkeypatch)
+    assert result.summary["rounds"] == 2
+    torch.testing.assert_close(flat(result), flat(alone), **TOLERANCE)
+    assert pytest.approx(alone.C, rel=1e-6) == result.C
+
+
+def test_another_seed_is_another_run(tmp_path, monkeypatch):
+    settings = toy_settings(2)
+    with toy_federation(tmp_path, settings) as bus:
+        one = serve(bus, settings, tmp_path / "one", monkeypatch)
+        two = serve(bus, settings, tmp_path / "two", monkeypatch)  # another run id, the same seed
+    torch.testing.assert_close(flat(one), flat(two), **TOLERANCE)
+    with toy_federation(tmp_path / "secure", settings, simulation=False) as bus:
+        three = serve(bus, settings, tmp_path / "secure" / "run", monkeypatch, simulation=False)
+    assert not torch.allclose(flat(one), flat(three), **TOLERANCE)
+
+
+# --- bad parties --------------------------------------------------------------------------------
+
+
+def resigned(tmp_path, k: int, header: bytes, body: bytes) -> Envelope:
+    """What a party with a key but without manners sends."""
+    return keys.sign(keys.load_private(tmp_path / "keys" / NAMES[k]), Envelope(header, body))
+
+
+def changed(reply: Envelope, **arrays) -> bytes:
+    return pack({}, {**load_arrays(reply.body), **arrays}).body
+
+
+def delta(reply: Envelope) -> torch.Tensor:
+    return load_arrays(reply.body)["delta"]
+
+
+TRICKS = {
+    "NaN": ("not finite", lambda d, r: resigned(d, 1, r.header, changed(r, delta=delta(r) * torch.nan))),
+    "a wrong shape": ("shape", lambda d, r: resigned(d, 1, r.header, changed(r, delta=torch.zeros(7)))),
+    "a wrong type": ("type", lambda d, r: resigned(d, 1, r.header, changed(r, delta=delta(r).double()))),
+    "a huge update": ("larger", lambda d, r: resigned(d, 1, r.header, changed(r, delta=delta(r) * 1e6))),
+    "another array": ("unknown", lambda d, r: resigned(d, 1, r.header, changed(r, more=torch.zeros(1)))),
+    "no signature": ("signature", lambda d, r: Envelope(r.header, r.body)),
+    "another's signature": ("signature", lambda d, r: resigned(d, 2, r.header, r.body)),
+    "another's name": ("signature", lambda d, r: resigned(d, 1, r.header.replace(b"party-1", b"party-2"), r.body)),
+    "a stranger's name": ("register", lambda d, r: resigned(d, 1, r.header.replace(b"party-1", b"party-9"), r.body)),
+    "changed on its way": ("signature", lambda d, r: Envelope(r.header, r.body[:-1] + b"\7", r.signature)),
+    "cheaper events": (
+        "asked for",
+        lambda d, r: resigned(d, 1, r.header.replace(b"[0.2,1.1,1]", b"[0.2,9.9,1]"), r.body),
+    ),
+    "nonsense": ("JSON", lambda d, r: Envelope(b"\0\1", b"\2", b"\3")),
+    "terabytes": ("larger than", lambda d, r: resigned(d, 1, r.header, b"\0" * 200_000)),
+}
+
+
+@pytest.mark.parametrize(("words", "trick"), TRICKS.values(), ids=TRICKS)
+def test_a_bad_party_is_left_out_and_reported_and_the_round_goes_on(tmp_path, monkeypatch, words, trick):
+    settings = toy_settings(2)
+    with toy_federation(tmp_path, settings) as bus:
+
+        def tamper(k, request, reply):
+            return trick(tmp_path, reply) if k == 1 and b'"kind":"update"' in reply.header else reply
+
+        bus.tamper = tamper
+        result = serve(bus, settings, tmp_path / "run", monkeypatch)
+    assert result.summary["status"] == "finished"
+    reports = [json.loads(line) for line in (tmp_path / "run" / "parties.jsonl").read_text().splitlines()]
+    refused = [line for line in reports if line["party"] == "party-1" and "refused" in line["what"]]
+    assert len(refused) == 2
+    assert words in refused[0]["what"]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["participants"] for line in metrics] == [[0, 2], [0, 2]]
+    assert bool(torch.isfinite(flat(result)).all())
+
+
+def test_an_old_reply_is_not_taken_for_a_new_one(tmp_path, monkeypatch):
+    settings = toy_settings(3)
+    first: list[Envelope] = []
+    with toy_federation(tmp_path, settings) as bus:
+
+        def tamper(k, request, reply):
+            if k == 1 and b'"kind":"update"' in reply.header:
+                first.append(reply)
+                return first[0]
+            return reply
+
+        bus.tamper = tamper
+        serve(bus, settings, tmp_path / "run", monkeypatch)
+    text = (tmp_path / "run" / "parties.jsonl").read_text()
+    assert text.count("it answers another request") == 2, "round 1 was honest; rounds 2 and 3 were replays"
+
+
+def test_a_party_cannot_answer_for_another(tmp_path, monkeypatch):
+    """party-1's node passes on what party-2 would honestly answer to its own request."""
+    settings = toy_settings(1)
+    with toy_federation(tmp_path, settings) as bus:
+
+        def tamper(k, request, reply):
+            return bus.desks[2].answer(request) if k == 1 and b'"kind":"round"' in request.header else reply
+
+        bus.tamper = tamper
+        serve(bus, settings, tmp_path / "run", monkeypatch)
+    assert "it is from party-2" in (tmp_path / "run" / "parties.jsonl").read_text()
+
+
+# --- late and missing parties -------------------------------------------------------------------
+
+
+def test_missing_parties_change_the_weights_and_may_come_back(tmp_path, monkeypatch):
+    settings = toy_settings(4)
+    with toy_federation(tmp_path, settings) as bus:
+
+        def on_round(result):
+            bus.away = {2} if result.round == 1 else set()
+
+        serve(bus, settings, tmp_path / "run", monkeypatch, on_round=on_round)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["participants"] for line in metrics] == [[0, 1, 2], [0, 1], [0, 1, 2], [0, 1, 2]]
+    assert [line[0] for line in ledger_lines(tmp_path / "party-2.sqlite", "party-2")] == [0, 2, 3]
+    assert metrics[-1]["epsilons"][2] < metrics[-1]["epsilons"][0]
+
+
+def test_a_late_party_is_not_waited_for_beyond_the_deadline(tmp_path, monkeypatch):
+    settings = toy_settings(2)
+    with toy_federation(tmp_path, settings) as bus:
+        bus.tamper = lambda k, request, reply: None if k == 0 and b'"kind":"round"' in request.header else reply
+        result = serve(bus, settings, tmp_path / "run", monkeypatch)
+    assert result.summary["status"] == "finished"
+    text = (tmp_path / "run" / "parties.jsonl").read_text()
+    assert "did not answer round 1 in time" in text
+    # It computed and paid; the mirror counts it too, since something may have left.
+    assert len(ledger_lines(tmp_path / "party-0.sqlite", "party-0")) == 2
+    assert len(ledger_lines(tmp_path / "run" / "ledger.sqlite", "party-0")) == 2
+
+
+def test_too_few_parties_stop_the_run_and_it_can_go_on(tmp_path, monkeypatch):
+    settings = toy_settings(3, min_parties=3)
+    patience = Patience(deadline=1.0, wait=0.5, minimum=3)
+    with toy_federation(tmp_path, settings) as bus:
+
+        def on_round(result):
+            bus.away = {1}
+
+        with pytest.raises(RunError, match="only 2 of at least 3"):
+            serve(bus, settings, tmp_path / "run", monkeypatch, on_round=on_round, patience=patience)
+        bus.away = set()
+        result = serve(bus, settings, tmp_path / "run", monkeypatch, resume=True)
+    assert result.summary["status"] == "finished"
+    for name in NAMES:
+        assert [line[0] for line in ledger_lines(tmp_path / f"{name}.sqlite", name)] == [0, 1, 2]
+
+
+def test_a_party_that_returns_within_the_round_is_asked_again(tmp_path, monkeypatch):
+    settings = toy_settings(1)
+    with toy_federation(tmp_path, settings) as bus:
+        lost = []
+
+        def tamper(k, request, reply):
+            if k == 1 and b'"kind":"round"' in request.header and not lost:
+                lost.append(k)
+                bus.back = {1}  # it was killed with its reply stored but not sent, and started again
+                return None
+            return reply
+
+        bus.tamper = tamper
+        serve(bus, settings, tmp_path / "run", monkeypatch, patience=Patience(60.0, 60.0, 1))
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["participants"] == [0, 1, 2]
+    assert len(ledger_lines(tmp_path / "party-1.sqlite", "party-1")) == 1
+
+
+def test_a_spent_budget_ends_the_run_when_too_few_are_left(tmp_path, monkeypatch):
+    settings = toy_settings(4, min_parties=3)
+    with toy_federation(tmp_path, settings) as bus:
+        terms = toy_terms(settings, "party-1", rounds=2)
+        bus.desks[1].ledger.set_budget("party-1", terms.planned_epsilon() * 1.0001)
+        result = serve(bus, settings, tmp_path / "run", monkeypatch, patience=Patience(1.0, 1.0, 3))
+    assert "too few parties have budget left" in result.summary["status"]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["participants"] for line in metrics] == [[0, 1, 2], [0, 1, 2], [0, 2]]
+    assert "budget is spent" in (tmp_path / "run" / "parties.jsonl").read_text()
+
+
+# --- the coordinator crashes --------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """As kill -9: nothing of the run is written after it."""
+
+
+@pytest.mark.parametrize("simulation", [True, False])
+def test_after_a_crash_the_run_goes_on_and_nobody_pays_twice(tmp_path, monkeypatch, simulation):
+    """The coordinator dies with all replies of round 2 in hand and none of them on disk."""
+    settings = toy_settings(4)
+    with toy_federation(tmp_path, settings, simulation) as bus:
+        whole = None
+        if simulation:
+            whole = serve(bus, settings, tmp_path / "whole", monkeypatch)
+        said: list[str] = []
+
+        def tamper(k, request, reply):
+            if k == 2 and b'"round":1,' in request.header and not said:
+                said.append("now")
+                raise Crash
+            return reply
+
+        bus.tamper = tamper
+        with pytest.raises(Crash):
+            serve(bus, settings, tmp_path / "run", monkeypatch, simulation=simulation)
+        asked = len(bus.sent)
+        result = serve(bus, settings, tmp_path / "run", monkeypatch, resume=True)
+        again = [e for k, e in bus.sent[asked:] if k == 0 and b'"round":1,' in e.header]
+        before = [e for k, e in bus.sent[:asked] if k == 0 and b'"round":1,' in e.header]
+    assert again == before[-1:], "the request of the interrupted round is the same, byte for byte"
+    assert result.summary["status"] == "finished"
+    run = json.loads((tmp_path / "run" / "run.json").read_text())["id"]
+    for name in NAMES:
+        with Ledger.open(tmp_path / f"{name}.sqlite") as ledger:
+            entries = [e for e in ledger.entries(name) if e.run == run]
+        assert [e.round for e in entries] == [0, 1, 2, 3]
+        assert [e.attempt for e in entries] == [0, 0, 0, 0]
+        mirror = ledger_lines(tmp_path / "run" / "ledger.sqlite", name)
+        assert [line[2] for line in mirror] == [e.digest for e in entries], "none is free: each release was paid"
+    if whole is not None:
+        torch.testing.assert_close(flat(result), flat(whole), **TOLERANCE)
+
+
+def test_a_served_run_is_not_continued_in_one_process(tmp_path, monkeypatch):
+    settings = toy_settings(1)
+    with toy_federation(tmp_path, settings) as bus:
+        serve(bus, settings, tmp_path / "run", monkeypatch)
+    with pytest.raises(RunError, match="fulcrum serve --resume"):
+        api.resume(tmp_path / "run")
+    api.execute(api.prepare(settings, toy_data(120)), tmp_path / "alone")
+    with toy_federation(tmp_path, settings) as bus, pytest.raises(RunError, match="fulcrum resume"):
+        serve(bus, settings, tmp_path / "alone", monkeypatch, resume=True)
+
+
+# --- joining ------------------------------------------------------------------------------------
+
+
+def test_only_a_party_in_the_register_can_join(tmp_path, monkeypatch):
+    settings = toy_settings(1)
+    with toy_federation(tmp_path, settings) as bus:
+        (tmp_path / "other").mkdir()
+        keys.make_pair(tmp_path / "other", "party-1")  # the name is right, the key is not
+        bus.desks[1].key = keys.load_private(tmp_path / "other" / "party-1")
+        said: list[str] = []
+        result = serve(bus, settings, tmp_path / "run", monkeypatch, said=said)
+    assert result.summary["parties"] == 2
+    assert any("claims to be from party-1" in words for words in said)
+
+
+def test_a_party_that_does_not_simulate_does_not_join_a_simulation(tmp_path, monkeypatch):
+    settings = toy_settings(1)
+    with toy_federation(tmp_path, settings, simulation=False) as bus:
+        with pytest.raises(RunError, match="only 0 of at least 1"):
+            serve(bus, settings, tmp_path / "run", monkeypatch)
+        assert all(desk.ledger.entries(desk.name) == [] for desk in bus.desks.values())
+
+
+def test_what_only_makes_sense_in_one_process_is_refused():
+    settings = toy_settings()
+    assert as_served(settings, 3, False).privacy.randomness == "secure"
+    assert as_served(settings, 3, True).privacy.randomness == "seeded"
+    with pytest.raises(ConfigError, match="diagnostics"):
+        as_served(dataclasses.replace(settings, run=dataclasses.replace(settings.run, diagnostics=True)), 3, False)
+    with pytest.raises(ConfigError, match="validation"):
+        as_served(dataclasses.replace(settings, data=dataclasses.replace(settings.data, validation=0.1)), 3, False)

@@ -1,0 +1,175 @@
+"""What travels between machines: whatever arrives is either exactly what was agreed, or refused in fixed words."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("cryptography", reason="parties sign with cryptography: pip install 'fulcrum-fl[flower]'")
+
+from fulcrum.flower import keys
+from fulcrum.flower.messages import (
+    HEADERS,
+    BadMessage,
+    Envelope,
+    pack,
+    read_arrays,
+    read_events,
+    read_header,
+    write_events,
+)
+from fulcrum.privacy.events import Gaussian, Unprotected
+
+WANTED = {"delta": (torch.float32, (4,)), "extra": (torch.float32, (0,)), "on": (torch.bool, ())}
+ARRAYS = {"delta": torch.arange(4.0), "extra": torch.zeros(0), "on": torch.tensor(True)}
+HEADER = {"kind": "update", "nonce": "n", "run": "r", "party": "p", "request": "d", "round": 1, "events": []}
+
+
+def test_a_message_comes_back_as_it_went():
+    envelope = pack(HEADER, ARRAYS)
+    assert read_header(envelope, ("update",)) == HEADER
+    for name, value in read_arrays(envelope, WANTED).items():
+        assert torch.equal(value, ARRAYS[name])
+
+
+def test_the_same_content_gives_the_same_bytes_whatever_the_order():
+    other = pack(dict(reversed(HEADER.items())), dict(reversed(ARRAYS.items())))
+    assert pack(HEADER, ARRAYS) == other
+    assert pack({**HEADER, "round": 2}, ARRAYS).digest != other.digest
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite_are_refused(value):
+    envelope = pack(HEADER, {**ARRAYS, "delta": torch.tensor([0.0, value, 0.0, 0.0])})
+    with pytest.raises(BadMessage, match="not finite"):
+        read_arrays(envelope, WANTED)
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {**ARRAYS, "delta": torch.zeros(5)},
+        {**ARRAYS, "delta": torch.zeros(2, 2)},
+        {**ARRAYS, "delta": torch.zeros(4, dtype=torch.float64)},
+        {**ARRAYS, "more": torch.zeros(1)},
+        {"delta": ARRAYS["delta"], "extra": ARRAYS["extra"]},
+        {},
+    ],
+    ids=["length", "shape", "type", "more", "less", "nothing"],
+)
+def test_arrays_must_be_exactly_those_that_were_agreed(arrays):
+    with pytest.raises(BadMessage):
+        read_arrays(pack(HEADER, arrays), WANTED)
+
+
+def forged(shape: list[int], data: bytes) -> Envelope:
+    """A body whose table claims more than it holds."""
+    table = json.dumps({"delta": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 * int(np.prod(shape))]}})
+    return Envelope(b"", struct.pack("<Q", len(table)) + table.encode() + data)
+
+
+def test_a_forged_table_cannot_ask_for_terabytes():
+    wanted = {"delta": (torch.float32, (4,))}
+    honest = forged([4], b"\0" * 16)
+    assert torch.equal(read_arrays(honest, wanted)["delta"], torch.zeros(4))
+    for shape in ([1 << 40], [1 << 20, 1 << 20], [1 << 62, 1 << 62]):
+        with pytest.raises(BadMessage):
+            read_arrays(forged(shape, b"\0" * 16), wanted)
+    with pytest.raises(BadMessage, match="larger"):
+        read_arrays(Envelope(b"", b"\0" * 200_000), wanted)
+    with pytest.raises(BadMessage):
+        read_arrays(Envelope(b"", struct.pack("<Q", 1 << 60) + b"{}"), wanted)
+
+
+def test_neither_a_pickle_nor_an_npy_file_is_read():
+    class Bomb:
+        def __reduce__(self):
+            return (pytest.fail, ("a pickle was run",))
+
+    npy = io.BytesIO()
+    np.save(npy, np.array([Bomb()], dtype=object), allow_pickle=True)
+    for body in (pickle.dumps(Bomb()), npy.getvalue()):
+        with pytest.raises(BadMessage, match="not a readable"):
+            read_arrays(Envelope(b"", body), WANTED)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"round": -1}, "round"),
+        ({"round": 1.5}, "round"),
+        ({"round": True}, "round"),
+        ({"party": 3}, "party"),
+        ({"party": "p" * 300}, "party"),
+        ({"more": 1}, "unknown"),
+        ({"kind": "hello"}, "kind"),
+        ({"v": 2}, "version"),
+    ],
+)
+def test_header_fields_must_be_of_their_types(change, words):
+    text = json.dumps({"v": 1, **HEADER, **change}).encode()
+    with pytest.raises(BadMessage, match=words):
+        read_header(Envelope(text), ("update",))
+
+
+def test_a_header_cannot_smuggle_in_numbers_that_are_not_finite():
+    text = json.dumps({"v": 1, **HEADER}).replace('"round": 1', '"round": NaN').encode()
+    with pytest.raises(BadMessage, match="JSON"):
+        read_header(Envelope(text), ("update",))
+
+
+@settings(max_examples=200, deadline=None)
+@given(header=st.binary(max_size=200), body=st.binary(max_size=400))
+def test_any_bytes_are_refused_and_nothing_else_happens(header, body):
+    with pytest.raises(BadMessage):
+        read_header(Envelope(header), tuple(HEADERS))
+    with pytest.raises(BadMessage):
+        read_arrays(Envelope(b"", body), WANTED)
+
+
+def test_events_travel_as_numbers():
+    events = (Gaussian(0.1, 2.0, 3),)
+    assert read_events(write_events(events)) == events
+    for rows in ([[0.1, 2.0]], ["x"], [[0.1, "2", 1]], [[0.1, 2.0, 0]], [[0.1, 2.0, 1.5]]):
+        with pytest.raises(BadMessage):
+            read_events(rows)
+    with pytest.raises(BadMessage, match="without noise"):
+        write_events((Unprotected(),))
+
+
+def test_a_signature_is_over_every_byte_and_from_one_key(tmp_path):
+    for name in ("a", "b"):
+        keys.make_pair(tmp_path, name)
+    mine, other = (keys.load_public(tmp_path / f"{name}.pub") for name in ("a", "b"))
+    envelope = keys.sign(keys.load_private(tmp_path / "a"), pack(HEADER, ARRAYS))
+    assert keys.is_signed(mine, envelope)
+    assert not keys.is_signed(other, envelope)
+    assert not keys.is_signed(mine, Envelope(envelope.header, envelope.body))
+    for header, body in ((envelope.header + b" ", envelope.body), (envelope.header, envelope.body[:-1] + b"\2")):
+        assert not keys.is_signed(mine, Envelope(header, body, envelope.signature))
+    # Moving a byte from the header to the body must not leave the digest as it was.
+    moved = Envelope(envelope.header[:-1], envelope.header[-1:] + envelope.body, envelope.signature)
+    assert not keys.is_signed(mine, moved)
+
+
+def test_keys_are_private_and_never_overwritten(tmp_path):
+    private, _ = keys.make_pair(tmp_path, "a")
+    assert private.stat().st_mode & 0o077 == 0
+    with pytest.raises(keys.ConfigError, match="never overwritten"):
+        keys.make_pair(tmp_path, "a")
+    with pytest.raises(keys.ConfigError, match="not usable"):
+        keys.make_pair(tmp_path, "../a")
+    (tmp_path / "b.pub").write_bytes((tmp_path / "a.pub").read_bytes())
+    with pytest.raises(keys.ConfigError, match="two names"):
+        keys.load_register(tmp_path)
+    (tmp_path / "b.pub").write_text("nonsense")
+    with pytest.raises(keys.ConfigError, match="not a public key"):
+        keys.load_register(tmp_path)

@@ -1,0 +1,169 @@
+"""The kernels of the stacked engine equal its torch code, number by number. Without triton: that torch stands in.
+
+They run on a GPU if there is one. Without, triton's interpreter runs them, in a process of its own, since it must be
+told before triton is imported:
+
+    TRITON_INTERPRET=1 python -m pytest tests/gradients/test_stacked_kernels.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from fulcrum.engines.stacked.replay import precision
+from fulcrum.gradients.stacked import fused
+from fulcrum.gradients.stacked import geometry as geo
+from fulcrum.gradients.stacked.geometry import Window
+from fulcrum.gradients.stacked.plain import ACTIVATIONS, Plain, avg_pool, global_pool, joined, max_pool
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+THERE = importlib.util.find_spec("triton") is not None and (INTERPRETED or DEVICE.type == "cuda")
+kernels = pytest.mark.skipif(not THERE, reason="needs triton and a GPU or TRITON_INTERPRET=1")
+
+DTYPES = [torch.float32, torch.bfloat16]
+CONVOLUTIONS = [
+    Window(28, 28, 1, (8, 8), (2, 2), (3, 3)),
+    Window(13, 13, 16, (4, 4), (2, 2)),
+    Window(8, 8, 3, (3, 3), (1, 1), (1, 1)),
+    Window(7, 5, 3, (3, 2), (2, 3), (1, 0)),
+    Window(9, 11, 5, (2, 3), (3, 1), (0, 2)),
+    Window(9, 8, 2, (3, 3), (1, 2), (2, 1), (2, 1)),
+]
+POOLS = [
+    Window(14, 14, 16, (2, 2), (1, 1)),
+    Window(8, 6, 3, (2, 2), (2, 2)),
+    Window(7, 9, 5, (2, 2), (2, 2)),
+    Window(7, 6, 3, (3, 2), (1, 2)),
+    Window(9, 9, 2, (2, 2), (3, 3)),
+    Window(4, 4, 7, (4, 4), (4, 4)),
+]
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0, ties: bool = False) -> Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return ((drawn * 2).round() if ties else drawn).to(DEVICE, dtype)
+
+
+def same(found: Tensor | None, wanted: Tensor, dtype: torch.dtype) -> None:
+    """The bits of torch's float32 result, rounded once where the kernel writes bf16 (the interpreter rounds down)."""
+    assert found is not None
+    assert not fused.trouble
+    assert found.dtype == dtype
+    single = 1e-6 if found.is_cuda else 0.0  # a GPU divides by the window's area to the last bit or two
+    bound = single if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(found.float(), wanted, rtol=bound, atol=single)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", CONVOLUTIONS)
+def test_patches_and_their_transpose(window: Window, dtype: torch.dtype) -> None:
+    h = numbers(2, 3, window.height, window.width, window.channels, dtype=dtype)
+    found = fused.patches(h, window)
+    assert found is not None
+    assert torch.equal(found, geo.patches(h, window))
+    g = numbers(2, 3, window.positions, window.size, dtype=dtype, seed=1)
+    if window.dilation == (1, 1):
+        same(fused.unpatch(g, window), geo.unpatch(g.float(), window), dtype)
+    else:
+        assert fused.unpatch(g, window) is None
+
+
+def two_steps(window: Window, mean: bool, relu: bool, h: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Relu and pooling one after the other, by torch."""
+    kept = torch.relu(h) if relu else h
+    if mean:
+        out, back = geo.avg_pool(kept, window), geo.avg_unpool(g, window)
+    else:
+        out, which = geo.max_pool(kept, window)
+        back = geo.max_unpool(g, which, window)
+    return out, torch.ops.aten.threshold_backward(back, kept, 0) if relu else back
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("window", POOLS)
+def test_pooling(window: Window, mean: bool, relu: bool, dtype: torch.dtype) -> None:
+    for ties in (False, True):
+        h = numbers(2, 3, window.height, window.width, window.channels, dtype=dtype, ties=ties)
+        g = numbers(2, 3, *window.out, window.channels, dtype=dtype, seed=1)
+        out, back = two_steps(window, mean, relu, h.float(), g.float())
+        found = fused.pool(h, window, mean, relu, None)
+        assert found is not None
+        same(found[0], out, dtype)
+        same(fused.unpool(g, found[1], window, mean, relu), back, dtype)
+        bias = numbers(2, window.channels, dtype=dtype, seed=2, ties=ties)
+        with_bias = fused.pool(h, window, mean, relu, bias)
+        assert with_bias is not None
+        shifted = h.float() + bias.float()[:, None, None, None]
+        same(with_bias[0], two_steps(window, mean, relu, shifted, g.float())[0], dtype)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("positions", "inputs", "outputs"), [(25, 256, 32), (16, 576, 128), (64, 90, 7), (2, 5, 3)])
+def test_ghost_norms(positions: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("triton's interpreter multiplies the bit patterns of bf16")
+    a = numbers(3, positions, inputs, dtype=dtype)
+    g = numbers(3, positions, outputs, dtype=dtype, seed=1)
+    with precision("tf32", DEVICE):
+        found = fused.ghost(a, g)
+    assert found is not None
+    wanted = torch.bmm(g.double().transpose(1, 2), a.double()).square().sum(dim=(1, 2))
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
+    assert fused.ghost(a.repeat(1, 65, 1), g.repeat(1, 65, 1)) is None
+
+
+@kernels
+def test_a_number_that_is_not_one_goes_through() -> None:
+    window = POOLS[0]
+    for mean in (False, True):
+        h = numbers(1, 1, 14, 14, 16, dtype=torch.float32)
+        h[0, 0, 3, 3, 2] = torch.nan
+        found = fused.pool(h, window, mean, True, None)
+        assert found is not None
+        assert torch.equal(found[0].isnan(), two_steps(window, mean, True, h, found[0])[0].isnan())
+        assert int(found[0].isnan().sum()) == 4
+
+
+@pytest.mark.parametrize("taken", ["by torch", "by torch alone backwards", pytest.param("fused", marks=kernels)])
+@pytest.mark.parametrize("window", POOLS)
+def test_relu_goes_into_the_pooling(window: Window, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if taken == "by torch":
+        monkeypatch.setattr(fused, "ready", lambda values: False)
+    if taken == "by torch alone backwards":
+        monkeypatch.setattr(fused, "unpool", lambda *given: None)
+    relu = ACTIVATIONS[torch.nn.ReLU](torch.nn.ReLU())
+    whole = window.kernel == (window.height, window.width)
+    pools = [max_pool(window), global_pool(window.height, window.width, window.channels) if whole else avg_pool(window)]
+    for mean, pool in zip((False, True), pools, strict=True):
+        (step,) = joined([relu, pool])
+        assert isinstance(step, Plain)
+        assert step.name.startswith("relu+")
+        h = numbers(2, 3, window.height, window.width, window.channels, dtype=torch.float32, ties=True)
+        g = numbers(2, 3, *window.out, window.channels, dtype=torch.float32, seed=1)
+        bias = numbers(2, window.channels, dtype=torch.float32, seed=2)
+        out, note = step.forward(h, bias)
+        wanted, back = two_steps(window, mean, True, h + bias[:, None, None, None], g)
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(step.backward(g, note), back)
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_work_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "trouble", [])
+    monkeypatch.setattr(fused, "_wanted", lambda: (True, True))
+    monkeypatch.setattr(fused, "_shape", lambda window: {"no such argument": 1})
+    h = numbers(1, 2, 14, 14, 16, dtype=torch.float32)
+    assert fused.pool(h, POOLS[0], False, True, None) is None
+    assert len(fused.trouble) == 1
+    assert fused.trouble[0].startswith("no fused kernels: pool: ")
+    assert not fused.ready(h)

@@ -1,0 +1,290 @@
+"""TOML and words -> Settings: layers, round trips, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulcrum.errors import ConfigError
+from fulcrum.settings.catalogue import WORDS, _docstrings, catalogue
+from fulcrum.settings.checks import CHOICES, RANGES
+from fulcrum.settings.files import SECTIONS, SHORT, dump, from_names, parse, read, read_word, template
+from fulcrum.settings.presets import METHODS
+from fulcrum.settings.reading import RIVALS, WANTED
+from fulcrum.settings.schema import Data, Model, Privacy, Run, Settings, Train
+from fulcrum.settings.writing import STARTERS
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def refusal(raw=None, overrides=None, method=None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(raw or {}, overrides, method)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+# --- layers -----------------------------------------------------------------------------------
+
+
+def test_nothing_given_is_the_defaults():
+    assert parse({}) == Settings()
+
+
+def test_file_wins_over_the_preset_of_its_own_method():
+    settings = parse({"method": "dp-sgd", "clip": {"rule": "moo"}})
+    assert (settings.method, settings.clip.rule) == ("dp-sgd", "moo")
+
+
+def test_method_of_the_command_line_wins_over_the_file_and_keeps_the_rest():
+    settings = parse({"clip": {"rule": "moo", "C0": 0.5}}, method="dp-sgd")
+    assert (settings.method, settings.clip.rule, settings.clip.C0) == ("dp-sgd", "fixed", 0.5)
+
+
+def test_values_of_the_command_line_win_over_everything():
+    settings = parse({"clip": {"rule": "none"}}, {"clip.rule": "moo", "clip.C0": 2}, method="dp-sgd")
+    assert (settings.method, settings.clip.rule, settings.clip.C0) == ("dp-sgd", "moo", 2.0)
+
+
+def test_set_method_is_the_same_as_method():
+    assert parse({}, {"method": "dp-sgd"}) == parse({}, method="dp-sgd")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_parses_and_remembers_its_name(method):
+    settings = parse({}, method=method)
+    assert settings.method == method
+    for section, values in METHODS[method].parts.items():
+        for name, value in values.items():
+            assert getattr(getattr(settings, section), name) == value
+
+
+def test_the_later_of_epsilon_and_sigma_wins():
+    assert parse({"privacy": {"epsilon": 4.0}}, {"privacy.sigma": 2.0}).privacy == Privacy(sigma=2.0)
+    assert parse({"privacy": {"sigma": 4.0}}, {"privacy.epsilon": 2.0}).privacy == Privacy(epsilon=2.0)
+
+
+def test_epsilon_and_sigma_in_one_layer_contradict():
+    assert "both set" in refusal({"privacy": {"epsilon": 4.0, "sigma": 2.0}})
+    assert "both set" in refusal({}, {"privacy.epsilon": 4.0, "privacy.sigma": 2.0})
+
+
+def test_epochs_take_the_place_of_steps_and_back():
+    assert parse({"train": {"epochs": 2.0}}).train == Train(steps=0, epochs=2.0)
+    assert parse({"train": {"epochs": 2.0}}, {"train.steps": 3}).train == Train(steps=3, epochs=0.0)
+    assert "exactly one" in refusal({"train": {"epochs": 2.0, "steps": 3}})
+
+
+def test_rivals_name_each_other():
+    for path, (rival, cleared) in RIVALS.items():
+        section = path.partition(".")[0]
+        assert f"{section}.{RIVALS[f'{section}.{rival}'][0]}" == path
+        assert not cleared
+
+
+def test_tables_of_budgets_merge():
+    settings = parse({"privacy": {"epsilon": 4.0, "budgets": {"a": 1.0}}}, {"privacy.budgets.b.c": 2})
+    assert settings.privacy.budgets == {"a": 1.0, "b.c": 2.0}
+
+
+def test_keywords_are_short_names_unique_fields_or_sections():
+    settings = from_names({"data": "mnist", "epsilon": 1.64, "kappa": 0.01, "train": {"server": "adam"}})
+    expected = {"data.source": "mnist", "privacy.epsilon": 1.64, "clip.kappa": 0.01, "train.server": "adam"}
+    assert settings == parse({}, expected)
+
+
+def test_keywords_take_numpy_numbers_and_paths(tmp_path):
+    settings = from_names({"rounds": np.int64(3), "lr": np.float64(0.5), "data_dir": tmp_path, "hidden": (8, 4)})
+    assert (settings.train.rounds, settings.train.lr, settings.data.dir) == (3, 0.5, str(tmp_path))
+    assert settings.model.hidden == (8, 4)
+
+
+def test_unknown_keyword_gets_the_nearest():
+    with pytest.raises(ConfigError, match="epsilom is not a setting; did you mean epsilon"):
+        from_names({"epsilom": 1.0})
+
+
+def test_short_names_exist_and_no_bare_name_is_ambiguous():
+    assert set(SHORT.values()) <= set(catalogue())
+    names = [field.name for field in catalogue().values()]
+    assert {name for name in names if names.count(name) > 1} <= set(SHORT)
+
+
+# --- words ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ("clip.kappa=0.01", "clip.kappa", 0.01),
+        ("train.rounds = 5", "train.rounds", 5),
+        ("clip.rule=none", "clip.rule", "none"),
+        ('clip.rule="none"', "clip.rule", "none"),
+        ("model.hidden=[8, 4]", "model.hidden", [8, 4]),
+        ("run.diagnostics=true", "run.diagnostics", True),
+        ("data.source=a=b", "data.source", "a=b"),
+        ("data.dir=", "data.dir", ""),
+    ],
+)
+def test_set_reads_toml_and_falls_back_to_text(text, path, value):
+    assert read_word(text) == (path, value)
+
+
+@pytest.mark.parametrize("text", ["clip.kappa", "=3", ""])
+def test_set_without_a_value_says_how(text):
+    with pytest.raises(ConfigError, match=r"section\.name=value"):
+        read_word(text)
+
+
+# --- mistakes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"train": {"ronds": 3}}, "train.ronds is not a setting; did you mean train.rounds?"),
+        ({"train": {"kappa": 3}}, "train.kappa is not a setting; did you mean clip.kappa?"),
+        ({"trian": {"rounds": 3}}, "trian is not a setting; did you mean train?"),
+        ({"epsilon": 3}, "epsilon is not a setting; did you mean privacy.epsilon?"),
+        ({"zzz": 3}, "zzz is not a setting; choose from data, model, train, clip, privacy, central, run, method."),
+        ({"train": 5}, "train = 5 is a whole number; it must be a section, [train]."),
+        ({"train": {"rounds": "5"}}, 'train.rounds = "5" is text; it must be a whole number.'),
+        ({"train": {"rounds": 5.0}}, "train.rounds = 5.0 is a number with a decimal point; it must be a whole number."),
+        ({"train": {"rounds": True}}, "train.rounds = true is a truth value; it must be a whole number."),
+        ({"train": {"lr": "fast"}}, 'train.lr = "fast" is text; it must be a number.'),
+        ({"run": {"diagnostics": 1}}, "run.diagnostics = 1 is a whole number; it must be true or false."),
+        ({"data": {"source": 1}}, "data.source = 1 is a whole number; it must be text in quotes."),
+        ({"model": {"hidden": 64}}, "model.hidden = 64 is a whole number; it must be a list of whole numbers."),
+        ({"model": {"hidden": [8, "a"]}}, 'model.hidden holds "a", text; it must be a list of whole numbers.'),
+        (
+            {"privacy": {"epsilon": 1.0, "budgets": {"a": "x"}}},
+            'privacy.budgets holds "x", text; it must be a table of names and numbers.',
+        ),
+        ({"method": "mooo"}, "method = 'mooo' is not known; did you mean moo?"),
+        ({"method": 3}, "method = 3 is a whole number; it must be text in quotes."),
+        ({"train": {"lr": float("nan")}}, "train.lr = nan is out of range"),
+        ({"train": {"rate": 1.5}}, "train.rate = 1.5 is out of range"),
+        ({"privacy": {"epsilon": 0.0}}, "privacy.epsilon = 0.0 is out of range"),
+        ({"privacy": {"delta": 1.0}}, "privacy.delta = 1.0 is out of range"),
+        ({"data": {"partition": "dirichelt"}}, "data.partition = 'dirichelt' is not known"),
+    ],
+)
+def test_mistakes_in_a_file(raw, said):
+    assert refusal(raw).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"clip.kapa": 1}, "clip.kapa is not a setting; did you mean clip.kappa?"),
+        ({"rounds": 1}, "rounds is not a setting; did you mean train.rounds?"),
+        ({"a.b.c": 1}, "a is not a setting"),
+        ({"train.rounds.x": 1}, 'train.rounds = {"x": 1} is a table; it must be a whole number.'),
+        ({"train": 1, "train.rounds": 1}, "train.rounds does not fit beside train = 1"),
+    ],
+)
+def test_mistakes_on_the_command_line(overrides, said):
+    assert refusal({}, overrides).startswith(said)
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.toml does not exist; .*fulcrum init"):
+        read(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        read(tmp_path)
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        read(write(tmp_path / "latin.toml", b"method = 'caf\xe9'"))
+    with pytest.raises(ConfigError, match=r"not valid TOML: .*line 2"):
+        read(write(tmp_path / "torn.toml", b"[train]\nrounds = = 3\n"))
+
+
+def test_read_takes_a_file_and_words(tmp_path):
+    file = write(tmp_path / "run.toml", b"[train]\nrounds = 3\n")
+    assert read(file, {"train.lr": 2.0}).train == Train(rounds=3, lr=2.0)
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(),
+        Settings(
+            method="dp-sgd",
+            data=Data(source="a b.npz", dir='with "quotes"\n'),
+            model=Model(hidden=(8, 4)),
+            train=Train(steps=0, epochs=1.5, lr=1, decay_rounds=(3, 5)),
+            privacy=Privacy(epsilon=4.0, budgets={"party 0": 1.0, "ü.b": 2.0}),
+            run=Run(seed=2**63 - 1, diagnostics=True),
+        ),
+        Settings(privacy=Privacy(sigma=1.3)),
+    ],
+)
+def test_dump_reruns_to_equal_settings(settings):
+    assert parse(tomllib.loads(dump(settings))) == settings
+
+
+@given(
+    method=st.sampled_from(sorted(METHODS)),
+    lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    delta=st.floats(min_value=0, max_value=1, exclude_min=True, exclude_max=True),
+    ledger=st.text(alphabet=st.characters(exclude_categories=["Cs"])),
+)
+def test_dump_keeps_every_number_and_text(method, lr, delta, ledger):
+    settings = parse({}, {"train.lr": lr, "privacy.delta": delta, "run.ledger": ledger}, method)
+    assert parse(tomllib.loads(dump(settings))) == settings
+
+
+def test_template_is_the_defaults_and_an_epsilon():
+    assert parse(tomllib.loads(template())) == parse({}, {"privacy.epsilon": STARTERS["privacy.epsilon"]})
+
+
+def test_template_shows_every_setting_at_its_default_when_uncommented():
+    lines = template().splitlines()
+    uncommented = [line[1:] if line.startswith("#") and not line.startswith("# ") else line for line in lines]
+    raw = tomllib.loads("\n".join(uncommented))
+    assert set(catalogue()) == {"method"} | {f"{section}.{name}" for section in SECTIONS for name in raw[section]}
+    for field in catalogue().values():
+        if field.default is None:
+            del raw[field.section][field.name]
+    assert parse(raw) == Settings()
+    assert max(len(line) for line in lines) <= 120
+
+
+# --- one source of words ----------------------------------------------------------------------
+
+
+def test_catalogue_covers_the_dataclasses():
+    fields = {f"{name}.{field.name}" for name, owner in SECTIONS.items() for field in dataclasses.fields(owner)}
+    assert set(catalogue()) == fields | {"method"}
+    assert set(CHOICES) | set(RANGES) <= set(catalogue())
+    assert all(field.kind in WANTED for field in catalogue().values())
+
+
+def test_every_setting_is_explained_once():
+    assert [path for path, field in catalogue().items() if not field.words] == []
+    assert WORDS.keys() & _docstrings().keys() == set()
+    assert WORDS.keys() <= catalogue().keys()
+
+
+def test_settings_page_is_in_step_with_the_settings():
+    spec = importlib.util.spec_from_file_location("settings_page", DOCS / "settings_page.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    assert (DOCS / "settings.md").read_text(encoding="utf-8") == page.page(), "run: make docs"
+    assert json.dumps(Settings().train.rate) in page.page()
