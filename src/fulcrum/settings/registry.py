@@ -1,0 +1,156 @@
+"""Registries: the one list of names where users extend Fulcrum, filled by decorator, by call or by entry point.
+
+    RULES = Registry[ClipRule]("clip.rule", entry_points="fulcrum.rules", kind=ClipRule, noun="rule")
+    RULES.add("fixed", FIXED)              # built in
+    RULES.find("fixed")                    # by name
+    RULES.find("package.module:RULE")      # by place, importable from here or from the current folder
+    RULES.find("fixd")                     # ConfigError: ... did you mean 'fixed'?
+
+A registry imports nothing until it is asked: what an installed package offers under the entry-point group is
+listed by name and imported when that name is used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from fulcrum.errors import ConfigError, InputError
+
+T = TypeVar("T")
+
+
+def suggest_nearest(word: str, names: Iterable[str]) -> str:
+    """The end of an error sentence: suggests the nearest of the names, or lists them all."""
+    known = list(names)
+    close = difflib.get_close_matches(word.lower(), known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}."
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """Values by name, in the order in which they were added; a read-only mapping to everybody else.
+
+    setting: the setting that names a value ("clip.rule"), for error sentences. noun: what a value is ("rule").
+    entry_points: the group under which installed packages offer values; empty: none. kind: the type that an imported
+    value must have; None: any. places: whether "package.module:name" is accepted. error: what is raised for an unknown
+    name.
+    """
+
+    def __init__(
+        self,
+        setting: str,
+        *,
+        noun: str,
+        entry_points: str = "",
+        kind: type[Any] | None = None,
+        places: bool = True,
+        error: type[InputError] = ConfigError,
+    ) -> None:
+        self.setting, self.noun, self.entry_points = setting, noun, entry_points
+        self.kind, self.places, self.error = kind, places, error
+        self._values: dict[str, T] = {}
+
+    # --- filling ----------------------------------------------------------------------------------
+
+    def add(self, name: str, value: T) -> T:
+        """Add a value under a name that is not taken."""
+        if name in self._values:
+            raise ConfigError(f"{self.setting}: the name {name!r} is taken; give the {self.noun} another name.")
+        self._values[name] = value
+        return value
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """A decorator that adds a function or class under a name."""
+        return lambda value: self.add(name, value)
+
+    # --- asking -----------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> T:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def offered(self) -> dict[str, str]:
+        """What installed packages offer: name -> "package.module:attribute". Nothing is imported."""
+        if not self.entry_points:
+            return {}
+        points = importlib.metadata.entry_points(group=self.entry_points)
+        return {point.name: f"{point.module}:{point.attr}" for point in points if point.name not in self._values}
+
+    def names(self) -> tuple[str, ...]:
+        """All names that `find` takes, those of installed packages included."""
+        return (*self._values, *self.offered())
+
+    def find(self, name: str) -> T:
+        """The value of that name: added here, offered by an installed package, or "package.module:attribute".
+
+        Raises the registry's error, one sentence with the nearest name, where there is none.
+        """
+        if name in self._values:
+            return self._values[name]
+        if self.places and ":" in name:
+            return self._import(name, name)
+        offered = self.offered()
+        if name in offered:
+            return self._import(offered[name], name)
+        raise self.error(self.unknown(name))
+
+    def unknown(self, name: str) -> str:
+        """The sentence for a name that is not known."""
+        known = self.names()
+        close = difflib.get_close_matches(name.lower(), known, n=1)
+        own = f", or package.module:{self.noun.replace(' ', '_')}" if self.places else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        return f"{self.setting} = {name!r} is not known; choose one of {', '.join(known)}{own}{hint}"
+
+    def _import(self, place: str, name: str) -> T:
+        value = import_attribute(place, f"{self.setting} = {name!r}", self.error)
+        if self.kind is not None and not isinstance(value, self.kind):
+            wanted = f"{self.kind.__module__}.{self.kind.__qualname__}"
+            raise self.error(f"{self.setting} = {name!r} is a {type(value).__name__}, not a {wanted}.")
+        return value  # type: ignore[no-any-return]
+
+
+def import_attribute(place: str, what: str, error: type[InputError] = ConfigError) -> Any:
+    """What "package.module:attribute" names, importable from here or from the current folder.
+
+    what: the start of the error sentence, such as "model.name = 'a:b'".
+    """
+    module_name, _, attribute = place.partition(":")
+    if not module_name or not attribute.isidentifier():
+        raise error(f"{what} is not of the form package.module:name.")
+    with current_folder_importable():
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as problem:  # somebody's module may raise anything while it is imported
+            words = f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__
+            raise error(f"{what} cannot be imported: module {module_name!r} fails ({words}).") from problem
+    if not hasattr(module, attribute):
+        near = suggest_nearest(attribute, [name for name in dir(module) if not name.startswith("_")])
+        tail = f"; {near}" if near.startswith("did") else "."
+        raise error(f"{what} cannot be imported: {module_name!r} has no attribute {attribute!r}{tail}")
+    return getattr(module, attribute)
+
+
+@contextmanager
+def current_folder_importable() -> Iterator[None]:
+    """The installed `fulcrum` command, unlike `python -m`, does not look for modules in the current folder."""
+    here = os.getcwd()
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        yield
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)
