@@ -57,8 +57,9 @@ def once(settings: Settings, folder: Path, quiet: bool) -> dict[str, Any]:
     from fulcrum import runs as api
 
     federation = api.prepare(settings)
-    with resumable(folder), view.progress(settings.method.ljust(6), settings.train.rounds, quiet) as on_round:
-        return api.execute(federation, folder, on_round).summary
+    bar = view.progress_observer(settings.method.ljust(6), settings.train.rounds, quiet)
+    with resumable(folder):
+        return api.execute(federation, folder, observers=[bar]).summary
 
 
 def row(summary: dict[str, Any]) -> tuple[view.Cell, ...]:
