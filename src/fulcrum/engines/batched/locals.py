@@ -233,7 +233,7 @@ class Locals:
         C, extra_bound = found.C.index_select(0, first), found.extra_bound.index_select(0, first)
         sums = replace(found, sum=total, extra=statistics, C=C, extra_bound=extra_bound)
         view, _ = self.core.rule.view(server.rule_state, server.t, server.rounds)
-        gradient, extra = noised(self.core, sums, terms, self.noise, self.noise_extra, view)
+        gradient, extra = noised(sums, terms, self.noise, self.noise_extra, view)
         decay = server.weight_decay.index_select(0, self.run)
         self.theta.sub_(lr[:, None] * (gradient + decay[:, None] * self.theta))
         self.extra.add_(extra)
