@@ -112,7 +112,7 @@ def test_run_and_plan_share_their_settings():
         ("account --q 0.1 --sigma 1 --steps=-1", "error: --steps -1 is out of range"),
         ("account --q 0.1 --epsilon 0 --steps 1", "error: --epsilon 0 is out of range"),
         ("account --q 0.1 --sigma 1 --steps 1 --delta 1", "error: delta = 1.0 is out of range"),
-        ("account --q 0.1 --sigma 1 --steps 1 --accountant x", "error: accountant = 'x' is not known"),
+        ("account --q 0.1 --sigma 1 --steps 1 --accountant x", "error: privacy.accountant = 'x' is not known"),
         ("data fetch mnits", "error: data set 'mnits' is not known; did you mean 'mnist'?"),
         ("data verify mnits", "error: data set 'mnits' is not known; did you mean 'mnist'?"),
         ("plan --for-epsilon 1", "error: --for-epsilon asks how many rounds a budget allows"),

@@ -15,7 +15,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.privacy.accounting import Spend, epsilon
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.privacy.plan import Plan, make_plan
-from fulcrum.privacy.statement import statement, to_markdown
+from fulcrum.privacy.statement import AccountedRun, statement, to_markdown
 from fulcrum.settings.checks import check
 from fulcrum.settings.schema import Settings
 
@@ -49,7 +49,7 @@ def told(settings: Settings, plan: Plan, rule: ClipRule, rounds: tuple[int, ...]
         "version": "0.1.0",
         "date": "2025-06-01",
     }
-    return statement(settings, plan, rule, spent, **{**arguments, **more})
+    return statement(AccountedRun(settings, plan, rule, spent, **{**arguments, **more}))
 
 
 def test_the_numbers_are_those_of_what_was_released():
@@ -128,8 +128,10 @@ def test_something_unprotected_in_an_earlier_run_makes_the_total_infinite():
     settings, plan = planned()
     spent = {"party-1": Spend.none().plus(plan.events(1), 3).plus([Unprotected()])}
     facts = statement(
-        settings, plan, MOO, spent, run_id="x", scope="ledger", randomness_mode="secure", dataset_name="digits",
-        finished=True, rounds_done=3, version="0", date="today",
+        AccountedRun(
+            settings, plan, MOO, spent, run_id="x", scope="ledger", randomness_mode="secure", dataset_name="digits",
+            finished=True, rounds_done=3, version="0", date="today",
+        )
     )  # fmt: skip
     assert facts["epsilon"] == "inf"
     assert facts["parties"][0]["epsilon_rdp"] == 0
