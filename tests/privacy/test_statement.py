@@ -7,12 +7,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from scipy.stats import norm
 
 from fulcrum.clipping import ClipRule, find_rule
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.accounting import Spend, epsilon
+from fulcrum.privacy.accounting import Accountant, Spend, epsilon
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.privacy.plan import Plan, make_plan
 from fulcrum.privacy.statement import AccountedRun, statement, to_markdown
@@ -83,6 +84,21 @@ def test_the_other_accountant_is_named_when_it_is_the_one_enforced():
     facts = state(privacy={"accountant": "pld"})
     assert facts["accountant"]["enforced"] == "pld"
     assert "PLD is enforced, RDP is shown beside it" in to_markdown(facts)
+
+
+OWN = Accountant("own", lambda spends, delta: np.array([0.1 * s.releases for s in spends]), lambda event: True)
+
+
+def test_an_own_accountant_is_the_headline_when_it_is_enforced():
+    facts = state(privacy={"accountant": f"{__name__}:OWN"})
+    assert facts["epsilon"] == pytest.approx(2.0)  # 20 releases
+    assert facts["epsilon_rdp"] == state()["epsilon"]
+    assert facts["planned"] == {key: pytest.approx(facts[key]) for key in ("epsilon", "epsilon_rdp", "epsilon_pld")}
+    assert facts["accountant"]["enforced"] == "own"
+    page = to_markdown(facts)
+    assert "OWN is enforced, RDP, PLD is shown beside it; all are upper bounds" in page
+    assert "epsilon (OWN) | epsilon (RDP) | epsilon (PLD)" in page
+    assert f"epsilon = 2 (OWN; {facts['epsilon_rdp']:.4g} by RDP, {facts['epsilon_pld']:.4g} by PLD)" in page
 
 
 def test_no_privacy_is_said_first_and_loudly():

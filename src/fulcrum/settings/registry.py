@@ -25,9 +25,6 @@ from fulcrum.errors import ConfigError, InputError
 
 T = TypeVar("T")
 
-BY_SETTING: dict[str, Registry[Any]] = {}
-"""Every registry that was made so far, by its setting: docs and help list the names of a setting from here."""
-
 
 def suggest_nearest(word: str, names: Iterable[str]) -> str:
     """The end of an error sentence: suggests the nearest of the names, or lists them all."""
@@ -58,7 +55,6 @@ class Registry(Mapping[str, T], Generic[T]):
         self.setting, self.noun, self.entry_points = setting, noun, entry_points
         self.kind, self.places, self.error = kind, places, error
         self._values: dict[str, T] = {}
-        BY_SETTING[setting] = self
 
     # --- filling ----------------------------------------------------------------------------------
 

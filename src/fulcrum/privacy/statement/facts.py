@@ -47,8 +47,8 @@ def statement(run: AccountedRun) -> dict[str, Any]:
 
     Keys, stable from version to version:
 
-    epsilon, epsilon_pld    largest over the parties, by RDP and by PLD, spent so far in the scope (where another accountant
-                            is enforced: epsilon is by that one, and epsilon_rdp is given too)
+    epsilon, epsilon_pld    largest over the parties, by RDP and by PLD, spent so far in the scope (where
+                            another accountant is enforced: epsilon is by that one, and epsilon_rdp is given too)
     delta, unit, relation, adversary
     accountant              {enforced, beside, software}
     private, sound, nominal private: noise was added at all; nominal: epsilon is not a guarantee

@@ -85,8 +85,9 @@ def _asked(target: Mapping[str, Any]) -> str:
 
 def _counted(accountant: Mapping[str, str], unit: Unit) -> str:
     enforced, beside = accountant["enforced"].upper(), accountant["beside"].upper()
+    which = "all" if "," in beside else "both"
     return (
-        f"By {accountant['software']}: {enforced} is enforced, {beside} is shown beside it; {'all' if ',' in beside else 'both'} are upper bounds. "
+        f"By {accountant['software']}: {enforced} is enforced, {beside} is shown beside it; {which} are upper bounds. "
         + unit.counted
     )
 
@@ -134,7 +135,11 @@ def _alike(parties: Sequence[Mapping[str, Any]], columns: Sequence[str], costs: 
 
 
 def _scope(scope: Mapping[str, Any], accountant: str) -> str:
-    own = f" This run alone: epsilon = {short(scope['run_epsilon'])} ({accountant.upper()})." if "run_epsilon" in scope else ""
+    own = (
+        f" This run alone: epsilon = {short(scope['run_epsilon'])} ({accountant.upper()})."
+        if "run_epsilon" in scope
+        else ""
+    )
     return f"{scope['text']}{own}"
 
 
