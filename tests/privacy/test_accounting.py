@@ -18,7 +18,6 @@ from fulcrum.errors import ConfigError
 from fulcrum.privacy import accounting
 from fulcrum.privacy.accounting import (
     ORDERS,
-    Accountant,
     Spend,
     calibrate,
     combine_sigma,
@@ -399,7 +398,7 @@ def test_wrong_input_is_named(call: Callable[[], object], message: str):
 
 # --- accountants of others ----------------------------------------------------------------------
 
-OWN = Accountant(
+OWN = accounting.Accountant(
     "own", lambda spends, delta: np.array([0.5 * spend.releases for spend in spends]), lambda event: event.count < 100
 )
 
@@ -410,7 +409,7 @@ def test_an_own_accountant_is_found_by_its_place_and_bounds_what_it_supports():
     assert math.isinf(epsilon([Gaussian(0.1, 1.0, 100)], DELTA, place))  # it does not support this event
     assert math.isinf(epsilon([Unprotected()], DELTA, "rdp"))
     assert math.isinf(epsilon([Unprotected()], DELTA, "pld"))
-    with pytest.raises(ConfigError, match="is a int, not a fulcrum.privacy.accounting.Accountant"):
+    with pytest.raises(ConfigError, match=r"is a int, not a fulcrum\.privacy\.accounting\.Accountant"):
         epsilon([], DELTA, f"{__name__}:NOT_ONE")
 
 

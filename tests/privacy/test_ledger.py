@@ -308,7 +308,7 @@ def test_a_ledger_of_format_1_is_read_and_continued(ledger: Ledger, path: Path):
             )
     with Ledger.open(path) as old:
         assert old.spent("a") == Spend.none().plus([Gaussian(0.05, 1.0, 3), Gaussian(0.1, 3.5)])
-        assert [entry.events for entry in old.entries("a")][0] == STEP
+        assert old.entries("a")[0].events == STEP
         assert old.reserve("r", 0, {"a": STEP}) == {"a": True}  # the same events, however they are written
         assert old.spent("a").releases == 4
         with pytest.raises(BudgetError, match="already reserved other events"):

@@ -274,10 +274,10 @@ def test_equal_parties_release_what_a_batch_dependent_share_planned(steps: int) 
             clip={"rule": "quantile", "refresh": 1.0},
             privacy={"epsilon": 5.0},
         ),
-        toy_data(900),
+        toy_data(6000),
     )
     plan = federation.plan
-    assert set(plan.sizes.tolist()) == {300}
+    assert set(plan.sizes.tolist()) == {2000}
     assert (len(plan.groups), plan.groups[0].every) == (1, 2)
     with Ledger.open(":memory:") as ledger:
         results = [result for result, _ in federate(federation, ledger, "r")]  # stops where events differ
