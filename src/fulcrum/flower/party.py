@@ -53,7 +53,7 @@ from fulcrum.models.layout import Layout
 from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import make_plan
-from fulcrum.privacy.statement import statement, to_markdown
+from fulcrum.privacy.statement import AccountedRun, statement, to_markdown
 from fulcrum.rng import Randomness, Secure, Seeded
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Clip
@@ -300,19 +300,21 @@ class Desk:
         plan = make_plan(settings, [self.name], [self.units()], rule, population=self.dataset.name)
         entries = self.ledger.entries(self.name)
         words = statement(
-            settings,
-            plan,
-            rule,
-            self.ledger.spends(),
-            run_id=entries[-1].run if entries else "none yet",
-            scope="ledger",
-            randomness_mode="seeded" if self.simulation else "secure",
-            dataset_name=f"{self.dataset.name} of {self.name}",
-            dataset_warnings=self.dataset.warnings,
-            finished=self.done,
-            rounds_done=len({(entry.run, entry.round) for entry in entries}),
-            version=fulcrum.__version__,
-            date=record.now(),
+            AccountedRun(
+                settings=settings,
+                plan=plan,
+                rule=rule,
+                spent=self.ledger.spends(),
+                run_id=entries[-1].run if entries else "none yet",
+                scope="ledger",
+                randomness_mode="seeded" if self.simulation else "secure",
+                dataset_name=f"{self.dataset.name} of {self.name}",
+                dataset_warnings=self.dataset.warnings,
+                finished=self.done,
+                rounds_done=len({(entry.run, entry.round) for entry in entries}),
+                version=fulcrum.__version__,
+                date=record.now(),
+            )
         )
         words["parties"][0]["budget"] = self.terms.budget
         folder.mkdir(parents=True, exist_ok=True)
