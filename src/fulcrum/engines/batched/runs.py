@@ -1,0 +1,250 @@
+"""Several runs at once: different seeds, splits, rules, learning rates, C and sigma, in one tensor program.
+
+    for r in run_many([prepare(s) for s in settings]):
+        print(r.round, r.accuracy)
+
+For studies: nothing is charged to a ledger and no replies of single clients exist. Each run has the same
+distribution of results as it would have alone; its random numbers on a GPU depend on the seeds of all runs that
+it shares a stack with. With the same recorded numbers it equals the reference engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fulcrum.engines.batched.local_steps import JobRounds, suits
+from fulcrum.engines.batched.per_job import PerJobRounds
+from fulcrum.engines.batched.server import Server, take_part
+from fulcrum.engines.batched.single_step import SingleStepRounds
+from fulcrum.engines.stacked import find_core
+from fulcrum.errors import ConfigError
+from fulcrum.models.whitening import digest
+from fulcrum.settings.derived import local_steps
+from fulcrum.training.client_level import local_problem
+from fulcrum.training.evaluate import evaluate
+from fulcrum.training.federation import Federation
+from fulcrum.training.round import play_client_round, play_round
+from fulcrum.training.snapshot import Snapshot, first_snapshot
+
+
+@dataclass(frozen=True)
+class ManyRound:
+    """One round of R runs, in the order they were given. round counts from 1.
+
+    C [R, G] is the clipping norm in use (for client rules the mean over participants; NaN where a run has fewer
+    groups). accuracy (a fraction) and loss [R] are on public test data, NaN where a run was not evaluated in this
+    round. participants: those of each run (unit client: those who paid, for who took part is secret). averaged
+    [R, d], the models that were evaluated, comes with the last round only, and only where all runs have as many
+    parameters.
+    """
+
+    round: int
+    rounds: int
+    C: Tensor
+    accuracy: Tensor
+    loss: Tensor
+    participants: tuple[tuple[int, ...], ...]
+    averaged: Tensor | None = None
+
+
+def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator[ManyRound]:
+    """Train all federations side by side and yield their rounds.
+
+    They must have the same number of rounds. Those that share data, model, rule, unit, local steps and server
+    optimiser are stacked; the rest go in stacks of their own. Rounds come in bursts: a burst is yielded once it is
+    known that every Poisson sample fitted its place and every sum was finite (otherwise it was played again, on the
+    same random numbers, with more room). rows_limit: the most examples in one piece of a step; 0 asks the device.
+    """
+    if not federations:
+        raise ConfigError("run_many was given no federations; give at least one.")
+    rounds = federations[0].settings.train.rounds
+    if any(federation.settings.train.rounds != rounds for federation in federations):
+        raise ConfigError("train.rounds differs between the runs; runs that are trained together need the same.")
+    stacks = [_make(federations, members, rows_limit) for members in _group(federations)]
+    burst = min(stack.burst for stack in stacks)
+    for first in range(0, rounds, burst):
+        last = min(rounds, first + burst)
+        for stack in stacks:
+            stack.play(first, last)
+        for t in range(first, last):
+            yield _collect(federations, stacks, t, rounds)
+
+
+def _group(federations: Sequence[Federation]) -> list[list[int]]:
+    """Which runs can be one stack."""
+    found: dict[Hashable, list[int]] = {}
+    for i, federation in enumerate(federations):
+        found.setdefault(_signature(federation), []).append(i)
+    return list(found.values())
+
+
+def _signature(federation: Federation) -> Hashable:
+    """What stacked runs must have in common."""
+    problem, settings = federation.problem, federation.settings
+    train = settings.train
+    return (
+        problem.dataset.fingerprint,
+        id(problem.dataset) if not problem.dataset.fingerprint else 0,
+        repr(problem.model),
+        digest(problem.model),
+        problem.layout,
+        problem.rule,
+        problem.groups,
+        problem.unit,
+        problem.precision,
+        str(problem.device),
+        train.server,
+        local_steps(train),
+        settings.run.evaluate_every,
+        problem.randomness.mode,
+        # A change of basis is made once for a whole stack, so runs that set it differently go apart.
+        settings.clip if _transforms(federation) else None,
+    )
+
+
+def _transforms(federation: Federation) -> bool:
+    """Whether the rule clips in another basis."""
+    problem = federation.problem
+    state = problem.rule.init(federation.settings.clip, problem.shape)
+    return problem.rule.view(state, 0, federation.settings.train.rounds).transform is not None
+
+
+class _Stack(Protocol):
+    """Runs that are played together; members are their places in the list of federations."""
+
+    members: list[int]
+    burst: int
+
+    def play(self, first: int, last: int) -> None: ...
+
+    def look(self, t: int) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def participants(self, member: int, t: int) -> tuple[int, ...]: ...
+
+    def averaged(self) -> Tensor: ...
+
+
+def _make(federations: Sequence[Federation], members: list[int], rows_limit: int) -> _Stack:
+    mine = [federations[i] for i in members]
+    core, _ = find_core(local_problem(mine[0].problem), rows_limit)
+    if core is None:
+        return SeparateRuns(members, mine)
+    server = Server(mine, core)
+    central, rule = bool(mine[0].plan.central), core.problem.rule
+    one_step = not central and rule.where == "server" and rule.sound and local_steps(mine[0].settings.train) == 1
+    if one_step and core.rule.stacks(server.rule_state, core.problem.layout.dim, server.t, server.rounds):
+        return StackedRuns(members, server, SingleStepRounds(server))
+    if suits(server):
+        return StackedRuns(members, server, JobRounds(server))
+    return SeparateRuns(members, mine) if central else StackedRuns(members, server, PerJobRounds(server))
+
+
+class StackedRuns:
+    """A stack of runs that share a tensor program."""
+
+    def __init__(self, members: list[int], server: Server, player: SingleStepRounds | JobRounds | PerJobRounds) -> None:
+        self.members, self.server, self.player = members, server, player
+        self.burst = player.burst
+        self._every = server.federations[0].settings.run.evaluate_every
+
+    def play(self, first: int, last: int) -> None:
+        """Rounds first .. last - 1, again if need be."""
+        held = self.server.held()
+        before = [value.clone() for value in held]
+        with torch.no_grad():
+            while True:
+                for t in range(first, last):
+                    self.player.play(t)
+                    if (t + 1) % self._every == 0 or t + 1 == self.server.rounds:
+                        self.player.replayer.run("evaluate", self.server.evaluate, {})
+                if self.player.settled():
+                    break
+                for value, old in zip(held, before, strict=True):
+                    value.copy_(old)
+        self._logs = [log[first:last].cpu() for log in self._device_logs()]
+        self._first = first
+
+    def _device_logs(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.server.log_C, self.server.log_accuracy, self.server.log_loss
+
+    def look(self, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        """C [r, G], accuracy [r], loss [r] of round t."""
+        C, accuracy, loss = (log[t - self._first] for log in self._logs)
+        return C, accuracy, loss
+
+    def participants(self, member: int, t: int) -> tuple[int, ...]:
+        """Who took part."""
+        return self.server.participants[member][t]
+
+    def averaged(self) -> Tensor:
+        """[r, d]"""
+        return self.server.averaged.cpu()
+
+
+class SeparateRuns:
+    """Runs that cannot be stacked, one after the other through their own engines."""
+
+    burst = 1
+
+    def __init__(self, members: list[int], federations: list[Federation]) -> None:
+        self.members, self.federations = members, federations
+        self.snapshots: list[Snapshot] = [first_snapshot(federation) for federation in federations]
+        self.who = [take_part(f, f.settings.train.rounds) for f in federations]
+
+    def play(self, first: int, last: int) -> None:
+        """One round of each run."""
+        rows = []
+        for i, federation in enumerate(self.federations):
+            play = play_client_round if federation.plan.central else play_round
+            self.snapshots[i], _, C = play(federation, self.snapshots[i], self.who[i][first], first)
+            every, rounds = federation.settings.run.evaluate_every, federation.settings.train.rounds
+            accuracy, loss = torch.nan, torch.nan
+            if (first + 1) % every == 0 or first + 1 == rounds:
+                problem, data = federation.problem, federation.problem.dataset
+                model, layout, params = problem.model, problem.layout, self.snapshots[i].averaged
+                accuracy, loss = evaluate(model, layout, params, data.x_test, data.y_test)
+            rows.append((torch.tensor(C), accuracy, loss))
+        self._rows = rows
+
+    def look(self, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        """C, accuracy and loss of the round just played."""
+        C, accuracy, loss = zip(*self._rows, strict=True)
+        return torch.stack(C), torch.tensor(accuracy), torch.tensor(loss)
+
+    def participants(self, member: int, t: int) -> tuple[int, ...]:
+        """Who took part."""
+        return self.who[member][t]
+
+    def averaged(self) -> Tensor:
+        """[r, d]"""
+        return torch.stack([snapshot.averaged for snapshot in self.snapshots]).cpu()
+
+
+def _collect(federations: Sequence[Federation], stacks: Sequence[_Stack], t: int, rounds: int) -> ManyRound:
+    """One round of all stacks, in the order of the federations."""
+    looks = [stack.look(t) for stack in stacks]
+    groups = max(C.shape[1] for C, _, _ in looks)
+    C = torch.full((len(federations), groups), torch.nan)
+    accuracy, loss = torch.full((2, len(federations)), torch.nan)
+    who: list[tuple[int, ...]] = [()] * len(federations)
+    for stack, (own_C, own_accuracy, own_loss) in zip(stacks, looks, strict=True):
+        C[stack.members, : own_C.shape[1]] = own_C
+        accuracy[stack.members], loss[stack.members] = own_accuracy, own_loss
+        for place, member in enumerate(stack.members):
+            who[member] = stack.participants(place, t)
+    averaged = None
+    if t + 1 == rounds:
+        models = {
+            member: model for stack in stacks for member, model in zip(stack.members, stack.averaged(), strict=True)
+        }
+        if len({len(model) for model in models.values()}) == 1:
+            averaged = torch.stack([models[i] for i in range(len(federations))])
+    return ManyRound(t + 1, rounds, C, accuracy, loss, tuple(who), averaged)
+
+
+__all__ = ["ManyRound", "run_many"]
