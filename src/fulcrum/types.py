@@ -79,11 +79,11 @@ class Bounds:
     """What one unit can change, after clipping.
 
     C [G]: the norm of its contribution in each group. extra: the Euclidean norm of its row of extra
-    statistics (0 if the rule releases none), a second sum included.
+    statistics (0 if the rule releases none), a second sum included. The bounds of T tasks are C [T, G] and extra [T].
     """
 
     C: torch.Tensor
-    extra: float = 0.0
+    extra: float | torch.Tensor = 0.0
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from fulcrum.engines.stacked.replay import Replayer
 from fulcrum.engines.stacked.rules import Stacked
 from fulcrum.engines.stacked.sampling import bucket, round_up
 from fulcrum.engines.stacked.step import Numbers, Stepped, local_step
-from fulcrum.privacy.events import Event
-from fulcrum.privacy.mechanism import scales
+from fulcrum.privacy.events import Event, Unprotected
+from fulcrum.privacy.mechanism import refuse_bare_statistics, scales
 from fulcrum.rng import Key, Randomness
 from fulcrum.types import Assignment, Bounds
 
@@ -111,7 +111,6 @@ class Trainer:
         places = count if count <= 4 else round_up(count, 2 ** (count.bit_length() - 3))
         tasks = [job.task for job in mine]
         asks = [[task.asks(t, step) for task in tasks] for step in range(tasks[0].steps)]  # [N][members]
-        terms, pairs = self._terms_of(mine, places)
         state = _padded(states(members), places)
         shared = len(thetas) == 1
         start = thetas if shared else thetas[_index([job.run for job in mine], places, self.device)]
@@ -121,6 +120,7 @@ class Trainer:
         d = self.core.problem.layout.dim if view.transform is None else len(view.transform.groups)
         if self._width is None:
             self._width = extra_width(self.core, state, t, rounds)
+        terms, pairs = self._terms_of(mine, places)
         theta, steps = start, []
         for step in range(mine[0].task.steps):
             uniforms = torch.ones((places, width), dtype=torch.float64, device=self.device)
@@ -158,7 +158,7 @@ class Trainer:
         if key not in self._terms:
             if len(self._terms) > 64:
                 self._terms.clear()
-            self._terms[key] = _terms(self.core.problem.rule, jobs, places, self.device)
+            self._terms[key] = _terms(self.core.problem.rule, jobs, places, self.device, bool(self._width))
         return self._terms[key]
 
     def _settled(self, parts: Sequence[Part]) -> bool:
@@ -212,9 +212,12 @@ def _padded(state: Stacked, places: int) -> Stacked:
 
 
 def _terms(
-    rule: ClipRule, jobs: Sequence[Job], places: int, device: torch.device
+    rule: ClipRule, jobs: Sequence[Job], places: int, device: torch.device, statistics: bool
 ) -> tuple[Numbers, list[tuple[Event, Event]]]:
-    """The public terms of the jobs as tensors, and the event of each one's step with statistics and without."""
+    """The public terms of the jobs as tensors, and the event of each one's step with statistics and without.
+
+    statistics: whether the rule releases any beside the gradient.
+    """
     unit = Bounds(torch.ones(1), 1.0)
     batches = [job.task.rate * job.size for job in jobs]
     noise, without = (
@@ -224,6 +227,9 @@ def _terms(
         ]
         for asked in (True, False)
     )
+    for scale in noise:
+        if statistics and not isinstance(scale.event, Unprotected):
+            refuse_bare_statistics(scale.extra)
 
     def column(values: Sequence[Any], dtype: torch.dtype, filler: float) -> Tensor:
         return torch.tensor([*values, *[filler] * (places - len(jobs))], dtype=dtype).to(device)
