@@ -21,9 +21,9 @@ from fulcrum.engines.batched.local_steps import JobRounds, suits
 from fulcrum.engines.batched.per_job import PerJobRounds
 from fulcrum.engines.batched.server import Server, take_part
 from fulcrum.engines.batched.single_step import SingleStepRounds
+from fulcrum.engines.batched.stack_key import can_stack, federation_key
 from fulcrum.engines.stacked import find_core
 from fulcrum.errors import ConfigError
-from fulcrum.models.whitening import digest
 from fulcrum.settings.derived import local_steps
 from fulcrum.training.client_level import local_problem
 from fulcrum.training.evaluate import evaluate
@@ -55,8 +55,8 @@ class ManyRound:
 def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator[ManyRound]:
     """Train all federations side by side and yield their rounds.
 
-    They must have the same number of rounds. Those that share data, model, rule, unit, local steps and server
-    optimiser are stacked; the rest go in stacks of their own. Rounds come in bursts: a burst is yielded once it is
+    They must have the same number of rounds. Those that may share a stack (`stack_key`) are stacked; the rest go in
+    stacks of their own. Rounds come in bursts: a burst is yielded once it is
     known that every Poisson sample fitted its place and every sum was finite (otherwise it was played again, on the
     same random numbers, with more room). rows_limit: the most examples in one piece of a step; 0 asks the device.
     """
@@ -65,7 +65,7 @@ def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator
     rounds = federations[0].settings.train.rounds
     if any(federation.settings.train.rounds != rounds for federation in federations):
         raise ConfigError("train.rounds differs between the runs; runs that are trained together need the same.")
-    stacks = [_make(federations, members, rows_limit) for members in _group(federations)]
+    stacks = [_make(federations, members, rows_limit) for members in group_runs(federations)]
     burst = min(stack.burst for stack in stacks)
     for first in range(0, rounds, burst):
         last = min(rounds, first + burst)
@@ -75,43 +75,12 @@ def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator
             yield _collect(federations, stacks, t, rounds)
 
 
-def _group(federations: Sequence[Federation]) -> list[list[int]]:
+def group_runs(federations: Sequence[Federation]) -> list[list[int]]:
     """Which runs can be one stack."""
     found: dict[Hashable, list[int]] = {}
     for i, federation in enumerate(federations):
-        found.setdefault(_signature(federation), []).append(i)
+        found.setdefault(federation_key(federation), []).append(i)
     return list(found.values())
-
-
-def _signature(federation: Federation) -> Hashable:
-    """What stacked runs must have in common."""
-    problem, settings = federation.problem, federation.settings
-    train = settings.train
-    return (
-        problem.dataset.fingerprint,
-        id(problem.dataset) if not problem.dataset.fingerprint else 0,
-        repr(problem.model),
-        digest(problem.model),
-        problem.layout,
-        problem.rule,
-        problem.groups,
-        problem.unit,
-        problem.precision,
-        str(problem.device),
-        train.server,
-        local_steps(train),
-        settings.run.evaluate_every,
-        problem.randomness.mode,
-        # A change of basis is made once for a whole stack, so runs that set it differently go apart.
-        settings.clip if _transforms(federation) else None,
-    )
-
-
-def _transforms(federation: Federation) -> bool:
-    """Whether the rule clips in another basis."""
-    problem = federation.problem
-    state = problem.rule.init(federation.settings.clip, problem.shape)
-    return problem.rule.view(state, 0, federation.settings.train.rounds).transform is not None
 
 
 class _Stack(Protocol):
@@ -131,12 +100,15 @@ class _Stack(Protocol):
 
 def _make(federations: Sequence[Federation], members: list[int], rows_limit: int) -> _Stack:
     mine = [federations[i] for i in members]
-    core, _ = find_core(local_problem(mine[0].problem), rows_limit)
+    first = mine[0]
+    core = None
+    if can_stack(first.settings, first.problem.rule):
+        core, _ = find_core(local_problem(first.problem), rows_limit)
     if core is None:
         return SeparateRuns(members, mine)
     server = Server(mine, core)
-    central, rule = bool(mine[0].plan.central), core.problem.rule
-    one_step = not central and rule.where == "server" and rule.sound and local_steps(mine[0].settings.train) == 1
+    central, rule = bool(first.plan.central), core.problem.rule
+    one_step = not central and rule.where == "server" and rule.sound and local_steps(first.settings.train) == 1
     if one_step and core.rule.stacks(server.rule_state, core.problem.layout.dim, server.t, server.rounds):
         return StackedRuns(members, server, SingleStepRounds(server))
     if suits(server):
