@@ -297,7 +297,7 @@ class NoiseAtServer:
         """The means, their noise, the rules and the server optimisers, in place: one step at learning rate 1."""
         server, t = self.server, self.server.t
         multipliers = NoiseMultipliers(at(self.noise_scale, t), at(self.extra_scale, t))
-        scale = scale_noise(Bounds(self.C, self.bound), multipliers)  # type: ignore[arg-type]
+        scale = scale_noise(Bounds(self.C, self.bound), multipliers)
         mean, extra, _ = add_noise(
             self.sum / at(self.divisor, t)[:, None],
             self.extra / self.cohort[:, None],

@@ -154,7 +154,7 @@ class SingleStepRounds:
         spread, spread_extra = at(self.spread, row), at(self.spread_extra, row)
         if not self.draws.on_device:  # the clients' draws were scaled one by one
             spread, spread_extra = (spread > 0).float(), (spread_extra > 0).float()
-        scale = scale_noise(Bounds(sums.C, sums.extra_bound), NoiseMultipliers(spread, spread_extra), asked)  # type: ignore[arg-type]
+        scale = scale_noise(Bounds(sums.C, sums.extra_bound), NoiseMultipliers(spread, spread_extra), asked)
         gradient, extra, _ = add_noise(sums.sum, sums.extra, scale, (self.noise, self.noise_extra), {})
         aggregate = -lr[:, None] * (gradient + server.weight_decay[:, None] * server.theta)
         C = state["C"].clone()
