@@ -35,6 +35,7 @@ from fulcrum.flower.registry import POLL, Card, Roll, opened, refusal_words
 from fulcrum.privacy.events import Gaussian
 from fulcrum.settings.schema import Settings
 from fulcrum.training.clipped_sum import contribute
+from fulcrum.training.engine import Engine
 from fulcrum.training.problem import Problem, coordinate_groups
 from fulcrum.types import Assignment, ClientReply, RoundRequest, State
 
@@ -51,11 +52,13 @@ class Patience:
     minimum: int = 1
 
 
-class FlowerEngine:
+class FlowerEngine(Engine):
     """`run(request)` sends each assignment to its party and yields the replies that came, checked.
 
     clients: the parties in the order of their numbers. seed: shared with the parties, in simulations only.
     """
+
+    remote = True
 
     def __init__(
         self,
@@ -99,6 +102,10 @@ class FlowerEngine:
     def spent(self) -> set[int]:
         """Parties whose own ledger has refused to go on."""
         return set(self._spent)
+
+    def replays(self, randomness_mode: str) -> bool:
+        """The parties keep the ledgers that count, and send a round's stored bytes again."""
+        return True
 
     # --- a round ----------------------------------------------------------------------------------
 

@@ -19,17 +19,15 @@ from torch import Tensor
 
 from fulcrum.engines.batched.local_steps import JobRounds, suits
 from fulcrum.engines.batched.per_job import PerJobRounds
-from fulcrum.engines.batched.server import Server, take_part
+from fulcrum.engines.batched.server import Server
 from fulcrum.engines.batched.single_step import SingleStepRounds
 from fulcrum.engines.batched.stack_key import can_stack, federation_key
 from fulcrum.engines.stacked import find_core
 from fulcrum.errors import ConfigError
 from fulcrum.settings.derived import local_steps
 from fulcrum.training.client_level import local_problem
-from fulcrum.training.evaluate import evaluate
 from fulcrum.training.federation import Federation
-from fulcrum.training.round import play_client_round, play_round
-from fulcrum.training.snapshot import Snapshot, first_snapshot
+from fulcrum.training.loop import federate, is_evaluated
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,6 @@ class StackedRuns:
     def __init__(self, members: list[int], server: Server, player: SingleStepRounds | JobRounds | PerJobRounds) -> None:
         self.members, self.server, self.player = members, server, player
         self.burst = player.burst
-        self._every = server.federations[0].settings.run.evaluate_every
 
     def play(self, first: int, last: int) -> None:
         """Rounds first .. last - 1, again if need be."""
@@ -132,7 +129,7 @@ class StackedRuns:
             while True:
                 for t in range(first, last):
                     self.player.play(t)
-                    if (t + 1) % self._every == 0 or t + 1 == self.server.rounds:
+                    if is_evaluated(self.server.federations[0].settings, t):
                         self.player.replayer.run("evaluate", self.server.evaluate, {})
                 if self.player.settled():
                     break
@@ -165,36 +162,27 @@ class SeparateRuns:
 
     def __init__(self, members: list[int], federations: list[Federation]) -> None:
         self.members, self.federations = members, federations
-        self.snapshots: list[Snapshot] = [first_snapshot(federation) for federation in federations]
-        self.who = [take_part(f, f.settings.train.rounds) for f in federations]
+        self.runs = [federate(federation) for federation in federations]
 
     def play(self, first: int, last: int) -> None:
         """One round of each run."""
-        rows = []
-        for i, federation in enumerate(self.federations):
-            play = play_client_round if federation.plan.central else play_round
-            self.snapshots[i], _, C = play(federation, self.snapshots[i], self.who[i][first], first)
-            every, rounds = federation.settings.run.evaluate_every, federation.settings.train.rounds
-            accuracy, loss = torch.nan, torch.nan
-            if (first + 1) % every == 0 or first + 1 == rounds:
-                problem, data = federation.problem, federation.problem.dataset
-                model, layout, params = problem.model, problem.layout, self.snapshots[i].averaged
-                accuracy, loss = evaluate(model, layout, params, data.x_test, data.y_test)
-            rows.append((torch.tensor(C), accuracy, loss))
-        self._rows = rows
+        self.done = [next(run) for run in self.runs]
 
     def look(self, t: int) -> tuple[Tensor, Tensor, Tensor]:
         """C, accuracy and loss of the round just played."""
-        C, accuracy, loss = zip(*self._rows, strict=True)
-        return torch.stack(C), torch.tensor(accuracy), torch.tensor(loss)
+        results = [result for result, _ in self.done]
+        metrics = [[result.metrics.get(name, torch.nan) for name in ("accuracy", "loss")] for result in results]
+        accuracy, loss = torch.tensor(metrics).unbind(dim=1)
+        return torch.tensor([result.C for result in results]), accuracy, loss
 
     def participants(self, member: int, t: int) -> tuple[int, ...]:
-        """Who took part."""
-        return self.who[member][t]
+        """Who took part; those who paid, where that is secret."""
+        who = self.done[member][0].participants
+        return tuple(range(self.federations[member].plan.parties)) if who is None else who
 
     def averaged(self) -> Tensor:
         """[r, d]"""
-        return torch.stack([snapshot.averaged for snapshot in self.snapshots]).cpu()
+        return torch.stack([snapshot.averaged for _, snapshot in self.done]).cpu()
 
 
 def _collect(federations: Sequence[Federation], stacks: Sequence[_Stack], t: int, rounds: int) -> ManyRound:

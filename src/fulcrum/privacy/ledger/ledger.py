@@ -104,6 +104,10 @@ class Ledger:
         """What every party has reserved so far: over all runs, or in one run."""
         return reports.spends(self._store, run)
 
+    def reservations(self, run: str, rounds: range) -> list[tuple[str, tuple[Event, ...]]]:
+        """(party, events) of every reservation of a run in these rounds, in the order of rounds and attempts."""
+        return reports.reservations(self._store, run, rounds)
+
     def epsilon(self, party: str) -> float:
         """The epsilon the party has reserved so far, over all runs, by its own delta and accountant."""
         return reports.epsilon(self._store, party)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fulcrum.privacy.accounting import Spend
+from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger.budget import NOTHING, costs
 from fulcrum.privacy.ledger.rows import Account, Entry, Line, read_events
 from fulcrum.privacy.ledger.store import Store
@@ -33,6 +34,17 @@ def spends(store: Store, run: str | None) -> dict[str, Spend]:
         ):
             totals[name] = totals[name].plus(read_events(events), times)
         return totals
+
+
+def reservations(store: Store, run: str, rounds: range) -> list[tuple[str, tuple[Event, ...]]]:
+    """Every reservation of a run in these rounds, in the order of rounds and attempts."""
+    with store.reading():
+        rows = store.db.execute(
+            "SELECT p.name, e.events FROM entries e JOIN parties p ON p.id = e.party"
+            " WHERE e.run = ? AND e.round >= ? AND e.round < ? ORDER BY e.round, e.attempt, e.id",
+            (run, rounds.start, rounds.stop),
+        )
+        return [(name, read_events(events)) for name, events in rows]
 
 
 def epsilon(store: Store, party: str) -> float:
