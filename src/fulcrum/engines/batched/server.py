@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
+from fulcrum.engines.batched.stack_key import server_numbers, shared_train
 from fulcrum.engines.stacked.core import Core
 from fulcrum.engines.stacked.rules import Stacked, stack_states
 from fulcrum.engines.stacked.sampling import at
@@ -22,9 +23,6 @@ from fulcrum.training.federation import Federation, public_shape
 from fulcrum.training.loop import participants
 from fulcrum.training.round import aggregate_noise, planned_sigma
 from fulcrum.training.server import SERVERS, client_weights
-
-NUMBERS = ("server_lr", "server_momentum", "server_beta2", "server_eps")
-"""Fields of `Train` in which stacked runs may differ, and which the server's step reads."""
 
 
 def take_part(federation: Federation, rounds: int) -> list[tuple[int, ...]]:
@@ -74,7 +72,8 @@ class Server:
         self.average = self._table([[_keep(train, t) for train in trains] for t in range(self.rounds)])
         self.weight_decay = self._table([train.weight_decay for train in trains])
         self.averages = any(train.ema > 0 for train in trains)
-        self.numbers = {name: self._table([getattr(train, name) for train in trains]) for name in NUMBERS}
+        numbers = [server_numbers(train) for train in trains]
+        self.numbers = {name: self._table([own[name] for own in numbers]) for name in numbers[0]}
         self.everybody = all(len(here) > 0 for run in self.participants for here in run)
         self.active = self._table([[float(len(run[t]) > 0) for run in self.participants] for t in range(self.rounds)])
         self.noise = self._table([self._noise(t) for t in range(self.rounds)])
@@ -114,11 +113,11 @@ class Server:
 
         C [R, G] is what the round used. Runs in which nobody took part stand still.
         """
-        train = self.federations[0].settings.train
+        shared = shared_train(self.federations[0].settings.train)
 
         def one(update: Tensor, state: Stacked, numbers: dict[str, Tensor]) -> tuple[Tensor, Stacked]:
-            own: Train = dataclasses.replace(train, **numbers)  # type: ignore[arg-type]
-            change, after = self.kind.step(update, state, own)
+            # Not a `Train`: a field of which each run has its own value, and which is no number, is missing here.
+            change, after = self.kind.step(update, state, SimpleNamespace(**shared, **numbers))  # type: ignore[arg-type]
             return change, dict(after)
 
         change, server_state = vmap(one)(update, self.server_state, self.numbers)
