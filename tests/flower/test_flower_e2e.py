@@ -27,9 +27,9 @@ import httpx
 
 from fulcrum.data import load, split
 from fulcrum.flower import certs, keys, run
-from fulcrum.flower.coordinator import Patience
+from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.flwr141 import FLEET, Link, Tls, bundle, free_port
-from fulcrum.flower.transport import GridPost
+from fulcrum.flower.transport import GridTransport
 from fulcrum.privacy.accounting import Spend
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs import folder as record
@@ -281,7 +281,7 @@ app = ClientApp()
         tls = Tls(tmp_path / "certs" / "server.crt", tmp_path / "certs" / "server.key")
         nodes = {name: keys.public_bytes(key) for name, key in register.items()}
         with Link("127.0.0.1", made.port, tls, nodes, bundle({"pushed.py": pushed})) as link:
-            yield GridPost(link.grid, link.returned)
+            yield GridTransport(link.grid, link.restarted)
 
     os.environ["WHO"] = "ours"
     try:
@@ -297,16 +297,16 @@ app = ClientApp()
             )
         try:
             address = run.Address("127.0.0.1", made.port, None, None)
-            register = keys.load_register(tmp_path / "register")
-            patience = Patience(deadline=60, wait=40, minimum=1)
+            register = keys.load_public_keys(tmp_path / "register")
+            wait_policy = WaitPolicy(round_timeout=60, join_timeout=40, min_parties=1)
             result = run.serve(
                 settings,
                 tmp_path / "run",
                 address,
                 register,
-                patience=patience,
+                wait_policy=wait_policy,
                 say=lambda _: None,
-                open_post=evil_link,
+                open_transport=evil_link,
             )
         finally:
             os.killpg(victim.pid, signal.SIGKILL)

@@ -15,10 +15,10 @@ from fulcrum import runs as api
 from fulcrum.clipping import RULES
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
-from fulcrum.flower.coordinator import Patience
+from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.messages import Envelope, pack
 from fulcrum.flower.party import load_arrays
-from fulcrum.flower.prepare import as_served
+from fulcrum.flower.prepare import served_settings
 from fulcrum.models.layout import Layout
 from fulcrum.privacy.ledger import Ledger
 from helpers import toy_data
@@ -155,7 +155,7 @@ def test_a_party_cannot_answer_for_another(tmp_path, monkeypatch):
     with toy_federation(tmp_path, settings) as bus:
 
         def tamper(k, request, reply):
-            return bus.desks[2].answer(request) if k == 1 and b'"kind":"round"' in request.header else reply
+            return bus.services[2].answer(request) if k == 1 and b'"kind":"round"' in request.header else reply
 
         bus.tamper = tamper
         serve(bus, settings, tmp_path / "run", monkeypatch)
@@ -194,14 +194,14 @@ def test_a_late_party_is_not_waited_for_beyond_the_deadline(tmp_path, monkeypatc
 
 def test_too_few_parties_stop_the_run_and_it_can_go_on(tmp_path, monkeypatch):
     settings = toy_settings(3, min_parties=3)
-    patience = Patience(deadline=1.0, wait=0.5, minimum=3)
+    wait_policy = WaitPolicy(round_timeout=1.0, join_timeout=0.5, min_parties=3)
     with toy_federation(tmp_path, settings) as bus:
 
         def on_round(result):
             bus.away = {1}
 
         with pytest.raises(RunError, match="only 2 of at least 3"):
-            serve(bus, settings, tmp_path / "run", monkeypatch, on_round=on_round, patience=patience)
+            serve(bus, settings, tmp_path / "run", monkeypatch, on_round=on_round, wait_policy=wait_policy)
         bus.away = set()
         result = serve(bus, settings, tmp_path / "run", monkeypatch, resume=True)
     assert result.summary["status"] == "finished"
@@ -222,7 +222,7 @@ def test_a_party_that_returns_within_the_round_is_asked_again(tmp_path, monkeypa
             return reply
 
         bus.tamper = tamper
-        serve(bus, settings, tmp_path / "run", monkeypatch, patience=Patience(60.0, 60.0, 1))
+        serve(bus, settings, tmp_path / "run", monkeypatch, wait_policy=WaitPolicy(60.0, 60.0, 1))
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["participants"] == [0, 1, 2]
     assert len(ledger_lines(tmp_path / "party-1.sqlite", "party-1")) == 1
@@ -232,8 +232,8 @@ def test_a_spent_budget_ends_the_run_when_too_few_are_left(tmp_path, monkeypatch
     settings = toy_settings(4, min_parties=3)
     with toy_federation(tmp_path, settings) as bus:
         terms = toy_terms(settings, "party-1", rounds=2)
-        bus.desks[1].ledger.set_budget("party-1", terms.planned_epsilon() * 1.0001)
-        result = serve(bus, settings, tmp_path / "run", monkeypatch, patience=Patience(1.0, 1.0, 3))
+        bus.services[1].ledger.set_budget("party-1", terms.planned_epsilon() * 1.0001)
+        result = serve(bus, settings, tmp_path / "run", monkeypatch, wait_policy=WaitPolicy(1.0, 1.0, 3))
     assert "too few parties have budget left" in result.summary["status"]
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["participants"] for line in metrics] == [[0, 1, 2], [0, 1, 2], [0, 2]]
@@ -303,7 +303,7 @@ def test_only_a_party_in_the_register_can_join(tmp_path, monkeypatch):
     with toy_federation(tmp_path, settings) as bus:
         (tmp_path / "other").mkdir()
         keys.make_pair(tmp_path / "other", "party-1")  # the name is right, the key is not
-        bus.desks[1].key = keys.load_private(tmp_path / "other" / "party-1")
+        bus.services[1].key = keys.load_private(tmp_path / "other" / "party-1")
         said: list[str] = []
         result = serve(bus, settings, tmp_path / "run", monkeypatch, said=said)
     assert result.summary["parties"] == 2
@@ -315,14 +315,18 @@ def test_a_party_that_does_not_simulate_does_not_join_a_simulation(tmp_path, mon
     with toy_federation(tmp_path, settings, simulation=False) as bus:
         with pytest.raises(RunError, match="only 0 of at least 1"):
             serve(bus, settings, tmp_path / "run", monkeypatch)
-        assert all(desk.ledger.entries(desk.name) == [] for desk in bus.desks.values())
+        assert all(service.ledger.entries(service.name) == [] for service in bus.services.values())
 
 
 def test_what_only_makes_sense_in_one_process_is_refused():
     settings = toy_settings()
-    assert as_served(settings, 3, False).privacy.randomness == "secure"
-    assert as_served(settings, 3, True).privacy.randomness == "seeded"
+    assert served_settings(settings, 3, False).privacy.randomness == "secure"
+    assert served_settings(settings, 3, True).privacy.randomness == "seeded"
     with pytest.raises(ConfigError, match="diagnostics"):
-        as_served(dataclasses.replace(settings, run=dataclasses.replace(settings.run, diagnostics=True)), 3, False)
+        served_settings(
+            dataclasses.replace(settings, run=dataclasses.replace(settings.run, diagnostics=True)), 3, False
+        )
     with pytest.raises(ConfigError, match="validation"):
-        as_served(dataclasses.replace(settings, data=dataclasses.replace(settings.data, validation=0.1)), 3, False)
+        served_settings(
+            dataclasses.replace(settings, data=dataclasses.replace(settings.data, validation=0.1)), 3, False
+        )

@@ -9,7 +9,7 @@ from types import TracebackType
 from fulcrum.privacy.accounting import Spend
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import enrolling, reports, spending
-from fulcrum.privacy.ledger.rows import Account, Entry, Line
+from fulcrum.privacy.ledger.rows import Account, Entry, Line, read_events
 from fulcrum.privacy.ledger.store import Store
 
 
@@ -119,3 +119,16 @@ class Ledger:
     def history(self) -> list[Line]:
         """What each run cost each party, in the order in which they began."""
         return reports.history(self._store)
+
+    def reservations(self, party: str, run: str, round: int) -> list[Entry]:
+        """A party's reservations for one round of one run, first attempt first; found by index."""
+        with self._store.reading():
+            rows = self._store.db.execute(
+                "SELECT e.attempt, e.events, e.time, s.digest, s.time FROM entries e LEFT JOIN settlements s"
+                " ON s.entry = e.id WHERE e.run = ? AND e.round = ? AND e.party = ? ORDER BY e.attempt",
+                (run, round, self._store.account(party)[0]),
+            )
+            return [
+                Entry(party, run, round, attempt, read_events(events), reserved, digest, released)
+                for attempt, events, reserved, digest, released in rows
+            ]
