@@ -24,10 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from fulcrum.errors import FulcrumError
+from fulcrum.errors import FulcrumError, InputError
 from fulcrum.models.layout import Layout
 from fulcrum.models.whitening import digest
-from fulcrum.privacy.events import Event, Gaussian
+from fulcrum.privacy.events import Event, Unprotected, events_from_json, events_to_json
 from fulcrum.types import Assignment, State
 
 VERSION = 2
@@ -216,24 +216,22 @@ def model_fingerprint(model: nn.Module, layout: Layout) -> str:
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 
-def write_events(events: tuple[Event, ...]) -> list[list[float]]:
-    """Gaussian events as [rate, sigma, count]; nothing else can be sent."""
-    if not all(isinstance(event, Gaussian) for event in events):
+def write_events(events: Sequence[Event]) -> list[list[Any]]:
+    """Events as JSON lists for a header; an unprotected release cannot be sent."""
+    if any(isinstance(event, Unprotected) for event in events):
         raise BadMessage("an update without noise cannot be sent.")
-    return [[event.rate, event.sigma, event.count] for event in events if isinstance(event, Gaussian)]
+    return events_to_json(events)
 
 
-def read_events(rows: list[Any]) -> tuple[Gaussian, ...]:
-    """Events from a header; anything but three finite numbers a row is a BadMessage."""
-    events = []
-    for row in rows:
-        if not (isinstance(row, list) and len(row) == 3 and all(_KINDS[NUMBER](v) for v in row)):
-            raise BadMessage("the events are not readable.")
-        rate, sigma, count = row
-        if not (isinstance(count, int) and count >= 1):
-            raise BadMessage("the events are not readable.")
-        events.append(Gaussian(float(rate), float(sigma), count))
-    return tuple(events)
+def read_events(rows: list[Any]) -> tuple[Event, ...]:
+    """The events in a header; BadMessage, in fixed words, for anything but events that happened at least once."""
+    try:
+        events = events_from_json(rows)
+    except InputError:  # its text quotes what was received
+        raise BadMessage("the events are not readable.") from None
+    if not all(event.count >= 1 for event in events):
+        raise BadMessage("the events are not readable.")
+    return events
 
 
 def events_agree(released: Sequence[Event], planned: Sequence[Event]) -> bool:
@@ -244,5 +242,5 @@ def events_agree(released: Sequence[Event], planned: Sequence[Event]) -> bool:
 def _event_counts(events: Sequence[Event]) -> Counter[Event]:
     counts: Counter[Event] = Counter()
     for event in events:
-        counts[dataclasses.replace(event, count=1)] += event.count
+        counts[event.with_count(1)] += event.count
     return counts
