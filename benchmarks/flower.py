@@ -41,7 +41,7 @@ def settings_for(parties: int, rounds: int) -> Settings:
         model=Model(name="mlp", hidden=(350,)),
         train=Train(rounds=rounds, rate=0.1, lr=0.5, min_parties=parties),
         privacy=Privacy(sigma=2.0, delta=1e-4),
-        run=Run(engine="reference", device="cpu", evaluate_every=rounds),
+        run=Run(engine="auto", device="cpu", evaluate_every=rounds),
     )
 
 

@@ -134,12 +134,15 @@ class Bus:
 
 
 @contextlib.contextmanager
-def toy_federation(folder: Path, settings: Settings, simulation: bool = True) -> Iterator[Bus]:
-    """Three parties on a bus."""
+def toy_federation(
+    folder: Path, settings: Settings, simulation: bool = True, terms: Callable[[str], Terms] | None = None
+) -> Iterator[Bus]:
+    """Three parties on a bus. terms: what each agreed to, by name; by default the settings with a large budget."""
     with contextlib.ExitStack() as stack:
-        services = {
-            k: stack.enter_context(toy_party(folder, settings, k, simulation=simulation)) for k in range(len(NAMES))
-        }
+        services = {}
+        for k, name in enumerate(NAMES):
+            options = {} if terms is None else {"terms": terms(name)}
+            services[k] = stack.enter_context(toy_party(folder, settings, k, simulation=simulation, **options))
         yield Bus(services)
 
 

@@ -13,14 +13,19 @@ pytest.importorskip("cryptography", reason="parties sign with cryptography: pip 
 from flower_helpers import NAMES, serve, toy_federation, toy_settings, toy_terms
 from fulcrum import runs as api
 from fulcrum.clipping import RULES
+from fulcrum.engines.parallel import ParallelEngine
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
 from fulcrum.flower.coordinator import WaitPolicy
-from fulcrum.flower.messages import Envelope, pack
+from fulcrum.flower.messages import Envelope, pack, read_assignment
 from fulcrum.flower.party import load_arrays
 from fulcrum.flower.prepare import served_settings
+from fulcrum.flower.terms import accept, propose
 from fulcrum.models.layout import Layout
 from fulcrum.privacy.ledger import Ledger
+from fulcrum.settings.presets import METHODS
+from fulcrum.settings.schema import Settings
+from fulcrum.types import Assignment
 from helpers import toy_data
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}
@@ -51,18 +56,91 @@ def test_a_simulation_across_machines_is_the_run_in_one_process(tmp_path, monkey
         assert own == ledger_lines(tmp_path / "alone" / "ledger.sqlite", name), "the run in one process"
 
 
+def test_a_party_that_trains_fast_gives_what_the_reference_engine_gives(tmp_path, monkeypatch):
+    """The parties take the engine that `auto` picks; the reference engine writes every gradient out."""
+    settings = toy_settings(3, steps=2)
+    reference = dataclasses.replace(settings, run=dataclasses.replace(settings.run, engine="reference"))
+    alone = api.execute(api.prepare(reference, toy_data(120)))
+    with toy_federation(tmp_path, settings) as bus:
+        result = serve(bus, settings, tmp_path / "served", monkeypatch)
+        engines = [service.trainer._current[2] for service in bus.services.values()]
+    assert all(isinstance(engine, ParallelEngine) for engine in engines)
+    torch.testing.assert_close(flat(result), flat(alone), rtol=1e-5, atol=1e-6)
+    assert pytest.approx(alone.C, rel=1e-5) == result.C
+
+
+def preset_settings(name: str, **train) -> Settings:
+    """The toy federation with everything that a method's preset sets."""
+    settings = toy_settings(3, **train)
+    parts = METHODS[name].parts
+    sections = {section: dataclasses.replace(getattr(settings, section), **values) for section, values in parts.items()}
+    return dataclasses.replace(settings, method=name, **sections)
+
+
+PRESETS = sorted(
+    name for name, method in METHODS.items() if method.unit == "example" and RULES[method.parts["clip"]["rule"]].sound
+)
 SOUND = sorted(name for name, rule in RULES.items() if rule.sound and rule.private)
 
 
-@pytest.mark.parametrize("rule", SOUND)
-def test_every_sound_rule_gives_the_same_across_machines(tmp_path, monkeypatch, rule):
-    settings = toy_settings(2, rule, steps=2)
-    alone = api.execute(api.prepare(settings, toy_data(120)))
+def test_the_presets_use_every_sound_rule():
+    assert {METHODS[name].parts["clip"]["rule"] for name in PRESETS} == set(SOUND)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_sound_preset_gives_the_same_across_machines(tmp_path, monkeypatch, name):
+    settings = preset_settings(name, steps=2)
+    alone = api.execute(api.prepare(settings, toy_data(120)), tmp_path / "alone")
     with toy_federation(tmp_path, settings) as bus:
         result = serve(bus, settings, tmp_path / "served", monkeypatch)
-    assert result.summary["rounds"] == 2
+    assert result.summary["rounds"] == 3
+    assert result.summary["status"] == "finished"
     torch.testing.assert_close(flat(result), flat(alone), **TOLERANCE)
     assert pytest.approx(alone.C, rel=1e-6) == result.C
+    assert result.epsilons == alone.epsilons
+    for party in NAMES:
+        own = ledger_lines(tmp_path / f"{party}.sqlite", party)
+        assert len(own) == 3
+        assert own == ledger_lines(tmp_path / "alone" / "ledger.sqlite", party)
+
+
+def test_dc_sgd_is_paid_for_statistics_only_in_the_rounds_that_release_them(tmp_path, monkeypatch):
+    settings = preset_settings("dc-sgd")  # rate 0.2, refresh 1: a histogram with every fifth step
+    settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, rounds=7))
+    with toy_federation(tmp_path, settings) as bus:
+        serve(bus, settings, tmp_path / "served", monkeypatch)
+    sigmas = [events[0].sigma for _, events, _ in ledger_lines(tmp_path / "party-0.sqlite", "party-0")]
+    assert [sigma == 1.1 for sigma in sigmas] == [True, False, False, False, False, True, False]
+    assert min(sigmas) == 1.1, "a step without a histogram costs less, so its sigma is larger"
+
+
+@pytest.mark.parametrize("name", ["dc-sgd", "dynamic"])
+def test_terms_of_one_run_suffice_for_it(tmp_path, monkeypatch, name):
+    """The default budget is what one run costs, with its noise schedule and its statistics interval, and no more."""
+    settings = preset_settings(name, steps=2)
+    with toy_federation(tmp_path, settings, terms=lambda party: accept(party, propose(settings, 3))) as bus:
+        result = serve(bus, settings, tmp_path / "served", monkeypatch)
+        service = bus.services[0]
+        assert result.summary["rounds"] == 3
+        assert service.ledger.epsilon(NAMES[0]) <= service.terms.budget <= service.ledger.epsilon(NAMES[0]) + 2e-4
+        assert service.terms.budget < service.terms.planned_epsilon()
+
+
+def test_a_field_that_an_assignment_gets_later_travels_too(tmp_path, monkeypatch):
+    Longer = dataclasses.make_dataclass(
+        "Assignment", [("padding", int, dataclasses.field(default=0))], bases=(Assignment,), frozen=True
+    )
+    monkeypatch.setattr("fulcrum.privacy.plan.party_group.Assignment", Longer)
+    monkeypatch.setattr("fulcrum.flower.messages.Assignment", Longer)
+    settings = toy_settings(2)
+    with toy_federation(tmp_path, settings) as bus:
+        result = serve(bus, settings, tmp_path / "run", monkeypatch)
+        headers = [json.loads(envelope.header) for _, envelope in bus.sent]
+        tasks = [header["assignment"] for header in headers if header["kind"] == "round"]
+        assert result.summary["status"] == "finished"
+        assert len(tasks) == 6
+        assert all(task["padding"] == 0 for task in tasks)
+        assert all(read_assignment({**task, "padding": 3}).padding == 3 for task in tasks)
 
 
 def test_another_seed_is_another_run(tmp_path, monkeypatch):
@@ -105,7 +183,7 @@ TRICKS = {
     "changed on its way": ("signature", lambda d, r: Envelope(r.header, r.body[:-1] + b"\7", r.signature)),
     "cheaper events": (
         "asked for",
-        lambda d, r: resigned(d, 1, r.header.replace(b"[0.2,1.1,1]", b"[0.2,9.9,1]"), r.body),
+        lambda d, r: resigned(d, 1, r.header.replace(b"0.2,1.1,1]", b"0.2,9.9,1]"), r.body),
     ),
     "nonsense": ("JSON", lambda d, r: Envelope(b"\0\1", b"\2", b"\3")),
     "terabytes": ("larger than", lambda d, r: resigned(d, 1, r.header, b"\0" * 200_000)),

@@ -12,10 +12,20 @@ pytest.importorskip("cryptography", reason="parties sign with cryptography: pip 
 
 from flower_helpers import EVENT, NAMES, toy_party, toy_request, toy_settings, toy_terms
 from fulcrum.errors import ConfigError
-from fulcrum.flower import keys, party
+from fulcrum.flower import keys, party, party_training
 from fulcrum.flower.messages import Envelope, pack, read_header
-from fulcrum.flower.terms import REFUSALS, Refusal, accept, check_proposal, propose, read_terms, write_terms
+from fulcrum.flower.terms import (
+    ASSIGNMENT_LIMITS,
+    REFUSALS,
+    Refusal,
+    accept,
+    check_proposal,
+    propose,
+    read_terms,
+    write_terms,
+)
 from fulcrum.privacy.ledger import Ledger
+from fulcrum.types import Assignment
 
 SETTINGS = toy_settings()
 
@@ -48,6 +58,8 @@ BEYOND = {
     "weight decay": ({"weight_decay": 0.1}, "lr"),
     "a seed": ({"seeds": [1]}, "seed"),
     "another party": ({"party": "party-1"}, "party"),
+    "noise shared with others": ({"shares": 2}, "shared-noise"),
+    "a number beyond any federation": ({"client": 10**6}, "party"),
     "a field of the wrong type": ({"rate": "0.2"}, "message"),
 }
 
@@ -87,6 +99,66 @@ def test_what_is_within_the_terms_is_answered_and_paid(tmp_path, change):
         event = dataclasses.replace(EVENT, rate=change.get("rate", 0.2), sigma=change.get("sigma", 1.1))
         assert entry.events == (event,)
         assert entry.digest is not None
+
+
+@pytest.mark.parametrize(("interval", "wanted"), [(1, "interval"), (4, "interval"), (5, ""), (7, "")])
+def test_statistics_are_refused_more_often_than_agreed_and_charged_as_they_go_out(tmp_path, interval, wanted):
+    settings = toy_settings(rule="dc-sgd")
+    terms = toy_terms(settings, statistics_interval=5)
+    with toy_party(tmp_path, settings, terms=terms) as service:
+        reply = service.answer(toy_request(service, settings, round=1, every=interval))
+        assert code(reply) == wanted
+        if not wanted:  # step 1 releases no histogram: it costs what its gradient's noise costs
+            (entry,) = service.ledger.entries(service.name)
+            (event,) = entry.events
+            assert event.sigma > 1.1
+
+
+def test_a_new_field_is_refused_unless_it_keeps_its_default_or_has_a_limit(tmp_path, monkeypatch):
+    Longer = dataclasses.make_dataclass(
+        "Assignment", [("cheaper", float, dataclasses.field(default=1.0))], bases=(Assignment,), frozen=True
+    )
+    with toy_party(tmp_path, SETTINGS) as service:
+        monkeypatch.setattr("fulcrum.flower.messages.Assignment", Longer)
+        for value, wanted in ((0.5, "field"), ("x", "message"), (1.0, "")):
+            assert code(service.answer(toy_request(service, SETTINGS, assignment={"cheaper": value}))) == wanted
+        assert len(service.ledger.entries(service.name)) == 1
+    monkeypatch.undo()
+    assert set(ASSIGNMENT_LIMITS) == {field.name for field in dataclasses.fields(Assignment)}, "each has a limit"
+
+
+def test_what_would_be_released_must_be_what_was_reserved(tmp_path, monkeypatch):
+    with toy_party(tmp_path, SETTINGS) as service:
+        train = service.trainer.train
+        monkeypatch.setattr(
+            service.trainer, "train", lambda *given: dataclasses.replace(train(*given), events=(EVENT, EVENT))
+        )
+        assert code(service.answer(toy_request(service, SETTINGS))) == "internal"
+        assert service.replies.get("run-1", 0) is None
+
+
+def test_the_engine_is_made_once_per_run(tmp_path, monkeypatch):
+    made = []
+    find = party_training.find_engine
+    monkeypatch.setattr(party_training, "find_engine", lambda *given: made.append(given[0]) or find(*given))
+    with toy_party(tmp_path, SETTINGS) as service:
+        for run, t in (("run-1", 0), ("run-1", 1), ("run-2", 0)):
+            assert code(service.answer(toy_request(service, SETTINGS, round=t, run=run))) == ""
+    assert made == ["auto", "auto"]
+
+
+def test_terms_from_before_the_statistics_interval_still_read(tmp_path):
+    terms = toy_terms(SETTINGS)
+    lines = [line for line in write_terms(terms).splitlines() if not line.startswith("statistics_interval")]
+    (tmp_path / "terms.toml").write_text("\n".join(lines))
+    assert read_terms(tmp_path / "terms.toml") == terms
+    assert terms.statistics_interval == 1
+
+
+def test_without_file_locks_a_party_says_what_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.raises(ConfigError, match="POSIX"), toy_party(tmp_path, SETTINGS):
+        pass
 
 
 def test_a_rule_is_not_even_looked_up_unless_it_was_agreed(tmp_path):
@@ -130,7 +202,14 @@ def test_terms_that_make_no_sense_are_named(tmp_path, old, new, words):
 def test_a_proposal_is_checked_as_a_whole_before_the_run():
     terms = toy_terms(SETTINGS)
     check_proposal(terms, propose(SETTINGS, 3))
-    for change in ({"rate": 0.9}, {"sigma": 0.1}, {"rounds": 99}, {"rules": ["fixed"]}, {"rate": "x"}):
+    for change in (
+        {"rate": 0.9},
+        {"sigma": 0.1},
+        {"rounds": 99},
+        {"rules": ["fixed"]},
+        {"rate": "x"},
+        {"statistics_interval": 0},
+    ):
         with pytest.raises(Refusal):
             check_proposal(terms, {**propose(SETTINGS, 3), **change})
 
