@@ -486,3 +486,15 @@ def test_two_processes_together_never_overspend(path: Path):
     with Ledger.open(path) as ledger:
         assert ledger.epsilon("a") <= 2.0
         assert len(ledger.entries("a")) == sum(granted)
+
+
+def test_the_reservations_of_one_round_are_those_of_the_party_the_run_and_the_round(ledger: Ledger):
+    for run in ("one", "two"):
+        for t in range(3):
+            ledger.reserve(run, t, {"a": STEP, "b": STEP})
+    ledger.settle("one", 1, {"b": "digest"})
+    ledger.reserve("one", 1, {"b": STEP}, attempt=1)
+    wanted = [entry for entry in ledger.entries("b") if (entry.run, entry.round) == ("one", 1)]
+    assert ledger.reservations("b", "one", 1) == wanted
+    assert [entry.digest for entry in wanted] == ["digest", None]
+    assert ledger.reservations("b", "three", 1) == []

@@ -257,6 +257,19 @@ class Ledger:
             costs = _costs({key: (self._store.accounts[key[0]][1], total[4]) for key, total in totals.items()})
         return [Line(*key, *total[:4], total[4].releases, costs[key]) for key, total in totals.items()]
 
+    def reservations(self, party: str, run: str, round: int) -> list[Entry]:
+        """A party's reservations for one round of one run, first attempt first; found by index."""
+        with self._store.reading():
+            rows = self._store.db.execute(
+                "SELECT e.attempt, e.events, e.time, s.digest, s.time FROM entries e LEFT JOIN settlements s"
+                " ON s.entry = e.id WHERE e.run = ? AND e.round = ? AND e.party = ? ORDER BY e.attempt",
+                (run, round, self._store.account(party)[0]),
+            )
+            return [
+                Entry(party, run, round, attempt, read_events(events), reserved, digest, released)
+                for attempt, events, reserved, digest, released in rows
+            ]
+
 
 def _costs(spends: Mapping[Key, tuple[Account, Spend]]) -> dict[Key, float]:
     """Epsilon of each spend by the terms of its account; spends that are one object are computed once."""
