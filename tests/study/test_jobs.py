@@ -27,7 +27,7 @@ from fulcrum.study.job import READS, Job, Shard, distinct, identity, job_from_js
 from fulcrum.study.search import find
 from study_helpers import experiments, record, small
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "src" / "fulcrum" / "study" / "experiments"
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -492,6 +492,28 @@ def test_experiments_are_found_or_asked_for(tmp_path, monkeypatch):
     assert find_folder(place) == place
     with pytest.raises(ConfigError, match=r"paper\.toml"):
         find_folder(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"did you mean 'robustness'\?"):
+        find_folder(place, "robustnes")
+    monkeypatch.chdir(place)
+    assert find_folder() == EXPERIMENTS, "what is installed, where the working folder has none"
+
+
+def test_chosen_settings_are_written_to_the_working_folder_and_win_there(tmp_path, monkeypatch):
+    from fulcrum.study import choosing
+
+    monkeypatch.chdir(tmp_path)
+    kept = (EXPERIMENTS / "chosen.toml").read_bytes()
+    packaged = read_experiment()
+    assert packaged.folder == EXPERIMENTS
+    assert packaged.choices
+    changed = dataclasses.replace(packaged.choices[0], settings={"train.lr": 0.123})
+    choosing.keep(packaged, [changed])
+    assert (EXPERIMENTS / "chosen.toml").read_bytes() == kept, "nothing is written into an installed package"
+    assert Path("experiments/chosen.toml").is_file()
+    again = read_experiment()
+    assert again.folder == EXPERIMENTS, "the study itself is still the package's"
+    assert changed in again.choices
+    assert len(again.choices) == len(packaged.choices)
 
 
 @pytest.mark.parametrize("name", sorted(READS))

@@ -460,9 +460,8 @@ def test_gaps_of_the_grid_by_hand(tmp_path):
 
 
 def test_the_grid_of_the_repository():
-    from pathlib import Path
+    from fulcrum.study.experiment import BUILT_IN as place
 
-    place = Path(__file__).parents[2] / "experiments"
     grid = read_grid(place)
     assert grid.C0 == (0.01, 0.1, 1.0, 10.0, 100.0)
     assert grid.lr == (0.0625, 0.25, 1.0, 4.0, 16.0)

@@ -133,6 +133,8 @@ def settings_text(experiment: Experiment) -> str:
     ]
     for dataset, sections in experiment.by_dataset.items():
         lines += [f"{dataset}: [{s}] " + ", ".join(f"{k} = {v}" for k, v in t.items()) for s, t in sections.items()]
+    if not search.trials:
+        return "\n".join([*lines, "```"]) + "\n"
     lines += [
         f"search: {search.trials} trials a cell, seed {search.seed}, judged on {search.validation:g} of the data",
         *(f"  {path}: {dimension}" for path, dimension in search.space.items()),
@@ -217,7 +219,7 @@ Costs = Mapping[float, Mapping[str, float]]
 def selection_costs(experiment: Experiment, protocol: bool = False) -> dict[float, dict[str, float]]:
     """What tuning one cell of `moo` would cost at each epsilon, were it run on the private data."""
     rows = [row for row in experiment.rows if row.method == OURS][:1]
-    if not rows or not experiment.datasets:
+    if not rows or not experiment.datasets or not experiment.search.trials:
         return {}
     one = dataclasses.replace(experiment, rows=tuple(rows), datasets=experiment.datasets[:1])
     delta = float(experiment.settings.get("privacy", {}).get("delta", 1e-5))

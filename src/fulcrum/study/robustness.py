@@ -18,9 +18,10 @@ from fulcrum.study.store import Record
 
 @dataclass(frozen=True)
 class Grid:
-    """experiments/robustness.toml: starts C0 x learning rates, for each rule, data set and epsilon.
+    """robustness.toml, or another study of that form: starts C0 x learning rates, by rule, data set and epsilon.
 
-    seeds: of all data sets but those in own_seeds, which have theirs.
+    name: that of the file, and of its runs in results/. seeds: of all data sets but those in own_seeds, which have
+    their own.
     """
 
     C0: tuple[float, ...]
@@ -37,6 +38,7 @@ class Grid:
     revisions: Mapping[str, int]
     unknown: tuple[str, ...] = ()
     own_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    name: str = "robustness"
 
     def seeds_of(self, dataset: str) -> tuple[int, ...]:
         """The seeds that a data set's runs have."""
@@ -49,9 +51,10 @@ def read_grid(
     rules: Sequence[str] = (),
     epsilons: Sequence[float] = (),
     seeds: int = 0,
+    name: str = "robustness",
 ) -> Grid:
-    """The grid as experiments/robustness.toml has it, or a part of it (empty: all)."""
-    raw = read_toml(find_folder(given) / "robustness.toml")
+    """The grid as NAME.toml has it, or a part of it (empty: all)."""
+    raw = read_toml(find_folder(given, name) / f"{name}.toml")
     for what, wanted, known in (
         ("dataset", datasets, raw["datasets"]),
         ("method", rules, raw["rules"]),
@@ -78,6 +81,7 @@ def read_grid(
         revisions=raw.get("revisions", {}),
         unknown=tuple(rule for rule in chosen if rule not in METHODS),
         own_seeds={n: tuple(own["seeds"])[: seeds or None] for n, own in raw["datasets"].items() if "seeds" in own},
+        name=name,
     )
 
 
@@ -99,7 +103,7 @@ def grid_job(grid: Grid, dataset: str, epsilon: float, rule: str, C0: float, lr:
     base = merged(grid.settings, grid.by_dataset.get(dataset, {}))
     settings = settings_for(base, dataset, rule, epsilon, {"clip.C0": C0, "train.lr": lr, "run.seed": seed})
     cell = f"{dataset}/{epsilon:g}/{rule}/C0={C0:g},lr={lr:g}"
-    return Job(settings, "robustness", cell, dataset, rule, epsilon, revision=grid.revisions.get(settings.clip.rule, 0))
+    return Job(settings, grid.name, cell, dataset, rule, epsilon, revision=grid.revisions.get(settings.clip.rule, 0))
 
 
 # --- what it shows --------------------------------------------------------------------------------

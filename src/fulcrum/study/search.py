@@ -25,7 +25,7 @@ settings that go together, under any name without a dot."""
 
 @dataclass(frozen=True)
 class Search:
-    """experiments/search.toml.
+    """search.toml, or NAME-search.toml of another study.
 
     plain: of the trials, the first so many leave the clipping rule's settings as they are; the protocol of
     one C0 for all is tuned on those alone. validation: the part of the training data that trials are judged on.
@@ -61,12 +61,16 @@ class Search:
         return [{names.get(path, path): value for path, value in trial.items()} for trial in found]
 
 
+UNTUNED = Search(trials=0, seed=0, validation=0.1, run_seed=0, space={})
+"""The search of a study without a search file: its runs take the presets, and nothing can be chosen."""
+
+
 def _without_clipping(trial: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in trial.items() if not path.startswith("clip.")}
 
 
 def read_search(file: Path) -> Search:
-    """experiments/search.toml, checked."""
+    """A search file, checked."""
     raw = read_toml(file)
     search = Search(**{name: raw[name] for name in Search.__dataclass_fields__ if name in raw})
     if not 0 < search.validation < 1:
@@ -177,14 +181,14 @@ def find(
 
 
 def read_choices(file: Path) -> list[Choice]:
-    """experiments/chosen.toml; empty where there is none."""
+    """A file of chosen settings; empty where there is none."""
     if not file.is_file():
         return []
     return [Choice(**entry) for entry in read_toml(file).get("chosen", [])]
 
 
 def write_choices(file: Path, choices: Iterable[Choice], note: str) -> None:
-    """Write experiments/chosen.toml whole; `note` says how it came about."""
+    """Write a file of chosen settings whole; `note` says how it came about."""
     import tomli_w
 
     def key(c: Choice) -> tuple[Any, ...]:
@@ -195,6 +199,7 @@ def write_choices(file: Path, choices: Iterable[Choice], note: str) -> None:
         for choice in sorted(choices, key=key)
     ]
     head = "".join(f"# {line}\n" for line in note.splitlines())
+    file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".toml.part")
     part.write_text(head + "\n" + tomli_w.dumps({"chosen": entries}), encoding="utf-8")
     part.replace(file)
