@@ -168,6 +168,7 @@ def choose(
     """Choose each cell's settings from its finished trials, and write them to chosen.toml in experiments/."""
     from fulcrum.study import choosing, store
     from fulcrum.study.experiment import read_experiment
+    from fulcrum.study.records import Score
     from fulcrum.study.studies import split_path
 
     name, folder = split_path(study, experiments)
@@ -178,11 +179,19 @@ def choose(
     if made:
         choosing.keep(experiment, made)
     rows = [
-        (c.dataset, c.epsilon, c.row, c.trial, c.trials, 100 * c.validation_accuracy, 100 * c.worst, c.settings)
+        (
+            c.dataset,
+            c.epsilon,
+            c.row,
+            c.trial,
+            c.trials,
+            *map(Score(c.score).text, (c.validation_score, c.worst)),
+            c.settings,
+        )
         for c in made
         if c.worst is not None  # always, of choices just made
     ]
-    view.print_table(("data", "epsilon", "row", "trial", "of", "validation %", "worst trial %", "settings"), rows)
+    view.print_table(("data", "epsilon", "row", "trial", "of", "validation", "worst trial", "settings"), rows)
     if lacking:
         view.say(f"{len(lacking)} cells lack {sum(lacking.values())} trials, such as {next(iter(lacking))}")
 

@@ -12,6 +12,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.settings.presets import METHODS
 from fulcrum.study.experiment import find_folder, merged, settings_for
 from fulcrum.study.job import Job
+from fulcrum.study.records import Score, score_of_records, score_value
 from fulcrum.study.search import read_toml
 from fulcrum.study.store import Record
 
@@ -111,12 +112,16 @@ def grid_job(grid: Grid, dataset: str, epsilon: float, rule: str, C0: float, lr:
 
 @dataclass(frozen=True)
 class Map:
-    """Accuracy (%) of one rule over the grid: values[i][j] at C0[i] and lr[j], the mean over seeds; NaN: not run."""
+    """Score of one rule over the grid: values[i][j] at C0[i] and lr[j], the mean over seeds; NaN: not run.
+
+    Values are as `Score.scaled` gives them: fractions in %.
+    """
 
     dataset: str
     epsilon: float
     rule: str
     values: tuple[tuple[float, ...], ...]
+    score: Score = field(default_factory=Score)
 
     @property
     def flat(self) -> list[float]:
@@ -131,10 +136,11 @@ class Map:
 
 def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
     """The maps of all rules with at least one result."""
+    score = score_of_records(done[job.id] for job in robustness_jobs(grid) if job.id in done)
 
     def mean(dataset: str, epsilon: float, rule: str, C0: float, lr: float) -> float:
         ids = [grid_job(grid, dataset, epsilon, rule, C0, lr, seed).id for seed in grid.seeds_of(dataset)]
-        found = [100 * float(done[i]["accuracy"]) for i in ids if i in done]
+        found = [score.scaled(score_value(done[i])) for i in ids if i in done]
         return sum(found) / len(found) if len(found) == len(ids) else math.nan
 
     made = [
@@ -143,6 +149,7 @@ def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
             epsilon,
             rule,
             tuple(tuple(mean(dataset, epsilon, rule, C0, lr) for lr in grid.lr) for C0 in grid.C0),
+            score,
         )
         for dataset in grid.datasets
         for epsilon in grid.epsilons
@@ -153,7 +160,7 @@ def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One rule at one data set and epsilon, in points of accuracy.
+    """One rule at one data set and epsilon, in points of the score.
 
     best_fixed: the best fixed (C, learning rate) of the grid. The gaps are best_fixed less the rule's
     worst cell: over every C0 at the default learning rate, and over the whole grid.
@@ -168,6 +175,7 @@ class Finding:
     worst: float
     mean: float
     best: float
+    score: Score = field(default_factory=Score)
 
     def to_json(self) -> dict[str, Any]:
         """The entry of summary.json."""
@@ -178,24 +186,25 @@ class Finding:
 def findings(grid: Grid, found: Iterable[Map]) -> list[Finding]:
     """What the complete maps show; a rule whose map, or the fixed rule's, has holes is left out."""
     complete = [one for one in found if one.complete]
-    fixed = {(one.dataset, one.epsilon): max(one.flat) for one in complete if one.rule == grid.fixed}
+    fixed = {(one.dataset, one.epsilon): one.score.best(one.flat) for one in complete if one.rule == grid.fixed}
     at = grid.lr.index(grid.default_lr)
     result = []
     for one in complete:
         if (one.dataset, one.epsilon) not in fixed:
             continue
-        best = fixed[one.dataset, one.epsilon]
+        best, score = fixed[one.dataset, one.epsilon], one.score
         result.append(
             Finding(
                 dataset=one.dataset,
                 epsilon=one.epsilon,
                 rule=one.rule,
-                worst_gap_default_lr=best - min(row[at] for row in one.values),
-                worst_gap_grid=best - min(one.flat),
+                worst_gap_default_lr=score.lead(best, score.worst(row[at] for row in one.values)),
+                worst_gap_grid=score.lead(best, score.worst(one.flat)),
                 best_fixed=best,
-                worst=min(one.flat),
+                worst=score.worst(one.flat),
                 mean=sum(one.flat) / len(one.flat),
-                best=max(one.flat),
+                best=score.best(one.flat),
+                score=score,
             )
         )
     return result

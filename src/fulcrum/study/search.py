@@ -16,6 +16,7 @@ from typing import Any
 
 from fulcrum.errors import ConfigError
 from fulcrum.rng import numpy_stream
+from fulcrum.study.records import FORMER_SCORE, Score, choice_entries
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 Space = dict[str, dict[str, Any]]
@@ -150,23 +151,26 @@ def value_at(path: str, dimension: Mapping[str, Any], u: float) -> Any:
 class Choice:
     """Settings chosen for a cell: the best of `trials` on held-out data. epsilon None: without privacy.
 
-    worst: the accuracy of the worst trial, where it was kept: how much there is to lose without tuning.
+    validation_score and worst: the score of the best and of the worst trial (where it was kept): how much there is to
+    lose without tuning. score: the name of that metric.
     """
 
     dataset: str
     row: str
     trial: int
     trials: int
-    validation_accuracy: float
+    validation_score: float
     epsilon: float | None = None
     protocol: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     worst: float | None = None
+    score: str = FORMER_SCORE
 
 
-def best(candidates: Iterable[tuple[int, float]]) -> tuple[int, float]:
-    """(trial, accuracy) of the most accurate trial; the earliest of equals."""
-    return max(candidates, key=lambda pair: (pair[1], -pair[0]))
+def best(candidates: Iterable[tuple[int, float]], score: Score | None = None) -> tuple[int, float]:
+    """(trial, value) of the trial with the best score; the earliest of equals."""
+    lead = (score or Score()).lead
+    return max(candidates, key=lambda pair: (lead(pair[1], 0.0), -pair[0]))
 
 
 def find(
@@ -184,7 +188,7 @@ def read_choices(file: Path) -> list[Choice]:
     """A file of chosen settings; empty where there is none."""
     if not file.is_file():
         return []
-    return [Choice(**entry) for entry in read_toml(file).get("chosen", [])]
+    return [Choice(**choice_entries(entry)) for entry in read_toml(file).get("chosen", [])]
 
 
 def write_choices(file: Path, choices: Iterable[Choice], note: str) -> None:
