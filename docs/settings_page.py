@@ -6,8 +6,9 @@ import inspect
 import json
 import math
 
+from fulcrum.runs.choices import CHOICES
 from fulcrum.settings.catalogue import catalogue
-from fulcrum.settings.checks import CHOICES, RANGES
+from fulcrum.settings.checks import RANGES
 from fulcrum.settings.files import SECTIONS, SHORT, Field
 
 HEAD = """# Settings

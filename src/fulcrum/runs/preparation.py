@@ -11,6 +11,7 @@ from fulcrum.training.client_level import check_rule, local_problem
 from fulcrum.clipping import find_rule
 from fulcrum.settings.schema import Settings
 from fulcrum.settings.checks import check
+from fulcrum.runs.choices import check_choices
 from fulcrum.data import Dataset, featured, holdout, load, split, unit_counts
 from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError
@@ -29,7 +30,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
 
     dataset and model take the place of what the settings name, for data and models made in Python.
     """
-    check(settings)
+    check_choices(check(settings))
     rule = find_rule(settings.clip.rule)
     device = find_device(settings.run.device)
     dataset = _find_data(settings, dataset, device)

@@ -263,7 +263,7 @@ def shape(job: Job) -> Hashable:
     held = (s.data.validation, s.run.seed) if s.data.validation else 0.0
     train = (s.train.rounds, local_steps(s.train), s.train.server)
     # A stack takes its transform, and so wav's shrinkage, from its first run.
-    clip = (s.clip.rule, s.clip.groups, s.clip.shrink)
+    clip = (s.clip.rule, s.clip.groups, s.clip.shrink, *sorted(s.clip.options.items()))
     data = (s.data.source, recipe(s.data), held)
     # At client level a round of 1000 parties and one of 10 take very different times.
     parties = s.data.parties if s.privacy.unit == "client" else 0

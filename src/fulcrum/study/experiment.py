@@ -15,6 +15,7 @@ from typing import Any
 from fulcrum.clipping import find_rule
 from fulcrum.errors import ConfigError
 from fulcrum.models.pretrain import PAINTED
+from fulcrum.runs.choices import check_choices
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.presets import METHODS
 from fulcrum.settings.registry import suggest_nearest
@@ -186,7 +187,7 @@ def settings_for(
 ) -> Settings:
     """Checked settings of a run; without privacy where the method's rule has none."""
     words = {"data.source": dataset, "privacy.epsilon": epsilon, **overrides}
-    settings = settings_file.parse(base, words, method)
+    settings = check_choices(settings_file.parse(base, words, method))
     if find_rule(settings.clip.rule).private or epsilon is None:
         return settings
     return settings.replace(privacy={"epsilon": None})

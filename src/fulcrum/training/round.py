@@ -63,7 +63,7 @@ def play_round(
     released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, noise, asked)
 
     update = aggregate if own else problem.rule.apply(snapshot.rule, released)
-    change, server = SERVERS[settings.train.server].step(update, snapshot.server, settings.train)
+    change, server = SERVERS.find(settings.train.server).step(update, snapshot.server, settings.train)
     params = snapshot.params + change
     participations = snapshot.participations.clone()
     participations[list(clients)] += 1
@@ -108,7 +108,7 @@ def play_client_round(
 
     released = released_of(reply, plan.central, sigma, t, train.rounds)
     update = problem.rule.apply(reply.state, released)
-    change, server = SERVERS[train.server].step(update, snapshot.server, train)
+    change, server = SERVERS.find(train.server).step(update, snapshot.server, train)
     params = snapshot.params + change
     after = dataclasses.replace(
         snapshot,

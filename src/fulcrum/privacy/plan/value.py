@@ -19,6 +19,9 @@ from fulcrum.privacy.plan.party_group import Group
 from fulcrum.privacy.plan.warnings import about_clients, about_party, about_rule, about_sharing, about_sizes
 from fulcrum.types import Assignment
 
+AGGREGATIONS = ("plain", "ideal-secagg")
+"""What privacy.aggregation may be: what the server is taken to see."""
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
