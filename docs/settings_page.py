@@ -6,15 +6,10 @@ import inspect
 import json
 import math
 
-from fulcrum.privacy.accounting import ACCOUNTANTS
-from fulcrum.privacy.client_level import ESTIMATORS
-from fulcrum.privacy.schedule import SCHEDULES
+from fulcrum.runs.choices import CHOICES
 from fulcrum.settings.catalogue import catalogue
-from fulcrum.settings.checks import CHOICES, RANGES
+from fulcrum.settings.checks import RANGES
 from fulcrum.settings.files import SECTIONS, SHORT, Field
-
-REGISTRIES = {registry.setting: registry for registry in (ACCOUNTANTS, SCHEDULES, ESTIMATORS)}
-"""Settings whose choices are the names of a registry."""
 
 HEAD = """# Settings
 
@@ -49,7 +44,7 @@ def page() -> str:
 def meaning(field: Field) -> str:
     """What a setting means, with its choices and its range."""
     parts = [field.words]
-    choices = CHOICES.get(field.path) or tuple(REGISTRIES.get(field.path, ()))
+    choices = CHOICES.get(field.path)
     if choices:
         parts.append(f"One of {', '.join(f'`{choice}`' for choice in choices)}.")
     if field.path in RANGES:

@@ -98,6 +98,7 @@ COMMANDS = {
     "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},
     "study merge": {"folders", "--into", "--keep", "--json", "--debug"},
     "study choose": PART - {"--seeds"} | {"--out", "--study", "--protocol", "--partial", "--experiments", "--debug"},
+    "study paper": STUDY,
     "study robustness": STUDY,
     "study protocol": STUDY,
     "study parties": STUDY,

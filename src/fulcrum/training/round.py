@@ -138,7 +138,7 @@ def advance(
     params, server, after = snapshot.params, snapshot.server, snapshot.rule
     if released is not None:
         update = released.aggregate if rule_state is None else rule.apply(rule_state, released)
-        change, server = SERVERS[train.server].step(update, server, train)
+        change, server = SERVERS.find(train.server).step(update, server, train)
         params = params + change
         after = after if rule_state is None else rule.adapt(rule_state, released)
     averaged = moving_average(snapshot.averaged, params, train.ema, t)

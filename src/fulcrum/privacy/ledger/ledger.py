@@ -205,7 +205,7 @@ class Ledger:
                 totals[name] = totals[name].plus(read_events(events), times)
             return totals
 
-    def reservations(self, run: str, rounds: range) -> list[tuple[str, tuple[Event, ...]]]:
+    def round_reservations(self, run: str, rounds: range) -> list[tuple[str, tuple[Event, ...]]]:
         """(party, events) of every reservation of a run in these rounds, in the order of rounds and attempts."""
         with self._store.reading():
             rows = self._store.db.execute(

@@ -31,6 +31,9 @@ from fulcrum.privacy.plan.text import (
 )
 from fulcrum.types import Assignment
 
+AGGREGATIONS = ("plain", "ideal-secagg")
+"""What privacy.aggregation may be: what the server is taken to see."""
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
