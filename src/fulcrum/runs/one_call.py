@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from fulcrum.runs.preparation import prepare
-from fulcrum.runs.result import Result
-from fulcrum.runs.execution import execute, open_ledger
-from fulcrum.runs.observers import Observer, OnRound
-from fulcrum.settings.schema import Settings
 from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError
+from fulcrum.runs.execution import execute, open_ledger
+from fulcrum.runs.observers import Observer, OnRound
+from fulcrum.runs.preparation import prepare
+from fulcrum.runs.result import Result
+from fulcrum.settings.schema import Settings
 from fulcrum.training.loop import federate
 from fulcrum.types import RoundResult
 
