@@ -274,7 +274,7 @@ def test_what_was_spent_is_what_the_ledger_says_and_nothing_else() -> None:
         ledger.reserve("r", 0, {"a": step}, attempt=1)
         ledger.reserve("r", 1, {"b": step})
         ledger.reserve("other", 0, {"b": step})
-        assert ledger.reservations("r", range(1, 2)) == [("b", tuple(step))]
+        assert ledger.round_reservations("r", range(1, 2)) == [("b", tuple(step))]
         account = RunAccount(ledger, "r", 1e-5, "rdp")
         account.read_until(1)
         one, two = (accounting.epsilon(step * times, 1e-5) for times in (1, 2))

@@ -85,7 +85,7 @@ def split(dataset: Dataset, settings: Data, seed: int) -> Partition:
         return _given(dataset, settings)
     if settings.partition not in DEALS:
         raise ConfigError(
-            f"data.partition = {settings.partition!r} is not known; {nearest(settings.partition, [*DEALS, 'given'])}"
+            f"data.partition = {settings.partition!r} is not known; {nearest(settings.partition, list(PARTITIONS))}"
         )
     ids, items = _items(dataset)
     _check_possible(dataset, items, settings)
@@ -191,6 +191,8 @@ def _shards(items: _Items, settings: Data, rng: np.random.Generator) -> Ints:
 
 
 DEALS: dict[str, Deal] = {"iid": _iid, "dirichlet": _by_label, "shards": _shards, "quantity": _quantity}
+PARTITIONS = (*DEALS, "given")
+"""What data.partition may be; "given": the data itself names each record's party."""
 
 
 def _grouped(label: Ints, rng: np.random.Generator) -> list[Ints]:

@@ -29,8 +29,15 @@ T = TypeVar("T")
 def suggest_nearest(word: str, names: Iterable[str]) -> str:
     """The end of an error sentence: suggests the nearest of the names, or lists them all."""
     known = list(names)
-    close = difflib.get_close_matches(word.lower(), known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}."
+    close = nearest_name(word, known)
+    return f"did you mean {close!r}?" if close else f"choose one of {', '.join(known)}."
+
+
+def nearest_name(word: str, names: Iterable[str]) -> str:
+    """The name that a misspelt word probably means, upper and lower case alike; "" where none is near."""
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else ""
 
 
 class Registry(Mapping[str, T], Generic[T]):
@@ -108,9 +115,9 @@ class Registry(Mapping[str, T], Generic[T]):
     def unknown(self, name: str) -> str:
         """The sentence for a name that is not known."""
         known = self.names()
-        close = difflib.get_close_matches(name.lower(), known, n=1)
+        close = nearest_name(name, known)
         own = f", or package.module:{self.noun.replace(' ', '_')}" if self.places else ""
-        hint = f"; did you mean {close[0]!r}?" if close else "."
+        hint = f"; did you mean {close!r}?" if close else "."
         return f"{self.setting} = {name!r} is not known; choose one of {', '.join(known)}{own}{hint}"
 
     def _import(self, place: str, name: str) -> T:

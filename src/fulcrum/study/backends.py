@@ -19,7 +19,8 @@ import torch
 from fulcrum.engines.batched import can_stack, run_many, stack_key
 from fulcrum.errors import ConfigError, FulcrumError
 from fulcrum.study.job import Job
-from fulcrum.study.run_job import Datasets, Outcome, Stopped, make, outcome, play
+from fulcrum.study.records import FORMER_KEYS
+from fulcrum.study.run_job import Datasets, Outcome, Stopped, make, outcome, play, score_of
 from fulcrum.training.federation import Federation
 
 Say = Callable[[str], None]
@@ -175,24 +176,26 @@ def processes(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
 def _play_stack(federations: Sequence[Federation], check: Callable[[int, int], None]) -> list[Outcome]:
     """Outcomes of runs trained together, in order. THE ONE PLACE that knows `run_many`: adjust here if it changes.
 
-    It yields one value a round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), .accuracy
-    and .loss [R] (NaN where not evaluated).
+    It yields one value a round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), and the
+    metrics of `FORMER_KEYS` [R] each (NaN where not evaluated).
     """
     began = time.monotonic()
     Cs: list[list[tuple[int, float]]] = [[] for _ in federations]
     curves: list[list[tuple[int, float]]] = [[] for _ in federations]
-    losses = [float("nan")] * len(federations)
+    scores = [score_of(federation).name for federation in federations]
+    last: list[dict[str, float]] = [{} for _ in federations]
     for step in run_many(list(federations)):
         C = step.C.double().nan_to_num(nan=0.0, posinf=float("inf")).square().sum(dim=1).sqrt().tolist()
-        accuracy, loss = step.accuracy.tolist(), step.loss.tolist()
+        found = {name: getattr(step, name).tolist() for name in FORMER_KEYS}
         for i in range(len(federations)):
             Cs[i].append((step.round, C[i]))
-            if accuracy[i] == accuracy[i]:
-                curves[i].append((step.round, accuracy[i]))
-                losses[i] = loss[i]
+            metrics = {name: values[i] for name, values in found.items()}
+            if metrics[scores[i]] == metrics[scores[i]]:
+                curves[i].append((step.round, metrics[scores[i]]))
+                last[i] = metrics
         check(step.round, step.rounds)
     share = (time.monotonic() - began) / len(federations)
-    return [outcome(f, Cs[i], curves[i], losses[i], share) for i, f in enumerate(federations)]
+    return [outcome(f, Cs[i], curves[i], last[i], share) for i, f in enumerate(federations)]
 
 
 def stacked(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:

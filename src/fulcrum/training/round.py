@@ -138,7 +138,7 @@ def advance(
     params, server, after = snapshot.params, snapshot.server, snapshot.rule
     if released is not None:
         update = released.aggregate if rule_state is None else rule.apply(rule_state, released)
-        change, server = SERVERS[train.server].step(update, server, train)
+        change, server = SERVERS.find(train.server).step(update, server, train)
         params = params + change
         after = after if rule_state is None else rule.adapt(rule_state, released)
     averaged = moving_average(snapshot.averaged, params, train.ema, t)
@@ -208,7 +208,7 @@ def _tally(events: Sequence[Event]) -> dict[Event, int]:
     """How often each kind of event happened."""
     counts: dict[Event, int] = {}
     for event in events:
-        kind = dataclasses.replace(event, count=1)
+        kind = event.with_count(1)
         counts[kind] = counts.get(kind, 0) + event.count
     return counts
 

@@ -25,7 +25,7 @@ class RunAccount:
 
     def read_until(self, rounds: int) -> None:
         """Add what the ledger holds of the first `rounds` rounds and was not read before."""
-        for party, events in self.ledger.reservations(self.run, range(self._rounds_read, rounds)):
+        for party, events in self.ledger.round_reservations(self.run, range(self._rounds_read, rounds)):
             past = self._past_of.get(party, 0)
             if (past, events) not in self._next:
                 spend = self._pasts[past][0].plus(events)

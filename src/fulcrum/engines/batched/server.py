@@ -62,7 +62,7 @@ class Server:
         self.averaged = self.theta.clone()
         starts = [f.problem.rule.init(f.settings.clip, public_shape(f)) for f in federations]
         self.rule_state = stack_states(starts, self.device)
-        self.kind = SERVERS[settings[0].train.server]
+        self.kind = SERVERS.find(settings[0].train.server)
         self.server_state = stack_states([self.kind.init(core.problem.layout.dim) for _ in federations], self.device)
         self._known: dict[tuple[int, tuple[int, ...], float], float] = {}
         self.participants = [take_part(federation, self.rounds) for federation in federations]
