@@ -112,6 +112,8 @@ def other(value: Any) -> Any:
             return f"{value}, another"
         case tuple():
             return (*value, 7)
+        case dict():
+            return {**value, "another": 1.0}
     raise AssertionError(f"think of another value than {value!r}")
 
 
@@ -177,12 +179,12 @@ def test_a_server_optimiser_never_reads_the_first_runs_value(monkeypatch: pytest
 
     feds = [prepare(toy_settings(train={"lr": lr, "rounds": 2}), DATA) for lr in (0.5, 0.1)]
     assert group_runs(feds) == [[0, 1]]
-    monkeypatch.setitem(SERVERS, "sgd", ServerOptimiser(lambda d: {}, by_lr))
+    monkeypatch.setattr(SERVERS, "find", lambda name: ServerOptimiser(lambda d: {}, by_lr))
     models = list(run_many(feds))[-1].averaged
     assert models is not None
     for found, federation in zip(models, feds, strict=True):
         torch.testing.assert_close(found, play(federation)[-1].averaged, rtol=1e-3, atol=1e-5)
-    monkeypatch.setitem(SERVERS, "sgd", ServerOptimiser(lambda d: {}, by_schedule))
+    monkeypatch.setattr(SERVERS, "find", lambda name: ServerOptimiser(lambda d: {}, by_schedule))
     with pytest.raises(AttributeError, match="schedule"):  # no number, so there is none for each run
         list(run_many(feds))
     train = Train()
