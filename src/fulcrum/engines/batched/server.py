@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fulcrum.engines.batched.stack_key import server_numbers, shared_train
+from fulcrum.engines.batched.stacking import server_numbers, shared_train
 from fulcrum.engines.stacked.core import Core
 from fulcrum.engines.stacked.rules import Stacked, stack_states
 from fulcrum.engines.stacked.sampling import at
