@@ -6,9 +6,15 @@ import inspect
 import json
 import math
 
+from fulcrum.privacy.accounting import ACCOUNTANTS
+from fulcrum.privacy.client_level import ESTIMATORS
+from fulcrum.privacy.schedule import SCHEDULES
 from fulcrum.settings.catalogue import catalogue
 from fulcrum.settings.checks import CHOICES, RANGES
 from fulcrum.settings.files import SECTIONS, SHORT, Field
+
+REGISTRIES = {registry.setting: registry for registry in (ACCOUNTANTS, SCHEDULES, ESTIMATORS)}
+"""Settings whose choices are the names of a registry."""
 
 HEAD = """# Settings
 
@@ -43,8 +49,9 @@ def page() -> str:
 def meaning(field: Field) -> str:
     """What a setting means, with its choices and its range."""
     parts = [field.words]
-    if field.path in CHOICES:
-        parts.append(f"One of {', '.join(f'`{choice}`' for choice in CHOICES[field.path])}.")
+    choices = CHOICES.get(field.path) or tuple(REGISTRIES.get(field.path, ()))
+    if choices:
+        parts.append(f"One of {', '.join(f'`{choice}`' for choice in choices)}.")
     if field.path in RANGES:
         low, low_in, high, high_in = RANGES[field.path]
         top = "" if high == math.inf else f" {'≤' if high_in else '<'} {high:g}"

@@ -9,7 +9,7 @@ from fulcrum.data import Dataset
 from fulcrum.flower.terms import Terms, allowed_rule, to_settings
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import make_plan
-from fulcrum.privacy.statement import statement
+from fulcrum.privacy.statement import AccountedRun, statement
 from fulcrum.runs import folder as record
 
 
@@ -22,19 +22,21 @@ def party_statement(
     plan = make_plan(settings, [terms.party], [units], rule, population=dataset.name)
     entries = ledger.entries(terms.party)
     content = statement(
-        settings,
-        plan,
-        rule,
-        ledger.spends(),
-        run_id=entries[-1].run if entries else "none yet",
-        scope="ledger",
-        randomness_mode="seeded" if simulation else "secure",
-        dataset_name=f"{dataset.name} of {terms.party}",
-        dataset_warnings=dataset.warnings,
-        finished=finished,
-        rounds_done=len({(entry.run, entry.round) for entry in entries}),
-        version=fulcrum.__version__,
-        date=record.now(),
+        AccountedRun(
+            settings=settings,
+            plan=plan,
+            rule=rule,
+            spent=ledger.spends(),
+            run_id=entries[-1].run if entries else "none yet",
+            scope="ledger",
+            randomness_mode="seeded" if simulation else "secure",
+            dataset_name=f"{dataset.name} of {terms.party}",
+            dataset_warnings=dataset.warnings,
+            finished=finished,
+            rounds_done=len({(entry.run, entry.round) for entry in entries}),
+            version=fulcrum.__version__,
+            date=record.now(),
+        )
     )
     content["parties"][0]["budget"] = terms.budget
     return content

@@ -283,7 +283,7 @@ def reported_accountants(enforced: str) -> tuple[Accountant, ...]:
 
 
 def epsilons(spends: Sequence[Spend], delta: float, accountant: str | Accountant = "rdp") -> Vector:
-    """Epsilon of each of many spends at once: [len(spends)]; infinite with any event that the accountant cannot bound."""
+    """Epsilon of each of many spends at once: [len(spends)]; infinite with an event that is not supported."""
     chosen = check_terms(delta, accountant)
     if not spends:
         return np.zeros(0)

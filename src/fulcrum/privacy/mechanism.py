@@ -9,7 +9,7 @@ one task and, under `torch.vmap` or with a leading dimension of T tasks, for man
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ def planned_events(task: Assignment, rule: ClipRule, batch: float, round: int) -
     asked = task.asked(round)
     counts = ((True, asked), (False, task.steps - asked))
     return tuple(
-        replace(event_of_step(rule, task.rate, task.sigma, batch, with_extra), count=count)
+        event_of_step(rule, task.rate, task.sigma, batch, with_extra).with_count(count)
         for with_extra, count in counts
         if count
     )

@@ -39,9 +39,7 @@ def _phases(privacy: Privacy, rounds: int) -> Factors:
 Schedule = Callable[[Privacy, int], Factors]
 """Settings and number of rounds T -> the factors s_0 = 1, s_1, ..., s_(T-1), all above 0."""
 
-SCHEDULES = Registry[Schedule](
-    "privacy.noise_schedule", entry_points="fulcrum.noise_schedules", noun="noise schedule"
-)
+SCHEDULES = Registry[Schedule]("privacy.noise_schedule", entry_points="fulcrum.noise_schedules", noun="noise schedule")
 """All noise schedules by name. Yours comes by `SCHEDULES.add`, by entry point, or as package.module:function."""
 for _name, _schedule in (("constant", _constant), ("growth", _growth), ("phases", _phases)):
     SCHEDULES.add(_name, _schedule)

@@ -20,7 +20,7 @@ from fulcrum.training.problem import Problem
 from fulcrum.models.layout import Layout
 from fulcrum.models.build import build
 from fulcrum.models.checks import refuse_mixing
-from fulcrum.privacy.plan import affordable_rounds, make_plan
+from fulcrum.privacy.plan import affordable_rounds, check_names, make_plan
 from fulcrum.rng import make
 
 
@@ -30,6 +30,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     dataset and model take the place of what the settings name, for data and models made in Python.
     """
     check(settings)
+    check_names(settings)
     rule = find_rule(settings.clip.rule)
     device = find_device(settings.run.device)
     dataset = _find_data(settings, dataset, device)

@@ -23,11 +23,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "clip.phi": ("sign", "identity"),
     "clip.reading": ("loss", "hypergradient", "derivative"),
     "privacy.unit": ("example", "person", "client"),
-    "privacy.accountant": ("rdp", "pld"),
     "privacy.randomness": ("seeded", "secure"),
     "privacy.aggregation": ("plain", "ideal-secagg"),
-    "privacy.noise_schedule": ("constant", "growth", "phases"),
-    "central.estimator": ("fixed", "clipped"),
     "run.engine": ("auto", "reference", "stacked", "parallel"),
     "run.precision": ("float32", "tf32", "bf16"),
 }

@@ -176,7 +176,7 @@ def _tally(events: Sequence[Event]) -> dict[Event, int]:
     """How often each kind of event happened."""
     counts: dict[Event, int] = {}
     for event in events:
-        kind = dataclasses.replace(event, count=1)
+        kind = event.with_count(1)
         counts[kind] = counts.get(kind, 0) + event.count
     return counts
 

@@ -214,7 +214,9 @@ class Ledger:
     def epsilons(self) -> dict[str, float]:
         """`epsilon` of every party."""
         with self._store.reading():
-            return _costs({name: (terms, self._store.spend(row)) for name, (row, terms) in self._store.accounts.items()})
+            return _costs(
+                {name: (terms, self._store.spend(row)) for name, (row, terms) in self._store.accounts.items()}
+            )
 
     def entries(self, party: str) -> list[Entry]:
         """Every reservation of a party, oldest first."""
