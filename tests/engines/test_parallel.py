@@ -371,14 +371,14 @@ def test_a_run_is_the_same_for_any_number_of_workers() -> None:
 
 
 def test_evaluation_gives_what_the_model_itself_gives() -> None:
-    from fulcrum.training.evaluate import evaluate
+    from fulcrum.training.evaluate import evaluate_on
 
     for name in ("conv2d-strided", "group-norm", "hooked"):
         problem = problem_of(name)
         x, y = problem.dataset.x, problem.dataset.y
         params = problem.layout.flatten(problem.model)
         logits = problem.model(x).detach()
-        accuracy, loss = evaluate(problem.model, problem.layout, params, x, y, batch=7)
+        accuracy, loss = evaluate_on(problem.model, problem.layout, params, x, y, batch=7).values()
         assert accuracy == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
         assert loss == pytest.approx(float(nn.functional.cross_entropy(logits, y)), rel=1e-5)
-        assert evaluate(problem.model, problem.layout, params * 1.5, x, y)[1] != pytest.approx(loss, rel=1e-3)
+        assert evaluate_on(problem.model, problem.layout, params * 1.5, x, y)["loss"] != pytest.approx(loss, rel=1e-3)

@@ -38,7 +38,7 @@ from fulcrum.settings import schema as config
 from fulcrum.settings.checks import check
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import job_from_json
-from fulcrum.training.evaluate import evaluate
+from fulcrum.training.evaluate import evaluate_on
 from fulcrum.training.federation import public_shape
 from fulcrum.types import RoundResult
 from helpers import toy_problem
@@ -188,7 +188,7 @@ def test_the_input_is_not_written_over() -> None:
         _, moved, x = _pair(name, mixed)
         before, layout = x.clone(), Layout.of(moved)
         record(moved, layout, layout.flatten(moved), x, torch.arange(len(x)) % 3, how="book").norms()
-        evaluate(moved, layout, layout.flatten(moved), x, torch.arange(len(x)) % 3)
+        evaluate_on(moved, layout, layout.flatten(moved), x, torch.arange(len(x)) % 3)
         assert torch.equal(x, before)
 
 

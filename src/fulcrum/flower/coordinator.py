@@ -36,6 +36,7 @@ from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, refu
 from fulcrum.privacy.mechanism import planned_events
 from fulcrum.settings.schema import Settings
 from fulcrum.training.clipped_sum import contribute
+from fulcrum.training.engine import Engine
 from fulcrum.training.problem import Problem, coordinate_groups
 from fulcrum.types import Assignment, ClientReply, RoundRequest, State
 
@@ -53,12 +54,14 @@ class WaitPolicy:
     min_parties: int = 1
 
 
-class FlowerEngine:
+class FlowerEngine(Engine):
     """`run(request)` sends each assignment to its party, checks the replies, and yields those that are sound.
 
     clients: the parties in the order of their numbers. secret: makes the requests' nonces, the same ones again after a
     crash. seed: shared with the parties, in simulations only.
     """
+
+    remote = True
 
     def __init__(
         self,
@@ -104,6 +107,10 @@ class FlowerEngine:
     def spent(self) -> set[int]:
         """Parties whose own ledger has refused to go on."""
         return set(self._spent)
+
+    def replays(self, randomness_mode: str) -> bool:
+        """The parties keep the ledgers that count, and send a round's stored bytes again."""
+        return True
 
     # --- a round ----------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -130,12 +130,11 @@ def _finish(run: Underway, start: Snapshot | None, lines: list[dict[str, Any]], 
     federation, folder, settings = run.federation, run.folder, run.federation.settings
     # Another draw of secure randomness would be another release, so no round may have to be replayed.
     every = 1 if settings.privacy.randomness == "secure" else settings.run.checkpoint_every
-    history = [_payers(line, federation.plan.parties) for line in lines]
     snapshot = start
     saved = start.round if start else 0
     state_privacy(run, len(lines), finished=False)
     try:
-        for result, snapshot in federate(federation, run.ledger, run.id, start, history):
+        for result, snapshot in federate(federation, run.ledger, run.id, start):
             if folder and (snapshot.round % every == 0 or snapshot.round == settings.train.rounds):
                 folder.checkpoint(snapshot)
                 saved = snapshot.round
@@ -153,10 +152,3 @@ def _finish(run: Underway, start: Snapshot | None, lines: list[dict[str, Any]], 
         folder.checkpoint(snapshot)
     return sum_up(run, snapshot, lines)
 
-
-def _payers(line: dict[str, Any], parties: int) -> Sequence[int]:
-    """Who paid in a round of metrics.jsonl: the participants; where these are secret, all with budget left."""
-    if "participants" in line:
-        return tuple(line["participants"])
-    out = set(line.get("out_of_budget", ()))
-    return [k for k in range(parties) if k not in out]

@@ -26,11 +26,8 @@ from fulcrum.errors import ConfigError, DataError
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import Job
-from fulcrum.training.evaluate import evaluate
 from fulcrum.training.federation import Federation
-from fulcrum.training.loop import invite
-from fulcrum.training.round import play_client_round, play_round
-from fulcrum.training.snapshot import first_snapshot
+from fulcrum.training.loop import federate
 
 POINTS = 20
 """About how many values of C and of accuracy are kept of a run."""
@@ -129,19 +126,8 @@ def make(job: Job, datasets: Datasets, device: str = "auto", precision: str = ""
 
 def rounds(federation: Federation) -> Iterator[tuple[int, float, float | None, float | None]]:
     """(round, C, accuracy, loss) of every round; None where it was not evaluated. No ledger, no accountant."""
-    settings, problem, plan = federation.settings, federation.problem, federation.plan
-    # Where the unit is the client everybody may be drawn, and the server draws in secret.
-    step = play_client_round if plan.central else play_round
-    snapshot = first_snapshot(federation)
-    for t in range(settings.train.rounds):
-        asked = range(plan.parties) if plan.central else invite(settings, plan.parties, t)
-        here = [k for k in asked if int(snapshot.participations[k]) < plan.participations(k)]
-        snapshot, _, C = step(federation, snapshot, here, t)
-        accuracy, loss = None, None
-        if (t + 1) % settings.run.evaluate_every == 0 or t + 1 == settings.train.rounds:
-            data = problem.dataset
-            accuracy, loss = evaluate(problem.model, problem.layout, snapshot.averaged, data.x_test, data.y_test)
-        yield t + 1, record.total_C(C), accuracy, loss
+    for result, _ in federate(federation):
+        yield result.round, record.total_C(result.C), result.accuracy, result.loss
 
 
 def play(federation: Federation, on_round: OnRound | None = None) -> Outcome:

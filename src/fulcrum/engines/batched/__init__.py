@@ -28,10 +28,8 @@ from fulcrum.errors import ConfigError
 from fulcrum.models.whitening import digest
 from fulcrum.settings.derived import local_steps
 from fulcrum.training.client_level import local_problem
-from fulcrum.training.evaluate import evaluate
 from fulcrum.training.federation import Federation
-from fulcrum.training.round import play_client_round, play_round
-from fulcrum.training.snapshot import Snapshot, first_snapshot
+from fulcrum.training.loop import federate, is_evaluated
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,6 @@ class _Together:
     def __init__(self, members: list[int], server: Server, player: Pooled | Locals | Apart | Cohorts) -> None:
         self.members, self.server, self.player = members, server, player
         self.burst = player.burst
-        self._every = server.federations[0].settings.run.evaluate_every
 
     def play(self, first: int, last: int) -> None:
         """Rounds first .. last - 1, again if need be."""
@@ -164,7 +161,7 @@ class _Together:
             while True:
                 for t in range(first, last):
                     self.player.play(t)
-                    if (t + 1) % self._every == 0 or t + 1 == self.server.rounds:
+                    if is_evaluated(self.server.federations[0].settings, t):
                         self.player.replayer.run("evaluate", self.server.evaluate, {})
                 if self.player.settled():
                     break
@@ -197,23 +194,17 @@ class _Alone:
 
     def __init__(self, members: list[int], federations: list[Federation]) -> None:
         self.members, self.federations = members, federations
-        self.snapshots: list[Snapshot] = [first_snapshot(federation) for federation in federations]
+        self.runs = [federate(federation) for federation in federations]
         self.who = [take_part(f, f.settings.train.rounds) for f in federations]
 
     def play(self, first: int, last: int) -> None:
         """One round of each run."""
-        rows = []
-        for i, federation in enumerate(self.federations):
-            play = play_client_round if federation.plan.central else play_round
-            self.snapshots[i], _, C = play(federation, self.snapshots[i], self.who[i][first], first)
-            every, rounds = federation.settings.run.evaluate_every, federation.settings.train.rounds
-            accuracy, loss = torch.nan, torch.nan
-            if (first + 1) % every == 0 or first + 1 == rounds:
-                problem, data = federation.problem, federation.problem.dataset
-                model, layout, params = problem.model, problem.layout, self.snapshots[i].averaged
-                accuracy, loss = evaluate(model, layout, params, data.x_test, data.y_test)
-            rows.append((torch.tensor(C), accuracy, loss))
-        self._rows = rows
+        rounds = [next(run) for run in self.runs]
+        self.snapshots = [snapshot for _, snapshot in rounds]
+        self._rows = [
+            (torch.tensor(result.C), result.metrics.get("accuracy", torch.nan), result.metrics.get("loss", torch.nan))
+            for result, _ in rounds
+        ]
 
     def look(self, t: int) -> tuple[Tensor, Tensor, Tensor]:
         """C, accuracy and loss of the round just played."""

@@ -19,7 +19,7 @@ from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import learning_rate
 from fulcrum.settings.schema import Train
 from fulcrum.training.federation import Federation, public_shape
-from fulcrum.training.loop import invite
+from fulcrum.training.loop import participants
 from fulcrum.training.round import aggregate_noise, planned_sigma
 from fulcrum.training.server import SERVERS, client_weights
 
@@ -30,11 +30,11 @@ NUMBERS = ("server_lr", "server_momentum", "server_beta2", "server_eps")
 def take_part(federation: Federation, rounds: int) -> list[tuple[int, ...]]:
     """Who takes part in each round: those the public coin invites, up to their cap. No ledger is asked."""
     plan, count = federation.plan, [0] * federation.plan.parties
-    if plan.central:  # there are no caps then: everybody may be drawn, and pays
-        return [tuple(range(plan.parties))] * rounds
+    if plan.central:  # the same in every round: everybody may be drawn, and pays
+        return [tuple(participants(federation, 0, count))] * rounds
     found = []
     for t in range(rounds):
-        here = tuple(k for k in invite(federation.settings, plan.parties, t) if count[k] < plan.participations(k))
+        here = tuple(participants(federation, t, count))
         for k in here:
             count[k] += 1
         found.append(here)

@@ -205,6 +205,16 @@ class Ledger:
                 totals[name] = totals[name].plus(read_events(events), times)
             return totals
 
+    def reservations(self, run: str, rounds: range) -> list[tuple[str, tuple[Event, ...]]]:
+        """(party, events) of every reservation of a run in these rounds, in the order of rounds and attempts."""
+        with self._store.reading():
+            rows = self._store.db.execute(
+                "SELECT p.name, e.events FROM entries e JOIN parties p ON p.id = e.party"
+                " WHERE e.run = ? AND e.round >= ? AND e.round < ? ORDER BY e.round, e.attempt, e.id",
+                (run, rounds.start, rounds.stop),
+            )
+            return [(name, read_events(events)) for name, events in rows]
+
     def epsilon(self, party: str) -> float:
         """The epsilon the party has reserved so far, over all runs, by its own delta and accountant."""
         with self._store.reading():
@@ -247,7 +257,7 @@ class Ledger:
             costs = _costs({key: (self._store.accounts[key[0]][1], total[4]) for key, total in totals.items()})
         return [Line(*key, *total[:4], total[4].releases, costs[key]) for key, total in totals.items()]
 
-    def reservations(self, party: str, run: str, round: int) -> list[Entry]:
+    def round_entries(self, party: str, run: str, round: int) -> list[Entry]:
         """A party's reservations for one round of one run, first attempt first; found by index."""
         with self._store.reading():
             rows = self._store.db.execute(
@@ -259,7 +269,6 @@ class Ledger:
                 Entry(party, run, round, attempt, read_events(events), reserved, digest, released)
                 for attempt, events, reserved, digest, released in rows
             ]
-
 
 
 def _costs(spends: Mapping[Key, tuple[Account, Spend]]) -> dict[Key, float]:
