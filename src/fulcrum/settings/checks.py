@@ -14,6 +14,7 @@ from fulcrum.settings.schema import Settings
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.partition": ("iid", "dirichlet", "shards", "quantity", "given"),
     "data.features": ("none", "scattering"),
+    "task.loss": ("squared", "absolute", "huber"),
     "model.activation": ("relu", "tanh", "tempered"),
     "model.coordinates": ("plain", "centred", "whitened"),
     "train.schedule": ("constant", "linear", "cosine", "step"),
@@ -41,6 +42,10 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "data.validation": (0, True, 1, False),
     "data.feature_groups": (0, True, math.inf, False),
     "data.feature_whiten": (0, True, 0.5, True),
+    "task.classes": (0, True, math.inf, False),
+    "task.huber_width": (0, False, math.inf, False),
+    "task.scale": (0, True, math.inf, False),
+    "task.threshold": (0, True, 1, True),
     "model.temper_temperature": (0, False, math.inf, False),
     "model.whiten": (0, False, 0.5, True),
     "train.rounds": (1, True, math.inf, False),

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 from fulcrum.errors import ConfigError, InputError
 
 T = TypeVar("T")
+F = TypeVar("F")
 
 
 def suggest_nearest(word: str, names: Iterable[str]) -> str:
@@ -72,9 +73,14 @@ class Registry(Mapping[str, T], Generic[T]):
         self._values[name] = value
         return value
 
-    def register(self, name: str) -> Callable[[T], T]:
+    def register(self, name: str) -> Callable[[F], F]:
         """A decorator that adds a function or class under a name."""
-        return lambda value: self.add(name, value)
+
+        def add(value: F) -> F:
+            self.add(name, value)  # type: ignore[arg-type]
+            return value
+
+        return add
 
     # --- asking -----------------------------------------------------------------------------------
 

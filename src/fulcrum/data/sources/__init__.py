@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulcrum.data.dataset import Array, Dataset, from_arrays
+from fulcrum.data.dataset import Dataset, from_arrays
 from fulcrum.data.sources import own
 from fulcrum.data.sources.public import registry
+from fulcrum.data.tasks.builtin import Array
 from fulcrum.errors import DataError
 
 DIGITS_DIGEST = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fulcrum.data.dataset import Array
 from fulcrum.data.sources.public import cifar, idx
+from fulcrum.data.tasks.builtin import Array
 from fulcrum.errors import DataError
 
 
