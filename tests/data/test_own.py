@@ -64,7 +64,6 @@ def test_npz_is_found_in_the_data_folders(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"x_test": None, "y_test": None}, "no test set; add x_test and y_test"),
         ({"y": None}, "lacks y; it holds x, x_test, y_test"),
         ({"x_test": None, "X_test": np.ones((10, 3))}, "lacks x_test"),
         ({"persons": np.arange(30)}, "'persons', which has no meaning here; did you mean 'person'"),
@@ -108,7 +107,7 @@ def test_damaged_npz_is_refused(tmp_path):
 
 MODULE = """
 import numpy as np
-from fulcrum.data import Dataset, from_arrays
+from fulcrum.data import from_arrays
 
 n = 30
 LIST = [1, 2]
@@ -127,7 +126,7 @@ def dataset():
 
 def unchecked():
     d = dataset()
-    return Dataset("u", d.x * float("nan"), d.y, d.x_test, d.y_test, 3)
+    return d.with_changes(x=d.x * float("nan"))
 
 def few():
     return {"x": [[1.0]]}
@@ -177,19 +176,19 @@ def test_the_import_path_is_left_as_it_was(mine):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("my_data_source:plan", "no function 'plan'; did you mean 'plain'?"),
-        ("my_data_source:zzzzzz", "no function 'zzzzzz'."),
+        ("my_data_source:plan", "no attribute 'plan'; did you mean 'plain'?"),
+        ("my_data_source:zzzzzz", "no attribute 'zzzzzz'."),
         ("my_data_source:LIST", "'LIST' is not a function"),
         ("my_data_source:number", "returned int; it must return a fulcrum Dataset or a dict"),
-        ("my_data_source:few", "lacks y, x_test, y_test"),
+        ("my_data_source:few", "lacks y; it holds x"),
         ("my_data_source:failing", "RuntimeError: no connection"),
         ("my_data_source:needy", "TypeError"),
         ("my_data_source:unchecked", "NaN"),
-        ("my_broken_source:f", "cannot be imported (ZeroDivisionError"),
-        ("no_such_module_here:f", "cannot be imported (ModuleNotFoundError"),
-        (":f", "not of the form package.module:function"),
-        ("module:", "not of the form package.module:function"),
-        ("module:a b", "not of the form package.module:function"),
+        ("my_broken_source:f", "cannot be imported: module 'my_broken_source' fails (ZeroDivisionError"),
+        ("no_such_module_here:f", "cannot be imported: module 'no_such_module_here' fails (ModuleNotFoundError"),
+        (":f", "not of the form package.module:name"),
+        ("module:", "not of the form package.module:name"),
+        ("module:a b", "not of the form package.module:name"),
     ],
 )
 def test_wrong_functions_are_refused(mine, source, words):

@@ -256,7 +256,7 @@ def test_an_example_that_is_not_finite_counts_as_zero(rule: str) -> None:
     problem = uneven(toy_problem(rule, parties=5))
     x = problem.dataset.x.clone()
     x[problem.partition.indices(3)[:2]] = torch.nan
-    broken = dataclasses.replace(problem, dataset=dataclasses.replace(problem.dataset, x=x))
+    broken = dataclasses.replace(problem, dataset=problem.dataset.with_changes(x=x))
     check_equal(broken, request(broken))
     assert all(torch.isfinite(reply.delta).all() for reply in parallel(broken, request(broken)))
 

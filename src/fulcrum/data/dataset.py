@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulcrum.data.records import Inputs, Records, count_examples, map_inputs
+from fulcrum.data.records import Inputs, Records, count_examples, input_tensors, map_inputs
 from fulcrum.data.tasks import Task, make_task, shifted_tokens
 from fulcrum.data.tasks.builtin import KINDS, Array, as_array
 from fulcrum.errors import ConfigError, DataError
@@ -27,6 +27,7 @@ class Dataset:
     train is None where no training records are here (a coordinator), test is None where there is nothing to evaluate
     on. Values are scaled by public constants only, never by statistics of the records. party_names: of the parties
     that records name. warnings: sentences a user must see. fingerprint: short hash of all records and the task.
+    task_settings: what the task was made from; None where it was given as a Task.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Dataset:
     party_names: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     fingerprint: str = ""
+    task_settings: TaskSettings | None = None
 
     @property
     def records(self) -> Records:
@@ -114,10 +116,16 @@ class Dataset:
         def numbers(records: Records | None) -> Records | None:
             return None if records is None else dataclasses.replace(records, x=map_inputs(Tensor.float, records.x))
 
-        tensors = [] if self.train is None and self.test is None else [self.sample.x]
-        if all(map_inputs(Tensor.is_floating_point, x) is True for x in tensors):
+        if not self.has_integers:
             return self
-        return dataclasses.replace(self, train=numbers(self.train), test=numbers(self.test))
+        floats = dataclasses.replace(self, train=numbers(self.train), test=numbers(self.test))
+        # As if they had been saved as float32: the fingerprint says what is trained on.
+        return dataclasses.replace(floats, fingerprint=fingerprint(floats))
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether an input holds integers, such as token ids."""
+        return not all(part.is_floating_point() for part in input_tensors(self.sample.x))
 
 
 def from_arrays(
@@ -147,11 +155,11 @@ def from_arrays(
     """
     notes = list(warnings)
     settings = task if isinstance(task, TaskSettings) else TaskSettings(name=task if isinstance(task, str) else "auto")
-    if classes is not None:
+    if classes is not None and settings.name != "regression":  # there it would count outputs
         if classes < 2 and settings.name in ("auto", "classification"):
             raise DataError(f"classes = {classes}; at least 2 are needed.")
         settings = dataclasses.replace(settings, classes=settings.classes or classes)
-    if x is None and x_test is None:
+    if x is None and x_test is None and y is None and y_test is None:
         raise DataError("there are no records; give x and y, or x_test and y_test.")
     tokens = settings.name in ("tokens", "next-token")
     inputs, inputs_test = (
@@ -177,6 +185,9 @@ def from_arrays(
         raise DataError(
             f"x has records of shape {_shape(train.shape)} but x_test of {_shape(test.shape)}; they must be the same."
         )
+    for which, value, records in (("person", person, train), ("party", party, train), ("party_test", party_test, test)):
+        if value is not None and records is None:
+            raise DataError(f"{which} is given without the records it belongs to; add them, or leave it out.")
     names = tuple(party_names)
     if train is not None and person is not None:
         train = dataclasses.replace(train, person=_codes("person", person, len(train))[0])
@@ -188,14 +199,16 @@ def from_arrays(
     if test is not None and party_test is not None:
         of_test, names = _test_parties(party_test, len(test), names)
         test = dataclasses.replace(test, party=of_test)
-    data = Dataset(name, made, train, test, names, (*notes, *made.notes))
+    declared = None if isinstance(task, Task) else settings
+    data = Dataset(name, made, train, test, names, (*notes, *made.notes), task_settings=declared)
     return dataclasses.replace(data, fingerprint=fingerprint(data))
 
 
 def recheck(data: Dataset, name: str, task: TaskSettings | None = None) -> Dataset:
-    """A Dataset that someone else's code made, checked like arrays; task: settings that say otherwise than the data."""
+    """A Dataset that someone else's code made, checked like arrays; task: settings that change the data's own task."""
     train, test = data.train, data.test
-    return from_arrays(
+    chosen = change_task(data, task or TaskSettings())
+    made = from_arrays(
         train.x if train else None,
         train.y if train else None,
         test.x if test else None,
@@ -204,10 +217,30 @@ def recheck(data: Dataset, name: str, task: TaskSettings | None = None) -> Datas
         party=train.party if train else None,
         party_test=test.party if test else None,
         name=data.name or name,
-        task=data.task if task is None or task.name == "auto" else task,
+        task=chosen,
         party_names=data.party_names,
         warnings=tuple(note for note in data.warnings if note not in data.task.notes),
     )
+    return made if isinstance(chosen, TaskSettings) else dataclasses.replace(made, task_settings=data.task_settings)
+
+
+def change_task(data: Dataset, wanted: TaskSettings) -> Task | TaskSettings:
+    """What the data set's task becomes with these settings: another, or its own with single settings changed."""
+    if wanted == TaskSettings():
+        return data.task
+    declared = data.task_settings
+    if wanted.name not in ("auto", data.task.name):
+        return wanted
+    defaults = dataclasses.asdict(TaskSettings())
+    changed = {field: value for field, value in dataclasses.asdict(wanted).items() if value != defaults[field]}
+    if declared is not None:
+        return dataclasses.replace(declared, **changed)
+    if wanted.name == "auto":
+        raise ConfigError(
+            f"task.{next(iter(changed))} is set, but {data.name} brings a task of its own, {data.task.name!r}; change "
+            "it there, or set task.name too."
+        )
+    return wanted
 
 
 def fingerprint(data: Dataset) -> str:
@@ -234,6 +267,7 @@ def _parts(data: Dataset) -> list[Tensor | None]:
 
 
 def _tensors(x: Inputs) -> list[Tensor]:
+    """The tensors of the inputs, in the order of their names."""
     return [x] if isinstance(x, Tensor) else [x[name] for name in sorted(x)]
 
 

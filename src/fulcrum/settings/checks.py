@@ -12,7 +12,7 @@ from fulcrum.settings.schema import Settings
 # --- checks -----------------------------------------------------------------------------------
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "data.partition": ("iid", "dirichlet", "shards", "quantity", "given"),
+    "data.partition": ("auto", "iid", "dirichlet", "shards", "quantity", "given"),
     "data.features": ("none", "scattering"),
     "task.loss": ("squared", "absolute", "huber"),
     "model.activation": ("relu", "tanh", "tempered"),

@@ -27,8 +27,8 @@ class Data:
     """Folder to look in first; then FULCRUM_DATA (a path list), then the user's cache."""
     parties: int = 5
     """K. Ignored with partition = "given", where the data names each example's party."""
-    partition: str = "dirichlet"
-    """iid, dirichlet, shards, quantity, or given."""
+    partition: str = "auto"
+    """auto (dirichlet where targets are classes, else iid), iid, dirichlet, shards, quantity, or given."""
     alpha: float = 0.5
     """Dirichlet concentration: of labels for dirichlet, of sizes for quantity. Smaller is more skewed."""
     shards: int = 2

@@ -89,6 +89,8 @@ def identity(settings: Settings, epsilon: float | None, revision: int = 0) -> st
     tighter in the fifth digit does not make every result a stranger.
     """
     plain = dataclasses.asdict(settings)
+    if plain["data"]["partition"] == "auto":  # younger than kept results, which were made with what it means
+        plain["data"]["partition"] = "dirichlet"
     kept: dict[str, Any] = {}
     for section, values in plain.items():
         idle = IDLE.get(section, ())

@@ -8,10 +8,13 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ClipRule, Shape
 from fulcrum.data import Dataset, Partition, Party, party_of
+from fulcrum.data.tasks import Task
 from fulcrum.models.layout import Layout
-from fulcrum.rng import Randomness
+from fulcrum.rng import Randomness, make
+from fulcrum.settings.schema import Settings
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,44 @@ class Problem:
     diagnostics: bool = False
     precision: str = "float32"
     workers: int = 0
+
+    @staticmethod
+    def of(
+        settings: Settings,
+        dataset: Dataset,
+        partition: Partition,
+        model: nn.Module,
+        device: torch.device | str = "cpu",
+        *,
+        rule: ClipRule | None = None,
+        randomness: Randomness | None = None,
+    ) -> Problem:
+        """The problem that the settings describe, over these records, parties and model; the model goes to the device.
+
+        rule, randomness: in place of those that the settings name.
+        """
+        place = torch.device(device)
+        model = model.to(place)
+        layout = Layout.of(model)
+        return Problem(
+            dataset=dataset,
+            partition=partition,
+            model=model,
+            layout=layout,
+            rule=rule or find_rule(settings.clip.rule),
+            randomness=randomness or make(settings.privacy.randomness, settings.run.seed),
+            unit=settings.privacy.unit,
+            groups=layout.layers if settings.clip.groups == "layer" else (),
+            device=place,
+            diagnostics=settings.run.diagnostics,
+            precision=settings.run.precision,
+            workers=settings.run.workers,
+        )
+
+    @property
+    def task(self) -> Task:
+        """What is predicted: its loss and metrics."""
+        return self.dataset.task
 
     @property
     def shape(self) -> Shape:
