@@ -18,6 +18,7 @@ from fulcrum.training.federation import Federation
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.training.problem import Problem
 from fulcrum.models.layout import Layout
+from fulcrum.data.records import take_rows
 from fulcrum.models.build import build
 from fulcrum.models.checks import refuse_mixing
 from fulcrum.privacy.plan import affordable_rounds, make_plan
@@ -77,8 +78,9 @@ def _find_model(settings: Settings, dataset: Dataset, given: nn.Module | None) -
             "fulcrum.models.whitening.centred(model, facts)."
         )
     if given is None:
-        given = build(settings.model, tuple(dataset.x.shape[1:]), dataset.classes, settings.run.seed)
-    refuse_mixing(given, dataset.x[:2])
+        task, sample = dataset.task, take_rows(dataset.sample.x, slice(0, 8))
+        given = build(settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task.sequence)
+    refuse_mixing(given, take_rows(dataset.sample.x, slice(0, 2)))
     return given
 
 
