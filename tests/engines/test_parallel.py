@@ -53,7 +53,7 @@ def parallel(problem: Problem, asked: RoundRequest, workers: int = 2) -> list[Cl
 
 def oracle(problem: Problem, asked: RoundRequest) -> list[ClientReply]:
     """The reference with every gradient found by vmap: nothing of the fast path in it."""
-    work = by_matrix(Follower(problem.model, problem.layout, how="vmap"))
+    work = by_matrix(Follower(problem.model, problem.layout, problem.dataset.task, how="vmap"))
     pairs = zip(asked.assignments, asked.states, strict=True)
     return [train_client(problem, asked, task, state, work) for task, state in pairs]
 
@@ -376,9 +376,10 @@ def test_evaluation_gives_what_the_model_itself_gives() -> None:
     for name in ("conv2d-strided", "group-norm", "hooked"):
         problem = problem_of(name)
         x, y = problem.dataset.x, problem.dataset.y
+        problem = dataclasses.replace(problem, dataset=problem.dataset.with_changes(x_test=x, y_test=y))
         params = problem.layout.flatten(problem.model)
         logits = problem.model(x).detach()
-        accuracy, loss = evaluate(problem.model, problem.layout, params, x, y, batch=7)
-        assert accuracy == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
-        assert loss == pytest.approx(float(nn.functional.cross_entropy(logits, y)), rel=1e-5)
-        assert evaluate(problem.model, problem.layout, params * 1.5, x, y)[1] != pytest.approx(loss, rel=1e-3)
+        found = evaluate(problem, params, batch=7)
+        assert found["accuracy"] == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
+        assert found["loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, y)), rel=1e-5)
+        assert evaluate(problem, params * 1.5)["loss"] != pytest.approx(found["loss"], rel=1e-3)

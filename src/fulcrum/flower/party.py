@@ -20,6 +20,7 @@ from safetensors.torch import load as load_arrays
 
 import fulcrum
 from fulcrum.data import Dataset, Partition, from_arrays, load, party_of
+from fulcrum.data.records import take_rows
 from fulcrum.errors import BudgetError, ConfigError, DataError
 from fulcrum.flower import keys
 from fulcrum.flower.messages import (
@@ -228,8 +229,9 @@ class Desk:
         """The model that the terms name, built by this party's own software; its weights come with each round."""
         assert self.terms is not None
         if self._model is None:
-            model = build(self.terms.model, self.dataset.shape, self.dataset.classes, 0)
-            refuse_mixing(model, self.dataset.x[:2])
+            task, sample = self.dataset.task, take_rows(self.dataset.sample.x, slice(0, 8))
+            model = build(self.terms.model, self.dataset.shape, task.outputs, 0, sample, task.sequence)
+            refuse_mixing(model, take_rows(sample, slice(0, 2)))
             model = model.to(self.device)
             self._model = model, Layout.of(model)
         return self._model

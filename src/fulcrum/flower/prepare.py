@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, Partition, from_arrays, load
+from fulcrum.data.records import take_rows
 from fulcrum.errors import ConfigError, DataError, RunError
 from fulcrum.flower.coordinator import FlowerEngine, Patience
 from fulcrum.flower.messages import model_fingerprint
@@ -79,8 +80,9 @@ def public_problem(settings: Settings, public: Dataset, device: torch.device) ->
         raise ConfigError(
             f"clip.rule = {rule.name!r} is not sound and private: parties across machines refuse it; use moo or fixed."
         )
-    model = build(settings.model, public.shape, public.classes, settings.run.seed)
-    refuse_mixing(model, public.x[:2])
+    task, sample = public.task, take_rows(public.sample.x, slice(0, 8))
+    model = build(settings.model, public.shape, task.outputs, settings.run.seed, sample, task.sequence)
+    refuse_mixing(model, take_rows(sample, slice(0, 2)))
     model = model.to(device)
     layout = Layout.of(model)
     return Problem(

@@ -56,8 +56,9 @@ def build(
     added: the factory is called with those of input_shape, outputs, classes (the same number), task, settings and
     activation (a function that makes one activation layer) that it has as parameters, with the global CPU generator
     seeded for the call and restored after it, and must return an nn.Module that maps [B, *input_shape] to
-    [B, outputs], or to [B, L, outputs] where the task predicts a `sequence` (what the task says counts). sample: inputs of some examples, which
-    show their type: integers are taken from there when the model is tried, numbers are made up.
+    [B, outputs], or to [B, L, outputs] where the task predicts a `sequence` (with `task`, what that says). sample:
+    inputs of some examples, which show their type: integers are taken from there when the model is tried, numbers are
+    made up.
     Raises ModelError where the model cannot be built, or cannot be trained with a bound per example.
     """
     shape = _sides(input_shape)

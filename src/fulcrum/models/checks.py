@@ -53,8 +53,8 @@ def refuse_mixing(model: nn.Module, sample: Inputs | None = None) -> None:
 
     Refused are layers that mix the examples of a batch (BatchNorm), keep statistics of the data, rewrite their
     weights while running, or draw random numbers (Dropout with p > 0: they would come from the global generator).
-    With `sample`, the inputs [B, ...] (one or several by name) of at least two examples, the model is also run on a copy of itself: changing
-    one example must leave the outputs of the others, and the model's buffers, as they were.
+    With `sample`, the inputs [B, ...] (one or several by name) of at least two examples, the model is also run:
+    changing one example must leave the outputs of the others, and the model's buffers, as they were.
     """
     _refuse_by_type(model)
     if sample is not None:
@@ -88,7 +88,7 @@ def _refuse_by_behaviour(model: nn.Module, sample: Inputs) -> None:
 
 
 def _first_changed(values: Tensor) -> Tensor:
-    """The batch with another first example: numbers plus 1; integers those of another example, so that they are known."""
+    """The batch with another first example: numbers plus 1; integers those of another example."""
     changed = values.clone()
     if values.is_floating_point():
         changed[0] = values[0] + 1.0

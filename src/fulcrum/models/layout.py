@@ -75,7 +75,7 @@ class Layout:
         depends on the shapes alone. 1 for a model of vectors and scalars only.
         """
         outputs = sum(
-            shape[1] if place in self.lookups else shape[0] for place, shape in enumerate(self.shapes) if len(shape) > 1
+            shape[1 if place in self.lookups else 0] for place, shape in enumerate(self.shapes) if len(shape) > 1
         )
         return math.sqrt(outputs / 3) or 1.0
 

@@ -45,7 +45,7 @@ TRIED = 3
 
 
 def made_up_inputs(shape: Shape | Mapping[str, Shape], sample: Inputs | None = None) -> Inputs:
-    """Inputs of three examples: uniform numbers in [0, 1); integers from the sample, since only it shows their range."""
+    """Inputs of three examples: uniform numbers in [0, 1); integers from the sample, which shows their range."""
     stream = torch_stream(0, "dry")
 
     def numbers(sides: Shape) -> Tensor:

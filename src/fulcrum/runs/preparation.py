@@ -87,8 +87,8 @@ def find_model(settings: Settings, dataset: Dataset, given: nn.Module | None) ->
     if given is None:
         if is_built_in(settings.model):
             dataset = dataset.with_float_inputs()
-        task, seed = dataset.task, settings.run.seed
-        given = build(settings.model, dataset.shape, task.outputs, seed, sample=dataset.sample.x, task=task)
+        task, sample = dataset.task, take_rows(dataset.sample.x, slice(0, 8))
+        given = build(settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task=task)
     pair = take_rows(dataset.sample.x, slice(0, 2))
     try:
         refuse_mixing(given, pair)

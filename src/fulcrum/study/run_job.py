@@ -139,8 +139,8 @@ def rounds(federation: Federation) -> Iterator[tuple[int, float, float | None, f
         snapshot, _, C = step(federation, snapshot, here, t)
         accuracy, loss = None, None
         if (t + 1) % settings.run.evaluate_every == 0 or t + 1 == settings.train.rounds:
-            data = problem.dataset
-            accuracy, loss = evaluate(problem.model, problem.layout, snapshot.averaged, data.x_test, data.y_test)
+            found = evaluate(problem, snapshot.averaged)
+            accuracy, loss = found.get("accuracy"), found.get("loss")
         yield t + 1, record.total_C(C), accuracy, loss
 
 

@@ -71,8 +71,8 @@ def federate(
 
         accuracy, loss = None, None
         if (t + 1) % settings.run.evaluate_every == 0 or t + 1 == train.rounds:
-            data = problem.dataset
-            accuracy, loss = evaluate(problem.model, problem.layout, snapshot.averaged, data.x_test, data.y_test)
+            found = evaluate(problem, snapshot.averaged)
+            accuracy, loss = found.get("accuracy"), found.get("loss")
         result = RoundResult(
             round=t + 1,
             rounds=train.rounds,

@@ -12,6 +12,7 @@ from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ClipRule, Shape
 from fulcrum.data import Dataset, Partition, Party, party_of
 from fulcrum.data.tasks import Task
+from fulcrum.gradients import Follower
 from fulcrum.models.layout import Layout
 from fulcrum.rng import Randomness, make
 from fulcrum.settings.schema import Settings
@@ -85,6 +86,11 @@ class Problem:
     def coordinates(self) -> torch.Tensor:
         """The group of each of the d coordinates, int64 [d]."""
         return coordinate_groups(self.layout, self.groups).to(self.device)
+
+    @cached_property
+    def follower(self) -> Follower:
+        """The model, looked at once. For one thread at a time."""
+        return Follower(self.model, self.layout, self.dataset.task)
 
     def party(self, client: int) -> Party:
         """The client's records and units."""

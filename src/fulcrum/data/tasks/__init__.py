@@ -8,8 +8,18 @@ builtin.py  classification, binary, multilabel, regression, tokens, next-token; 
 
 from __future__ import annotations
 
-from fulcrum.data.tasks.builtin import TASKS, make_task, shifted_tokens
+from fulcrum.data.tasks.builtin import TASKS, make_task, shifted_tokens, task_from_loss
 from fulcrum.data.tasks.metrics import METRICS, Metric, MetricContext
 from fulcrum.data.tasks.task import Task, merge_sums
 
-__all__ = ["METRICS", "TASKS", "Metric", "MetricContext", "Task", "make_task", "merge_sums", "shifted_tokens"]
+__all__ = [
+    "METRICS",
+    "TASKS",
+    "Metric",
+    "MetricContext",
+    "Task",
+    "make_task",
+    "merge_sums",
+    "shifted_tokens",
+    "task_from_loss",
+]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,45 @@ KINDS = {"O": "Python objects", "U": "text", "S": "bytes", "c": "complex numbers
 def make_task(settings: TaskSettings, targets: Sequence[Array]) -> Task:
     """The task that the settings name, for these target arrays; "auto" is classification."""
     made = TASKS.find("classification" if settings.name == "auto" else settings.name)
-    task = made if isinstance(made, Task) else made(settings, targets)
+    if isinstance(made, Task):
+        return made
+    task = made(settings, targets)
     if not isinstance(task, Task):
         raise ConfigError(f"task.name = {settings.name!r} gave a {type(task).__name__}, not a fulcrum Task.")
-    return task
+    return dataclasses.replace(task, options=dataclasses.astuple(settings))
+
+
+def task_from_loss(
+    loss: losses.Loss,
+    outputs: int = 1,
+    *,
+    name: str = "own",
+    metrics: Mapping[str, Metric] | None = None,
+    score: str = "loss",
+    predict: Callable[[Tensor], Tensor] = lambda outputs: outputs,
+    target_dims: int = 0,
+    sequence: bool = False,
+) -> Task:
+    """A task of your own from its loss: outputs [..., O] and targets -> one loss per example [...].
+
+    Slopes come by autograd. Targets are taken as they are: integers, or finite numbers as float32. metrics: by name,
+    beside "loss". For more control, make a `Task`.
+    """
+    context = MetricContext(outputs, target_dims, loss, predict)
+    chosen = {**(metrics or {}), "loss": METRICS.find("loss")(context)}
+
+    def check(which: str, value: object) -> Tensor:
+        array = as_array(which, value)
+        if array.dtype.kind not in "biuf" or array.ndim < 1:
+            raise DataError(f"{which} holds {KINDS.get(array.dtype.kind, str(array.dtype))}; targets must be numbers.")
+        if array.dtype.kind in "biu":
+            return torch.from_numpy(np.array(array, dtype=np.int64))
+        numbers = torch.from_numpy(np.array(array, dtype=np.float32))
+        if not bool(torch.isfinite(numbers).all()):
+            raise DataError(f"{which} holds NaN or infinite values; every target must be a finite 32-bit number.")
+        return numbers
+
+    return Task(name, outputs, loss, chosen, score, predict, check, None, target_dims, sequence)
 
 
 def choose_metrics(

@@ -2,7 +2,7 @@
 
 Examples are all leading dimensions: outputs [..., O] (or [..., L, O] for sequences of length L) and their targets
 give one loss per example, [...]. A `loss` is differentiable by autograd; its `slopes` give the same losses and their
-gradient in the outputs without autograd, in float32.
+gradient in the outputs without autograd. Half precision is widened to float32; float64 stays.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """outputs and targets -> (losses [...], gradient of each loss in its outputs, as outputs)."""
 
 
+def widen(outputs: Tensor) -> Tensor:
+    """Outputs of half precision as float32; float32 and float64 as they are."""
+    return outputs if outputs.dtype == torch.float64 else outputs.float()
+
+
 # --- one of several classes -----------------------------------------------------------------------
 
 
@@ -26,11 +31,11 @@ def cross_entropy(weights: tuple[float, ...] = ()) -> tuple[Loss, Slopes]:
     """Cross-entropy of logits [..., O] with class numbers [...]; weights: one factor per class, empty for 1."""
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        found = -F.log_softmax(outputs.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        found = -F.log_softmax(widen(outputs), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         return found * _weights_of(weights, targets, found) if weights else found
 
     def slopes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logs = F.log_softmax(outputs.float(), dim=-1)
+        logs = F.log_softmax(widen(outputs), dim=-1)
         column = targets.unsqueeze(-1)
         losses = logs.gather(-1, column).squeeze(-1).neg()
         slope = logs.exp().scatter_add_(-1, column, logs.new_full((), -1.0).expand_as(column))
@@ -60,11 +65,13 @@ def binary_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[Loss, Slopes]
         return weights[0] + (weights[1] - weights[0]) * targets if weights else torch.ones_like(targets)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        logits, answers = outputs.squeeze(-1).float(), targets.float()
+        logits = widen(outputs).squeeze(-1)
+        answers = targets.to(logits)
         return (F.softplus(logits) - logits * answers) * weighted(answers)
 
     def slopes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits, answers = outputs.squeeze(-1).float(), targets.float()
+        logits = widen(outputs).squeeze(-1)
+        answers = targets.to(logits)
         factors = weighted(answers)
         losses = (F.softplus(logits) - logits * answers) * factors
         return losses, ((torch.sigmoid(logits) - answers) * factors).unsqueeze(-1)
@@ -82,7 +89,8 @@ def multilabel_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[Loss, Slo
         return torch.stack(columns, dim=-1)
 
     def parts(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, answers = outputs.float(), targets.float()
+        logits = widen(outputs)
+        answers = targets.to(logits)
         return logits, answers, weighted(answers)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -109,8 +117,9 @@ def regression_loss(kind: str, scale: float, offset: float, width: float = 1.0) 
     value, slope = REGRESSION_LOSSES[kind]
 
     def errors(outputs: Tensor, targets: Tensor) -> Tensor:
-        wanted = targets.float() if targets.dim() == outputs.dim() else targets.float().unsqueeze(-1)
-        return outputs.float() - (wanted - offset) / scale
+        found = widen(outputs)
+        wanted = targets.to(found) if targets.dim() == outputs.dim() else targets.to(found).unsqueeze(-1)
+        return found - (wanted - offset) / scale
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return value(errors(outputs, targets), width).mean(dim=-1)
@@ -145,18 +154,19 @@ def token_cross_entropy(ignored: int) -> tuple[Loss, Slopes]:
     Positions whose target is `ignored` do not count; an example without any counted position has loss 0.
     """
 
-    def parts(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def parts(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         counts = targets != ignored
         column = targets.masked_fill(~counts, 0).unsqueeze(-1)
-        share = counts.float() / counts.float().sum(dim=-1, keepdim=True).clamp_min(1.0)  # [..., L]
-        return F.log_softmax(outputs.float(), dim=-1), column, share, counts
+        logs = F.log_softmax(widen(outputs), dim=-1)
+        counted = counts.to(logs)
+        return logs, column, counted / counted.sum(dim=-1, keepdim=True).clamp_min(1.0)  # share: [..., L]
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        logs, column, share, _ = parts(outputs, targets)
+        logs, column, share = parts(outputs, targets)
         return -(logs.gather(-1, column).squeeze(-1) * share).sum(dim=-1)
 
     def slopes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logs, column, share, _ = parts(outputs, targets)
+        logs, column, share = parts(outputs, targets)
         losses = -(logs.gather(-1, column).squeeze(-1) * share).sum(dim=-1)
         slope = logs.exp().scatter_add_(-1, column, logs.new_full((), -1.0).expand_as(column))
         return losses, slope * share.unsqueeze(-1)
@@ -168,7 +178,7 @@ def token_log_likelihood(outputs: Tensor, targets: Tensor, ignored: int) -> tupl
     """Per example the summed log likelihood of its counted tokens, and how many they are: [...] each, float64."""
     counts = targets != ignored
     column = targets.masked_fill(~counts, 0).unsqueeze(-1)
-    logs = F.log_softmax(outputs.float(), dim=-1).gather(-1, column).squeeze(-1).double()
+    logs = F.log_softmax(widen(outputs), dim=-1).gather(-1, column).squeeze(-1).double()
     return (logs * counts).sum(dim=-1), counts.double().sum(dim=-1)
 
 

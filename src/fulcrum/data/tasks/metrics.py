@@ -195,7 +195,8 @@ def calibration_error(task: MetricContext) -> Metric:
 
     def result(sums: Tensor) -> Tensor:
         counts, confidence, right = sums.unflatten(-1, (3, bins)).unbind(dim=-2)
-        return (confidence - right).abs().sum(dim=-1) / counts.sum(dim=-1)
+        found: Tensor = (confidence - right).abs().sum(dim=-1) / counts.sum(dim=-1)
+        return found
 
     return Metric(sums, result, higher_is_better=False)
 

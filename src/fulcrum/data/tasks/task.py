@@ -29,7 +29,7 @@ class Task:
     check_targets: (name of the array, array) -> tensor of targets [n, ...]; DataError where they cannot be.
     target_dims: dimensions of one example's target: 0 for a number, 1 for several labels or a sequence. sequence:
     whether outputs have one prediction per position, [..., L, O]. classes: number of classes that a split by label may
-    use; 0 where targets are no classes. notes: sentences that a user must see.
+    use; 0 where targets are no classes. notes: sentences that a user must see. options: the settings it was made from.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Task:
     sequence: bool = False
     classes: int = 0
     notes: tuple[str, ...] = ()
+    options: tuple[object, ...] = ()
 
     @property
     def higher_is_better(self) -> bool:
@@ -69,7 +70,9 @@ class Task:
 
     def key(self) -> tuple[object, ...]:
         """Equal for tasks that train alike: what runs must share to be stacked."""
-        return (self.name, self.outputs, self.target_dims, self.sequence, self.score, tuple(self.metrics))
+        made_from = self.options or (id(self.loss),)
+        shape = (self.name, self.outputs, self.target_dims, self.sequence, self.score)
+        return (*shape, tuple(self.metrics), *made_from)
 
 
 def merge_sums(one: Mapping[str, Tensor] | None, other: Mapping[str, Tensor]) -> dict[str, Tensor]:
