@@ -25,10 +25,10 @@ import torch
 from fulcrum import runs as api
 from fulcrum.data import load, split
 from fulcrum.flower import certs, keys, run
-from fulcrum.flower.coordinator import Patience
+from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.flwr141 import Link, Tls, free_port
 from fulcrum.flower.terms import accept, propose, write_terms
-from fulcrum.flower.transport import GridPost
+from fulcrum.flower.transport import GridTransport
 from fulcrum.models.layout import Layout
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Data, Model, Privacy, Run, Settings, Train
@@ -41,7 +41,7 @@ def settings_for(parties: int, rounds: int) -> Settings:
         model=Model(name="mlp", hidden=(350,)),
         train=Train(rounds=rounds, rate=0.1, lr=0.5, min_parties=parties),
         privacy=Privacy(sigma=2.0, delta=1e-4),
-        run=Run(engine="reference", device="cpu", evaluate_every=rounds),
+        run=Run(engine="auto", device="cpu", evaluate_every=rounds),
     )
 
 
@@ -81,7 +81,7 @@ def over_flower(folder: Path, settings: Settings) -> tuple[api.Result, list[floa
         nodes = {name: keys.public_bytes(key) for name, key in register.items()}
         with Link("127.0.0.1", port, Tls(folder / "server.crt", folder / "server.key"), nodes) as link:
             links.append(link)
-            yield GridPost(link.grid, link.returned)
+            yield GridTransport(link.grid, link.restarted)
 
     def on_round(result: Any) -> None:
         gate = links[0].gate
@@ -94,11 +94,11 @@ def over_flower(folder: Path, settings: Settings) -> tuple[api.Result, list[floa
             settings,
             folder / "run",
             run.Address("127.0.0.1", port, None, None),
-            keys.load_register(folder / "register"),
-            patience=Patience(120, 400, settings.data.parties),
+            keys.load_public_keys(folder / "register"),
+            wait_policy=WaitPolicy(120, 400, settings.data.parties),
             simulation=True,
             on_round=on_round,
-            open_post=counted,
+            open_transport=counted,
         )
     finally:
         for process in parties:

@@ -25,8 +25,8 @@ from gpu_work import SIGMA, Clock, ceilings, federation, flops, images, wide_cnn
 
 from fulcrum.clipping import RULES
 from fulcrum.engines.batched import run_many
-from fulcrum.engines.batched.pooled import Pooled
 from fulcrum.engines.batched.server import Server
+from fulcrum.engines.batched.single_step import SingleStepRounds
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine, find_core
 from fulcrum.rng import Key, Secure, Seeded
@@ -134,15 +134,15 @@ def _largest(each: Any) -> float:
 # --- how fast is it? ------------------------------------------------------------------------------
 
 
-def pooled(feds: list[Any], rows_limit: int = 0, **how: Any) -> Pooled:
+def pooled(feds: list[Any], rows_limit: int = 0, **how: Any) -> SingleStepRounds:
     """The engine of `run_many` for these runs, to be played by hand."""
     core, _ = find_core(feds[0].problem, rows_limit)
     assert core is not None
     core.how = dataclasses.replace(core.how, **how)
-    return Pooled(Server(feds, core))
+    return SingleStepRounds(Server(feds, core))
 
 
-def round_time(bench: Bench, player: Pooled, rounds: int) -> float:
+def round_time(bench: Bench, player: SingleStepRounds, rounds: int) -> float:
     """Seconds a round, the recording of the graph left out."""
 
     def play() -> None:
@@ -178,7 +178,7 @@ def throughput(bench: Bench) -> None:
 
 
 def _report(
-    bench: Bench, work: str, rule: str, precision: str, runs: int, times: dict[str, float], player: Pooled
+    bench: Bench, work: str, rule: str, precision: str, runs: int, times: dict[str, float], player: SingleStepRounds
 ) -> None:
     expected = runs * 0.05 * len(bench.data[work].y)
     per = flops(player.core.program, rule != "none")  # type: ignore[arg-type]

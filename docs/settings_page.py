@@ -6,8 +6,9 @@ import inspect
 import json
 import math
 
+from fulcrum.runs.choices import CHOICES
 from fulcrum.settings.catalogue import catalogue
-from fulcrum.settings.checks import CHOICES, RANGES
+from fulcrum.settings.checks import RANGES
 from fulcrum.settings.files import SECTIONS, SHORT, Field
 
 HEAD = """# Settings
@@ -43,8 +44,9 @@ def page() -> str:
 def meaning(field: Field) -> str:
     """What a setting means, with its choices and its range."""
     parts = [field.words]
-    if field.path in CHOICES:
-        parts.append(f"One of {', '.join(f'`{choice}`' for choice in CHOICES[field.path])}.")
+    choices = CHOICES.get(field.path)
+    if choices:
+        parts.append(f"One of {', '.join(f'`{choice}`' for choice in choices)}.")
     if field.path in RANGES:
         low, low_in, high, high_in = RANGES[field.path]
         top = "" if high == math.inf else f" {'≤' if high_in else '<'} {high:g}"

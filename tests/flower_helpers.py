@@ -1,4 +1,4 @@
-"""A federation whose post is a dictionary: parties and coordinator as across machines, in one process."""
+"""A federation whose transport is a dictionary: parties and coordinator as across machines, in one process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from typing import Any
 
 import torch
 
+from fulcrum.clipping import find_rule
+from fulcrum.clipping.rule import Shape
 from fulcrum.data import Dataset, from_arrays, split
 from fulcrum.flower import keys, run
-from fulcrum.flower.coordinator import Patience
-from fulcrum.flower.messages import Envelope, model_fingerprint, pack, state_arrays
-from fulcrum.flower.party import Desk, open_desk
+from fulcrum.flower.coordinator import WaitPolicy
+from fulcrum.flower.messages import Envelope, assignment_schema, model_fingerprint, pack, state_arrays, write_assignment
+from fulcrum.flower.party import PartyService, open_party_service
 from fulcrum.flower.registry import Delivery
 from fulcrum.flower.terms import Terms, accept, propose
 from fulcrum.privacy.events import Gaussian
 from fulcrum.settings.schema import Clip, Data, Model, Privacy, Run, Settings, Train
+from fulcrum.types import Assignment
 from helpers import toy_data
 
 NAMES = ("party-0", "party-1", "party-2")
-PATIENCE = Patience(deadline=1.0, wait=1.0, minimum=1)
+WAIT_POLICY = WaitPolicy(round_timeout=1.0, join_timeout=1.0, min_parties=1)
 
 
 def toy_settings(rounds: int = 4, rule: str = "moo", **train: Any) -> Settings:
@@ -34,7 +37,7 @@ def toy_settings(rounds: int = 4, rule: str = "moo", **train: Any) -> Settings:
         train=Train(rounds=rounds, rate=0.2, lr=0.5, **train),
         clip=Clip(rule=rule),
         privacy=Privacy(sigma=1.1, delta=1e-3),
-        run=Run(engine="reference", device="cpu"),  # the parties' own; other engines differ in the last bits
+        run=Run(engine="auto", device="cpu"),  # as the parties choose; other engines differ in the last bits
     )
 
 
@@ -49,46 +52,44 @@ def toy_terms(settings: Settings, name: str = "party-0", **changes: Any) -> Term
 
 
 @contextlib.contextmanager
-def toy_desk(folder: Path, settings: Settings, k: int = 0, **options: Any) -> Iterator[Desk]:
-    """Party k's desk; its key, ledger and terms lie in `folder`, so that it can be opened again."""
+def toy_party(folder: Path, settings: Settings, k: int = 0, **options: Any) -> Iterator[PartyService]:
+    """Party k's service; its key, ledger and terms lie in `folder`, so that it can be opened again."""
     name = NAMES[k]
     if not (folder / "keys" / name).exists():
         keys.make_pair(folder / "keys", name)
     options = {"terms": toy_terms(settings, name), "say": lambda words: None, **options}
     data = part(toy_data(120), settings, k)
     terms = options.pop("terms")
-    with open_desk(
+    with open_party_service(
         name, data, folder / "keys" / name, folder / f"{name}.sqlite", terms, folder / f"{name}.toml", **options
-    ) as desk:
-        yield desk
+    ) as service:
+        yield service
 
 
-def toy_request(desk: Desk, settings: Settings, round: int = 0, C: float = 1.0, **changes: Any) -> Envelope:
-    """A round's request that the desk's terms allow, unless `changes` to the header say otherwise."""
-    assert desk.terms is not None
-    model, layout = desk.model()
+def toy_request(service: PartyService, settings: Settings, round: int = 0, C: float = 1.0, **changes: Any) -> Envelope:
+    """A round's request that the party's terms allow, unless `changes` to the header say otherwise."""
+    assert service.terms is not None
+    model, layout = service.trainer.model, service.trainer.layout
+    task = Assignment(client=NAMES.index(service.name), rate=0.2, sigma=1.1, steps=1, lr=0.5)
+    assignment = {**write_assignment(task), **changes.pop("assignment", {})}
+    assignment |= {name: changes.pop(name) for name in assignment_schema() if name in changes}
     header = {
         "kind": "round",
         "run": "run-1",
         "nonce": "0" * 32,
-        "party": desk.name,
-        "client": NAMES.index(desk.name),
+        "party": service.name,
+        "assignment": assignment,
         "rule": settings.clip.rule,
         "groups": "flat",
         "unit": "example",
         "model": model_fingerprint(model, layout),
         "round": round,
         "rounds": settings.train.rounds,
-        "steps": 1,
-        "rate": 0.2,
-        "sigma": 1.1,
-        "lr": 0.5,
         "weight_decay": 0.0,
-        "seeds": [7] if desk.simulation else [],
+        "seeds": [7] if service.simulation else [],
         **changes,
     }
-    problem = desk.problem({**header, "seeds": [0], "rule": settings.clip.rule}, model, layout)
-    state = {**problem.rule.init(settings.clip, problem.shape)}
+    state = {**find_rule(settings.clip.rule).init(settings.clip, Shape(layout.dim, layout.sizes))}
     state["C"] = torch.full_like(state["C"], C)
     return pack(header, {"params": layout.flatten(model), **state_arrays(state)})
 
@@ -97,10 +98,10 @@ EVENT = Gaussian(0.2, 1.1, 1)
 
 
 class Bus:
-    """The post: node k is party k. `tamper(k, request, reply)` may change a reply, or return None to lose it."""
+    """The transport: node k is party k. `tamper(k, request, reply)` may change a reply, or return None to lose it."""
 
-    def __init__(self, desks: dict[int, Desk]) -> None:
-        self.desks = desks
+    def __init__(self, services: dict[int, PartyService]) -> None:
+        self.services = services
         self.away: set[int] = set()
         self.back: set[int] = set()
         self.tamper: Callable[[int, Envelope, Envelope], Envelope | None] = lambda k, request, reply: reply
@@ -108,9 +109,9 @@ class Bus:
         self._open: dict[str, tuple[int, Envelope]] = {}
 
     def online(self) -> set[int]:
-        return set(self.desks) - self.away
+        return set(self.services) - self.away
 
-    def returned(self) -> set[int]:
+    def restarted(self) -> set[int]:
         back, self.back = self.back, set()
         return back
 
@@ -126,20 +127,23 @@ class Bus:
         found = []
         for number in sorted(ids & self._open.keys()):
             node, envelope = self._open.pop(number)
-            reply = self.tamper(node, envelope, self.desks[node].answer(envelope))
+            reply = self.tamper(node, envelope, self.services[node].answer(envelope))
             if reply is not None:
                 found.append(Delivery(number, reply))
         return found
 
 
 @contextlib.contextmanager
-def toy_federation(folder: Path, settings: Settings, simulation: bool = True) -> Iterator[Bus]:
-    """Three desks on a bus."""
+def toy_federation(
+    folder: Path, settings: Settings, simulation: bool = True, terms: Callable[[str], Terms] | None = None
+) -> Iterator[Bus]:
+    """Three parties on a bus. terms: what each agreed to, by name; by default the settings with a large budget."""
     with contextlib.ExitStack() as stack:
-        desks = {
-            k: stack.enter_context(toy_desk(folder, settings, k, simulation=simulation)) for k in range(len(NAMES))
-        }
-        yield Bus(desks)
+        services = {}
+        for k, name in enumerate(NAMES):
+            options = {} if terms is None else {"terms": terms(name)}
+            services[k] = stack.enter_context(toy_party(folder, settings, k, simulation=simulation, **options))
+        yield Bus(services)
 
 
 def serve(bus: Bus, settings: Settings, folder: Path, monkeypatch: Any, **options: Any) -> Any:
@@ -148,8 +152,8 @@ def serve(bus: Bus, settings: Settings, folder: Path, monkeypatch: Any, **option
     address = run.Address("nowhere", 1, None, None)
     register = {name: keys.load_public(folder.parent / "keys" / f"{name}.pub") for name in NAMES}
     said = options.pop("said", [])
-    common = {"open_post": lambda *_: contextlib.nullcontext(bus), "say": said.append}
+    common = {"open_transport": lambda *_: contextlib.nullcontext(bus), "say": said.append}
     if options.pop("resume", False):
-        return run.go_on(folder, address, register, **common, **options)
-    options = {"patience": PATIENCE, "simulation": True, **options}
+        return run.resume_serving(folder, address, register, **common, **options)
+    options = {"wait_policy": WAIT_POLICY, "simulation": True, **options}
     return run.serve(settings, folder, address, register, **common, **options)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
-    from fulcrum.runs import Result, execute, prepare, resume, rounds, train
+    from fulcrum.runs import Observer, Result, execute, prepare, resume, rounds, train
     from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
 
@@ -26,6 +26,7 @@ __all__ = [
     "Dataset",
     "FulcrumError",
     "InputError",
+    "Observer",
     "Result",
     "RoundResult",
     "Settings",
@@ -41,6 +42,7 @@ _HOME = {
     "Dataset": "fulcrum.data",
     "FulcrumError": "fulcrum.errors",
     "InputError": "fulcrum.errors",
+    "Observer": "fulcrum.runs",
     "Result": "fulcrum.runs",
     "RoundResult": "fulcrum.types",
     "Settings": "fulcrum.settings.schema",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,6 +109,10 @@ class Recorded:
         return self.normals[key][:count]
 
 
+RANDOMNESS: dict[str, Callable[[int], Randomness]] = {"seeded": Seeded, "secure": lambda seed: Secure()}
+"""What privacy.randomness may be, each made from the run's seed."""
+
+
 def make(mode: str, seed: int) -> Randomness:
     """The randomness a run's settings ask for: `seeded` or `secure`."""
-    return Secure() if mode == "secure" else Seeded(seed)
+    return RANDOMNESS[mode](seed)

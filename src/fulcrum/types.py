@@ -79,11 +79,11 @@ class Bounds:
     """What one unit can change, after clipping.
 
     C [G]: the norm of its contribution in each group. extra: the Euclidean norm of its row of extra
-    statistics (0 if the rule releases none), a second sum included.
+    statistics (0 if the rule releases none), a second sum included. The bounds of T tasks are C [T, G] and extra [T].
     """
 
     C: torch.Tensor
-    extra: float = 0.0
+    extra: float | torch.Tensor = 0.0
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,9 @@ class RoundResult:
     the exponential moving average of it (the same tensor where averaging is off). C is a list of
     the clipping norm in use in this round (one a group; for client rules the mean over the
     participants). epsilon is the largest spent by any party so far, epsilons each party's (empty where
-    there are more than 1000: ask the ledger).
-    accuracy and loss are on public test data, None in rounds without evaluation. participants is None
+    there are more than 1000: ask the ledger). Without a ledger epsilon is NaN and epsilons is empty.
+    metrics are on public test data, by name; empty in rounds without evaluation. party_metrics are each party's own, by
+    its name. participants is None
     where who took part is secret (unit client); out_of_budget then names the parties that neither took
     part nor paid, because their budget is spent.
     """
@@ -192,7 +193,17 @@ class RoundResult:
     epsilons: tuple[float, ...]
     participants: tuple[int, ...] | None
     seconds: float
-    accuracy: float | None = None
-    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    party_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     out_of_budget: tuple[int, ...] = ()
+
+    @property
+    def accuracy(self) -> float | None:
+        """The metric of that name; None in rounds without evaluation, and for tasks that have no accuracy."""
+        return self.metrics.get("accuracy")
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss; None in rounds without evaluation."""
+        return self.metrics.get("loss")

@@ -21,6 +21,7 @@ NAMES = {
     "Dataset",
     "FulcrumError",
     "InputError",
+    "Observer",
     "Result",
     "RoundResult",
     "Settings",
@@ -60,8 +61,8 @@ PART = {"--datasets", "--methods", "--epsilons", "--seeds"}
 STUDY = PART | {"--out", "--shard", "--backend", "--workers", "--seconds", "--data-dir", "--report-only"}
 STUDY |= {"--experiments", "--quiet", "-q", "--debug"}
 COMMANDS = {
-    "run": SETTINGS | {"--out", "--json", "--quiet", "-q", "--debug"},
-    "resume": {"folder", "--json", "--quiet", "-q", "--debug"},
+    "run": SETTINGS | {"--observe", "--out", "--json", "--quiet", "-q", "--debug"},
+    "resume": {"folder", "--observe", "--json", "--quiet", "-q", "--debug"},
     "show": {"folder", "--json", "--debug"},
     "init": {"path", "--debug"},
     "plan": SETTINGS | {"--for-epsilon", "--json", "--debug"},
@@ -97,6 +98,7 @@ COMMANDS = {
     "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},
     "study merge": {"folders", "--into", "--keep", "--json", "--debug"},
     "study choose": PART - {"--seeds"} | {"--out", "--study", "--protocol", "--partial", "--experiments", "--debug"},
+    "study paper": STUDY,
     "study robustness": STUDY,
     "study protocol": STUDY,
     "study parties": STUDY,

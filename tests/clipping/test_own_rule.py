@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
+import json
 import re
 import sys
 from pathlib import Path
@@ -11,9 +13,11 @@ from pathlib import Path
 import pytest
 
 import fulcrum
-from fulcrum.clipping import RULES, ClipRule, find_rule
+from fulcrum.clipping import RULES, ClipRule, Shape, find_rule
+from fulcrum.clipping.rule import rule_options
 from fulcrum.clipping.testing import check_rule
 from fulcrum.errors import ConfigError
+from fulcrum.settings.schema import Clip
 from helpers import toy_data
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-rule.md"
@@ -42,8 +46,6 @@ def test_the_pages_own_test_passes_and_can_fail(cooling: ClipRule) -> None:
     names: dict[str, object] = {}
     exec(blocks()[1], names)
     names["test_cooling_keeps_the_contract"]()  # type: ignore[operator]
-    import dataclasses
-
     with pytest.raises(AssertionError, match="C is not above 0"):
         check_rule(dataclasses.replace(cooling, adapt=lambda state, released: {**state, "C": state["C"] * 0}))
 
@@ -73,7 +75,7 @@ def test_it_is_found_by_its_name_through_an_entry_point(cooling: ClipRule, monke
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [_Point] if group == "fulcrum.rules" else [])
     assert find_rule("cooling") is cooling
     assert find_rule("moo") is RULES["moo"]
-    with pytest.raises(ConfigError, match="did you mean cooling"):
+    with pytest.raises(ConfigError, match="did you mean 'cooling'"):
         find_rule("coolin")
     monkeypatch.setattr(_Point, "attr", "nothing")
     with pytest.raises(ConfigError, match="'cooling' cannot be imported"):
@@ -83,3 +85,63 @@ def test_it_is_found_by_its_name_through_an_entry_point(cooling: ClipRule, monke
 def test_every_file_the_page_names_exists() -> None:
     for name in re.findall(r"`(clip/\w+\.py)`", PAGE.read_text(encoding="utf-8")):
         assert (PAGE.parents[1] / "src" / "fulcrum" / name).is_file(), name
+
+
+# --- options of a rule's own ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def hasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClipRule:
+    """The page's rule with options, saved as hasty.py in the current folder."""
+    (tmp_path / "hasty.py").write_text(blocks()[2])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "hasty", raising=False)
+    importlib.invalidate_caches()
+    return find_rule("hasty:HASTY")
+
+
+def test_a_rule_finds_its_options_with_their_defaults(hasty: ClipRule) -> None:
+    flat = Shape(3, (3,))
+    assert float(hasty.init(Clip(), flat)["speed"]) == pytest.approx(0.01)
+    assert float(hasty.init(Clip(options={"speed": 2}), flat)["speed"]) == 2.0
+    again = dataclasses.replace(hasty, name="again")  # a copy fills in the same options once more
+    assert float(again.init(Clip(options={"speed": 0.5}), flat)["speed"]) == 0.5
+    by_name = dataclasses.replace(hasty, options={"speed": 0.25, "after": 3})
+    seen = rule_options(by_name, {"after": 4})
+    assert seen == {"speed": 0.25, "after": 4}
+    check_rule(hasty)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sped": 1.0}, "clip.options.sped is not an option of the rule 'hasty'; did you mean 'speed'?"),
+        ({"speed": "fast"}, "clip.options.speed = 'fast' is not a number."),
+        ({"speed": True}, "clip.options.speed = True is not a number."),
+        ({"after": 1.5}, "clip.options.after = 1.5 is not a whole number."),
+    ],
+)
+def test_wrong_options_are_refused_in_one_sentence(hasty: ClipRule, options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rule_options(hasty, options)
+    assert str(caught.value) == said
+
+
+def test_options_on_the_command_line_and_in_a_file(hasty: ClipRule, tmp_path: Path, capsys) -> None:
+    from fulcrum.cli import main
+
+    words = "run --data digits --model linear --rounds 3 --sigma 1 --parties 2 -q --set clip.rule=hasty:HASTY"
+    run = words.split()
+    assert main([*run, "--set", "clip.options.speed=0.5", "--set", "clip.options.after=0", "--out", "fast"]) == 0
+    lines = (tmp_path / "fast" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["C"] for line in lines] == pytest.approx([1.0, 0.60653066, 0.36787944])
+    assert main(["run", "fast/settings.toml", "-q", "--out", "again"]) == 0, "the run's own settings run again"
+    assert (tmp_path / "again" / "metrics.jsonl").read_text().count('"C":') == 3
+    capsys.readouterr()
+    assert main([*run, "--set", "clip.options.sped=0.5", "--out", "wrong"]) == 2
+    assert "did you mean 'speed'?" in capsys.readouterr().err
+    assert not (tmp_path / "wrong").exists(), "refused before anything runs"
+    assert main(["run", "--set", "clip.options.speed=1", "--sigma", "1", "--out", "wrong"]) == 2
+    assert capsys.readouterr().err == "error: clip.options.speed is set, but the rule 'moo' has no options.\n"
+    assert main([*run, "--set", "clip.options.speed=[1]", "--out", "wrong"]) == 2
+    assert "clip.options holds [1], a list; it must be a table of names with" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_layer_groups_share_C_so_that_the_whole_is_bounded_by_C0() -> None:
 def test_a_rule_of_ones_own_is_found_by_module_and_name() -> None:
     assert find_rule("fulcrum.clipping.fixed:FIXED") is FIXED
     for name, words in {
-        "mooo": "did you mean moo",
+        "mooo": "did you mean 'moo'",
         "nowhere.module:rule": "cannot be imported",
         "fulcrum.clipping.fixed:nothing": "cannot be imported",
         "fulcrum.clipping.fixed:shrink": "not a fulcrum.clipping.ClipRule",

@@ -170,7 +170,7 @@ def test_a_burst_in_which_a_sample_did_not_fit_is_played_again(monkeypatch: pyte
     roomy = last_model(feds)
     monkeypatch.setattr(sampling, "ROOM", -4.0)
     torch.testing.assert_close(last_model(feds), roomy, rtol=1e-4, atol=1e-6)
-    monkeypatch.setattr("fulcrum.engines.batched.pooled.Pooled.settled", lambda self: True)
+    monkeypatch.setattr("fulcrum.engines.batched.single_step.SingleStepRounds.settled", lambda self: True)
     assert not torch.allclose(last_model(feds), roomy, rtol=1e-2)
 
 

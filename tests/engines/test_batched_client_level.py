@@ -12,11 +12,11 @@ from test_batched_local_steps import Once
 from test_client_level import client_settings, play
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fulcrum.engines.batched
 from fulcrum.data import Dataset
-from fulcrum.engines.batched import ManyRound, chunks, cohorts, run_many
-from fulcrum.engines.batched.cohorts import Cohorts
-from fulcrum.engines.batched.roster import draw_roster
+from fulcrum.engines.batched import ManyRound, chunks, local_steps, run_many, runs
+from fulcrum.engines.batched.jobs import JobTable, draw_cohorts, make_table
+from fulcrum.engines.batched.local_steps import JobRounds
+from fulcrum.engines.batched.noise_at import NoiseAtServer
 from fulcrum.engines.stacked import sampling
 from fulcrum.engines.stacked.replay import Replayer
 from fulcrum.rng import Seeded
@@ -69,12 +69,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def never(*args: Any) -> None:
-    raise AssertionError("these runs were to be played by Cohorts")
+    raise AssertionError("these runs were to be played by JobRounds")
 
 
 @pytest.fixture
 def stacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fulcrum.engines.batched, "_Alone", never)
+    monkeypatch.setattr(runs, "SeparateRuns", never)
 
 
 def assert_as_alone(feds: list[Federation], rounds: list[ManyRound]) -> None:
@@ -101,66 +101,81 @@ def test_each_run_equals_itself_alone(case: str, steps: int) -> None:
 @pytest.mark.parametrize("rule", ["quantile", "oso"])
 def test_jobs_in_groups_and_examples_in_pieces_give_the_same(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     feds = pair(clip={"rule": rule}, train={"steps": 2})
-    monkeypatch.setitem(cohorts.BUDGET, "cpu", 4 * feds[0].problem.layout.dim * 2)
-    assert draw_roster(feds, 6, 2).groups > 2
+    monkeypatch.setitem(local_steps.BUDGET, "cpu", 4 * feds[0].problem.layout.dim * 2)
+    assert table_of(feds, 6, 2)[0].groups > 2
     assert_as_alone(feds, list(run_many(feds, 5)))
 
 
-def test_the_roster_is_who_was_drawn() -> None:
+def table_of(feds: list[Federation], rounds: int, allowed: int) -> tuple[JobTable, torch.Tensor]:
+    drawn, divisor = draw_cohorts(feds, rounds)
+    return make_table(feds, drawn, allowed), divisor
+
+
+def test_the_table_is_who_was_drawn() -> None:
     feds = pair()
-    roster = draw_roster(feds, 6, 4)
+    table, divisor = table_of(feds, 6, 4)
+    assert not table.steady
     for t in range(6):
-        mine = roster.table.view(6, -1)[t]
+        mine, own_weights = table.party.view(6, -1)[t], table.weight.view(6, -1)[t]
         assert bool((mine.diff() >= 0).all())
         for r, federation in enumerate(feds):
             assert federation.plan.central is not None
             terms, source = federation.plan.central, federation.problem.randomness
             drawn = torch.nonzero(source.uniform(("cohort", t), terms.clients) < terms.rate).flatten()
-            assert (mine[roster.parties.run[mine] == r] - roster.firsts[r]).tolist() == drawn.tolist()
-            weight = float(terms.weights[drawn].sum())
-            assert float(roster.divisor[t, r]) == pytest.approx(terms.divisor(weight))
-        assert roster.groups_of[t] * roster.jobs >= int((mine < roster.firsts[-1]).sum())
+            here = table.parties.run[mine] == r
+            assert (mine[here] - table.firsts[r]).tolist() == drawn.tolist()
+            assert own_weights[here].tolist() == pytest.approx(terms.weights[drawn].tolist())
+            assert float(divisor[t, r]) == pytest.approx(terms.divisor(float(terms.weights[drawn].sum())))
+        assert table.groups_of[t] * table.jobs >= int((mine < table.firsts[-1]).sum())
 
 
-def _louder(player: Cohorts) -> None:
-    player.noise_scale = player.noise_scale * 1.02
+def _server_noise(player: JobRounds) -> NoiseAtServer:
+    assert isinstance(player.noise, NoiseAtServer)
+    return player.noise
 
 
-def _unweighted(player: Cohorts) -> None:
-    player.parties = dataclasses.replace(player.parties, weight=(player.parties.weight > 0).float())
+def _louder(player: JobRounds) -> None:
+    noise = _server_noise(player)
+    noise.noise_scale = noise.noise_scale * 1.02
 
 
-def _by_those_who_came(player: Cohorts) -> None:
-    player.cohort = player.cohort + 1
+def _unweighted(player: JobRounds) -> None:
+    player.weight_of = (player.weight_of > 0).float()
 
 
-def _other_divisor(player: Cohorts) -> None:
-    player.divisor = player.divisor * 1.02
+def _by_those_who_came(player: JobRounds) -> None:
+    noise = _server_noise(player)
+    noise.cohort = noise.cohort + 1
 
 
-def _others_examples(player: Cohorts) -> None:
+def _other_divisor(player: JobRounds) -> None:
+    noise = _server_noise(player)
+    noise.divisor = noise.divisor * 1.02
+
+
+def _others_examples(player: JobRounds) -> None:
     player.parties = dataclasses.replace(player.parties, start=(player.parties.start - 1).clamp_min(0))
 
 
 @pytest.mark.usefixtures("stacked")
 @pytest.mark.parametrize("mistake", [_louder, _unweighted, _by_those_who_came, _other_divisor, _others_examples])
-def test_a_mistake_is_noticed(mistake: Callable[[Cohorts], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    make = Cohorts.__init__
+def test_a_mistake_is_noticed(mistake: Callable[[JobRounds], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    make = JobRounds.__init__
 
-    def wrong(self: Cohorts, server: Any) -> None:
+    def wrong(self: JobRounds, server: Any) -> None:
         make(self, server)
         mistake(self)
 
     feds = pair(clip={"rule": "quantile"}, train={"steps": 2})
     assert_as_alone(feds, list(run_many(feds)))
-    monkeypatch.setattr(Cohorts, "__init__", wrong)
+    monkeypatch.setattr(JobRounds, "__init__", wrong)
     with pytest.raises(AssertionError):
         assert_as_alone(feds, list(run_many(feds)))
 
 
 @pytest.mark.parametrize("rule", ["median", "wav"])
 def test_rules_that_see_the_whole_cohort_or_another_basis_go_alone(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fulcrum.engines.batched, "Cohorts", never)
+    monkeypatch.setattr(runs, "JobRounds", never)
     federation = prepare(client_settings(clip={"rule": rule}), DATA)
     rounds, alone = list(run_many([federation])), play(federation)
     assert rounds[-1].averaged is not None
@@ -223,7 +238,7 @@ def test_a_burst_in_which_a_sample_did_not_fit_is_played_again(monkeypatch: pyte
     assert torch.equal(roomy, last_model(feds))
     monkeypatch.setattr(chunks, "ROOM", -100.0)
     torch.testing.assert_close(last_model(feds), roomy, rtol=1e-4, atol=1e-6)
-    monkeypatch.setattr(Cohorts, "settled", lambda self: True)
+    monkeypatch.setattr(JobRounds, "settled", lambda self: True)
     assert not torch.allclose(last_model(feds), roomy, rtol=1e-2)
 
 
@@ -294,13 +309,13 @@ def test_the_programs_can_be_recorded(case: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Replayer, "change", strictly)
     next(run_many(pair(**CASES[case])))
-    end = Cohorts._end
+    end = NoiseAtServer.end
 
-    def asks(self: Cohorts) -> None:
-        float(self.reach[0])
+    def asks(self: NoiseAtServer) -> None:
+        float(self.bound[0])
         end(self)
 
-    monkeypatch.setattr(Cohorts, "_end", asks)
+    monkeypatch.setattr(NoiseAtServer, "end", asks)
     with pytest.raises(AssertionError, match="_local_scalar_dense"):
         next(run_many(pair(**CASES[case])))
 

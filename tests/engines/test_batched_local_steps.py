@@ -9,8 +9,7 @@ import pytest
 import torch
 from test_loop import play, toy_settings
 
-import fulcrum.engines.batched
-from fulcrum.engines.batched import ManyRound, chunks, run_many
+from fulcrum.engines.batched import ManyRound, chunks, run_many, runs
 from fulcrum.engines.batched.chunks import Units, add_up, choose, chunked, expect, fill
 from fulcrum.engines.stacked import sampling
 from fulcrum.rng import Key, Seeded
@@ -54,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def never(server: Any) -> None:
-    raise AssertionError("these runs were to be played by Locals")
+    raise AssertionError("these runs were to be played by JobRounds")
 
 
 def assert_as_alone(feds: list[Federation], rounds: list[ManyRound]) -> None:
@@ -71,13 +70,13 @@ def assert_as_alone(feds: list[Federation], rounds: list[ManyRound]) -> None:
 @pytest.mark.parametrize("steps", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_each_run_equals_itself_alone(case: str, steps: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fulcrum.engines.batched, "Apart", never)
+    monkeypatch.setattr(runs, "PerJobRounds", never)
     feds = pair(steps, **CASES[case])
     assert_as_alone(feds, list(run_many(feds, limit)))
 
 
 def test_a_wrong_term_of_one_run_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fulcrum.engines.batched, "Apart", never)
+    monkeypatch.setattr(runs, "PerJobRounds", never)
     feds = pair(2)
     other = prepare(feds[1].settings.replace(privacy={"sigma": 2.1}), DATA)
     with pytest.raises(AssertionError):
@@ -87,15 +86,13 @@ def test_a_wrong_term_of_one_run_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train": {"steps": 2, "participation": 0.4}},
-        {"train": {"steps": 2}, "privacy": {"sigma": None, "epsilon": 2.0, "max_participations": 2}},
         {"train": {"steps": 2}, "clip": {"rule": "moo-client"}},
         {"train": {"steps": 2}, "clip": {"rule": "median"}},
     ],
 )
 def test_other_runs_go_job_by_job(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fulcrum.engines.batched, "Apart", never)
-    with pytest.raises(AssertionError, match="Locals"):
+    monkeypatch.setattr(runs, "PerJobRounds", never)
+    with pytest.raises(AssertionError, match="JobRounds"):
         next(iter(run_many([prepare(toy_settings(**changes), DATA)])))
 
 
@@ -109,7 +106,7 @@ def test_another_basis_for_a_model_that_torch_func_follows(steps: int, monkeypat
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sin(self.inner(x))
 
-    monkeypatch.setattr(fulcrum.engines.batched, "Apart", never)
+    monkeypatch.setattr(runs, "PerJobRounds", never)
     feds = [prepare(toy_settings(clip={"rule": "wav"}, train={"steps": steps}), DATA, Wave())]
     assert_as_alone(feds, list(run_many(feds)))
 
@@ -150,7 +147,7 @@ def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "draws_on_device", lambda device, sources: True)
-    monkeypatch.setattr(fulcrum.engines.batched, "Apart", never)
+    monkeypatch.setattr(runs, "PerJobRounds", never)
 
 
 def last_model(feds: list[Federation]) -> torch.Tensor:
@@ -166,7 +163,7 @@ def test_a_burst_in_which_a_sample_did_not_fit_is_played_again(monkeypatch: pyte
     assert torch.equal(roomy, last_model(feds))
     monkeypatch.setattr(chunks, "ROOM", -10.0)
     torch.testing.assert_close(last_model(feds), roomy, rtol=1e-4, atol=1e-6)
-    monkeypatch.setattr("fulcrum.engines.batched.locals.Locals.settled", lambda self: True)
+    monkeypatch.setattr("fulcrum.engines.batched.local_steps.JobRounds.settled", lambda self: True)
     assert not torch.allclose(last_model(feds), roomy, rtol=1e-2)
 
 

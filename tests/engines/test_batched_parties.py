@@ -14,7 +14,9 @@ from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import make_plan
 from fulcrum.runs import prepare
 from fulcrum.settings.schema import Settings
-from fulcrum.training.loop import EPSILONS, Purse, federate, invite, reserve
+from fulcrum.training.loop import EPSILONS, federate, invite, reserve
+from fulcrum.training.round import round_events
+from fulcrum.training.run_account import RunAccount
 from helpers import toy_data
 
 
@@ -60,24 +62,23 @@ def test_a_million_parties_plan_and_sample_without_an_object_each() -> None:
     try:
         plan = make_plan(asked, million, sizes, find_rule("moo"))
         assert len(plan.groups) == 1
-        purse = Purse(plan, 1e-5, "rdp")
         everyone = set()
         with Ledger.open(":memory:") as ledger:
+            account = RunAccount(ledger, "run", 1e-5, "rdp")
             for t in range(5):
                 invited = invite(asked, million, t)
                 assert 30 < len(invited) < 200
-                granted = reserve(ledger, "run", t, plan, invited, "seeded")
+                granted = reserve(ledger, "run", t, plan, round_events(plan, invited, t), replays=True)
                 assert granted == invited
-                purse.pay(t, granted)
+                account.read_until(t + 1)
                 everyone |= set(granted)
             assert set(ledger.accounts()) == {plan.name(k) for k in everyone}
-        assert purse.listed() == ()
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     # The plan itself holds twelve bytes a party; a Python object each would take a hundred megabytes and more.
     assert peak < 60e6
-    assert 0 < purse.largest < plan.epsilon_at(50, 0)
+    assert 0 < account.largest < plan.epsilon_at(50, 0)
 
 
 def test_a_ledger_reads_new_accounts_only_and_writes_a_round_in_three_transactions() -> None:
@@ -88,11 +89,11 @@ def test_a_ledger_reads_new_accounts_only_and_writes_a_round_in_three_transactio
         for t in range(3):
             said.clear()
             invited = list(range(t, 1000, 10))
-            reserve(ledger, "run", t, plan, invited, "seeded")
+            reserve(ledger, "run", t, plan, round_events(plan, invited, t), replays=True)
             ledger.settle("run", t, {plan.name(k): "digest" for k in invited})
             assert sum(line.startswith("BEGIN IMMEDIATE") for line in said) == 3  # enroll, reserve, settle
         said.clear()
-        reserve(ledger, "run", 3, plan, list(range(0, 1000, 10)), "seeded")  # all known: nothing to enroll
+        reserve(ledger, "run", 3, plan, round_events(plan, range(0, 1000, 10), 3), replays=True)  # nothing to enroll
         assert sum(line.startswith("BEGIN IMMEDIATE") for line in said) == 1
         ledger._store.db.set_trace_callback(None)
         ledger.set_budget("party-10", 7.5)

@@ -205,6 +205,15 @@ def _uneven(data: Dataset, sizes: list[int]) -> Any:
     return Partition(torch.arange(len(data.y)), torch.tensor([0, *sizes]).cumsum(0))
 
 
+def test_statistics_without_a_share_of_the_noise_are_refused_as_by_the_reference() -> None:
+    bare = dataclasses.replace(RULES["quantile"], share=no_share)
+    problem = dataclasses.replace(toy_problem("fixed"), rule=bare)
+    for engine in (ReferenceEngine, StackedEngine):
+        with pytest.raises(ValueError, match="no share"):
+            list(engine(problem).run(request(problem, clients=2)))
+        list(engine(problem).run(request(problem, sigma=0.0, clients=2)))  # nothing is promised where nothing is noised
+
+
 def test_a_rule_that_cannot_be_stacked_is_called_client_by_client() -> None:
     def clip(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
         C = float(state["C"][0]) if math.isfinite(stats.sigma) else 0.0

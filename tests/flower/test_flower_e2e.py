@@ -27,9 +27,9 @@ import httpx
 
 from fulcrum.data import load, split
 from fulcrum.flower import certs, keys, run
-from fulcrum.flower.coordinator import Patience
+from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.flwr141 import FLEET, Link, Tls, bundle, free_port
-from fulcrum.flower.transport import GridPost
+from fulcrum.flower.transport import GridTransport
 from fulcrum.privacy.accounting import Spend
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs import folder as record
@@ -61,7 +61,7 @@ delta = 1e-4
 class Federation:
     """A folder with everything three hospitals and a coordinator need, and the processes in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: str = CONFIG) -> None:
         self.folder, self.port = folder, free_port()
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         data = load("digits")
@@ -70,7 +70,7 @@ class Federation:
             rows = parts.indices(k)
             np.savez(folder / f"{name}.npz", x=data.x[rows], y=data.y[rows], classes=data.classes)
         np.savez(folder / "public.npz", x_test=data.x_test, y_test=data.y_test, classes=data.classes)
-        (folder / "config.toml").write_text(CONFIG)
+        (folder / "config.toml").write_text(config)
         certs.make_authority(folder / "certs", ["127.0.0.1"])
         (folder / "register").mkdir()
         for name in PARTIES:
@@ -93,6 +93,12 @@ class Federation:
         words = ["--data", data or f"{name}.npz", "--key", f"{home}/{name}", "--ledger", f"{home}/ledger.sqlite"]
         words += ["--server", f"127.0.0.1:{self.port}", "--ca", "certs/ca.crt", "--terms", f"{home}/terms.toml"]
         self.start(home, "party", *words, "--until-done")
+
+    @property
+    def transport(self) -> list[str]:
+        """Options of `fulcrum serve`: certificate, keys, address, waits."""
+        words = ["--certificate", "certs/server.crt", "--private-key", "certs/server.key", "--keys", "register"]
+        return [*words, "--listen", f"127.0.0.1:{self.port}", "--deadline", "30", "--wait", "200"]
 
     def serve(self, *words: str) -> None:
         self.start("serve", "serve", *words)
@@ -157,9 +163,7 @@ def played(federation):
     keys.make_pair(folder / "impostor", "c")
     shutil.copy(folder / "c" / "terms.toml", folder / "impostor" / "terms.toml")
 
-    transport = ["--certificate", "certs/server.crt", "--private-key", "certs/server.key", "--keys", "register"]
-    transport += ["--listen", f"127.0.0.1:{federation.port}", "--deadline", "30", "--wait", "200"]
-    federation.serve("config.toml", "--out", "run", *transport)
+    federation.serve("config.toml", "--out", "run", *federation.transport)
     for name in PARTIES:
         federation.party(name)
     federation.party("d", home="stranger", data="a.npz")
@@ -258,6 +262,31 @@ def test_nothing_is_left_running(federation, played):
     assert federation.children() == []
 
 
+# --- a method whose statistics do not go out with every step ------------------------------------
+
+
+def test_dc_sgd_is_served_to_its_end(tmp_path):
+    """Its histogram goes out with every fourth step, so the rounds of a run differ in what they release."""
+    config = CONFIG.replace('"moo"', '"dc-sgd"').replace(f"rounds = {ROUNDS}", "rounds = 6")
+    made = Federation(tmp_path, config.replace("rate = 0.05", "rate = 0.25"))
+    try:
+        made.serve("config.toml", "--out", "run", *made.transport)
+        for name in PARTIES:
+            made.party(name)
+        for name in ("serve", *PARTIES):
+            made.wait_for(lambda name=name: made.running[name].poll() is not None)
+    finally:
+        made.close()
+    assert made.running["serve"].returncode == 0, made.log("serve")
+    assert [len(line["participants"]) for line in made.rounds()] == [3] * 6
+    for name in PARTIES:
+        own = _entries(tmp_path / name / "ledger.sqlite", name)
+        with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
+            mirror = ledger.entries(name)
+        assert [(e.round, e.events, e.digest) for e in own] == [(e.round, e.events, e.digest) for e in mirror]
+        assert [e.events[0].sigma == 1.5 for e in own] == [True, False, False, False, True, False]
+
+
 # --- code that the server sends -----------------------------------------------------------------
 
 
@@ -281,7 +310,7 @@ app = ClientApp()
         tls = Tls(tmp_path / "certs" / "server.crt", tmp_path / "certs" / "server.key")
         nodes = {name: keys.public_bytes(key) for name, key in register.items()}
         with Link("127.0.0.1", made.port, tls, nodes, bundle({"pushed.py": pushed})) as link:
-            yield GridPost(link.grid, link.returned)
+            yield GridTransport(link.grid, link.restarted)
 
     os.environ["WHO"] = "ours"
     try:
@@ -297,16 +326,16 @@ app = ClientApp()
             )
         try:
             address = run.Address("127.0.0.1", made.port, None, None)
-            register = keys.load_register(tmp_path / "register")
-            patience = Patience(deadline=60, wait=40, minimum=1)
+            register = keys.load_public_keys(tmp_path / "register")
+            wait_policy = WaitPolicy(round_timeout=60, join_timeout=40, min_parties=1)
             result = run.serve(
                 settings,
                 tmp_path / "run",
                 address,
                 register,
-                patience=patience,
+                wait_policy=wait_policy,
                 say=lambda _: None,
-                open_post=evil_link,
+                open_transport=evil_link,
             )
         finally:
             os.killpg(victim.pid, signal.SIGKILL)

@@ -13,14 +13,19 @@ pytest.importorskip("cryptography", reason="parties sign with cryptography: pip 
 from flower_helpers import NAMES, serve, toy_federation, toy_settings, toy_terms
 from fulcrum import runs as api
 from fulcrum.clipping import RULES
+from fulcrum.engines.parallel import ParallelEngine
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
-from fulcrum.flower.coordinator import Patience
-from fulcrum.flower.messages import Envelope, pack
+from fulcrum.flower.coordinator import WaitPolicy
+from fulcrum.flower.messages import Envelope, pack, read_assignment
 from fulcrum.flower.party import load_arrays
-from fulcrum.flower.prepare import as_served
+from fulcrum.flower.prepare import served_settings
+from fulcrum.flower.terms import accept, propose
 from fulcrum.models.layout import Layout
 from fulcrum.privacy.ledger import Ledger
+from fulcrum.settings.presets import METHODS
+from fulcrum.settings.schema import Settings
+from fulcrum.types import Assignment
 from helpers import toy_data
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}
@@ -51,18 +56,91 @@ def test_a_simulation_across_machines_is_the_run_in_one_process(tmp_path, monkey
         assert own == ledger_lines(tmp_path / "alone" / "ledger.sqlite", name), "the run in one process"
 
 
+def test_a_party_that_trains_fast_gives_what_the_reference_engine_gives(tmp_path, monkeypatch):
+    """The parties take the engine that `auto` picks; the reference engine writes every gradient out."""
+    settings = toy_settings(3, steps=2)
+    reference = dataclasses.replace(settings, run=dataclasses.replace(settings.run, engine="reference"))
+    alone = api.execute(api.prepare(reference, toy_data(120)))
+    with toy_federation(tmp_path, settings) as bus:
+        result = serve(bus, settings, tmp_path / "served", monkeypatch)
+        engines = [service.trainer._current[2] for service in bus.services.values()]
+    assert all(isinstance(engine, ParallelEngine) for engine in engines)
+    torch.testing.assert_close(flat(result), flat(alone), rtol=1e-5, atol=1e-6)
+    assert pytest.approx(alone.C, rel=1e-5) == result.C
+
+
+def preset_settings(name: str, **train) -> Settings:
+    """The toy federation with everything that a method's preset sets."""
+    settings = toy_settings(3, **train)
+    parts = METHODS[name].parts
+    sections = {section: dataclasses.replace(getattr(settings, section), **values) for section, values in parts.items()}
+    return dataclasses.replace(settings, method=name, **sections)
+
+
+PRESETS = sorted(
+    name for name, method in METHODS.items() if method.unit == "example" and RULES[method.parts["clip"]["rule"]].sound
+)
 SOUND = sorted(name for name, rule in RULES.items() if rule.sound and rule.private)
 
 
-@pytest.mark.parametrize("rule", SOUND)
-def test_every_sound_rule_gives_the_same_across_machines(tmp_path, monkeypatch, rule):
-    settings = toy_settings(2, rule, steps=2)
-    alone = api.execute(api.prepare(settings, toy_data(120)))
+def test_the_presets_use_every_sound_rule():
+    assert {METHODS[name].parts["clip"]["rule"] for name in PRESETS} == set(SOUND)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_sound_preset_gives_the_same_across_machines(tmp_path, monkeypatch, name):
+    settings = preset_settings(name, steps=2)
+    alone = api.execute(api.prepare(settings, toy_data(120)), tmp_path / "alone")
     with toy_federation(tmp_path, settings) as bus:
         result = serve(bus, settings, tmp_path / "served", monkeypatch)
-    assert result.summary["rounds"] == 2
+    assert result.summary["rounds"] == 3
+    assert result.summary["status"] == "finished"
     torch.testing.assert_close(flat(result), flat(alone), **TOLERANCE)
     assert pytest.approx(alone.C, rel=1e-6) == result.C
+    assert result.epsilons == alone.epsilons
+    for party in NAMES:
+        own = ledger_lines(tmp_path / f"{party}.sqlite", party)
+        assert len(own) == 3
+        assert own == ledger_lines(tmp_path / "alone" / "ledger.sqlite", party)
+
+
+def test_dc_sgd_is_paid_for_statistics_only_in_the_rounds_that_release_them(tmp_path, monkeypatch):
+    settings = preset_settings("dc-sgd")  # rate 0.2, refresh 1: a histogram with every fifth step
+    settings = dataclasses.replace(settings, train=dataclasses.replace(settings.train, rounds=7))
+    with toy_federation(tmp_path, settings) as bus:
+        serve(bus, settings, tmp_path / "served", monkeypatch)
+    sigmas = [events[0].sigma for _, events, _ in ledger_lines(tmp_path / "party-0.sqlite", "party-0")]
+    assert [sigma == 1.1 for sigma in sigmas] == [True, False, False, False, False, True, False]
+    assert min(sigmas) == 1.1, "a step without a histogram costs less, so its sigma is larger"
+
+
+@pytest.mark.parametrize("name", ["dc-sgd", "dynamic"])
+def test_terms_of_one_run_suffice_for_it(tmp_path, monkeypatch, name):
+    """The default budget is what one run costs, with its noise schedule and its statistics interval, and no more."""
+    settings = preset_settings(name, steps=2)
+    with toy_federation(tmp_path, settings, terms=lambda party: accept(party, propose(settings, 3))) as bus:
+        result = serve(bus, settings, tmp_path / "served", monkeypatch)
+        service = bus.services[0]
+        assert result.summary["rounds"] == 3
+        assert service.ledger.epsilon(NAMES[0]) <= service.terms.budget <= service.ledger.epsilon(NAMES[0]) + 2e-4
+        assert service.terms.budget < service.terms.planned_epsilon()
+
+
+def test_a_field_that_an_assignment_gets_later_travels_too(tmp_path, monkeypatch):
+    Longer = dataclasses.make_dataclass(
+        "Assignment", [("padding", int, dataclasses.field(default=0))], bases=(Assignment,), frozen=True
+    )
+    monkeypatch.setattr("fulcrum.privacy.plan.party_group.Assignment", Longer)
+    monkeypatch.setattr("fulcrum.flower.messages.Assignment", Longer)
+    settings = toy_settings(2)
+    with toy_federation(tmp_path, settings) as bus:
+        result = serve(bus, settings, tmp_path / "run", monkeypatch)
+        headers = [json.loads(envelope.header) for _, envelope in bus.sent]
+        tasks = [header["assignment"] for header in headers if header["kind"] == "round"]
+        assert result.summary["status"] == "finished"
+        assert len(tasks) == 6
+        assert all(task["padding"] == 0 for task in tasks)
+        assert all(read_assignment({**task, "padding": 3}).padding == 3 for task in tasks)
 
 
 def test_another_seed_is_another_run(tmp_path, monkeypatch):
@@ -105,7 +183,7 @@ TRICKS = {
     "changed on its way": ("signature", lambda d, r: Envelope(r.header, r.body[:-1] + b"\7", r.signature)),
     "cheaper events": (
         "asked for",
-        lambda d, r: resigned(d, 1, r.header.replace(b"[0.2,1.1,1]", b"[0.2,9.9,1]"), r.body),
+        lambda d, r: resigned(d, 1, r.header.replace(b"0.2,1.1,1]", b"0.2,9.9,1]"), r.body),
     ),
     "nonsense": ("JSON", lambda d, r: Envelope(b"\0\1", b"\2", b"\3")),
     "terabytes": ("larger than", lambda d, r: resigned(d, 1, r.header, b"\0" * 200_000)),
@@ -155,7 +233,7 @@ def test_a_party_cannot_answer_for_another(tmp_path, monkeypatch):
     with toy_federation(tmp_path, settings) as bus:
 
         def tamper(k, request, reply):
-            return bus.desks[2].answer(request) if k == 1 and b'"kind":"round"' in request.header else reply
+            return bus.services[2].answer(request) if k == 1 and b'"kind":"round"' in request.header else reply
 
         bus.tamper = tamper
         serve(bus, settings, tmp_path / "run", monkeypatch)
@@ -194,14 +272,14 @@ def test_a_late_party_is_not_waited_for_beyond_the_deadline(tmp_path, monkeypatc
 
 def test_too_few_parties_stop_the_run_and_it_can_go_on(tmp_path, monkeypatch):
     settings = toy_settings(3, min_parties=3)
-    patience = Patience(deadline=1.0, wait=0.5, minimum=3)
+    wait_policy = WaitPolicy(round_timeout=1.0, join_timeout=0.5, min_parties=3)
     with toy_federation(tmp_path, settings) as bus:
 
         def on_round(result):
             bus.away = {1}
 
         with pytest.raises(RunError, match="only 2 of at least 3"):
-            serve(bus, settings, tmp_path / "run", monkeypatch, on_round=on_round, patience=patience)
+            serve(bus, settings, tmp_path / "run", monkeypatch, on_round=on_round, wait_policy=wait_policy)
         bus.away = set()
         result = serve(bus, settings, tmp_path / "run", monkeypatch, resume=True)
     assert result.summary["status"] == "finished"
@@ -222,7 +300,7 @@ def test_a_party_that_returns_within_the_round_is_asked_again(tmp_path, monkeypa
             return reply
 
         bus.tamper = tamper
-        serve(bus, settings, tmp_path / "run", monkeypatch, patience=Patience(60.0, 60.0, 1))
+        serve(bus, settings, tmp_path / "run", monkeypatch, wait_policy=WaitPolicy(60.0, 60.0, 1))
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["participants"] == [0, 1, 2]
     assert len(ledger_lines(tmp_path / "party-1.sqlite", "party-1")) == 1
@@ -232,8 +310,8 @@ def test_a_spent_budget_ends_the_run_when_too_few_are_left(tmp_path, monkeypatch
     settings = toy_settings(4, min_parties=3)
     with toy_federation(tmp_path, settings) as bus:
         terms = toy_terms(settings, "party-1", rounds=2)
-        bus.desks[1].ledger.set_budget("party-1", terms.planned_epsilon() * 1.0001)
-        result = serve(bus, settings, tmp_path / "run", monkeypatch, patience=Patience(1.0, 1.0, 3))
+        bus.services[1].ledger.set_budget("party-1", terms.planned_epsilon() * 1.0001)
+        result = serve(bus, settings, tmp_path / "run", monkeypatch, wait_policy=WaitPolicy(1.0, 1.0, 3))
     assert "too few parties have budget left" in result.summary["status"]
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["participants"] for line in metrics] == [[0, 1, 2], [0, 1, 2], [0, 2]]
@@ -303,7 +381,7 @@ def test_only_a_party_in_the_register_can_join(tmp_path, monkeypatch):
     with toy_federation(tmp_path, settings) as bus:
         (tmp_path / "other").mkdir()
         keys.make_pair(tmp_path / "other", "party-1")  # the name is right, the key is not
-        bus.desks[1].key = keys.load_private(tmp_path / "other" / "party-1")
+        bus.services[1].key = keys.load_private(tmp_path / "other" / "party-1")
         said: list[str] = []
         result = serve(bus, settings, tmp_path / "run", monkeypatch, said=said)
     assert result.summary["parties"] == 2
@@ -315,14 +393,18 @@ def test_a_party_that_does_not_simulate_does_not_join_a_simulation(tmp_path, mon
     with toy_federation(tmp_path, settings, simulation=False) as bus:
         with pytest.raises(RunError, match="only 0 of at least 1"):
             serve(bus, settings, tmp_path / "run", monkeypatch)
-        assert all(desk.ledger.entries(desk.name) == [] for desk in bus.desks.values())
+        assert all(service.ledger.entries(service.name) == [] for service in bus.services.values())
 
 
 def test_what_only_makes_sense_in_one_process_is_refused():
     settings = toy_settings()
-    assert as_served(settings, 3, False).privacy.randomness == "secure"
-    assert as_served(settings, 3, True).privacy.randomness == "seeded"
+    assert served_settings(settings, 3, False).privacy.randomness == "secure"
+    assert served_settings(settings, 3, True).privacy.randomness == "seeded"
     with pytest.raises(ConfigError, match="diagnostics"):
-        as_served(dataclasses.replace(settings, run=dataclasses.replace(settings.run, diagnostics=True)), 3, False)
+        served_settings(
+            dataclasses.replace(settings, run=dataclasses.replace(settings.run, diagnostics=True)), 3, False
+        )
     with pytest.raises(ConfigError, match="validation"):
-        as_served(dataclasses.replace(settings, data=dataclasses.replace(settings.data, validation=0.1)), 3, False)
+        served_settings(
+            dataclasses.replace(settings, data=dataclasses.replace(settings.data, validation=0.1)), 3, False
+        )

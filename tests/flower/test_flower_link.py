@@ -30,7 +30,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.flower import certs, keys
 from fulcrum.flower import flwr141 as inside
 from fulcrum.flower.messages import BadMessage, Envelope, pack
-from fulcrum.flower.transport import GridPost, to_envelope, to_record
+from fulcrum.flower.transport import GridTransport, to_envelope, to_record
 
 # Flower 1.41 uses what httpx calls old.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -148,17 +148,17 @@ def test_an_unknown_key_is_not_let_in_and_a_known_one_is_also_after_a_kill(feder
             stranger.ActivateNode(ActivateNodeRequest(public_key=known, heartbeat_interval=30))
     with connect(folder, port, "a") as first:
         node, receive, *_ = first
-        assert link.returned() == set()
+        assert link.restarted() == set()
         assert receive() is None
         assert set(link.grid.get_node_ids()) == {node}
         with connect(folder, port, "a") as second:  # as if the first had been killed and started again
             assert second[0] == node
-            assert link.returned() == {node}
+            assert link.restarted() == {node}
 
 
 def test_an_envelope_reaches_a_node_and_its_waiting_message_expires(federation):
     folder, port, link = federation
-    post = GridPost(link.grid, link.returned)
+    post = GridTransport(link.grid, link.restarted)
     envelope = Envelope(pack({"kind": "done"}).header, b"\1\2\3", b"")
     with connect(folder, port, "a") as (node, receive, *_):
         sent = post.send(node, envelope, 1.0, "1")

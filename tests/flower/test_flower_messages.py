@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import pickle
@@ -18,15 +19,20 @@ pytest.importorskip("cryptography", reason="parties sign with cryptography: pip 
 from fulcrum.flower import keys
 from fulcrum.flower.messages import (
     HEADERS,
+    VERSION,
     BadMessage,
     Envelope,
+    events_agree,
     pack,
     read_arrays,
+    read_assignment,
     read_events,
     read_header,
+    write_assignment,
     write_events,
 )
 from fulcrum.privacy.events import Gaussian, Unprotected
+from fulcrum.types import Assignment
 
 WANTED = {"delta": (torch.float32, (4,)), "extra": (torch.float32, (0,)), "on": (torch.bool, ())}
 ARRAYS = {"delta": torch.arange(4.0), "extra": torch.zeros(0), "on": torch.tensor(True)}
@@ -111,17 +117,17 @@ def test_neither_a_pickle_nor_an_npy_file_is_read():
         ({"party": "p" * 300}, "party"),
         ({"more": 1}, "unknown"),
         ({"kind": "hello"}, "kind"),
-        ({"v": 2}, "version"),
+        ({"v": 1}, "version"),
     ],
 )
 def test_header_fields_must_be_of_their_types(change, words):
-    text = json.dumps({"v": 1, **HEADER, **change}).encode()
+    text = json.dumps({"v": VERSION, **HEADER, **change}).encode()
     with pytest.raises(BadMessage, match=words):
         read_header(Envelope(text), ("update",))
 
 
 def test_a_header_cannot_smuggle_in_numbers_that_are_not_finite():
-    text = json.dumps({"v": 1, **HEADER}).replace('"round": 1', '"round": NaN').encode()
+    text = json.dumps({"v": VERSION, **HEADER}).replace('"round": 1', '"round": NaN').encode()
     with pytest.raises(BadMessage, match="JSON"):
         read_header(Envelope(text), ("update",))
 
@@ -135,14 +141,42 @@ def test_any_bytes_are_refused_and_nothing_else_happens(header, body):
         read_arrays(Envelope(b"", body), WANTED)
 
 
-def test_events_travel_as_numbers():
-    events = (Gaussian(0.1, 2.0, 3),)
+def test_events_travel_as_they_write_themselves():
+    events = (Gaussian(0.1, 2.0, 3), Gaussian(0.1, 2.5))
+    assert write_events(events) == [event.to_json() for event in events]
     assert read_events(write_events(events)) == events
-    for rows in ([[0.1, 2.0]], ["x"], [[0.1, "2", 1]], [[0.1, 2.0, 0]], [[0.1, 2.0, 1.5]]):
+    wrong = ([0.1, 2.0], [0.1, "2", 1], [0.1, 2.0, 0], [0.1, 2.0, -1], [0.1, 2.0, 1.5], [0.1, float("inf"), 1])
+    for rows in (*([["gaussian", *row]] for row in wrong), [[0.1, 2.0, 1]], ["x"], [["unheard-of", 1]], [[]]):
         with pytest.raises(BadMessage):
             read_events(rows)
     with pytest.raises(BadMessage, match="without noise"):
         write_events((Unprotected(),))
+
+
+def test_events_agree_however_they_are_counted_together():
+    one, other = Gaussian(0.1, 2.0), Gaussian(0.1, 2.5)
+    assert events_agree((one, other, one), (one.with_count(2), other))
+    assert not events_agree((one, other), (one.with_count(2), other))
+    assert not events_agree((one, one), (one, other))
+
+
+TASK = Assignment(client=3, rate=0.2, sigma=1.1, steps=2, lr=0.5, every=5, shares=4)
+
+
+def test_an_assignment_travels_with_every_field():
+    table = json.loads(json.dumps(write_assignment(TASK)))
+    assert read_assignment(table) == TASK
+    assert set(table) == {field.name for field in dataclasses.fields(Assignment)}
+    for name in table:
+        with pytest.raises(BadMessage, match="missing"):
+            read_assignment({other: value for other, value in table.items() if other != name})
+        for value in (None, "x", True, [1]):
+            with pytest.raises(BadMessage, match=name):
+                read_assignment({**table, name: value})
+    with pytest.raises(BadMessage, match="unknown"):
+        read_assignment({**table, "more": 1})
+    with pytest.raises(BadMessage, match="steps"):
+        read_assignment({**table, "steps": 1.5})
 
 
 def test_a_signature_is_over_every_byte_and_from_one_key(tmp_path):
@@ -169,7 +203,7 @@ def test_keys_are_private_and_never_overwritten(tmp_path):
         keys.make_pair(tmp_path, "../a")
     (tmp_path / "b.pub").write_bytes((tmp_path / "a.pub").read_bytes())
     with pytest.raises(keys.ConfigError, match="two names"):
-        keys.load_register(tmp_path)
+        keys.load_public_keys(tmp_path)
     (tmp_path / "b.pub").write_text("nonsense")
     with pytest.raises(keys.ConfigError, match="not a public key"):
-        keys.load_register(tmp_path)
+        keys.load_public_keys(tmp_path)

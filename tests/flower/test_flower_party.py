@@ -10,12 +10,22 @@ import torch
 
 pytest.importorskip("cryptography", reason="parties sign with cryptography: pip install 'fulcrum-fl[flower]'")
 
-from flower_helpers import EVENT, NAMES, toy_desk, toy_request, toy_settings, toy_terms
+from flower_helpers import EVENT, NAMES, toy_party, toy_request, toy_settings, toy_terms
 from fulcrum.errors import ConfigError
-from fulcrum.flower import keys, party
+from fulcrum.flower import keys, party, party_training
 from fulcrum.flower.messages import Envelope, pack, read_header
-from fulcrum.flower.terms import REFUSALS, Refusal, accept, propose, read_terms, within, write_terms
+from fulcrum.flower.terms import (
+    ASSIGNMENT_LIMITS,
+    REFUSALS,
+    Refusal,
+    accept,
+    check_proposal,
+    propose,
+    read_terms,
+    write_terms,
+)
 from fulcrum.privacy.ledger import Ledger
+from fulcrum.types import Assignment
 
 SETTINGS = toy_settings()
 
@@ -48,53 +58,115 @@ BEYOND = {
     "weight decay": ({"weight_decay": 0.1}, "lr"),
     "a seed": ({"seeds": [1]}, "seed"),
     "another party": ({"party": "party-1"}, "party"),
+    "noise shared with others": ({"shares": 2}, "shared-noise"),
+    "a number beyond any federation": ({"client": 10**6}, "party"),
     "a field of the wrong type": ({"rate": "0.2"}, "message"),
 }
 
 
 @pytest.mark.parametrize(("change", "wanted"), BEYOND.values(), ids=BEYOND)
 def test_what_goes_beyond_the_terms_is_refused_and_costs_nothing(tmp_path, change, wanted):
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        assert code(desk.answer(toy_request(desk, SETTINGS, **change))) == wanted
-        assert desk.ledger.entries(desk.name) == []
+    with toy_party(tmp_path, SETTINGS) as service:
+        assert code(service.answer(toy_request(service, SETTINGS, **change))) == wanted
+        assert service.ledger.entries(service.name) == []
 
 
 @pytest.mark.parametrize("C", [float("nan"), float("inf"), 0.0, -1.0, 1e-4, 2e3])
 def test_a_C_that_is_not_finite_or_outside_its_range_is_refused(tmp_path, C):
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        assert code(desk.answer(toy_request(desk, SETTINGS, C=C))) in ("C", "message")
-        assert desk.ledger.entries(desk.name) == []
+    with toy_party(tmp_path, SETTINGS) as service:
+        assert code(service.answer(toy_request(service, SETTINGS, C=C))) in ("C", "message")
+        assert service.ledger.entries(service.name) == []
 
 
 def test_a_state_with_numbers_that_would_overflow_is_refused(tmp_path):
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        honest = toy_request(desk, SETTINGS)
+    with toy_party(tmp_path, SETTINGS) as service:
+        honest = toy_request(service, SETTINGS)
         arrays = party.load_arrays(honest.body)
         (name, *_) = [
             n for n, v in arrays.items() if n.startswith("state.") and n != "state.C" and v.dtype.is_floating_point
         ]
         arrays[name] = torch.full_like(arrays[name], 3e38)
-        assert code(desk.answer(Envelope(honest.header, pack({}, arrays).body))) == "state"
-        assert desk.ledger.entries(desk.name) == []
-        assert code(desk.answer(honest)) == ""
+        assert code(service.answer(Envelope(honest.header, pack({}, arrays).body))) == "state"
+        assert service.ledger.entries(service.name) == []
+        assert code(service.answer(honest)) == ""
 
 
 @pytest.mark.parametrize("change", [{}, {"rate": 0.1}, {"sigma": 9.0}, {"lr": 0.1}, {"rounds": 3}])
 def test_what_is_within_the_terms_is_answered_and_paid(tmp_path, change):
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        assert code(desk.answer(toy_request(desk, SETTINGS, **change))) == ""
-        (entry,) = desk.ledger.entries(desk.name)
+    with toy_party(tmp_path, SETTINGS) as service:
+        assert code(service.answer(toy_request(service, SETTINGS, **change))) == ""
+        (entry,) = service.ledger.entries(service.name)
         event = dataclasses.replace(EVENT, rate=change.get("rate", 0.2), sigma=change.get("sigma", 1.1))
         assert entry.events == (event,)
         assert entry.digest is not None
+
+
+@pytest.mark.parametrize(("interval", "wanted"), [(1, "interval"), (4, "interval"), (5, ""), (7, "")])
+def test_statistics_are_refused_more_often_than_agreed_and_charged_as_they_go_out(tmp_path, interval, wanted):
+    settings = toy_settings(rule="dc-sgd")
+    terms = toy_terms(settings, statistics_interval=5)
+    with toy_party(tmp_path, settings, terms=terms) as service:
+        reply = service.answer(toy_request(service, settings, round=1, every=interval))
+        assert code(reply) == wanted
+        if not wanted:  # step 1 releases no histogram: it costs what its gradient's noise costs
+            (entry,) = service.ledger.entries(service.name)
+            (event,) = entry.events
+            assert event.sigma > 1.1
+
+
+def test_a_new_field_is_refused_unless_it_keeps_its_default_or_has_a_limit(tmp_path, monkeypatch):
+    Longer = dataclasses.make_dataclass(
+        "Assignment", [("cheaper", float, dataclasses.field(default=1.0))], bases=(Assignment,), frozen=True
+    )
+    with toy_party(tmp_path, SETTINGS) as service:
+        monkeypatch.setattr("fulcrum.flower.messages.Assignment", Longer)
+        for value, wanted in ((0.5, "field"), ("x", "message"), (1.0, "")):
+            assert code(service.answer(toy_request(service, SETTINGS, assignment={"cheaper": value}))) == wanted
+        assert len(service.ledger.entries(service.name)) == 1
+    monkeypatch.undo()
+    assert set(ASSIGNMENT_LIMITS) == {field.name for field in dataclasses.fields(Assignment)}, "each has a limit"
+
+
+def test_what_would_be_released_must_be_what_was_reserved(tmp_path, monkeypatch):
+    with toy_party(tmp_path, SETTINGS) as service:
+        train = service.trainer.train
+        monkeypatch.setattr(
+            service.trainer, "train", lambda *given: dataclasses.replace(train(*given), events=(EVENT, EVENT))
+        )
+        assert code(service.answer(toy_request(service, SETTINGS))) == "internal"
+        assert service.replies.get("run-1", 0) is None
+
+
+def test_the_engine_is_made_once_per_run(tmp_path, monkeypatch):
+    made = []
+    find = party_training.find_engine
+    monkeypatch.setattr(party_training, "find_engine", lambda *given: made.append(given[0]) or find(*given))
+    with toy_party(tmp_path, SETTINGS) as service:
+        for run, t in (("run-1", 0), ("run-1", 1), ("run-2", 0)):
+            assert code(service.answer(toy_request(service, SETTINGS, round=t, run=run))) == ""
+    assert made == ["auto", "auto"]
+
+
+def test_terms_from_before_the_statistics_interval_still_read(tmp_path):
+    terms = toy_terms(SETTINGS)
+    lines = [line for line in write_terms(terms).splitlines() if not line.startswith("statistics_interval")]
+    (tmp_path / "terms.toml").write_text("\n".join(lines))
+    assert read_terms(tmp_path / "terms.toml") == terms
+    assert terms.statistics_interval == 1
+
+
+def test_without_file_locks_a_party_says_what_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.raises(ConfigError, match="POSIX"), toy_party(tmp_path, SETTINGS):
+        pass
 
 
 def test_a_rule_is_not_even_looked_up_unless_it_was_agreed(tmp_path):
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     sys.path.insert(0, str(tmp_path))
     try:
-        with toy_desk(tmp_path, SETTINGS) as desk:
-            assert code(desk.answer(toy_request(desk, SETTINGS, rule="evil:rule"))) == "rule"
+        with toy_party(tmp_path, SETTINGS) as service:
+            assert code(service.answer(toy_request(service, SETTINGS, rule="evil:rule"))) == "rule"
     finally:
         sys.path.remove(str(tmp_path))
     assert "evil" not in sys.modules
@@ -129,10 +201,17 @@ def test_terms_that_make_no_sense_are_named(tmp_path, old, new, words):
 
 def test_a_proposal_is_checked_as_a_whole_before_the_run():
     terms = toy_terms(SETTINGS)
-    within(terms, propose(SETTINGS, 3))
-    for change in ({"rate": 0.9}, {"sigma": 0.1}, {"rounds": 99}, {"rules": ["fixed"]}, {"rate": "x"}):
+    check_proposal(terms, propose(SETTINGS, 3))
+    for change in (
+        {"rate": 0.9},
+        {"sigma": 0.1},
+        {"rounds": 99},
+        {"rules": ["fixed"]},
+        {"rate": "x"},
+        {"statistics_interval": 0},
+    ):
         with pytest.raises(Refusal):
-            within(terms, {**propose(SETTINGS, 3), **change})
+            check_proposal(terms, {**propose(SETTINGS, 3), **change})
 
 
 def test_the_budget_of_accepted_terms_is_what_one_run_costs():
@@ -150,79 +229,80 @@ def hello(**changes) -> Envelope:
 
 def test_without_terms_nothing_is_answered_until_somebody_agrees(tmp_path):
     asked = []
-    with toy_desk(tmp_path, SETTINGS, terms=None, consent=lambda terms: bool(asked.append(terms))) as desk:
-        assert code(desk.answer(pack({**HEADER_OF_A_ROUND}))) == "no-terms"
-        assert code(desk.answer(hello())) == "consent"
+    with toy_party(tmp_path, SETTINGS, terms=None, consent=lambda terms: bool(asked.append(terms))) as service:
+        assert code(service.answer(pack({**HEADER_OF_A_ROUND}))) == "no-terms"
+        assert code(service.answer(hello())) == "consent"
         assert asked[0].sigma == 1.1
         assert not (tmp_path / "party-0.toml").exists()
-        desk.consent = lambda terms: True
-        assert code(desk.answer(hello())) == ""
+        service.consent = lambda terms: True
+        assert code(service.answer(hello())) == ""
         # From now on they hold: a later proposal that asks for more is refused without asking anybody.
-        desk.consent = lambda terms: pytest.fail("asked again")
-        assert code(desk.answer(hello(rate=0.9))) == "rate"
+        service.consent = lambda terms: pytest.fail("asked again")
+        assert code(service.answer(hello(rate=0.9))) == "rate"
     assert read_terms(tmp_path / "party-0.toml").rate == 0.2
 
 
 HEADER_OF_A_ROUND = {
     "kind": "round",
     **dict.fromkeys(("run", "nonce", "party", "rule", "groups", "unit", "model"), "x"),
-    **dict.fromkeys(("round", "rounds", "client", "steps", "rate", "sigma", "lr", "weight_decay"), 1),
+    **dict.fromkeys(("round", "rounds", "weight_decay"), 1),
+    "assignment": {},
     "seeds": [],
 }
 
 
 def test_without_a_terminal_and_without_terms_a_party_refuses(tmp_path):
-    with toy_desk(tmp_path, SETTINGS, terms=None) as desk:
-        assert code(desk.answer(hello())) == "no-terms"
+    with toy_party(tmp_path, SETTINGS, terms=None) as service:
+        assert code(service.answer(hello())) == "no-terms"
 
 
-# --- ledger and vault ---------------------------------------------------------------------------
+# --- ledger and replies ---------------------------------------------------------------------------
 
 
 def test_a_repeated_request_brings_the_same_bytes_and_costs_nothing_more(tmp_path):
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        request = toy_request(desk, SETTINGS)
-        first = desk.answer(request)
-        spent = desk.ledger.epsilon(desk.name)
-    with toy_desk(tmp_path, SETTINGS) as desk:  # another process, later
-        assert desk.answer(request) == first
-        assert desk.ledger.epsilon(desk.name) == spent
-        assert len(desk.ledger.entries(desk.name)) == 1
+    with toy_party(tmp_path, SETTINGS) as service:
+        request = toy_request(service, SETTINGS)
+        first = service.answer(request)
+        spent = service.ledger.epsilon(service.name)
+    with toy_party(tmp_path, SETTINGS) as service:  # another process, later
+        assert service.answer(request) == first
+        assert service.ledger.epsilon(service.name) == spent
+        assert len(service.ledger.entries(service.name)) == 1
 
 
 def test_a_repeated_round_with_another_request_is_refused(tmp_path):
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        assert code(desk.answer(toy_request(desk, SETTINGS))) == ""
+    with toy_party(tmp_path, SETTINGS) as service:
+        assert code(service.answer(toy_request(service, SETTINGS))) == ""
         for change in ({"C": 2.0}, {"nonce": "1" * 32}, {"sigma": 2.0}):
-            assert code(desk.answer(toy_request(desk, SETTINGS, **change))) == "repeated"
-        assert len(desk.ledger.entries(desk.name)) == 1
-        assert code(desk.answer(toy_request(desk, SETTINGS, round=1))) == ""
+            assert code(service.answer(toy_request(service, SETTINGS, **change))) == "repeated"
+        assert len(service.ledger.entries(service.name)) == 1
+        assert code(service.answer(toy_request(service, SETTINGS, round=1))) == ""
 
 
 def test_it_is_paid_before_it_is_computed_and_stored_before_it_is_settled(tmp_path, monkeypatch):
     """Three crashes, one in each gap; each time the round is finished under the same reservation."""
     request = None
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        request = toy_request(desk, SETTINGS)
-        monkeypatch.setattr(party, "train_client", _crash)
-        assert code(desk.answer(request)) == "internal"
-        (entry,) = desk.ledger.entries(desk.name)
+    with toy_party(tmp_path, SETTINGS) as service:
+        request = toy_request(service, SETTINGS)
+        monkeypatch.setattr(service.trainer, "train", _crash)
+        assert code(service.answer(request)) == "internal"
+        (entry,) = service.ledger.entries(service.name)
         assert entry.digest is None, "reserved, nothing released"
         monkeypatch.undo()
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        monkeypatch.setattr(desk.vault, "put", _crash)
-        assert code(desk.answer(request)) == "internal"
-        (entry,) = desk.ledger.entries(desk.name)
+    with toy_party(tmp_path, SETTINGS) as service:
+        monkeypatch.setattr(service.replies, "put", _crash)
+        assert code(service.answer(request)) == "internal"
+        (entry,) = service.ledger.entries(service.name)
         assert entry.digest is None, "what was computed was not stored, so it did not leave"
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        monkeypatch.setattr(desk.ledger, "settle", _crash)
-        assert code(desk.answer(request)) == "internal"
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        stored = desk.vault.get("run-1", 0)
+    with toy_party(tmp_path, SETTINGS) as service:
+        monkeypatch.setattr(service.ledger, "settle", _crash)
+        assert code(service.answer(request)) == "internal"
+    with toy_party(tmp_path, SETTINGS) as service:
+        stored = service.replies.get("run-1", 0)
         assert stored is not None
-        assert desk.answer(request) == stored.reply
-        (entry,) = desk.ledger.entries(desk.name)
-        assert entry.digest == party.released(stored.reply)
+        assert service.answer(request) == stored.reply
+        (entry,) = service.ledger.entries(service.name)
+        assert entry.digest == party.stored_digest(stored.reply)
 
 
 def _crash(*args, **kwargs):
@@ -230,32 +310,32 @@ def _crash(*args, **kwargs):
 
 
 def test_an_answer_that_was_released_and_lost_is_not_made_again(tmp_path):
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        request = toy_request(desk, SETTINGS)
-        desk.answer(request)
+    with toy_party(tmp_path, SETTINGS) as service:
+        request = toy_request(service, SETTINGS)
+        service.answer(request)
     (tmp_path / "party-0.sqlite.replies").unlink()
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        assert code(desk.answer(request)) == "lost"
-        assert len(desk.ledger.entries(desk.name)) == 1
+    with toy_party(tmp_path, SETTINGS) as service:
+        assert code(service.answer(request)) == "lost"
+        assert len(service.ledger.entries(service.name)) == 1
 
 
 def test_the_budget_holds_over_runs_whatever_the_server_asks(tmp_path):
     terms = toy_terms(SETTINGS)
     two = dataclasses.replace(terms, rounds=2).planned_epsilon()
     terms = dataclasses.replace(terms, budget=two * 1.0001)
-    with toy_desk(tmp_path, SETTINGS, terms=terms) as desk:
-        codes = [code(desk.answer(toy_request(desk, SETTINGS, round=0, run=f"run-{i}"))) for i in range(4)]
+    with toy_party(tmp_path, SETTINGS, terms=terms) as service:
+        codes = [code(service.answer(toy_request(service, SETTINGS, round=0, run=f"run-{i}"))) for i in range(4)]
         assert codes == ["", "", "budget", "budget"]
-        assert desk.ledger.epsilon(desk.name) <= terms.budget
+        assert service.ledger.epsilon(service.name) <= terms.budget
     with Ledger.open(tmp_path / "party-0.sqlite") as ledger:
         assert ledger.accounts()["party-0"].budget == terms.budget
 
 
 def test_an_error_never_carries_its_text_to_the_server(tmp_path, monkeypatch):
     heard = []
-    with toy_desk(tmp_path, SETTINGS, say=heard.append) as desk:
-        monkeypatch.setattr(party, "train_client", _crash)
-        reply = desk.answer(toy_request(desk, SETTINGS))
+    with toy_party(tmp_path, SETTINGS, say=heard.append) as service:
+        monkeypatch.setattr(service.trainer, "train", _crash)
+        reply = service.answer(toy_request(service, SETTINGS))
     assert code(reply) == "internal"
     assert b"42" not in reply.header.replace(read_header(reply, ("refused",))["request"].encode(), b"")
     assert any("secret: 42" in words for words in heard), "the party itself is told"
@@ -263,7 +343,7 @@ def test_an_error_never_carries_its_text_to_the_server(tmp_path, monkeypatch):
 
 
 def test_two_processes_cannot_share_a_ledger(tmp_path):
-    with toy_desk(tmp_path, SETTINGS), pytest.raises(ConfigError, match="in use"), toy_desk(tmp_path, SETTINGS):
+    with toy_party(tmp_path, SETTINGS), pytest.raises(ConfigError, match="in use"), toy_party(tmp_path, SETTINGS):
         pass
 
 
@@ -271,8 +351,8 @@ def test_two_processes_cannot_share_a_ledger(tmp_path):
 
 
 def body(tmp_path, **options) -> bytes:
-    with toy_desk(tmp_path, SETTINGS, **options) as desk:
-        reply = desk.answer(toy_request(desk, SETTINGS))
+    with toy_party(tmp_path, SETTINGS, **options) as service:
+        reply = service.answer(toy_request(service, SETTINGS))
         assert code(reply) == ""
         return reply.body
 
@@ -283,33 +363,33 @@ def test_real_randomness_is_never_the_same_twice_and_a_shared_seed_is(tmp_path):
 
 
 def test_a_simulation_needs_a_seed(tmp_path):
-    with toy_desk(tmp_path, SETTINGS, simulation=True) as desk:
-        assert code(desk.answer(toy_request(desk, SETTINGS, seeds=[]))) == "no-seed"
+    with toy_party(tmp_path, SETTINGS, simulation=True) as service:
+        assert code(service.answer(toy_request(service, SETTINGS, seeds=[]))) == "no-seed"
 
 
 def test_every_answer_is_signed_and_names_its_request(tmp_path):
-    with toy_desk(tmp_path, SETTINGS) as desk:
+    with toy_party(tmp_path, SETTINGS) as service:
         public = keys.load_public(tmp_path / "keys" / "party-0.pub")
         for request in (
-            toy_request(desk, SETTINGS),
+            toy_request(service, SETTINGS),
             hello(),
             Envelope(b"nonsense"),
-            toy_request(desk, SETTINGS, rate=1),
+            toy_request(service, SETTINGS, rate=1),
         ):
-            reply = desk.answer(request)
+            reply = service.answer(request)
             assert keys.is_signed(public, reply)
             assert read_header(reply, ("update", "refused", "welcome"))["request"] == request.digest
 
 
 def test_a_party_says_its_public_facts_and_writes_its_own_statement(tmp_path):
-    with toy_desk(tmp_path, SETTINGS) as desk:
-        welcome = read_header(desk.answer(hello()), ("welcome",))
+    with toy_party(tmp_path, SETTINGS) as service:
+        welcome = read_header(service.answer(hello()), ("welcome",))
         assert (welcome["units"], welcome["classes"], welcome["randomness"]) == (40, 3, "secure")
-        desk.answer(toy_request(desk, SETTINGS))
-        desk.answer(pack({"kind": "done", "run": "run-1", "nonce": "n", "rounds": 4}))
-        assert desk.done
-        desk.write_statement(tmp_path / "out")
-        epsilon = desk.ledger.epsilon(desk.name)
+        service.answer(toy_request(service, SETTINGS))
+        service.answer(pack({"kind": "done", "run": "run-1", "nonce": "n", "rounds": 4}))
+        assert service.done
+        service.write_statement(tmp_path / "out")
+        epsilon = service.ledger.epsilon(service.name)
     words = (tmp_path / "out" / "PRIVACY.md").read_text()
     assert f"epsilon = {epsilon:.4g}"[:12] in words
     assert "operating system's entropy" in words
@@ -332,6 +412,6 @@ def test_what_is_sent_has_the_noise_that_the_terms_ask_for(tmp_path, monkeypatch
 
 
 def deltas(folder) -> list[torch.Tensor]:
-    with toy_desk(folder, SETTINGS, simulation=True) as desk:
-        replies = [desk.answer(toy_request(desk, SETTINGS, round=t)) for t in range(4)]
+    with toy_party(folder, SETTINGS, simulation=True) as service:
+        replies = [service.answer(toy_request(service, SETTINGS, round=t)) for t in range(4)]
         return [party.load_arrays(reply.body)["delta"] for reply in replies]

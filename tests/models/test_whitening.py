@@ -23,7 +23,8 @@ from fulcrum.clipping.moo import MIXED, init_balanced
 from fulcrum.data import Dataset, from_arrays
 from fulcrum.data.features.covariance import whitens
 from fulcrum.data.tasks import make_task
-from fulcrum.engines.batched import _group, run_many
+from fulcrum.engines.batched import run_many
+from fulcrum.engines.batched.runs import group_runs
 from fulcrum.engines.parallel import ParallelEngine
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine
@@ -259,7 +260,7 @@ def test_stacked_runs_equal_themselves_alone(name: str, steps: int, coordinates:
     data = _data(SHAPES[name])
     settings = _settings(train={"steps": steps}, model={"init": "painted", "coordinates": coordinates})
     feds = [prepare(settings.replace(run={"seed": s, "device": "cpu", "engine": "reference"}), data) for s in (0, 1)]
-    assert len(_group(feds)) == 1
+    assert len(group_runs(feds)) == 1
     rounds = list(run_many(feds))
     for r, federation in enumerate(feds):
         alone = play(federation)
@@ -275,7 +276,7 @@ def test_runs_with_other_means_are_not_mixed(tmp_path: Path) -> None:
     inits = ["painted", str(tmp_path / "same.npz"), str(tmp_path / "other.npz")]
     feds = [prepare(_settings(model={"init": init, "coordinates": "centred"}), data) for init in inits]
     plain = prepare(_settings(model={"coordinates": "plain"}), data)
-    assert _group([*feds, plain]) == [[0, 1], [2], [3]]
+    assert group_runs([*feds, plain]) == [[0, 1], [2], [3]]
     assert digest(plain.problem.model) == ""
 
 

@@ -16,7 +16,16 @@ from scipy.stats import norm
 
 from fulcrum.errors import ConfigError
 from fulcrum.privacy import accounting
-from fulcrum.privacy.accounting import ORDERS, Spend, calibrate, combine_sigma, epsilon, step_rdp, steps_for
+from fulcrum.privacy.accounting import (
+    ORDERS,
+    Spend,
+    calibrate,
+    combine_sigma,
+    epsilon,
+    reported_accountants,
+    step_rdp,
+    steps_for,
+)
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
 
 DELTA = 1e-5
@@ -385,3 +394,29 @@ def test_two_releases_on_one_sample_combine():
 def test_wrong_input_is_named(call: Callable[[], object], message: str):
     with pytest.raises(ConfigError, match=message):
         call()
+
+
+# --- accountants of others ----------------------------------------------------------------------
+
+OWN = accounting.Accountant(
+    "own", lambda spends, delta: np.array([0.5 * spend.releases for spend in spends]), lambda event: event.count < 100
+)
+
+
+def test_an_own_accountant_is_found_by_its_place_and_bounds_what_it_supports():
+    place = f"{__name__}:OWN"
+    assert epsilon([Gaussian(0.1, 1.0, 4)], DELTA, place) == 2.0
+    assert math.isinf(epsilon([Gaussian(0.1, 1.0, 100)], DELTA, place))  # it does not support this event
+    assert math.isinf(epsilon([Unprotected()], DELTA, "rdp"))
+    assert math.isinf(epsilon([Unprotected()], DELTA, "pld"))
+    with pytest.raises(ConfigError, match=r"is a int, not a fulcrum\.privacy\.accounting\.Accountant"):
+        epsilon([], DELTA, f"{__name__}:NOT_ONE")
+
+
+NOT_ONE = 7
+
+
+def test_an_enforced_own_accountant_comes_first_and_the_built_in_ones_beside_it():
+    assert [a.name for a in reported_accountants("rdp")] == ["rdp", "pld"]
+    assert [a.name for a in reported_accountants("pld")] == ["rdp", "pld"]
+    assert [a.name for a in reported_accountants(f"{__name__}:OWN")] == ["own", "rdp", "pld"]

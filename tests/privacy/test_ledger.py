@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 
 from fulcrum.errors import BudgetError, ConfigError, InputError
 from fulcrum.privacy.accounting import Spend, epsilon, steps_for
-from fulcrum.privacy.events import Event, Gaussian, Unprotected
+from fulcrum.privacy.events import EVENT_KINDS, Event, Gaussian, Unprotected
 from fulcrum.privacy.ledger import Account, Ledger
+from fulcrum.privacy.ledger.rows import read_events
 
 DELTA = 1e-5
 STEP = (Gaussian(0.05, 1.0),)
@@ -294,6 +297,67 @@ def test_a_ledger_of_a_later_format_is_refused(ledger: Ledger, path: Path):
         Ledger.open(path)
 
 
+def test_a_ledger_of_format_1_is_read_and_continued(ledger: Ledger, path: Path):
+    """Rows of format 1 leave out the kinds of their events."""
+    with raw(path) as db:
+        db.execute("PRAGMA user_version = 1")
+        for round, text in enumerate(("[[0.05,1.0,1]]", "[[0.05,1.0,2],[0.1,3.5,1]]")):
+            db.execute(
+                "INSERT INTO entries (party, run, round, attempt, events, time) VALUES (1, 'r', ?, 0, ?, 0)",
+                (round, text),
+            )
+    with Ledger.open(path) as old:
+        assert old.spent("a") == Spend.none().plus([Gaussian(0.05, 1.0, 3), Gaussian(0.1, 3.5)])
+        assert old.entries("a")[0].events == STEP
+        assert old.reserve("r", 0, {"a": STEP}) == {"a": True}  # the same events, however they are written
+        assert old.spent("a").releases == 4
+        with pytest.raises(BudgetError, match="already reserved other events"):
+            old.reserve("r", 0, {"a": (Gaussian(0.05, 1.1),)})
+        assert format_of(path) == 1, "asking changes nothing"
+        assert old.reserve("r", 2, {"a": STEP, "b": (Unprotected(2),)}) == {"a": True, "b": True}
+    assert format_of(path) == 2, "older software must not misread the new rows"
+    with Ledger.open(path) as again:
+        assert again.spent("a").releases == 5
+        assert again.entries("b")[0].events == (Unprotected(2),)
+
+
+def format_of(path: Path) -> int:
+    with raw(path) as db:
+        return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+@dataclass(frozen=True)
+class Correlated(Event):
+    """A kind of event that no built-in accountant supports."""
+
+    kind: ClassVar[str] = "correlated"
+    bands: int
+    count: int = 1
+
+    def to_json(self) -> list[Any]:
+        return [self.kind, self.bands, self.count]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Correlated:
+        return cls(*values)
+
+
+def test_a_later_kind_of_event_is_kept_as_it_is_and_costs_everything(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    events = (*STEP, Correlated(4, 2))
+    with monkeypatch.context() as known:
+        known.setitem(EVENT_KINDS, "correlated", Correlated)
+        assert ledger.reserve("r", 0, {"a": events, "b": events}) == {"a": False, "b": True}  # a has a budget
+        assert ledger.entries("b")[0].events == events
+        assert ledger.epsilon("b") == float("inf")
+        with Ledger.open(path) as again:
+            assert again.spent("b").events == events
+    read_events.cache_clear()
+    with Ledger.open(path) as older, pytest.raises(InputError, match="kind 'correlated' is not known"):
+        older.spends()
+
+
 def test_a_locked_ledger_is_waited_for_and_then_explained(ledger: Ledger, path: Path):
     with Ledger.open(path, wait=0.05) as waiting:
         ledger._store.db.execute("BEGIN EXCLUSIVE")
@@ -422,3 +486,15 @@ def test_two_processes_together_never_overspend(path: Path):
     with Ledger.open(path) as ledger:
         assert ledger.epsilon("a") <= 2.0
         assert len(ledger.entries("a")) == sum(granted)
+
+
+def test_the_reservations_of_one_round_are_those_of_the_party_the_run_and_the_round(ledger: Ledger):
+    for run in ("one", "two"):
+        for t in range(3):
+            ledger.reserve(run, t, {"a": STEP, "b": STEP})
+    ledger.settle("one", 1, {"b": "digest"})
+    ledger.reserve("one", 1, {"b": STEP}, attempt=1)
+    wanted = [entry for entry in ledger.entries("b") if (entry.run, entry.round) == ("one", 1)]
+    assert ledger.reservations("b", "one", 1) == wanted
+    assert [entry.digest for entry in wanted] == ["digest", None]
+    assert ledger.reservations("b", "three", 1) == []

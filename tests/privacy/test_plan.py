@@ -16,7 +16,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.privacy.accounting import Spend, epsilon
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.privacy.ledger import Account, Ledger
-from fulcrum.privacy.plan import Plan, grouping, make_plan, rounds_for_budget
+from fulcrum.privacy.plan import Plan, make_plan, party_group, rounds_for_budget
 from fulcrum.settings.schema import Settings
 from fulcrum.types import Assignment
 
@@ -167,7 +167,7 @@ def test_a_million_parties_are_calibrated_once_a_group(monkeypatch: pytest.Monke
         calls.append(arguments)
         return 1.0 + len(calls)
 
-    monkeypatch.setattr(grouping, "calibrate", counted)
+    monkeypatch.setattr(party_group, "calibrate", counted)
     units = torch.full((1_000_000,), 60)
     plan = make_plan(settings_of(privacy={"budgets": {"party-7": 1.0, "party-999999": 1.0}}), 1_000_000, units, MOO)
     assert len(calls) == len(plan.groups) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ from fulcrum.errors import ConfigError
 from fulcrum.privacy.accounting import Spend, epsilon
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.privacy.plan import Plan, make_plan, rounds_for_budget
+from fulcrum.privacy.plan import Plan, check_names, make_plan, rounds_for_budget
 from fulcrum.privacy.schedule import factors
+from fulcrum.runs import prepare
 from fulcrum.settings.files import dump, parse
 from fulcrum.settings.schema import Privacy, Settings
 from fulcrum.training.loop import federate
 from fulcrum.types import Assignment
-from helpers import one_client, toy_problem
+from helpers import one_client, toy_data, toy_problem
 
 DELTA = 1e-5
 
@@ -68,7 +70,7 @@ def test_schedules_by_hand() -> None:
 )
 def test_wrong_schedules_are_named(privacy: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        parse({"train": {"rounds": 12}, "privacy": {"epsilon": 1.0, **privacy}})
+        check_names(parse({"train": {"rounds": 12}, "privacy": {"epsilon": 1.0, **privacy}}))
 
 
 def test_a_schedule_survives_its_settings_file() -> None:
@@ -259,6 +261,44 @@ def test_shares_that_depend_on_the_batch_make_a_group_of_every_size() -> None:
     assert plan.party(0).sigma != plan.party(1).sigma
     assert len(planned(RULES["dc-sgd"], units, **sections).groups) == 1
     assert len(planned(RULES["quantile"], units, **{**sections, "clip": {"refresh": 0.0}}).groups) == 1
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_equal_parties_release_what_a_batch_dependent_share_planned(steps: int) -> None:
+    """All parties are one group then, and its steps without statistics have the noise that their batch gives them."""
+    federation = prepare(
+        Settings().replace(
+            data={"source": "toy", "parties": 3, "partition": "iid"},
+            model={"name": "linear"},
+            train={"rounds": 4, "rate": 0.5, "lr": 0.5, "steps": steps},
+            clip={"rule": "quantile", "refresh": 1.0},
+            privacy={"epsilon": 5.0},
+        ),
+        toy_data(6000),
+    )
+    plan = federation.plan
+    assert set(plan.sizes.tolist()) == {2000}
+    assert (len(plan.groups), plan.groups[0].every) == (1, 2)
+    with Ledger.open(":memory:") as ledger:
+        results = [result for result, _ in federate(federation, ledger, "r")]  # stops where events differ
+        for k in range(3):
+            planned_here = [event for t in range(4) for event in plan.events(k, t)]
+            assert ledger.spends("r")[plan.name(k)] == Spend.none().plus(planned_here)
+    assert results[-1].epsilon == pytest.approx(5.0, rel=1e-3)
+    # as it was planned before, with a batch of 1: other events, for which the run stopped after it had paid
+    wrong = dataclasses.replace(plan.groups[0], batch=1.0)
+    assert [wrong.round_events(t) for t in range(4)] != [plan.events(0, t) for t in range(4)]
+
+
+def test_an_own_schedule_must_give_one_factor_per_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_schedules.py").write_text(
+        "def falling(privacy, rounds):\n    return [1 / (1 + t) for t in range(rounds)]\n"
+        "def short(privacy, rounds):\n    return [1.0]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert factors(Privacy(noise_schedule="own_schedules:falling"), 3) == (1.0, 1 / 2, 1 / 3)
+    with pytest.raises(ConfigError, match=r"own_schedules:short.*one factor per round"):
+        factors(Privacy(noise_schedule="own_schedules:short"), 3)
 
 
 def test_free_rules_and_rules_without_privacy_know_no_refresh() -> None:

@@ -7,15 +7,16 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from scipy.stats import norm
 
 from fulcrum.clipping import ClipRule, find_rule
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.accounting import Spend, epsilon
+from fulcrum.privacy.accounting import Accountant, Spend, epsilon
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.privacy.plan import Plan, make_plan
-from fulcrum.privacy.statement import statement, to_markdown
+from fulcrum.privacy.statement import AccountedRun, statement, to_markdown
 from fulcrum.settings.checks import check
 from fulcrum.settings.schema import Settings
 
@@ -49,7 +50,7 @@ def told(settings: Settings, plan: Plan, rule: ClipRule, rounds: tuple[int, ...]
         "version": "0.1.0",
         "date": "2025-06-01",
     }
-    return statement(settings, plan, rule, spent, **{**arguments, **more})
+    return statement(AccountedRun(settings, plan, rule, spent, **{**arguments, **more}))
 
 
 def test_the_numbers_are_those_of_what_was_released():
@@ -83,6 +84,21 @@ def test_the_other_accountant_is_named_when_it_is_the_one_enforced():
     facts = state(privacy={"accountant": "pld"})
     assert facts["accountant"]["enforced"] == "pld"
     assert "PLD is enforced, RDP is shown beside it" in to_markdown(facts)
+
+
+OWN = Accountant("own", lambda spends, delta: np.array([0.1 * s.releases for s in spends]), lambda event: True)
+
+
+def test_an_own_accountant_is_the_headline_when_it_is_enforced():
+    facts = state(privacy={"accountant": f"{__name__}:OWN"})
+    assert facts["epsilon"] == pytest.approx(2.0)  # 20 releases
+    assert facts["epsilon_rdp"] == state()["epsilon"]
+    assert facts["planned"] == {key: pytest.approx(facts[key]) for key in ("epsilon", "epsilon_rdp", "epsilon_pld")}
+    assert facts["accountant"]["enforced"] == "own"
+    page = to_markdown(facts)
+    assert "OWN is enforced, RDP, PLD is shown beside it; all are upper bounds" in page
+    assert "epsilon (OWN) | epsilon (RDP) | epsilon (PLD)" in page
+    assert f"epsilon = 2 (OWN; {facts['epsilon_rdp']:.4g} by RDP, {facts['epsilon_pld']:.4g} by PLD)" in page
 
 
 def test_no_privacy_is_said_first_and_loudly():
@@ -128,8 +144,10 @@ def test_something_unprotected_in_an_earlier_run_makes_the_total_infinite():
     settings, plan = planned()
     spent = {"party-1": Spend.none().plus(plan.events(1), 3).plus([Unprotected()])}
     facts = statement(
-        settings, plan, MOO, spent, run_id="x", scope="ledger", randomness_mode="secure", dataset_name="digits",
-        finished=True, rounds_done=3, version="0", date="today",
+        AccountedRun(
+            settings, plan, MOO, spent, run_id="x", scope="ledger", randomness_mode="secure", dataset_name="digits",
+            finished=True, rounds_done=3, version="0", date="today",
+        )
     )  # fmt: skip
     assert facts["epsilon"] == "inf"
     assert facts["parties"][0]["epsilon_rdp"] == 0

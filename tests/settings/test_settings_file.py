@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulcrum.errors import ConfigError
+from fulcrum.runs.choices import CHOICES, check_choices, choice_names
 from fulcrum.settings.catalogue import WORDS, _docstrings, catalogue
-from fulcrum.settings.checks import CHOICES, RANGES
+from fulcrum.settings.checks import RANGES
 from fulcrum.settings.files import SECTIONS, SHORT, dump, from_names, parse, read, read_word, template
 from fulcrum.settings.presets import METHODS
 from fulcrum.settings.reading import RIVALS, WANTED
@@ -27,7 +28,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def refusal(raw=None, overrides=None, method=None) -> str:
     with pytest.raises(ConfigError) as caught:
-        parse(raw or {}, overrides, method)
+        check_choices(parse(raw or {}, overrides, method))
     sentence = str(caught.value)
     assert "\n" not in sentence
     return sentence
@@ -157,7 +158,10 @@ def test_set_without_a_value_says_how(text):
         ({"train": {"kappa": 3}}, "train.kappa is not a setting; did you mean clip.kappa?"),
         ({"trian": {"rounds": 3}}, "trian is not a setting; did you mean train?"),
         ({"epsilon": 3}, "epsilon is not a setting; did you mean privacy.epsilon?"),
-        ({"zzz": 3}, "zzz is not a setting; choose from data, task, model, train, clip, privacy, central, run, method."),
+        (
+            {"zzz": 3},
+            "zzz is not a setting; choose from data, task, model, train, clip, privacy, central, run, method.",
+        ),
         ({"train": 5}, "train = 5 is a whole number; it must be a section, [train]."),
         ({"train": {"rounds": "5"}}, 'train.rounds = "5" is text; it must be a whole number.'),
         ({"train": {"rounds": 5.0}}, "train.rounds = 5.0 is a number with a decimal point; it must be a whole number."),
@@ -290,3 +294,140 @@ def test_settings_page_is_in_step_with_the_settings():
     spec.loader.exec_module(page)
     assert (DOCS / "settings.md").read_text(encoding="utf-8") == page.page(), "run: make docs"
     assert json.dumps(Settings().train.rate) in page.page()
+
+
+# --- names that something implements ------------------------------------------------------------
+
+
+def test_every_setting_with_choices_refuses_a_wrong_name_with_the_nearest():
+    from fulcrum.settings.checks import lookup
+
+    for path in CHOICES:
+        names = choice_names(path)
+        assert lookup(Settings(), path) in names, path
+        section, name = path.split(".")
+        wrong = f"{names[-1]}x"
+        with pytest.raises(ConfigError) as caught:
+            check_choices(Settings().replace(**{section: {name: wrong}}))
+        said = str(caught.value)
+        assert said.startswith(f"{path} = {wrong!r} is not known; choose one of "), said
+        assert "did you mean" in said
+        assert all(known in said for known in names), said
+
+
+def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
+    from fulcrum.clipping import RULES
+    from fulcrum.data.features import FEATURES
+    from fulcrum.data.partition import DEALS
+    from fulcrum.engines import ENGINES
+    from fulcrum.gradients.stacked.passes import PRECISIONS
+    from fulcrum.models.builtin import ACTIVATIONS
+    from fulcrum.privacy.accounting import ACCOUNTANTS
+    from fulcrum.privacy.client_level import ESTIMATORS
+    from fulcrum.privacy.schedule import SCHEDULES
+    from fulcrum.privacy.statement.units import UNITS
+    from fulcrum.rng import RANDOMNESS
+    from fulcrum.settings.derived import LR_SCHEDULES
+    from fulcrum.training.server import SERVERS, WEIGHTINGS
+
+    special = {"data.partition": {"auto", "given"}, "data.features": {"none"}, "run.engine": {"auto"}}
+    registries = {
+        "data.partition": DEALS,
+        "data.features": FEATURES,
+        "model.activation": ACTIVATIONS,
+        "train.schedule": LR_SCHEDULES,
+        "train.weights": WEIGHTINGS,
+        "train.server": SERVERS,
+        "clip.rule": RULES,
+        "privacy.unit": UNITS,
+        "privacy.accountant": ACCOUNTANTS,
+        "privacy.randomness": RANDOMNESS,
+        "privacy.noise_schedule": SCHEDULES,
+        "central.estimator": ESTIMATORS,
+        "run.engine": ENGINES,
+        "run.precision": PRECISIONS,
+    }
+    for path, registry in registries.items():
+        assert set(choice_names(path)) == set(registry) | special.get(path, set()), path
+    others = {"model.coordinates", "clip.groups", "clip.phi", "clip.reading", "privacy.aggregation"}
+    assert set(CHOICES) == set(registries) | others, "these have no values, only names, where they are implemented"
+
+
+def test_every_name_in_the_settings_words_is_a_choice():
+    """A choice that is added must be added to the words of its setting, or the docs would leave it out."""
+    for path in CHOICES:
+        if path not in ("clip.rule",):
+            words = catalogue()[path].words
+            assert all(name in words for name in choice_names(path)), path
+
+
+def test_a_server_optimiser_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "halved.py").write_text(
+        "from fulcrum.training.server import ServerOptimiser\n"
+        "HALVED = ServerOptimiser(lambda d: {}, lambda aggregate, state, train: (0.5 * aggregate, state))\n"
+        "WRONG = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from fulcrum.training.server import SERVERS
+
+    settings = parse({}, {"train.server": "halved:HALVED"})
+    assert check_choices(settings).train.server == "halved:HALVED"
+    change, _ = SERVERS.find("halved:HALVED").step(np.float64(3.0), {}, settings.train)
+    assert change == 1.5
+    assert "not a fulcrum.training.server.ServerOptimiser" in refusal({}, {"train.server": "halved:WRONG"})
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda group: [Point] if group == "fulcrum.server_optimisers" else []
+    )
+    assert check_choices(parse({}, {"train.server": "half"}))
+    assert "did you mean 'half'?" in refusal({}, {"train.server": "halff"})
+
+
+class Point:
+    name, module, attr = "half", "halved", "HALVED"
+
+
+# --- words of earlier versions ------------------------------------------------------------------
+
+
+def test_old_words_are_translated_with_a_note(monkeypatch, capsys):
+    from fulcrum.settings import renamed
+
+    monkeypatch.setitem(renamed.RENAMED, "clip.price", "clip.kappa")
+    monkeypatch.setitem(renamed.RENAMED_VALUES, "train.server", {"plain": "sgd"})
+    monkeypatch.setitem(renamed.REMOVED, "run.colour", "take it away.")
+    old = {"clip": {"price": 0.5}, "train": {"server": "plain"}}
+    assert parse(old) == parse({"clip": {"kappa": 0.5}, "train": {"server": "sgd"}})
+    err = capsys.readouterr().err
+    assert "note: clip.price is called clip.kappa today\n" in err
+    assert "note: train.server = 'plain' is called 'sgd' today\n" in err
+    assert parse({}, {"clip.price": 0.5}).clip.kappa == 0.5
+    assert from_names({"price": 0.5}).clip.kappa == 0.5
+    capsys.readouterr()
+    assert "both are given" in refusal({"clip": {"price": 0.5, "kappa": 0.1}})
+    assert refusal({"run": {"colour": 1}}) == "run.colour is no longer a setting; take it away."
+    assert parse({"clip": {"kappa": 0.5}}).clip.kappa == 0.5
+    assert capsys.readouterr().err == "", "no note where nothing is old"
+
+
+def test_a_rename_changes_no_id_of_a_kept_result(monkeypatch):
+    from fulcrum.settings import renamed
+    from fulcrum.study.job import identity, settings_from_json
+
+    settings = Settings().replace(clip={"kappa": 0.5})
+    old = dataclasses.asdict(settings)
+    old["clip"]["price"] = old["clip"].pop("kappa")
+    before = renamed.former_words(dataclasses.asdict(settings))
+    assert before == dataclasses.asdict(settings)
+    monkeypatch.setitem(renamed.RENAMED, "clip.price", "clip.kappa")
+    assert settings_from_json(old) == settings
+    assert renamed.former_words(dataclasses.asdict(settings)) == old, "ids are made from the first version's words"
+    assert identity(settings, 1.0) != identity(settings.replace(clip={"kappa": 0.6}), 1.0)
+
+
+def test_settings_written_before_options_are_read_and_keep_their_id():
+    from fulcrum.study.job import identity, settings_from_json
+
+    old = dataclasses.asdict(Settings())
+    del old["clip"]["options"]
+    assert settings_from_json(old) == parse(old) == Settings()
+    assert identity(Settings(), 1.0) != identity(Settings().replace(clip={"options": {"speed": 1.0}}), 1.0)

@@ -27,7 +27,7 @@ from fulcrum.study.job import READS, Job, Shard, distinct, identity, job_from_js
 from fulcrum.study.search import find
 from study_helpers import experiments, record, small
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "src" / "fulcrum" / "study" / "experiments"
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -121,7 +121,7 @@ def test_a_job_gives_what_the_api_gives(tmp_path):
     for ready, result in backends.run_jobs(one, "sequential"):
         asked = ready.settings.replace(privacy={"epsilon": ready.epsilon, "sigma": None})
         whole = api.execute(api.prepare(asked))
-        assert result.accuracy == whole.accuracy
+        assert result.value == whole.accuracy
         assert result.C[-1][1] == pytest.approx(whole.C[-1], rel=1e-3)
         assert whole.epsilon == pytest.approx(ready.accounted)
         assert 0.98 * ready.epsilon < ready.accounted <= ready.epsilon
@@ -208,8 +208,8 @@ def test_the_clock_stops_a_job_that_will_not_end_in_time(monkeypatch):
 def test_processes_give_the_same_as_one_process(tmp_path):
     jobs = calibrated(paper_jobs(small(tmp_path).only(methods=["dp-sgd"], epsilons=[4.0])))
     how = backends.How(workers=2)
-    found = {j.id: r.accuracy for j, r in backends.run_jobs(jobs, "processes", how)}
-    assert found == {j.id: r.accuracy for j, r in backends.run_jobs(jobs, "sequential", how)}
+    found = {j.id: r.value for j, r in backends.run_jobs(jobs, "processes", how)}
+    assert found == {j.id: r.value for j, r in backends.run_jobs(jobs, "sequential", how)}
 
 
 def test_a_stack_gives_the_same_as_one_after_the_other(tmp_path):
@@ -220,7 +220,7 @@ def test_a_stack_gives_the_same_as_one_after_the_other(tmp_path):
     alone = {j.id: r for j, r in backends.run_jobs(jobs, "sequential", how)}
     assert stacked.keys() == alone.keys() == {j.id for j in jobs}
     for i, result in stacked.items():
-        assert result.accuracy == pytest.approx(alone[i].accuracy, abs=0.02)
+        assert result.value == pytest.approx(alone[i].value, abs=0.02)
         assert result.C[-1][1] == pytest.approx(alone[i].C[-1][1], rel=1e-3)
 
 
@@ -228,8 +228,8 @@ def test_client_level_jobs_are_stacked_with_as_many_parties(tmp_path):
     def client(parties, **clip):
         return job(data={"parties": parties}, privacy={"unit": "client"}, clip={"rule": "fixed", **clip})
 
-    assert backends.stackable(client(10))
-    assert not backends.stackable(client(10, rule="median"))  # looks at all updates together
+    assert backends.can_stack(client(10).settings)
+    assert not backends.can_stack(client(10, rule="median").settings)  # looks at all updates together
     assert backends.shape(client(10)) != backends.shape(client(20))
     assert backends.shape(client(10)) == backends.shape(client(10, C0=2.0))
     assert backends.shape(job(data={"parties": 10})) == backends.shape(job(data={"parties": 20}))
@@ -242,8 +242,8 @@ def test_runs_that_differ_in_their_transform_are_not_stacked_together(tmp_path):
     ]
     jobs = calibrated(jobs)
     how = backends.How(device="cpu", say=lambda _: None)
-    stacked = {j.id: r.loss for j, r in backends.run_jobs(jobs, "stacked", how)}
-    alone = {j.id: r.loss for j, r in backends.run_jobs(jobs, "sequential", how)}
+    stacked = {j.id: r.metrics["loss"] for j, r in backends.run_jobs(jobs, "stacked", how)}
+    alone = {j.id: r.metrics["loss"] for j, r in backends.run_jobs(jobs, "sequential", how)}
     assert stacked == pytest.approx(alone, rel=1e-4)
     first, second = alone.values()
     assert first != pytest.approx(second, rel=1e-3)
@@ -273,12 +273,9 @@ def test_a_rule_that_fails_costs_the_others_nothing(tmp_path, monkeypatch):
     assert any("FAILED" in line and "diverged" in line for line in said)
 
 
-def test_unknown_backends_are_named(monkeypatch):
+def test_unknown_backends_are_named():
     with pytest.raises(ConfigError, match="backend = 'quantum'"):
         list(backends.run_jobs([], "quantum"))
-    monkeypatch.setattr(backends, "MANY", "fulcrum.not_there")
-    with pytest.raises(ConfigError, match="stacked"):
-        list(backends.run_jobs([], "stacked"))
 
 
 def test_tuning_never_sees_test_data(tmp_path, monkeypatch):
@@ -329,7 +326,7 @@ def test_the_worker_needs_torch_numpy_and_safetensors_alone(tmp_path):
     done = run_worker([*words, "--backend", "sequential"])
     assert done.returncode == 0, done.stderr
     found = store.load(tmp_path / "out")
-    here = {j.id: r.accuracy for j, r in backends.run_jobs(jobs, "sequential")}
+    here = {j.id: r.value for j, r in backends.run_jobs(jobs, "sequential")}
     assert {i: r["accuracy"] for i, r in found.items()} == here, "packed digits are the same digits"
     again = run_worker(words)
     assert again.returncode == 0
@@ -492,6 +489,28 @@ def test_experiments_are_found_or_asked_for(tmp_path, monkeypatch):
     assert find_folder(place) == place
     with pytest.raises(ConfigError, match=r"paper\.toml"):
         find_folder(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"did you mean 'robustness'\?"):
+        find_folder(place, "robustnes")
+    monkeypatch.chdir(place)
+    assert find_folder() == EXPERIMENTS, "what is installed, where the working folder has none"
+
+
+def test_chosen_settings_are_written_to_the_working_folder_and_win_there(tmp_path, monkeypatch):
+    from fulcrum.study import choosing
+
+    monkeypatch.chdir(tmp_path)
+    kept = (EXPERIMENTS / "chosen.toml").read_bytes()
+    packaged = read_experiment()
+    assert packaged.folder == EXPERIMENTS
+    assert packaged.choices
+    changed = dataclasses.replace(packaged.choices[0], settings={"train.lr": 0.123})
+    choosing.keep(packaged, [changed])
+    assert (EXPERIMENTS / "chosen.toml").read_bytes() == kept, "nothing is written into an installed package"
+    assert Path("experiments/chosen.toml").is_file()
+    again = read_experiment()
+    assert again.folder == EXPERIMENTS, "the study itself is still the package's"
+    assert changed in again.choices
+    assert len(again.choices) == len(packaged.choices)
 
 
 @pytest.mark.parametrize("name", sorted(READS))

@@ -230,7 +230,7 @@ def test_the_best_trial_is_chosen_and_kept(tmp_path):
     accuracies = [0.5, 0.9, 0.9, 0.1, 0.2, 0.3]  # trials 0..2 at 8.0, then at 4.0
     done = {j.id: record(j, a) for j, a in zip(jobs, accuracies, strict=True)}
     made, lacking = choosing.choose(part, done)
-    assert [(c.epsilon, c.trial, c.trials, c.validation_accuracy) for c in made] == [(8.0, 1, 3, 0.9), (4.0, 2, 3, 0.3)]
+    assert [(c.epsilon, c.trial, c.trials, c.validation_score) for c in made] == [(8.0, 1, 3, 0.9), (4.0, 2, 3, 0.3)]
     assert [c.worst for c in made] == [0.5, 0.1]
     assert lacking == {}
     choosing.keep(experiment, made)
@@ -362,7 +362,7 @@ def test_missing_runs_leave_holes_that_are_counted(tmp_path):
     gone = [j for j in jobs if j.row == "moo" and j.epsilon == 4.0]
     del done[gone[0].id]
     cells = make_cells(experiment, jobs, done)
-    assert "[1 of 2 seeds]" in tables.markdown(tables.accuracy_rows(cells, experiment.epsilons))
+    assert "[1 of 2 seeds]" in tables.markdown(tables.score_rows(cells, experiment.epsilons))
     assert "1 of 14 runs have not been made yet." in report.notes(cells, {})
     report.write_table(tmp_path, experiment, {})
     assert json.loads((tmp_path / "table.json").read_text()) == []
@@ -374,7 +374,7 @@ def cell(**changes) -> Cell:
 
 
 def test_unsound_rows_carry_a_dagger_and_copies_their_name():
-    rows = tables.accuracy_rows([cell(sound=False)], [1.64])
+    rows = tables.score_rows([cell(sound=False)], [1.64])
     assert rows[1] == ["X †", "example", "10", "91.00 ± 12.71 (paper 88.16)"]
     assert any(note.startswith("†") for note in report.notes([cell(sound=False)], {}))
     assert not any(note.startswith("†") for note in report.notes([cell()], {}))
@@ -460,9 +460,8 @@ def test_gaps_of_the_grid_by_hand(tmp_path):
 
 
 def test_the_grid_of_the_repository():
-    from pathlib import Path
+    from fulcrum.study.experiment import BUILT_IN as place
 
-    place = Path(__file__).parents[2] / "experiments"
     grid = read_grid(place)
     assert grid.C0 == (0.01, 0.1, 1.0, 10.0, 100.0)
     assert grid.lr == (0.0625, 0.25, 1.0, 4.0, 16.0)
@@ -627,3 +626,63 @@ def test_robustness_protocol_and_parties_write_their_pages(tmp_path, capsys, mon
     out = capsys.readouterr().out
     assert "All methods start from C0 = 0.5" in out
     assert "K = 3" in out
+
+
+# --- scores ------------------------------------------------------------------------------------------------
+
+
+def judged(job, value, score="rmse", higher_is_better=False, **changes):
+    """A record of a run that is judged by another score than accuracy."""
+    old = record(job, 0.0, curve=[[2, value]], **changes)
+    del old["accuracy"]
+    return {**old, "metrics": {score: value, "loss": 1.0}, "score": score, "higher_is_better": higher_is_better}
+
+
+def test_old_records_and_new_ones_tell_their_score():
+    from fulcrum.study import records
+
+    old = {"accuracy": 0.5, "loss": 1.25}
+    new = records.score_entries({"accuracy": 0.5, "loss": 1.25}, records.Score())
+    for entry in (old, new):
+        assert records.score_of_record(entry) == records.Score("accuracy", True)
+        assert records.score_value(entry) == 0.5
+        assert records.metrics_of_record(entry) == {"accuracy": 0.5, "loss": 1.25}
+    assert {**old}.items() <= new.items(), "the keys of old records stay"
+    other = records.score_entries({"rmse": 2.0, "loss": 4.0}, records.Score("rmse", False))
+    assert "accuracy" not in other
+    assert records.score_value(other) == 2.0
+    assert (records.Score("rmse", False).text(2.0), records.Score().text(0.5)) == ("2", "50.00%")
+
+
+def test_the_lower_score_wins_where_lower_is_better(tmp_path):
+    experiment = small(tmp_path).only(methods=["dp-sgd"], epsilons=[4.0])
+    trials = tuning_jobs(experiment)
+    values = {0: 0.5, 1: 0.2, 2: 0.9}
+    low, _ = choosing.choose(experiment, {j.id: judged(j, values[j.trial]) for j in trials})
+    high, _ = choosing.choose(experiment, {j.id: judged(j, values[j.trial], "auc", True) for j in trials})
+    assert [(c.trial, c.validation_score, c.worst, c.score) for c in low] == [(1, 0.2, 0.9, "rmse")]
+    assert [(c.trial, c.validation_score, c.worst, c.score) for c in high] == [(2, 0.9, 0.2, "auc")]
+
+
+def test_a_table_is_headed_by_its_score_and_moo_is_ahead_where_its_error_is_lower(tmp_path):
+    experiment = small(tmp_path).only(methods=["moo", "dp-sgd"])
+    jobs = paper_jobs(experiment)
+    done = {j.id: judged(j, (1.0 if j.row == "moo" else 3.0) + 0.1 * j.seed) for j in jobs}
+    cells = {cell.row: cell for cell in make_cells(experiment, jobs, done)}
+    assert cells["moo"].values == {0: 1.0, 1: 1.1}, "no fraction, so not in %"
+    assert cells["dp-sgd"].ahead.mean == pytest.approx(2.0)
+    report.write_table(tmp_path / "out", experiment, done)
+    page = (tmp_path / "out" / "table.md").read_text()
+    assert "Test rmse, mean over seeds" in page
+    assert "accuracy" not in page
+    assert list((tmp_path / "out" / "figures").glob("*-rmse.svg"))
+
+
+def test_gaps_of_a_grid_are_how_much_worse_a_rule_is(tmp_path):
+    grid = read_grid(experiments(tmp_path))
+    done = {
+        j.id: judged(j, {"dp-sgd": 1.0, "moo": 1.5}[j.row] + (j.settings.clip.C0 == 0.1)) for j in robustness_jobs(grid)
+    }
+    shown = {f.rule: f for f in findings(grid, maps(grid, done))}
+    assert shown["moo"].best_fixed == 1.0
+    assert (shown["moo"].worst_gap_grid, shown["moo"].worst, shown["moo"].best) == (1.5, 2.5, 1.5)

@@ -187,7 +187,7 @@ WRONG = {
 
 @pytest.mark.parametrize("estimator", WRONG.values(), ids=WRONG.keys())
 def test_wrong_sensitivities_are_rejected(estimator: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ESTIMATORS, "wrong", estimator)
+    monkeypatch.setitem(ESTIMATORS._values, "wrong", estimator)
     terms = terms_of(WEIGHTS["heavy and light"], 0.5, "wrong")
     assert largest_change(server(), terms) > 1.5 * terms.sensitivity * 1.05
 

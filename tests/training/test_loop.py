@@ -20,8 +20,10 @@ from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs import prepare
 from fulcrum.settings.derived import learning_rate
 from fulcrum.settings.schema import Settings, Train
+from fulcrum.training.engine import Engine
 from fulcrum.training.federation import Federation
-from fulcrum.training.loop import federate
+from fulcrum.training.loop import federate, is_evaluated, participants
+from fulcrum.training.run_account import RunAccount
 from fulcrum.training.server import SERVERS, client_weights, moving_average, weighted_mean
 from fulcrum.training.snapshot import Snapshot
 from fulcrum.types import ClientReply, RoundRequest, RoundResult
@@ -177,7 +179,7 @@ def test_parties_with_a_smaller_budget_sit_out_while_the_others_go_on() -> None:
     assert late[-1].participants == (0, 2)
 
 
-class _Greedy:
+class _Greedy(Engine):
     """An engine that takes one more step than it was asked to."""
 
     def __init__(self, inner: Any) -> None:
@@ -235,3 +237,50 @@ def test_train_and_rounds_from_python_take_objects_and_names() -> None:
     own = fulcrum.train(data, model, **names)
     assert torch.equal(model[0].weight, before), "the model that was given is the public start and stays as it is"
     assert not torch.equal(own.model[0].weight, before)
+
+
+def test_without_a_ledger_the_rounds_are_the_same_and_no_epsilon_is_claimed() -> None:
+    changes: dict[str, Any] = {"train": {"participation": 0.6, "rounds": 6}, "privacy": {"max_participations": 3}}
+    paid = play(toy_federation(**changes))
+    free = [result for result, _ in federate(toy_federation(**changes))]
+    assert len(free) == len(paid) == 6
+    for one, two in zip(free, paid, strict=True):
+        assert torch.equal(one.params, two.params)
+        assert (one.participants, one.metrics, one.C) == (two.participants, two.metrics, two.C)
+        assert math.isnan(one.epsilon)
+        assert not math.isnan(two.epsilon)
+        assert one.epsilons == ()
+
+
+def test_who_takes_part_is_invited_within_its_cap_and_not_excluded() -> None:
+    federation = toy_federation(privacy={"max_participations": 2})
+    assert participants(federation, 0, [0, 0, 0]) == [0, 1, 2]
+    assert participants(federation, 0, [0, 2, 1]) == [0, 2]
+    assert participants(federation, 0, torch.tensor([0, 2, 1]), {0}) == [2]
+
+
+def test_the_last_round_is_always_evaluated() -> None:
+    settings = toy_federation(train={"rounds": 5}, run={"evaluate_every": 2}).settings
+    assert [t for t in range(5) if is_evaluated(settings, t)] == [1, 3, 4]
+
+
+def test_what_was_spent_is_what_the_ledger_says_and_nothing_else() -> None:
+    """Attempts that were paid again count again; rounds and runs that were not asked about do not."""
+    step = [Gaussian(0.1, 2.0, 3)]
+    with Ledger.open(":memory:") as ledger:
+        for name in ("a", "b"):
+            ledger.enroll(name, None, 1e-5, "rdp", "example", "toys")
+        ledger.reserve("r", 0, {"a": step, "b": step})
+        ledger.reserve("r", 0, {"a": step}, attempt=1)
+        ledger.reserve("r", 1, {"b": step})
+        ledger.reserve("other", 0, {"b": step})
+        assert ledger.round_reservations("r", range(1, 2)) == [("b", tuple(step))]
+        account = RunAccount(ledger, "r", 1e-5, "rdp")
+        account.read_until(1)
+        one, two = (accounting.epsilon(step * times, 1e-5) for times in (1, 2))
+        assert account.largest == pytest.approx(two)
+        account.read_until(2)
+        plan = toy_federation().plan
+        named = dataclasses.replace(plan, name=["a", "b", "c"].__getitem__)
+        assert account.epsilons(named) == pytest.approx((two, two, 0.0))
+        assert two > one

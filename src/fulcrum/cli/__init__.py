@@ -7,12 +7,13 @@ account.py   account
 data.py      data list, fetch, verify
 show.py      show, methods
 ledger.py    ledger
-study.py     study prepare, merge, choose, robustness, protocol, parties
+study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
 init.py      init
 prior.py     prior
 flower.py    serve, party, terms, certs
 options.py   the options that settings have
+study_options.py  the options that studies have
 view.py      tables and progress
 failures.py  exit codes, and one sentence for every failure
 """

@@ -1,4 +1,4 @@
-"""`fulcrum demo`: the main job on data that everybody has, beside what it costs in accuracy."""
+"""`fulcrum demo`: the main job on data that everybody has, beside what privacy costs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fulcrum.cli.options import Debug, Json, Quiet
 from fulcrum.cli.run import free_folder
 from fulcrum.privacy.statement.units import UNITS
 from fulcrum.settings.files import parse
+from fulcrum.study.records import score_of_record, score_value
 
 if TYPE_CHECKING:
     from fulcrum.settings.schema import Settings
@@ -36,12 +37,13 @@ def demo(
     if as_json:
         view.print_json({"folder": str(folder), "runs": summaries})
         return
-    columns = ("run", "accuracy", "epsilon", "by party", "C over the rounds")
+    score = score_of_record(summaries["moo"]).name
+    columns = ("run", score, "epsilon", "by party", "C over the rounds")
     view.print_table(columns, [(method, *row(summary)) for method, summary in summaries.items()])
     terms = summaries["moo"]
     unit = UNITS[terms["unit"]].short
     print(f"epsilon is that of one {unit}, the largest of any party, at delta {terms['delta']:g};", end=" ")
-    print(f"accuracy is on {terms['evaluated_on']}.")
+    print(f"{score} is on {terms['evaluated_on']}.")
     print("dp-sgd and none are comparisons that only public data allows: with private data every run spends again.")
     print(f"folder of the private run  {folder / 'moo'}")
 
@@ -57,15 +59,17 @@ def once(settings: Settings, folder: Path, quiet: bool) -> dict[str, Any]:
     from fulcrum import runs as api
 
     federation = api.prepare(settings)
-    with resumable(folder), view.progress(settings.method.ljust(6), settings.train.rounds, quiet) as on_round:
-        return api.execute(federation, folder, on_round).summary
+    bar = view.progress_observer(settings.method.ljust(6), settings.train.rounds, quiet)
+    with resumable(folder):
+        return api.execute(federation, folder, observers=[bar]).summary
 
 
 def row(summary: dict[str, Any]) -> tuple[view.Cell, ...]:
     """A run's line in the table."""
     private = summary["private"]
+    score, value = score_of_record(summary), score_value(summary)
     return (
-        view.percent(summary["accuracy"]),
+        view.percent(value) if score.is_fraction else score.text(value),
         view.epsilon(summary["epsilon"]) if private else "not private",
         show.spread(summary["epsilons"]) if private else "",
         show.course(summary["C"]),

@@ -113,9 +113,11 @@ def party(
     """Take part in a federation: train on this party's own data, within its own terms and budget."""
     need_flower()
     from fulcrum import runs as api
+    from fulcrum.flower.consent import consent_text
     from fulcrum.flower.keys import check_name
-    from fulcrum.flower.party import explain, open_desk, own_data
-    from fulcrum.flower.run import take_part
+    from fulcrum.flower.party import open_party_service
+    from fulcrum.flower.party_data import own_data
+    from fulcrum.flower.run import run_party
     from fulcrum.flower.terms import read_terms
 
     name = check_name(key.name)
@@ -134,14 +136,14 @@ def party(
     dataset = own_data(data, classes=agreed.classes if agreed else 0)
 
     def consent(proposed: Terms) -> bool:
-        view.say(explain(proposed, len(dataset.y)))
+        view.say(consent_text(proposed, len(dataset.y)))
         return typer.confirm(f"Agree, and write this to {terms}?", default=False, err=True)
 
     def end(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)
-    with open_desk(
+    with open_party_service(
         name,
         dataset,
         key,
@@ -152,10 +154,10 @@ def party(
         simulation=simulation,
         device=api.find_device(device),
         say=lambda words: view.say(f"[{name}] {words}", quiet),
-    ) as desk:
+    ) as service:
         try:
-            take_part(
-                desk,
+            run_party(
+                service,
                 server,
                 home,
                 statement or folder,
@@ -192,8 +194,8 @@ def serve(
     """Coordinate a federation: rounds over parties that run `fulcrum party` elsewhere. Sees no party's data."""
     need_flower()
     from fulcrum.flower import run as runs
-    from fulcrum.flower.coordinator import Patience
-    from fulcrum.flower.keys import load_register
+    from fulcrum.flower.coordinator import WaitPolicy
+    from fulcrum.flower.keys import load_public_keys
     from fulcrum.runs import folder as record
     from fulcrum.settings import files as settings_file
 
@@ -216,7 +218,7 @@ def serve(
     if not (host and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(f"--listen {listen} is not HOST:PORT, such as 0.0.0.0:9092.")
     address = runs.Address(host.strip("[]"), int(port), certificate, private)
-    register = load_register(keys)
+    register = load_public_keys(keys)
     folder = resume or out or free_folder(f"{slug(settings.data.source)}-{settings.method}-flower")
     facts = {
         "keys": str(keys.absolute()),
@@ -236,14 +238,14 @@ def serve(
     try:
         with view.progress(settings.method, settings.train.rounds, quiet) as on_round:
             if resume is not None:
-                result = runs.go_on(resume, address, register, on_round=on_round, say=say)
+                result = runs.resume_serving(resume, address, register, on_round=on_round, say=say)
             else:
                 result = runs.serve(
                     settings,
                     folder,
                     address,
                     register,
-                    patience=Patience(deadline, wait, settings.train.min_parties),
+                    wait_policy=WaitPolicy(deadline, wait, settings.train.min_parties),
                     simulation=simulation,
                     facts=facts,
                     on_round=on_round,

@@ -34,7 +34,9 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
         overrides = {path: value for path, value in given.items() if value is not None}
         overrides |= dict(read_word(text) for text in set_)
         settings = parse({}, overrides, method) if config is None else read(config, overrides, method)
-        function(settings=settings, **names)
+        from fulcrum.runs.choices import check_choices
+
+        function(settings=check_choices(settings), **names)
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (shared[0], *own, *shared[1:])]
     command.__doc__, command.__name__ = function.__doc__, function.__name__

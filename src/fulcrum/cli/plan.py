@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,12 +26,11 @@ CENTRAL = (
     "rate q_c",
     "cohort q_c K",
     "sigma z",
-    "epsilon rdp",
-    "epsilon pld",
+    "epsilon",
     "noise / C",
     "along v / C",
 )
-COLUMNS = ("party", "units n", "rate q", "batch q n", "sigma", "epsilon rdp", "epsilon pld", "noise / C", "along v / C")
+COLUMNS = ("party", "units n", "rate q", "batch q n", "sigma", "epsilon", "noise / C", "along v / C")
 
 
 @with_settings
@@ -55,10 +55,11 @@ def plan(
         return
     for warning in show.warnings(federation):
         view.say(f"warning: {warning}")
-    if made.central:
-        view.print_table(CENTRAL, of_the_server(made, dim))
+    if made.trusted_server:
+        view.print_table(with_accountants(CENTRAL, made), of_the_server(made, dim))
     else:
-        view.print_table(COLUMNS, by_party(made, dim) if made.parties <= MANY else by_group(made, dim))
+        rows = by_party(made, dim) if made.parties <= MANY else by_group(made, dim)
+        view.print_table(with_accountants(COLUMNS, made), rows)
     for line in schedule(made):
         print(line)
     whole = made.noise_to_signal(dim)
@@ -69,8 +70,8 @@ def plan(
     terms += f" [{show.ASSUMED}]" if made.shared else ""
     print(f"{terms} by rounds, costliest party  {', '.join(curve)}")
     print(
-        f"noise / C is the noise of one {'round' if made.central else 'step'}'s mean "
-        f"{'update' if made.central else 'gradient'} over its {dim:,} parameters, as a multiple of the "
+        f"noise / C is the noise of one {'round' if made.trusted_server else 'step'}'s mean "
+        f"{'update' if made.trusted_server else 'gradient'} over its {dim:,} parameters, as a multiple of the "
         "clipping norm; along v, its part in any one direction."
     )
     print_engine(as_computed(federation))
@@ -122,7 +123,6 @@ def schedule(made: Plan) -> list[str]:
 
 def of_the_server(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
     """One line for all parties with the same terms, where the server adds one noise for all of them."""
-    assert made.central is not None
     noise = made.noise_to_signal(dim)
     members = [int((made.group_of == number).sum()) for number in range(len(made.groups))]
     return [
@@ -130,14 +130,13 @@ def of_the_server(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
             count,
             UNITS[made.unit].short,
             group.rate,
-            made.central.cohort,
+            made.server_terms.cohort,
             between(*group.sigmas()),
-            view.epsilon(rdp),
-            view.epsilon(pld),
+            *epsilon_cells(ends),
             noise.ratio,
             noise.direction,
         )
-        for count, group, (rdp, pld) in zip(members, made.groups, made.ends, strict=True)
+        for count, group, ends in zip(members, made.groups, made.ends, strict=True)
     ]
 
 
@@ -148,8 +147,7 @@ def by_party(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
         party, noise = made.party(k), made.noise_to_signal(dim, k)
         costs = (
             between(party.sigma, party.sigma_last),
-            view.epsilon(party.epsilon_rdp),
-            view.epsilon(party.epsilon_pld),
+            *epsilon_cells(party.epsilons),
             noise.ratio,
             noise.direction,
         )
@@ -160,7 +158,7 @@ def by_party(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
 def by_group(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
     """One line for all parties with the same terms; sizes and what follows from them as ranges."""
     rows: list[tuple[view.Cell, ...]] = []
-    for number, (group, (rdp, pld)) in enumerate(zip(made.groups, made.ends, strict=True)):
+    for number, (group, epsilons) in enumerate(zip(made.groups, made.ends, strict=True)):
         sizes = made.sizes[made.group_of == number]
         ends = [int(sizes.argmin()), int(sizes.argmax())]
         members = (made.group_of == number).nonzero()[0]
@@ -173,13 +171,23 @@ def by_group(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
                 group.rate,
                 between(group.rate * few, group.rate * most),
                 between(*group.sigmas()),
-                view.epsilon(rdp),
-                view.epsilon(pld),
+                *epsilon_cells(epsilons),
                 between(noises[0].ratio, noises[1].ratio),
                 between(noises[0].direction, noises[1].direction),
             )
         )
     return rows
+
+
+def with_accountants(columns: tuple[str, ...], made: Plan) -> tuple[str, ...]:
+    """The columns with one for each accountant whose epsilon the plan shows, where "epsilon" stands."""
+    at = columns.index("epsilon")
+    return (*columns[:at], *(f"epsilon {name}" for name in made.ends[0]), *columns[at + 1 :])
+
+
+def epsilon_cells(epsilons: Mapping[str, float]) -> list[view.Cell]:
+    """One cell per accountant."""
+    return [view.epsilon(value) for value in epsilons.values()]
 
 
 def between(low: float, high: float) -> str:

@@ -14,6 +14,15 @@ from fulcrum.cli.failures import resumable
 from fulcrum.cli.options import Debug, Json, Quiet, with_settings
 from fulcrum.settings.schema import Settings
 
+Observe = Annotated[
+    list[str],
+    typer.Option(
+        "--observe",
+        metavar="NAME",
+        help="Watch the run: `lines`, a name that a package offers, or package.module:observer; repeat for more.",
+    ),
+]
+
 
 @with_settings
 def run(
@@ -21,6 +30,7 @@ def run(
     out: Annotated[
         Path | None, typer.Option("--out", help="New folder for the run; default runs/DATA-METHOD-TIME.")
     ] = None,
+    observe: Observe = [],  # noqa: B006  # typer needs a list
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -28,18 +38,21 @@ def run(
     """Train one model privately over the data of several parties."""
     from fulcrum import runs as api
 
+    watching = [api.find_observer(name) for name in observe]
     federation = api.prepare(settings)
     folder = out if out is not None else free_folder(f"{slug(settings.data.source)}-{settings.method}")
     for warning in [*show.warnings(federation), *api.ledger_warnings(federation)]:
         # That nothing is guaranteed, or only under an assumption, is always said.
         view.say(f"warning: {warning}", quiet and federation.plan.sound and not federation.plan.shared)
-    with resumable(folder), view.progress(settings.method, settings.train.rounds, quiet) as on_round:
-        result = api.execute(federation, folder, on_round)
+    bar = view.progress_observer(settings.method, settings.train.rounds, quiet)
+    with resumable(folder):
+        result = api.execute(federation, folder, observers=[bar, *watching])
     show.print_summary(result.summary, folder, as_json)
 
 
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    observe: Observe = [],  # noqa: B006  # typer needs a list
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -50,14 +63,16 @@ def resume(
     from fulcrum.runs import folder as record
     from fulcrum.settings import files as settings_file
 
+    watching = [api.find_observer(name) for name in observe]
     record.load_json(folder, "run.json")
     settings = settings_file.read(folder / "settings.toml")
     if not find_rule(settings.clip.rule).sound:
         view.say(f"warning: NOT SOUND: {show.NOMINAL}.")
     if settings.privacy.aggregation == "ideal-secagg":
         view.say(f"warning: {show.ASSUMED}.")
-    with resumable(folder), view.progress(settings.method, settings.train.rounds, quiet) as on_round:
-        result = api.resume(folder, on_round)
+    bar = view.progress_observer(settings.method, settings.train.rounds, quiet)
+    with resumable(folder):
+        result = api.resume(folder, observers=[bar, *watching])
     show.print_summary(result.summary, folder, as_json)
 
 

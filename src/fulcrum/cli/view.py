@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from fulcrum.runs import Observer, Result, RunInfo
     from fulcrum.types import RoundResult
 
 Cell = object
@@ -104,15 +105,14 @@ def sparkline(values: Sequence[float], width: int = 12) -> str:
     return "".join(BARS[round((x - low) / (high - low) * (len(BARS) - 1))] for x in logs)
 
 
-@contextlib.contextmanager
-def progress(title: str, rounds: int, quiet: bool = False) -> Iterator[Callable[[RoundResult], None]]:
+def progress_observer(title: str, rounds: int, quiet: bool = False) -> Observer:
     """A live bar on stderr while rounds come in; nothing where stderr is not a terminal."""
     from fulcrum.runs.folder import total_C
+    from fulcrum.runs.observers import Observer
 
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        yield lambda _: None
-        return
+        return Observer()
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -122,18 +122,36 @@ def progress(title: str, rounds: int, quiet: bool = False) -> Iterator[Callable[
         console=console,
         transient=True,
     )
-    with bar:
-        task = bar.add_task(title, total=rounds, facts="")
-        began, seen, accuracy = time.perf_counter(), 0, ""
 
-        def on_round(result: RoundResult) -> None:
-            nonlocal seen, accuracy
-            seen += 1
+    class ProgressBar(Observer):
+        """The bar, with the speed, the last accuracy, C and epsilon behind it."""
+
+        def started(self, run: RunInfo) -> None:
+            self.task = bar.add_task(title, total=rounds, facts="")
+            self.began, self.seen, self.accuracy = time.perf_counter(), 0, ""
+            bar.start()
+
+        def round(self, result: RoundResult) -> None:
+            self.seen += 1
             if result.accuracy is not None:
-                accuracy = f"accuracy {percent(result.accuracy)}  "
-            speed = seen / max(time.perf_counter() - began, 1e-9)
+                self.accuracy = f"accuracy {percent(result.accuracy)}  "
+            speed = self.seen / max(time.perf_counter() - self.began, 1e-9)
             norm = f"C {show(total_C(result.C))}"
-            facts = f"{speed:.1f} rounds/s  {accuracy}{norm}  epsilon {epsilon(result.epsilon)}"
-            bar.update(task, completed=result.round, facts=facts)
+            facts = f"{speed:.1f} rounds/s  {self.accuracy}{norm}  epsilon {epsilon(result.epsilon)}"
+            bar.update(self.task, completed=result.round, facts=facts)
 
-        yield on_round
+        def ended(self, result: Result | None) -> None:
+            bar.stop()
+
+    return ProgressBar()
+
+
+@contextlib.contextmanager
+def progress(title: str, rounds: int, quiet: bool = False) -> Iterator[Callable[[RoundResult], None]]:
+    """`progress_observer` for callers that take a function per round."""
+    observer = progress_observer(title, rounds, quiet)
+    observer.started(None)  # type: ignore[arg-type]  # the bar asks nothing of the run
+    try:
+        yield observer.round
+    finally:
+        observer.ended(None)

@@ -50,6 +50,8 @@ from fulcrum.clipping.rule import ClipRule, Shape
 from fulcrum.settings.schema import Clip
 from fulcrum.types import Released, State
 
+PHIS = ("sign", "identity")
+"""What clip.phi may be: how the alignment becomes a step."""
 LARGEST_STEP = 0.3
 """phi = identity moves log C by at most this a round."""
 
@@ -62,7 +64,7 @@ def init_moo(settings: Clip, shape: Shape) -> State:
         "kappa": torch.tensor(settings.kappa),
         "eta_C": torch.tensor(settings.eta_C),
         "beta": torch.tensor(settings.beta),
-        "sign": torch.tensor(settings.phi == "sign"),
+        "sign": torch.tensor(settings.phi == PHIS[0]),
         "C_min": torch.tensor(settings.C_min),
         "C_max": torch.tensor(settings.C_max),
     }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 import torch
 
+from fulcrum.errors import ConfigError
+from fulcrum.settings.registry import suggest_nearest
 from fulcrum.settings.schema import Clip
 from fulcrum.types import Bounds, Released, State, Stats, View
 
@@ -43,6 +47,10 @@ class Shape:
         return max(self.groups) + 1 if self.groups else 1
 
 
+GROUPINGS = ("flat", "layer")
+"""What clip.groups may be: all parameters clipped together, or each layer to its share of C."""
+Options = type[Any] | Mapping[str, bool | int | float | str] | None
+"""Settings of a rule's own: a frozen dataclass, or name -> default."""
 Init = Callable[[Clip, Shape], State]
 Look = Callable[[State, int, int], View]
 ClipFn = Callable[[Stats, State], tuple[torch.Tensor, torch.Tensor, State]]
@@ -102,6 +110,8 @@ class ClipRule:
     sound: whether C depends on released values alone. Where False, epsilon is nominal.
     private: False only for `none`: nothing is bounded, nothing is noised, no epsilon holds.
     normalises: True where units are scaled to a norm rather than clipped, so that no C gives plain SGD.
+    options: settings of the rule's own (`[clip.options]`): a frozen dataclass, or a mapping name -> default. `init`
+        finds them as `settings.options`: an instance of the dataclass, or a mapping with all names.
     summary, cost and reference are words for `fulcrum methods`.
 
     Settings that the functions need (kappa, eta_C) live in the state as tensors, and no function
@@ -123,6 +133,78 @@ class ClipRule:
     sound: bool = True
     private: bool = True
     normalises: bool = False
+    options: Options = None
     summary: str = ""
     cost: str = "free"
     reference: str = ""
+
+    def __post_init__(self) -> None:
+        if self.options is not None:
+            object.__setattr__(self, "init", _with_options(self))
+
+
+ClipRule.__module__ = "fulcrum.clipping"  # where people import it from: error sentences name that
+
+
+def _with_options(rule: ClipRule) -> Init:
+    """`init` of a rule with options, called with all of them checked and filled in."""
+    original = rule.init
+
+    def init(settings: Clip, shape: Shape) -> State:
+        options = rule_options(rule, settings.options)
+        return original(dataclasses.replace(settings, options=options), shape)
+
+    return init
+
+
+def rule_options(rule: ClipRule, given: Any) -> Any:
+    """The options of a rule with their defaults: an instance of its dataclass, or a mapping of all names.
+
+    given: name -> value, as `[clip.options]` has them. Raises ConfigError for a name that the rule does not know, for
+    a value of another type than the default, and where a value without a default is not given.
+    """
+    declared = rule.options
+    if isinstance(declared, type) and isinstance(given, declared):
+        return given
+    if declared is None:
+        if given:
+            raise ConfigError(f"clip.options.{next(iter(given))} is set, but the rule {rule.name!r} has no options.")
+        return given
+    defaults: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
+    if isinstance(declared, type):
+        kinds = {name: hint for name, hint in get_type_hints(declared).items() if name in declared.__dataclass_fields__}
+        for field in dataclasses.fields(declared):
+            if field.default is not dataclasses.MISSING:
+                defaults[field.name] = field.default
+    else:
+        defaults = dict(declared)
+        kinds = {name: type(value) for name, value in defaults.items()}
+    for name, value in given.items():
+        if name not in kinds:
+            near = suggest_nearest(name, kinds)
+            raise ConfigError(f"clip.options.{name} is not an option of the rule {rule.name!r}; {near}")
+        if not _fits(value, kinds[name]):
+            raise ConfigError(f"clip.options.{name} = {value!r} is not {OPTION_KINDS[kinds[name]]}.")
+    values = {**defaults, **{n: float(v) if kinds[n] is float else v for n, v in given.items()}}
+    lost = [name for name in kinds if name not in values]
+    if lost:
+        raise ConfigError(
+            f"clip.options.{lost[0]} is missing; the rule {rule.name!r} needs {OPTION_KINDS[kinds[lost[0]]]}."
+        )
+    return declared(**values) if isinstance(declared, type) else values
+
+
+OPTION_KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}
+"""Types that options may have, in words."""
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)

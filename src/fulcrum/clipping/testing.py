@@ -346,7 +346,7 @@ def _precision(bounds: Bounds, on_sum: torch.Tensor, on_extra: torch.Tensor, ask
     """1 / multiplier^2 of noise whose scale is seen, in units of what one unit can change."""
     found = (float(torch.linalg.vector_norm(bounds.C)) / float(on_sum.abs().min())) ** 2
     if on_extra.numel() and asked:
-        found += (bounds.extra / max(float(on_extra.abs().min()), 1e-30)) ** 2
+        found += (float(bounds.extra) / max(float(on_extra.abs().min()), 1e-30)) ** 2
     return found
 
 

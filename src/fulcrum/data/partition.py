@@ -100,10 +100,8 @@ def partition_method(settings: Data, task: Task) -> str:
     method = settings.partition
     if method == "auto":
         return "dirichlet" if task.classes else "iid"
-    if method not in (*DEALS, "given"):
-        raise ConfigError(
-            f"data.partition = {method!r} is not known; {suggest_nearest(method, ['auto', *DEALS, 'given'])}"
-        )
+    if method not in PARTITIONS:
+        raise ConfigError(f"data.partition = {method!r} is not known; {suggest_nearest(method, PARTITIONS)}")
     if method in BY_LABEL and not task.classes:
         raise ConfigError(
             f"data.partition = {method!r} splits by class, and the targets of task {task.name!r} are no classes; use "
@@ -210,6 +208,9 @@ def _shards(items: _Items, settings: Data, rng: np.random.Generator) -> Ints:
 DEALS: dict[str, Deal] = {"iid": _iid, "dirichlet": _by_label, "shards": _shards, "quantity": _quantity}
 BY_LABEL = ("dirichlet", "shards")
 """Those that need classes."""
+PARTITIONS = ("auto", *DEALS, "given")
+"""What data.partition may be; "auto": dirichlet for classes, else iid; "given": the data itself names each record's
+party."""
 
 
 def _grouped(label: Ints, rng: np.random.Generator) -> list[Ints]:

@@ -12,7 +12,7 @@ from fulcrum.engines import parallel, reference
 from fulcrum.engines.stacked import StackedEngine
 from fulcrum.errors import ConfigError
 from fulcrum.gradients import keep_memory
-from fulcrum.training.engine import Engine, Remote
+from fulcrum.training.engine import Engine
 from fulcrum.training.problem import Problem
 
 ENGINES: dict[str, Callable[[Problem], Engine]] = {
@@ -39,4 +39,4 @@ def find_engine(name: str, problem: Problem) -> Engine:
     return ENGINES[chosen](problem)
 
 
-__all__ = ["ENGINES", "Engine", "Remote", "choose_engine", "find_engine"]
+__all__ = ["ENGINES", "Engine", "choose_engine", "find_engine"]

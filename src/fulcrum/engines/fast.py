@@ -6,7 +6,7 @@ import torch
 
 from fulcrum.gradients import Follower
 from fulcrum.training.client import Sample, Terms, Work, by_matrix
-from fulcrum.training.clipped_sum import Contribution, judge
+from fulcrum.training.clipped_sum import Contribution, clip_batch
 from fulcrum.training.problem import Problem
 from fulcrum.types import State, Stats, View
 
@@ -32,7 +32,7 @@ def by_tape(follow: Follower) -> Work:
             batch=terms.batch,
             lr=terms.lr,
         )
-        factors, extra, bounds, state = judge(
+        factors, extra, bounds, state = clip_batch(
             problem.rule, stats, state, lambda f: tape.weighted_sum(f, problem.groups)
         )
         clipped = tape.weighted_sum(factors, problem.groups)

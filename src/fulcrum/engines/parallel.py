@@ -19,11 +19,12 @@ from fulcrum.engines.fast import by_tape
 from fulcrum.gradients import Follower
 from fulcrum.training.client import Sample, Terms, train_client
 from fulcrum.training.clipped_sum import Contribution
+from fulcrum.training.engine import Engine
 from fulcrum.training.problem import Problem
 from fulcrum.types import Assignment, ClientReply, RoundRequest, State, View
 
 
-class ParallelEngine:
+class ParallelEngine(Engine):
     """Trains the participants of a round on `problem.workers` cores; 0: as many as PyTorch would use threads."""
 
     def __init__(self, problem: Problem) -> None:

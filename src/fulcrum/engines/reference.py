@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from fulcrum.gradients import Follower
 from fulcrum.training.client import by_matrix, train_client
+from fulcrum.training.engine import Engine
 from fulcrum.training.problem import Problem
 from fulcrum.types import ClientReply, RoundRequest
 
 
 @dataclass(frozen=True)
-class ReferenceEngine:
+class ReferenceEngine(Engine):
     """Plain loop over clients."""
 
     problem: Problem

@@ -1,20 +1,24 @@
 """The same federation across machines, on Flower (`pip install 'fulcrum-fl[flower]'`); only this folder imports flwr.
 
-messages.py     what travels: a header and arrays, checked before use; nothing is unpickled
-keys.py         a party's key pair: it signs every reply
-terms.py        what a party agreed to, pinned on its own disk; whatever goes beyond is refused
-vault.py        replies on the party's disk, stored before they are sent
-party.py        a party's answers: the same local training as in one process, behind terms and ledger
-roll.py         which node is which party: only signed answers count
-coordinator.py  an engine that asks parties instead of computing
-prepare.py      what a coordinator needs before it asks anybody
-certs.py        a development CA, a server certificate and key pairs
-carrier.py      those bytes in Flower's messages, by its public API
-flwr141/        everything that is internal to Flower 1.41.0: SuperLink, SuperNode, executor
-run.py          `fulcrum serve` and `fulcrum party` without their command lines
-app.py          the same as a plain Flower app, for `flwr run` and the simulation engine
+messages.py         what travels: a header and arrays, checked before use; nothing is unpickled
+keys.py             a party's key pair: it signs every reply
+terms.py            what a party agreed to, pinned on its own disk; whatever goes beyond is refused
+consent.py          the proposed terms as a person reads them before agreeing
+reply_store.py      replies on the party's disk, stored before they are sent
+party_data.py       a party's own records
+party_training.py   a party's model and engine: the same local training as in one process
+party_statement.py  a party's own privacy statement
+party.py            a party's service: it answers requests within its terms and its ledger's budget
+registry.py         which node is which party: only signed answers count
+coordinator.py      an engine that asks parties instead of computing
+prepare.py          what a coordinator needs before it asks anybody
+certs.py            a development CA, a server certificate and key pairs
+transport.py        those bytes in Flower's messages, by its public API
+flwr141/            everything that is internal to Flower 1.41.0: SuperLink, SuperNode, executor
+run.py              `fulcrum serve` and `fulcrum party` without their command lines
+app.py              the same as a plain Flower app, for `flwr run` and the simulation engine
 
-All but the last three work without Flower, over any carrier of bytes.
+All but transport.py, flwr141/, run.py and app.py work without Flower, over any transport of bytes.
 """
 
 from __future__ import annotations

@@ -26,11 +26,12 @@ from flwr.serverapp import Grid, ServerApp
 from fulcrum.data import from_arrays, load, split
 from fulcrum.errors import ConfigError
 from fulcrum.flower import keys
-from fulcrum.flower.coordinator import Patience
-from fulcrum.flower.party import Desk, open_desk, own_data
-from fulcrum.flower.run import Address, go_on, serve
+from fulcrum.flower.coordinator import WaitPolicy
+from fulcrum.flower.party import PartyService, open_party_service
+from fulcrum.flower.party_data import own_data
+from fulcrum.flower.run import Address, resume_serving, serve
 from fulcrum.flower.terms import accept, propose, read_terms
-from fulcrum.flower.transport import GridPost, to_envelope, to_record
+from fulcrum.flower.transport import GridTransport, to_envelope, to_record
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.schema import Settings
 
@@ -40,12 +41,12 @@ server = ServerApp()
 
 @client.train()  # type: ignore[untyped-decorator,unused-ignore]
 def answer(message: Message, context: Context) -> Message:
-    """One request to this party's desk."""
+    """Answer one request to this party."""
     simulated = "partition-id" in context.node_config
-    with _simulated(context) if simulated else _configured(context) as desk:
-        reply = desk.answer(to_envelope(message.content))
-        if desk.done and not simulated:
-            desk.write_statement(desk.terms_path.parent)
+    with _simulated(context) if simulated else _configured(context) as service:
+        reply = service.answer(to_envelope(message.content))
+        if service.done and not simulated:
+            service.write_statement(service.terms_path.parent)
         return Message(to_record(reply), reply_to=message)
 
 
@@ -60,31 +61,33 @@ def coordinate(grid: Grid, context: Context) -> None:
         for k in range(settings.data.parties):
             if not (folder / f"party-{k}").exists():
                 keys.make_pair(folder, f"party-{k}")
-    register = keys.load_register(folder)
+    public_keys = keys.load_public_keys(folder)
     where = Address("Flower's grid", 0, None, None)
 
-    def post(*_: Any) -> AbstractContextManager[GridPost]:
-        return nullcontext(GridPost(grid))
+    def transport(*_: Any) -> AbstractContextManager[GridTransport]:
+        return nullcontext(GridTransport(grid))
 
     if (out / "run.json").is_file():
-        result = go_on(out, where, register, open_post=post)
+        result = resume_serving(out, where, public_keys, open_transport=transport)
     else:
-        patience = Patience(
-            deadline=float(given.get("deadline", 60.0)),
-            wait=float(given.get("wait", 600.0)),
-            minimum=settings.train.min_parties,
+        wait_policy = WaitPolicy(
+            round_timeout=float(given.get("deadline", 60.0)),
+            join_timeout=float(given.get("wait", 600.0)),
+            min_parties=settings.train.min_parties,
         )
-        result = serve(settings, out, where, register, patience=patience, simulation=simulation, open_post=post)
+        result = serve(
+            settings, out, where, public_keys, wait_policy=wait_policy, simulation=simulation, open_transport=transport
+        )
     print(f"accuracy {result.accuracy:.4f}, epsilon {result.epsilon:.4g}, folder {out}")
 
 
-def _configured(context: Context) -> AbstractContextManager[Desk]:
-    """The desk that a SuperNode's --node-config names."""
+def _configured(context: Context) -> AbstractContextManager[PartyService]:
+    """The party that a SuperNode's --node-config names."""
     given = context.node_config
     key, terms = Path(_text(given, "key")), Path(_text(given, "terms"))
     agreed = read_terms(terms)
     data = own_data(_text(given, "data"), classes=agreed.classes)
-    return open_desk(
+    return open_party_service(
         key.name,
         data,
         key,
@@ -95,7 +98,7 @@ def _configured(context: Context) -> AbstractContextManager[Desk]:
     )
 
 
-def _simulated(context: Context) -> AbstractContextManager[Desk]:
+def _simulated(context: Context) -> AbstractContextManager[PartyService]:
     """A party of Flower's simulation engine: its part of the data that the settings name, with shared seeds."""
     given = context.run_config
     settings = settings_file.read(Path(_text(given, "config")))
@@ -107,7 +110,9 @@ def _simulated(context: Context) -> AbstractContextManager[Desk]:
     name = f"party-{k}"
     terms = accept(name, propose(settings, data.classes))
     key = Path(_text(given, "keys")) / name
-    return open_desk(name, own, key, home / name / "ledger.sqlite", terms, home / name / "terms.toml", simulation=True)
+    return open_party_service(
+        name, own, key, home / name / "ledger.sqlite", terms, home / name / "terms.toml", simulation=True
+    )
 
 
 def _with_parties(settings: Settings, parties: int) -> Settings:

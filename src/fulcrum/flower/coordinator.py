@@ -1,9 +1,8 @@
-"""The coordinator's side: an engine that asks parties instead of computing.
+"""The coordinator's side: an engine that sends a round's assignments to the parties and checks their replies.
 
-Rounds, aggregation, the rule for C, evaluation, record and resume are those of a run in one process
-(`federate`, `api`). What is here: asking, and checking what comes back (`FlowerEngine`).
-A reply that is late, malformed, not signed by the party it claims, of another round, or larger than
-any honest one is left out and reported; the round goes on with the others.
+The loop over rounds, aggregation, the rule for C, evaluation, record and resume are those of a run in one process
+(`training`, `runs`). A reply that is late, malformed, not signed by the party that it names, of another round, or
+larger than any honest one is left out and reported; the round goes on with the other replies.
 """
 
 from __future__ import annotations
@@ -20,102 +19,115 @@ import torch
 
 from fulcrum.errors import RunError
 from fulcrum.flower.messages import (
+    ArraySpec,
     BadMessage,
     Envelope,
-    Wanted,
+    events_agree,
     model_fingerprint,
     pack,
     read_arrays,
     read_events,
     state_arrays,
-    take_state,
-    wanted_state,
+    state_from_arrays,
+    state_spec,
+    write_assignment,
 )
-from fulcrum.flower.registry import POLL, Card, Roll, opened, refusal_words
-from fulcrum.privacy.events import Gaussian
+from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, refusal_text, verify_reply
+from fulcrum.privacy.mechanism import planned_events
 from fulcrum.settings.schema import Settings
 from fulcrum.training.clipped_sum import contribute
+from fulcrum.training.engine import Engine
 from fulcrum.training.problem import Problem, coordinate_groups
 from fulcrum.types import Assignment, ClientReply, RoundRequest, State
 
 
 @dataclass(frozen=True)
-class Patience:
-    """deadline: seconds a round waits for replies. wait: seconds to wait for enough parties to be there.
+class WaitPolicy:
+    """How long the coordinator waits, and for how many parties.
 
-    minimum: parties that must answer a round.
+    round_timeout: seconds that a round waits for replies. join_timeout: seconds to wait until enough parties are
+    connected. min_parties: the number of parties that must answer a round.
     """
 
-    deadline: float = 60.0
-    wait: float = 600.0
-    minimum: int = 1
+    round_timeout: float = 60.0
+    join_timeout: float = 600.0
+    min_parties: int = 1
 
 
-class FlowerEngine:
-    """`run(request)` sends each assignment to its party and yields the replies that came, checked.
+class FlowerEngine(Engine):
+    """`run(request)` sends each assignment to its party, checks the replies, and yields those that are sound.
 
-    clients: the parties in the order of their numbers. seed: shared with the parties, in simulations only.
+    clients: the parties in the order of their numbers. secret: makes the requests' nonces, the same ones again after a
+    crash. seed: shared with the parties, in simulations only.
     """
+
+    remote = True
 
     def __init__(
         self,
-        roll: Roll,
-        clients: Sequence[Card],
+        registry: PartyRegistry,
+        clients: Sequence[PartyInfo],
         problem: Problem,
         settings: Settings,
-        patience: Patience,
+        wait_policy: WaitPolicy,
         secret: bytes,
         seed: int | None = None,
     ) -> None:
-        self.roll, self.clients, self.problem, self.settings = roll, tuple(clients), problem, settings
-        self.patience, self.secret, self.seed = patience, secret, seed
+        self.registry, self.clients, self.problem, self.settings = registry, tuple(clients), problem, settings
+        self.wait_policy, self.secret, self.seed = wait_policy, secret, seed
         self._spent: set[int] = set()
         self._model = model_fingerprint(problem.model, problem.layout)
 
     # --- who is there -----------------------------------------------------------------------------
 
     def present(self, clients: Sequence[int]) -> list[int]:
-        """Those that are online; waits until `minimum` of those who still take part are."""
+        """Those of the clients that are online; waits until there are at least `min_parties` of them."""
         able = [k for k in clients if k not in self._spent]
-        if len(able) < self.patience.minimum:
+        if len(able) < self.wait_policy.min_parties:
             return able
-        end, told = time.monotonic() + self.patience.wait, False
+        end, told = time.monotonic() + self.wait_policy.join_timeout, False
         while True:
-            self.roll.call()
-            online = self.roll.post.online()
-            here = [k for k in able if self.roll.node_of.get(self.clients[k].name) in online]
-            if len(here) >= self.patience.minimum:
+            self.registry.poll()
+            online = self.registry.transport.online()
+            here = [k for k in able if self.registry.node_of.get(self.clients[k].name) in online]
+            if len(here) >= self.wait_policy.min_parties:
                 return here
             if time.monotonic() > end:
                 raise RunError(
-                    f"only {len(here)} of at least {self.patience.minimum} parties are there after "
-                    f"{self.patience.wait:g} s; bring them back, then continue with fulcrum serve --resume."
+                    f"only {len(here)} of at least {self.wait_policy.min_parties} parties are there after "
+                    f"{self.wait_policy.join_timeout:g} s; bring them back, then continue with fulcrum serve --resume."
                 )
             if not told:
-                self.roll.report("", f"waiting: {len(here)} of at least {self.patience.minimum} parties are there")
+                self.registry.report(
+                    "", f"waiting: {len(here)} of at least {self.wait_policy.min_parties} parties are there"
+                )
                 told = True
-            time.sleep(10 * POLL)
+            time.sleep(10 * POLL_SECONDS)
 
     def spent(self) -> set[int]:
         """Parties whose own ledger has refused to go on."""
         return set(self._spent)
 
+    def replays(self, randomness_mode: str) -> bool:
+        """The parties keep the ledgers that count, and send a round's stored bytes again."""
+        return True
+
     # --- a round ----------------------------------------------------------------------------------
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
-        """Ask everybody, wait until all have answered or the deadline has passed, yield what is sound."""
+        """Ask every party, wait until all have answered or the time is over, and yield the sound replies."""
         asks = {
-            task.client: (task, state, self._ask(request, task, state))
+            task.client: (task, state, self._round_request(request, task, state))
             for task, state in zip(request.assignments, request.states, strict=True)
         }
-        needed = min(self.patience.minimum, len(asks))
+        needed = min(self.wait_policy.min_parties, len(asks))
         replies: dict[int, ClientReply] = {}
         settled: set[int] = set()  # answered, well or badly
-        end = time.monotonic() + max(self.patience.wait, self.patience.deadline)
+        end = time.monotonic() + max(self.wait_policy.join_timeout, self.wait_policy.round_timeout)
         while True:
             self._collect(request, {k: ask for k, ask in asks.items() if k not in settled}, replies, settled)
             for k in asks.keys() - settled:
-                self.roll.report(self.clients[k].name, f"did not answer round {request.round + 1} in time")
+                self.registry.report(self.clients[k].name, f"did not answer round {request.round + 1} in time")
             short = needed - len(self._spent & asks.keys()) - len(replies)
             if short <= 0:  # parties that ran out of budget just now end the run, but only after this round
                 break
@@ -135,15 +147,15 @@ class FlowerEngine:
         replies: dict[int, ClientReply],
         settled: set[int],
     ) -> None:
-        """Send and gather until the deadline."""
-        end = time.monotonic() + self.patience.deadline
+        """Send the requests, and collect replies until all are settled or the time is over."""
+        end = time.monotonic() + self.wait_policy.round_timeout
         waiting: dict[str, int] = {}
 
         def send(k: int) -> None:
-            node = self.roll.node_of.get(self.clients[k].name)
+            node = self.registry.node_of.get(self.clients[k].name)
             left = end - time.monotonic()
             if node is not None and left > 0:
-                sent = self.roll.post.send(node, asks[k][2], left, str(request.round + 1))
+                sent = self.registry.transport.send(node, asks[k][2], left, str(request.round + 1))
                 if sent:
                     waiting[sent] = k
 
@@ -152,80 +164,77 @@ class FlowerEngine:
         late = False
         while asks.keys() - settled and not late:
             late = time.monotonic() > end  # once more after the deadline: what has arrived by then counts
-            self.roll.call()
-            for name in self.roll.take_returned():
+            self.registry.poll()
+            for name in self.registry.take_restarted():
                 for k in asks.keys() - settled:
                     if self.clients[k].name == name:
                         send(k)  # the same bytes: it computes once, or sends what it stored
-            for delivery in self.roll.post.collect(set(waiting)) if waiting else ():
+            for delivery in self.registry.transport.collect(set(waiting)) if waiting else ():
                 k = waiting.pop(delivery.id)
                 if k in settled:
                     continue
                 if delivery.envelope is None:
-                    self.roll.report(self.clients[k].name, f"round {request.round + 1}: {delivery.error}")
+                    self.registry.report(self.clients[k].name, f"round {request.round + 1}: {delivery.error}")
                     continue
                 settled.add(k)
                 try:
-                    reply = self._checked(request, *asks[k], delivery.envelope)
+                    reply = self._check_reply(request, *asks[k], delivery.envelope)
                 except BadMessage as error:
-                    self.roll.report(self.clients[k].name, f"round {request.round + 1}: its reply was refused: {error}")
+                    self.registry.report(
+                        self.clients[k].name, f"round {request.round + 1}: its reply was refused: {error}"
+                    )
                     continue
                 if reply is not None:
                     replies[k] = reply
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
 
-    def _ask(self, request: RoundRequest, task: Assignment, state: State) -> Envelope:
+    def _round_request(self, request: RoundRequest, task: Assignment, state: State) -> Envelope:
         """The request to one party. The same round of the same run gives the same bytes, also after a crash."""
         name = self.clients[task.client].name
-        nonce = hmac.new(self.secret, f"{self.roll.run}/{request.round}/{name}".encode(), hashlib.sha256)
+        nonce = hmac.new(self.secret, f"{self.registry.run}/{request.round}/{name}".encode(), hashlib.sha256)
         header = {
             "kind": "round",
-            "run": self.roll.run,
+            "run": self.registry.run,
             "nonce": nonce.hexdigest()[:32],
             "party": name,
-            "client": task.client,
+            "assignment": write_assignment(task),
             "rule": self.settings.clip.rule,
             "groups": self.settings.clip.groups,
             "unit": self.settings.privacy.unit,
             "model": self._model,
             "round": request.round,
             "rounds": request.rounds,
-            "steps": task.steps,
-            "rate": task.rate,
-            "sigma": task.sigma,
-            "lr": task.lr,
             "weight_decay": request.weight_decay,
             "seeds": [] if self.seed is None else [self.seed],
         }
         return pack(header, {"params": request.params, **state_arrays(state)})
 
-    def _checked(
+    def _check_reply(
         self, request: RoundRequest, task: Assignment, state: State, ask: Envelope, envelope: Envelope
     ) -> ClientReply | None:
-        """The reply as the federation takes it; None where the party refused; BadMessage where it is not honest."""
-        header = opened(envelope, ("update", "refused"), ask, self.roll.run, self.roll.register)
+        """The reply as an engine returns it; None where the party refused; BadMessage where it is not sound."""
+        header = verify_reply(envelope, ("update", "refused"), ask, self.registry.run, self.registry.public_keys)
         name = self.clients[task.client].name
         if header["party"] != name:
             raise BadMessage(f"it is from {header['party']}.")
         if header["kind"] == "refused":
             if header["code"] == "budget":
                 self._spent.add(task.client)
-            self.roll.report(name, f"refused round {request.round + 1}: {refusal_words(header['code'])}")
+            self.registry.report(name, f"refused round {request.round + 1}: {refusal_text(header['code'])}")
             return None
         if header["round"] != request.round:
             raise BadMessage("it is of another round.")
+        units = self.clients[task.client].units
         events = read_events(header["events"])
-        made = {(event.rate, event.sigma) for event in events}
-        if made != {(task.rate, task.sigma)} or sum(event.count for event in events) != task.steps:
+        if not events_agree(events, planned_events(task, self.problem.rule, task.rate * units, request.round)):
             raise BadMessage("what it says it released is not what was asked for.")
         own = self.problem.rule.where == "client"
-        wanted: Wanted = {
+        spec: ArraySpec = {
             "delta": (torch.float32, (self.problem.layout.dim,)),
             "extra": (torch.float32, (extra_width(self.problem, state),)),
-            **(wanted_state(state) if own else {}),
+            **(state_spec(state) if own else {}),
         }
-        arrays = read_arrays(envelope, wanted)
-        units = self.clients[task.client].units
+        arrays = read_arrays(envelope, spec)
         limit = largest_update(self.problem, self.settings, request, task, state, units)
         if float(torch.linalg.vector_norm(arrays["delta"].double())) > limit:
             raise BadMessage("its update is larger than any honest one.")
@@ -234,25 +243,25 @@ class FlowerEngine:
             client=task.client,
             delta=arrays["delta"].to(device),
             extra=arrays["extra"].to(device),
-            events=(Gaussian(task.rate, task.sigma),) * task.steps,
-            state={n: v.to(device) for n, v in take_state(arrays).items()} if own else state,
+            events=events,
+            state={n: v.to(device) for n, v in state_from_arrays(arrays).items()} if own else state,
         )
 
-    def dismiss(self, rounds: int, seconds: float = 5.0) -> None:
-        """Tell everybody that the run is over, so that each writes its statement; waits a little for that."""
-        online = self.roll.post.online()
+    def send_done(self, rounds: int, seconds: float = 5.0) -> None:
+        """Tell every party that the run is over, so that it writes its statement; waits up to `seconds` for that."""
+        online = self.registry.transport.online()
         nonce = secrets.token_hex(16)
-        done = pack({"kind": "done", "run": self.roll.run, "nonce": nonce, "rounds": rounds})
-        nodes = [node for node in self.roll.node_of.values() if node in online]
-        waiting = {self.roll.post.send(node, done, 10 * seconds, "done") for node in nodes} - {""}
+        done = pack({"kind": "done", "run": self.registry.run, "nonce": nonce, "rounds": rounds})
+        nodes = [node for node in self.registry.node_of.values() if node in online]
+        waiting = {self.registry.transport.send(node, done, 10 * seconds, "done") for node in nodes} - {""}
         end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
-            waiting -= {delivery.id for delivery in self.roll.post.collect(waiting)}
-            time.sleep(POLL)
+            waiting -= {delivery.id for delivery in self.registry.transport.collect(waiting)}
+            time.sleep(POLL_SECONDS)
 
 
 def extra_width(problem: Problem, state: State) -> int:
-    """J: how many extra statistics the rule releases, seen on a batch without examples."""
+    """The number of extra statistics J that the rule releases, measured on a batch without examples."""
     on_cpu = {name: value.cpu() for name, value in state.items()}
     nothing = torch.zeros((0, problem.layout.dim))
     groups = coordinate_groups(problem.layout, problem.groups)
@@ -263,7 +272,7 @@ def extra_width(problem: Problem, state: State) -> int:
 def largest_update(
     problem: Problem, settings: Settings, request: RoundRequest, task: Assignment, state: State, units: int
 ) -> float:
-    """A bound on the norm of an honest update: every unit sampled and aligned, noise at ten times its size."""
+    """An upper bound on the norm of an honest update: every unit sampled and aligned, noise at ten times its size."""
     C = float(torch.linalg.vector_norm(problem.rule.bounds(state).C))
     if problem.rule.where == "client":  # it may have moved on its way through the steps
         C = max(C, settings.clip.C_max)

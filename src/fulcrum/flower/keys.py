@@ -88,7 +88,7 @@ def public_bytes(key: ec.EllipticCurvePublicKey) -> bytes:
     return text
 
 
-def load_register(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
+def load_public_keys(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
     """Every NAME.pub of a folder, by name: the parties that the coordinator knows."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; --keys names the folder that holds one NAME.pub for each party.")

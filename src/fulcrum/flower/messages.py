@@ -10,31 +10,34 @@ Each request carries a nonce, and each reply repeats it, names the request's dig
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from fulcrum.errors import FulcrumError
+from fulcrum.errors import FulcrumError, InputError
 from fulcrum.models.layout import Layout
 from fulcrum.models.whitening import digest
-from fulcrum.privacy.events import Event, Gaussian
-from fulcrum.types import State
+from fulcrum.privacy.events import Event, Unprotected, events_from_json, events_to_json
+from fulcrum.types import Assignment, State
 
-VERSION = 1
+VERSION = 2
+"""Version of the messages; a message of another version is refused."""
 HEADER_LIMIT = 64 * 1024
 """Bytes of the longest header that is read."""
 SLACK = 64 * 1024
 """Bytes that a body may have beyond its numbers: the table of names and shapes."""
 
-Wanted = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+ArraySpec = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Exactly which arrays a body must hold: name -> (type, shape)."""
 
 
@@ -74,11 +77,12 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, Tensor] | None = None) 
 
 # --- headers ------------------------------------------------------------------------------------
 
-TEXT, WHOLE, NUMBER, LIST, TABLE = "text", "whole", "number", "list", "table"
+TEXT, WHOLE, NUMBER, FLAG, LIST, TABLE = "text", "whole", "number", "flag", "list", "table"
 _KINDS: dict[str, Any] = {
     TEXT: lambda v: isinstance(v, str) and len(v) <= 256,
     WHOLE: lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63,
     NUMBER: lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v),
+    FLAG: lambda v: isinstance(v, bool),
     LIST: lambda v: isinstance(v, list) and len(v) <= 10_000,
     TABLE: lambda v: isinstance(v, dict) and len(v) <= 100,
 }
@@ -89,8 +93,9 @@ HEADERS: dict[str, dict[str, str]] = {
     "round": {
         **_COMMON,
         **dict.fromkeys(("party", "rule", "groups", "unit", "model"), TEXT),
-        **dict.fromkeys(("round", "rounds", "client", "steps"), WHOLE),
-        **dict.fromkeys(("rate", "sigma", "lr", "weight_decay"), NUMBER),
+        **dict.fromkeys(("round", "rounds"), WHOLE),
+        "assignment": TABLE,
+        "weight_decay": NUMBER,
         "seeds": LIST,
     },
     "done": {**_COMMON, "rounds": WHOLE},
@@ -131,14 +136,14 @@ def _no_constant(text: str) -> float:
 # --- arrays -------------------------------------------------------------------------------------
 
 
-def wanted_bytes(wanted: Wanted) -> int:
+def largest_body(wanted: ArraySpec) -> int:
     """The most bytes that a body with these arrays has."""
     return SLACK + sum(math.prod(shape) * dtype.itemsize for dtype, shape in wanted.values())
 
 
-def read_arrays(envelope: Envelope, wanted: Wanted) -> dict[str, Tensor]:
+def read_arrays(envelope: Envelope, wanted: ArraySpec) -> dict[str, Tensor]:
     """The body's arrays: exactly the wanted names, types and shapes, every number finite."""
-    if len(envelope.body) > wanted_bytes(wanted):
+    if len(envelope.body) > largest_body(wanted):
         raise BadMessage("the body is larger than its arrays can be.")
     try:
         found = load(envelope.body) if envelope.body else {}
@@ -155,7 +160,7 @@ def read_arrays(envelope: Envelope, wanted: Wanted) -> dict[str, Tensor]:
     return found
 
 
-def wanted_state(state: State) -> Wanted:
+def state_spec(state: State) -> ArraySpec:
     """The arrays of a clipping state, under the names they travel by."""
     return {f"state.{name}": (value.dtype, tuple(value.shape)) for name, value in state.items()}
 
@@ -165,12 +170,42 @@ def state_arrays(state: State) -> dict[str, Tensor]:
     return {f"state.{name}": value for name, value in state.items()}
 
 
-def take_state(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def state_from_arrays(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The clipping state among received arrays."""
     return {name.removeprefix("state."): value for name, value in arrays.items() if name.startswith("state.")}
 
 
-# --- small things -------------------------------------------------------------------------------
+# --- assignments --------------------------------------------------------------------------------
+
+_FIELD_KINDS: dict[Any, str] = {str: TEXT, int: WHOLE, float: NUMBER, bool: FLAG}
+
+
+def assignment_schema() -> dict[str, str]:
+    """Name and type of every field of an `Assignment`: the fields of the dataclass, and no others."""
+    hints = get_type_hints(Assignment)
+    return {field.name: _FIELD_KINDS[hints[field.name]] for field in dataclasses.fields(Assignment)}
+
+
+def write_assignment(task: Assignment) -> dict[str, Any]:
+    """A whole assignment as plain values for a header."""
+    return dataclasses.asdict(task)
+
+
+def read_assignment(table: Mapping[str, Any]) -> Assignment:
+    """The assignment in a header: every field is there and of its type, and there are no others."""
+    schema = assignment_schema()
+    if set(table) != set(schema):
+        raise BadMessage("the assignment has missing or unknown fields.")
+    for name, kind in schema.items():
+        if not _KINDS[kind](table[name]):
+            raise BadMessage(f"the assignment's {name} is not of the right type or size.")
+    values: dict[str, Any] = {
+        name: float(table[name]) if kind == NUMBER else table[name] for name, kind in schema.items()
+    }
+    return Assignment(**values)
+
+
+# --- fingerprints and events ---------------------------------------------------------------------
 
 
 def model_fingerprint(model: nn.Module, layout: Layout) -> str:
@@ -181,21 +216,31 @@ def model_fingerprint(model: nn.Module, layout: Layout) -> str:
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 
-def write_events(events: tuple[Event, ...]) -> list[list[float]]:
-    """Gaussian events as [rate, sigma, count]; nothing else can be sent."""
-    if not all(isinstance(event, Gaussian) for event in events):
+def write_events(events: Sequence[Event]) -> list[list[Any]]:
+    """Events as JSON lists for a header; an unprotected release cannot be sent."""
+    if any(isinstance(event, Unprotected) for event in events):
         raise BadMessage("an update without noise cannot be sent.")
-    return [[event.rate, event.sigma, event.count] for event in events if isinstance(event, Gaussian)]
+    return events_to_json(events)
 
 
-def read_events(rows: list[Any]) -> tuple[Gaussian, ...]:
-    """Events from a header; anything but three finite numbers a row is a BadMessage."""
-    events = []
-    for row in rows:
-        if not (isinstance(row, list) and len(row) == 3 and all(_KINDS[NUMBER](v) for v in row)):
-            raise BadMessage("the events are not readable.")
-        rate, sigma, count = row
-        if not (isinstance(count, int) and count >= 1):
-            raise BadMessage("the events are not readable.")
-        events.append(Gaussian(float(rate), float(sigma), count))
-    return tuple(events)
+def read_events(rows: list[Any]) -> tuple[Event, ...]:
+    """The events in a header; BadMessage, in fixed words, for anything but events that happened at least once."""
+    try:
+        events = events_from_json(rows)
+    except InputError:  # its text quotes what was received
+        raise BadMessage("the events are not readable.") from None
+    if not all(event.count >= 1 for event in events):
+        raise BadMessage("the events are not readable.")
+    return events
+
+
+def events_agree(released: Sequence[Event], planned: Sequence[Event]) -> bool:
+    """Whether the same events happened equally often, in whatever order and however they are counted together."""
+    return _event_counts(released) == _event_counts(planned)
+
+
+def _event_counts(events: Sequence[Event]) -> Counter[Event]:
+    counts: Counter[Event] = Counter()
+    for event in events:
+        counts[event.with_count(1)] += event.count
+    return counts

@@ -15,15 +15,13 @@ from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, Partition, from_arrays, load
 from fulcrum.data.records import take_rows
 from fulcrum.errors import ConfigError, DataError, RunError
-from fulcrum.flower.coordinator import FlowerEngine, Patience
+from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
 from fulcrum.flower.messages import model_fingerprint
-from fulcrum.flower.registry import POLL, Card, Post, Report, Roll
+from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, Report, Transport
 from fulcrum.flower.terms import propose
-from fulcrum.models.build import build
+from fulcrum.models.build import build, is_built_in
 from fulcrum.models.checks import refuse_mixing
-from fulcrum.models.layout import Layout
 from fulcrum.privacy.plan import make_plan
-from fulcrum.rng import make
 from fulcrum.settings.checks import check
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
@@ -46,7 +44,7 @@ def public_data(source: str, folder: str = "") -> Dataset:
     return load(source, folder)
 
 
-def as_served(settings: Settings, parties: int, simulation: bool) -> Settings:
+def served_settings(settings: Settings, parties: int, simulation: bool) -> Settings:
     """The settings as a coordinator uses them: real randomness unless it simulates, a checkpoint every round."""
     if settings.run.diagnostics:
         raise ConfigError("run.diagnostics = true shows private values; parties never send them, so turn it off.")
@@ -80,61 +78,56 @@ def public_problem(settings: Settings, public: Dataset, device: torch.device) ->
         raise ConfigError(
             f"clip.rule = {rule.name!r} is not sound and private: parties across machines refuse it; use moo or fixed."
         )
+    public = public.with_float_inputs() if is_built_in(settings.model) else public
     task, sample = public.task, take_rows(public.sample.x, slice(0, 8))
-    model = build(settings.model, public.shape, task.outputs, settings.run.seed, sample, task.sequence)
+    model = build(settings.model, public.shape, task.outputs, settings.run.seed, sample, task=task)
     refuse_mixing(model, take_rows(sample, slice(0, 2)))
-    model = model.to(device)
-    layout = Layout.of(model)
-    return Problem(
-        dataset=public,
-        partition=Partition(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)),
-        model=model,
-        layout=layout,
-        rule=rule,
-        randomness=make(settings.privacy.randomness, settings.run.seed),
-        unit=settings.privacy.unit,
-        groups=layout.layers if settings.clip.groups == "layer" else (),
-        device=device,
-    )
+    nobody = Partition(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    return Problem.of(settings, public, nobody, model, device, rule=rule)
 
 
-def make_roll(
-    post: Post,
-    register: Mapping[str, ec.EllipticCurvePublicKey],
+def make_registry(
+    transport: Transport,
+    public_keys: Mapping[str, ec.EllipticCurvePublicKey],
     run: str,
     settings: Settings,
     problem: Problem,
     report: Report,
-) -> Roll:
-    """The roll of a run, with what its parties must agree on."""
-    facts = {
+) -> PartyRegistry:
+    """The registry of a run, with what every party's greeting must say."""
+    required = {
         "classes": problem.dataset.classes,
         "shape": list(problem.dataset.shape),
         "model": model_fingerprint(problem.model, problem.layout),
         "randomness": settings.privacy.randomness,
     }
-    return Roll(post, register, run, propose(settings, problem.dataset.classes), facts, report)
+    return PartyRegistry(transport, public_keys, run, propose(settings, problem.dataset.classes), required, report)
 
 
-def join(roll: Roll, expected: int, patience: Patience) -> tuple[Card, ...]:
-    """Wait for the parties. Starts when all expected are there, or after `wait` seconds with enough of them."""
-    end = time.monotonic() + patience.wait
-    while len(roll.cards) < expected and time.monotonic() < end:
-        roll.call()
-        time.sleep(3 * POLL)
-    if len(roll.cards) < max(patience.minimum, 1):
+def wait_for_parties(registry: PartyRegistry, expected: int, wait_policy: WaitPolicy) -> tuple[PartyInfo, ...]:
+    """Wait until all expected parties have joined, or for `join_timeout` seconds if enough of them have."""
+    end = time.monotonic() + wait_policy.join_timeout
+    while len(registry.parties) < expected and time.monotonic() < end:
+        registry.poll()
+        time.sleep(3 * POLL_SECONDS)
+    if len(registry.parties) < max(wait_policy.min_parties, 1):
         raise RunError(
-            f"only {len(roll.cards)} of at least {patience.minimum} parties joined within {patience.wait:g} s; "
-            "check that each runs fulcrum party with this server's address, CA and its own key."
+            f"only {len(registry.parties)} of at least {wait_policy.min_parties} parties joined within "
+            f"{wait_policy.join_timeout:g} s; check that each runs fulcrum party with this server's "
+            "address, CA and its own key."
         )
-    return tuple(roll.cards[name] for name in sorted(roll.cards))
+    return tuple(registry.parties[name] for name in sorted(registry.parties))
 
 
-def make_federation(settings: Settings, problem: Problem, cards: Sequence[Card], engine: FlowerEngine) -> Federation:
-    """The run that `api.execute` and `api.go_on` play, over parties that are elsewhere."""
-    names = tuple(card.name for card in cards)
-    starts = torch.zeros(len(cards) + 1, dtype=torch.int64)
-    there = dataclasses.replace(problem, partition=Partition(torch.zeros(0, dtype=torch.int64), starts, names))
-    plan = make_plan(settings, names, [card.units for card in cards], problem.rule, population="each party's own data")
-    engine.problem = there
-    return Federation(settings, there, plan, engine)
+def add_parties(problem: Problem, parties: Sequence[PartyInfo]) -> Problem:
+    """The coordinator's problem with the names of its parties; it holds none of their records."""
+    starts = torch.zeros(len(parties) + 1, dtype=torch.int64)
+    names = tuple(party.name for party in parties)
+    return dataclasses.replace(problem, partition=Partition(torch.zeros(0, dtype=torch.int64), starts, names))
+
+
+def make_federation(settings: Settings, engine: FlowerEngine) -> Federation:
+    """The run that `runs.execute` plays, over the parties of an engine."""
+    names, units = [party.name for party in engine.clients], [party.units for party in engine.clients]
+    plan = make_plan(settings, names, units, engine.problem.rule, population="each party's own data")
+    return Federation(settings, engine.problem, plan, engine)

@@ -15,8 +15,8 @@ from pathlib import Path
 from fulcrum.errors import InputError
 from fulcrum.flower.messages import Envelope
 
-KEEP = 16
-"""Replies kept of each run: the coordinator asks again for its last round, never for one so long ago."""
+REPLIES_KEPT = 16
+"""Number of replies kept per run. The coordinator asks again for its last round only."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Stored:
     reply: Envelope
 
 
-class Vault:
-    """An open store of replies; every change is on disk when the call returns."""
+class ReplyStore:
+    """An open store of replies. Every change is on disk when the call returns."""
 
     def __init__(self, path: Path | str) -> None:
         try:
@@ -60,7 +60,7 @@ class Vault:
                     "INSERT INTO replies VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (run, round, request, reply.header, reply.body, reply.signature, time.time()),
                 )
-                self._db.execute("DELETE FROM replies WHERE run = ? AND round <= ?", (run, round - KEEP))
+                self._db.execute("DELETE FROM replies WHERE run = ? AND round <= ?", (run, round - REPLIES_KEPT))
                 self._db.execute("COMMIT")
             except BaseException:
                 self._db.execute("ROLLBACK")

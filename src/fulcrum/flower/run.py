@@ -17,11 +17,19 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fulcrum import runs as api
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
-from fulcrum.flower.coordinator import FlowerEngine, Patience
+from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
 from fulcrum.flower.messages import BadMessage
-from fulcrum.flower.party import Desk
-from fulcrum.flower.prepare import as_served, join, make_federation, make_roll, public_data, public_problem
-from fulcrum.flower.registry import Card, Post
+from fulcrum.flower.party import PartyService
+from fulcrum.flower.prepare import (
+    add_parties,
+    make_federation,
+    make_registry,
+    public_data,
+    public_problem,
+    served_settings,
+    wait_for_parties,
+)
+from fulcrum.flower.registry import PartyInfo, Transport
 from fulcrum.runs import OnRound, Result
 from fulcrum.runs import folder as record
 from fulcrum.settings import files as settings_file
@@ -38,11 +46,11 @@ class Address:
     key: Path | None
 
 
-Open = Callable[[Address, Mapping[str, ec.EllipticCurvePublicKey]], Any]
+OpenTransport = Callable[[Address, Mapping[str, ec.EllipticCurvePublicKey]], Any]
 
 
-class Journal:
-    """What happened with parties: said aloud, and kept in parties.jsonl once the run has a folder."""
+class PartyLog:
+    """What happened with parties: printed, and kept in parties.jsonl once the run has a folder."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
@@ -63,65 +71,64 @@ class Journal:
 
 
 @contextmanager
-def open_link(address: Address, register: Mapping[str, ec.EllipticCurvePublicKey]) -> Iterator[Post]:
-    """Flower's SuperLink in this process, as the coordinator's post."""
+def open_link(address: Address, public_keys: Mapping[str, ec.EllipticCurvePublicKey]) -> Iterator[Transport]:
+    """Flower's SuperLink in this process, as the coordinator's transport."""
     from fulcrum.flower.flwr141 import Link, Tls
-    from fulcrum.flower.transport import GridPost
+    from fulcrum.flower.transport import GridTransport
 
     tls = Tls(address.certificate, address.key) if address.certificate and address.key else None
-    nodes = {name: keys.public_bytes(key) for name, key in register.items()}
+    nodes = {name: keys.public_bytes(key) for name, key in public_keys.items()}
     with Link(address.host, address.port, tls, nodes) as link:
-        yield GridPost(link.grid, link.returned)
+        yield GridTransport(link.grid, link.restarted)
 
 
 def serve(
     settings: Settings,
     out: Path,
     address: Address,
-    register: Mapping[str, ec.EllipticCurvePublicKey],
+    public_keys: Mapping[str, ec.EllipticCurvePublicKey],
     *,
-    patience: Patience | None = None,
+    wait_policy: WaitPolicy | None = None,
     simulation: bool = False,
     facts: Mapping[str, Any] | None = None,
     on_round: OnRound | None = None,
     say: Callable[[str], None] = print,
-    open_post: Open = open_link,
+    open_transport: OpenTransport = open_link,
 ) -> Result:
     """A run over parties elsewhere, from the first greeting to the last statement; the folder `out` must be new.
 
-    facts are kept in run.json, for `go_on`.
+    facts are kept in run.json, for `resume_serving`.
     """
-    patience = patience or Patience(minimum=settings.train.min_parties)
-    settings = as_served(settings, len(register), simulation)
+    wait_policy = wait_policy or WaitPolicy(min_parties=settings.train.min_parties)
+    settings = served_settings(settings, len(public_keys), simulation)
     problem = public_problem(settings, public_data(settings.data.source, settings.data.dir), _device(settings))
-    run, secret, journal = uuid.uuid4().hex, secrets.token_bytes(32), Journal(say)
+    run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"folder {out} exists and is not empty; choose another --out, or --resume {out}.")
-    journal.folder = out
-    with open_post(address, register) as post:
-        say(f"listening on {address.host}:{address.port}; waiting for {', '.join(register)}")
-        roll = make_roll(post, register, run, settings, problem, journal)
-        cards = join(roll, len(register), patience)
-        engine = FlowerEngine(
-            roll, cards, problem, settings, patience, secret, settings.run.seed if simulation else None
-        )
-        federation = make_federation(settings, problem, cards, engine)
-        kept = {"secret": secret.hex(), "simulation": simulation, "patience": asdict(patience)}
-        kept |= {"parties": [asdict(card) for card in cards], **(facts or {})}
-        result = api.execute(federation, out, on_round, {"id": run, "flower": kept})
-        journal.flush()
-        engine.dismiss(len(result.C))
+    party_log.folder = out
+    with open_transport(address, public_keys) as transport:
+        say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
+        registry = make_registry(transport, public_keys, run, settings, problem, party_log)
+        parties = wait_for_parties(registry, len(public_keys), wait_policy)
+        seed = settings.run.seed if simulation else None
+        problem = add_parties(problem, parties)
+        engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, seed)
+        kept = {"secret": secret.hex(), "simulation": simulation, "wait_policy": asdict(wait_policy)}
+        kept |= {"parties": [asdict(party) for party in parties], **(facts or {})}
+        result = api.execute(make_federation(settings, engine), out, on_round, {"id": run, "flower": kept})
+        party_log.flush()
+        engine.send_done(len(result.C))
         return result
 
 
-def go_on(
+def resume_serving(
     folder: Path,
     address: Address,
-    register: Mapping[str, ec.EllipticCurvePublicKey],
+    public_keys: Mapping[str, ec.EllipticCurvePublicKey],
     *,
     on_round: OnRound | None = None,
     say: Callable[[str], None] = print,
-    open_post: Open = open_link,
+    open_transport: OpenTransport = open_link,
 ) -> Result:
     """Continue a served run after the coordinator stopped or crashed. The parties keep what they paid for."""
     facts = record.load_json(folder, "run.json")
@@ -129,27 +136,28 @@ def go_on(
     if kept is None:
         raise RunError(f"{folder} was not served to parties elsewhere; continue it with: fulcrum resume {folder}")
     settings = settings_file.read(folder / "settings.toml")
-    cards = tuple(Card(**card) for card in kept["parties"])
-    missing = [card.name for card in cards if card.name not in register]
+    parties = tuple(PartyInfo(**party) for party in kept["parties"])
+    missing = [party.name for party in parties if party.name not in public_keys]
     if missing:
         raise ConfigError(f"the keys of {', '.join(missing)} are missing; bring their NAME.pub back.")
     problem = public_problem(settings, public_data(settings.data.source, settings.data.dir), _device(settings))
-    journal = Journal(say)
-    journal.folder = folder
-    patience = Patience(**kept["patience"])
-    with open_post(address, register) as post:
+    party_log = PartyLog(say)
+    party_log.folder = folder
+    wait_policy = WaitPolicy(**kept["wait_policy"])
+    with open_transport(address, public_keys) as transport:
         say(f"listening on {address.host}:{address.port} again")
-        roll = make_roll(post, register, str(facts["id"]), settings, problem, journal)
-        roll.cards.update({card.name: card for card in cards})
+        registry = make_registry(transport, public_keys, str(facts["id"]), settings, problem, party_log)
+        registry.parties.update({party.name: party for party in parties})
         seed = settings.run.seed if kept["simulation"] else None
-        engine = FlowerEngine(roll, cards, problem, settings, patience, bytes.fromhex(kept["secret"]), seed)
-        # All that took part before get the time to come back, so that a round is not played without them.
-        end = time.monotonic() + min(patience.wait, patience.deadline)
-        while len(roll.node_of) < len(cards) and time.monotonic() < end:
-            roll.call()
+        problem = add_parties(problem, parties)
+        engine = FlowerEngine(registry, parties, problem, settings, wait_policy, bytes.fromhex(kept["secret"]), seed)
+        # The parties that took part before get time to come back, so that no round runs without them.
+        end = time.monotonic() + min(wait_policy.join_timeout, wait_policy.round_timeout)
+        while len(registry.node_of) < len(parties) and time.monotonic() < end:
+            registry.poll()
             time.sleep(0.1)
-        result = api.go_on(make_federation(settings, problem, cards, engine), folder, on_round)
-        engine.dismiss(len(result.C))
+        result = api.go_on(make_federation(settings, engine), folder, on_round)
+        engine.send_done(len(result.C))
         return result
 
 
@@ -157,8 +165,8 @@ def _device(settings: Settings) -> Any:
     return api.find_device(settings.run.device)
 
 
-def take_part(
-    desk: Desk,
+def run_party(
+    service: PartyService,
     server: str,
     home: Path,
     statement: Path,
@@ -168,7 +176,7 @@ def take_part(
     until_done: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve a party's desk over Flower until stopped; the statement is written at the start, the end and in between.
+    """Answer requests over Flower until stopped; the statement is written at the start, at the end and in between.
 
     home: Flower's own files. ca and key: None for plaintext, which has no node keys either.
     """
@@ -187,23 +195,23 @@ def take_part(
         except BadMessage:
             request = Envelope(b"")
         expired = message.metadata.created_at + message.metadata.ttl < time.time()
-        reply = desk.refuse(request, "expired") if expired else desk.answer(request)
-        if desk.done or time.monotonic() - written > 60:
-            desk.write_statement(statement)
+        reply = service.refuse(request, "expired") if expired else service.answer(request)
+        if service.done or time.monotonic() - written > 60:
+            service.write_statement(statement)
             written = time.monotonic()
         return Message(to_record(reply), reply_to=message)
 
-    desk.write_statement(statement)
+    service.write_statement(statement)
     finished = 0.0
 
     def over() -> bool:
         nonlocal finished
-        if until_done and desk.done and not finished:
+        if until_done and service.done and not finished:
             finished = time.monotonic()  # the SuperNode still has to carry the last answer away
         return stop() or bool(finished and time.monotonic() - finished > 2)
 
-    executor = Executor(server, home, answer, ca=ca, key=key, say=desk.say)
+    executor = Executor(server, home, answer, ca=ca, key=key, say=service.say)
     try:
         executor.run(over)
     finally:
-        desk.write_statement(statement)
+        service.write_statement(statement)

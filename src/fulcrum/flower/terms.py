@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ from fulcrum.privacy.plan import make_plan
 from fulcrum.settings.checks import check
 from fulcrum.settings.derived import local_steps
 from fulcrum.settings.schema import FORBID, Clip, Model, Privacy, Settings, Train
-from fulcrum.types import State
+from fulcrum.types import Assignment, State
 
 REFUSALS: dict[str, str] = {
     "message": "the message could not be read",
@@ -49,6 +49,9 @@ REFUSALS: dict[str, str] = {
     "C": "the clipping norm is not finite or outside the agreed range",
     "state": "the clipping state holds numbers beyond any honest ones",
     "lr": "the learning rate or weight decay is outside the agreed range",
+    "interval": "the clipping rule's statistics are asked for more often than agreed",
+    "shared-noise": "the noise is to be shared with other parties, and this party's own noise must protect it",
+    "field": "the request asks for something that the terms do not cover",
     "seed": "a seed was asked for, and this party draws its own randomness",
     "no-seed": "this party simulates, and no seed was given",
     "repeated": "this round was answered before, to a different request",
@@ -99,6 +102,8 @@ class Terms:
     """Which epsilon the budget means: rdp or pld."""
     groups: str = "flat"
     """flat, or layer (each layer clipped to its share)."""
+    statistics_interval: int = 1
+    """The fewest local steps from one release of the clipping rule's own statistics to the next; 1: every step."""
     C_min: float = 1e-3
     """The smallest clipping norm."""
     C_max: float = 1e3
@@ -113,12 +118,12 @@ class Terms:
     """The model, built by this party's own software: its parameters must be those of the requests."""
 
     def planned_epsilon(self) -> float:
-        """What one run costs if everything agreed to is used up."""
+        """The most that one run can cost: every agreed step at the smallest sigma, with statistics in each of them."""
         events = (Gaussian(self.rate, self.sigma, self.steps * self.rounds),)
         return Spend.none().plus(events).epsilon(self.delta, self.accountant)
 
 
-def check_values(terms: Terms) -> Terms:
+def validate_terms(terms: Terms) -> Terms:
     """The terms, or a ConfigError naming the first field that is wrong."""
     check_name(terms.party)
     check_terms(terms.delta, terms.accountant)
@@ -135,6 +140,7 @@ def check_values(terms: Terms) -> Terms:
         "C_max": (0, math.inf),
         "steps": (0, math.inf),
         "rounds": (0, math.inf),
+        "statistics_interval": (0, math.inf),
     }
     for name, (low, high) in limits.items():
         value = getattr(terms, name)
@@ -158,25 +164,53 @@ def allowed_rule(terms: Terms, name: str) -> ClipRule:
     return rule
 
 
-def check_request(terms: Terms, header: Mapping[str, Any], model: str, simulation: bool) -> None:
+MOST_PARTIES = 1_000_000
+"""A party's number in a run must be below this: its own memory grows with the number."""
+
+ROUNDING = 1e-12
+"""Relative room for numbers that were computed twice."""
+
+ASSIGNMENT_LIMITS: dict[str, tuple[str, Callable[[Terms, Any], bool]]] = {
+    "client": ("party", lambda terms, value: 0 <= value < MOST_PARTIES),
+    "rate": ("rate", lambda terms, value: 0 < value <= terms.rate * (1 + ROUNDING)),
+    "sigma": ("sigma", lambda terms, value: value >= terms.sigma * (1 - ROUNDING)),
+    "steps": ("steps", lambda terms, value: 1 <= value <= terms.steps),
+    "lr": ("lr", lambda terms, value: 0 < value <= terms.lr * (1 + ROUNDING)),
+    "every": ("interval", lambda terms, value: value >= terms.statistics_interval),
+    "shares": ("shared-noise", lambda terms, value: value == 1),
+}
+"""Field of an `Assignment` -> the code of its refusal, and whether the terms allow a value."""
+
+
+def check_assignment(terms: Terms, task: Assignment) -> None:
+    """Refuse an assignment that goes beyond the terms. A field that has no limit must keep its default."""
+    for each in dataclasses.fields(task):
+        value = getattr(task, each.name)
+        if each.name in ASSIGNMENT_LIMITS:
+            code, allows = ASSIGNMENT_LIMITS[each.name]
+            fine = allows(terms, value)
+        else:
+            code, fine = "field", value == each.default
+        if not fine:
+            raise Refusal(code)
+
+
+def check_request(terms: Terms, header: Mapping[str, Any], task: Assignment, model: str, simulation: bool) -> None:
     """Refuse a round that goes beyond the terms. `model` is the fingerprint of this party's own model."""
     checks: tuple[tuple[str, bool], ...] = (
         ("party", header["party"] == terms.party),
         ("unit", header["unit"] == terms.unit),
         ("groups", header["groups"] == terms.groups),
         ("model", header["model"] == model),
-        ("rate", 0 < header["rate"] <= terms.rate * (1 + 1e-12)),
-        ("steps", 1 <= header["steps"] <= terms.steps),
-        ("sigma", header["sigma"] >= terms.sigma * (1 - 1e-12)),
         ("rounds", header["round"] < header["rounds"] <= terms.rounds),
-        ("lr", 0 < header["lr"] <= terms.lr * (1 + 1e-12)),
-        ("lr", 0 <= header["weight_decay"] <= terms.weight_decay * (1 + 1e-12)),
+        ("lr", 0 <= header["weight_decay"] <= terms.weight_decay * (1 + ROUNDING)),
         ("seed", simulation or not header["seeds"]),
         ("no-seed", not simulation or len(header["seeds"]) == 1),
     )
     for code, fine in checks:
         if not fine:
             raise Refusal(code)
+    check_assignment(terms, task)
     allowed_rule(terms, header["rule"])
 
 
@@ -199,48 +233,58 @@ def check_state(terms: Terms, state: State) -> None:
 # --- proposals ----------------------------------------------------------------------------------
 
 
+ANY_SIZE = tuple(10**n for n in range(10))
+"""Numbers of units from one to a thousand million: a proposal is made before the parties' sizes are known."""
+
+
 def propose(settings: Settings, classes: int = 0) -> dict[str, Any]:
     """What a run's settings ask of every party, as plain values: a coordinator sends it, `fulcrum terms` prints it.
 
-    classes: the number of classes (public), where known. Where parties have budgets of their own, the
-    sigma is that of the largest: the others are asked for more noise, never for less.
+    classes: the number of classes (public), where known. sigma is the smallest of all rounds, and of parties of any
+    size and budget: a party may be asked for more noise, never for less. budget is what one run costs, the noise
+    schedule and the statistics interval included.
     """
     check(settings)
     privacy = settings.privacy
     if privacy.epsilon is not None:
         most = max([privacy.epsilon, *privacy.budgets.values()])
         privacy = dataclasses.replace(privacy, epsilon=most, budgets={})
-    plain = dataclasses.replace(settings, privacy=privacy)
     train = settings.train
-    return {
+    rule = find_rule(settings.clip.rule)
+    plan = make_plan(dataclasses.replace(settings, privacy=privacy), len(ANY_SIZE), ANY_SIZE, rule)
+    proposal = {
         "delta": settings.privacy.delta,
         "rate": train.rate,
         "steps": local_steps(train),
-        "sigma": float(make_plan(plain, 1, [10**9], find_rule(settings.clip.rule)).sigmas[0]),
+        "sigma": float(min(group.sigma * min(group.factors) for group in plan.groups)),
         "rounds": train.rounds,
         "rules": [settings.clip.rule],
         "classes": classes,
         "unit": settings.privacy.unit,
         "accountant": settings.privacy.accountant,
         "groups": settings.clip.groups,
+        "statistics_interval": plan.groups[0].every,
         "C_min": settings.clip.C_min,
         "C_max": settings.clip.C_max,
         "lr": train.lr,
         "weight_decay": train.weight_decay,
         "model": dataclasses.asdict(settings.model),
     }
+    cost = max(group.epsilon(train.rounds, plan.delta, plan.accountant) for group in plan.groups)
+    return {**proposal, "budget": cost} if math.isfinite(cost) else proposal
 
 
 def accept(party: str, proposal: Mapping[str, Any], budget: float | None = None) -> Terms:
     """A proposal as terms. budget: None takes what one run of the proposal costs, and no more."""
-    terms = check_values(_validate({**proposal, "party": party, "budget": budget or 1.0}))
+    terms = validate_terms(_validate({"budget": 1.0, **proposal, "party": party}))
     if budget is None:
+        cost = terms.planned_epsilon()
         # Rounded up a little: the same sum, reached round by round, may differ in the last digits.
-        terms = dataclasses.replace(terms, budget=math.ceil(terms.planned_epsilon() * 1e4) / 1e4)
-    return check_values(terms)
+        budget = math.ceil(min(cost, proposal.get("budget", cost)) * 1e4) / 1e4
+    return validate_terms(dataclasses.replace(terms, budget=budget))
 
 
-def within(terms: Terms, proposal: Mapping[str, Any]) -> None:
+def check_proposal(terms: Terms, proposal: Mapping[str, Any]) -> None:
     """Refuse a proposal that goes beyond the terms, before a run starts; each round is checked again."""
     try:
         asked = _validate({**proposal, "party": terms.party, "budget": terms.budget})
@@ -250,11 +294,12 @@ def within(terms: Terms, proposal: Mapping[str, Any]) -> None:
         ("unit", asked.unit == terms.unit),
         ("groups", asked.groups == terms.groups),
         ("model", asked.model == terms.model),
-        ("rate", asked.rate <= terms.rate * (1 + 1e-12)),
+        ("rate", asked.rate <= terms.rate * (1 + ROUNDING)),
         ("steps", asked.steps <= terms.steps),
-        ("sigma", asked.sigma >= terms.sigma * (1 - 1e-12)),
+        ("sigma", asked.sigma >= terms.sigma * (1 - ROUNDING)),
         ("rounds", asked.rounds <= terms.rounds),
-        ("lr", asked.lr <= terms.lr * (1 + 1e-12) and asked.weight_decay <= terms.weight_decay * (1 + 1e-12)),
+        ("interval", asked.statistics_interval >= terms.statistics_interval),
+        ("lr", asked.lr <= terms.lr * (1 + ROUNDING) and asked.weight_decay <= terms.weight_decay * (1 + ROUNDING)),
         ("rule", set(asked.rules) <= set(terms.rules)),
     )
     for code, fine in checks:
@@ -273,17 +318,17 @@ def read_terms(path: Path) -> Terms:
         raise ConfigError(f"terms {path} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"terms {path} is not TOML: {error}.") from None
-    return check_values(_validate(raw))
+    return validate_terms(_validate(raw))
 
 
 def write_terms(terms: Terms) -> str:
     """TOML with every term and what it means."""
     lines = ["# What this party agreed to. The coordinator cannot change it; edit it only if you mean it.", ""]
-    words = _words()
+    docs = _field_docs()
     for each in dataclasses.fields(Terms):
         if each.name != "model":
-            lines += [f"# {words[each.name]}", f"{each.name} = {json.dumps(getattr(terms, each.name))}", ""]
-    lines += [f"# {words['model']}", "[model]"]
+            lines += [f"# {docs[each.name]}", f"{each.name} = {json.dumps(getattr(terms, each.name))}", ""]
+    lines += [f"# {docs['model']}", "[model]"]
     lines += [f"{name} = {json.dumps(value)}" for name, value in dataclasses.asdict(terms.model).items()]
     return "\n".join(lines) + "\n"
 
@@ -300,7 +345,7 @@ def _validate(raw: Mapping[str, Any]) -> Terms:
         raise ConfigError("terms: a number is not finite.") from None
 
 
-def _words() -> dict[str, str]:
+def _field_docs() -> dict[str, str]:
     """The sentence under each field of `Terms`, as its source has it."""
     source = inspect.getsource(Terms)
     found = {}
@@ -316,7 +361,14 @@ def to_settings(terms: Terms) -> Settings:
         method="terms",
         model=terms.model,
         train=Train(rounds=terms.rounds, steps=terms.steps, rate=terms.rate, lr=terms.lr),
-        clip=Clip(rule=terms.rules[0], groups=terms.groups, C_min=terms.C_min, C_max=terms.C_max, C0=terms.C_min),
+        clip=Clip(
+            rule=terms.rules[0],
+            groups=terms.groups,
+            C_min=terms.C_min,
+            C_max=terms.C_max,
+            C0=terms.C_min,
+            refresh=terms.statistics_interval * terms.rate if terms.statistics_interval > 1 else 0.0,
+        ),
         privacy=Privacy(
             sigma=terms.sigma,
             delta=terms.delta,

@@ -44,8 +44,8 @@ def to_envelope(content: RecordDict) -> Envelope:
     return Envelope(header, body, signature)
 
 
-class GridPost:
-    """`roll.Post` over a Flower Grid."""
+class GridTransport:
+    """A `registry.Transport` over a Flower Grid."""
 
     def __init__(self, grid: Grid, returned: Callable[[], Iterable[int]] = tuple) -> None:
         self.grid, self._returned = grid, returned
@@ -53,7 +53,7 @@ class GridPost:
     def online(self) -> set[int]:
         return set(self.grid.get_node_ids())
 
-    def returned(self) -> set[int]:
+    def restarted(self) -> set[int]:
         return set(self._returned())
 
     def send(self, node: int, envelope: Envelope, seconds: float, label: str) -> str:

@@ -115,6 +115,10 @@ def centred(model: nn.Module, facts: Mapping[str, Tensor], head: bool = False) -
     return out.train(model.training)
 
 
+COORDINATES = ("plain", "centred", "whitened")
+"""What model.coordinates may be."""
+
+
 def wanted(facts: Mapping[str, Tensor], coordinates: str) -> dict[str, Tensor]:
     """Those facts that "centred" or "whitened" coordinates need, of all that are known; none where some are missing."""
     if coordinates == "whitened" and not any(name.endswith(MIX) for name in facts):

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from fulcrum.errors import ConfigError
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
 from fulcrum.privacy.rdp import sampled_gaussian
+from fulcrum.settings.registry import Registry
 
 Vector = npt.NDArray[np.float64]
 
@@ -155,59 +156,90 @@ def _pld_epsilon(counts: Counts, delta: float) -> float:
 class Spend:
     """What has been released so far: start with `Spend.none()`, add with `plus`, ask with `epsilon`.
 
-    counts: how many releases at each (rate, sigma). unprotected: how many without noise. rdp: the
-    composed RDP [A] at ORDERS, kept so that one more round costs one addition.
+    counts: how many Gaussian releases at each (rate, sigma). rdp: their composed RDP [A] at ORDERS, kept so that one
+    more round costs one addition. others: how many releases of every other event, each event with count = 1.
     """
 
     counts: Mapping[tuple[float, float], int]
-    unprotected: int
+    others: Mapping[Event, int]
     rdp: Vector = field(compare=False, repr=False)
 
     @staticmethod
     def none() -> Spend:
         """Nothing released yet."""
-        return Spend({}, 0, np.zeros(len(ORDERS)))
+        return Spend({}, {}, np.zeros(len(ORDERS)))
 
     def plus(self, events: Iterable[Event], times: int = 1) -> Spend:
         """This and then `events`, all of them `times` over. Costs add up; nothing is ever forgotten."""
-        counts, unprotected, rdp = dict(self.counts), self.unprotected, self.rdp
+        counts, others, rdp = dict(self.counts), dict(self.others), self.rdp
         for event in events:
             count = _whole(event.count) * times
             if count == 0:
                 continue
             if not isinstance(event, Gaussian):
-                unprotected += count
+                one = event.with_count(1)
+                others[one] = others.get(one, 0) + count
                 continue
             pair = (float(event.rate), float(event.sigma))
             rdp = rdp + count * step_rdp(*pair)
             counts[pair] = counts.get(pair, 0) + count
-        return Spend(counts, unprotected, rdp)
+        return Spend(counts, others, rdp)
 
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Epsilon at `delta` of everything released so far; infinite if anything went out unprotected."""
         return float(epsilons([self], delta, accountant)[0])
 
     @property
+    def unprotected(self) -> int:
+        """How many releases went out without noise."""
+        return sum(count for event, count in self.others.items() if isinstance(event, Unprotected))
+
+    @property
     def releases(self) -> int:
-        """How many noised (or unprotected) sums went out."""
-        return self.unprotected + sum(self.counts.values())
+        """How many sums went out, noised or not."""
+        return sum(self.others.values()) + sum(self.counts.values())
 
     @property
     def events(self) -> tuple[Event, ...]:
         """The same total as events, one for each kind."""
-        noised = tuple(Gaussian(rate, sigma, count) for (rate, sigma), count in sorted(self.counts.items()))
-        return noised + ((Unprotected(self.unprotected),) if self.unprotected else ())
+        noised = [Gaussian(rate, sigma, count) for (rate, sigma), count in sorted(self.counts.items())]
+        return (*noised, *(event.with_count(count) for event, count in self.others.items()))
 
     @property
-    def key(self) -> tuple[Counts, int]:
+    def key(self) -> tuple[Counts, frozenset[tuple[Event, int]]]:
         """Equal for equal spends, and hashable."""
-        return frozenset(self.counts.items()), self.unprotected
+        return frozenset(self.counts.items()), frozenset(self.others.items())
 
 
 def _whole(count: int) -> int:
     if isinstance(count, bool) or count != int(count) or count < 0:
         raise ConfigError(f"count = {count!r} is not a number of releases; it must be a whole number of at least 0.")
     return int(count)
+
+
+# --- accountants --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accountant:
+    """A way to turn spends into epsilons.
+
+    epsilons(spends, delta): an upper bound on the epsilon of each spend [len(spends)], for spends whose events it
+    supports. supports(event): whether it can bound what the event costs; a spend with any other event has an infinite
+    epsilon. summary: one line for users. software(): who computes it, for privacy statements.
+    """
+
+    name: str
+    epsilons: Callable[[Sequence[Spend], float], Vector]
+    supports: Callable[[Event], bool]
+    summary: str = ""
+    software: Callable[[], str] = lambda: "a package of its own"
+
+
+ACCOUNTANTS = Registry[Accountant](
+    "privacy.accountant", entry_points="fulcrum.accountants", kind=Accountant, noun="accountant"
+)
+"""All accountants by name. Yours comes by `ACCOUNTANTS.add`, by entry point, or as package.module:accountant."""
 
 
 def _by_rdp(spends: Sequence[Spend], delta: float) -> Vector:
@@ -224,17 +256,42 @@ def _by_pld(spends: Sequence[Spend], delta: float) -> Vector:
     return values
 
 
-ACCOUNTANTS: dict[str, Callable[[Sequence[Spend], float], Vector]] = {"rdp": _by_rdp, "pld": _by_pld}
-"""RDP composes fast and is the default; PLD is about a tenth tighter and is shown beside it."""
+def _is_gaussian(event: Event) -> bool:
+    return isinstance(event, Gaussian)
 
 
-def epsilons(spends: Sequence[Spend], delta: float, accountant: str = "rdp") -> Vector:
-    """Epsilon of each of many spends at once: [len(spends)]."""
-    check_terms(delta, accountant)
+RDP = Accountant("rdp", _by_rdp, _is_gaussian, "Renyi differential privacy; composes fast", lambda: "fulcrum")
+PLD = Accountant(
+    "pld",
+    _by_pld,
+    _is_gaussian,
+    "privacy loss distributions; about a tenth tighter than rdp, and slower",
+    lambda: f"dp-accounting {importlib.metadata.version('dp-accounting')}",
+)
+for _accountant in (RDP, PLD):
+    ACCOUNTANTS.add(_accountant.name, _accountant)
+
+
+def reported_accountants(enforced: str) -> tuple[Accountant, ...]:
+    """The accountants whose epsilons plans and statements show, the headline first.
+
+    RDP and PLD are always among them, so that runs can be compared; RDP is the headline of both. Any other accountant
+    that is enforced comes before them.
+    """
+    chosen = ACCOUNTANTS.find(enforced)
+    return (RDP, PLD) if chosen in (RDP, PLD) else (chosen, RDP, PLD)
+
+
+def epsilons(spends: Sequence[Spend], delta: float, accountant: str | Accountant = "rdp") -> Vector:
+    """Epsilon of each of many spends at once: [len(spends)]; infinite with an event that is not supported."""
+    chosen = check_terms(delta, accountant)
     if not spends:
         return np.zeros(0)
-    unprotected = np.array([spend.unprotected > 0 for spend in spends])
-    return np.where(unprotected, np.inf, ACCOUNTANTS[accountant](spends, delta))
+    bounded = [all(map(chosen.supports, spend.events)) for spend in spends]
+    found = np.full(len(spends), np.inf)
+    if any(bounded):
+        found[bounded] = chosen.epsilons([spend for spend, fits in zip(spends, bounded, strict=True) if fits], delta)
+    return found
 
 
 def epsilon(events: Iterable[Event], delta: float, accountant: str = "rdp") -> float:
@@ -242,12 +299,11 @@ def epsilon(events: Iterable[Event], delta: float, accountant: str = "rdp") -> f
     return Spend.none().plus(events).epsilon(delta, accountant)
 
 
-def check_terms(delta: float, accountant: str) -> None:
-    """Raise ConfigError unless delta and the accountant's name make sense."""
+def check_terms(delta: float, accountant: str | Accountant) -> Accountant:
+    """The accountant; ConfigError unless delta and the accountant's name make sense."""
     if not 0 < delta < 1:
         raise ConfigError(f"delta = {delta!r} is out of range; it must be greater than 0 and less than 1.")
-    if accountant not in ACCOUNTANTS:
-        raise ConfigError(f"accountant = {accountant!r} is not known; choose one of {', '.join(ACCOUNTANTS)}.")
+    return accountant if isinstance(accountant, Accountant) else ACCOUNTANTS.find(accountant)
 
 
 # --- searches -----------------------------------------------------------------------------------
@@ -356,6 +412,6 @@ def _check_epsilon(epsilon: float) -> None:
         raise ConfigError(f"epsilon = {epsilon!r} is out of range; it must be a finite number greater than 0.")
 
 
-def software() -> str:
+def software(accountants: Iterable[Accountant] = (RDP, PLD)) -> str:
     """What computed the epsilons, for statements."""
-    return f"RDP by fulcrum, PLD by dp-accounting {importlib.metadata.version('dp-accounting')}"
+    return ", ".join(f"{accountant.name.upper()} by {accountant.software()}" for accountant in accountants)

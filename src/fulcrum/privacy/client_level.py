@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fulcrum.settings.derived import local_steps
+from fulcrum.settings.registry import Registry
 from fulcrum.settings.schema import Settings
 
 SERVER = -1
@@ -23,10 +24,12 @@ class Estimator:
 
     divisor(terms, weight): what the sum is divided by, where `weight` is the total weight that took
     part. sensitivity(terms): the most that one party can move the mean, for a clipping norm of 1.
+    words(terms): what the sum is divided by, in words for the privacy statement.
     """
 
     divisor: Callable[[Terms, float], float]
     sensitivity: Callable[[Terms], float]
+    words: Callable[[Terms], str] = lambda terms: f"divided as the estimator {terms.estimator!r} says"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,28 +61,48 @@ class Terms:
     @property
     def sensitivity(self) -> float:
         """The most that one party can move the released mean, for a clipping norm of 1."""
-        return ESTIMATORS[self.estimator].sensitivity(self)
+        return ESTIMATORS.find(self.estimator).sensitivity(self)
 
     def divisor(self, weight: float) -> float:
         """What the sum is divided by when parties of this total weight took part."""
-        return ESTIMATORS[self.estimator].divisor(self, weight)
+        return ESTIMATORS.find(self.estimator).divisor(self, weight)
+
+    @property
+    def divisor_words(self) -> str:
+        """What the sum is divided by, in words."""
+        return ESTIMATORS.find(self.estimator).words(self)
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "fixed": Estimator(
+ESTIMATORS = Registry[Estimator](
+    "central.estimator", entry_points="fulcrum.estimators", kind=Estimator, noun="estimator"
+)
+"""All estimators by name. Yours comes by `ESTIMATORS.add`, by entry point, or as package.module:estimator."""
+ESTIMATORS.add(
+    "fixed",
+    Estimator(
         divisor=lambda terms, weight: terms.rate * terms.total,
         sensitivity=lambda terms: 1 / (terms.rate * terms.total),
+        words=lambda terms: f"divided by the expected weight q_c W = {terms.rate * terms.total:.6g}",
     ),
-    "clipped": Estimator(
+)
+ESTIMATORS.add(
+    "clipped",
+    Estimator(
         divisor=lambda terms, weight: max(terms.floor, weight),
         sensitivity=lambda terms: 2 / terms.floor,
+        words=lambda terms: f"divided by the weight that took part, at least q_c W_min = {terms.floor:.6g}",
     ),
-}
+)
+
+
+def has_trusted_server(settings: Settings) -> bool:
+    """Whether the unit is the client: a trusted server then clips whole updates and adds the noise."""
+    return settings.privacy.unit == "client"
 
 
 def make_terms(settings: Settings, sizes: Any) -> Terms | None:
     """The mechanism for these settings and the parties' sizes n_k [K]; None where the unit is not the client."""
-    if settings.privacy.unit != "client":
+    if not has_trusted_server(settings):
         return None
     central, train = settings.central, settings.train
     weights = party_weights(torch.as_tensor(sizes), train.weights, central.weight_cap)

@@ -1,63 +1,58 @@
-"""The one mechanism: it noises a clipped sum and the rule's extra statistics, and says what happened.
+"""The one mechanism: it clips by a rule, enforces the rule's bounds, adds the noise, and says what was released.
 
-Rules say what a unit can change (`Bounds`); the scale of the noise and the event both follow from
-that here, so no rule can misstate its cost.
+A rule says what a unit can change (`Bounds`); the scale of the noise and the event both follow from that here, so no
+rule can misstate its cost. Each privacy-critical step is written once: `apply_rule` clips and enforces the bounds,
+`add_noise` adds the noise, `event_of_step` says what a step releases. Every engine calls these. All of them work for
+one task and, under `torch.vmap` or with a leading dimension of T tasks, for many.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from fulcrum.clipping.rule import ClipRule, alone
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
 from fulcrum.rng import Key, Randomness
-from fulcrum.types import Bounds
+from fulcrum.types import Assignment, Bounds, State, Stats
+
+# --- clipping -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Scales:
-    """Standard deviations of the noise on the sum and on the extra statistics, and the event.
+class RuleDecision:
+    """What a rule decides for a batch of B units, after its bounds were enforced.
 
-    asked is False in a step that keeps its extra statistics to itself.
+    factors [B, G] scale each unit's gradient in each group. second_factors [B, G] are those of a second sum; [B, 0]
+    where the rule asks for none. extra [B, J] are the rows of extra statistics. bounds: what one unit can change.
     """
 
-    sum: float | torch.Tensor
-    extra: float
-    event: Event
-    asked: bool = True
+    factors: Tensor
+    second_factors: Tensor
+    extra: Tensor
+    bounds: Bounds
+    state: State
 
 
-def scales(
-    rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True, shares: int = 1
-) -> Scales:
-    """Noise for one release at multiplier `sigma`, split between the sum and the extra statistics.
-
-    The pair costs exactly one Gaussian release at sigma: the precisions (1 - s)/sigma^2 on the sum,
-    scaled by its bound, and s/sigma^2 on the extra, scaled by its own, add up to 1/sigma^2. A step that
-    is not asked for its extra has the same noise on the sum, and costs only that.
-
-    With `shares` parties to one dose of noise, this one's part has 1/shares of the variance, and the event is that
-    of the sum over them all: the only thing that may be shown to anybody (privacy.aggregation).
-    """
-    if sigma == 0 or not rule.private:
-        return Scales(0.0, 0.0, Unprotected(), asked)
-    share = rule.share(sigma, batch)
-    if shares > 1:
-        if share > 0:
-            raise ValueError("parties share the noise of gradients only, and this rule releases statistics too")
-        return Scales(torch.linalg.vector_norm(bounds.C) * sigma / shares**0.5, 0.0, Gaussian(rate, sigma), asked)
-    on_sum = alone(rule.share, sigma, batch)
-    reach = torch.linalg.vector_norm(bounds.C)
-    if not asked:
-        return Scales(reach * on_sum, 0.0, Gaussian(rate, on_sum), asked)
-    return Scales(reach * on_sum, sigma / share**0.5 * bounds.extra if share > 0 else 0.0, Gaussian(rate, sigma))
+def apply_rule(rule: ClipRule, stats: Stats, state: State) -> RuleDecision:
+    """Let the rule clip a batch, drop padding, and enforce the bounds it states. Works under `torch.vmap`."""
+    factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
+    bounds = rule.bounds(state)
+    extra = extra * stats.mask[:, None]
+    second_factors = factors[:, :0]
+    if rule.second is not None:
+        second_factors = rule.second(stats, state)
+        extra, second_factors = enforce_joint_bound(rule, extra, second_factors, stats.norms, bounds)
+    factors, extra = enforce_bounds(rule, factors, extra, stats.norms, bounds)
+    return RuleDecision(factors, second_factors, extra, bounds, state)
 
 
-def hold(
-    rule: ClipRule, factors: torch.Tensor, extra: torch.Tensor, norms: torch.Tensor, bounds: Bounds
-) -> tuple[torch.Tensor, torch.Tensor]:
+def enforce_bounds(
+    rule: ClipRule, factors: Tensor, extra: Tensor, norms: Tensor, bounds: Bounds
+) -> tuple[Tensor, Tensor]:
     """Factors [B, G] and extra rows [B, J], cut down to the bounds the rule itself stated.
 
     A sound rule passes through unchanged; one whose `clip` and `bounds` disagree would otherwise make
@@ -71,31 +66,197 @@ def hold(
     return torch.minimum(factors, allowed), extra * torch.clamp(bounds.extra * (1 + 1e-6) / rows, max=1.0)
 
 
-def hold_both(
-    rule: ClipRule, extra: torch.Tensor, second: torch.Tensor, norms: torch.Tensor, bounds: Bounds
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Extra rows [B, J] and factors of a second sum [B, G], cut down so that together they keep the bound."""
+def enforce_joint_bound(
+    rule: ClipRule, extra: Tensor, second_factors: Tensor, norms: Tensor, bounds: Bounds
+) -> tuple[Tensor, Tensor]:
+    """Extra rows [B, J] and factors of a second sum [B, G], cut down so that together they keep `bounds.extra`."""
     if not (rule.sound and rule.private):
-        return extra, second
-    size = torch.sqrt(extra.square().sum(dim=1) + (second * norms).square().sum(dim=1))
+        return extra, second_factors
+    size = torch.sqrt(extra.square().sum(dim=1) + (second_factors * norms).square().sum(dim=1))
     keep = torch.clamp(bounds.extra * (1 + 1e-6) / size.clamp_min(torch.finfo(norms.dtype).tiny), max=1.0)[:, None]
-    return extra * keep, second * keep
+    return extra * keep, second_factors * keep
+
+
+# --- what is released -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NoiseMultipliers:
+    """The noise of a release in units of the bounds: a multiplier for the sum and one for the extra statistics.
+
+    Numbers, or tensors [T] for T tasks; 0 where nothing is noised. shares: parties that make up one dose of noise; each
+    adds 1/shares of the variance.
+    """
+
+    sum: float | Tensor
+    extra: float | Tensor
+    shares: int = 1
+
+
+def event_of_step(rule: ClipRule, rate: float, sigma: float, batch: float, asked: bool = True) -> Event:
+    """What one step at noise multiplier `sigma` releases; `asked`: with the rule's statistics or without.
+
+    The plan, the mechanism and the check after a round all take their events from here.
+    """
+    if sigma == 0 or not rule.private:
+        return Unprotected()
+    return Gaussian(rate, sigma if asked else alone(rule.share, sigma, batch))
+
+
+def planned_events(task: Assignment, rule: ClipRule, batch: float, round: int) -> tuple[Event, ...]:
+    """What a task releases in a round (from 0), one event per kind of step. `batch`: the expected batch q n_k."""
+    if task.sigma == 0 or not rule.private:
+        return (Unprotected(task.steps),)
+    asked = task.asked(round)
+    counts = ((True, asked), (False, task.steps - asked))
+    return tuple(
+        event_of_step(rule, task.rate, task.sigma, batch, with_extra).with_count(count)
+        for with_extra, count in counts
+        if count
+    )
+
+
+def noise_multipliers(
+    rule: ClipRule, sigma: float, batch: float, asked: bool = True, shares: int = 1
+) -> NoiseMultipliers:
+    """The noise of one step at multiplier `sigma`, split between the sum and the extra statistics.
+
+    The pair costs exactly one Gaussian release at sigma: the precisions (1 - s)/sigma^2 on the sum,
+    scaled by its bound, and s/sigma^2 on the extra, scaled by its own, add up to 1/sigma^2. A step that
+    is not asked for its extra has the same noise on the sum, and costs only that.
+
+    With `shares` parties to one dose of noise, this one's part has 1/shares of the variance, and the event is that
+    of the sum over them all: the only thing that may be shown to anybody (privacy.aggregation).
+    """
+    if sigma == 0 or not rule.private:
+        return NoiseMultipliers(0.0, 0.0)
+    share = rule.share(sigma, batch)
+    if shares > 1 and share > 0:
+        raise ValueError("parties share the noise of gradients only, and this rule releases statistics too")
+    on_extra = sigma / share**0.5 if share > 0 and asked else 0.0
+    return NoiseMultipliers(alone(rule.share, sigma, batch), on_extra, shares)
+
+
+# --- noise ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """Standard deviations of the noise on the sum and on the extra statistics: numbers, or tensors [T] for T tasks.
+
+    asked: whether the extra statistics go out; False or 0 (of a tensor [T]) where they stay.
+    """
+
+    sum: float | Tensor
+    extra: float | Tensor
+    asked: bool | Tensor = True
+
+
+@dataclass(frozen=True)
+class Scales(NoiseScale):
+    """The noise of one client's step, and the event that the step is charged as."""
+
+    event: Event = field(default_factory=Unprotected)
+
+
+def scale_noise(bounds: Bounds, multipliers: NoiseMultipliers, asked: bool | Tensor = True) -> NoiseScale:
+    """The noise for what a unit can change: bounds.C [G] or [T, G], bounds.extra a number or [T].
+
+    C may be infinite where nothing is noised: a multiplier of 0 then still means no noise.
+    """
+    reach = torch.linalg.vector_norm(bounds.C, dim=-1)
+    on_sum: float | Tensor = reach * multipliers.sum
+    if multipliers.shares > 1:
+        on_sum = on_sum / multipliers.shares**0.5
+    if isinstance(multipliers.sum, Tensor):
+        on_sum = on_sum.masked_fill(multipliers.sum == 0, 0)  # type: ignore[union-attr]
+    elif multipliers.sum == 0:
+        on_sum = 0.0
+    return NoiseScale(on_sum, bounds.extra * multipliers.extra, asked)
+
+
+def refuse_bare_statistics(on_extra: float | Tensor) -> None:
+    """Stop a private release whose extra statistics would go out without noise: on_extra is its scale."""
+    if on_extra <= 0:
+        raise ValueError("a rule releases extra statistics but gives them no share of the noise (ClipRule.share)")
+
+
+def add_noise(
+    clipped: Tensor,
+    extra: Tensor,
+    scale: NoiseScale,
+    normals: tuple[Tensor | None, Tensor | None],
+    state: State,
+) -> tuple[Tensor, Tensor, State]:
+    """The i.i.d. Gaussian mechanism: a clipped sum and its extra statistics with noise, ready to leave.
+
+    clipped [m] and extra [J] of one task, or [T, m] and [T, J] of T tasks. normals: standard normal numbers for each of
+    the two, of the same shape; None where nothing is noised. Statistics that were not asked for come out as zeros.
+    `state` passes through: this mechanism keeps none.
+    """
+    for_sum, for_extra = normals
+    noisy = clipped if for_sum is None else clipped + for_sum * _per_task(scale.sum)
+    if for_extra is not None:
+        extra = extra + for_extra * _per_task(scale.extra)
+    if isinstance(scale.asked, Tensor):
+        extra = extra * scale.asked[..., None]
+    elif not scale.asked:
+        extra = torch.zeros_like(extra)
+    return noisy, extra, state
+
+
+def _per_task(value: float | Tensor) -> float | Tensor:
+    """A number as it is; numbers of T tasks [T] as [T, 1], to scale the rows of [T, m]."""
+    return value[..., None] if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """How a clipped sum becomes a release.
+
+    init(d) -> state: what the mechanism remembers between releases, as named tensors.
+    scale(bounds, multipliers, asked) -> NoiseScale.
+    release(sum, extra, scale, normals, state) -> (noisy sum, noisy extra, state); see `add_noise` for the shapes.
+    """
+
+    init: Callable[[int], State]
+    scale: Callable[[Bounds, NoiseMultipliers, bool | Tensor], NoiseScale]
+    release: Callable[
+        [Tensor, Tensor, NoiseScale, tuple[Tensor | None, Tensor | None], State], tuple[Tensor, Tensor, State]
+    ]
+
+
+GAUSSIAN_MECHANISM = Mechanism(init=lambda dim: {}, scale=scale_noise, release=add_noise)
+"""Independent Gaussian noise for every release. It keeps no state."""
+
+
+# --- one client's step ----------------------------------------------------------------------
+
+
+def scales(
+    rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True, shares: int = 1
+) -> Scales:
+    """Noise and event of one step at multiplier `sigma`; see `noise_multipliers`."""
+    multipliers = noise_multipliers(rule, sigma, batch, asked, shares)
+    found = scale_noise(bounds, multipliers, asked)
+    return Scales(found.sum, found.extra, asked, event_of_step(rule, rate, sigma, batch, asked))
 
 
 def release(
-    clipped: torch.Tensor, extra: torch.Tensor, scale: Scales, randomness: Randomness, key: Key
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the noise: (sum [m], extra [J]) -> what may leave the client. Draws from two streams of `key`.
-
-    Extra statistics that were not asked for come out as zeros.
-    """
-    if not scale.asked:
-        extra = torch.zeros_like(extra)
-    if isinstance(scale.event, Unprotected):
-        return clipped, extra
-    noisy = clipped + randomness.normal(("noise", *key), clipped.numel()).to(clipped) * scale.sum
-    if extra.numel() == 0 or not scale.asked:
-        return noisy, extra
-    if scale.extra <= 0:
-        raise ValueError("a rule releases extra statistics but gives them no share of the noise (ClipRule.share)")
-    return noisy, extra + randomness.normal(("noise-extra", *key), extra.numel()).to(extra) * scale.extra
+    clipped: Tensor,
+    extra: Tensor,
+    scale: Scales,
+    randomness: Randomness,
+    key: Key,
+    mechanism: Mechanism = GAUSSIAN_MECHANISM,
+    state: State | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw the noise from two streams of `key` and add it: (sum [m], extra [J]) -> what may leave the client."""
+    for_sum, for_extra = None, None
+    if not isinstance(scale.event, Unprotected):
+        for_sum = randomness.normal(("noise", *key), clipped.numel()).to(clipped)
+        if extra.numel() and scale.asked:
+            refuse_bare_statistics(scale.extra)
+            for_extra = randomness.normal(("noise-extra", *key), extra.numel()).to(extra)
+    noisy, noisy_extra, _ = mechanism.release(clipped, extra, scale, (for_sum, for_extra), state or {})
+    return noisy, noisy_extra

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from fulcrum.errors import ConfigError
+from fulcrum.settings.registry import Registry
 from fulcrum.settings.schema import Privacy
 
 Factors = tuple[float, ...]
@@ -34,13 +36,21 @@ def _phases(privacy: Privacy, rounds: int) -> Factors:
     return tuple(math.sqrt(privacy.phases[0] / privacy.phases[i]) for i in at)
 
 
-SCHEDULES: dict[str, Callable[[Privacy, int], Factors]] = {
-    "constant": _constant,
-    "growth": _growth,
-    "phases": _phases,
-}
+Schedule = Callable[[Privacy, int], Factors]
+"""Settings and number of rounds T -> the factors s_0 = 1, s_1, ..., s_(T-1), all above 0."""
+
+SCHEDULES = Registry[Schedule]("privacy.noise_schedule", entry_points="fulcrum.noise_schedules", noun="noise schedule")
+"""All noise schedules by name. Yours comes by `SCHEDULES.add`, by entry point, or as package.module:function."""
+for _name, _schedule in (("constant", _constant), ("growth", _growth), ("phases", _phases)):
+    SCHEDULES.add(_name, _schedule)
 
 
 def factors(privacy: Privacy, rounds: int) -> Factors:
     """s_t for each of the rounds 0..T-1, as privacy.noise_schedule asks."""
-    return SCHEDULES[privacy.noise_schedule](privacy, rounds)
+    found = tuple(map(float, SCHEDULES.find(privacy.noise_schedule)(privacy, rounds)))
+    if len(found) != rounds or not all(0 < factor < math.inf for factor in found) or found[0] != 1:
+        raise ConfigError(
+            f"privacy.noise_schedule = {privacy.noise_schedule!r} does not give {rounds} finite factors above 0 of "
+            "which the first is 1; it must give one factor per round."
+        )
+    return found

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import fulcrum
-from fulcrum.runs import folder as record
-from fulcrum.training.federation import Federation
 from fulcrum.privacy.ledger import Ledger
+from fulcrum.privacy.statement import AccountedRun, statement, to_markdown
+from fulcrum.runs import folder as record
 from fulcrum.runs.folder import RunFolder
-from fulcrum.privacy.statement import statement, to_markdown
+from fulcrum.training.federation import Federation
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,22 @@ def state_privacy(run: Underway, rounds_done: int, finished: bool) -> dict[str, 
     settings, problem = run.federation.settings, run.federation.problem
     own = run.ledger.spends(run.id)
     words = statement(
-        settings,
-        run.federation.plan,
-        problem.rule,
-        run.ledger.spends() if settings.run.ledger else own,
-        run_id=run.id,
-        scope="ledger" if settings.run.ledger else "run",
-        randomness_mode=problem.randomness.mode,
-        dataset_name=problem.dataset.name,
-        dataset_warnings=problem.dataset.warnings,
-        finished=finished,
-        rounds_done=rounds_done,
-        version=fulcrum.__version__,
-        date=record.now(),
-        run_spent=own,
+        AccountedRun(
+            settings=settings,
+            plan=run.federation.plan,
+            rule=problem.rule,
+            spent=run.ledger.spends() if settings.run.ledger else own,
+            run_id=run.id,
+            scope="ledger" if settings.run.ledger else "run",
+            randomness_mode=problem.randomness.mode,
+            dataset_name=problem.dataset.name,
+            dataset_warnings=problem.dataset.warnings,
+            finished=finished,
+            rounds_done=rounds_done,
+            version=fulcrum.__version__,
+            date=record.now(),
+            run_spent=own,
+        )
     )
     if run.folder:
         run.folder.write_json("privacy.json", words)

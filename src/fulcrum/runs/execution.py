@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,20 @@ from typing import Any
 from torch import nn
 
 import fulcrum
-from fulcrum.runs import folder as record
-from fulcrum.runs.preparation import prepare
-from fulcrum.runs.result import Result, sum_up
-from fulcrum.runs.active_run import Underway, state_privacy
-from fulcrum.settings.schema import Settings
-from fulcrum.models.whitening import digest
 from fulcrum.data import Dataset
 from fulcrum.errors import RunError
-from fulcrum.training.federation import Federation
-from fulcrum.training.snapshot import Snapshot
-from fulcrum.training.loop import federate
+from fulcrum.models.whitening import digest
 from fulcrum.privacy.ledger import Ledger
+from fulcrum.runs import folder as record
+from fulcrum.runs.active_run import Underway, state_privacy
 from fulcrum.runs.folder import RunFolder
-from fulcrum.types import RoundResult
-
-OnRound = Callable[[RoundResult], None]
+from fulcrum.runs.observers import Observer, Observers, OnRound, RunInfo, RunRecorder, find_observer
+from fulcrum.runs.preparation import prepare
+from fulcrum.runs.result import Result, sum_up
+from fulcrum.settings.schema import Settings
+from fulcrum.training.federation import Federation
+from fulcrum.training.loop import federate
+from fulcrum.training.snapshot import Snapshot
 
 
 def execute(
@@ -34,19 +32,23 @@ def execute(
     out: Path | str | None = None,
     on_round: OnRound | None = None,
     facts: Mapping[str, Any] | None = None,
+    observers: Sequence[str | Observer] = (),
 ) -> Result:
     """Train to the end. With `out`, a new folder there holds the run and makes it resumable.
 
+    on_round is called with each RoundResult; observers watch the run (`fulcrum.Observer`, or names as of --observe).
+
     facts go into run.json beside the usual ones; an "id" among them is the run's id in ledgers.
     """
+    watching = [find_observer(given) for given in observers]  # before a folder is made: a wrong name leaves no trace
     run = str((facts or {}).get("id", uuid.uuid4().hex))
     if out is None:
         with open_ledger(federation.settings) as ledger:
-            return _finish(Underway(federation, None, ledger, run), None, [], on_round)
+            return _finish(Underway(federation, None, ledger, run), None, [], on_round, watching)
     with closing(RunFolder.create(Path(out))) as folder:
         _write_start(folder, federation, run, facts or {})
         with open_ledger(federation.settings, folder.path) as ledger:
-            return _finish(Underway(federation, folder, ledger, run), None, [], on_round)
+            return _finish(Underway(federation, folder, ledger, run), None, [], on_round, watching)
 
 
 def resume(
@@ -54,6 +56,7 @@ def resume(
     on_round: OnRound | None = None,
     dataset: Dataset | None = None,
     model: nn.Module | None = None,
+    observers: Sequence[str | Observer] = (),
 ) -> Result:
     """Continue a run where it stopped. A seeded run ends with the same bits as if it had not stopped.
 
@@ -63,11 +66,18 @@ def resume(
 
     if "flower" in record.load_json(Path(folder), "run.json"):
         raise RunError(f"{folder} was served to parties elsewhere; continue it with: fulcrum serve --resume {folder}")
-    return go_on(prepare(settings_file.read(Path(folder) / "settings.toml"), dataset, model), folder, on_round)
+    federation = prepare(settings_file.read(Path(folder) / "settings.toml"), dataset, model)
+    return go_on(federation, folder, on_round, observers)
 
 
-def go_on(federation: Federation, folder: Path | str, on_round: OnRound | None = None) -> Result:
+def go_on(
+    federation: Federation,
+    folder: Path | str,
+    on_round: OnRound | None = None,
+    observers: Sequence[str | Observer] = (),
+) -> Result:
     """Continue the run in a folder with a federation that was prepared anew from its settings."""
+    watching = [find_observer(given) for given in observers]
     path = Path(folder)
     facts = record.load_json(path, "run.json")
     _refuse_another(federation, path, facts)
@@ -75,7 +85,7 @@ def go_on(federation: Federation, folder: Path | str, on_round: OnRound | None =
         start = opened.last_snapshot(federation.problem.device)
         lines = opened.rewind_metrics(start.round if start else 0)
         with open_ledger(federation.settings, path) as ledger:
-            return _finish(Underway(federation, opened, ledger, str(facts["id"])), start, lines, on_round)
+            return _finish(Underway(federation, opened, ledger, str(facts["id"])), start, lines, on_round, watching)
 
 
 def open_ledger(settings: Settings, folder: Path | None = None) -> Ledger:
@@ -122,41 +132,32 @@ def _refuse_another(federation: Federation, path: Path, facts: Mapping[str, Any]
         )
 
 
-def _finish(run: Underway, start: Snapshot | None, lines: list[dict[str, Any]], on_round: OnRound | None) -> Result:
+def _finish(
+    run: Underway,
+    start: Snapshot | None,
+    lines: list[dict[str, Any]],
+    on_round: OnRound | None,
+    watching: Sequence[Observer],
+) -> Result:
     """Play the remaining rounds, keeping the folder up to date, and sum up; also when interrupted.
 
     lines: what metrics.jsonl holds of the rounds before `start`; those of the rounds that are played are added.
     """
-    federation, folder, settings = run.federation, run.folder, run.federation.settings
+    settings = run.federation.settings
     # Another draw of secure randomness would be another release, so no round may have to be replayed.
     every = 1 if settings.privacy.randomness == "secure" else settings.run.checkpoint_every
-    history = [_payers(line, federation.plan.parties) for line in lines]
-    snapshot = start
-    saved = start.round if start else 0
+    recorder = RunRecorder(run.folder, every, settings.train.rounds, start, lines)
+    observers = Observers(recorder, watching, on_round)
     state_privacy(run, len(lines), finished=False)
     try:
-        for result, snapshot in federate(federation, run.ledger, run.id, start, history):
-            if folder and (snapshot.round % every == 0 or snapshot.round == settings.train.rounds):
-                folder.checkpoint(snapshot)
-                saved = snapshot.round
-            lines.append(record.plain(record.metrics_line(result)))
-            if folder:
-                folder.add_metrics(result)
-            if on_round:
-                on_round(result)
+        observers.started(RunInfo(run.id, settings, run.folder.path if run.folder else None, run.federation.plan))
+        for result, snapshot in federate(run.federation, run.ledger, run.id, start):
+            observers.round(result, snapshot)
+        recorder.ended(None)  # the last checkpoint lies in the folder before the summary does
+        finished = sum_up(run, recorder.latest, lines)
     except BaseException:
-        if folder and snapshot and snapshot.round > saved:
-            folder.checkpoint(snapshot)
+        observers.interrupted()
         state_privacy(run, len(lines), finished=False)
         raise
-    if folder and snapshot and snapshot.round > saved:
-        folder.checkpoint(snapshot)
-    return sum_up(run, snapshot, lines)
-
-
-def _payers(line: dict[str, Any], parties: int) -> Sequence[int]:
-    """Who paid in a round of metrics.jsonl: the participants; where these are secret, all with budget left."""
-    if "participants" in line:
-        return tuple(line["participants"])
-    out = set(line.get("out_of_budget", ()))
-    return [k for k in range(parties) if k not in out]
+    observers.ended(finished)
+    return finished

@@ -72,10 +72,10 @@ class RunFolder:
         """Write a JSON file whole or not at all; infinities become the string "inf"."""
         self.write_text(name, to_json(value))
 
-    def add_metrics(self, result: RoundResult) -> None:
-        """Append one round to metrics.jsonl."""
+    def add_line(self, line: Mapping[str, Any]) -> None:
+        """Append one round's line (`metrics_line`) to metrics.jsonl."""
         with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(plain(metrics_line(result))) + "\n")
+            file.write(json.dumps(line) + "\n")
 
     def checkpoint(self, snapshot: Snapshot) -> None:
         """Write the state after a round and drop checkpoints older than the last two."""
@@ -118,6 +118,7 @@ def metrics_line(result: RoundResult) -> dict[str, Any]:
         "round": result.round,
         "loss": result.loss,
         "accuracy": result.accuracy,
+        "metrics": dict(result.metrics),
         "C": total_C(result.C),
         "epsilon": result.epsilon,
         "seconds": round(result.seconds, 6),
@@ -130,6 +131,8 @@ def metrics_line(result: RoundResult) -> dict[str, Any]:
         line["C_groups"] = list(result.C)
     if 0 < len(result.epsilons) <= PARTIES_PER_LINE:
         line["epsilons"] = list(result.epsilons)
+    if result.party_metrics:
+        line["party_metrics"] = {name: dict(metrics) for name, metrics in result.party_metrics.items()}
     if result.diagnostics:
         line["non_private_diagnostics"] = dict(result.diagnostics)
     return line

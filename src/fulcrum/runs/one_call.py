@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fulcrum.runs.preparation import prepare
-from fulcrum.runs.result import Result
-from fulcrum.runs.execution import OnRound, execute, open_ledger
-from fulcrum.settings.schema import Settings
 from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError
+from fulcrum.runs.execution import execute, open_ledger
+from fulcrum.runs.observers import Observer, OnRound
+from fulcrum.runs.preparation import prepare
+from fulcrum.runs.result import Result
+from fulcrum.settings.schema import Settings
 from fulcrum.training.loop import federate
 from fulcrum.types import RoundResult
 
@@ -26,6 +27,7 @@ def train(
     settings: Settings | None = None,
     out: Path | str | None = None,
     on_round: OnRound | None = None,
+    observers: Sequence[str | Observer] = (),
     **names: Any,
 ) -> Result:
     """Train one model over several parties, privately.
@@ -37,10 +39,10 @@ def train(
     nn.Module whose weights are the public start. Other names are those of the command line and the
     settings file: method, epsilon, delta, parties, rounds, lr, kappa, or whole sections such as
     train={"server": "adam"}. settings: ready-made ones instead of names. out: a new folder that keeps
-    the run. on_round is called with each RoundResult.
+    the run. on_round is called with each RoundResult; observers watch the run (`fulcrum.Observer`).
     """
     federation = prepare(*_from_names(data, model, settings, names))
-    return execute(federation, out, on_round)
+    return execute(federation, out, on_round, observers=observers)
 
 
 def rounds(

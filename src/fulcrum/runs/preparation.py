@@ -11,14 +11,15 @@ from torch import nn
 from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, featured, holdout, load, partition_method, split, unit_counts
 from fulcrum.data.dataset import recheck
-from fulcrum.engines import find_engine
 from fulcrum.data.records import take_rows
+from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
 from fulcrum.models.build import build, is_built_in
 from fulcrum.models.checks import refuse_mixing
 from fulcrum.models.own import integer_advice
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import affordable_rounds, make_plan
+from fulcrum.runs.choices import check_choices
 from fulcrum.settings.checks import check
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.client_level import check_rule, local_problem
@@ -32,7 +33,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     dataset and model take the place of what the settings name, for data and models made in Python. The federation's
     settings say which partition was used where they left the choice.
     """
-    check(settings)
+    check_choices(check(settings))
     rule = find_rule(settings.clip.rule)
     device = find_device(settings.run.device)
     dataset = find_data(settings, dataset, device)

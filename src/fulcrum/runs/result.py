@@ -6,24 +6,25 @@ import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fulcrum.models.whitening import folded
+from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs.active_run import Underway, state_privacy
 from fulcrum.settings.schema import Settings
-from fulcrum.models.whitening import folded
 from fulcrum.training.snapshot import Snapshot
-from fulcrum.privacy.ledger import Ledger
 
 
 @dataclass(frozen=True)
 class Result:
     """A finished (or stopped) run.
 
-    accuracy (a fraction) and loss are on public test data. epsilon is the largest over the parties,
+    metrics are those of the last evaluation on public test data, by name; accuracy (a fraction) and loss are two of
+    them, NaN where there is none. epsilon is the largest over the parties,
     epsilons each party's, delta theirs all; where `sound` is False epsilon is nominal, and where
     `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
     clipping norm of every round. model is an ordinary nn.Module with the trained weights. summary is
@@ -41,6 +42,7 @@ class Result:
     settings: Settings
     summary: dict[str, Any]
     folder: Path | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def sum_up(run: Underway, snapshot: Snapshot | None, lines: Sequence[Mapping[str, Any]]) -> Result:
@@ -56,8 +58,8 @@ def sum_up(run: Underway, snapshot: Snapshot | None, lines: Sequence[Mapping[str
         run.folder.write_model(folded(model, problem.layout.unflatten(trained)))  # a plain network, whatever trained it
         run.folder.write_json("summary.json", summary)
     return Result(
-        accuracy=summary["accuracy"] if summary["accuracy"] is not None else math.nan,
-        loss=summary["loss"] if summary["loss"] is not None else math.nan,
+        accuracy=float(summary["metrics"].get("accuracy", math.nan)),
+        loss=float(summary["metrics"].get("loss", math.nan)),
         epsilon=float(summary["epsilon"]),
         epsilons=tuple(map(float, lines[-1].get("epsilons", ()) if lines else ())),
         delta=settings.privacy.delta,
@@ -67,6 +69,7 @@ def sum_up(run: Underway, snapshot: Snapshot | None, lines: Sequence[Mapping[str
         settings=settings,
         summary=summary,
         folder=run.folder.path if run.folder else None,
+        metrics=summary["metrics"],
     )
 
 
@@ -74,13 +77,15 @@ def _summary(run: Underway, lines: Sequence[Mapping[str, Any]], privacy: Mapping
     """What summary.json holds."""
     settings, problem, plan = run.federation.settings, run.federation.problem, run.federation.plan
     finished = len(lines) == settings.train.rounds
-    evaluated = [line for line in lines if line["accuracy"] is not None]
-    last = evaluated[-1] if evaluated else {"accuracy": None, "loss": None}
+    metrics = _last_metrics(lines)
     summary: dict[str, Any] = {
         "status": "finished" if finished else "stopped: too few parties have budget left",
-        "accuracy": last["accuracy"],
-        "loss": last["loss"],
-        "evaluated_on": "a held-out part of the training data" if settings.data.validation else "public test data",
+        "accuracy": metrics.get("accuracy"),
+        "loss": metrics.get("loss"),
+        "score": problem.task.score,
+        "higher_is_better": problem.task.higher_is_better,
+        "metrics": dict(metrics),
+        "evaluated_on": _evaluated_on(run),
         "epsilon": lines[-1]["epsilon"] if lines else 0.0,
         "epsilon_pld": _worst_pld(run.ledger, run.id, settings.privacy.delta),
         "epsilon_scope": privacy["epsilon"],
@@ -104,6 +109,22 @@ def _summary(run: Underway, lines: Sequence[Mapping[str, Any]], privacy: Mapping
     if lines and "epsilons" in lines[-1]:
         summary["epsilons"] = dict(zip(map(plan.name, range(plan.parties)), lines[-1]["epsilons"], strict=True))
     return summary
+
+
+def _evaluated_on(run: Underway) -> str:
+    """Which records the metrics are of."""
+    if run.federation.problem.dataset.test is None:
+        return "nothing: there is no test set"
+    return "a held-out part of the training data" if run.federation.settings.data.validation else "public test data"
+
+
+def _last_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The metrics of the last round that was evaluated; older lines of metrics.jsonl have accuracy and loss alone."""
+    for line in reversed(lines):
+        metrics = line.get("metrics", {name: line[name] for name in ("accuracy", "loss") if line[name] is not None})
+        if metrics:
+            return {name: math.nan if value is None else float(value) for name, value in metrics.items()}
+    return {}
 
 
 def _worst_pld(ledger: Ledger, run: str, delta: float) -> float:

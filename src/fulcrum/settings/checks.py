@@ -1,4 +1,7 @@
-"""The checks of settings that no type can express: choices, ranges, and fields that must agree."""
+"""The checks of settings that no type can express: ranges, and fields that must agree.
+
+Names (of rules, engines, ...) are checked by `fulcrum.runs.choices`, which sees what implements them.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,6 @@ from fulcrum.settings.schema import Settings
 
 # --- checks -----------------------------------------------------------------------------------
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "data.partition": ("auto", "iid", "dirichlet", "shards", "quantity", "given"),
-    "data.features": ("none", "scattering"),
-    "task.loss": ("squared", "absolute", "huber"),
-    "model.activation": ("relu", "tanh", "tempered"),
-    "model.coordinates": ("plain", "centred", "whitened"),
-    "train.schedule": ("constant", "linear", "cosine", "step"),
-    "train.weights": ("examples", "uniform"),
-    "train.server": ("sgd", "momentum", "adam"),
-    "clip.groups": ("flat", "layer"),
-    "clip.phi": ("sign", "identity"),
-    "clip.reading": ("loss", "hypergradient", "derivative"),
-    "privacy.unit": ("example", "person", "client"),
-    "privacy.accountant": ("rdp", "pld"),
-    "privacy.randomness": ("seeded", "secure"),
-    "privacy.aggregation": ("plain", "ideal-secagg"),
-    "privacy.noise_schedule": ("constant", "growth", "phases"),
-    "central.estimator": ("fixed", "clipped"),
-    "run.engine": ("auto", "reference", "stacked", "parallel"),
-    "run.precision": ("float32", "tf32", "bf16"),
-}
-
 # field: (smallest, whether it itself is allowed, largest, whether it itself is allowed)
 RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "data.parties": (1, True, math.inf, False),
@@ -42,10 +23,6 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "data.validation": (0, True, 1, False),
     "data.feature_groups": (0, True, math.inf, False),
     "data.feature_whiten": (0, True, 0.5, True),
-    "task.classes": (0, True, math.inf, False),
-    "task.huber_width": (0, False, math.inf, False),
-    "task.scale": (0, True, math.inf, False),
-    "task.threshold": (0, True, 1, True),
     "model.temper_temperature": (0, False, math.inf, False),
     "model.whiten": (0, False, 0.5, True),
     "train.rounds": (1, True, math.inf, False),
@@ -102,10 +79,6 @@ def lookup(settings: Settings, path: str) -> Any:
 
 def check(settings: Settings) -> Settings:
     """Return the settings, or raise ConfigError naming the first wrong field and what would be right."""
-    for path, choices in CHOICES.items():
-        value = lookup(settings, path)
-        if value not in choices:
-            raise ConfigError(f"{path} = {value!r} is not known; choose one of {', '.join(choices)}.")
     for path, bounds in RANGES.items():
         _check_range(path, lookup(settings, path), bounds)
     _check_together(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from fulcrum.settings.schema import Train
 
@@ -12,14 +13,16 @@ def local_steps(train: Train) -> int:
     return train.steps if train.steps > 0 else max(1, round(train.epochs / train.rate))
 
 
+LR_SCHEDULES: dict[str, Callable[[Train, int], float]] = {
+    "constant": lambda train, t: 1.0,
+    "linear": lambda train, t: 1.0 - t / train.rounds,
+    "cosine": lambda train, t: 0.5 * (1.0 + math.cos(math.pi * (t / train.rounds))),
+    "step": lambda train, t: train.decay ** sum(t >= r for r in train.decay_rounds),
+}
+"""What train.schedule may be: the factor of the learning rate in round t, from the training settings."""
+
+
 def learning_rate(train: Train, t: int) -> float:
     """eta_t for round t (from 0)."""
     warm = min(1.0, (t + 1) / train.warmup) if train.warmup else 1.0
-    progress = t / train.rounds
-    shapes = {
-        "constant": lambda: 1.0,
-        "linear": lambda: 1.0 - progress,
-        "cosine": lambda: 0.5 * (1.0 + math.cos(math.pi * progress)),
-        "step": lambda: train.decay ** sum(t >= r for r in train.decay_rounds),
-    }
-    return train.lr * warm * shapes[train.schedule]()
+    return train.lr * warm * LR_SCHEDULES[train.schedule](train, t)

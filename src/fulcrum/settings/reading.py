@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.settings.catalogue import SECTIONS, SHORT, catalogue, named
 from fulcrum.settings.checks import check
 from fulcrum.settings.presets import find_method
+from fulcrum.settings.renamed import REMOVED, RENAMED, translate
 from fulcrum.settings.schema import Settings
 
 # Two ways to say one thing. A layer that gives one takes back the other from the layers below.
@@ -42,6 +44,7 @@ WANTED: dict[Any, str] = {
     tuple[float, ...]: "a list of numbers",
     tuple[str, ...]: "a list of texts in quotes",
     dict[str, float]: "a table of names and numbers",
+    dict[str, bool | int | float | str]: "a table of names with numbers, text, true or false",
 }
 GOT: dict[type, str] = {
     int: "a whole number",
@@ -60,7 +63,7 @@ def parse(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, me
     raw is what TOML gives: {"method": "moo", "train": {"rounds": 50}}. overrides are
     {"clip.kappa": 0.01}. Raises ConfigError, one sentence, at the first thing wrong.
     """
-    words = _nest(overrides or {})
+    raw, words = (translate(layer, _note) for layer in (raw, _nest(overrides or {})))
     for layer in (raw, words):
         _check_names(layer)
     chosen = words.get("method", method)
@@ -121,8 +124,12 @@ def read_word(text: str) -> tuple[str, Any]:
 # --- names --------------------------------------------------------------------------------------
 
 
+def _note(sentence: str) -> None:
+    print(f"note: {sentence}", file=sys.stderr)
+
+
 def _path_of(name: str) -> str:
-    paths = named(name)
+    paths = named(name) or [old for old in (*RENAMED, *REMOVED) if old.rpartition(".")[2] == name]
     if not paths:
         raise ConfigError(_unknown(name, [*SHORT, *(field.name for field in catalogue().values())]))
     if len(paths) > 1 and name not in SHORT:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -18,12 +16,11 @@ from typing import Any
 
 import torch
 
-from fulcrum.clipping import find_rule
-from fulcrum.data.features import recipe
+from fulcrum.engines.batched import can_stack, run_many, stack_key
 from fulcrum.errors import ConfigError, FulcrumError
-from fulcrum.settings.derived import local_steps
 from fulcrum.study.job import Job
-from fulcrum.study.run_job import Datasets, Outcome, Stopped, make, outcome, play
+from fulcrum.study.records import FORMER_KEYS
+from fulcrum.study.run_job import Datasets, Outcome, Stopped, make, outcome, play, score_of
 from fulcrum.training.federation import Federation
 
 Say = Callable[[str], None]
@@ -96,7 +93,7 @@ def run_jobs(jobs: Iterable[Job], backend: str = "auto", how: How | None = None)
 def find_backend(device: str) -> str:
     """What `auto` means here: stacked with a GPU, processes with several cores, else sequential."""
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
-        return "stacked" if importlib.util.find_spec(MANY) else "sequential"
+        return "stacked"
     return "processes" if cores() > 1 else "sequential"
 
 
@@ -175,44 +172,39 @@ def processes(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
 
 # --- stacked --------------------------------------------------------------------------------------
 
-MANY = "fulcrum.engines.batched"
-"""The module whose `run_many(federations)` trains several runs in one tensor program."""
-
 
 def _play_stack(federations: Sequence[Federation], check: Callable[[int, int], None]) -> list[Outcome]:
     """Outcomes of runs trained together, in order. THE ONE PLACE that knows `run_many`: adjust here if it changes.
 
-    It yields one value a round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), .accuracy
-    and .loss [R] (NaN where not evaluated).
+    It yields one value a round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), and the
+    metrics of `FORMER_KEYS` [R] each (NaN where not evaluated).
     """
     began = time.monotonic()
     Cs: list[list[tuple[int, float]]] = [[] for _ in federations]
     curves: list[list[tuple[int, float]]] = [[] for _ in federations]
-    losses = [float("nan")] * len(federations)
-    for step in importlib.import_module(MANY).run_many(list(federations)):
+    scores = [score_of(federation).name for federation in federations]
+    last: list[dict[str, float]] = [{} for _ in federations]
+    for step in run_many(list(federations)):
         C = step.C.double().nan_to_num(nan=0.0, posinf=float("inf")).square().sum(dim=1).sqrt().tolist()
-        accuracy, loss = step.accuracy.tolist(), step.loss.tolist()
+        found = {name: getattr(step, name).tolist() for name in FORMER_KEYS}
         for i in range(len(federations)):
             Cs[i].append((step.round, C[i]))
-            if accuracy[i] == accuracy[i]:
-                curves[i].append((step.round, accuracy[i]))
-                losses[i] = loss[i]
+            metrics = {name: values[i] for name, values in found.items()}
+            if metrics[scores[i]] == metrics[scores[i]]:
+                curves[i].append((step.round, metrics[scores[i]]))
+                last[i] = metrics
         check(step.round, step.rounds)
     share = (time.monotonic() - began) / len(federations)
-    return [outcome(f, Cs[i], curves[i], losses[i], share) for i, f in enumerate(federations)]
+    return [outcome(f, Cs[i], curves[i], last[i], share) for i, f in enumerate(federations)]
 
 
 def stacked(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
-    """Jobs that share data, model, rule and steps together on one device; what cannot be stacked goes alone."""
-    if importlib.util.find_spec(MANY) is None:
-        raise ConfigError(
-            "backend = 'stacked' needs fulcrum.engines.batched, which this version lacks; use sequential."
-        )
+    """Jobs that may share a stack (`stack_key`), together on one device; what cannot be stacked goes alone."""
     datasets = Datasets(how.data_dir)
-    alone = [job for job in jobs if not stackable(job)]
+    alone = [job for job in jobs if not can_stack(job.settings)]
     groups: dict[Hashable, list[Job]] = {}
     for job in jobs:
-        if stackable(job):
+        if can_stack(job.settings):
             groups.setdefault(shape(job), []).append(job)
     for kind, members in groups.items():
         members.sort(key=lambda job: job.settings.train.rate)  # batches of one size need no padding
@@ -249,22 +241,11 @@ def stacked(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
     yield from sequential(alone, how)
 
 
-def stackable(job: Job) -> bool:
-    """Where whole parties are units, `run_many` stacks rules that look at each update by itself."""
-    return job.settings.privacy.unit != "client" or find_rule(job.settings.clip.rule).sound
-
-
 def shape(job: Job) -> Hashable:
     """What jobs must share to go into one stack, and to take about equally long."""
-    s = job.settings
-    held = (s.data.validation, s.run.seed) if s.data.validation else 0.0
-    train = (s.train.rounds, local_steps(s.train), s.train.server)
-    # A stack takes its transform, and so wav's shrinkage, from its first run.
-    clip = (s.clip.rule, s.clip.groups, s.clip.shrink)
-    data = (s.data.source, recipe(s.data), held)
+    settings = job.settings
     # At client level a round of 1000 parties and one of 10 take very different times.
-    parties = s.data.parties if s.privacy.unit == "client" else 0
-    return (data, s.model, clip, train, s.privacy.unit, parties)
+    return stack_key(settings), settings.data.parties if settings.privacy.unit == "client" else 0
 
 
 BACKENDS: dict[str, Backend] = {"sequential": sequential, "processes": processes, "stacked": stacked}

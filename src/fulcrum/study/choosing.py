@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from fulcrum.study.experiment import Experiment, tuning_jobs
 from fulcrum.study.job import Job
+from fulcrum.study.records import score_of_records, score_value
 from fulcrum.study.search import Choice, best, write_choices
 from fulcrum.study.store import Record
 
 NOTE = """Settings chosen for the tables; written by `fulcrum study choose`, from the trials of search.toml.
-validation_accuracy (a fraction) is that of one run on the held-out part of the training data, `trials` how
-many were compared, `worst` the accuracy of the worst of them. The test data played no part. Privacy spent on
+validation_score is that of one run on the held-out part of the training data, `trials` how many were
+compared, `worst` the score of the worst of them. The test data played no part. Privacy spent on
 trying is not in the table's epsilon."""
 
 
@@ -34,12 +35,13 @@ def choose(
     choices, lacking = [], {}
     for cell, jobs in cells.items():
         # Two trials of a method may be the same run; then both have its result.
-        tried = [(job.trial or 0, float(done[job.id]["accuracy"])) for job in jobs if job.id in done]
+        tried = [(job.trial or 0, score_value(done[job.id])) for job in jobs if job.id in done]
+        score = score_of_records(done[job.id] for job in jobs if job.id in done)
         if len(tried) < len(jobs):
             lacking[cell] = len(jobs) - len(tried)
         if not tried or (len(tried) < len(jobs) and not partial):
             continue
-        trial, accuracy = best(tried)
+        trial, value = best(tried, score)
         first = jobs[0]
         words = experiment.search.trials_of(first.row, first.dataset, clipping=not protocol)[trial]
         choices.append(
@@ -48,11 +50,12 @@ def choose(
                 first.row,
                 trial,
                 trials=len(tried),
-                validation_accuracy=round(accuracy, 5),
+                validation_score=round(value, 5),
                 epsilon=first.epsilon,
                 protocol=protocol,
                 settings=words,
-                worst=round(min(found for _, found in tried), 5),
+                worst=round(score.worst(found for _, found in tried), 5),
+                score=score.name,
             )
         )
     return choices, lacking

@@ -1,4 +1,4 @@
-"""The files of experiments/ -> jobs: what `fulcrum reproduce paper` and `fulcrum study` run.
+"""The files of a folder of experiments -> jobs: what `fulcrum reproduce paper` and `fulcrum study` run.
 
 Every job's settings are: the defaults, the file's [settings], those of the data set, the method's
 preset, the row's own, the chosen ones; the later wins. Seeds are shared by all rows, so that split,
@@ -15,11 +15,13 @@ from typing import Any
 from fulcrum.clipping import find_rule
 from fulcrum.errors import ConfigError
 from fulcrum.models.pretrain import PAINTED
+from fulcrum.runs.choices import check_choices
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.presets import METHODS
+from fulcrum.settings.registry import suggest_nearest
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import Job
-from fulcrum.study.search import Choice, Search, find, read_choices, read_search, read_toml
+from fulcrum.study.search import UNTUNED, Choice, Search, find, read_choices, read_search, read_toml
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Experiment:
-    """experiments/paper.toml with search.toml and chosen.toml beside it, or another study of the same form.
+    """paper.toml with search.toml and chosen.toml beside it, or another study of the same form.
 
     name: which; that of the file, and of its runs in results/. title: heads its table.
     """
@@ -97,8 +99,8 @@ class Experiment:
 
     @property
     def chosen(self) -> Path:
-        """Where the settings that were chosen for it are kept."""
-        return beside(self.folder, self.name, "chosen")
+        """Where the settings that are chosen for it are written."""
+        return chosen_file(self.folder, self.name)
 
 
 def _part(what: str, all_: tuple[Any, ...], wanted: Sequence[Any]) -> tuple[Any, ...]:
@@ -108,13 +110,28 @@ def _part(what: str, all_: tuple[Any, ...], wanted: Sequence[Any]) -> tuple[Any,
     return tuple(value for value in all_ if value in wanted) if wanted else all_
 
 
-def find_folder(given: Path | None = None) -> Path:
-    """The folder with the experiments: as given, ./experiments, or that of the source tree."""
-    places = [given] if given else [Path("experiments"), Path(__file__).parents[3] / "experiments"]
+BUILT_IN = Path(__file__).parent / "experiments"
+"""The studies that come with Fulcrum."""
+WORKING = Path("experiments")
+"""A user's own studies, and the settings that were chosen for any study."""
+
+
+def find_folder(given: Path | None = None, name: str = "paper") -> Path:
+    """The folder that holds the study NAME.toml: the given one, else ./experiments, else that of the package."""
+    places = [given] if given else [WORKING, BUILT_IN]
     for place in places:
-        if (place / "paper.toml").is_file():
+        if (place / f"{name}.toml").is_file():
             return place
-    raise ConfigError(f"{places[0]} holds no paper.toml; run from the project's folder or name it with --experiments.")
+    known = sorted({study for place in places for study in study_files(place)})
+    hint = suggest_nearest(name, known) if known else "name another folder with --experiments."
+    raise ConfigError(f"there is no {name}.toml in {' or '.join(map(str, places))}; {hint}")
+
+
+def study_files(folder: Path) -> list[str]:
+    """Names of the studies in a folder: its TOML files, but for those that belong to another (search, chosen)."""
+    names = {file.stem for file in folder.glob("*.toml")}
+    beside_others = {beside(folder, name, what).stem for name in names for what in ("search", "chosen")}
+    return sorted(names - beside_others - {"search", "chosen"})
 
 
 def beside(folder: Path, name: str, what: str) -> Path:
@@ -122,28 +139,41 @@ def beside(folder: Path, name: str, what: str) -> Path:
     return folder / (f"{what}.toml" if name == "paper" else f"{name}-{what}.toml")
 
 
+def chosen_file(folder: Path, name: str) -> Path:
+    """Where a study's chosen settings are written: beside it, or in ./experiments for a study of the package."""
+    return beside(WORKING if folder == BUILT_IN else folder, name, "chosen")
+
+
 def read_experiment(given: Path | None = None, name: str = "paper") -> Experiment:
-    """A study as the files in experiments/ describe it: the paper's, or the open track ("open")."""
-    folder = find_folder(given)
+    """A study with `[[rows]]` as its files describe it: the paper's, the open track ("open"), or a user's own.
+
+    NAME-search.toml and NAME-chosen.toml beside it are optional. Settings chosen in the working folder win over
+    those that the package has for its own studies.
+    """
+    folder = find_folder(given, name)
     raw = read_toml(folder / f"{name}.toml")
+    lost = [key for key in ("datasets", "epsilons", "seeds", "rows") if key not in raw]
+    if lost:
+        raise ConfigError(f"{folder / name}.toml has no {lost[0]}; a study needs datasets, epsilons, seeds and rows.")
     rows = [Row(**{"method": entry["name"], **entry}) for entry in raw["rows"]]
+    search, chosen = beside(folder, name, "search"), chosen_file(folder, name)
     return Experiment(
         datasets=tuple(raw["datasets"]),
         epsilons=tuple(map(float, raw["epsilons"])),
         seeds=tuple(raw["seeds"]),
         rows=tuple(row for row in rows if row.method in METHODS),
-        settings=raw["settings"],
+        settings=raw.get("settings", {}),
         by_dataset=raw.get("by_dataset", {}),
         revisions=raw.get("revisions", {}),
         weights={name: entry["revision"] for name, entry in raw.get("weights", {}).items()},
         protocol=raw.get("protocol", {}),
         parties=raw.get("parties", {}),
         subset=raw.get("subset", {}),
-        search=read_search(beside(folder, name, "search")),
-        choices=tuple(read_choices(beside(folder, name, "chosen"))),
+        search=read_search(search) if search.is_file() else UNTUNED,
+        choices=tuple(read_choices(chosen if chosen.is_file() else beside(folder, name, "chosen"))),
         folder=folder,
         name=name,
-        title=raw.get("title", Experiment.title),
+        title=raw.get("title", Experiment.title if name == "paper" else name),
         notes=tuple(raw.get("notes", ())),
         unknown=tuple(dict.fromkeys(row.method for row in rows if row.method not in METHODS)),
     )
@@ -157,7 +187,7 @@ def settings_for(
 ) -> Settings:
     """Checked settings of a run; without privacy where the method's rule has none."""
     words = {"data.source": dataset, "privacy.epsilon": epsilon, **overrides}
-    settings = settings_file.parse(base, words, method)
+    settings = check_choices(settings_file.parse(base, words, method))
     if find_rule(settings.clip.rule).private or epsilon is None:
         return settings
     return settings.replace(privacy={"epsilon": None})
@@ -242,6 +272,9 @@ def protocol_jobs(experiment: Experiment) -> list[Job]:
 def tuning_jobs(experiment: Experiment, protocol: bool = False, at: Sequence[float] = ()) -> list[Job]:
     """Every trial of every cell, one seed, judged on held-out training data; `at` limits the epsilons."""
     search, study = experiment.search, "tune-protocol" if protocol else "tune"
+    if not search.trials:
+        where = beside(experiment.folder, experiment.name, "search")
+        raise ConfigError(f"{where} does not exist; tuning {experiment.name} needs it (docs/studies.md).")
     study = study if experiment.name == "paper" else f"{experiment.name}-{study}"
     shared = {"clip.C0": float(experiment.protocol["C0"])} if protocol else {}
     fixed = {"data.validation": search.validation, **_seed(search.run_seed)}

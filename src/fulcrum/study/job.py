@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from fulcrum.errors import ConfigError
+from fulcrum.settings.renamed import former_words, translate
 from fulcrum.settings.schema import Settings, TaskSettings
 
 IDLE = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """What does not decide a result: the preset's name, where files lie. The privacy target is in the id apart."""
-LATER: dict[str, dict[str, Any]] = {"data": {"feature_whiten": 0.0}, "model": {"coordinates": "plain", "whiten": 0.5}}
+LATER: dict[str, dict[str, Any]] = {
+    "clip": {"options": {}},
+    "data": {"feature_whiten": 0.0},
+    "model": {"coordinates": "plain", "whiten": 0.5},
+}
 """Settings that are younger than kept results, and what those were made with: at that value they are not in the id."""
 YOUNGER: dict[str, dict[str, Any]] = {"task": dataclasses.asdict(TaskSettings())}
 """Whole sections that are younger than kept results: at their defaults they are not in the id."""
@@ -88,7 +93,7 @@ def identity(settings: Settings, epsilon: float | None, revision: int = 0) -> st
     Of the noise it takes the target epsilon (or, without one, sigma), so that an accountant that is
     tighter in the fifth digit does not make every result a stranger.
     """
-    plain = dataclasses.asdict(settings)
+    plain = former_words(dataclasses.asdict(settings))
     if plain["data"]["partition"] == "auto":  # younger than kept results, which were made with what it means
         plain["data"]["partition"] = "dirichlet"
     kept: dict[str, Any] = {}
@@ -128,7 +133,7 @@ def _canonical(value: Any) -> Any:
 def settings_from_json(plain: Mapping[str, Any]) -> Settings:
     """Settings from the plain values of `dataclasses.asdict`, without pydantic; missing fields get their default."""
     parts: dict[str, Any] = {}
-    for name, value in plain.items():
+    for name, value in translate(plain).items():
         if name not in SECTIONS:
             if name != "method":
                 raise ConfigError(f"{name} is not a section of this version's settings; use the same version.")

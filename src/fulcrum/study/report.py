@@ -14,12 +14,13 @@ from fulcrum.study.calibrate import calibrated
 from fulcrum.study.experiment import Experiment, paper_jobs, parties_jobs, protocol_jobs, tuning_jobs
 from fulcrum.study.job import Job
 from fulcrum.study.provenance import markdown, one_line, provenance
+from fulcrum.study.records import Score
 from fulcrum.study.selection import tuning_cost
 from fulcrum.study.store import Record
 from fulcrum.study.table_cells import OURS, Cell, make_cells, standing
 
 CAPTION = (
-    "Test accuracy in %, mean over seeds with 95% t interval; in brackets the figure of the paper. "
+    "Test {title}, mean over seeds with 95% t interval; in brackets the figure of the paper. "
     "Privacy of one run at delta = {delta:g}; tuning is not charged."
 )
 
@@ -58,18 +59,26 @@ def write_table(folder: Path, experiment: Experiment, done: Mapping[str, Record]
     costs = selection_costs(experiment, protocol) if tuned else {}
     write(folder / f"{name}.md", table_page(experiment, cells, facts, costs, protocol))
     groups = [
-        (tables.dataset_label(dataset, cells), tables.accuracy_rows(_of(cells, dataset), experiment.epsilons))
+        (tables.dataset_label(dataset, cells), tables.score_rows(_of(cells, dataset), experiment.epsilons))
         for dataset in experiment.datasets
     ]
     delta = float(experiment.settings.get("privacy", {}).get("delta", 1e-5))
     comment = "\n".join([one_line(facts), *notes(cells, costs)])
-    write(folder / f"{name}.tex", tables.latex(groups, CAPTION.format(delta=delta), f"tab:{name}", comment))
+    write(
+        folder / f"{name}.tex",
+        tables.latex(groups, CAPTION.format(title=score_title(cells), delta=delta), f"tab:{name}", comment),
+    )
     write_curves(folder / "figures", name, cells, one_line(facts))
     return cells
 
 
 def _of(cells: Iterable[Cell], dataset: str, epsilon: float | None = None) -> list[Cell]:
     return [c for c in cells if c.dataset == dataset and (epsilon is None or c.epsilon in (epsilon, None))]
+
+
+def score_title(cells: Iterable[Cell]) -> str:
+    """What the numbers of a table are, with the unit; several where data sets have scores of their own."""
+    return " or ".join(dict.fromkeys(cell.score.title for cell in cells)) or Score().title
 
 
 def described(experiment: Experiment) -> dict[str, Any]:
@@ -87,14 +96,14 @@ def table_page(
 ) -> str:
     """The Markdown page."""
     title = "The paper's own protocol: one C0 for all methods" if protocol else experiment.title
-    parts = [f"# {title}\n", "Test accuracy in %, mean over seeds ± half of the 95% t interval.\n"]
+    parts = [f"# {title}\n", f"Test {score_title(cells)}, mean over seeds ± half of the 95% t interval.\n"]
     if protocol:
         parts.append(f"All methods start from C0 = {experiment.protocol['C0']:g}; nothing else of C is tuned.\n")
     for dataset in experiment.datasets:
         own = _of(cells, dataset)
         parts += [
             f"## {tables.dataset_label(dataset, cells)}\n",
-            tables.markdown(tables.accuracy_rows(own, experiment.epsilons)),
+            tables.markdown(tables.score_rows(own, experiment.epsilons)),
         ]
         ahead = tables.ahead_rows(own, experiment.epsilons)
         if len(ahead) > 1:
@@ -133,6 +142,8 @@ def settings_text(experiment: Experiment) -> str:
     ]
     for dataset, sections in experiment.by_dataset.items():
         lines += [f"{dataset}: [{s}] " + ", ".join(f"{k} = {v}" for k, v in t.items()) for s, t in sections.items()]
+    if not search.trials:
+        return "\n".join([*lines, "```"]) + "\n"
     lines += [
         f"search: {search.trials} trials a cell, seed {search.seed}, judged on {search.validation:g} of the data",
         *(f"  {path}: {dimension}" for path, dimension in search.space.items()),
@@ -161,7 +172,8 @@ def choices_table(cells: Sequence[Cell]) -> str:
             rows.append([cell.dataset, at, cell.label, "-", "0", "-", "-", "-", "not tuned: the preset as it is"])
             continue
         words = ", ".join(f"{path} {value}" for path, value in c.settings.items()) or "the preset as it is"
-        judged = f"{100 * c.validation_accuracy:.2f}", "-" if c.worst is None else f"{100 * c.worst:.2f}"
+        shown = cell.score.number
+        judged = shown(c.validation_score), "-" if c.worst is None else shown(c.worst)
         rows.append([cell.dataset, at, cell.label, str(c.trial), str(c.trials), *judged, _shown(c.epsilon), words])
     return tables.markdown(rows)
 
@@ -217,7 +229,7 @@ Costs = Mapping[float, Mapping[str, float]]
 def selection_costs(experiment: Experiment, protocol: bool = False) -> dict[float, dict[str, float]]:
     """What tuning one cell of `moo` would cost at each epsilon, were it run on the private data."""
     rows = [row for row in experiment.rows if row.method == OURS][:1]
-    if not rows or not experiment.datasets:
+    if not rows or not experiment.datasets or not experiment.search.trials:
         return {}
     one = dataclasses.replace(experiment, rows=tuple(rows), datasets=experiment.datasets[:1])
     delta = float(experiment.settings.get("privacy", {}).get("delta", 1e-5))
@@ -239,18 +251,21 @@ def cost_sentence(epsilon: float, cost: Mapping[str, float]) -> str:
 
 
 def write_curves(folder: Path, name: str, cells: Sequence[Cell], note: str) -> None:
-    """C and accuracy over the rounds, one figure each for every data set and epsilon; means over seeds."""
+    """C and the score over the rounds, one figure each for every data set and epsilon; means over seeds."""
     order = list(dict.fromkeys(cell.label for cell in cells))
     for dataset, epsilon in dict.fromkeys((c.dataset, c.epsilon) for c in cells if c.epsilon is not None):
         own = [c for c in _of(cells, dataset, epsilon) if c.curves]
         if not own:
             continue
         where = f"{tables.dataset_label(dataset, cells)}, ε = {epsilon:g}"
-        accuracy = {c.label: [(t, 100 * v) for t, v in mean_curve(c.curves, "curve")] for c in own}
+        score = own[0].score
+        scores = {c.label: [(t, score.scaled(v)) for t, v in mean_curve(c.curves, "curve")] for c in own}
         clip = {c.label: mean_curve(c.curves, "C") for c in own if c.unit}
         stem = f"{name}-{dataset}-{epsilon:g}"
-        shown = figures.lines(accuracy, f"Accuracy, {where}", "round", "%", note=note, order=order)
-        write(folder / f"{stem}-accuracy.svg", shown)
+        shown = figures.lines(
+            scores, f"{score.name.capitalize()}, {where}", "round", score.unit, note=note, order=order
+        )
+        write(folder / f"{stem}-{score.name}.svg", shown)
         shown = figures.lines(clip, f"Clipping norm C, {where}", "round", "C", log=True, note=note, order=order)
         write(folder / f"{stem}-C.svg", shown)
 
@@ -266,15 +281,17 @@ def mean_curve(runs: Sequence[Record], name: str) -> list[tuple[float, float]]:
 
 
 def write_parties(folder: Path, experiment: Experiment, done: Mapping[str, Record]) -> list[Cell]:
-    """Accuracy over the number of parties: JSON, Markdown, LaTeX and figures."""
+    """The score over the number of parties: JSON, Markdown, LaTeX and figures."""
     jobs = parties_jobs(experiment)
     cells = make_cells(experiment, jobs, done)
     counts = [int(k) for k in experiment.parties["counts"]]
     facts = provenance(described(experiment), sorted({job.seed for job in jobs}), used(jobs, done))
     write_json(folder / "parties.json", [cell.to_json() for cell in cells if cell.values])
+    score = cells[0].score if cells else Score()
+    heading = score.name.capitalize()
     changed = ", ".join(f"{path} = {value}" for path, value in experiment.parties.get("set", {}).items())
     but = f", but for {changed}" if changed else ""
-    page = ["# Accuracy over the number of parties\n", f"The settings are those chosen for the table's own K{but}.\n"]
+    page = [f"# {heading} over the number of parties\n", f"The settings are those chosen for the table's own K{but}.\n"]
     groups = []
     for dataset in experiment.datasets:
         for epsilon in experiment.epsilons:
@@ -290,11 +307,11 @@ def write_parties(folder: Path, experiment: Experiment, done: Mapping[str, Recor
                 file = folder / "figures" / f"parties-{dataset}-{epsilon:g}.svg"
                 order, note = [row.label for row in experiment.rows], one_line(facts)
                 shown = figures.lines(
-                    series, f"Accuracy, {title}", "parties K", "%", note=note, order=order, log_x=True
+                    series, f"{heading}, {title}", "parties K", score.unit, note=note, order=order, log_x=True
                 )
                 write(file, shown)
     page += ["## Notes\n", "".join(f"- {note}\n" for note in notes(cells, {})), "---\n", markdown(facts)]
     write(folder / "parties.md", "\n".join(page))
-    caption = "Test accuracy in % over the number of parties K."
+    caption = f"Test {score.title} over the number of parties K."
     write(folder / "parties.tex", tables.latex(groups, caption, "tab:parties", one_line(facts)))
     return cells

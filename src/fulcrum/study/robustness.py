@@ -12,15 +12,17 @@ from fulcrum.errors import ConfigError
 from fulcrum.settings.presets import METHODS
 from fulcrum.study.experiment import find_folder, merged, settings_for
 from fulcrum.study.job import Job
+from fulcrum.study.records import Score, score_of_records, score_value
 from fulcrum.study.search import read_toml
 from fulcrum.study.store import Record
 
 
 @dataclass(frozen=True)
 class Grid:
-    """experiments/robustness.toml: starts C0 x learning rates, for each rule, data set and epsilon.
+    """robustness.toml, or another study of that form: starts C0 x learning rates, by rule, data set and epsilon.
 
-    seeds: of all data sets but those in own_seeds, which have theirs.
+    name: that of the file, and of its runs in results/. seeds: of all data sets but those in own_seeds, which have
+    their own.
     """
 
     C0: tuple[float, ...]
@@ -37,6 +39,7 @@ class Grid:
     revisions: Mapping[str, int]
     unknown: tuple[str, ...] = ()
     own_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    name: str = "robustness"
 
     def seeds_of(self, dataset: str) -> tuple[int, ...]:
         """The seeds that a data set's runs have."""
@@ -49,9 +52,10 @@ def read_grid(
     rules: Sequence[str] = (),
     epsilons: Sequence[float] = (),
     seeds: int = 0,
+    name: str = "robustness",
 ) -> Grid:
-    """The grid as experiments/robustness.toml has it, or a part of it (empty: all)."""
-    raw = read_toml(find_folder(given) / "robustness.toml")
+    """The grid as NAME.toml has it, or a part of it (empty: all)."""
+    raw = read_toml(find_folder(given, name) / f"{name}.toml")
     for what, wanted, known in (
         ("dataset", datasets, raw["datasets"]),
         ("method", rules, raw["rules"]),
@@ -78,6 +82,7 @@ def read_grid(
         revisions=raw.get("revisions", {}),
         unknown=tuple(rule for rule in chosen if rule not in METHODS),
         own_seeds={n: tuple(own["seeds"])[: seeds or None] for n, own in raw["datasets"].items() if "seeds" in own},
+        name=name,
     )
 
 
@@ -99,7 +104,7 @@ def grid_job(grid: Grid, dataset: str, epsilon: float, rule: str, C0: float, lr:
     base = merged(grid.settings, grid.by_dataset.get(dataset, {}))
     settings = settings_for(base, dataset, rule, epsilon, {"clip.C0": C0, "train.lr": lr, "run.seed": seed})
     cell = f"{dataset}/{epsilon:g}/{rule}/C0={C0:g},lr={lr:g}"
-    return Job(settings, "robustness", cell, dataset, rule, epsilon, revision=grid.revisions.get(settings.clip.rule, 0))
+    return Job(settings, grid.name, cell, dataset, rule, epsilon, revision=grid.revisions.get(settings.clip.rule, 0))
 
 
 # --- what it shows --------------------------------------------------------------------------------
@@ -107,12 +112,16 @@ def grid_job(grid: Grid, dataset: str, epsilon: float, rule: str, C0: float, lr:
 
 @dataclass(frozen=True)
 class Map:
-    """Accuracy (%) of one rule over the grid: values[i][j] at C0[i] and lr[j], the mean over seeds; NaN: not run."""
+    """Score of one rule over the grid: values[i][j] at C0[i] and lr[j], the mean over seeds; NaN: not run.
+
+    Values are as `Score.scaled` gives them: fractions in %.
+    """
 
     dataset: str
     epsilon: float
     rule: str
     values: tuple[tuple[float, ...], ...]
+    score: Score = field(default_factory=Score)
 
     @property
     def flat(self) -> list[float]:
@@ -127,10 +136,11 @@ class Map:
 
 def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
     """The maps of all rules with at least one result."""
+    score = score_of_records(done[job.id] for job in robustness_jobs(grid) if job.id in done)
 
     def mean(dataset: str, epsilon: float, rule: str, C0: float, lr: float) -> float:
         ids = [grid_job(grid, dataset, epsilon, rule, C0, lr, seed).id for seed in grid.seeds_of(dataset)]
-        found = [100 * float(done[i]["accuracy"]) for i in ids if i in done]
+        found = [score.scaled(score_value(done[i])) for i in ids if i in done]
         return sum(found) / len(found) if len(found) == len(ids) else math.nan
 
     made = [
@@ -139,6 +149,7 @@ def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
             epsilon,
             rule,
             tuple(tuple(mean(dataset, epsilon, rule, C0, lr) for lr in grid.lr) for C0 in grid.C0),
+            score,
         )
         for dataset in grid.datasets
         for epsilon in grid.epsilons
@@ -149,7 +160,7 @@ def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One rule at one data set and epsilon, in points of accuracy.
+    """One rule at one data set and epsilon, in points of the score.
 
     best_fixed: the best fixed (C, learning rate) of the grid. The gaps are best_fixed less the rule's
     worst cell: over every C0 at the default learning rate, and over the whole grid.
@@ -164,6 +175,7 @@ class Finding:
     worst: float
     mean: float
     best: float
+    score: Score = field(default_factory=Score)
 
     def to_json(self) -> dict[str, Any]:
         """The entry of summary.json."""
@@ -174,24 +186,25 @@ class Finding:
 def findings(grid: Grid, found: Iterable[Map]) -> list[Finding]:
     """What the complete maps show; a rule whose map, or the fixed rule's, has holes is left out."""
     complete = [one for one in found if one.complete]
-    fixed = {(one.dataset, one.epsilon): max(one.flat) for one in complete if one.rule == grid.fixed}
+    fixed = {(one.dataset, one.epsilon): one.score.best(one.flat) for one in complete if one.rule == grid.fixed}
     at = grid.lr.index(grid.default_lr)
     result = []
     for one in complete:
         if (one.dataset, one.epsilon) not in fixed:
             continue
-        best = fixed[one.dataset, one.epsilon]
+        best, score = fixed[one.dataset, one.epsilon], one.score
         result.append(
             Finding(
                 dataset=one.dataset,
                 epsilon=one.epsilon,
                 rule=one.rule,
-                worst_gap_default_lr=best - min(row[at] for row in one.values),
-                worst_gap_grid=best - min(one.flat),
+                worst_gap_default_lr=score.lead(best, score.worst(row[at] for row in one.values)),
+                worst_gap_grid=score.lead(best, score.worst(one.flat)),
                 best_fixed=best,
-                worst=min(one.flat),
+                worst=score.worst(one.flat),
                 mean=sum(one.flat) / len(one.flat),
-                best=max(one.flat),
+                best=score.best(one.flat),
+                score=score,
             )
         )
     return result

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fulcrum.study import figures, tables
 from fulcrum.study.provenance import markdown, one_line, provenance
+from fulcrum.study.records import Score
 from fulcrum.study.report import used, write, write_json
 from fulcrum.study.robustness import Finding, Grid, Map, findings, maps, robustness_jobs
 from fulcrum.study.store import Record
@@ -26,15 +28,18 @@ def write_robustness(folder: Path, grid: Grid, done: Mapping[str, Record]) -> li
     write(folder / "summary.md", page(grid, found, shown, facts))
     for one in found:
         best = [f.best_fixed for f in shown if (f.dataset, f.epsilon) == (one.dataset, one.epsilon)]
+        score, measured = one.score, [value for value in one.flat if math.isfinite(value)]
+        low, high = (10.0, 100.0) if score.is_fraction else (min(measured), max(measured))
+        name = f"{one.rule}, {tables.NAMES.get(one.dataset, one.dataset)}, ε = {one.epsilon:g}"
         write(
             folder / "figures" / f"{one.dataset}-{one.epsilon:g}-{one.rule}.svg",
             figures.heat(
                 one.values,
                 [f"{C0:g}" for C0 in grid.C0],
                 [f"{lr:g}" for lr in grid.lr],
-                f"{one.rule}, {tables.NAMES.get(one.dataset, one.dataset)}, ε = {one.epsilon:g}: accuracy %",
-                low=10.0,
-                high=best[0] if best else 100.0,
+                f"{name}: {score.name} {score.unit}".rstrip(),
+                low=low,
+                high=best[0] if best else high,
                 corner="C0 \\ lr",
                 note=one_line(facts),
             ),
@@ -44,9 +49,10 @@ def write_robustness(folder: Path, grid: Grid, done: Mapping[str, Record]) -> li
 
 def page(grid: Grid, found: Sequence[Map], shown: Sequence[Finding], facts: dict[str, Any]) -> str:
     """The Markdown page: one table a data set and epsilon, and whether the promise holds."""
+    title = found[0].score.title if found else Score().title
     parts = [
         "# Does a rule need C0 and the learning rate tuned?\n",
-        f"Every rule from C0 in {list(grid.C0)} at learning rates {list(grid.lr)}. Test accuracy in %, mean over seeds "
+        f"Every rule from C0 in {list(grid.C0)} at learning rates {list(grid.lr)}. Test {title}, mean over seeds "
         f"({_seeds(grid)}). `best fixed` is the best cell of `{grid.fixed}`; gaps are points below it, of the worst "
         f"C0 at the default learning rate {grid.default_lr:g}, and of the worst cell of the grid.\n",
     ]
@@ -81,12 +87,12 @@ def verdict(grid: Grid, here: Sequence[Finding]) -> str:
     if own is None:
         return ""
     rivals = [f for f in here if f.rule != grid.default]
-    nearest = max(rivals, key=lambda f: f.worst, default=None)
+    nearest = max(rivals, key=lambda f: f.score.lead(f.worst, 0.0), default=None)
     words = [
         f"`{grid.default}`: {'within' if own.worst_gap_default_lr <= 1 else 'NOT within'} 1 point at the default rate",
         f"{'within' if own.worst_gap_grid <= 5 else 'NOT within'} 5 points over the grid",
     ]
     if nearest:
-        lead = own.worst - nearest.worst
+        lead = own.score.lead(own.worst, nearest.worst)
         words.append(f"its worst case is {lead:.1f} points above that of the best rival, `{nearest.rule}`")
     return ", ".join(words) + ".\n"

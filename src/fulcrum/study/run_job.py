@@ -7,9 +7,8 @@ calibrated beforehand. So no ledger is asked and no epsilon is composed round by
 from __future__ import annotations
 
 import datetime
-import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,12 @@ from fulcrum.errors import ConfigError, DataError
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import Job
-from fulcrum.training.evaluate import evaluate
+from fulcrum.study.records import Score, score_entries
 from fulcrum.training.federation import Federation
-from fulcrum.training.loop import invite
-from fulcrum.training.round import play_client_round, play_round
-from fulcrum.training.snapshot import first_snapshot
+from fulcrum.training.loop import federate
 
 POINTS = 20
-"""About how many values of C and of accuracy are kept of a run."""
+"""About how many values of C and of the score are kept of a run."""
 OnRound = Callable[[int, int], None]
 """Called with (rounds done, rounds); may raise `Stopped`."""
 
@@ -46,17 +43,27 @@ class Stopped(Exception):
 class Outcome:
     """What is remembered of a finished run.
 
-    accuracy (a fraction) and loss are those after the last round. C and curve are lists of (round,
-    value), evenly thinned. seconds is wall time; of a run in a stack, its share.
+    metrics are those after the last round, by name. score: which of them choices and tables go by. C and curve (of
+    the score) are lists of (round, value), evenly thinned. seconds is wall time; of a run in a stack, its share.
     """
 
-    accuracy: float
-    loss: float
+    metrics: Mapping[str, float]
+    score: Score
     C: list[tuple[int, float]]
     curve: list[tuple[int, float]]
     seconds: float
     parameters: int
     notes: tuple[str, ...] = ()
+
+    @property
+    def score_name(self) -> str:
+        """The name of the metric that the run is judged by."""
+        return self.score.name
+
+    @property
+    def value(self) -> float:
+        """The value of the score after the last round."""
+        return self.metrics[self.score.name]
 
 
 @dataclass
@@ -127,21 +134,18 @@ def make(job: Job, datasets: Datasets, device: str = "auto", precision: str = ""
     return api.prepare(ready, datasets.get(settings, device))
 
 
-def rounds(federation: Federation) -> Iterator[tuple[int, float, float | None, float | None]]:
-    """(round, C, accuracy, loss) of every round; None where it was not evaluated. No ledger, no accountant."""
-    settings, problem, plan = federation.settings, federation.problem, federation.plan
-    # Where the unit is the client everybody may be drawn, and the server draws in secret.
-    step = play_client_round if plan.central else play_round
-    snapshot = first_snapshot(federation)
-    for t in range(settings.train.rounds):
-        asked = range(plan.parties) if plan.central else invite(settings, plan.parties, t)
-        here = [k for k in asked if int(snapshot.participations[k]) < plan.participations(k)]
-        snapshot, _, C = step(federation, snapshot, here, t)
-        accuracy, loss = None, None
-        if (t + 1) % settings.run.evaluate_every == 0 or t + 1 == settings.train.rounds:
-            found = evaluate(problem, snapshot.averaged)
-            accuracy, loss = found.get("accuracy"), found.get("loss")
-        yield t + 1, record.total_C(C), accuracy, loss
+def score_of(federation: Federation) -> Score:
+    """The score of a federation's task: the metric that a study judges its runs by."""
+    task = getattr(federation.problem.dataset, "task", None)
+    if task is None:
+        return Score()
+    return Score(task.score, task.metrics[task.score].higher_is_better)
+
+
+def rounds(federation: Federation) -> Iterator[tuple[int, float, Mapping[str, float] | None]]:
+    """(round, C, metrics) of every round; None where it was not evaluated. No ledger, no accountant."""
+    for result, _ in federate(federation):
+        yield result.round, record.total_C(result.C), result.metrics or None
 
 
 def play(federation: Federation, on_round: OnRound | None = None) -> Outcome:
@@ -149,24 +153,29 @@ def play(federation: Federation, on_round: OnRound | None = None) -> Outcome:
     began, total = time.perf_counter(), federation.settings.train.rounds
     Cs: list[tuple[int, float]] = []
     curve: list[tuple[int, float]] = []
-    last = math.nan
-    for t, C, accuracy, loss in rounds(federation):
+    last: Mapping[str, float] = {}
+    score = score_of(federation)
+    for t, C, metrics in rounds(federation):
         Cs.append((t, C))
-        if accuracy is not None and loss is not None:
-            curve.append((t, accuracy))
-            last = loss
+        if metrics is not None:
+            curve.append((t, metrics[score.name]))
+            last = metrics
         if on_round:
             on_round(t, total)
     return outcome(federation, Cs, curve, last, time.perf_counter() - began)
 
 
 def outcome(
-    federation: Federation, C: list[tuple[int, float]], curve: list[tuple[int, float]], loss: float, seconds: float
+    federation: Federation,
+    C: list[tuple[int, float]],
+    curve: list[tuple[int, float]],
+    metrics: Mapping[str, float],
+    seconds: float,
 ) -> Outcome:
     """Sum up a run from all its rounds."""
     return Outcome(
-        accuracy=curve[-1][1],
-        loss=loss,
+        metrics=metrics,
+        score=score_of(federation),
         C=[(t, float(f"{value:.4g}")) for t, value in thin(C)],
         curve=[(t, round(value, 5)) for t, value in thin(curve)],
         seconds=round(seconds, 3),
@@ -197,8 +206,7 @@ def to_record(job: Job, result: Outcome, machine: dict[str, Any]) -> dict[str, A
         "parties": job.settings.data.parties,
         "rounds": job.settings.train.rounds,
         "evaluated_on": "held-out training data" if job.settings.data.validation else "test data",
-        "accuracy": result.accuracy,
-        "loss": result.loss,
+        **score_entries(result.metrics, result.score),
         "C": result.C,
         "curve": result.curve,
         "seconds": result.seconds,

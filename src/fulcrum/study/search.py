@@ -16,6 +16,7 @@ from typing import Any
 
 from fulcrum.errors import ConfigError
 from fulcrum.rng import numpy_stream
+from fulcrum.study.records import FORMER_SCORE, Score, choice_entries
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 Space = dict[str, dict[str, Any]]
@@ -25,7 +26,7 @@ settings that go together, under any name without a dot."""
 
 @dataclass(frozen=True)
 class Search:
-    """experiments/search.toml.
+    """search.toml, or NAME-search.toml of another study.
 
     plain: of the trials, the first so many leave the clipping rule's settings as they are; the protocol of
     one C0 for all is tuned on those alone. validation: the part of the training data that trials are judged on.
@@ -61,12 +62,16 @@ class Search:
         return [{names.get(path, path): value for path, value in trial.items()} for trial in found]
 
 
+UNTUNED = Search(trials=0, seed=0, validation=0.1, run_seed=0, space={})
+"""The search of a study without a search file: its runs take the presets, and nothing can be chosen."""
+
+
 def _without_clipping(trial: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in trial.items() if not path.startswith("clip.")}
 
 
 def read_search(file: Path) -> Search:
-    """experiments/search.toml, checked."""
+    """A search file, checked."""
     raw = read_toml(file)
     search = Search(**{name: raw[name] for name in Search.__dataclass_fields__ if name in raw})
     if not 0 < search.validation < 1:
@@ -146,23 +151,26 @@ def value_at(path: str, dimension: Mapping[str, Any], u: float) -> Any:
 class Choice:
     """Settings chosen for a cell: the best of `trials` on held-out data. epsilon None: without privacy.
 
-    worst: the accuracy of the worst trial, where it was kept: how much there is to lose without tuning.
+    validation_score and worst: the score of the best and of the worst trial (where it was kept): how much there is to
+    lose without tuning. score: the name of that metric.
     """
 
     dataset: str
     row: str
     trial: int
     trials: int
-    validation_accuracy: float
+    validation_score: float
     epsilon: float | None = None
     protocol: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     worst: float | None = None
+    score: str = FORMER_SCORE
 
 
-def best(candidates: Iterable[tuple[int, float]]) -> tuple[int, float]:
-    """(trial, accuracy) of the most accurate trial; the earliest of equals."""
-    return max(candidates, key=lambda pair: (pair[1], -pair[0]))
+def best(candidates: Iterable[tuple[int, float]], score: Score | None = None) -> tuple[int, float]:
+    """(trial, value) of the trial with the best score; the earliest of equals."""
+    lead = (score or Score()).lead
+    return max(candidates, key=lambda pair: (lead(pair[1], 0.0), -pair[0]))
 
 
 def find(
@@ -177,14 +185,14 @@ def find(
 
 
 def read_choices(file: Path) -> list[Choice]:
-    """experiments/chosen.toml; empty where there is none."""
+    """A file of chosen settings; empty where there is none."""
     if not file.is_file():
         return []
-    return [Choice(**entry) for entry in read_toml(file).get("chosen", [])]
+    return [Choice(**choice_entries(entry)) for entry in read_toml(file).get("chosen", [])]
 
 
 def write_choices(file: Path, choices: Iterable[Choice], note: str) -> None:
-    """Write experiments/chosen.toml whole; `note` says how it came about."""
+    """Write a file of chosen settings whole; `note` says how it came about."""
     import tomli_w
 
     def key(c: Choice) -> tuple[Any, ...]:
@@ -195,6 +203,7 @@ def write_choices(file: Path, choices: Iterable[Choice], note: str) -> None:
         for choice in sorted(choices, key=key)
     ]
     head = "".join(f"# {line}\n" for line in note.splitlines())
+    file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".toml.part")
     part.write_text(head + "\n" + tomli_w.dumps({"chosen": entries}), encoding="utf-8")
     part.replace(file)

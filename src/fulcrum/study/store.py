@@ -19,12 +19,13 @@ from typing import Any
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.runs.folder import plain
 from fulcrum.study.job import Job, identity, settings_from_json
+from fulcrum.study.records import score_of_record, score_value
 
 LARGE = 4 * 2**20
 """Bytes of a merged file above which it is kept gzipped: settings repeat themselves, and take a twentieth then."""
 PACKED = ".gz"
 Record = dict[str, Any]
-"""A finished run: the job's tags and settings, accuracy, loss, curves, and where it ran."""
+"""A finished run: the job's tags and settings, metrics, curves, and where it ran (see records.py)."""
 
 
 class Writer:
@@ -135,8 +136,8 @@ def _wins(new: Record, old: Record, keep: str) -> bool:
 
 
 def same(one: Record, other: Record) -> bool:
-    """Whether two records of one job tell the same: equal accuracy at equal noise."""
-    return bool(one["accuracy"] == other["accuracy"] and _noise(one) == _noise(other))
+    """Whether two records of one job tell the same: equal score at equal noise."""
+    return score_value(one) == score_value(other) and _noise(one) == _noise(other)
 
 
 def _noise(record: Record) -> float | None:
@@ -145,9 +146,10 @@ def _noise(record: Record) -> float | None:
 
 
 def _conflict(one: Record, first: Path, other: Record, second: Path) -> str:
+    what = f"job {one['id']} ({one['cell']}, seed {one['seed']}) has {score_of_record(one).name} {score_value(one):.4f}"
     return (
-        f"job {one['id']} ({one['cell']}, seed {one['seed']}) has accuracy {one['accuracy']:.4f} in {first} and "
-        f"{other['accuracy']:.4f} in {second}; keep one with: fulcrum study merge {first.parent} --keep earliest"
+        f"{what} in {first} and {score_value(other):.4f} in {second}; keep one with: fulcrum study merge "
+        f"{first.parent} --keep earliest"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from fulcrum.clipping import find_rule
 from fulcrum.study.experiment import Experiment
 from fulcrum.study.job import Job
+from fulcrum.study.records import Score, choice_to_results, score_of_records, score_value
 from fulcrum.study.search import Choice, find
 from fulcrum.study.stats import Interval, interval, paired
 from fulcrum.study.store import Record
@@ -50,13 +51,13 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
         "cifar10": (64.37, 62.92, 59.89),
     },
 }
-"""The paper's table, accuracy in %, by its rows, our data sets, and epsilon 6.38, 3.61, 1.64."""
+"""The paper's table, classified rightly in %, by its rows, our data sets, and epsilon 6.38, 3.61, 1.64."""
 PAPER_EPSILONS = (6.38, 3.61, 1.64)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell. values: accuracy in % by seed. paper: its figure there, None where it has none.
+    """One cell. values: score by seed, fractions in %. paper: its figure there, None where it has none.
 
     ahead: moo less this row over shared seeds, None where that compares nothing (moo itself, another
     unit, another number of parties, a server that sees something else). aggregation: what the server is taken
@@ -81,6 +82,7 @@ class Cell:
     against: str = OURS
     method: str = ""
     curves: Sequence[Record] = field(default=(), repr=False, compare=False)
+    score: Score = field(default_factory=Score)
 
     @property
     def stats(self) -> Interval:
@@ -113,7 +115,7 @@ class Cell:
             "paper": self.paper,
             "moo_ahead": None if ahead is None else {"mean": ahead.mean, "ci95": ahead.half, "seeds": ahead.n},
             "tuned_at": self.choice.epsilon if self.choice else None,
-            "tuning": None if self.choice is None else vars(self.choice),
+            "tuning": None if self.choice is None else choice_to_results(vars(self.choice)),
             "missing_runs": self.wanted - len(self.values),
         }
 
@@ -141,6 +143,7 @@ def make_cells(
         first = members[0]
         rule = find_rule(first.settings.clip.rule)
         runs = [done[job.id] for job in members if job.id in done]
+        score = score_of_records(runs)
         row = rows[first.row]
         cells.append(
             Cell(
@@ -151,7 +154,7 @@ def make_cells(
                 unit=first.settings.privacy.unit if rule.private else "",
                 parties=first.settings.data.parties,
                 sound=rule.sound,
-                values={job.seed: 100 * float(done[job.id]["accuracy"]) for job in members if job.id in done},
+                values={job.seed: score.scaled(score_value(done[job.id])) for job in members if job.id in done},
                 wanted=len(members),
                 paper=paper_figure(row.paper, first.dataset, first.epsilon),
                 choice=find(experiment.choices, first.dataset, first.epsilon, first.row, protocol),
@@ -159,6 +162,7 @@ def make_cells(
                 against=row.against,
                 notes=tuple(dict.fromkeys(note for run in runs for note in run["notes"])),
                 curves=tuple(runs),
+                score=score,
             )
         )
     return _named(_compared(cells), {name: row.method for name, row in rows.items()})
@@ -187,9 +191,15 @@ def _compared(cells: Sequence[Cell]) -> list[Cell]:
     for cell in cells:
         here = (cell.against, cell.dataset, cell.epsilon, cell.unit, cell.parties, cell.aggregation)
         own = places.get(here)
-        ahead = None if own is None or own is cell else paired(own.values, cell.values)
+        ahead = None if own is None or own is cell else _lead(own, cell)
         result.append(replace(cell, ahead=ahead) if ahead is not None and ahead.n else cell)
     return result
+
+
+def _lead(one: Cell, other: Cell) -> Interval:
+    """By how much one cell is better than another over shared seeds."""
+    better = (one, other) if one.score.higher_is_better else (other, one)
+    return paired(better[0].values, better[1].values)
 
 
 def standing(cells: Sequence[Cell]) -> tuple[int, int, list[str]]:

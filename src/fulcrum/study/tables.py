@@ -1,4 +1,4 @@
-"""Cells -> Markdown and LaTeX. Numbers are accuracy in % with the half-width of a 95% interval."""
+"""Cells -> Markdown and LaTeX. Numbers are scores (fractions in %) with the half-width of a 95% interval."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *lines]) + "\n"
 
 
-def accuracy_rows(cells: Sequence[Cell], epsilons: Sequence[float]) -> list[list[str]]:
-    """The accuracy table of one data set: ours with the paper's figure beside it."""
+def score_rows(cells: Sequence[Cell], epsilons: Sequence[float]) -> list[list[str]]:
+    """The table of scores of one data set: ours with the paper's figure beside it."""
     head = ["method", "protects", "K", *(f"ε = {e:g}" for e in epsilons)]
     rows = [head]
     for first, by in grid(cells, lambda c: c.epsilon):
@@ -92,7 +92,7 @@ def ahead_rows(cells: Sequence[Cell], epsilons: Sequence[float]) -> list[list[st
 
 
 def parties_rows(cells: Sequence[Cell], counts: Sequence[int]) -> list[list[str]]:
-    """Accuracy over the number of parties, of one data set and epsilon."""
+    """The score over the number of parties, of one data set and epsilon."""
     rows = [["method", *(f"K = {k}" for k in counts), "paper (K not stated)"]]
     for first, by in grid(cells, lambda c: c.parties):
         paper = f"{first.paper:.2f}" if first.paper is not None else ""

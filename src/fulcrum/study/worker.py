@@ -99,7 +99,7 @@ def work(
             how.say(
                 f"{count}/{len(todo)}  {passed:.0f} s  {job.cell} seed {job.seed}"
                 + (f" trial {job.trial}" if job.trial is not None else "")
-                + f"  accuracy {100 * result.accuracy:.2f}%"
+                + f"  {result.score.name} {result.score.text(result.value)}"
             )
             if on_done:
                 on_done(job.id)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fulcrum.clipping.rule import ClipRule
-from fulcrum.privacy.mechanism import hold, hold_both
+from fulcrum.privacy.mechanism import apply_rule
 from fulcrum.types import Bounds, State, Stats, View
 
 
@@ -63,12 +63,12 @@ def contribute(
         batch=batch,
         lr=lr,
     )
-    factors, extra, bounds, state = judge(rule, stats, state, lambda f: weighted_sum(f, coefficients, where))
+    factors, extra, bounds, state = clip_batch(rule, stats, state, lambda f: weighted_sum(f, coefficients, where))
     scaled = factors if weights is None else factors * weights[:, None]
     return Contribution(weighted_sum(scaled, coefficients, where), extra, bounds, state, stats, factors, losses)
 
 
-def judge(
+def clip_batch(
     rule: ClipRule, stats: Stats, state: State, add_up: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, Bounds, State]:
     """What the rule makes of a batch: factors [B, G], the summed extra statistics, bounds, next state.
@@ -76,15 +76,10 @@ def judge(
     The statistics are [J], or [J + m] where the rule asks for a second sum; add_up(factors [B, G]) -> [m]
     makes such a sum of the batch's gradients.
     """
-    factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
-    extra = extra * stats.mask[:, None]
-    bounds = rule.bounds(state)
-    second = []
-    if rule.second is not None:
-        extra, again = hold_both(rule, extra, rule.second(stats, state), stats.norms, bounds)
-        second = [add_up(again)]
-    factors, extra = hold(rule, factors, extra, stats.norms, bounds)
-    return factors, torch.cat([extra.sum(dim=0), *second]), bounds, state
+    decision = apply_rule(rule, stats, state)
+    second_sum = [] if rule.second is None else [add_up(decision.second_factors)]
+    summed_extra = torch.cat([decision.extra.sum(dim=0), *second_sum])
+    return decision.factors, summed_extra, decision.bounds, decision.state
 
 
 def weighted_sum(factors: torch.Tensor, coefficients: torch.Tensor, where: torch.Tensor) -> torch.Tensor:

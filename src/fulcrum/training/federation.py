@@ -46,7 +46,7 @@ def public_shape(federation: Federation) -> Shape:
         problem.shape,
         start=usual,
         larger=larger if larger > LEARNED else 1.0,
-        first=train.server_lr if SERVERS[train.server].scales else 1.0,
+        first=train.server_lr if SERVERS.find(train.server).scales else 1.0,
         depth=problem.layout.depth,
         mixed=any(centre.mix is not None for centre in left_out.values()),
         noise=noise,

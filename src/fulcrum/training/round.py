@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,44 +15,55 @@ from fulcrum.privacy.client_level import SERVER
 from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import learning_rate
-from fulcrum.settings.schema import Settings
 from fulcrum.training.client_level import average, draw_cohort, released_of
-from fulcrum.training.engine import Remote
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import Problem
 from fulcrum.training.server import SERVERS, client_weights, moving_average, weighted_mean
 from fulcrum.training.snapshot import Snapshot
 from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, State
 
+Played = tuple[Snapshot, list[ClientReply], tuple[float, ...]]
+"""After a round: the snapshot, the replies, and the C that the round used (one per group)."""
+Events = tuple[Event, ...]
+
 
 def play_round(
-    federation: Federation, snapshot: Snapshot, clients: Sequence[int], t: int
-) -> tuple[Snapshot, list[ClientReply], tuple[float, ...]]:
-    """One round's arithmetic: train the clients, average, step the server, move C. Returns the C it used."""
+    federation: Federation,
+    snapshot: Snapshot,
+    clients: Sequence[int],
+    t: int,
+    events: Mapping[int, Events] | None = None,
+) -> Played:
+    """One round's arithmetic: train the clients, average, step the server, move C.
+
+    events: what each client was planned to release (`round_events`); computed here where it is not given.
+    """
     settings, problem, plan = federation.settings, federation.problem, federation.plan
     lr = learning_rate(settings.train, t)
     own = problem.rule.where == "client"
     states = tuple(snapshot.clients.get(k, snapshot.rule) if own else snapshot.rule for k in clients)
-    C = torch.stack([state["C"] for state in states or (snapshot.rule,)]).mean(dim=0)
+    C = tuple(torch.stack([state["C"] for state in states or (snapshot.rule,)]).mean(dim=0).tolist())
     if not clients:
-        return _skip(settings, snapshot, t), [], tuple(C.tolist())
-    if plan.shared and (len(clients) < plan.parties or isinstance(federation.engine, Remote)):
+        return advance(federation, snapshot, t), [], C
+    if plan.shared and (len(clients) < plan.parties or federation.engine.remote):
         raise BudgetError(
             f"{len(clients)} of {plan.parties} parties take part in round {t + 1}, but they share one noise "
             "(privacy.aggregation): all of them must, on this machine."
         )
 
+    events = round_events(plan, clients, t) if events is None else events
     tasks = tuple(plan.assignment(k, t, lr) for k in clients)
     request = RoundRequest(t, settings.train.rounds, snapshot.params, tasks, states, settings.train.weight_decay)
     replies = list(federation.engine.run(request))
-    if isinstance(federation.engine, Remote):  # who did not answer in time did not take part
-        clients = [reply.client for reply in replies]
-        tasks = tuple(task for task in tasks if task.client in clients)
-        if not clients:
-            return _skip(settings, snapshot, t), [], tuple(C.tolist())
+    if federation.engine.remote:  # who did not answer in time did not take part
+        answered = {reply.client for reply in replies}
+        tasks = tuple(task for task in tasks if task.client in answered)
+        if not tasks:
+            return advance(federation, snapshot, t), [], C
     for reply, task in zip(replies, tasks, strict=True):
-        _check_events(reply, plan.events(task.client, t))
+        _check_events(reply, events[task.client])
 
+    clients = [task.client for task in tasks]
     weights = client_weights([plan.units(k) for k in clients], settings.train.weights)
     aggregate, extra = weighted_mean(replies, weights)
     steps, asked = (
@@ -62,37 +74,35 @@ def play_round(
     noise = aggregate_noise(tasks, noises, weights)
     released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, noise, asked)
 
-    update = aggregate if own else problem.rule.apply(snapshot.rule, released)
-    change, server = SERVERS[settings.train.server].step(update, snapshot.server, settings.train)
-    params = snapshot.params + change
     participations = snapshot.participations.clone()
-    participations[list(clients)] += 1
-    return (
-        Snapshot(
-            round=t + 1,
-            params=params,
-            averaged=moving_average(snapshot.averaged, params, settings.train.ema, t),
-            server=server,
-            rule=snapshot.rule if own else problem.rule.adapt(snapshot.rule, released),
-            participations=participations,
-            clients=_client_states(problem, snapshot, replies, released, tasks, noises) if own else {},
-        ),
-        replies,
-        tuple(C.tolist()),
+    participations[clients] += 1
+    after = advance(
+        federation,
+        snapshot,
+        t,
+        released,
+        None if own else snapshot.rule,
+        participations=participations,
+        clients=_client_states(problem, snapshot, replies, released, tasks, noises) if own else {},
     )
+    return after, replies, C
 
 
 def play_client_round(
-    federation: Federation, snapshot: Snapshot, charged: Sequence[int], t: int
-) -> tuple[Snapshot, list[ClientReply], tuple[float, ...]]:
+    federation: Federation,
+    snapshot: Snapshot,
+    clients: Sequence[int],
+    t: int,
+    events: Mapping[int, Events] | None = None,
+) -> Played:
     """As `play_round` where the unit is the client: who joins is drawn in secret, one noised mean is released.
 
-    Everyone in `charged` may be drawn and has paid, drawn or not; a round that nobody joins is noised
+    Every one of `clients` may be drawn and has paid, drawn or not; a round that nobody joins is noised
     and released like any other. The one reply is the server's.
     """
     settings, problem, plan = federation.settings, federation.problem, federation.plan
     assert plan.central is not None
-    train, may = settings.train, set(charged)
+    train, may = settings.train, set(clients)
     cohort = [k for k in draw_cohort(problem.randomness, t, plan.central) if k in may]
     tasks = tuple(plan.assignment(k, t, learning_rate(train, t)) for k in cohort)
     # The parties clip nothing: what they carry as a rule's state is a C that is never reached.
@@ -100,25 +110,53 @@ def play_client_round(
     request = RoundRequest(t, train.rounds, snapshot.params, tasks, (loose,) * len(tasks), train.weight_decay)
     updates = list(federation.engine.run(request)) if tasks else []
 
-    planned = {plan.events(k, t) for k in charged}
+    events = round_events(plan, clients, t) if events is None else events
+    planned = {events[k] for k in clients}
     sigma = planned_sigma(planned)
     reply = average(problem, plan.central, snapshot.rule, updates, t, train.rounds, sigma)
-    for events in planned:
-        _check_events(reply, events)
+    for one in planned:
+        _check_events(reply, one)
 
     released = released_of(reply, plan.central, sigma, t, train.rounds)
-    update = problem.rule.apply(reply.state, released)
-    change, server = SERVERS[train.server].step(update, snapshot.server, train)
-    params = snapshot.params + change
-    after = dataclasses.replace(
-        snapshot,
-        round=t + 1,
-        params=params,
-        averaged=moving_average(snapshot.averaged, params, train.ema, t),
-        server=server,
-        rule=problem.rule.adapt(reply.state, released),
+    return advance(federation, snapshot, t, released, reply.state), [reply], tuple(reply.state["C"].tolist())
+
+
+def advance(
+    federation: Federation,
+    snapshot: Snapshot,
+    t: int,
+    released: Released | None = None,
+    rule_state: State | None = None,
+    **changes: Any,
+) -> Snapshot:
+    """The federation after round t (from 0): the server's step, the moving average, the rule's new state.
+
+    released: None where nobody took part; the model then stands still. rule_state: the state of a server rule, which
+    the release moves; None where the clients have states of their own. changes: other fields of the snapshot.
+    """
+    train, rule = federation.settings.train, federation.problem.rule
+    params, server, after = snapshot.params, snapshot.server, snapshot.rule
+    if released is not None:
+        update = released.aggregate if rule_state is None else rule.apply(rule_state, released)
+        change, server = SERVERS.find(train.server).step(update, server, train)
+        params = params + change
+        after = after if rule_state is None else rule.adapt(rule_state, released)
+    averaged = moving_average(snapshot.averaged, params, train.ema, t)
+    return dataclasses.replace(
+        snapshot, round=t + 1, params=params, averaged=averaged, server=server, rule=after, **changes
     )
-    return after, [reply], tuple(reply.state["C"].tolist())
+
+
+def round_events(plan: Plan, clients: Iterable[int], t: int) -> dict[int, Events]:
+    """What each client releases if it takes part in round t (from 0); computed once per group of parties."""
+    of_group: dict[int, Events] = {}
+    found: dict[int, Events] = {}
+    for k in clients:
+        group = int(plan.group_of[k])
+        if group not in of_group:
+            of_group[group] = plan.events(k, t)
+        found[k] = of_group[group]
+    return found
 
 
 def planned_sigma(planned: Iterable[Sequence[Event]]) -> float:
@@ -134,12 +172,6 @@ def aggregate_noise(tasks: Sequence[Assignment], noises: Sequence[float], weight
     shares: list[float] = weights.tolist()
     each = [w * noise * math.sqrt(t.steps) for t, noise, w in zip(tasks, noises, shares, strict=True)]
     return math.hypot(*each) / sum(w * t.steps for t, w in zip(tasks, shares, strict=True))
-
-
-def _skip(settings: Settings, snapshot: Snapshot, t: int) -> Snapshot:
-    """Nobody took part: the model stands still, and nothing is paid."""
-    averaged = moving_average(snapshot.averaged, snapshot.params, settings.train.ema, t)
-    return dataclasses.replace(snapshot, round=t + 1, averaged=averaged)
 
 
 def _client_states(
@@ -176,7 +208,7 @@ def _tally(events: Sequence[Event]) -> dict[Event, int]:
     """How often each kind of event happened."""
     counts: dict[Event, int] = {}
     for event in events:
-        kind = dataclasses.replace(event, count=1)
+        kind = event.with_count(1)
         counts[kind] = counts.get(kind, 0) + event.count
     return counts
 

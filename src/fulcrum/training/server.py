@@ -11,8 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
+from fulcrum.settings.registry import Registry
 from fulcrum.settings.schema import Train
 from fulcrum.types import ClientReply, State
+
+WEIGHTINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "examples": lambda sizes: sizes,
+    "uniform": torch.ones_like,
+}
+"""What train.weights may be: the parties' weights [m] from their declared sizes [m]."""
 
 
 def client_weights(units: Sequence[float], weights: str) -> torch.Tensor:
@@ -21,7 +28,7 @@ def client_weights(units: Sequence[float], weights: str) -> torch.Tensor:
     At example level who takes part is public, so dividing by the participants' total is right.
     """
     sizes = torch.tensor(list(units), dtype=torch.float64)
-    chosen = {"examples": sizes, "uniform": torch.ones_like(sizes)}[weights]
+    chosen = WEIGHTINGS[weights](sizes)
     return (chosen / chosen.sum()).float()
 
 
@@ -61,13 +68,18 @@ def _adam(aggregate: torch.Tensor, state: State, train: Train) -> tuple[torch.Te
     return change, {"first": first, "second": second, "count": count}
 
 
-SERVERS: dict[str, ServerOptimiser] = {
-    "sgd": ServerOptimiser(lambda d: {}, _sgd),
-    "momentum": ServerOptimiser(lambda d: {"velocity": torch.zeros(d)}, _momentum),
-    "adam": ServerOptimiser(
+SERVERS: Registry[ServerOptimiser] = Registry(
+    "train.server", noun="server optimiser", entry_points="fulcrum.server_optimisers", kind=ServerOptimiser
+)
+"""Server optimisers by name. A user's own is package.module:name, or offered by an installed package."""
+SERVERS.add("sgd", ServerOptimiser(lambda d: {}, _sgd))
+SERVERS.add("momentum", ServerOptimiser(lambda d: {"velocity": torch.zeros(d)}, _momentum))
+SERVERS.add(
+    "adam",
+    ServerOptimiser(
         lambda d: {"first": torch.zeros(d), "second": torch.zeros(d), "count": torch.tensor(0)}, _adam, scales=False
     ),
-}
+)
 
 
 def moving_average(averaged: torch.Tensor, params: torch.Tensor, decay: float, rounds_done: int) -> torch.Tensor:

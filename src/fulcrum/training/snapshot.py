@@ -60,7 +60,7 @@ def first_snapshot(federation: Federation) -> Snapshot:
     """The federation before its first round: public initial weights, C0."""
     problem = federation.problem
     params = problem.layout.flatten(problem.model).to(problem.device)
-    server = SERVERS[federation.settings.train.server].init(problem.layout.dim)
+    server = SERVERS.find(federation.settings.train.server).init(problem.layout.dim)
     rule = problem.rule.init(federation.settings.clip, public_shape(federation))
     participations = torch.zeros(problem.partition.parties, dtype=torch.int32)
     to_device = {name: value.to(problem.device) for name, value in rule.items()}

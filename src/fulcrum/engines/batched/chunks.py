@@ -20,6 +20,9 @@ ROOM = 5.0
 """Standard deviations above the mean number of chunks for which there is room: one step in four million needs more,
 and costs a burst of rounds that is played again."""
 
+BURST = 25
+"""Rounds between two looks at whether every sample fitted and every sum was finite."""
+
 ASIDE = 1024
 """Places for units that do not join."""
 

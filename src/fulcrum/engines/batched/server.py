@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.func import vmap
 
 from fulcrum.data.records import Inputs, map_inputs
 from fulcrum.data.tasks import merge_sums
+from fulcrum.engines.batched.stack_key import server_numbers, shared_train
 from fulcrum.engines.stacked.core import Core
 from fulcrum.engines.stacked.rules import Stacked, stack_states
 from fulcrum.engines.stacked.sampling import at
@@ -21,22 +22,19 @@ from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import learning_rate
 from fulcrum.settings.schema import Train
 from fulcrum.training.federation import Federation, public_shape
-from fulcrum.training.loop import invite
+from fulcrum.training.loop import participants
 from fulcrum.training.round import aggregate_noise, planned_sigma
 from fulcrum.training.server import SERVERS, client_weights
-
-NUMBERS = ("server_lr", "server_momentum", "server_beta2", "server_eps")
-"""Fields of `Train` in which stacked runs may differ, and which the server's step reads."""
 
 
 def take_part(federation: Federation, rounds: int) -> list[tuple[int, ...]]:
     """Who takes part in each round: those the public coin invites, up to their cap. No ledger is asked."""
     plan, count = federation.plan, [0] * federation.plan.parties
-    if plan.central:  # there are no caps then: everybody may be drawn, and pays
-        return [tuple(range(plan.parties))] * rounds
+    if plan.central:  # the same in every round: everybody may be drawn, and pays
+        return [tuple(participants(federation, 0, count))] * rounds
     found = []
     for t in range(rounds):
-        here = tuple(k for k in invite(federation.settings, plan.parties, t) if count[k] < plan.participations(k))
+        here = tuple(participants(federation, t, count))
         for k in here:
             count[k] += 1
         found.append(here)
@@ -66,7 +64,7 @@ class Server:
         self.averaged = self.theta.clone()
         starts = [f.problem.rule.init(f.settings.clip, public_shape(f)) for f in federations]
         self.rule_state = stack_states(starts, self.device)
-        self.kind = SERVERS[settings[0].train.server]
+        self.kind = SERVERS.find(settings[0].train.server)
         self.server_state = stack_states([self.kind.init(core.problem.layout.dim) for _ in federations], self.device)
         self._known: dict[tuple[int, tuple[int, ...], float], float] = {}
         self.participants = [take_part(federation, self.rounds) for federation in federations]
@@ -76,7 +74,8 @@ class Server:
         self.average = self._table([[_keep(train, t) for train in trains] for t in range(self.rounds)])
         self.weight_decay = self._table([train.weight_decay for train in trains])
         self.averages = any(train.ema > 0 for train in trains)
-        self.numbers = {name: self._table([getattr(train, name) for train in trains]) for name in NUMBERS}
+        numbers = [server_numbers(train) for train in trains]
+        self.numbers = {name: self._table([own[name] for own in numbers]) for name in numbers[0]}
         self.everybody = all(len(here) > 0 for run in self.participants for here in run)
         self.active = self._table([[float(len(run[t]) > 0) for run in self.participants] for t in range(self.rounds)])
         self.noise = self._table([self._noise(t) for t in range(self.rounds)])
@@ -119,11 +118,11 @@ class Server:
 
         C [R, G] is what the round used. Runs in which nobody took part stand still.
         """
-        train = self.federations[0].settings.train
+        shared = shared_train(self.federations[0].settings.train)
 
         def one(update: Tensor, state: Stacked, numbers: dict[str, Tensor]) -> tuple[Tensor, Stacked]:
-            own: Train = dataclasses.replace(train, **numbers)  # type: ignore[arg-type]
-            change, after = self.kind.step(update, state, own)
+            # Not a `Train`: a field of which each run has its own value, and which is no number, is missing here.
+            change, after = self.kind.step(update, state, SimpleNamespace(**shared, **numbers))  # type: ignore[arg-type]
             return change, dict(after)
 
         change, server_state = vmap(one)(update, self.server_state, self.numbers)

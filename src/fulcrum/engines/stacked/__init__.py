@@ -22,11 +22,12 @@ from fulcrum.engines.stacked.trainer import Job, Part, Trainer
 from fulcrum.gradients.stacked import fused
 from fulcrum.settings.schema import Clip
 from fulcrum.training.client import train_client
+from fulcrum.training.engine import Engine
 from fulcrum.training.problem import Problem
 from fulcrum.types import ClientReply, RoundRequest
 
 
-class StackedEngine:
+class StackedEngine(Engine):
     """Trains all participants of a round together. See the module's words for what it can stack."""
 
     def __init__(self, problem: Problem, rows_limit: int = 0) -> None:
@@ -54,7 +55,7 @@ class StackedEngine:
         return (*notes, *((looped,) if looped else ()), *trainer.replayer.notes, *fused.trouble)
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
-        """Replies, one an assignment, in order."""
+        """Replies, one per assignment, in order."""
         if self.trainer is None:
             for task, state in zip(request.assignments, request.states, strict=True):
                 yield train_client(self.problem, request, task, state)

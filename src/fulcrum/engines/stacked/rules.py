@@ -15,7 +15,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fulcrum.clipping.rule import ClipRule
-from fulcrum.privacy.mechanism import hold, hold_both
+from fulcrum.privacy.mechanism import apply_rule
 from fulcrum.types import Released, State, Stats, View
 
 Stacked = dict[str, Tensor]
@@ -77,15 +77,16 @@ class StackedRule:
 
         def one(own: Stacked, rows: dict[str, Any], sigma: Any, batch: Any, lr: Any) -> tuple[Any, ...]:
             stats = Stats(sigma=sigma, batch=batch, lr=lr, **rows)
-            factors, extra, after = rule.clip(stats, own)
-            bounds = rule.bounds(after)
-            extra = extra * rows["mask"][:, None]
-            again = factors[:, :0]
-            if rule.second is not None:
-                extra, again = hold_both(rule, extra, rule.second(stats, after), rows["norms"], bounds)
-            factors, extra = hold(rule, factors, extra, rows["norms"], bounds)
-            limit = _number(bounds.extra, norms)
-            return factors, again, extra, dict(after), bounds.C, limit
+            decided = apply_rule(rule, stats, own)
+            limit = _number(decided.bounds.extra, norms)
+            return (
+                decided.factors,
+                decided.second_factors,
+                decided.extra,
+                dict(decided.state),
+                decided.bounds.C,
+                limit,
+            )
 
         if not by_row:
             return self._map(one, (state, given), (sigma, batch, lr))  # type: ignore[no-any-return]

@@ -69,6 +69,6 @@ def draws_on_device(device: torch.device, sources: Sequence[Randomness]) -> bool
     return device.type != "cpu" and all(isinstance(source, Seeded) for source in sources)
 
 
-def device_generator(device: torch.device, seed: int, key: Key) -> torch.Generator:
-    """The device's generator for one key."""
-    return torch.Generator(device).manual_seed(stream_seed(seed, ("stacked", *key)))
+def device_seed(seed: int, key: Key) -> int:
+    """The seed of the device's generator for one key."""
+    return stream_seed(seed, ("stacked", *key))

@@ -1,9 +1,8 @@
-"""One local step of many tasks at once: sample, clip, add up, noise, step. The stacked form of `local.train_client`."""
+"""One local step of many tasks at once: sample, clip, add up, noise, step. The stacked form of `train_client`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,8 @@ from torch.func import vmap
 from fulcrum.engines.stacked.core import Core, Sums, Tasks, clipped_sums
 from fulcrum.engines.stacked.rules import Stacked
 from fulcrum.engines.stacked.sampling import compact
+from fulcrum.privacy.mechanism import GAUSSIAN_MECHANISM, Mechanism, NoiseMultipliers
+from fulcrum.types import Bounds, View
 
 Numbers = dict[str, Tensor]
 """The public terms of T tasks, each [T]: start and size of its part of `order`; rate; sigma; batch (expected);
@@ -47,16 +48,21 @@ def sample(order: Tensor, terms: Numbers, uniforms: Tensor, pad: int) -> tuple[T
     return order[terms["start"][:, None] + places], mask, counts
 
 
-def noised(core: Core, sums: Sums, terms: Numbers, noise: Tensor, noise_extra: Tensor, view: Any) -> tuple[Any, Any]:
+def noised(
+    sums: Sums,
+    terms: Numbers,
+    noise: Tensor,
+    noise_extra: Tensor,
+    view: View,
+    mechanism: Mechanism = GAUSSIAN_MECHANISM,
+) -> tuple[Tensor, Tensor]:
     """(gradient [T, d], extra [T, J]), per expected unit: what may leave the clients."""
-    reach = torch.linalg.vector_norm(sums.C, dim=1)
-    on_sum = (reach * terms["noise"]).masked_fill(terms["noise"] == 0, 0)  # C may be infinite where nothing is noised
-    on_extra = sums.extra_bound * terms["noise_extra"]
-    total = sums.sum + noise * on_sum[:, None]
+    multipliers = NoiseMultipliers(terms["noise"], terms["noise_extra"])
+    scale = mechanism.scale(Bounds(sums.C, sums.extra_bound), multipliers, terms["asked"])
+    total, extra, _ = mechanism.release(sums.sum, sums.extra, scale, (noise, noise_extra), {})
     if view.transform is not None:
         total = vmap(view.transform.inverse)(total)
     batch = terms["batch"][:, None]
-    extra = (sums.extra + noise_extra * on_extra[:, None]) * terms["asked"][:, None]
     return total / batch, extra / batch
 
 
@@ -86,7 +92,7 @@ def local_step(
     tasks = Tasks(theta, rows.view(shape), mask.view(shape), state, *numbers, t, rounds)
     sums = clipped_sums(core, tasks)
     view, _ = core.rule.view(sums.state, t, rounds)
-    gradient, extra = noised(core, sums, terms, noise, noise_extra, view)
+    gradient, extra = noised(sums, terms, noise, noise_extra, view)
     change = -terms["lr"][:, None] * (gradient + terms["weight_decay"][:, None] * theta)
     after = sums.state
     if core.problem.rule.when == "step":

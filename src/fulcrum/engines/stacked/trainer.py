@@ -13,13 +13,14 @@ from torch import Tensor
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.engines.stacked import sampling
 from fulcrum.engines.stacked.core import Core
+from fulcrum.engines.stacked.draws import Draws
 from fulcrum.engines.stacked.replay import Replayer
 from fulcrum.engines.stacked.rules import Stacked
-from fulcrum.engines.stacked.sampling import bucket, device_generator, round_up
+from fulcrum.engines.stacked.sampling import bucket, round_up
 from fulcrum.engines.stacked.step import Numbers, Stepped, local_step
-from fulcrum.privacy.events import Event
-from fulcrum.privacy.mechanism import scales
-from fulcrum.rng import Key, Randomness, Seeded
+from fulcrum.privacy.events import Event, Unprotected
+from fulcrum.privacy.mechanism import refuse_bare_statistics, scales
+from fulcrum.rng import Key, Randomness
 from fulcrum.types import Assignment, Bounds
 
 
@@ -85,7 +86,8 @@ class Trainer:
 
         A round whose sample did not fit, or whose sums were not finite, is done again on the same random numbers.
         """
-        draws = _Draws(self.device, jobs, t)
+        draws = Draws(self.device, [job.randomness for job in jobs])
+        draws.begin(t)
         while True:
             parts = [self._bucket(jobs, members, thetas, states, t, rounds, draws) for members in _buckets(jobs)]
             if self._settled(parts):
@@ -99,7 +101,7 @@ class Trainer:
         states: Callable[[list[int]], Stacked],
         t: int,
         rounds: int,
-        draws: _Draws,
+        draws: Draws,
     ) -> Part:
         """The local steps of one bucket. Nothing is read back from the device here."""
         mine = [jobs[i] for i in members]
@@ -109,7 +111,6 @@ class Trainer:
         places = count if count <= 4 else round_up(count, 2 ** (count.bit_length() - 3))
         tasks = [job.task for job in mine]
         asks = [[task.asks(t, step) for task in tasks] for step in range(tasks[0].steps)]  # [N][members]
-        terms, pairs = self._terms_of(mine, places)
         state = _padded(states(members), places)
         shared = len(thetas) == 1
         start = thetas if shared else thetas[_index([job.run for job in mine], places, self.device)]
@@ -119,19 +120,21 @@ class Trainer:
         d = self.core.problem.layout.dim if view.transform is None else len(view.transform.groups)
         if self._width is None:
             self._width = extra_width(self.core, state, t, rounds)
+        terms, pairs = self._terms_of(mine, places)
         theta, steps = start, []
         for step in range(mine[0].task.steps):
-            uniforms = draws.uniforms(members, step, places, width)
-            if not draws.on_device:  # the host knows how many joined before anything starts
-                rates = torch.tensor([job.task.rate for job in mine], dtype=torch.float64)
-                pad = max(pad, round_up(int((uniforms[:count] < rates[:, None]).sum(dim=1).max())))
+            uniforms = torch.ones((places, width), dtype=torch.float64, device=self.device)
+            drawn = _fill_uniforms(draws, mine, t, step, uniforms)
+            if drawn is not None:  # the host knows how many joined before anything starts
+                pad = max(pad, round_up(int((drawn < rate).sum(dim=1).max())))
+            noise, noise_extra = (torch.zeros((places, m), device=self.device) for m in (d, self._width))
             given = {
                 "theta": theta,
                 "state": state,
                 "terms": terms | {"asked": self._flag(asks[step], places)},
-                "uniforms": uniforms.to(self.device),
-                "noise": draws.normals("noise", members, step, places, d),
-                "noise_extra": draws.normals("noise-extra", members, step, places, self._width),
+                "uniforms": uniforms,
+                "noise": _fill_normals(draws, "noise", mine, t, step, noise),
+                "noise_extra": _fill_normals(draws, "noise-extra", mine, t, step, noise_extra),
                 "t": torch.tensor(t, device=self.device),
             }
             shape = (places, width, pad, len(theta), rounds)
@@ -155,7 +158,7 @@ class Trainer:
         if key not in self._terms:
             if len(self._terms) > 64:
                 self._terms.clear()
-            self._terms[key] = _terms(self.core.problem.rule, jobs, places, self.device)
+            self._terms[key] = _terms(self.core.problem.rule, jobs, places, self.device, bool(self._width))
         return self._terms[key]
 
     def _settled(self, parts: Sequence[Part]) -> bool:
@@ -209,9 +212,12 @@ def _padded(state: Stacked, places: int) -> Stacked:
 
 
 def _terms(
-    rule: ClipRule, jobs: Sequence[Job], places: int, device: torch.device
+    rule: ClipRule, jobs: Sequence[Job], places: int, device: torch.device, statistics: bool
 ) -> tuple[Numbers, list[tuple[Event, Event]]]:
-    """The public terms of the jobs as tensors, and the event of each one's step with statistics and without."""
+    """The public terms of the jobs as tensors, and the event of each one's step with statistics and without.
+
+    statistics: whether the rule releases any beside the gradient.
+    """
     unit = Bounds(torch.ones(1), 1.0)
     batches = [job.task.rate * job.size for job in jobs]
     noise, without = (
@@ -221,6 +227,9 @@ def _terms(
         ]
         for asked in (True, False)
     )
+    for scale in noise:
+        if statistics and not isinstance(scale.event, Unprotected):
+            refuse_bare_statistics(scale.extra)
 
     def column(values: Sequence[Any], dtype: torch.dtype, filler: float) -> Tensor:
         return torch.tensor([*values, *[filler] * (places - len(jobs))], dtype=dtype).to(device)
@@ -238,53 +247,38 @@ def _terms(
     }, [(s.event, other.event) for s, other in zip(noise, without, strict=True)]
 
 
-class _Draws:
-    """The random numbers of one round; the same again if it has to be repeated.
+def _fill_uniforms(draws: Draws, jobs: Sequence[Job], t: int, step: int, table: Tensor) -> Tensor | None:
+    """A number in [0, 1) for each unit of the jobs: table [places, width], float64.
 
-    On a GPU a seeded run draws on the device, from generators keyed by round and step: other numbers than on a
-    CPU, the same each time on such a device. Recorded and secure numbers come from the host, client by client.
+    Returns those of the jobs [jobs, width] where they come from the host: 1 where a job has no unit.
     """
 
-    def __init__(self, device: torch.device, jobs: Sequence[Job], t: int) -> None:
-        self.device, self.jobs, self.t = device, jobs, t
-        self.on_device = sampling.draws_on_device(device, [job.randomness for job in jobs])
-        self.noisy = any(job.task.sigma > 0 for job in jobs)
-        self._kept: dict[tuple[int, Key], Tensor] = {}
+    def from_streams() -> list[Tensor]:
+        rows = torch.ones((len(jobs), table.shape[1]), dtype=torch.float64)
+        for row, job in zip(rows, jobs, strict=True):
+            row[: job.size] = job.randomness.uniform(("sample", t, job.task.client, step), job.size)
+        return [rows]
 
-    def uniforms(self, members: list[int], step: int, places: int, width: int) -> Tensor:
-        """[places, width], float64; on the host, 1 where a job has no unit."""
-        if self.on_device:
-            generator = self._generator("sample", members, step)
-            return torch.rand((places, width), generator=generator, dtype=torch.float64, device=self.device)
-        table = torch.ones((places, width), dtype=torch.float64)
-        for row, i in enumerate(members):
-            job = self.jobs[i]
-            key: Key = ("sample", self.t, job.task.client, step)
-            table[row, : job.size] = self._keep(i, key, job.randomness.uniform, job.size)
-        return table
+    drawn = draws.fill([table], _key("sample", jobs, step), from_streams)
+    return drawn[0] if drawn else None
 
-    def normals(self, purpose: str, members: list[int], step: int, places: int, count: int) -> Tensor:
-        """[places, count], standard normal; zero where nothing is noised."""
-        if not count or not self.noisy:
-            return torch.zeros((places, count), device=self.device)
-        if self.on_device:
-            generator = self._generator(purpose, members, step)
-            return torch.randn((places, count), generator=generator, device=self.device)
-        table = torch.zeros((places, count))
-        for row, i in enumerate(members):
-            job = self.jobs[i]
+
+def _fill_normals(draws: Draws, purpose: str, jobs: Sequence[Job], t: int, step: int, table: Tensor) -> Tensor:
+    """Standard normal numbers: table [places, count]; left as it is where no job is noised."""
+
+    def from_streams() -> list[Tensor]:
+        rows = torch.zeros((len(jobs), table.shape[1]))
+        for row, job in zip(rows, jobs, strict=True):
             if job.task.sigma > 0:
-                key: Key = (purpose, self.t, job.task.client, step)
-                table[row] = self._keep(i, key, job.randomness.normal, count)
-        return table.to(self.device)
+                row.copy_(job.randomness.normal((purpose, t, job.task.client, step), len(row)))
+        return [rows]
 
-    def _generator(self, purpose: str, members: list[int], step: int) -> torch.Generator:
-        """Keyed by the seeds of all runs in the bucket, and by who is first in it."""
-        seeds = dict.fromkeys(job.randomness.seed for job in self.jobs if isinstance(job.randomness, Seeded))
-        first = self.jobs[members[0]].task.client
-        return device_generator(self.device, next(iter(seeds)), (*seeds, purpose, self.t, step, first))
+    if table.shape[1] and any(job.task.sigma > 0 for job in jobs):
+        draws.fill([table], _key(purpose, jobs, step), from_streams)
+    return table
 
-    def _keep(self, job: int, key: Key, draw: Callable[[Key, int], Tensor], count: int) -> Tensor:
-        if (job, key) not in self._kept:
-            self._kept[job, key] = draw(key, count)
-        return self._kept[job, key]
+
+def _key(purpose: str, jobs: Sequence[Job], step: int) -> Key:
+    """What tells the numbers of a bucket's step from all others of the round: who is first in it, and in which run."""
+    first = jobs[0]
+    return (purpose, step, first.task.client, *((first.run,) if first.run else ()))

@@ -97,7 +97,7 @@ class Link:
         self._server.should_exit = True
         self._thread.join(timeout=5)
 
-    def returned(self) -> set[int]:
+    def restarted(self) -> set[int]:
         """Nodes that were activated again since this was last asked."""
         back, self._back = self._back, set()
         return back

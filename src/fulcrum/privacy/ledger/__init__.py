@@ -5,14 +5,9 @@ once; `settle` later adds the digest of what was released. Rows are only ever ad
 file refuse changes. A crash at any moment leaves either the whole reservation or none of it, so the
 ledger may show more than was released, never less.
 
-ledger.py     `Ledger`: all that can be asked of an open ledger, and what each call promises
-enrolling.py  enrolling parties, and their budgets
-spending.py   reserving before a release, settling after it
-reports.py    what was spent: by party, by run, line by line
-budget.py     spends added up and held against a budget
-store.py      the open file: transactions, and its rows kept in memory
-schema.py     the file's format: tables, triggers, version
-rows.py       what the rows say, as frozen values
+ledger.py   `Ledger`: enroll, reserve, settle, and questions about what was spent
+store.py    the file: its format, transactions, and its rows kept in memory
+rows.py     what the rows say, as frozen values
 """
 
 from __future__ import annotations

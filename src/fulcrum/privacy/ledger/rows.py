@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from fulcrum.privacy.events import Event, Gaussian, Unprotected
+from fulcrum.privacy.events import Event, Gaussian, Unprotected, events_from_json, events_to_json
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,17 @@ class Line:
 
 @lru_cache(maxsize=65536)
 def write_events(events: tuple[Event, ...]) -> str:
-    """Events as JSON: [rate, sigma, count] with noise, [count] without; every digit is kept."""
-    rows = [
-        [float(e.rate), float(e.sigma), int(e.count)] if isinstance(e, Gaussian) else [int(e.count)] for e in events
-    ]
-    return json.dumps(rows, separators=(",", ":"), allow_nan=False)
+    """Events as the text of a row: JSON, every digit kept."""
+    return json.dumps(events_to_json(events), separators=(",", ":"), allow_nan=False)
 
 
 @lru_cache(maxsize=65536)
 def read_events(text: str) -> tuple[Event, ...]:
-    """The events that `write_events` wrote."""
-    return tuple(Gaussian(*row) if len(row) == 3 else Unprotected(*row) for row in json.loads(text))
+    """The events of a row. Files of format 1 leave out the kind: [rate, sigma, count] with noise, [count] without."""
+    return events_from_json([_with_kind(row) for row in json.loads(text)])
+
+
+def _with_kind(row: list[Any]) -> list[Any]:
+    if row and isinstance(row[0], str):
+        return row
+    return [(Gaussian if len(row) == 3 else Unprotected).kind, *row]

@@ -1,4 +1,4 @@
-"""The open file: transactions that are on disk or never were, and its rows kept in memory as accounts and spends."""
+"""A ledger's file: its format, transactions that are on disk or never were, and its rows kept in memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,72 @@ from pathlib import Path
 
 from fulcrum.errors import InputError
 from fulcrum.privacy.accounting import Spend
-from fulcrum.privacy.ledger import schema
-from fulcrum.privacy.ledger.budget import NOTHING, Adder
-from fulcrum.privacy.ledger.rows import Account
+from fulcrum.privacy.ledger.rows import Account, read_events
+
+# --- the format: tables, and triggers that make the file append-only ----------------------------
+
+APPLICATION = 0x46554C43  # "FULC": tells a ledger from any other SQLite file
+VERSION = 2
+"""The format that is written. Format 1 leaves out the kinds of events; it is read, and becomes 2 with the first row."""
+READABLE = (1, 2)
+
+_TABLES = ("parties", "budgets", "entries", "settlements")
+_SCHEMA = """
+CREATE TABLE parties (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, delta REAL NOT NULL,
+    accountant TEXT NOT NULL, unit TEXT NOT NULL, population TEXT NOT NULL, time REAL NOT NULL);
+CREATE TABLE budgets (id INTEGER PRIMARY KEY, party INTEGER NOT NULL REFERENCES parties, epsilon REAL,
+    time REAL NOT NULL);
+CREATE INDEX budgets_of ON budgets (party, id);
+CREATE TABLE entries (id INTEGER PRIMARY KEY, party INTEGER NOT NULL REFERENCES parties, run TEXT NOT NULL,
+    round INTEGER NOT NULL, attempt INTEGER NOT NULL, events TEXT NOT NULL, time REAL NOT NULL);
+CREATE UNIQUE INDEX entry_of ON entries (run, round, attempt, party);
+CREATE INDEX entries_of ON entries (party, run);
+CREATE TABLE settlements (entry INTEGER PRIMARY KEY REFERENCES entries, digest TEXT NOT NULL,
+    time REAL NOT NULL);
+""" + "".join(
+    f"CREATE TRIGGER {table}_{verb} BEFORE {verb} ON {table} "
+    "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;\n"
+    for table in _TABLES
+    for verb in ("UPDATE", "DELETE")
+)
+
+
+def _is_ledger(db: sqlite3.Connection, path: Path) -> bool:
+    """True for a ledger, False for a new file; InputError for anything else."""
+    (application,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if application == APPLICATION and version not in READABLE:
+        formats = " and ".join(map(str, READABLE))
+        raise InputError(
+            f"ledger {path} has format {version}, and this Fulcrum reads formats {formats}; use the one that wrote it."
+        )
+    if application != APPLICATION and tables:
+        raise InputError(f"ledger {path} is not a Fulcrum ledger; give the path of a ledger or of a new file.")
+    return bool(application == APPLICATION)
+
+
+def _create(db: sqlite3.Connection) -> None:
+    """Make a new file a ledger, within the transaction that is open."""
+    for statement in _statements(_SCHEMA):
+        db.execute(statement)
+    db.execute(f"PRAGMA application_id = {APPLICATION}")
+    db.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Single statements, since `executescript` would commit half-way."""
+    part = ""
+    for piece in script.split(";"):
+        part += piece + ";"
+        if sqlite3.complete_statement(part):
+            yield part
+            part = ""
+
+
+# --- the open file ------------------------------------------------------------------------------
+
+NOTHING = Spend.none()
 
 _REASONS = {
     "locked": "is in use by another process; wait until that is done, or close it",
@@ -36,6 +99,20 @@ def _explained(path: Path) -> Iterator[None]:
         words = str(error)
         reason = next((text for sign, text in _REASONS.items() if sign in words), f"failed: {words}")
         raise InputError(f"ledger {path} {reason}.") from error
+
+
+class Adder:
+    """Spend plus events, computed once for all parties with the same past: they share one object."""
+
+    def __init__(self) -> None:
+        self._done: dict[tuple[int, str, int], tuple[Spend, Spend]] = {}
+
+    def __call__(self, past: Spend, events: str, times: int = 1) -> Spend:
+        key = (id(past), events, times)
+        if key not in self._done:
+            # The past is kept beside the sum, so that its id cannot pass to another object.
+            self._done[key] = (past, past.plus(read_events(events), times))
+        return self._done[key][1]
 
 
 class Store:
@@ -67,10 +144,10 @@ class Store:
                 db.execute("PRAGMA foreign_keys = ON")
                 db.execute("PRAGMA recursive_triggers = ON")
                 store = Store(db, path)
-                if not schema.is_ready(db, path):
+                if not _is_ledger(db, path):
                     with store._writing():
-                        if not schema.is_ready(db, path):  # another process may have been faster
-                            schema.create(db)
+                        if not _is_ledger(db, path):  # another process may have been faster
+                            _create(db)
                 return store
             except BaseException:
                 db.close()
@@ -126,6 +203,11 @@ class Store:
         for party, events, times, last in rows:
             self._spends[party] = add(self.spend(party), events, times)
             self._seen = max(self._seen, last)
+
+    def mark_format(self) -> None:
+        """Say in the file that its rows may name kinds of events, before the first such row; within `changing`."""
+        if self.db.execute("PRAGMA user_version").fetchone() != (VERSION,):
+            self.db.execute(f"PRAGMA user_version = {VERSION}")
 
     def remember(self, last: int, spends: Mapping[int, Spend]) -> None:
         """Take over the spends that this process has just put on disk, up to entry `last`, without reading them."""

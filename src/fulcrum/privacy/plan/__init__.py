@@ -1,13 +1,10 @@
 """What a configuration will cost each party, and how noisy it will be, before anything is trained.
 
-parties.py    who the parties are: names, sizes, and who has a budget or a past of its own
-grouping.py   parties with the same terms as groups, and sigma for each group
-noise.py      how noisy a step is, of one party and of all together
-warnings.py   sentences about what a plan does not promise, or will hardly learn
-listing.py    what is shown of each party and group, and as JSON
-value.py      the plan as a value: every party's terms and what they cost
-making.py     settings, parties and a rule -> Plan
-rounds.py     the other way round: how many rounds fit into a budget
+planning.py     settings, parties and a rule -> Plan; how many rounds fit into a budget
+plan.py         the plan as a value: every party's terms and what they cost
+party_group.py  parties with the same terms: what they release, what it costs, the noise they need
+noise.py        how noisy a step is, of one party and of all together
+text.py         warnings in sentences, and the rows of `fulcrum plan --json`
 
 Client sampling (q_c) never lowers the cost of an example or a person: the server sees who takes part, so every party is
 planned for its public cap on participations. Where rounds cost differently (a noise schedule, statistics released now
@@ -19,12 +16,20 @@ charged what the sum costs.
 
 from __future__ import annotations
 
-from fulcrum.privacy.plan.grouping import round_terms
-from fulcrum.privacy.plan.listing import PartyPlan
-from fulcrum.privacy.plan.making import make_plan
 from fulcrum.privacy.plan.noise import Noise
-from fulcrum.privacy.plan.parties import Named
-from fulcrum.privacy.plan.rounds import affordable_rounds, rounds_for_budget
-from fulcrum.privacy.plan.value import Plan
+from fulcrum.privacy.plan.party_group import round_terms
+from fulcrum.privacy.plan.plan import Plan
+from fulcrum.privacy.plan.planning import Named, affordable_rounds, check_names, make_plan, rounds_for_budget
+from fulcrum.privacy.plan.text import PartyPlan
 
-__all__ = ["Named", "Noise", "PartyPlan", "Plan", "affordable_rounds", "make_plan", "round_terms", "rounds_for_budget"]
+__all__ = [
+    "Named",
+    "Noise",
+    "PartyPlan",
+    "Plan",
+    "affordable_rounds",
+    "check_names",
+    "make_plan",
+    "round_terms",
+    "rounds_for_budget",
+]

@@ -1,13 +1,29 @@
-"""What parties with the same terms release, round by round, and the most it can cost them."""
+"""Parties with the same terms as groups: what they release, what it costs them at most, and the noise they need.
+
+Parties that share rate, steps, participations, budget and past form a group, and sigma is calibrated once per group: a
+million equal parties plan as fast as one.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from fulcrum.clipping.rule import Share, alone, no_share
-from fulcrum.privacy.accounting import Spend
+import numpy as np
+import numpy.typing as npt
+
+from fulcrum.clipping.fixed import FIXED
+from fulcrum.clipping.rule import ClipRule, Share, no_share
+from fulcrum.errors import ConfigError
+from fulcrum.privacy.accounting import Spend, calibrate
+from fulcrum.privacy.client_level import has_trusted_server
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
+from fulcrum.privacy.mechanism import planned_events
+from fulcrum.privacy.schedule import factors
+from fulcrum.settings.derived import local_steps
+from fulcrum.settings.schema import Settings
 from fulcrum.types import Assignment
 
 
@@ -17,9 +33,10 @@ class Group:
 
     rate: q. steps: N a round. participations: the public cap on rounds. budget: epsilon over the whole
     run and what was spent before it, None where sigma was given. spent: what was spent before. sigma: the
-    multiplier of the first round. factors: those of the noise schedule, one a round. every: the rule's
-    statistics go out with every so-manieth step, and share is their part of the precision then. batch: the
-    parties' expected batch where the share depends on it. shares: how many parties make up one dose of noise.
+    multiplier of the first round. factors: those of the noise schedule, one per round. rule: the clipping rule,
+    which says what part of the precision its statistics take. every: they are released with every so-manieth step.
+    batch: the parties' expected batch, where not every step releases them. shares: how many parties make up one
+    dose of noise.
     """
 
     rate: float
@@ -29,8 +46,8 @@ class Group:
     spent: Spend
     sigma: float
     factors: tuple[float, ...] = (1.0,)
+    rule: ClipRule = FIXED
     every: int = 1
-    share: Share = no_share
     batch: float = 1.0
     shares: int = 1
 
@@ -38,14 +55,14 @@ class Group:
         """What party k of this group is asked to do in round t (from 0)."""
         return Assignment(k, self.rate, self.sigma * self.factors[t], self.steps, lr, self.every, self.shares)
 
+    @property
+    def share(self) -> Share:
+        """The part of the precision that the rule's statistics take."""
+        return self.rule.share
+
     def round_events(self, t: int = 0) -> tuple[Event, ...]:
         """What round t (from 0) releases."""
-        if self.sigma == 0:
-            return (Unprotected(self.steps),)
-        task = self.assignment(0, t, 1.0)
-        asked = task.asked(t)
-        kinds = ((task.sigma, asked), (alone(self.share, task.sigma, self.batch), self.steps - asked))
-        return tuple(Gaussian(self.rate, sigma, count) for sigma, count in kinds if count)
+        return planned_events(self.assignment(0, t, 1.0), self.rule, self.batch, t)
 
     def worst(self, rounds: int) -> tuple[Event, ...]:
         """The most that the first `rounds` rounds can cost a party that keeps to its cap.
@@ -58,16 +75,14 @@ class Group:
         if self.sigma == 0 or not taken:
             return (Unprotected(taken),) if taken else ()
         alike = self.every == 1 and len(set(self.factors[:rounds])) == 1
-        counts: Counter[float] = Counter()
+        counts: Counter[Event] = Counter()  # by the event with count = 1
         for t in range(1 if alike else rounds):
             for event in self.round_events(t):
-                assert isinstance(event, Gaussian)  # sigma is not 0
-                counts[event.sigma] += taken if alike else event.count
+                counts[event.with_count(1)] += taken if alike else event.count
         found = []
-        for sigma in sorted(counts):
-            count = min(counts[sigma], taken)
-            found.append(Gaussian(self.rate, sigma, count))
-            taken -= count
+        for event in sorted(counts, key=_least_noise_first):
+            found.append(event.with_count(min(counts[event], taken)))
+            taken -= found[-1].count
         return tuple(event for event in found if event.count)
 
     def epsilon(self, rounds: int, delta: float, accountant: str) -> float:
@@ -77,3 +92,114 @@ class Group:
     def sigmas(self) -> tuple[float, float]:
         """The multiplier of the first round and that of the last."""
         return self.sigma * self.factors[0], self.sigma * self.factors[-1]
+
+
+def _least_noise_first(event: Event) -> float:
+    """Sorts a group's events, which have one rate, from the costliest; what has no noise costs the most."""
+    return event.sigma if isinstance(event, Gaussian) else 0.0
+
+
+# --- settings and sizes -> groups ---------------------------------------------------------------
+
+
+def round_terms(settings: Settings) -> tuple[float, int]:
+    """(rate, releases a round) of the mechanism that is accounted: the local steps, or the server's one release."""
+    if has_trusted_server(settings):
+        return settings.train.participation, 1
+    return settings.train.rate, local_steps(settings.train)
+
+
+def common_terms(settings: Settings, rule: ClipRule) -> Group:
+    """The terms that all parties share, before any noise is chosen: sigma is 0, and nothing was spent before."""
+    privacy, train = settings.privacy, settings.train
+    rate, steps = round_terms(settings)
+    return Group(
+        rate=rate,
+        steps=steps,
+        participations=min(privacy.max_participations or train.rounds, train.rounds),
+        budget=privacy.epsilon if rule.private else None,
+        spent=Spend.none(),
+        sigma=0.0,
+        factors=factors(privacy, train.rounds) if rule.private else (1.0,) * train.rounds,
+        every=_every(settings, rule),
+        rule=rule,
+    )
+
+
+def grouped(
+    settings: Settings,
+    rule: ClipRule,
+    sizes: npt.NDArray[np.int64],
+    name: Callable[[int], str],
+    special: Mapping[int, tuple[float | None, Spend | None]],
+) -> tuple[list[Group], npt.NDArray[np.int32]]:
+    """The groups with their sigma, and the number of each party's group [K].
+
+    sizes [K] are the units n_k. special: (budget, past) of parties that have one of their own, by number.
+    """
+    common, rate, count = common_terms(settings, rule), settings.train.rate, len(sizes)
+    by_size = False
+    if common.every > 1:  # steps without statistics have the gradient's own noise, which may depend on the batch
+        few, many = rate * float(sizes.min()), rate * float(sizes.max())
+        common, by_size = replace(common, batch=few), _depends_on_batch(rule.share, few, many)
+    if by_size:  # then parties of different sizes pay differently, and each size is a group
+        special = {k: special.get(k, (None, None)) for k in range(count)}
+    numbers: dict[Any, int] = {}
+    groups: list[Group] = []
+    group_of = np.zeros(count, dtype=np.int32)
+
+    def number(group: Group, who: str) -> int:
+        at = numbers.setdefault((group.budget, group.spent.key, group.batch), len(groups))
+        if at == len(groups):
+            groups.append(replace(group, sigma=_sigma(settings, rule, group, who)))
+        return at
+
+    if len(special) < count:  # the others are group 0
+        number(common, "most parties" if special else "every party")
+    for k, (budget, past) in special.items():
+        own = replace(
+            common,
+            budget=budget if budget and rule.private else common.budget,
+            spent=past or common.spent,
+            batch=rate * float(sizes[k]) if by_size else common.batch,
+        )
+        group_of[k] = number(own, name(k))
+    return groups, group_of
+
+
+def _every(settings: Settings, rule: ClipRule) -> int:
+    """Steps between two releases of the rule's statistics; the server of unit client releases them every round."""
+    paid = rule.private and rule.share is not no_share and not has_trusted_server(settings)
+    return max(1, round(settings.clip.refresh / settings.train.rate)) if paid else 1
+
+
+def _depends_on_batch(share: Share, few: float, many: float) -> bool:
+    """Whether parties with expected batches between these give their statistics different shares, at any noise."""
+    return any(share(float(sigma), few) != share(float(sigma), many) for sigma in np.geomspace(0.05, 1000.0, 200))
+
+
+def _sigma(settings: Settings, rule: ClipRule, group: Group, who: str) -> float:
+    """The multiplier that was given, or the smallest that keeps a group within its budget; `who` is for errors."""
+    privacy = settings.privacy
+    if not rule.private:
+        return 0.0
+    if group.budget is None:
+        if privacy.sigma is None:
+            raise ConfigError(
+                f"rule {rule.name!r} is private and needs to know how private: give --epsilon (privacy.epsilon) "
+                "or --sigma (privacy.sigma)."
+            )
+        return privacy.sigma
+
+    def planned(sigma: float) -> tuple[Event, ...]:
+        return (*group.spent.events, *replace(group, sigma=sigma).worst(len(group.factors)))
+
+    before = group.spent.epsilon(privacy.delta, privacy.accountant)
+    if before >= group.budget:
+        raise ConfigError(
+            f"{who} has spent epsilon = {before:.4g} of its budget {group.budget:g} already; raise the budget."
+        )
+    try:
+        return calibrate(planned, group.budget, privacy.delta, privacy.accountant)
+    except ConfigError as error:
+        raise ConfigError(f"no sigma fits for {who}: {error}") from error

@@ -4,43 +4,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fulcrum.clipping.rule import ClipRule
-from fulcrum.privacy.accounting import Spend, epsilons, software
+from fulcrum.clipping.rule import ClipRule, no_share
+from fulcrum.privacy.accounting import ACCOUNTANTS, Accountant, Spend, epsilons, reported_accountants, software
+from fulcrum.privacy.client_level import Terms
 from fulcrum.privacy.plan import Plan
-from fulcrum.privacy.plan.listing import plain
-from fulcrum.privacy.statement.releases import releases, schedule
+from fulcrum.privacy.plan.text import epsilon_keys, headline_keys, plain
+from fulcrum.privacy.statement.text import RANDOMNESS, SCOPES, adds_up, guarantee, level, warnings
 from fulcrum.privacy.statement.units import words_for
-from fulcrum.privacy.statement.words import RANDOMNESS, SCOPES, adds_up, guarantee, level, warnings
 from fulcrum.settings.schema import Settings
 
 
-def statement(
-    settings: Settings,
-    plan: Plan,
-    rule: ClipRule,
-    spent: Mapping[str, Spend],
-    *,
-    run_id: str,
-    scope: str,
-    randomness_mode: str,
-    dataset_name: str,
-    dataset_warnings: tuple[str, ...] = (),
-    finished: bool,
-    rounds_done: int,
-    version: str,
-    date: str,
-    run_spent: Mapping[str, Spend] | None = None,
-) -> dict[str, Any]:
-    """What privacy.json holds. All values are plain; an infinite epsilon is the string "inf".
+@dataclass(frozen=True)
+class AccountedRun:
+    """A run as its privacy statement needs it.
 
     spent: what each party has released within the scope ("run" or "ledger"), by name; a party that is
     missing has released nothing. run_spent: the part of this run, where the scope is a ledger.
+    randomness_mode: "secure", "seeded" or "recorded". version: Fulcrum's.
+    """
+
+    settings: Settings
+    plan: Plan
+    rule: ClipRule
+    spent: Mapping[str, Spend]
+    run_id: str
+    scope: str
+    randomness_mode: str
+    dataset_name: str
+    finished: bool
+    rounds_done: int
+    version: str
+    date: str
+    dataset_warnings: tuple[str, ...] = ()
+    run_spent: Mapping[str, Spend] | None = None
+
+
+def statement(run: AccountedRun) -> dict[str, Any]:
+    """What privacy.json holds. All values are plain; an infinite epsilon is the string "inf".
 
     Keys, stable from version to version:
 
-    epsilon, epsilon_pld    largest over the parties, by RDP and by PLD, spent so far in the scope
+    epsilon, epsilon_pld    largest over the parties, by RDP and by PLD, spent so far in the scope (where
+                            another accountant is enforced: epsilon is by that one, and epsilon_rdp is given too)
     delta, unit, relation, adversary
     accountant              {enforced, beside, software}
     private, sound, nominal private: noise was added at all; nominal: epsilon is not a guarantee
@@ -59,57 +67,58 @@ def statement(
     not_covered, warnings   sentences
     parties                 [{name, units, rate, sigma, releases, epsilon_rdp, epsilon_pld, budget}]
     """
+    settings, plan, rule = run.settings, run.plan, run.rule
     names = [plan.name(k) for k in range(plan.parties)]
-    spends = _of_each(names, spent)
-    by_rdp, by_pld = (_epsilons(spends, plan.delta, how) for how in ("rdp", "pld"))
+    spends = _of_each(names, run.spent)
+    reported = reported_accountants(plan.accountant)
+    enforced = ACCOUNTANTS.find(plan.accountant).name
+    by_name = {accountant.name: _epsilons(spends, plan.delta, accountant) for accountant in reported}
+    largest = {name: max(costs) for name, costs in by_name.items()}
+    headline = largest[reported[0].name]
     worth = level(plan, rule)
     words = words_for(plan.unit, plan.aggregation)
     result: dict[str, Any] = {
-        "epsilon": plain(max(by_rdp)),
-        "epsilon_pld": plain(max(by_pld)),
+        **headline_keys(largest),
         "delta": plan.delta,
         "unit": plan.unit,
         "relation": words.relation,
         "adversary": words.adversary,
         "aggregation": plan.aggregation,
         "accountant": {
-            "enforced": plan.accountant,
-            "beside": "pld" if plan.accountant == "rdp" else "rdp",
-            "software": software(),
+            "enforced": enforced,
+            "beside": ", ".join(accountant.name for accountant in reported if accountant.name != enforced),
+            "software": software(reported),
         },
         "private": rule.private,
         "sound": rule.sound,
         "nominal": worth == "nominal",
         "guarantee": worth,
-        "guarantee_text": guarantee(plan, rule, max(by_rdp), max(by_pld), randomness_mode),
+        "guarantee_text": guarantee(plan, rule, largest, run.randomness_mode),
         "target": {
             "epsilon": settings.privacy.epsilon,
             "budgets": dict(settings.privacy.budgets),
             "sigma": settings.privacy.sigma,
         },
-        "planned": {
-            "epsilon": plain(max(rdp for rdp, _ in plan.ends)),
-            "epsilon_pld": plain(max(pld for _, pld in plan.ends)),
-        },
-        "schedule": schedule(plan),
-        "randomness": {"mode": randomness_mode, "text": RANDOMNESS[randomness_mode]},
-        "scope": {"kind": scope, "text": SCOPES[scope]},
+        "planned": headline_keys(plan.largest_ends),
+        "schedule": _schedule(plan),
+        "randomness": {"mode": run.randomness_mode, "text": RANDOMNESS[run.randomness_mode]},
+        "scope": {"kind": run.scope, "text": SCOPES[run.scope]},
         "run": {
-            "id": run_id,
-            "date": date,
-            "version": version,
-            "finished": finished,
-            "rounds_done": rounds_done,
+            "id": run.run_id,
+            "date": run.date,
+            "version": run.version,
+            "finished": run.finished,
+            "rounds_done": run.rounds_done,
             "rounds": plan.rounds,
             "method": settings.method,
             "rule": rule.name,
-            "dataset": dataset_name,
+            "dataset": run.dataset_name,
         },
-        "releases": releases(settings, plan, rule, spends, rounds_done),
-        "groups_of_records": _groups(max(by_rdp), plan.delta),
+        "releases": _releases(run, spends),
+        "groups_of_records": _groups(headline, plan.delta),
         "adds_up": adds_up(plan, rule),
         "not_covered": list(words.not_covered),
-        "warnings": warnings(settings, plan, rule, randomness_mode, finished) + list(dataset_warnings),
+        "warnings": warnings(settings, plan, rule, run.randomness_mode, run.finished) + list(run.dataset_warnings),
         "parties": [
             {
                 "name": name,
@@ -117,16 +126,15 @@ def statement(
                 "rate": plan.group(k).rate,
                 "sigma": plan.group(k).sigma,
                 "releases": spends[k].releases,
-                "epsilon_rdp": plain(by_rdp[k]),
-                "epsilon_pld": plain(by_pld[k]),
+                **epsilon_keys({accountant: costs[k] for accountant, costs in by_name.items()}),
                 "budget": plan.group(k).budget,
             }
             for k, name in enumerate(names)
         ],
     }
-    if scope == "ledger" and run_spent is not None:
-        own = _of_each(names, run_spent)
-        result["scope"]["run_epsilon"] = plain(max(_epsilons(own, plan.delta, "rdp")))
+    if run.scope == "ledger" and run.run_spent is not None:
+        own = _of_each(names, run.run_spent)
+        result["scope"]["run_epsilon"] = plain(max(_epsilons(own, plan.delta, reported[0])))
     return result
 
 
@@ -134,7 +142,7 @@ def _of_each(names: Sequence[str], spent: Mapping[str, Spend]) -> list[Spend]:
     return [spent.get(name) or Spend.none() for name in names]
 
 
-def _epsilons(spends: list[Spend], delta: float, accountant: str) -> list[float]:
+def _epsilons(spends: list[Spend], delta: float, accountant: Accountant) -> list[float]:
     """Epsilon of each; those with the same past are computed once."""
     unique = {spend.key: spend for spend in spends}
     costs = dict(zip(unique, epsilons(list(unique.values()), delta, accountant).tolist(), strict=True))
@@ -149,3 +157,111 @@ def _groups(epsilon: float, delta: float) -> list[dict[str, Any]]:
         grown = math.exp(log_delta) if log_delta < 0 else 1.0
         rows.append({"records": m, "epsilon": plain(m * epsilon), "delta": grown})
     return rows
+
+
+# --- every kind of thing that left a party or the server, how often, and in which form ----------
+
+
+def _schedule(plan: Plan) -> dict[str, Any]:
+    """How the noise moves over the rounds: the schedule's name, and the least and the most sigma of any party."""
+    ends = [g.sigma * factor for g in plan.groups for factor in (min(g.factors), max(g.factors))]
+    return {"name": plan.schedule, "sigma_min": min(ends), "sigma_max": max(ends)}
+
+
+def _releases(run: AccountedRun, spends: Sequence[Spend]) -> list[dict[str, Any]]:
+    """[{kind, times, text}]. spends: what each party has released [K]."""
+    plan, rule, rounds_done = run.plan, run.rule, run.rounds_done
+    counts = [spend.releases for spend in spends]
+    what, text, participation = _main(plan, rule, counts)
+    moved = (
+        "computed from what was released before, so they reveal nothing more"
+        if rule.sound
+        else "computed from raw private values: THEY REVEAL MORE than the epsilon says"
+    )
+    found = [_item(what, max(counts), text)]
+    if rule.private and rule.share is not no_share:
+        group = plan.groups[0]
+        asked = sum(group.assignment(0, t, 1.0).asked(t) for t in range(rounds_done))
+        every = "each sum" if group.every == 1 else f"the sum of every {group.every}th step"
+        text = (
+            f"Statistics that the rule {rule.name!r} releases beside {every}: noised together with it, at "
+            "the joint multiplier sigma, so their cost is within the epsilon."
+        )
+        found.append(_item("statistics", min(asked, max(counts)), text))
+    found += [
+        _item("C", rounds_done, f"The clipping norm of each round (rule {rule.name!r}), {moved}."),
+        _item(
+            "models",
+            rounds_done,
+            f"The model after each round, its moving average and the final model: computed from the {what}.",
+        ),
+        _item("participation", 0 if plan.trusted_server else rounds_done, participation),
+    ]
+    if run.settings.run.diagnostics:
+        text = (
+            "Non-private diagnostics (clip fractions, norms, losses) were recorded. They are NOT covered "
+            "by epsilon and must not leave a party; they are for simulations on public data."
+        )
+        found.append(_item("diagnostics", rounds_done, text))
+    return found
+
+
+def _item(kind: str, times: int, text: str) -> dict[str, Any]:
+    return {"kind": kind, "times": times, "text": text}
+
+
+def _main(plan: Plan, rule: ClipRule, counts: Sequence[int]) -> tuple[str, str, str]:
+    """What training releases: its kind, in words, and what becomes known of who takes part."""
+    noise = _noise(plan) if rule.private else ""
+    if plan.trusted_server:
+        return "means", *_of_server(plan.server_terms, rule, noise)
+    sums = (
+        f"noised sums of clipped gradients, Poisson-sampled at rate {plan.groups[0].rate:g}"
+        if rule.private
+        else "sums of gradients without noise"
+    )
+    if plan.shared:
+        return "sums", *_of_all_parties(plan.parties, f"{sums}{noise}")
+    return "updates", *_of_each_party(plan.groups[0].steps, counts, f"{sums}{noise}")
+
+
+def _noise(plan: Plan) -> str:
+    low, high = (_schedule(plan)[end] for end in ("sigma_min", "sigma_max"))
+    spread = f"{low:.5g}" if low == high else f"{low:.5g} to {high:.5g}"
+    moving = "" if plan.schedule == "constant" else f", moving over the rounds by the public schedule {plan.schedule!r}"
+    return f", noise multiplier sigma = {spread}{moving}"
+
+
+def _of_each_party(steps: int, counts: Sequence[int], sums: str) -> tuple[str, str]:
+    """The server sees every update."""
+    return (
+        f"Each party's update of each round it takes part in, the total of {steps} step(s): {sums}. "
+        f"Between {min(counts)} and {max(counts)} such sums a party so far.",
+        "Who takes part in each round. Public; it depends on no private data. Sampling parties lowers no epsilon "
+        "here: a party pays for every round it takes part in.",
+    )
+
+
+def _of_all_parties(parties: int, sums: str) -> tuple[str, str]:
+    """The server is taken to see nothing but the parties' sum."""
+    return (
+        f"The weighted sum over all {parties} parties of each round's updates, one step each: "
+        f"{sums} on the sum; each party adds 1/{parties} of the variance, sigma / "
+        f"sqrt({parties}) times C to its own sum. Single updates are NOT released and must not be seen by "
+        "anybody: the epsilon relies on it.",
+        "All parties take part in every round; that is public, and the noise relies on it.",
+    )
+
+
+def _of_server(terms: Terms, rule: ClipRule, noise: str) -> tuple[str, str]:
+    """What a trusted server releases, and what it keeps to itself."""
+    divisor = terms.divisor_words
+    if rule.private:
+        divisor += f"; one party moves it by at most {terms.sensitivity:.5g} times C"
+    return (
+        f"The server's mean update of each round: the clipped updates of the parties that joined (each of "
+        f"{terms.clients} with probability q_c = {terms.rate:g}), {divisor}{noise}. Released in every round, also in "
+        "one that nobody joined.",
+        "Who joins a round is NOT released and must not be published: the epsilon relies on it. Neither are single "
+        "updates, nor how many joined.",
+    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fulcrum.privacy.statement.markdown import bullets, cell, paragraph, section, short, table
 from fulcrum.privacy.statement.units import Unit, words_for
 
 LISTED = 1000
@@ -38,7 +37,7 @@ def to_markdown(facts: Mapping[str, Any]) -> str:
         *section("What is protected", paragraph(protected)),
         *section("Against whom", paragraph(facts["adversary"])),
         *section("How it is counted", paragraph(_counted(facts["accountant"], unit))),
-        *section("Scope", paragraph(_scope(facts["scope"]))),
+        *section("Scope", paragraph(_scope(facts["scope"], _accountants(facts)[0]))),
         *section("Randomness", paragraph(facts["randomness"]["text"])),
         *section("What was released", bullets(released)),
         *section("Parties", _parties(facts)),
@@ -52,7 +51,9 @@ def to_markdown(facts: Mapping[str, Any]) -> str:
 def _summary(facts: Mapping[str, Any]) -> list[str]:
     """The run at a glance: which it was, what was asked for, what was spent."""
     run = facts["run"]
-    spent = f"epsilon = {short(facts['epsilon'])} (RDP), {short(facts['epsilon_pld'])} (PLD)"
+    first, *others = _accountants(facts)
+    beside = [f", {short(facts[f'epsilon_{name}'])} ({name.upper()})" for name in others]
+    spent = f"epsilon = {short(facts['epsilon'])} ({first.upper()}){''.join(beside)}"
     return table(
         ("", ""),
         [
@@ -70,6 +71,11 @@ def _summary(facts: Mapping[str, Any]) -> list[str]:
     )
 
 
+def _accountants(facts: Mapping[str, Any]) -> list[str]:
+    """The names of the accountants that the facts report, the headline first: each has a key per party."""
+    return [key.removeprefix("epsilon_") for key in facts["parties"][0] if key.startswith("epsilon_")]
+
+
 def _asked(target: Mapping[str, Any]) -> str:
     if target["epsilon"] is None:
         return f"noise multiplier sigma = {short(target['sigma'])}"
@@ -79,8 +85,9 @@ def _asked(target: Mapping[str, Any]) -> str:
 
 def _counted(accountant: Mapping[str, str], unit: Unit) -> str:
     enforced, beside = accountant["enforced"].upper(), accountant["beside"].upper()
+    which = "all" if "," in beside else "both"
     return (
-        f"By {accountant['software']}: {enforced} is enforced, {beside} is shown beside it; both are upper bounds. "
+        f"By {accountant['software']}: {enforced} is enforced, {beside} is shown beside it; {which} are upper bounds. "
         + unit.counted
     )
 
@@ -94,12 +101,14 @@ def _several(facts: Mapping[str, Any], unit: Unit) -> list[str]:
 
 
 def _parties(facts: Mapping[str, Any]) -> list[str]:
-    parties = facts["parties"]
-    if facts["unit"] == "client":
-        return _alike(parties)
+    parties, names = facts["parties"], _accountants(facts)
+    columns = [f"epsilon ({name.upper()})" for name in names]
+    costs = [f"epsilon_{name}" for name in names]
+    if words_for(facts["unit"]).alike:
+        return _alike(parties, columns, costs)
     sigma = "sigma" if facts["schedule"]["name"] == "constant" else "sigma (first round)"
     sigma += " of the sum" if facts["aggregation"] == "ideal-secagg" else ""
-    header = ("party", f"{facts['unit']}s", "rate", sigma, "releases", "epsilon (RDP)", "epsilon (PLD)", "budget")
+    header = ("party", f"{facts['unit']}s", "rate", sigma, "releases", *columns, "budget")
     shown = parties
     lines: list[str] = []
     if len(parties) > LISTED:
@@ -109,26 +118,68 @@ def _parties(facts: Mapping[str, Any]) -> list[str]:
             "privacy.json. The ten with the largest epsilon:",
             "",
         ]
-        shown = sorted(parties, key=lambda p: (-float(p["epsilon_rdp"]), p["units"]))[:10]
-    keys = ("units", "rate", "sigma", "releases", "epsilon_rdp", "epsilon_pld", "budget")
+        shown = sorted(parties, key=lambda p: (-float(p[costs[0]]), p["units"]))[:10]
+    keys = ("units", "rate", "sigma", "releases", *costs, "budget")
     return lines + table(header, [(cell(p["name"]), *(short(p[key]) for key in keys)) for p in shown])
 
 
-def _alike(parties: Sequence[Mapping[str, Any]]) -> list[str]:
+def _alike(parties: Sequence[Mapping[str, Any]], columns: Sequence[str], costs: Sequence[str]) -> list[str]:
     """Where everyone is charged every round most parties have the same line: one for all of them."""
-    keys = ("rate", "sigma", "releases", "epsilon_rdp", "epsilon_pld", "budget")
+    keys = ("rate", "sigma", "releases", *costs, "budget")
     lines: dict[tuple[str, ...], list[str]] = {}
     for party in parties:
         lines.setdefault(tuple(short(party[key]) for key in keys), []).append(party["name"])
-    header = ("parties", "rate q_c", "sigma z", "releases", "epsilon (RDP)", "epsilon (PLD)", "budget")
+    header = ("parties", "rate q_c", "sigma z", "releases", *columns, "budget")
     who = {values: names[0] if len(names) == 1 else f"{len(names)} parties" for values, names in lines.items()}
     return table(header, [(cell(who[values]), *values) for values in lines])
 
 
-def _scope(scope: Mapping[str, Any]) -> str:
-    own = f" This run alone: epsilon = {short(scope['run_epsilon'])} (RDP)." if "run_epsilon" in scope else ""
+def _scope(scope: Mapping[str, Any], accountant: str) -> str:
+    own = (
+        f" This run alone: epsilon = {short(scope['run_epsilon'])} ({accountant.upper()})."
+        if "run_epsilon" in scope
+        else ""
+    )
     return f"{scope['text']}{own}"
 
 
 def _group_delta(delta: float) -> str:
     return short(delta) if delta < 1 else "1 (no guarantee)"
+
+
+# --- pieces of Markdown as lines, each ending in an empty one; values as a table's cells hold them ---
+
+
+def short(value: float | str | None) -> str:
+    """A value in a few letters: five digits of a number, "none" for None, "infinite" for what JSON has as "inf"."""
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        return "infinite" if value == "inf" else value
+    return f"{value:d}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def cell(text: str) -> str:
+    """Text that would break a table, made harmless."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def section(title: str, lines: Iterable[str]) -> list[str]:
+    """A heading and what is below it."""
+    return [f"## {title}", "", *lines]
+
+
+def paragraph(text: str) -> list[str]:
+    """Text by itself."""
+    return [text, ""]
+
+
+def bullets(items: Iterable[str]) -> list[str]:
+    """A list."""
+    return [*(f"- {item}" for item in items), ""]
+
+
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """A table."""
+    rule = "|".join("---" for _ in header)
+    return [f"| {' | '.join(header)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows), ""]

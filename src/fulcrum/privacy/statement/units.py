@@ -87,6 +87,7 @@ class Unit:
 
     short: for "epsilon of one ...". protected: a sentence's start. relation, adversary, counted, not_covered and
     adds_up are sentences. several: heads the table of what holds for m units together; "" where there is none.
+    alike: whether everyone is charged alike, so that parties with the same line are shown as one.
     """
 
     short: str
@@ -97,6 +98,7 @@ class Unit:
     adds_up: tuple[str, ...]
     not_covered: tuple[str, ...]
     several: str = ""
+    alike: bool = False
 
 
 UNITS: dict[str, Unit] = {
@@ -146,6 +148,7 @@ UNITS: dict[str, Unit] = {
         ),
         not_covered=(ROUND_TIMING, *NOT_COVERED, PUBLIC_TOTALS, SPREAD_OUT),
         several="parties together",
+        alike=True,
     ),
 }
 

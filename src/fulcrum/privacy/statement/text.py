@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.models.pretrain import PAINTED
 from fulcrum.privacy.plan import Plan
@@ -37,11 +39,13 @@ def level(plan: Plan, rule: ClipRule) -> str:
     return "assumed" if plan.shared else "yes"
 
 
-def guarantee(plan: Plan, rule: ClipRule, rdp: float, pld: float, mode: str) -> str:
-    """The one sentence to read. rdp and pld: the largest epsilon of any party. mode: of the randomness."""
+def guarantee(plan: Plan, rule: ClipRule, epsilons: Mapping[str, float], mode: str) -> str:
+    """The one sentence to read. epsilons: the largest of any party, by accountant. mode: of the randomness."""
     if not rule.private:
         return "There is no privacy guarantee: the updates left the parties without noise."
-    numbers = f"epsilon = {rdp:.4g} (RDP; {pld:.4g} by PLD), delta = {plan.delta:g}"
+    first, *others = epsilons
+    beside = ", ".join(f"{epsilons[name]:.4g} by {name.upper()}" for name in others)
+    numbers = f"epsilon = {epsilons[first]:.4g} ({first.upper()}; {beside}), delta = {plan.delta:g}"
     if not rule.sound:
         return (
             f"NOT A GUARANTEE. The rule {rule.name!r} sets the clipping norm from raw private values, so {numbers} is "

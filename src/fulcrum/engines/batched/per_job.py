@@ -1,4 +1,4 @@
-"""Rounds of any kind: every client of every run is a job with weights of its own; see `engine.stacked.trainer`."""
+"""Rounds of any kind: every client of every run is a job with weights of its own; see `stacked.trainer`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fulcrum.engines.stacked.trainer import Job, Part, Trainer
 from fulcrum.settings.derived import learning_rate
 
 
-class Apart:
+class PerJobRounds:
     """Plays rounds of R runs, job by job: several local steps, rules of the clients' own, rules that are not sound."""
 
     burst = 1

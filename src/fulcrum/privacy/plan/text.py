@@ -1,13 +1,103 @@
-"""Sentences about a plan that promises less than it seems to, or will learn little. Parties are counted, not listed."""
+"""A plan as people and programs read it: warnings in sentences, and the rows of `fulcrum plan --json`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fulcrum.clipping.rule import no_share
 from fulcrum.privacy.client_level import FEW
+from fulcrum.privacy.plan.party_group import Group
+
+# --- rows ---------------------------------------------------------------------------------------
+
+LISTED = 1000
+"""The most parties that `Plan.to_json` lists one by one."""
+
+
+@dataclass(frozen=True)
+class PartyPlan:
+    """One party's terms. batch is the expected number of units in a step, q n_k; epsilons: at the end, by
+    accountant.
+
+    sigma is the multiplier of the first round, sigma_last that of the last. budget is None where sigma was
+    given. warnings are sentences for the user.
+    """
+
+    name: str
+    units: int
+    rate: float
+    steps: int
+    participations: int
+    sigma: float
+    sigma_last: float
+    batch: float
+    epsilons: Mapping[str, float]
+    budget: float | None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def epsilon_rdp(self) -> float:
+        """Epsilon by RDP."""
+        return self.epsilons["rdp"]
+
+    @property
+    def epsilon_pld(self) -> float:
+        """Epsilon by PLD."""
+        return self.epsilons["pld"]
+
+
+def plain(value: float) -> float | str:
+    """The value as JSON can hold it: infinity as the string "inf"."""
+    return "inf" if math.isinf(value) else value
+
+
+def headline_keys(epsilons: Mapping[str, float]) -> dict[str, float | str]:
+    """Epsilons by accountant as JSON keys: `epsilon` is the first accountant's, then `epsilon_NAME`."""
+    first, *others = epsilons
+    return {"epsilon": plain(epsilons[first]), **{f"epsilon_{name}": plain(epsilons[name]) for name in others}}
+
+
+def epsilon_keys(epsilons: Mapping[str, float]) -> dict[str, float | str]:
+    """Epsilons by accountant as JSON keys: `epsilon_NAME` each."""
+    return {f"epsilon_{name}": plain(value) for name, value in epsilons.items()}
+
+
+def group_row(group: Group, parties: int, ends: Mapping[str, float], spent: float) -> dict[str, Any]:
+    """A group of so many parties. ends: epsilon at the end, by accountant. spent: epsilon before the run."""
+    return {
+        "parties": parties,
+        "rate": group.rate,
+        "steps": group.steps,
+        "participations": group.participations,
+        "sigma": group.sigma,
+        "sigma_last": group.sigmas()[1],
+        "statistics_every": group.every if group.share is not no_share else 0,
+        "budget": group.budget,
+        "spent_before": plain(spent),
+        **epsilon_keys(ends),
+    }
+
+
+def party_row(party: PartyPlan) -> dict[str, Any]:
+    """One party."""
+    row: dict[str, Any] = {}
+    for name, value in vars(party).items():
+        row |= epsilon_keys(party.epsilons) if name == "epsilons" else {name: value}
+    return {**row, "warnings": list(party.warnings)}
+
+
+def curve_rows(curve: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+    """Epsilon by rounds."""
+    return [{"round": t, "epsilon": plain(epsilon)} for t, epsilon in curve]
+
+
+# --- warnings: sentences about a plan that promises less than it seems to, or will learn little ---
 
 ASSUMED = (
     "ASSUMES AN IDEAL SECURE AGGREGATION, which is simulated and not implemented: epsilon holds only against a server "

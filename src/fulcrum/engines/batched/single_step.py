@@ -12,22 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fulcrum.engines.batched.chunks import look_back
+from fulcrum.engines.batched.chunks import BURST, look_back
 from fulcrum.engines.batched.server import Server
 from fulcrum.engines.stacked import sampling
 from fulcrum.engines.stacked.core import Tasks, clipped_sums
+from fulcrum.engines.stacked.draws import Draws
 from fulcrum.engines.stacked.replay import Replayer
 from fulcrum.engines.stacked.sampling import at, compact, round_up
 from fulcrum.engines.stacked.trainer import extra_width
-from fulcrum.privacy.mechanism import Scales, scales
-from fulcrum.rng import Seeded, stream_seed
+from fulcrum.privacy.mechanism import NoiseMultipliers, Scales, add_noise, scale_noise, scales
 from fulcrum.types import Assignment, Bounds
 
-BURST = 25
-"""Rounds between two looks at whether every sample fitted and every sum was finite."""
 
-
-class Pooled:
+class SingleStepRounds:
     """Plays rounds of R runs in which every run's clients are one batch."""
 
     def __init__(self, server: Server) -> None:
@@ -35,12 +32,13 @@ class Pooled:
         self.core, self.device = server.core, server.device
         self.replayer = Replayer(self.core)
         problems = [federation.problem for federation in server.federations]
-        self.seeds = [p.randomness.seed for p in problems if isinstance(p.randomness, Seeded)]
-        self.on_device = sampling.draws_on_device(self.device, [p.randomness for p in problems])
+        self.draws = Draws(self.device, [p.randomness for p in problems])
+        self.burst = BURST if self.draws.on_device else 1  # numbers of the host are kept for one round only
         self.order = torch.stack([p.partition.order for p in problems]).to(self.device)  # [R, n]
         self.parties = max(p.partition.parties for p in problems)
         owner = [torch.repeat_interleave(torch.arange(p.partition.parties), p.partition.sizes) for p in problems]
-        self.owner = torch.stack(owner).to(self.device)  # [R, n]: the client that holds each place of the order
+        self.host_owner = torch.stack(owner)  # [R, n]: the client that holds each place of the order
+        self.owner = self.host_owner.to(self.device)
         self._scales: dict[tuple[float, float, float, int], Scales] = {}
         self._tables()
         self.width = extra_width(self.core, server.rule_state, 0, server.rounds)
@@ -50,13 +48,6 @@ class Pooled:
         self.noise_extra = torch.zeros((runs, self.width), device=self.device)
         self.most = torch.zeros((), dtype=torch.int64, device=self.device)
         self.finite = torch.ones((), dtype=torch.bool, device=self.device)
-        self.generator = torch.Generator(self.device)
-        self._drawn = -1
-
-    @property
-    def burst(self) -> int:
-        """Rounds to play before looking: one where numbers cannot be drawn again."""
-        return BURST if self.on_device else 1
 
     def _tables(self) -> None:
         """Public terms of every client in every round, [T, R, K]; one row where all rounds are the same."""
@@ -86,7 +77,7 @@ class Pooled:
                 mean = sum(batches[k] for k in here)
                 expected = max(expected, sampling.pad_for(units, mean / units) if here else 0)
         self.pad = max(8, int(expected))
-        self.host_noise, self.host_extra = noise, extra
+        self.host_rate, self.host_noise, self.host_extra = rate, noise, extra
         self.rate, self.weight = rate.to(self.device), weight.float().to(self.device)
         self.spread = noise.square().sum(dim=2).sqrt().float().to(self.device)  # [T, R]
         self.spread_extra = extra.square().sum(dim=2).sqrt().float().to(self.device)
@@ -105,46 +96,34 @@ class Pooled:
 
     def play(self, t: int) -> None:
         """Queues round t; nothing is read back."""
-        if self.on_device:
-            self._draw_here(t)
-        elif self._drawn != t:  # a round that is repeated gets the same numbers, also where they cannot be replayed
-            self._draw_on_host(t)
-            self._drawn = t
+        self.draws.begin(t)
+        buffers = [self.uniforms, *([self.noise, self.noise_extra] if self.noisy else [])]
+        drawn = self.draws.fill(buffers, ("round",), lambda: self._from_streams(t)[: len(buffers)])
+        if drawn is not None:  # the host knows how many joined before anything starts
+            joins = drawn[0] < self.host_rate[0 if len(self.host_rate) == 1 else t].gather(1, self.host_owner)
+            self.pad = max(self.pad, round_up(int(joins.sum(dim=1).max())))
         self.replayer.change(("round", self.pad), self._round, [*self.server.held(), self.most, self.finite])
 
-    def _draw_here(self, t: int) -> None:
-        self.generator.manual_seed(stream_seed(self.seeds[0], ("many", *self.seeds, t)))
-        self.uniforms.uniform_(generator=self.generator)
-        if self.noisy:
-            self.noise.normal_(generator=self.generator)
-            self.noise_extra.normal_(generator=self.generator)
+    def _from_streams(self, t: int) -> list[Tensor]:
+        """The clients' own streams: uniforms [R, n], 1 where nobody takes part, and noise [R, d] and [R, J].
 
-    def _draw_on_host(self, t: int) -> None:
-        """The clients' own streams; their noise is added up with the weights it would get."""
-        joined = 0
+        The clients' noise is added up with the weights that it has in the aggregate.
+        """
         row = 0 if len(self.host_noise) == 1 else t
+        uniforms = torch.ones(self.uniforms.shape, dtype=torch.float64)
+        totals = [torch.zeros(self.noise.shape), torch.zeros(self.noise_extra.shape)]
         for r, federation in enumerate(self.server.federations):
-            problem = federation.problem
-            starts = problem.partition.starts.tolist()
-            uniforms = torch.ones(self.uniforms.shape[1], dtype=torch.float64)
-            noise, extra = torch.zeros(self.noise.shape[1]), torch.zeros(self.width)
-            count = 0
+            source, starts = federation.problem.randomness, federation.problem.partition.starts.tolist()
             for k in self.server.participants[r][t]:
-                own = problem.randomness.uniform(("sample", t, k, 0), starts[k + 1] - starts[k])
-                uniforms[starts[k] : starts[k + 1]] = own
-                count += int((own < federation.plan.assignment(k, t, 1.0).rate).sum())
-                for scale, total, purpose in (
-                    (self.host_noise, noise, "noise"),
-                    (self.host_extra, extra, "noise-extra"),
+                own = slice(starts[k], starts[k + 1])
+                uniforms[r, own] = source.uniform(("sample", t, k, 0), starts[k + 1] - starts[k])
+                for purpose, scale, total in zip(
+                    ("noise", "noise-extra"), (self.host_noise, self.host_extra), totals, strict=True
                 ):
                     factor = float(scale[row, r, k])
-                    if factor > 0 and len(total):
-                        total += factor * problem.randomness.normal((purpose, t, k, 0), len(total))
-            joined = max(joined, count)
-            self.uniforms[r].copy_(uniforms)
-            self.noise[r].copy_(noise)
-            self.noise_extra[r].copy_(extra)
-        self.pad = max(self.pad, round_up(joined))
+                    if factor > 0 and total.shape[1]:
+                        total[r] += factor * source.normal((purpose, t, k, 0), total.shape[1])
+        return [uniforms, *totals]
 
     def _round(self) -> None:
         """The tensor program of one round, in place."""
@@ -171,13 +150,12 @@ class Pooled:
             scale=of_rows(weight),
         )
         sums = clipped_sums(self.core, tasks)
-        reach = torch.linalg.vector_norm(sums.C, dim=1)
-        spread = at(self.spread, row) if self.on_device else torch.ones_like(reach)
-        spread_extra = at(self.spread_extra, row) if self.on_device else torch.ones_like(reach)
-        on_sum = (reach * spread).masked_fill(at(self.spread, row) == 0, 0)  # C may be infinite where nothing is noised
-        gradient = sums.sum + self.noise * on_sum[:, None]
         asked = at(self.asked, row)
-        extra = (sums.extra + self.noise_extra * (sums.extra_bound * spread_extra)[:, None]) * asked[:, None]
+        spread, spread_extra = at(self.spread, row), at(self.spread_extra, row)
+        if not self.draws.on_device:  # the clients' draws were scaled one by one
+            spread, spread_extra = (spread > 0).float(), (spread_extra > 0).float()
+        scale = scale_noise(Bounds(sums.C, sums.extra_bound), NoiseMultipliers(spread, spread_extra), asked)
+        gradient, extra, _ = add_noise(sums.sum, sums.extra, scale, (self.noise, self.noise_extra), {})
         aggregate = -lr[:, None] * (gradient + server.weight_decay[:, None] * server.theta)
         C = state["C"].clone()
         noise = at(server.noise, server.t)

@@ -10,14 +10,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fulcrum.privacy.accounting import epsilons, reported_accountants
 from fulcrum.privacy.client_level import Terms
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.plan import noise
-from fulcrum.privacy.plan.listing import LISTED, PartyPlan, curve_rows, group_row, party_row, plain
 from fulcrum.privacy.plan.noise import Noise
 from fulcrum.privacy.plan.party_group import Group
-from fulcrum.privacy.plan.warnings import about_clients, about_party, about_rule, about_sharing, about_sizes
+from fulcrum.privacy.plan.text import (
+    LISTED,
+    PartyPlan,
+    about_clients,
+    about_party,
+    about_rule,
+    about_sharing,
+    about_sizes,
+    curve_rows,
+    group_row,
+    headline_keys,
+    party_row,
+)
 from fulcrum.types import Assignment
+
+AGGREGATIONS = ("plain", "ideal-secagg")
+"""What privacy.aggregation may be: what the server is taken to see."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +69,18 @@ class Plan:
         return len(self.sizes)
 
     @property
+    def trusted_server(self) -> bool:
+        """Whether a trusted server clips whole updates and adds the noise: the unit is then the client."""
+        return self.central is not None
+
+    @property
+    def server_terms(self) -> Terms:
+        """The trusted server's mechanism; ask only where `trusted_server` is true."""
+        if self.central is None:
+            raise ValueError(f"a plan with unit {self.unit!r} has no trusted server")
+        return self.central
+
+    @property
     def shared(self) -> bool:
         """Whether the parties share one dose of noise, under an ideal secure aggregation that is assumed."""
         return self.aggregation == "ideal-secagg"
@@ -69,7 +96,7 @@ class Plan:
 
     def units(self, k: int) -> int:
         """n_k: examples, or persons where the unit is the person; 1 where it is the client itself."""
-        return 1 if self.central else int(self.sizes[k])
+        return 1 if self.trusted_server else int(self.sizes[k])
 
     def participations(self, k: int) -> int:
         """The most rounds that party k takes part in."""
@@ -94,7 +121,7 @@ class Plan:
             "unit": self.unit,
             # Epsilons against different adversaries do not add up, so they have accounts of their own.
             "population": f"{self.population}, "
-            + ("whole" if self.central else f"{self.units(k)} {self.unit}s")
+            + ("whole" if self.trusted_server else f"{self.units(k)} {self.unit}s")
             + (", seen in sums only (ideal secure aggregation)" if self.shared else ""),
         }
 
@@ -113,20 +140,27 @@ class Plan:
         return [(t, self.epsilon_at(t, k, accountant)) for t in rounds]
 
     @cached_property
-    def ends(self) -> tuple[tuple[float, float], ...]:
-        """(epsilon by RDP, epsilon by PLD) of each group at the end."""
-        return tuple(
-            (g.epsilon(self.rounds, self.delta, "rdp"), g.epsilon(self.rounds, self.delta, "pld")) for g in self.groups
-        )
+    def ends(self) -> tuple[dict[str, float], ...]:
+        """Epsilon of each group at the end, by accountant: those of `reported_accountants`, the headline first."""
+        reported = reported_accountants(self.accountant)
+        spends = [group.spent.plus(group.worst(self.rounds)) for group in self.groups]
+        by_name = {accountant.name: epsilons(spends, self.delta, accountant).tolist() for accountant in reported}
+        return tuple({name: by_name[name][i] for name in by_name} for i in range(len(self.groups)))
+
+    @property
+    def largest_ends(self) -> dict[str, float]:
+        """The largest epsilon of any party at the end, by accountant."""
+        return {name: max(end[name] for end in self.ends) for name in self.ends[0]}
 
     @property
     def costliest(self) -> int:
-        """The number of a party that can spend the most, by RDP first."""
-        return int((self.group_of == max(range(len(self.groups)), key=self.ends.__getitem__)).argmax())
+        """The number of a party that can spend the most, by the headline's accountant first."""
+        costs = [tuple(end.values()) for end in self.ends]
+        return int((self.group_of == max(range(len(costs)), key=costs.__getitem__)).argmax())
 
     def party(self, k: int) -> PartyPlan:
         """Everything about party k."""
-        group, (rdp, pld), n = self.group(k), self.ends[self.group_of[k]], self.units(k)
+        group, n = self.group(k), self.units(k)
         batch = self.central.cohort if self.central else group.rate * n
         return PartyPlan(
             name=self.name(k),
@@ -137,10 +171,9 @@ class Plan:
             sigma=group.sigma,
             sigma_last=group.sigmas()[1],
             batch=batch,
-            epsilon_rdp=rdp,
-            epsilon_pld=pld,
+            epsilons=self.ends[self.group_of[k]],
             budget=group.budget,
-            warnings=() if self.central else tuple(about_party(self.promised, n, batch)),
+            warnings=() if self.trusted_server else tuple(about_party(self.promised, n, batch)),
         )
 
     @property
@@ -195,8 +228,7 @@ class Plan:
         before = [group.spent.epsilon(self.delta, self.accountant) for group in self.groups]
         listed = [self.party(i) for i in range(min(self.parties, LISTED))]
         result: dict[str, Any] = {
-            "epsilon": plain(max(rdp for rdp, _ in self.ends)),
-            "epsilon_pld": plain(max(pld for _, pld in self.ends)),
+            **headline_keys(self.largest_ends),
             "delta": self.delta,
             "accountant": self.accountant,
             "unit": self.unit,

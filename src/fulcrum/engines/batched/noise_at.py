@@ -1,0 +1,312 @@
+"""Where the jobs of stacked runs are clipped and noised: at the parties in each local step, or once at the server.
+
+Both classes serve `local_steps.JobRounds`. `by_job` and `totals` are the tensors that steps and `collect` change;
+totals are sums over the groups of a round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fulcrum.engines.batched.chunks import Chunks, add_up
+from fulcrum.engines.batched.jobs import JobTable, client_terms
+from fulcrum.engines.batched.server import Server, server_sigma
+from fulcrum.engines.stacked.core import Sums
+from fulcrum.engines.stacked.draws import Draws
+from fulcrum.engines.stacked.rules import Stacked, StackedRule
+from fulcrum.engines.stacked.sampling import at
+from fulcrum.engines.stacked.step import Numbers, noised
+from fulcrum.engines.stacked.trainer import extra_width
+from fulcrum.errors import BudgetError
+from fulcrum.privacy.mechanism import NoiseMultipliers, Scales, add_noise, scale_noise, scales
+from fulcrum.training.problem import coordinate_groups
+from fulcrum.types import Bounds
+
+
+def sum_by_run(values: Tensor, weights: Tensor | None, starts: Tensor) -> Tensor:
+    """Each run's sum of its jobs' rows, each row times its weight: [J, x], [J] -> [R, x].
+
+    starts [R + 1]: where the jobs of each run begin, and behind them the empty ones. Rows are added one after the
+    other, and only those of the run: the bits are always the same, and a neighbour that overflows does no harm.
+    """
+    if not values.shape[1]:
+        return values.new_zeros((len(starts) - 1, 0))
+    every = torch.arange(len(values), device=values.device)
+    bags = torch.nn.functional.embedding_bag(every, values, starts, mode="sum", per_sample_weights=weights)
+    return bags[:-1]
+
+
+def _starts(label: Tensor, runs: int) -> Tensor:
+    """Where the jobs of each run begin, from the run of each job [J]; the last is where the empty ones do: [R + 1]."""
+    return torch.searchsorted(label, torch.arange(runs + 1, device=label.device))
+
+
+class NoiseAtParties:
+    """Unit example: each party clips and noises every local step; the server averages what they release."""
+
+    def __init__(self, server: Server, table: JobTable, steps: int) -> None:
+        self.server, self.core, self.table, self.steps = server, server.core, table, steps
+        self._tables()
+        view, _ = self.core.rule.view(server.rule_state, 0, server.rounds)
+        runs, dim = server.theta.shape
+        self.width = extra_width(self.core, server.rule_state, 0, server.rounds)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, device=server.device)
+
+        self.noise = zeros(table.jobs, dim if view.transform is None else len(view.transform.groups))
+        self.noise_extra = zeros(table.jobs, self.width)
+        self.extra, self.asked = zeros(table.jobs, self.width), zeros(table.jobs)  # over the round's steps
+        self.step_number = torch.zeros((), dtype=torch.int64, device=server.device)
+        self.by_job = [self.extra, self.asked, self.step_number]
+        self.sum, self.statistics = zeros(runs, dim), zeros(runs, self.width + 2)
+        self.totals = [self.sum, self.statistics]
+
+    def _tables(self) -> None:
+        """Public terms of every party in every round, [T, P + 1]; one row where all rounds are the same."""
+        server, rule, sizes = self.server, self.core.problem.rule, self.table.parties.size.tolist()
+        plans = [federation.plan for federation in server.federations]
+        clients = [(plan, k) for plan in plans for k in range(plan.parties)]
+        known: dict[tuple[float, float, float, bool, int], Scales] = {}
+        rounds = 1 if all(plan.schedule == "constant" for plan in plans) else server.rounds
+        sigma, noise, extra = (torch.zeros((rounds, len(clients) + 1), dtype=torch.float64) for _ in range(3))
+        for t in range(rounds):
+            for p, (plan, k) in enumerate(clients):
+                task = plan.assignment(k, t, 1.0)
+                key = (task.rate, task.sigma, task.rate * sizes[p], True, task.shares)
+                if key not in known:
+                    known[key] = scales(rule, Bounds(torch.ones(1), 1.0), *key)
+                sigma[t, p], noise[t, p], extra[t, p] = task.sigma, float(known[key].sum), float(known[key].extra)
+        self.host_sigma = sigma
+        self.sigma, self.noise_scale, self.extra_scale = (v.float().to(server.device) for v in (sigma, noise, extra))
+        self.noisy = bool((sigma > 0).any())
+        every = [plan.assignment(k, 0, 1.0).every for plan, k in clients]
+        self.every = torch.tensor([*every, 1], device=server.device)
+
+    # --- random numbers ------------------------------------------------------------------------
+
+    def draw_step(self, draws: Draws, t: int, group: int, step: int) -> None:
+        """The noise of a local step, from each party's own streams, standard normal."""
+        sigma = self.host_sigma[0 if len(self.host_sigma) == 1 else t]
+
+        def from_streams() -> list[Tensor]:
+            found = []
+            for purpose, shape in (("noise", self.noise.shape), ("noise-extra", self.noise_extra.shape)):
+                rows = torch.zeros(shape)
+                for j, r, k in self.table.members(t, group) if shape[1] else ():
+                    if sigma[self.table.firsts[r] + k] > 0:
+                        source = self.server.federations[r].problem.randomness
+                        rows[j] = source.normal((purpose, t, k, step), shape[1])
+                found.append(rows)
+            return found
+
+        if self.noisy:
+            draws.fill([self.noise, self.noise_extra], ("noise", group, step), from_streams)
+
+    def draw_round(self, draws: Draws, t: int) -> None:
+        """The server adds no noise."""
+
+    # --- parts of the programs -----------------------------------------------------------------
+
+    def _now(self, table: Tensor) -> Tensor:
+        """This round's row of a table."""
+        return at(table, torch.zeros_like(self.server.t) if len(table) == 1 else self.server.t)
+
+    def clip_state(self, run: Tensor) -> Stacked:
+        """The rule's state of each chunk, from the chunk's run."""
+        return {name: value.index_select(0, run) for name, value in self.server.rule_state.items()}
+
+    def step_sigma(self, client: Tensor) -> Tensor:
+        """The noise multiplier of each job [J]."""
+        return self._now(self.sigma).index_select(0, client)
+
+    def step(self, found: Sums, chunks: Chunks, client: Tensor, batch: Tensor) -> Tensor:
+        """What the parties release of a step: the noised mean gradients [J, d]; statistics are added up."""
+        server = self.server
+        number = server.t * self.steps + self.step_number
+        terms: Numbers = {
+            "batch": batch,
+            "noise": self._now(self.noise_scale).index_select(0, client),
+            "noise_extra": self._now(self.extra_scale).index_select(0, client),
+            "asked": (torch.remainder(number, self.every.index_select(0, client)) == 0).float(),
+        }
+        first = chunks.starts[:-1].clamp_max(len(chunks.owner) - 1)
+        sums = replace(
+            found,
+            sum=add_up(chunks, found.sum),
+            extra=add_up(chunks, found.extra),
+            C=found.C.index_select(0, first),
+            extra_bound=found.extra_bound.index_select(0, first),
+        )
+        view, _ = self.core.rule.view(server.rule_state, server.t, server.rounds)
+        gradient, extra = noised(sums, terms, self.noise, self.noise_extra, view)
+        self.extra.add_(extra)
+        self.asked.add_(terms["asked"])
+        self.step_number.add_(1)
+        return gradient
+
+    def collect(self, updates: Tensor, label: Tensor, weight: Tensor) -> None:
+        """Updates [J, d] of jobs of the runs `label` [J], weighted, into their runs' sums; their statistics too."""
+        starts = _starts(label, len(self.sum))
+        self.sum.add_(sum_by_run(updates, weight, starts))
+        extra = self.extra / self.asked.clamp_min(1)[:, None]
+        steps = torch.full_like(self.asked, float(self.steps))
+        own = torch.cat([extra, self.asked[:, None], steps[:, None]], dim=1)
+        self.statistics.add_(sum_by_run(own, weight, starts))
+
+    def end(self) -> None:
+        """The rules and the server optimisers, in place."""
+        server, state = self.server, self.server.rule_state
+        extra, asked, steps = self.statistics[:, :-2], self.statistics[:, -2], self.statistics[:, -1]
+        lr, noise = at(server.lr, server.t), at(server.noise, server.t)
+        C = state["C"].clone()
+        update, after = self.core.rule.adapt(state, self.sum, extra, lr, steps, server.t, server.rounds, noise, asked)
+        server.move(update, after, C)
+
+
+class NoiseAtServer:
+    """Unit client (DP-FedAvg): parties train plainly; the trusted server clips their updates and noises the mean."""
+
+    def __init__(self, server: Server, table: JobTable, divisor: Tensor) -> None:
+        self.server, self.core, self.slots = server, server.core, table.slots
+        first = server.federations[0].problem
+        self.rule = StackedRule(first.rule)
+        self.coordinates = coordinate_groups(first.layout, first.groups).to(server.device)
+        self.divisor = divisor.to(server.device)
+        self._tables()
+        runs, dim = server.theta.shape
+        self.width = extra_width(replace(self.core, rule=self.rule), server.rule_state, 0, server.rounds)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, device=server.device)
+
+        self.noise, self.noise_extra = zeros(runs, dim), zeros(runs, self.width)
+        self.by_job: list[Tensor] = []
+        self.sum, self.extra = zeros(runs, dim), zeros(runs, self.width)
+        self.C, self.bound = torch.zeros_like(server.rule_state["C"]), zeros(runs)
+        self.totals = [self.sum, self.extra]
+
+    def _tables(self) -> None:
+        """The servers' public terms: [T, R], and [R] where they do not move."""
+        server = self.server
+        terms = [client_terms(federation) for federation in server.federations]
+        sigma, noise, extra = (torch.zeros(self.divisor.shape, dtype=torch.float64) for _ in range(3))
+        for r, (federation, own) in enumerate(zip(server.federations, terms, strict=True)):
+            for t in range(server.rounds):
+                z = server_sigma(federation.plan, t)
+                scale = scales(self.rule.rule, Bounds(torch.ones(1), 1.0), own.rate, z, own.cohort)
+                if any(group.round_events(t) != (scale.event,) for group in federation.plan.groups):
+                    raise BudgetError(f"round {t + 1} would release {scale.event}, which is not what was planned.")
+                sigma[t, r], noise[t, r] = z, float(scale.sum) * own.sensitivity
+                extra[t, r] = float(scale.extra) / own.cohort
+        self.host_sigma = sigma
+        self.sigma, self.noise_scale, self.extra_scale = (v.float().to(server.device) for v in (sigma, noise, extra))
+        self.cohort = torch.tensor([own.cohort for own in terms], dtype=torch.float32).to(server.device)
+
+    # --- random numbers ------------------------------------------------------------------------
+
+    def draw_step(self, draws: Draws, t: int, group: int, step: int) -> None:
+        """Local steps are not noised."""
+
+    def draw_round(self, draws: Draws, t: int) -> None:
+        """The servers' noise, standard normal."""
+
+        def from_streams() -> list[Tensor]:
+            found = []
+            for purpose, shape in (("noise", self.noise.shape), ("noise-extra", self.noise_extra.shape)):
+                rows = torch.zeros(shape)
+                for r, federation in enumerate(self.server.federations):
+                    if self.host_sigma[t, r] > 0 and shape[1]:
+                        rows[r] = federation.problem.randomness.normal((purpose, "central", t), shape[1])
+                found.append(rows)
+            return found
+
+        if bool((self.host_sigma > 0).any()):
+            draws.fill([self.noise, self.noise_extra], ("noise",), from_streams)
+
+    # --- parts of the programs -----------------------------------------------------------------
+
+    def clip_state(self, run: Tensor) -> Stacked:
+        """The parties clip nothing: each chunk has a C that is never reached."""
+        return {"C": torch.full((len(run), 1), torch.inf, device=run.device)}
+
+    def step_sigma(self, client: Tensor) -> Tensor:
+        """No noise in the steps of any job [J]."""
+        return torch.zeros(len(client), device=client.device)
+
+    def step(self, found: Sums, chunks: Chunks, client: Tensor, batch: Tensor) -> Tensor:
+        """The plain mean gradients [J, d]."""
+        return add_up(chunks, found.sum).div_(batch[:, None])
+
+    def collect(self, updates: Tensor, label: Tensor, weight: Tensor) -> None:
+        """Updates [J, d], clipped and weighted, into their runs' sums; see `training.client_level.average`."""
+        server, state, runs, jobs = self.server, self.server.rule_state, len(self.sum), len(updates)
+        run, starts = label.clamp_max(runs - 1), _starts(label, runs)
+        gradients = updates.neg_()  # as rules read them
+        norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
+        good = torch.isfinite(norms)
+        gradients.masked_fill_(~good, 0)
+        groups = state["C"].shape[1]
+        norms = norms.masked_fill(~good, 0) if groups == 1 else self._norms(gradients, groups)
+
+        # The rule sees each run's jobs as a batch: [R, slots].
+        place = starts[:-1, None] + torch.arange(self.slots, device=label.device)
+        mask = place < starts[1:, None]
+        place = place.clamp_max(jobs - 1).flatten()
+
+        def by_run(values: Tensor) -> Tensor:
+            rows = values.index_select(0, place).view(*mask.shape, *values.shape[1:])
+            return rows.masked_fill(~mask.view(*mask.shape, *[1] * (values.dim() - 1)), 0)
+
+        _, direction = self.rule.view(state, server.t, server.rounds)
+        dots = None
+        if direction is not None:
+            dots = by_run((gradients * direction.index_select(0, run)).sum(dim=1))
+        sigma, ones = at(self.sigma, server.t), torch.ones_like(self.cohort)
+        decided = self.rule.clip(state, by_run(norms), mask, dots, None, sigma, self.cohort, ones)
+        factors, again, extra, _, C, bound = decided
+
+        back = run * self.slots + torch.arange(jobs, device=label.device) - starts.index_select(0, run)
+        back = back.clamp_max(runs * self.slots - 1)
+
+        def sums(factors: Tensor, weights: Tensor | None = None) -> Tensor:
+            own = factors.flatten(0, 1).index_select(0, back)  # [J, G]
+            own = own if weights is None else own * weights[:, None]
+            if groups == 1:
+                return sum_by_run(gradients, own[:, 0].contiguous(), starts)
+            return sum_by_run(gradients * own.index_select(1, self.coordinates), None, starts)
+
+        self.sum.add_(sums(factors, weight))
+        statistics = [extra.sum(dim=1), *([sums(again)] if again.shape[2] else [])]  # never weighted
+        self.extra.add_(torch.cat(statistics, dim=1))
+        self.C.copy_(C)
+        self.bound.copy_(bound)
+
+    def _norms(self, gradients: Tensor, groups: int) -> Tensor:
+        """[J, G]; tensor by tensor, so that a GPU adds up in the same order each time."""
+        problem = self.server.federations[0].problem
+        squares = [gradients.new_zeros(len(gradients)) for _ in range(groups)]
+        for group, part in zip(problem.groups, gradients.split(problem.layout.sizes, dim=1), strict=True):
+            squares[group] = squares[group] + torch.linalg.vector_norm(part, dim=1).square()
+        return torch.stack(squares, dim=1).sqrt()
+
+    def end(self) -> None:
+        """The means, their noise, the rules and the server optimisers, in place: one step at learning rate 1."""
+        server, t = self.server, self.server.t
+        multipliers = NoiseMultipliers(at(self.noise_scale, t), at(self.extra_scale, t))
+        scale = scale_noise(Bounds(self.C, self.bound), multipliers)
+        mean, extra, _ = add_noise(
+            self.sum / at(self.divisor, t)[:, None],
+            self.extra / self.cohort[:, None],
+            scale,
+            (self.noise, self.noise_extra),
+            {},
+        )
+        C, ones = server.rule_state["C"].clone(), torch.ones_like(self.cohort)
+        update, after = self.rule.adapt(
+            server.rule_state, -mean, extra, ones, ones, t, server.rounds, at(server.noise, t)
+        )
+        server.move(update, after, C)

@@ -1,0 +1,227 @@
+"""Observers: what watches a run while it is played. Write one in a few lines; see docs/own-observer.md.
+
+    class Printer(Observer):
+        def round(self, result):
+            print(result.round, result.metrics, result.epsilon)
+
+    fulcrum.train(data="digits", observers=[Printer()])
+
+The bar of the command line, metrics.jsonl with the checkpoints, and users' own observers all come through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fulcrum.errors import ConfigError, RunError
+from fulcrum.privacy.plan import Plan
+from fulcrum.runs import folder as record
+from fulcrum.runs.folder import RunFolder
+from fulcrum.settings.registry import Registry
+from fulcrum.settings.schema import Settings
+from fulcrum.training.snapshot import Snapshot
+from fulcrum.types import RoundResult
+
+if TYPE_CHECKING:
+    from fulcrum.runs.result import Result
+
+OnRound = Callable[[RoundResult], None]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that begins or goes on. id: its name in ledgers. folder: None where nothing is kept."""
+
+    id: str
+    settings: Settings
+    folder: Path | None
+    plan: Plan
+
+    @property
+    def parties(self) -> tuple[str, ...]:
+        """The names of the parties, in the order of their numbers."""
+        return tuple(map(self.plan.name, range(self.plan.parties)))
+
+
+class Observer:
+    """Watches a run. Override what you need; every method does nothing by default.
+
+    An observer sees released values only, so it costs no privacy. One that raises stops the run as Ctrl-C does: nothing
+    is lost, and the run can be continued.
+    """
+
+    def started(self, run: RunInfo) -> None:
+        """Before the first round that is played, also where an interrupted run goes on."""
+
+    def snapshot(self, snapshot: Snapshot) -> None:
+        """After each round, before `round`: the state from which the run can go on."""
+
+    def round(self, result: RoundResult) -> None:
+        """After each round, which is then paid for and settled."""
+
+    def ended(self, result: Result | None) -> None:
+        """Called once at the end. None: the run was interrupted (Ctrl-C, an error) and may be resumed."""
+
+
+# --- built-in observers -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CallOnRound(Observer):
+    """`on_round=f`: a function as an observer. What it raises ends the run as it is."""
+
+    function: OnRound
+
+    def round(self, result: RoundResult) -> None:
+        """Call the function."""
+        self.function(result)
+
+
+@dataclass
+class RunRecorder(Observer):
+    """Keeps the lines of metrics.jsonl, and in a folder the file itself and the checkpoints.
+
+    lines: those of the rounds before `latest`, the snapshot that the run goes on from. checkpoint_every: rounds between
+    two checkpoints; the last round always has one.
+    """
+
+    folder: RunFolder | None
+    checkpoint_every: int
+    rounds: int
+    latest: Snapshot | None = None
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._saved = self.latest.round if self.latest else 0
+        self._next: Snapshot | None = None
+
+    def snapshot(self, snapshot: Snapshot) -> None:
+        """Kept until the round's line is written."""
+        self._next = snapshot
+
+    def round(self, result: RoundResult) -> None:
+        """Append the round's line, then write a checkpoint where one is due.
+
+        In this order, since a resumed run cuts off lines behind its checkpoint but cannot make up missing ones.
+        """
+        line = record.plain(record.metrics_line(result))
+        self.lines.append(line)
+        if self.folder:
+            self.folder.add_line(line)
+        self.latest = self._next
+        if result.round % self.checkpoint_every == 0 or result.round == self.rounds:
+            self._checkpoint()
+
+    def ended(self, result: Result | None) -> None:
+        """Write the last checkpoint, also where the run was interrupted."""
+        self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        if self.folder and self.latest and self.latest.round > self._saved:
+            self.folder.checkpoint(self.latest)
+            self._saved = self.latest.round
+
+
+class ProgressLines(Observer):
+    """Prints one line per evaluated round to stderr, for log files; `--observe lines`."""
+
+    def round(self, result: RoundResult) -> None:
+        """Print the round's number, its metrics, C and epsilon."""
+        if result.metrics:
+            metrics = "  ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
+            C = f"C {record.total_C(result.C):.4g}"
+            print(
+                f"round {result.round}/{result.rounds}  {metrics}  {C}  epsilon {result.epsilon:.4g}", file=sys.stderr
+            )
+
+
+# --- observers by name ------------------------------------------------------------------------
+
+OBSERVERS: Registry[Observer | Callable[[], Observer]] = Registry(
+    "--observe", noun="observer", entry_points="fulcrum.observers"
+)
+"""Observers, or functions and classes that make one, by name. Packages offer theirs under `fulcrum.observers`."""
+OBSERVERS.add("lines", ProgressLines)
+
+
+def find_observer(given: str | Observer) -> Observer:
+    """An observer as it is, or the one of that name; a function or class of that name is called without arguments."""
+    if isinstance(given, Observer):
+        return given
+    found = OBSERVERS.find(given)
+    made = found if isinstance(found, Observer) else found() if callable(found) else found
+    if not isinstance(made, Observer):
+        raise ConfigError(
+            f"--observe = {given!r} gives a {type(made).__name__}; it must be a fulcrum.Observer, or make one without "
+            "arguments."
+        )
+    return made
+
+
+# --- calling them -----------------------------------------------------------------------------
+
+
+class Observers:
+    """All observers of a run, called in order: the recorder first, then the users' own."""
+
+    def __init__(self, recorder: RunRecorder, others: Sequence[Observer], on_round: OnRound | None) -> None:
+        own = [CallOnRound(on_round)] if on_round else []
+        self.recorder = recorder
+        self._all: list[Observer] = [recorder, *own, *others]
+        self._started: list[Observer] = []
+
+    def started(self, run: RunInfo) -> None:
+        """The run begins."""
+        for observer in self._all:
+            with self._naming(observer, "started"):
+                observer.started(run)
+            self._started.append(observer)
+
+    def round(self, result: RoundResult, snapshot: Snapshot) -> None:
+        """A round is done: first it is on disk, then the others are told."""
+        for observer in self._all:
+            with self._naming(observer, "snapshot"):
+                observer.snapshot(snapshot)
+            with self._naming(observer, "round"):
+                observer.round(result)
+
+    def ended(self, result: Result) -> None:
+        """The run has ended by itself. Every observer is told, then the first failure is raised."""
+        failures = self._end(result)
+        if failures:
+            raise failures[0]
+
+    def interrupted(self) -> None:
+        """The run stops early; what observers raise now is dropped, for the cause of the stop is on its way."""
+        self._end(None)
+
+    def _end(self, result: Result | None) -> list[Exception]:
+        failures: list[Exception] = []
+        while self._started:
+            observer = self._started.pop(0)
+            try:
+                with self._naming(observer, "ended"):
+                    observer.ended(result)
+            except Exception as error:
+                failures.append(error)
+        return failures
+
+    @contextlib.contextmanager
+    def _naming(self, observer: Observer, method: str) -> Iterator[None]:
+        """What an observer of the user's raises becomes one sentence that names it."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(observer, RunRecorder | CallOnRound):
+                raise
+            words = " ".join(str(error).split())
+            kind = type(error).__name__ + (f": {words}" if words else "")
+            where = f"{type(observer).__module__}.{type(observer).__qualname__}"
+            folder = f" in {self.recorder.folder.path}" if self.recorder.folder else ""
+            rest = "is complete" if method == "ended" else "stopped" + (" and can be continued" if folder else "")
+            raise RunError(f"observer {where} failed in {method} ({kind}); the run{folder} {rest}.") from error

@@ -1,0 +1,107 @@
+"""What a finished run's record says of its score, whichever version wrote it. The one place that knows old records.
+
+A record holds `metrics` (name -> value after the last round), `score` (the name of the metric that choices, tables
+and searches go by) and `higher_is_better`. Records of the first versions have `accuracy` and `loss` alone; later
+ones keep these two keys where the run has such metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FORMER_SCORE = "accuracy"
+"""The score of records that name none."""
+FORMER_KEYS = (FORMER_SCORE, "loss")
+"""Metrics that stand at the top of a record, too."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The metric that choices, tables and searches go by."""
+
+    name: str = FORMER_SCORE
+    higher_is_better: bool = True
+
+    @property
+    def is_fraction(self) -> bool:
+        """Whether it is a part of 1, shown in %."""
+        return self.name.endswith(FORMER_SCORE)
+
+    @property
+    def unit(self) -> str:
+        """What stands behind its values in tables: "%" or nothing."""
+        return "%" if self.is_fraction else ""
+
+    @property
+    def title(self) -> str:
+        """Name and unit, for headings: "accuracy in %"."""
+        return f"{self.name} in %" if self.is_fraction else self.name
+
+    def scaled(self, value: float) -> float:
+        """The value as tables show it."""
+        return 100 * value if self.is_fraction else value
+
+    def text(self, value: float) -> str:
+        """The value for people: 97.31%, or 0.1234 for what is no fraction."""
+        return self.number(value) + self.unit
+
+    def number(self, value: float) -> str:
+        """The value as a table shows it, whose heading has the unit."""
+        return f"{100 * value:.2f}" if self.is_fraction else f"{value:.4g}"
+
+    def best(self, values: Iterable[float]) -> float:
+        """The best of the values."""
+        return max(values) if self.higher_is_better else min(values)
+
+    def worst(self, values: Iterable[float]) -> float:
+        """The worst of the values."""
+        return min(values) if self.higher_is_better else max(values)
+
+    def lead(self, one: float, other: float) -> float:
+        """By how much one value is better than another; negative where it is worse."""
+        return one - other if self.higher_is_better else other - one
+
+
+def score_of_record(record: Mapping[str, Any]) -> Score:
+    """The score that a record's run was judged by."""
+    return Score(record.get("score", FORMER_SCORE), record.get("higher_is_better", True))
+
+
+def score_of_records(records: Iterable[Mapping[str, Any]]) -> Score:
+    """The score that all these records have in common: the first one's; that of old records where there is none."""
+    return next(map(score_of_record, records), Score())
+
+
+def metrics_of_record(record: Mapping[str, Any]) -> dict[str, float]:
+    """All metrics of a record after its last round."""
+    former = {name: record[name] for name in FORMER_KEYS if name in record}
+    return {**former, **record.get("metrics", {})}
+
+
+def score_value(record: Mapping[str, Any]) -> float:
+    """The value of a record's score after its last round."""
+    return float(metrics_of_record(record)[score_of_record(record).name])
+
+
+def score_entries(metrics: Mapping[str, float], score: Score) -> dict[str, Any]:
+    """The entries of a new record; metrics that old records have at the top are there, too."""
+    former = {name: metrics[name] for name in FORMER_KEYS if name in metrics}
+    return {**former, "metrics": dict(metrics), "score": score.name, "higher_is_better": score.higher_is_better}
+
+
+# --- chosen settings ------------------------------------------------------------------------------
+
+FORMER_CHOICE = f"validation_{FORMER_SCORE}"
+"""Key of a choice's score in table-cells.json, and in files of chosen settings by the first versions."""
+
+
+def choice_entries(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of a file of chosen settings with the names of today."""
+    return {"validation_score" if name == FORMER_CHOICE else name: value for name, value in entry.items()}
+
+
+def choice_to_results(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A choice as table-cells.json has it, whose keys are kept."""
+    return {FORMER_CHOICE if name == "validation_score" else name: value for name, value in values.items()}
