@@ -319,6 +319,7 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
     from fulcrum.clipping import RULES
     from fulcrum.data.features import FEATURES
     from fulcrum.data.partition import DEALS
+    from fulcrum.data.tasks.losses import REGRESSION_LOSSES
     from fulcrum.engines import ENGINES
     from fulcrum.gradients.stacked.passes import PRECISIONS
     from fulcrum.models.builtin import ACTIVATIONS
@@ -346,6 +347,7 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
         "central.estimator": ESTIMATORS,
         "run.engine": ENGINES,
         "run.precision": PRECISIONS,
+        "task.loss": REGRESSION_LOSSES,
     }
     for path, registry in registries.items():
         assert set(choice_names(path)) == set(registry) | special.get(path, set()), path

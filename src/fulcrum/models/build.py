@@ -17,7 +17,7 @@ from fulcrum.models.builtin import ACTIVATIONS, AUTO, BUILTIN, Shape, initialise
 from fulcrum.models.own import _check, made_up_inputs, make_own
 from fulcrum.rng import torch_stream
 from fulcrum.settings import schema as config
-from fulcrum.settings.registry import Registry
+from fulcrum.settings.registry import Registry, nearest_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,6 +32,18 @@ for _name, _factory in BUILTIN.items():
 def register_model(name: str) -> Callable[[F], F]:
     """A decorator that makes a factory a model's name; `build` says what it is called with."""
     return MODELS.register(name)
+
+
+def find_factory(name: str) -> Callable[..., nn.Module]:
+    """The factory of that name, or of package.module:factory; ModelError with the nearest name where there is none."""
+    if ":" in name or name in MODELS.names():
+        return MODELS.find(name)
+    known = ("auto", *MODELS.names())
+    near = nearest_name(name, known)
+    hint = f"; did you mean {near!r}?" if near else "."
+    raise ModelError(
+        f"model.name = {name!r} is not known; choose one of {', '.join(known)}, or package.module:factory{hint}"
+    )
 
 
 def is_built_in(settings: config.Model) -> bool:
@@ -84,7 +96,7 @@ def build(
         initialise(model, torch_stream(seed, "init"))
         return _started(model, settings, name)
     model = make_own(
-        MODELS.find(name),
+        find_factory(name),
         name,
         {
             "input_shape": shape,

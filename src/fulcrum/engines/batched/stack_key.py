@@ -98,7 +98,7 @@ def federation_key(federation: Federation) -> Hashable:
         str(problem.device),
         problem.randomness.mode,
         # A stack has one change of basis, so runs whose rule sets it differently are not stacked.
-        settings.clip if _transforms(federation) else None,
+        repr(settings.clip) if _transforms(federation) else None,
     )
 
 
