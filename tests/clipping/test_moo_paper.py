@@ -34,7 +34,9 @@ def algorithm_1(
     party = problem.party(0)
     for n in range(steps):
         rows, _, _ = sample_units(problem.randomness, ("sample", 0, 0, n), party, 0.5)
-        tape = record(problem.model, problem.layout, theta, problem.dataset.x[rows], problem.dataset.y[rows])
+        tape = record(
+            problem.model, problem.layout, theta, problem.dataset.x[rows], problem.dataset.y[rows], problem.dataset.task
+        )
         total = torch.zeros_like(theta)
         for g, loss in zip(tape.matrix(), tape.losses.tolist(), strict=True):
             norm = float(g.norm())

@@ -132,7 +132,7 @@ def toy_images(n: int = 40) -> Dataset:
 
 def test_a_record_becomes_the_same_whatever_lies_beside_it() -> None:
     data = toy_images()
-    whole, alone = featured(data, ON, CPU), featured(dataclasses.replace(data, x=data.x[3:4]), ON, CPU)
+    whole, alone = featured(data, ON, CPU), featured(data.with_changes(x=data.x[3:4]), ON, CPU)
     torch.testing.assert_close(whole.x[3:4], alone.x, rtol=1e-4, atol=1e-5)
     assert whole.x.shape == (30, CHANNELS, 2, 2)
     assert whole.x.dtype == torch.float32
@@ -154,14 +154,14 @@ def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
 
 def test_mirror_images_become_the_same_and_made_up_images_the_origin() -> None:
     data = toy_images()
-    mirrored = dataclasses.replace(data, x=data.x.flip(-1))
+    mirrored = data.with_changes(x=data.x.flip(-1))
     both, one = (featured(d, dataclasses.replace(ON, feature_mirror=True), CPU).x for d in (data, mirrored))
     torch.testing.assert_close(both, one, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(featured(data, ON, CPU).x, featured(mirrored, ON, CPU).x, rtol=0.1)
     centred = dataclasses.replace(ON, feature_center=True)
     shift = featured(data, ON, CPU).x - featured(data, centred, CPU).x
     torch.testing.assert_close(shift, shift[:1].expand_as(shift), rtol=1e-4, atol=1e-5)  # one constant for all records
-    other = dataclasses.replace(data, x=2 * data.x[:5], y=data.y[:5])
+    other = data.with_changes(x=2 * data.x[:5], y=data.y[:5])
     again = featured(other, ON, CPU).x - featured(other, centred, CPU).x
     torch.testing.assert_close(again[:1], shift[:1], rtol=1e-4, atol=1e-5)  # and for all data sets of that shape
     assert float(shift[0].norm()) > 1.0
@@ -223,12 +223,12 @@ def test_a_whitened_record_depends_on_no_other() -> None:
     data, whitened = toy_images(), dataclasses.replace(ON, feature_whiten=0.25)
     x = data.x.clone()
     x[3] = -2 * x[4]
-    one, two = featured(data, whitened, CPU), featured(dataclasses.replace(data, x=x), whitened, CPU)
+    one, two = featured(data, whitened, CPU), featured(data.with_changes(x=x), whitened, CPU)
     others = torch.arange(len(x)) != 3
     assert torch.equal(one.x[others], two.x[others])
     assert torch.equal(one.x_test, two.x_test)
     assert not torch.allclose(one.x[3], two.x[3], rtol=0.1)
-    alone = featured(dataclasses.replace(data, x=data.x[3:4], y=data.y[3:4]), whitened, CPU)
+    alone = featured(data.with_changes(x=data.x[3:4], y=data.y[3:4]), whitened, CPU)
     torch.testing.assert_close(alone.x, one.x[3:4], rtol=1e-3, atol=1e-4)
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fulcrum.data import available, load, search_folders, sources, user_cache, verify
+from fulcrum.data import available, load, search_folders, user_cache, verify
+from fulcrum.data.sources import named
 from fulcrum.data.sources.public import cifar, idx, registry
 from fulcrum.errors import DataError
 
@@ -461,6 +462,6 @@ def test_digits_are_fixed_and_stratified():
 
 
 def test_changed_digits_are_noticed(monkeypatch):
-    monkeypatch.setattr(sources, "DIGITS_DIGEST", "0")
+    monkeypatch.setattr(named, "DIGITS_DIGEST", "0")
     assert "not the public ones" in load("digits").warnings[0]
     assert verify("digits")[0][1] == "changed"

@@ -278,3 +278,36 @@ def test_parties_are_counted_from_zero():
     for k in (-1, 3):
         with pytest.raises(IndexError):
             partition.indices(k)
+
+
+# --- targets that are no classes --------------------------------------------------------------
+
+
+def numbers(**more):
+    x = np.arange(60, dtype=np.float32)[:, None]
+    return from_arrays(x, x[:, 0], task="regression", **more)
+
+
+def test_auto_is_dirichlet_for_classes_and_iid_otherwise():
+    labels = np.arange(60) % 3
+    x = np.arange(60, dtype=np.float32)[:, None]
+    classes, answers = from_arrays(x, labels), from_arrays(x, labels % 2, task="binary")
+    for data, method in ((classes, "dirichlet"), (answers, "dirichlet"), (numbers(), "iid")):
+        auto, named = (split(data, Data(parties=4, min_examples=2, partition=name), 0) for name in ("auto", method))
+        assert torch.equal(auto.order, named.order)
+        assert torch.equal(auto.starts, named.starts)
+
+
+@pytest.mark.parametrize("method", ["iid", "quantity"])
+def test_numbers_are_split_and_persons_stay_whole(method):
+    person = np.arange(60) // 5
+    part = split(numbers(person=person), Data(parties=3, min_examples=2, partition=method), 0)
+    assert sorted(part.order.tolist()) == list(range(60))
+    owners = [set(person[part.indices(k).numpy()]) for k in range(3)]
+    assert sum(map(len, owners)) == 12
+
+
+@pytest.mark.parametrize("method", ["dirichlet", "shards"])
+def test_a_split_by_class_of_numbers_is_refused(method):
+    with pytest.raises(ConfigError, match=f"'{method}' splits by class, and the targets of task 'regression'"):
+        split(numbers(), Data(parties=3, partition=method), 0)

@@ -53,7 +53,7 @@ def parallel(problem: Problem, asked: RoundRequest, workers: int = 2) -> list[Cl
 
 def oracle(problem: Problem, asked: RoundRequest) -> list[ClientReply]:
     """The reference with every gradient found by vmap: nothing of the fast path in it."""
-    work = by_matrix(Follower(problem.model, problem.layout, how="vmap"))
+    work = by_matrix(Follower(problem.model, problem.layout, problem.dataset.task, how="vmap"))
     pairs = zip(asked.assignments, asked.states, strict=True)
     return [train_client(problem, asked, task, state, work) for task, state in pairs]
 
@@ -256,7 +256,7 @@ def test_an_example_that_is_not_finite_counts_as_zero(rule: str) -> None:
     problem = uneven(toy_problem(rule, parties=5))
     x = problem.dataset.x.clone()
     x[problem.partition.indices(3)[:2]] = torch.nan
-    broken = dataclasses.replace(problem, dataset=dataclasses.replace(problem.dataset, x=x))
+    broken = dataclasses.replace(problem, dataset=problem.dataset.with_changes(x=x))
     check_equal(broken, request(broken))
     assert all(torch.isfinite(reply.delta).all() for reply in parallel(broken, request(broken)))
 
@@ -371,14 +371,15 @@ def test_a_run_is_the_same_for_any_number_of_workers() -> None:
 
 
 def test_evaluation_gives_what_the_model_itself_gives() -> None:
-    from fulcrum.training.evaluate import evaluate_on
+    from fulcrum.training.evaluate import evaluate
 
     for name in ("conv2d-strided", "group-norm", "hooked"):
         problem = problem_of(name)
         x, y = problem.dataset.x, problem.dataset.y
+        problem = dataclasses.replace(problem, dataset=problem.dataset.with_changes(x_test=x, y_test=y))
         params = problem.layout.flatten(problem.model)
         logits = problem.model(x).detach()
-        accuracy, loss = evaluate_on(problem.model, problem.layout, params, x, y, batch=7).values()
-        assert accuracy == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
-        assert loss == pytest.approx(float(nn.functional.cross_entropy(logits, y)), rel=1e-5)
-        assert evaluate_on(problem.model, problem.layout, params * 1.5, x, y)["loss"] != pytest.approx(loss, rel=1e-3)
+        found = evaluate(problem, params, batch=7)
+        assert found["accuracy"] == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
+        assert found["loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, y)), rel=1e-5)
+        assert evaluate(problem, params * 1.5)["loss"] != pytest.approx(found["loss"], rel=1e-3)

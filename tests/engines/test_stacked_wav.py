@@ -210,8 +210,12 @@ def test_gradients_are_written_into_place(name: str, held: str) -> None:
     theta[1] *= 0.9  # two sets of weights, four examples each
     theta, x, both = theta.to(DEVICE), x.to(DEVICE), y.view(2, 4).to(DEVICE)
     with precision("float32", DEVICE):
-        found = run_pass(program, theta, program.table(x).unflatten(0, (2, 4)), both, How(held)).matrix()
-        wanted, _ = functional_pass(problem.model, problem.layout, theta, x.unflatten(0, (2, 4)), both)
+        found = run_pass(
+            program, theta, program.table(x).unflatten(0, (2, 4)), both, problem.dataset.task, How(held)
+        ).matrix()
+        wanted, _ = functional_pass(
+            problem.model, problem.layout, theta, x.unflatten(0, (2, 4)), both, problem.dataset.task
+        )
     bound = {"float32": 1e-5, "bf16": 2e-2}[held] * float(wanted.abs().max())
     torch.testing.assert_close(found, wanted, rtol=0, atol=bound)
     assert not torch.allclose(found, wanted.roll(1, dims=1), rtol=0, atol=bound), "every number in its place"

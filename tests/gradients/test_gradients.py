@@ -12,17 +12,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fulcrum import gradients as grads
+from fulcrum.data.tasks import Task, make_task, task_from_loss
 from fulcrum.errors import ModelError
+from fulcrum.gradients import Tape, paths
 from fulcrum.gradients import ghost as book
 from fulcrum.gradients import outer_products as outer
 from fulcrum.gradients import param_grads as parts
-from fulcrum.gradients import paths, record
 from fulcrum.gradients.layers import KINDS
 from fulcrum.models.build import build
 from fulcrum.models.layout import Layout
 from fulcrum.settings import schema as config
 
 B, CLASSES = 5, 3
+CLASSIFY = make_task(config.TaskSettings(classes=CLASSES), [])
+
+
+def record(
+    model: nn.Module, layout: Layout, params: Tensor, x: Tensor, y: Tensor, task: Task = CLASSIFY, how: str = "auto"
+) -> Tape:
+    return grads.record(model, layout, params, x, y, task, how)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -480,7 +488,7 @@ def test_a_loss_of_ones_own(how: str) -> None:
     def squared(out: Tensor, y: Tensor) -> Tensor:
         return (out.squeeze(1) - y).square()
 
-    tape = record(model, layout, layout.flatten(model), x, target, loss=squared, how=how)
+    tape = record(model, layout, layout.flatten(model), x, target, task_from_loss(squared), how)
     residual = 2 * (model(x).detach().squeeze(1) - target)
     torch.testing.assert_close(tape.matrix(), torch.cat([residual[:, None] * x, residual[:, None]], dim=1))
     torch.testing.assert_close(tape.losses, residual.square() / 4)
@@ -490,7 +498,7 @@ def test_a_loss_over_the_batch_is_refused() -> None:
     model = seeded(nn.Sequential(nn.Linear(6, CLASSES)))
     layout = Layout.of(model)
     with pytest.raises(ModelError, match="one value an example"):
-        record(model, layout, layout.flatten(model), randn(B, 6), labels(), loss=F.cross_entropy)
+        record(model, layout, layout.flatten(model), randn(B, 6), labels(), task_from_loss(F.cross_entropy, CLASSES))
 
 
 def test_threads_may_share_a_sequence() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from fulcrum import models
 from fulcrum.errors import ModelError
-from fulcrum.models.build import build
+from fulcrum.models.build import MODELS, build, is_built_in, register_model
 from fulcrum.models.checks import refuse_mixing
 from fulcrum.models.layout import Layout
 from fulcrum.settings import schema as config
@@ -290,6 +291,26 @@ def test_a_factory_is_seeded_and_the_global_generator_put_back(own: str) -> None
     assert not torch.equal(layout.flatten(one), layout.flatten(three))
 
 
+def test_a_registered_model_and_one_in_the_current_folder_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_folder_model.py").write_text(
+        "from torch import nn\n"
+        "def net(input_shape, outputs, task):\n"
+        "    assert task is None\n"
+        "    return nn.Linear(input_shape[0], outputs)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
+    assert make("my_folder_model:net", (6,), 3)(torch.ones(2, 6)).shape == (2, 3)
+    monkeypatch.setattr(MODELS, "_values", dict(MODELS._values))
+    register_model("my-net")(lambda input_shape, classes: nn.Linear(input_shape[0], classes))
+    assert make("my-net", (6,), 3)(torch.ones(2, 6)).shape == (2, 3)
+    assert not is_built_in(config.Model(name="my-net"))
+    with pytest.raises(ModelError, match="did you mean 'my-net'"):
+        make("my-nett", (6,), 3)
+
+
 @pytest.mark.parametrize(
     ("factory", "words"),
     [
@@ -324,7 +345,8 @@ def test_a_factory_that_cannot_be_used_is_explained(own: str, factory: str, word
         ("mnist-cnn", (1, 8, 8), "at least 14x14 pixels, but an example is 1x8x8"),
         ("cifar-cnn", (64,), "needs images"),
         ("no.such.module:factory", (1, 8, 8), "cannot be imported"),
-        (":factory", (1, 8, 8), "cannot be imported"),
+        (":factory", (1, 8, 8), "not of the form package.module:name"),
+        ("mlpp", (1, 8, 8), "did you mean 'mlp'"),
     ],
 )
 def test_a_name_that_cannot_be_built_is_explained(name: str, shape: tuple[int, ...], words: str) -> None:

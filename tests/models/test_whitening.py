@@ -22,13 +22,14 @@ from fulcrum.cli import main
 from fulcrum.clipping.moo import MIXED, init_balanced
 from fulcrum.data import Dataset, from_arrays
 from fulcrum.data.features.covariance import whitens
+from fulcrum.data.tasks import make_task
 from fulcrum.engines.batched import run_many
 from fulcrum.engines.batched.runs import group_runs
 from fulcrum.engines.parallel import ParallelEngine
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine
 from fulcrum.errors import ConfigError, ModelError, RunError
-from fulcrum.gradients import record
+from fulcrum.gradients import Follower, record
 from fulcrum.models import pretrain as priors
 from fulcrum.models.builtin import initialise
 from fulcrum.models.layout import Layout
@@ -39,10 +40,11 @@ from fulcrum.settings import schema as config
 from fulcrum.settings.checks import check
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import job_from_json
-from fulcrum.training.evaluate import evaluate_on
 from fulcrum.training.federation import public_shape
 from fulcrum.types import RoundResult
 from helpers import toy_problem
+
+TASK = make_task(config.TaskSettings(classes=3), [])
 
 SHAPES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
 
@@ -178,9 +180,9 @@ def test_gradients_are_those_of_the_plain_network_in_the_moved_parameters(name: 
         loss = nn.functional.cross_entropy(torch.func.functional_call(plain, back, (x[i : i + 1],)), y[i : i + 1])
         rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(own.values()))]))
     layout = Layout.of(moved)
-    tape = record(moved, layout, layout.flatten(moved), x, y, how=how)
+    tape = record(moved, layout, layout.flatten(moved), x, y, TASK, how)
     torch.testing.assert_close(tape.matrix(), torch.stack(rows), rtol=1e-3, atol=1e-5)
-    ordinary = record(plain, layout, layout.flatten(plain), x, y, how=how).matrix()
+    ordinary = record(plain, layout, layout.flatten(plain), x, y, TASK, how).matrix()
     assert not torch.allclose(ordinary, torch.stack(rows), rtol=1e-2, atol=1e-3), "other coordinates, other gradients"
 
 
@@ -188,8 +190,8 @@ def test_the_input_is_not_written_over() -> None:
     for name, mixed in itertools.product(NETS, (False, True)):
         _, moved, x = _pair(name, mixed)
         before, layout = x.clone(), Layout.of(moved)
-        record(moved, layout, layout.flatten(moved), x, torch.arange(len(x)) % 3, how="book").norms()
-        evaluate_on(moved, layout, layout.flatten(moved), x, torch.arange(len(x)) % 3)
+        record(moved, layout, layout.flatten(moved), x, torch.arange(len(x)) % 3, TASK, "book").norms()
+        Follower(moved, layout, TASK).outputs(layout.flatten(moved), x)
         assert torch.equal(x, before)
 
 

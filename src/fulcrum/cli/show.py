@@ -12,6 +12,7 @@ import typer
 from fulcrum.cli import view
 from fulcrum.cli.options import Debug, Json
 from fulcrum.privacy.statement.units import UNITS
+from fulcrum.study.records import metrics_of_record, score_of_record
 
 if TYPE_CHECKING:
     from fulcrum.training.federation import Federation
@@ -27,7 +28,7 @@ def show(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show a run: its accuracy, what it cost each party, and how C moved."""
+    """Show a run: its score, what it cost each party, and how C moved."""
     from fulcrum.runs import folder as record
 
     run = record.load_json(folder, "run.json")
@@ -41,10 +42,11 @@ def show(
         )
         return
     last = lines[-1] if lines else {}
+    metrics = last.get("metrics") or {"accuracy": last.get("accuracy")}
     view.print_facts(
         [
             ("rounds done", len(lines)),
-            ("accuracy", view.percent(last.get("accuracy"))),
+            *((name, view.metric(name, value)) for name, value in list(metrics.items())[:1]),
             ("epsilon so far", f"{view.epsilon(last.get('epsilon'))}{whose(run.get('unit'))}{assumed(run)}"),
             ("folder", folder),
         ]
@@ -60,13 +62,21 @@ def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool
     facts: list[tuple[str, view.Cell]] = [
         ("method", named(summary["method"], summary["sound"]) + (" ‡" if assumed(summary) else "")),
         ("rounds", f"{summary['rounds']}, {summary['status']}"),
-        ("accuracy", f"{view.percent(summary['accuracy'])} on {summary['evaluated_on']}"),
+        *score_line(summary),
         ("epsilon", guarantee(summary)),
     ]
     if summary["private"] and summary.get("epsilons"):
         facts.append(("by party", spread(summary["epsilons"])))
     facts += [("C", course(summary["C"])), ("folder", folder)]
     view.print_facts(facts)
+
+
+def score_line(summary: Mapping[str, Any]) -> list[tuple[str, view.Cell]]:
+    """The score of a run's task by its name; nothing where there was no test set to evaluate on."""
+    score, metrics = score_of_record(summary), metrics_of_record(summary)
+    if not summary.get("metrics", metrics):
+        return []
+    return [(score.name, f"{view.metric(score.name, metrics.get(score.name))} on {summary['evaluated_on']}")]
 
 
 def named(method: str, sound: bool) -> str:

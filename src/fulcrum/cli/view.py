@@ -86,6 +86,11 @@ def percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.1f}%"
 
 
+def metric(name: str, value: float | None) -> str:
+    """A metric's value: 91.2% for accuracies, four digits for what is no part of 1."""
+    return percent(value) if name.endswith("accuracy") else show(value)
+
+
 def few(values: Sequence[float], count: int = 4) -> str:
     """Some values from first to last, evenly spaced: 1 → 1.82 → 3.3."""
     if not values:
@@ -124,20 +129,20 @@ def progress_observer(title: str, rounds: int, quiet: bool = False) -> Observer:
     )
 
     class ProgressBar(Observer):
-        """The bar, with the speed, the last accuracy, C and epsilon behind it."""
+        """The bar, with the speed, the last value of the task's first metric, C and epsilon behind it."""
 
         def started(self, run: RunInfo) -> None:
             self.task = bar.add_task(title, total=rounds, facts="")
-            self.began, self.seen, self.accuracy = time.perf_counter(), 0, ""
+            self.began, self.seen, self.score = time.perf_counter(), 0, ""
             bar.start()
 
         def round(self, result: RoundResult) -> None:
             self.seen += 1
-            if result.accuracy is not None:
-                self.accuracy = f"accuracy {percent(result.accuracy)}  "
+            for name, value in list(result.metrics.items())[:1]:
+                self.score = f"{name} {metric(name, value)}  "
             speed = self.seen / max(time.perf_counter() - self.began, 1e-9)
             norm = f"C {show(total_C(result.C))}"
-            facts = f"{speed:.1f} rounds/s  {self.accuracy}{norm}  epsilon {epsilon(result.epsilon)}"
+            facts = f"{speed:.1f} rounds/s  {self.score}{norm}  epsilon {epsilon(result.epsilon)}"
             bar.update(self.task, completed=result.round, facts=facts)
 
         def ended(self, result: Result | None) -> None:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from fulcrum.data.dataset import Dataset, from_arrays, holdout
 from fulcrum.data.features import featured
-from fulcrum.data.partition import Partition, split
+from fulcrum.data.partition import Partition, partition_method, split
 from fulcrum.data.sampling import Party, party_of, sample_units, unit_counts
-from fulcrum.data.sources import load
+from fulcrum.data.sources import SOURCES, load, register_source
 from fulcrum.data.sources.public.fetch import fetch
 from fulcrum.data.sources.public.registry import search_folders, user_cache
 from fulcrum.data.sources.public.verify import Availability, available, verify
 
 __all__ = [
+    "SOURCES",
     "Availability",
     "Dataset",
     "Partition",
@@ -30,7 +31,9 @@ __all__ = [
     "from_arrays",
     "holdout",
     "load",
+    "partition_method",
     "party_of",
+    "register_source",
     "sample_units",
     "search_folders",
     "split",

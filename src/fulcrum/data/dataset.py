@@ -4,115 +4,290 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fulcrum.data.records import Inputs, Records, count_examples, input_tensors, map_inputs
+from fulcrum.data.tasks import Task, make_task, shifted_tokens
+from fulcrum.data.tasks.builtin import KINDS, Array, as_array
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.rng import numpy_stream
-
-Array = npt.NDArray[Any]
+from fulcrum.settings.schema import TaskSettings
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training records with their labels, and a public test set. n records, classes 0..classes-1.
+    """What is learned (the task), from which training records, and the public records it is evaluated on.
 
-    x [n, ...] float32, y [n] int64, x_test and y_test likewise. Values are scaled by public constants
-    only, never by statistics of the records. person [n] int64: whose record it is (None: one person a
-    record). party [n] int64: which party holds it, an index into party_names (None: not given).
-    warnings: sentences a user must see. fingerprint: short hash of all of the above.
+    train is None where no training records are here (a coordinator), test is None where there is nothing to evaluate
+    on. Values are scaled by public constants only, never by statistics of the records. party_names: of the parties
+    that records name. warnings: sentences a user must see. fingerprint: short hash of all records and the task.
+    task_settings: what the task was made from; None where it was given as a Task.
     """
 
     name: str
-    x: Tensor
-    y: Tensor
-    x_test: Tensor
-    y_test: Tensor
-    classes: int
-    person: Tensor | None = None
-    party: Tensor | None = None
+    task: Task
+    train: Records | None
+    test: Records | None = None
     party_names: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     fingerprint: str = ""
+    task_settings: TaskSettings | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of one record."""
-        return tuple(self.x.shape[1:])
+    def records(self) -> Records:
+        """The training records; DataError where there are none."""
+        if self.train is None:
+            raise DataError(f"{self.name} has no training records; add x and y.")
+        return self.train
+
+    @property
+    def public(self) -> Records:
+        """The records to evaluate on; DataError where there are none."""
+        if self.test is None:
+            raise DataError(f"{self.name} has no test set; add x_test and y_test, public records to evaluate on.")
+        return self.test
+
+    @property
+    def sample(self) -> Records:
+        """Records that show shapes and types: the training records, else the test records."""
+        return self.train if self.train is not None else self.public
+
+    @property
+    def shape(self) -> Any:
+        """Shape of one record's input, a tuple; one per name where a record has several inputs."""
+        return self.sample.shape
+
+    # Shortcuts for records with one input.
+
+    @property
+    def x(self) -> Any:
+        """Inputs of the training records [n, ...]."""
+        return self.records.x
+
+    @property
+    def y(self) -> Tensor:
+        """Targets of the training records [n, ...]."""
+        return self.records.y
+
+    @property
+    def x_test(self) -> Any:
+        """Inputs of the test records."""
+        return self.public.x
+
+    @property
+    def y_test(self) -> Tensor:
+        """Targets of the test records."""
+        return self.public.y
+
+    @property
+    def person(self) -> Tensor | None:
+        """Whose each training record is."""
+        return self.records.person
+
+    @property
+    def party(self) -> Tensor | None:
+        """Which party holds each training record."""
+        return self.records.party
+
+    @property
+    def classes(self) -> int:
+        """Number of classes, or of outputs where targets are no classes."""
+        return self.task.classes or self.task.outputs
+
+    def with_changes(self, **changes: Any) -> Dataset:
+        """A copy with some of x, y, person, party, x_test, y_test and party_test replaced; nothing is checked again."""
+        train = {name: value for name, value in changes.items() if not name.endswith("_test")}
+        test = {name.removesuffix("_test"): value for name, value in changes.items() if name.endswith("_test")}
+        return dataclasses.replace(
+            self,
+            train=dataclasses.replace(self.records, **train) if train else self.train,
+            test=dataclasses.replace(self.public, **test) if test else self.test,
+        )
+
+    def with_float_inputs(self) -> Dataset:
+        """The same records with integer inputs as float32, for models that take numbers."""
+
+        def numbers(records: Records | None) -> Records | None:
+            return None if records is None else dataclasses.replace(records, x=map_inputs(Tensor.float, records.x))
+
+        if not self.has_integers:
+            return self
+        floats = dataclasses.replace(self, train=numbers(self.train), test=numbers(self.test))
+        # As if they had been saved as float32: the fingerprint says what is trained on.
+        return dataclasses.replace(floats, fingerprint=fingerprint(floats))
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether an input holds integers, such as token ids."""
+        return not all(part.is_floating_point() for part in input_tensors(self.sample.x))
 
 
 def from_arrays(
-    x: Any,
-    y: Any,
-    x_test: Any,
-    y_test: Any,
+    x: Any = None,
+    y: Any = None,
+    x_test: Any = None,
+    y_test: Any = None,
     *,
     person: Any = None,
     party: Any = None,
+    party_test: Any = None,
     name: str = "arrays",
     classes: int | None = None,
+    task: Task | TaskSettings | str | None = None,
     party_names: Sequence[str] = (),
     warnings: Sequence[str] = (),
 ) -> Dataset:
     """Check arrays (NumPy, torch or nested lists) and make a Dataset of them.
 
-    x [n, ...] real numbers, finite; y [n] integers from 0; x_test, y_test the same for the public test
-    set. person [n]: integers or strings, one per record. party [n]: integers or strings that name the
-    party of each record; with party_names, indices into it. classes: the number of classes, where the
-    labels do not show them all; otherwise the largest label plus one. Values are used as they are: scale
-    them beforehand, by public constants. A DataError names the array and what would be right.
+    x [n, ...]: finite numbers, or a dict of such arrays for several inputs; integers stay integers. y [n, ...]: targets
+    of the task. x_test, y_test: the same for the public test set, where there is one; party_test names the party of
+    each test record. person [n]: integers or text, one per record. party [n]: integers or text that name the party
+    of each record; with party_names, indices into it. task: a name ("classification", "regression", ...), settings, or
+    a Task; by default classification. classes: the number of classes, where the labels do not show them all; otherwise
+    the largest label plus one. Values are used as they are: scale them beforehand, by public constants. A DataError
+    names the array and what would be right.
     """
     notes = list(warnings)
-    train, test = _features("x", x, notes), _features("x_test", x_test, notes)
-    labels, test_labels = _labels("y", y, len(train)), _labels("y_test", y_test, len(test))
-    if train.shape[1:] != test.shape[1:]:
-        raise DataError(
-            f"x has records of shape {_shape(train.shape[1:])} but x_test of {_shape(test.shape[1:])}; "
-            "they must be the same."
+    settings = task if isinstance(task, TaskSettings) else TaskSettings(name=task if isinstance(task, str) else "auto")
+    if classes is not None and settings.name != "regression":  # there it would count outputs
+        if classes < 2 and settings.name in ("auto", "classification"):
+            raise DataError(f"classes = {classes}; at least 2 are needed.")
+        settings = dataclasses.replace(settings, classes=settings.classes or classes)
+    if x is None and x_test is None and y is None and y_test is None:
+        raise DataError("there are no records; give x and y, or x_test and y_test.")
+    tokens = settings.name in ("tokens", "next-token")
+    inputs, inputs_test = (
+        None if value is None else check_inputs(which, value, notes, tokens)
+        for which, value in (("x", x), ("x_test", x_test))
+    )
+    if settings.name == "next-token":
+        y = shifted_tokens(_tokens(inputs), settings.ignored) if y is None and inputs is not None else y
+        y_test = (
+            shifted_tokens(_tokens(inputs_test), settings.ignored)
+            if y_test is None and inputs_test is not None
+            else y_test
         )
-    count = _classes(labels, test_labels, classes)
-    persons = None if person is None else _codes("person", person, len(train))[0]
-    parties, names = None, tuple(party_names)
-    if party is not None:
+    for which, value, other in (("y", y, inputs), ("y_test", y_test, inputs_test)):
+        if (value is None) != (other is None):
+            missing = which if value is None else which.replace("y", "x")
+            raise DataError(f"{missing} is missing; records need both inputs and targets.")
+    targets = [as_array(which, value) for which, value in (("y", y), ("y_test", y_test)) if value is not None]
+    made = task if isinstance(task, Task) else make_task(settings, targets)
+    train = None if inputs is None else _records("y", inputs, y, made)
+    test = None if inputs_test is None else _records("y_test", inputs_test, y_test, made)
+    if train is not None and test is not None and train.shape != test.shape:
+        raise DataError(
+            f"x has records of shape {_shape(train.shape)} but x_test of {_shape(test.shape)}; they must be the same."
+        )
+    for which, value, records in (("person", person, train), ("party", party, train), ("party_test", party_test, test)):
+        if value is not None and records is None:
+            raise DataError(f"{which} is given without the records it belongs to; add them, or leave it out.")
+    names = tuple(party_names)
+    if train is not None and person is not None:
+        train = dataclasses.replace(train, person=_codes("person", person, len(train))[0])
+    if train is not None and party is not None:
         parties, names = _parties(party, len(train), names)
-    elif names:
+        train = dataclasses.replace(train, party=parties)
+    elif names and train is not None:
         raise DataError("party_names is given without party; add the party of each record.")
-    data = Dataset(name, train, labels, test, test_labels, count, persons, parties, names, tuple(notes))
+    if test is not None and party_test is not None:
+        of_test, names = _test_parties(party_test, len(test), names)
+        test = dataclasses.replace(test, party=of_test)
+    declared = None if isinstance(task, Task) else settings
+    data = Dataset(name, made, train, test, names, (*notes, *made.notes), task_settings=declared)
     return dataclasses.replace(data, fingerprint=fingerprint(data))
 
 
-def recheck(data: Dataset, name: str) -> Dataset:
-    """A Dataset that someone else's code made, checked like arrays."""
-    return from_arrays(
-        data.x,
-        data.y,
-        data.x_test,
-        data.y_test,
-        person=data.person,
-        party=data.party,
+def recheck(data: Dataset, name: str, task: TaskSettings | None = None) -> Dataset:
+    """A Dataset that someone else's code made, checked like arrays; task: settings that change the data's own task."""
+    train, test = data.train, data.test
+    chosen = change_task(data, task or TaskSettings())
+    made = from_arrays(
+        train.x if train else None,
+        train.y if train else None,
+        test.x if test else None,
+        test.y if test else None,
+        person=train.person if train else None,
+        party=train.party if train else None,
+        party_test=test.party if test else None,
         name=data.name or name,
-        classes=data.classes,
+        task=chosen,
         party_names=data.party_names,
-        warnings=data.warnings,
+        warnings=tuple(note for note in data.warnings if note not in data.task.notes),
     )
+    return made if isinstance(chosen, TaskSettings) else dataclasses.replace(made, task_settings=data.task_settings)
+
+
+def change_task(data: Dataset, wanted: TaskSettings) -> Task | TaskSettings:
+    """What the data set's task becomes with these settings: another, or its own with single settings changed."""
+    if wanted == TaskSettings():
+        return data.task
+    declared = data.task_settings
+    if wanted.name not in ("auto", data.task.name):
+        return wanted
+    defaults = dataclasses.asdict(TaskSettings())
+    changed = {field: value for field, value in dataclasses.asdict(wanted).items() if value != defaults[field]}
+    if declared is not None:
+        return dataclasses.replace(declared, **changed)
+    if wanted.name == "auto":
+        raise ConfigError(
+            f"task.{next(iter(changed))} is set, but {data.name} brings a task of its own, {data.task.name!r}; change "
+            "it there, or set task.name too."
+        )
+    return wanted
 
 
 def fingerprint(data: Dataset) -> str:
-    """16 hexadecimal digits that change when any record, label, id, party or class count does."""
-    digest = hashlib.blake2b(f"{data.classes}|{data.party_names}".encode(), digest_size=8)
-    for part in (data.x, data.y, data.x_test, data.y_test, data.person, data.party):
+    """16 hexadecimal digits that change when any record, target, id, party or the task does."""
+    task = "" if data.task.name == "classification" else f"|{data.task.name}"
+    digest = hashlib.blake2b(f"{data.classes}|{data.party_names}{task}".encode(), digest_size=8)
+    for part in _parts(data):
         if part is None:
             digest.update(b"none")
         else:
             digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
             digest.update(part.contiguous().numpy().data)
     return digest.hexdigest()
+
+
+def _parts(data: Dataset) -> list[Tensor | None]:
+    """All tensors of a data set, in an order that old run folders know."""
+    found: list[Tensor | None] = []
+    for records in (data.train, data.test):
+        found += [None, None] if records is None else [*_tensors(records.x), records.y]
+    train, test = data.train, data.test
+    found += [train.person if train else None, train.party if train else None]
+    return found if test is None or test.party is None else [*found, test.party]
+
+
+def _tensors(x: Inputs) -> list[Tensor]:
+    """The tensors of the inputs, in the order of their names."""
+    return [x] if isinstance(x, Tensor) else [x[name] for name in sorted(x)]
+
+
+def _records(name: str, inputs: Inputs, targets: Any, task: Task) -> Records:
+    """Inputs with the targets that the task has checked, equally many."""
+    checked = task.check_targets(name, targets)
+    if len(checked) != count_examples(inputs):
+        other = name.replace("y", "x")
+        raise DataError(
+            f"{name} has {len(checked)} entries but {other} has {count_examples(inputs)} records; they must be equally "
+            "many."
+        )
+    return Records(inputs, checked)
+
+
+def _tokens(inputs: Inputs | None) -> Tensor:
+    """The one input of a next-token task."""
+    if not isinstance(inputs, Tensor) or inputs.dim() != 2 or inputs.is_floating_point():
+        raise DataError("task.name = 'next-token' needs x of shape [n, length] with token numbers.")
+    return inputs
 
 
 def holdout(dataset: Dataset, fraction: float, seed: int) -> Dataset:
@@ -124,11 +299,12 @@ def holdout(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     """
     if not 0.0 < fraction < 1.0:
         raise ConfigError(f"data.validation = {fraction!r} is out of range; it must lie between 0 and 1.")
-    n = len(dataset.x)
-    ids = np.arange(n) if dataset.person is None else np.unique(dataset.person.numpy(), return_inverse=True)[1]
+    train = dataset.records
+    n = len(train)
+    ids = np.arange(n) if train.person is None else np.unique(train.person.numpy(), return_inverse=True)[1]
     sizes = np.bincount(ids)  # records of each person
     if len(sizes) < 2:
-        what = "example" if dataset.person is None else "person"
+        what = "example" if train.person is None else "person"
         raise DataError(f"{dataset.name} has a single {what}; holding out a part needs at least two.")
     order = numpy_stream(seed, "holdout").permutation(len(sizes))
     wanted = max(1, round(fraction * n))
@@ -139,12 +315,8 @@ def holdout(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     warning = f"{int(out.sum())} held-out records replace the test set; they are evaluated on without noise."
     kept = dataclasses.replace(
         dataset,
-        x=dataset.x[~out],
-        y=dataset.y[~out],
-        x_test=dataset.x[out],
-        y_test=dataset.y[out],
-        person=None if dataset.person is None else dataset.person[~out],
-        party=None if dataset.party is None else dataset.party[~out],
+        train=train.take(~out),
+        test=dataclasses.replace(train.take(out), person=None),
         warnings=(*dataset.warnings, warning),
     )
     return dataclasses.replace(kept, fingerprint=fingerprint(kept))
@@ -152,31 +324,37 @@ def holdout(dataset: Dataset, fraction: float, seed: int) -> Dataset:
 
 # --- checks of single arrays ------------------------------------------------------------------
 
-KINDS = {"O": "Python objects", "U": "text", "S": "bytes", "c": "complex numbers", "V": "records"}
+INTEGERS = (np.int32, np.int64, np.uint32, np.uint64)
+"""Types whose integers stay integers: token ids. Smaller ones are taken for numbers such as bytes of images."""
 
 
-def _array(name: str, value: Any) -> Array:
-    """A NumPy view or copy of what the user gave; tensors come to the CPU."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError) as error:  # ragged lists
-        raise DataError(f"{name} is not an array: {error}.") from error
+def check_inputs(name: str, value: Any, notes: list[str], tokens: bool = False) -> Inputs:
+    """Inputs as tensors: one array [n, ...], or a dict of them with equally many records each."""
+    if not isinstance(value, Mapping):
+        return _features(name, value, notes, tokens)
+    if not value:
+        raise DataError(f"{name} is an empty dict; it must hold at least one named array.")
+    found = {str(key): _features(f"{name}[{key!r}]", part, notes, tokens, least_dims=1) for key, part in value.items()}
+    sizes = {len(part) for part in found.values()}
+    if len(sizes) > 1:
+        counts = ", ".join(f"{key} {len(part)}" for key, part in found.items())
+        raise DataError(f"{name} has inputs with different numbers of records ({counts}); they must be equally many.")
+    return found
 
 
-def _features(name: str, value: Any, notes: list[str]) -> Tensor:
-    array = _array(name, value)
+def _features(name: str, value: Any, notes: list[str], tokens: bool = False, least_dims: int = 2) -> Tensor:
+    array = as_array(name, value)
     if array.dtype.kind not in "biuf":
         held = KINDS.get(array.dtype.kind, str(array.dtype))
         raise DataError(f"{name} holds {held}; it must hold real numbers.")
-    if array.ndim < 2:
+    if array.ndim < least_dims:
         raise DataError(
             f"{name} has shape {_shape(array.shape)}; it must be [n, features] or [n, channels, height, width]."
         )
     if array.size == 0:
         raise DataError(f"{name} is empty (shape {_shape(array.shape)}); at least one record is needed.")
+    if array.dtype.kind in "iu" and (tokens or array.dtype in INTEGERS):
+        return torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
     if array.dtype == np.uint8:
         notes.append(
             f"{name} holds bytes 0..255 and is used unscaled; scale it by public constants, such as x / 127.5 - 1."
@@ -188,22 +366,13 @@ def _features(name: str, value: Any, notes: list[str]) -> Tensor:
             tensor = torch.from_numpy(np.array(array, dtype=np.float32, order="C"))
     # The sum is finite almost always when all values are, and costs no second array of the data's size.
     if not bool(torch.isfinite(tensor.sum())):
-        bad = (~torch.isfinite(tensor.flatten(1))).any(dim=1).nonzero()
+        bad = (~torch.isfinite(tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None])).any(dim=1).nonzero()
         if len(bad):
             raise DataError(
                 f"{name} holds NaN or infinite values in {len(bad)} of {len(tensor)} records (first: record "
                 f"{int(bad[0])}); every value must be a finite 32-bit number."
             )
     return tensor
-
-
-def _labels(name: str, value: Any, n: int) -> Tensor:
-    array = _array(name, value)
-    if array.dtype.kind not in "biu":
-        held = KINDS.get(array.dtype.kind, str(array.dtype))
-        raise DataError(f"{name} holds {held}; labels must be integers 0..classes-1.")
-    _length(name, array, n)
-    return torch.from_numpy(np.array(array, dtype=np.int64))
 
 
 def _length(name: str, array: Array, n: int) -> None:
@@ -214,27 +383,9 @@ def _length(name: str, array: Array, n: int) -> None:
         raise DataError(f"{name} has {len(array)} entries but {other} has {n} records; they must be equally many.")
 
 
-def _classes(y: Tensor, y_test: Tensor, given: int | None) -> int:
-    least, most = int(min(y.min(), y_test.min())), int(max(y.max(), y_test.max()))
-    if least < 0:
-        raise DataError(f"the labels hold {least}; they must be integers from 0 to classes - 1.")
-    if given is not None:
-        if given < 2:
-            raise DataError(f"classes = {given}; at least 2 are needed.")
-        if most >= given:
-            raise DataError(f"the labels hold {most}; with classes = {given} they must lie in 0..{given - 1}.")
-        return given
-    if most == 0:
-        raise DataError("all labels are 0; at least two classes are needed (or say how many with classes).")
-    # A model with one output per id would not fit in memory; say so before it is built.
-    if most >= max(1000, len(y) + len(y_test)):
-        raise DataError(f"the labels go up to {most}, beyond the number of records; number the classes 0, 1, 2, ...")
-    return most + 1
-
-
 def _codes(name: str, value: Any, n: int) -> tuple[Tensor, Array]:
     """Ids as int64, and their distinct values in order. Integers stay as they are; text is numbered."""
-    array = _array(name, value)
+    array = as_array(name, value)
     if array.dtype.kind not in "biuUS":
         held = KINDS.get(array.dtype.kind, str(array.dtype))
         raise DataError(f"{name} holds {held}; it must hold integers or text, one a record.")
@@ -260,5 +411,24 @@ def _parties(value: Any, n: int, names: tuple[str, ...]) -> tuple[Tensor, tuple[
     return numbered, tuple(f"party-{v}" for v in values.astype(np.int64).tolist())
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _test_parties(value: Any, n: int, names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:
+    """The party of each test record, by the names of the training records' parties; those may be none."""
+    codes, own = _parties(value, n, names if _is_index(value) else ())
+    if not names:
+        return codes, own
+    if _is_index(value):
+        return codes, names
+    unknown = [each for each in own if each not in names]
+    if unknown:
+        raise DataError(f"party_test names {unknown[0]!r}, which no training record has; the parties are {names}.")
+    return torch.tensor([names.index(each) for each in own])[codes], names
+
+
+def _is_index(value: Any) -> bool:
+    return as_array("party_test", value).dtype.kind in "iu"
+
+
+def _shape(shape: Any) -> str:
+    if isinstance(shape, Mapping):
+        return "{" + ", ".join(f"{name}: {_shape(part)}" for name, part in shape.items()) + "}"
     return "[" + ", ".join(map(str, shape)) + "]"

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fulcrum.data.dataset import Dataset
-from fulcrum.data.sources.public.registry import nearest
+from fulcrum.data.tasks import Task
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.rng import numpy_stream
+from fulcrum.settings.registry import suggest_nearest
 from fulcrum.settings.schema import Data
 
 Ints = npt.NDArray[np.int64]
@@ -78,22 +79,35 @@ def split(dataset: Dataset, settings: Data, seed: int) -> Partition:
     No party gets fewer than settings.min_examples records: where the draw leaves one below, records are
     moved to it from parties that have more. Where the data has person ids, all records of a person go
     to one party (labels then count by each person's most frequent one). With partition = "given"
-    nothing is moved: the data decides, and a person may have records at several parties. A request
+    nothing is moved: the data decides, and a person may have records at several parties. By label (dirichlet, shards)
+    works for targets that are classes. A request
     that cannot be met raises ConfigError (or DataError for "given") with the numbers.
     """
-    if settings.partition == "given":
+    method = partition_method(settings, dataset.task)
+    if method == "given":
         return _given(dataset, settings)
-    if settings.partition not in DEALS:
-        raise ConfigError(
-            f"data.partition = {settings.partition!r} is not known; {nearest(settings.partition, list(PARTITIONS))}"
-        )
     ids, items = _items(dataset)
-    _check_possible(dataset, items, settings)
-    rng = numpy_stream(seed, "partition", settings.partition)
-    owner = DEALS[settings.partition](items, settings, rng)
+    _check_possible(dataset, items, settings, method)
+    rng = numpy_stream(seed, "partition", method)
+    owner = DEALS[method](items, settings, rng)
     lift = _lift_single if int(items.weight.max()) == 1 else _lift_whole
     owner = lift(owner, items.weight, settings, rng)
     return _partition(owner[ids], settings.parties, ())
+
+
+def partition_method(settings: Data, task: Task) -> str:
+    """How records are split over parties: data.partition, where "auto" is dirichlet for classes and iid otherwise."""
+    method = settings.partition
+    if method == "auto":
+        return "dirichlet" if task.classes else "iid"
+    if method not in PARTITIONS:
+        raise ConfigError(f"data.partition = {method!r} is not known; {suggest_nearest(method, PARTITIONS)}")
+    if method in BY_LABEL and not task.classes:
+        raise ConfigError(
+            f"data.partition = {method!r} splits by class, and the targets of task {task.name!r} are no classes; use "
+            "iid or quantity."
+        )
+    return method
 
 
 def _partition(owner: Ints, parties: int, names: tuple[str, ...]) -> Partition:
@@ -120,18 +134,19 @@ def _given(dataset: Dataset, settings: Data) -> Partition:
 
 def _items(dataset: Dataset) -> tuple[Ints, _Items]:
     """(the item of each record [n], the items)."""
-    label = dataset.y.numpy()
+    classes = dataset.task.classes or 1
+    label = dataset.y.numpy() if dataset.task.classes else np.zeros(len(dataset.y), dtype=np.int64)
     if dataset.person is None:
         return np.arange(len(label)), _Items(label, np.ones(len(label), dtype=np.int64), "examples")
     ids = np.unique(dataset.person.numpy(), return_inverse=True)[1].reshape(-1)
-    pairs, counts = np.unique(ids * dataset.classes + label, return_counts=True)
-    person, kind = np.divmod(pairs, dataset.classes)
+    pairs, counts = np.unique(ids * classes + label, return_counts=True)
+    person, kind = np.divmod(pairs, classes)
     ranked = np.lexsort((kind, -counts, person))  # a person's most frequent label first, the lowest on ties
     first = np.unique(person[ranked], return_index=True)[1]
     return ids, _Items(kind[ranked][first], np.bincount(ids), "persons")
 
 
-def _check_possible(dataset: Dataset, items: _Items, settings: Data) -> None:
+def _check_possible(dataset: Dataset, items: _Items, settings: Data, method: str) -> None:
     parties, floor, n, m = settings.parties, settings.min_examples, len(dataset.y), len(items.label)
     if parties < 1 or floor < 1:
         raise ConfigError(f"data.parties = {parties} and data.min_examples = {floor} must both be at least 1.")
@@ -145,7 +160,7 @@ def _check_possible(dataset: Dataset, items: _Items, settings: Data) -> None:
             f"{dataset.name} has {n:,}; use at most {max(1, n // floor):,} parties, or data.min_examples of at most "
             f"{n // parties:,}."
         )
-    if settings.partition == "shards" and settings.shards * parties > m:
+    if method == "shards" and settings.shards * parties > m:
         raise ConfigError(
             f"data.shards = {settings.shards:,} for each of data.parties = {parties:,} makes "
             f"{settings.shards * parties:,} shards, and {dataset.name} has {m:,} {items.what}; use at most "
@@ -191,8 +206,11 @@ def _shards(items: _Items, settings: Data, rng: np.random.Generator) -> Ints:
 
 
 DEALS: dict[str, Deal] = {"iid": _iid, "dirichlet": _by_label, "shards": _shards, "quantity": _quantity}
-PARTITIONS = (*DEALS, "given")
-"""What data.partition may be; "given": the data itself names each record's party."""
+BY_LABEL = ("dirichlet", "shards")
+"""Those that need classes."""
+PARTITIONS = ("auto", *DEALS, "given")
+"""What data.partition may be; "auto": dirichlet for classes, else iid; "given": the data itself names each record's
+party."""
 
 
 def _grouped(label: Ints, rng: np.random.Generator) -> list[Ints]:

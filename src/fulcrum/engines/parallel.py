@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 import torch
 
+from fulcrum.data.records import move_inputs
 from fulcrum.engines.fast import by_tape
 from fulcrum.gradients import Follower
 from fulcrum.training.client import Sample, Terms, train_client
@@ -68,9 +69,10 @@ class ParallelEngine(Engine):
 
     def _start(self, request: RoundRequest) -> ThreadPoolExecutor:
         if self._pool is None:
-            data, device = self.problem.dataset, self.problem.device
-            follow = Follower(self.problem.model, self.problem.layout)
-            follow.settle(request.params, data.x[:1].to(device), data.y[:1].to(device))
+            first = self.problem.dataset.records.take(torch.zeros(1, dtype=torch.int64))
+            device = self.problem.device
+            follow = Follower(self.problem.model, self.problem.layout, self.problem.dataset.task)
+            follow.settle(request.params, move_inputs(first.x, device), first.y.to(device))
             for n in range(self.workers):
                 self._followers.put(follow if n == 0 or follow.shareable else follow.twin())
             self._pool = single_threaded(self.workers)

@@ -20,6 +20,6 @@ class ReferenceEngine(Engine):
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Train the participants one by one, with every gradient written out."""
-        work = by_matrix(Follower(self.problem.model, self.problem.layout))
+        work = by_matrix(Follower(self.problem.model, self.problem.layout, self.problem.dataset.task))
         for task, state in zip(request.assignments, request.states, strict=True):
             yield train_client(self.problem, request, task, state, work)

@@ -8,11 +8,12 @@ from functools import cached_property
 import torch
 
 from fulcrum.data import Dataset, party_of
+from fulcrum.data.records import take_rows
 from fulcrum.engines import Engine, find_engine
 from fulcrum.flower.messages import model_fingerprint
 from fulcrum.flower.party_data import single_party_partition
 from fulcrum.flower.terms import Terms, allowed_rule
-from fulcrum.models.build import build
+from fulcrum.models.build import build, is_built_in
 from fulcrum.models.checks import refuse_mixing
 from fulcrum.models.layout import Layout
 from fulcrum.rng import Secure, Seeded
@@ -39,7 +40,8 @@ class LocalTrainer:
     """Trains on one party's records. The model is built once, and the engine once per run."""
 
     def __init__(self, name: str, dataset: Dataset, terms: Terms, device: torch.device) -> None:
-        self.name, self.dataset, self.terms, self.device = name, dataset, terms, device
+        self.name, self.terms, self.device = name, terms, device
+        self.dataset = dataset.with_float_inputs() if is_built_in(terms.model) else dataset
         self._current: tuple[RunFacts, Problem, Engine] | None = None
 
     @cached_property
@@ -51,8 +53,9 @@ class LocalTrainer:
     @cached_property
     def model(self) -> torch.nn.Module:
         """The model that the terms name, built by this party's own software; each round brings its weights."""
-        model = build(self.terms.model, self.dataset.shape, self.dataset.classes, 0)
-        refuse_mixing(model, self.dataset.x[:2])
+        task, sample = self.dataset.task, take_rows(self.dataset.sample.x, slice(0, 8))
+        model = build(self.terms.model, self.dataset.shape, task.outputs, 0, sample, task=task)
+        refuse_mixing(model, take_rows(sample, slice(0, 2)))
         return model.to(self.device)
 
     @cached_property

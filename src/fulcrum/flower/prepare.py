@@ -13,16 +13,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, Partition, from_arrays, load
+from fulcrum.data.records import take_rows
 from fulcrum.errors import ConfigError, DataError, RunError
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
 from fulcrum.flower.messages import model_fingerprint
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, Report, Transport
 from fulcrum.flower.terms import propose
-from fulcrum.models.build import build
+from fulcrum.models.build import build, is_built_in
 from fulcrum.models.checks import refuse_mixing
-from fulcrum.models.layout import Layout
 from fulcrum.privacy.plan import make_plan
-from fulcrum.rng import make
 from fulcrum.settings.checks import check
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
@@ -79,21 +78,12 @@ def public_problem(settings: Settings, public: Dataset, device: torch.device) ->
         raise ConfigError(
             f"clip.rule = {rule.name!r} is not sound and private: parties across machines refuse it; use moo or fixed."
         )
-    model = build(settings.model, public.shape, public.classes, settings.run.seed)
-    refuse_mixing(model, public.x[:2])
-    model = model.to(device)
-    layout = Layout.of(model)
-    return Problem(
-        dataset=public,
-        partition=Partition(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)),
-        model=model,
-        layout=layout,
-        rule=rule,
-        randomness=make(settings.privacy.randomness, settings.run.seed),
-        unit=settings.privacy.unit,
-        groups=layout.layers if settings.clip.groups == "layer" else (),
-        device=device,
-    )
+    public = public.with_float_inputs() if is_built_in(settings.model) else public
+    task, sample = public.task, take_rows(public.sample.x, slice(0, 8))
+    model = build(settings.model, public.shape, task.outputs, settings.run.seed, sample, task=task)
+    refuse_mixing(model, take_rows(sample, slice(0, 2)))
+    nobody = Partition(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    return Problem.of(settings, public, nobody, model, device, rule=rule)
 
 
 def make_registry(

@@ -1,10 +1,10 @@
 """Per-example gradients of a batch: norms, inner products and clipped sums without writing them all out.
 
-    tape = record(model, layout, params, x, y)
+    tape = record(model, layout, params, x, y, task)
     factors = (C / tape.norms()).clamp(max=1)
     clipped_sum = tape.weighted_sum(factors)
 
-`record` follows layers that it knows by book-keeping (`book.py`) and everything else by vmap (`vmap.py`);
+`record` follows layers that it knows by book-keeping (`ghost.py`) and everything else by vmap (`vmap.py`);
 `paths` says which layer takes which.
 """
 
@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Hashable
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from fulcrum.data.records import Inputs, count_examples, input_tensors, map_inputs, split_inputs, take_rows
+from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.gradients import sequence
 from fulcrum.gradients.ghost import Book, record_book
 from fulcrum.gradients.memory import keep_memory
 from fulcrum.gradients.program import Program, Unsuitable, analyse
-from fulcrum.gradients.tape import Chunks, Empty, Loss, Tape, cross_entropy
+from fulcrum.gradients.tape import Chunks, Empty, Tape
 from fulcrum.gradients.vmap import record_vmap
 from fulcrum.models.layout import Layout, call
 from fulcrum.rng import torch_stream
 
-__all__ = ["Follower", "Tape", "cross_entropy", "keep_memory", "paths", "record"]
+__all__ = ["Follower", "Tape", "keep_memory", "paths", "record"]
 
 WORK = {"cpu": 12 * 2**20, "cuda": 4 * 2**30}
 """Bytes of layer inputs and outputs that one pass may have: a larger batch goes through in pieces. On a CPU more
@@ -40,18 +43,21 @@ PROBE = 3
 class Follower:
     """Records batches of one model, having looked at its structure once: `follower(params, x, y)` is a `Tape`.
 
+    task says what is learned: its loss, with the slopes in the model's outputs. x is one tensor [B, ...] of any type,
+    or several by name; y [B, ...] are the task's targets.
+
     The model's layers, hooks and frozen parameters must stay as they are while it is in use. Threads may share
     the follower of a plain `nn.Sequential` (`shareable`); any other model gets hooks for the duration of a call,
     and each thread needs a `twin`.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, loss: Loss = cross_entropy, how: str = "auto") -> None:
+    def __init__(self, model: nn.Module, layout: Layout, task: Task, how: str = "auto") -> None:
         if how not in ("auto", "book", "vmap"):
             raise ModelError(f"how = {how!r} is not known; choose one of auto, book, vmap.")
-        self.model, self.layout, self.loss, self.how = model, layout, loss, how
+        self.model, self.layout, self.task, self.how = model, layout, task, how
         self.program = analyse(model, layout)
         self._verdict: str | None = None if how == "auto" and not self.program.sequence else ""
-        self._elements: dict[torch.Size, int] = {}
+        self._elements: dict[Hashable, int] = {}
 
     @property
     def shareable(self) -> bool:
@@ -60,16 +66,16 @@ class Follower:
 
     def twin(self) -> Follower:
         """A follower of a copy of the model, for another thread; what was found out about the model is kept."""
-        other = Follower(copy.deepcopy(self.model), self.layout, self.loss, self.how)
+        other = Follower(copy.deepcopy(self.model), self.layout, self.task, self.how)
         other._verdict, other._elements = self._verdict, dict(self._elements)
         return other
 
-    def __call__(self, params: Tensor, x: Tensor, y: Tensor) -> Tape:
-        """One forward and backward pass over x [B, ...], y [B] with the parameters `params` [d]."""
-        if len(x) == 0:
+    def __call__(self, params: Tensor, x: Inputs, y: Tensor) -> Tape:
+        """One forward and backward pass over x [B, ...], y [B, ...] with the parameters `params` [d]."""
+        if len(y) == 0:
             return Empty(params.detach())
         if self.how == "vmap":
-            return record_vmap(self.model, self.layout, params, x, y, self.loss)
+            return record_vmap(self.model, self.layout, params, x, y, self.task)
         try:
             self.settle(params, x, y)
             if self._verdict:
@@ -78,42 +84,43 @@ class Follower:
         except Unsuitable as problem:
             if self.how == "book":
                 raise ModelError(f"book-keeping cannot follow this model ({problem}); use how = 'vmap'.") from None
-            return record_vmap(self.model, self.layout, params, x, y, self.loss)
+            return record_vmap(self.model, self.layout, params, x, y, self.task)
 
     @torch.no_grad()
-    def outputs(self, params: Tensor, x: Tensor) -> Tensor:
+    def outputs(self, params: Tensor, x: Inputs) -> Tensor:
         """The model's outputs for a batch x with the parameters `params` [d], and nothing to go back by."""
         tensors = self.layout.unflatten(params.detach())
         if not self.program.sequence:
             found: Tensor = call(self.model, tensors, x)
             return found
-        kernels = sequence.prepare(tuple(tensors.values()), x.device)
-        return sequence.forward(self.program, kernels, x, keep=False)[0]
+        one = sequence.single_input(x)
+        kernels = sequence.prepare(tuple(tensors.values()), one.device)
+        return sequence.forward(self.program, kernels, one, keep=False)[0]
 
-    def settle(self, params: Tensor, x: Tensor, y: Tensor) -> None:
+    def settle(self, params: Tensor, x: Inputs, y: Tensor) -> None:
         """Finds out, once, whether book-keeping is right for a model with a forward of its own."""
         if self._verdict is None:
-            self._verdict = _compare(self.model, self.program, self.layout, params, x, y, self.loss)
+            self._verdict = _compare(self.model, self.program, self.layout, params, x, y, self.task)
 
-    def _run(self, params: Tensor, x: Tensor, y: Tensor) -> Book:
-        return record_book(self.model, self.program, self.layout, params, x, y, self.loss)
+    def _run(self, params: Tensor, x: Inputs, y: Tensor) -> Book:
+        return record_book(self.model, self.program, self.layout, params, x, y, self.task)
 
-    def _in_pieces(self, params: Tensor, x: Tensor, y: Tensor) -> Tape:
+    def _in_pieces(self, params: Tensor, x: Inputs, y: Tensor) -> Tape:
         """Equal pieces that depend on the shapes alone, so that a resumed run rounds as the first one did."""
-        shape = x.shape[1:]
+        shape = tuple(value.shape[1:] for value in input_tensors(x))
         if shape not in self._elements:
-            self._elements[shape] = self._run(params, x[:1], y[:1]).elements
-        limit = WORK.get(x.device.type, WORK["cuda"])
-        size = self._elements[shape] * x.element_size() * len(x)
-        pieces = min(len(x), max(1, math.ceil(size / limit)))
+            self._elements[shape] = self._run(params, take_rows(x, slice(0, 1)), y[:1]).elements
+        limit = WORK.get(params.device.type, WORK["cuda"])
+        size = self._elements[shape] * params.element_size() * len(y)
+        pieces = min(len(y), max(1, math.ceil(size / limit)))
         if pieces == 1:
             return self._run(params, x, y)
-        step = math.ceil(len(x) / pieces)
-        tapes = [self._run(params, *piece) for piece in zip(x.split(step), y.split(step), strict=True)]
+        step = math.ceil(len(y) / pieces)
+        tapes = [self._run(params, *piece) for piece in zip(split_inputs(x, step), y.split(step), strict=True)]
         return Chunks(tuple(tapes), tuple(len(tape.raw_losses) for tape in tapes))
 
 
-_known: WeakKeyDictionary[nn.Module, tuple[Layout, str | None, dict[torch.Size, int]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, tuple[Layout, Task, str | None, dict[Hashable, int]]] = WeakKeyDictionary()
 """What was found out about models by `record`."""
 
 
@@ -121,48 +128,53 @@ def record(
     model: nn.Module,
     layout: Layout,
     params: Tensor,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
-    loss: Loss = cross_entropy,
+    task: Task,
     how: str = "auto",
 ) -> Tape:
-    """Runs the batch x [B, ...], y [B] forward and backward with the parameters `params` [d], and keeps what its
+    """Runs the batch x [B, ...], y [B, ...] forward and backward with the parameters `params` [d], and keeps what its
     per-example gradients can be answered from. For many batches of one model, a `Follower` saves time.
 
     The model's own trainable parameters are neither read nor changed; frozen parameters and buffers are the
-    model's. `loss` gives one loss an example. `how`: "auto"; "book" (raises ModelError where the model cannot
+    model's. `task` gives one loss per example. `how`: "auto"; "book" (raises ModelError where the model cannot
     be followed); "vmap" (gradients written out, B times the memory of the model: the plain oracle).
 
     A model that is not a plain `nn.Sequential` gets hooks for the duration of the call: do not share it between
     threads. With "auto" such a model is first compared with vmap on a few made-up examples, and vmap is used from
     then on if they differ, for instance because a parameter is used other than by calling its layer.
     """
-    follower = Follower(model, layout, loss, how)
+    follower = Follower(model, layout, task, how)
     known = _known.get(model)
-    if how == "auto" and not follower.program.sequence and known is not None and known[0] == layout:
-        _, follower._verdict, follower._elements = known
+    if how == "auto" and not follower.program.sequence and known is not None and known[:2] == (layout, task):
+        _, _, follower._verdict, follower._elements = known
     tape = follower(params, x, y)
-    if how == "auto" and len(x):
-        _known[model] = (layout, follower._verdict, follower._elements)
+    if how == "auto" and len(y):
+        _known[model] = (layout, task, follower._verdict, follower._elements)
     return tape
 
 
 def _compare(
-    model: nn.Module, program: Program, layout: Layout, params: Tensor, x: Tensor, y: Tensor, loss: Loss
+    model: nn.Module, program: Program, layout: Layout, params: Tensor, x: Inputs, y: Tensor, task: Task
 ) -> str:
     """Why book-keeping must not be used, or "": found on made-up examples with the model's own parameters.
 
     Neither the data nor the progress of the training decides, so that a resumed run takes the same path.
     """
-    index = torch.arange(PROBE, device=x.device) % len(x)
-    probe, own = x[index], layout.flatten(model).to(params)
-    if probe.is_floating_point():
-        probe = torch.rand(probe.shape, generator=torch_stream(0, "probe"), dtype=probe.dtype).to(probe.device)
-    truth = record_vmap(model, layout, own, probe, y[index], loss).matrix()
+    index = torch.arange(PROBE, device=y.device) % count_examples(x)
+    own, stream = layout.flatten(model).to(params), torch_stream(0, "probe")
+
+    def made_up(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value[index]  # only the data know which numbers a model's tables have
+        return torch.rand((PROBE, *value.shape[1:]), generator=stream, dtype=value.dtype).to(value.device)
+
+    probe: Inputs = map_inputs(made_up, x)
+    truth = record_vmap(model, layout, own, probe, y[index], task).matrix()
     if not bool(truth.any()):
         return "it has no finite gradients to compare"
     try:
-        found = record_book(model, program, layout, own, probe, y[index], loss).matrix()
+        found = record_book(model, program, layout, own, probe, y[index], task).matrix()
     except Unsuitable as problem:
         return str(problem)
     return "" if _close(found, truth, layout) else "its gradients differ from those of vmap"

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from fulcrum.errors import ModelError
+from fulcrum.data.records import Inputs, count_examples, map_inputs
+from fulcrum.data.tasks import Task
 from fulcrum.gradients import sequence
 from fulcrum.gradients.outer_products import Conv, Dense, Patches, outer_rows
 from fulcrum.gradients.param_grads import Part, Rows, ranges
 from fulcrum.gradients.program import Program, Site, Unsuitable
-from fulcrum.gradients.tape import Loss, cross_entropy, group_squares
+from fulcrum.gradients.tape import group_squares, one_per_example
 from fulcrum.gradients.vmap import module_rows
 from fulcrum.models.layout import Layout, call
 
@@ -89,16 +89,16 @@ class _Recorder:
 
 
 def record_book(
-    model: nn.Module, program: Program, layout: Layout, params: Tensor, x: Tensor, y: Tensor, loss: Loss
+    model: nn.Module, program: Program, layout: Layout, params: Tensor, x: Inputs, y: Tensor, task: Task
 ) -> Book:
     """One pass over the batch. Raises Unsuitable where the model does not keep examples in rows."""
     if model in program.sites and program.sites[model].kind is None:
         raise Unsuitable(program.sites[model].reason)
     tensors = tuple(layout.unflatten(params.detach()).values())
     if program.sequence:
-        recorder, losses = _follow_sequence(program, tensors, x, y, loss)
+        recorder, losses = _follow_sequence(program, tensors, sequence.single_input(x), y, task)
     else:
-        recorder, losses = _follow_hooked(model, program, layout, tensors, x, y, loss)
+        recorder, losses = _follow_hooked(model, program, layout, tensors, x, y, task)
     return Book(layout, params, losses, tuple(tuple(parts) for parts in recorder.parts), recorder.elements)
 
 
@@ -106,12 +106,13 @@ def record_book(
 
 
 def _follow_sequence(
-    program: Program, tensors: tuple[Tensor, ...], x: Tensor, y: Tensor, loss: Loss
+    program: Program, tensors: tuple[Tensor, ...], x: Tensor, y: Tensor, task: Task
 ) -> tuple[_Recorder, Tensor]:
     tensors = sequence.prepare(tensors, x.device)
     recorder = _Recorder(len(x), tensors)
-    logits, steps = sequence.forward(program, tensors, x)
-    losses, g = _differentiate(loss, logits, y)
+    outputs, steps = sequence.forward(program, tensors, x)
+    losses, g = task.losses_and_slopes(outputs, y)
+    one_per_example(losses, len(x))
     numbers = {
         id(step): recorder.note(step.node.site, step.seen, step.elements, step.out)
         for step in steps
@@ -120,26 +121,6 @@ def _follow_sequence(
     recorder.choose()
     sequence.backward(steps, g, lambda step, g: recorder.collect(numbers[id(step)], g))
     return recorder, losses
-
-
-def _differentiate(loss: Loss, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of each example, and its gradient in the logits."""
-    if loss is cross_entropy and logits.dim() == 2:
-        log_chances = F.log_softmax(logits, dim=1)
-        column = y.unsqueeze(1)
-        losses = log_chances.gather(1, column).squeeze(1).neg()
-        return losses, log_chances.exp().scatter_add_(1, column, log_chances.new_full((), -1.0).expand_as(column))
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        losses = _one_each(loss(leaf, y), len(logits))
-        (g,) = torch.autograd.grad(losses.sum(), leaf, materialize_grads=True)
-    return losses.detach(), g
-
-
-def _one_each(losses: Tensor, count: int) -> Tensor:
-    if losses.shape != (count,):
-        raise ModelError(f"loss must give one value an example, [B], but gave the shape {list(losses.shape)}.")
-    return losses
 
 
 # --- any other model ------------------------------------------------------------------------------
@@ -163,12 +144,13 @@ def _follow_hooked(
     program: Program,
     layout: Layout,
     tensors: tuple[Tensor, ...],
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
-    loss: Loss,
+    task: Task,
 ) -> tuple[_Recorder, Tensor]:
-    recorder = _Recorder(len(x), tensors)
-    anchor = torch.zeros((), device=x.device, requires_grad=True)
+    count = count_examples(x)
+    recorder = _Recorder(count, tensors)
+    anchor = torch.zeros((), device=y.device, requires_grad=True)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         site = program.sites[module]
@@ -179,7 +161,7 @@ def _follow_hooked(
     def tap(site: Site, a: Tensor, out: Tensor) -> Tensor:
         """Notes a use; the returned output takes the place of `out`."""
         fits = site.kind is None or site.kind.fits(site.module, a)
-        if not fits or a.dim() == 0 or out.dim() == 0 or len(a) != len(x) or len(out) != len(x):
+        if not fits or a.dim() == 0 or out.dim() == 0 or len(a) != count or len(out) != count:
             raise Unsuitable(f"{site.name} does not see one example per row")
         if out._is_view():
             # An in-place activation on a view would rewrite history behind the hook below.
@@ -199,8 +181,9 @@ def _follow_hooked(
     handles = [module.register_forward_hook(hook, with_kwargs=True) for module in program.sites]
     try:
         with torch.enable_grad():
-            outputs = call(model, dict(zip(layout.names, tensors, strict=True)), x.detach())
-            losses = _one_each(loss(outputs, y), len(x))
+            inputs = map_inputs(Tensor.detach, x)
+            outputs = call(model, dict(zip(layout.names, tensors, strict=True)), inputs)
+            losses = one_per_example(task.loss(outputs, y), count)
             total = losses.sum()
     finally:
         for handle in handles:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulcrum.data.records import Inputs, input_tensors
 from fulcrum.gradients.layer_ops import Move, Params, find_move
 from fulcrum.gradients.outer_products import Patches
 from fulcrum.gradients.program import Node, Program, Unsuitable
@@ -49,6 +50,14 @@ def _channels_last(weight: Tensor) -> Tensor:
     # With one channel both layouts have the same bytes; the stride says which one the output gets.
     _, _, height, width = weight.shape
     return weight.contiguous().as_strided(weight.shape, (height * width, 1, width, 1))
+
+
+def single_input(x: Inputs) -> Tensor:
+    """The one tensor that a sequence takes. Raises Unsuitable where there are several."""
+    first, *others = input_tensors(x)
+    if others:
+        raise Unsuitable("a sequence takes one input")
+    return first
 
 
 @torch.no_grad()

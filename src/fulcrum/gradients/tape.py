@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Maps logits [B, classes] and labels [B] to one loss an example, [B]."""
+from fulcrum.errors import ModelError
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of each example, [B]."""
-    return F.cross_entropy(logits, labels, reduction="none")
+def one_per_example(losses: Tensor, count: int) -> Tensor:
+    """The losses, or a ModelError where they are not one per example, [B]."""
+    if losses.shape != (count,):
+        raise ModelError(f"loss must give one value an example, [B], but gave the shape {list(losses.shape)}.")
+    return losses
 
 
 class Tape(Protocol):

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vmap
 
-from fulcrum.gradients.tape import Loss, Tape, column, group_squares
+from fulcrum.data.records import Inputs, count_examples, map_inputs, take_rows
+from fulcrum.data.tasks import Task
+from fulcrum.gradients.tape import Tape, column, group_squares
 from fulcrum.models.layout import Layout, call
 
 MEMORY = 256 * 2**20
@@ -58,19 +60,19 @@ class Table:
         return torch.cat([column(factors, groups, i) @ block for i, block in enumerate(blocks)])
 
 
-def record_vmap(model: nn.Module, layout: Layout, params: Tensor, x: Tensor, y: Tensor, loss: Loss) -> Tape:
+def record_vmap(model: nn.Module, layout: Layout, params: Tensor, x: Inputs, y: Tensor, task: Task) -> Tape:
     """Gradients of every example by vmap over the whole model."""
 
-    def one(tensors: Mapping[str, Tensor], example: Tensor, label: Tensor) -> Tensor:
-        logits: Tensor = call(model, tensors, example.unsqueeze(0))
-        return loss(logits, label.unsqueeze(0)).reshape(())
+    def one(tensors: Mapping[str, Tensor], example: Inputs, target: Tensor) -> Tensor:
+        outputs: Tensor = call(model, tensors, map_inputs(lambda value: value.unsqueeze(0), example))
+        return task.loss(outputs, target.unsqueeze(0)).reshape(())
 
     tensors = layout.unflatten(params.detach())
     grads, losses = _per_example(one, tensors, (x, y), with_value=True)
     return Table(
         layout,
         losses,
-        torch.cat([grads[n].reshape(len(x), size) for n, size in zip(layout.names, layout.sizes, strict=True)], dim=1),
+        torch.cat([grads[n].reshape(len(y), size) for n, size in zip(layout.names, layout.sizes, strict=True)], dim=1),
     )
 
 
@@ -85,11 +87,11 @@ def module_rows(module: nn.Module, tensors: Mapping[str, Tensor], a: Tensor, g: 
 
 
 def _per_example(
-    one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[Tensor, Tensor], with_value: bool
+    one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[Inputs, Tensor], with_value: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     derivative = grad_and_value(one) if with_value else grad(one)
-    chunk = max(1, min(len(batch[0]), MEMORY // max(1, size)))
+    chunk = max(1, min(len(batch[1]), MEMORY // max(1, size)))
     try:
         found: Any = vmap(derivative, in_dims=(None, 0, 0), chunk_size=chunk)(tensors, *batch)
     except RuntimeError:
@@ -98,14 +100,15 @@ def _per_example(
 
 
 def _loop(
-    one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[Tensor, Tensor]
+    one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[Inputs, Tensor]
 ) -> tuple[dict[str, Tensor], Tensor]:
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     rows: list[tuple[Tensor, ...]] = []
     values: list[Tensor] = []
-    for example in zip(*batch, strict=True):
+    x, y = batch
+    for row in range(count_examples(x)):
         with torch.enable_grad():
-            value = one(leaves, *example)
+            value = one(leaves, take_rows(x, row), y[row])
             found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
         rows.append(found)
         values.append(value.detach())

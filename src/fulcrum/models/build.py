@@ -2,28 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
 import torch
 from torch import nn
 
+from fulcrum.data.records import Inputs
+from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.models import pretrain as priors
 from fulcrum.models import whitening as coordinates
 from fulcrum.models.builtin import ACTIVATIONS, AUTO, BUILTIN, Shape, initialise
-from fulcrum.models.own import _check, _own
+from fulcrum.models.own import _check, made_up_inputs, make_own
 from fulcrum.rng import torch_stream
 from fulcrum.settings import schema as config
+from fulcrum.settings.registry import Registry, nearest_name
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MODELS: Registry[Callable[..., nn.Module]] = Registry(
+    "model.name", noun="factory", entry_points="fulcrum.models", error=ModelError
+)
+"""Factories of models by name: the built-in ones, and those that users add."""
+for _name, _factory in BUILTIN.items():
+    MODELS.add(_name, _factory)
 
 
-def build(settings: config.Model, input_shape: Shape, classes: int, seed: int) -> nn.Module:
-    """The model that the settings name, for examples of `input_shape` (without the batch) and `classes` labels.
+def register_model(name: str) -> Callable[[F], F]:
+    """A decorator that makes a factory a model's name; `build` says what it is called with."""
+    return MODELS.register(name)
+
+
+def find_factory(name: str) -> Callable[..., nn.Module]:
+    """The factory of that name, or of package.module:factory; ModelError with the nearest name where there is none."""
+    if ":" in name or name in MODELS.names():
+        return MODELS.find(name)
+    known = ("auto", *MODELS.names())
+    near = nearest_name(name, known)
+    hint = f"; did you mean {near!r}?" if near else "."
+    raise ModelError(
+        f"model.name = {name!r} is not known; choose one of {', '.join(known)}, or package.module:factory{hint}"
+    )
+
+
+def is_built_in(settings: config.Model) -> bool:
+    """Whether the settings name a model of Fulcrum's own; those take numbers, not token ids."""
+    return settings.name == "auto" or settings.name in BUILTIN
+
+
+def build(
+    settings: config.Model,
+    input_shape: Shape | Mapping[str, Shape],
+    outputs: int,
+    seed: int,
+    sample: Inputs | None = None,
+    sequence: bool = False,
+    task: Task | None = None,
+) -> nn.Module:
+    """The model that the settings name, for examples of `input_shape` (without the batch; one per name where an example
+    has several inputs) and with `outputs` numbers per prediction: the task's outputs.
 
     The same seed gives the same parameters, whatever the global generators hold. `name` may be
-    "package.module:factory": the factory is called with those of input_shape, classes, settings and activation
-    (a function that makes one activation layer) that it has as parameters, with the global CPU generator seeded
-    for the call and restored after it, and must return an nn.Module that maps [B, *input_shape] to [B, classes].
+    "package.module:factory", or a name that `register_model` or an installed package (entry points fulcrum.models) has
+    added: the factory is called with those of input_shape, outputs, classes (the same number), task, settings and
+    activation (a function that makes one activation layer) that it has as parameters, with the global CPU generator
+    seeded for the call and restored after it, and must return an nn.Module that maps [B, *input_shape] to
+    [B, outputs], or to [B, L, outputs] where the task predicts a `sequence` (with `task`, what that says). sample:
+    inputs of some examples, which show their type: integers are taken from there when the model is tried, numbers are
+    made up.
     Raises ModelError where the model cannot be built, or cannot be trained with a bound per example.
     """
-    shape = tuple(int(side) for side in input_shape)
+    shape = _sides(input_shape)
+    sequence = task.sequence if task is not None else sequence
     if settings.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ModelError(f"model.activation = {settings.activation!r} is not known; choose one of {known}.")
@@ -31,19 +82,40 @@ def build(settings: config.Model, input_shape: Shape, classes: int, seed: int) -
     def act() -> nn.Module:
         return ACTIVATIONS[settings.activation](settings)
 
-    name = AUTO.get(shape, "linear") if settings.name == "auto" else settings.name
+    single = shape if isinstance(shape, tuple) else None
+    name = (AUTO.get(single, "linear") if single else "linear") if settings.name == "auto" else settings.name
     if name in BUILTIN:
+        if single is None or sequence:
+            what = "several inputs" if single is None else "a prediction per position"
+            raise ModelError(
+                f"model.name = {settings.name!r} has no form for {what}; name your own package.module:factory."
+            )
         with torch.device("meta"):  # no memory, and no random numbers drawn
-            model = BUILTIN[name](settings, shape, classes, act)
+            model = BUILTIN[name](settings, single, outputs, act)
         model = model.to_empty(device="cpu")
         initialise(model, torch_stream(seed, "init"))
         return _started(model, settings, name)
-    if ":" not in name:
-        known = ", ".join(("auto", *BUILTIN))
-        raise ModelError(f"model.name = {name!r} is not known; choose one of {known}, or package.module:factory.")
-    model = _own(name, {"input_shape": shape, "classes": classes, "settings": settings, "activation": act}, seed)
-    _check(model, name, shape, classes)
+    model = make_own(
+        find_factory(name),
+        name,
+        {
+            "input_shape": shape,
+            "outputs": outputs,
+            "classes": outputs,
+            "task": task,
+            "settings": settings,
+            "activation": act,
+        },
+        seed,
+    )
+    _check(model, name, made_up_inputs(shape, sample), outputs, sequence)
     return _started(model, settings, name)
+
+
+def _sides(shape: Shape | Mapping[str, Shape]) -> Shape | dict[str, Shape]:
+    if isinstance(shape, Mapping):
+        return {name: tuple(int(side) for side in part) for name, part in shape.items()}
+    return tuple(int(side) for side in shape)
 
 
 def _started(model: nn.Module, settings: config.Model, name: str) -> nn.Module:

@@ -109,12 +109,25 @@ AUTO: Mapping[Shape, str] = {(1, 28, 28): "mnist-cnn", (3, 32, 32): "cifar-cnn"}
 
 
 def initialise(model: nn.Module, generator: torch.Generator) -> None:
-    """Draws all Linear and Conv parameters as PyTorch does by default: uniform within 1 / sqrt(fan in)."""
+    """Sets all parameters as PyTorch does by default.
+
+    Linear and Conv layers: uniform within 1 / sqrt(fan in). Embeddings: standard normal, 0 for the padding token. Norm
+    layers, whose weight is a vector: weight 1, bias 0.
+    """
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if weight is None:
             continue
-        bound = 1.0 / math.sqrt(math.prod(weight.shape[1:]))
         with torch.no_grad():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                weight.normal_(generator=generator)
+                if module.padding_idx is not None:
+                    weight[module.padding_idx].zero_()
+                continue
+            if weight.dim() < 2:
+                for name, parameter in module.named_parameters(recurse=False):
+                    parameter.fill_(1.0 if name == "weight" else 0.0)
+                continue
+            bound = 1.0 / math.sqrt(math.prod(weight.shape[1:]))
             for parameter in module.parameters(recurse=False):
                 parameter.uniform_(-bound, bound, generator=generator)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fulcrum.data.records import Inputs, count_examples, map_inputs
 from fulcrum.errors import ModelError
 
 # --- what cannot be trained with a bound per example ------------------------------------------------
@@ -47,13 +48,13 @@ REFUSED: tuple[tuple[tuple[type[nn.Module], ...], Finding], ...] = (
 )
 
 
-def refuse_mixing(model: nn.Module, sample: Tensor | None = None) -> None:
+def refuse_mixing(model: nn.Module, sample: Inputs | None = None) -> None:
     """Raises ModelError, naming the layer and what to use instead, if the model cannot give per-example gradients.
 
     Refused are layers that mix the examples of a batch (BatchNorm), keep statistics of the data, rewrite their
     weights while running, or draw random numbers (Dropout with p > 0: they would come from the global generator).
-    With `sample`, a batch [B, ...] of at least two examples, the model is also run on a copy of itself: changing
-    one example must leave the outputs of the others, and the model's buffers, as they were.
+    With `sample`, the inputs [B, ...] (one or several by name) of at least two examples, the model is also run:
+    changing one example must leave the outputs of the others, and the model's buffers, as they were.
     """
     _refuse_by_type(model)
     if sample is not None:
@@ -68,23 +69,33 @@ def _refuse_by_type(model: nn.Module) -> None:
                 raise ModelError(f"Layer {name or 'model'!r} ({type(layer).__name__}) {problem}.")
 
 
-def _refuse_by_behaviour(model: nn.Module, sample: Tensor) -> None:
+def _refuse_by_behaviour(model: nn.Module, sample: Inputs) -> None:
     trace, _, moved = _dry(model, sample)
     if moved:
         raise ModelError(f"Buffer {moved!r} changes when the model runs: it would leave the data's traces unprotected.")
     again, _, _ = _dry(model, sample, seed=1)
-    changed = sample.clone()
-    changed[0] = sample[0] + 1.0
-    other, _, _ = _dry(model, changed)
+    other, _, _ = _dry(model, map_inputs(_first_changed, sample))
+    count = count_examples(sample)
     for before, repeated, after in zip(trace, again, other, strict=False):
         name, kind, rows = before
         if not _same(rows, repeated[2]):
             raise ModelError(f"Layer {name!r} ({kind}) is random: the same batch gives another output the second time.")
-        if rows.dim() and len(rows) == len(sample) and not _same(rows[1:], after[2][1:]):
+        if rows.dim() and len(rows) == count and not _same(rows[1:], after[2][1:]):
             raise ModelError(
                 f"Layer {name!r} ({kind}) mixes the examples of a batch: changing one example changes the "
                 "output of the others; use GroupNorm or LayerNorm in place of batch statistics."
             )
+
+
+def _first_changed(values: Tensor) -> Tensor:
+    """The batch with another first example: numbers plus 1; integers those of another example."""
+    changed = values.clone()
+    if values.is_floating_point():
+        changed[0] = values[0] + 1.0
+        return changed
+    differs = (values != values[:1]).flatten(1).any(dim=1) if values.dim() > 1 else values != values[0]
+    changed[0] = values[int(differs.int().argmax())]
+    return changed
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -94,7 +105,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 Trace = list[tuple[str, str, Tensor]]
 
 
-def _dry(model: nn.Module, sample: Tensor, seed: int = 0) -> tuple[Trace, Any, str]:
+def _dry(model: nn.Module, sample: Inputs, seed: int = 0) -> tuple[Trace, Any, str]:
     """Runs the model: the outputs of its modules in order, its own output, and the first buffer that changed.
 
     The model is left as it was: buffers are put back, and so is the global generator.
@@ -112,7 +123,8 @@ def _dry(model: nn.Module, sample: Tensor, seed: int = 0) -> tuple[Trace, Any, s
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(seed)
-            outputs = model(sample.clone())
+            own = map_inputs(Tensor.clone, sample)
+            outputs = model(own) if isinstance(own, Tensor) else model(**own)
         moved = [n for n, b in model.named_buffers() if n not in before or not torch.equal(b, before[n])]
     finally:
         for handle in handles:

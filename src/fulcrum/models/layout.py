@@ -22,12 +22,14 @@ class Layout:
     """Where each trainable parameter lies in the flat vector [d]. A shared parameter appears once.
 
     names, shapes: of the parameter tensors, in order. layers: for each tensor the number of its layer; tensors
-    of the same module have the same number, counted from 0 in order of appearance.
+    of the same module have the same number, counted from 0 in order of appearance. lookups: places of tensors that
+    are tables of an embedding, [vocabulary, width].
     """
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     layers: tuple[int, ...]
+    lookups: tuple[int, ...] = ()
 
     @staticmethod
     def of(model: nn.Module) -> Layout:
@@ -40,7 +42,9 @@ class Layout:
             raise ModelError("The model has no trainable parameters; at least one must require a gradient.")
         owners: dict[str, int] = {}
         layers = tuple(owners.setdefault(name.rpartition(".")[0], len(owners)) for name, _ in named)
-        return Layout(tuple(name for name, _ in named), tuple(p.shape for _, p in named), layers)
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+        lookups = tuple(place for place, (_, p) in enumerate(named) if id(p) in tables)
+        return Layout(tuple(name for name, _ in named), tuple(p.shape for _, p in named), layers, lookups)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -67,9 +71,12 @@ class Layout:
         """About the norm of all weights together when each layer is drawn as PyTorch does by default.
 
         A layer's weights are uniform within 1 / sqrt(fan in), so their squares add up to a third of its outputs;
-        biases are left out. It depends on the shapes alone. 1 for a model of vectors and scalars only.
+        biases are left out. An embedding is a layer whose inputs are the words and whose outputs are its columns. It
+        depends on the shapes alone. 1 for a model of vectors and scalars only.
         """
-        outputs = sum(shape[0] for shape in self.shapes if len(shape) > 1)
+        outputs = sum(
+            shape[1 if place in self.lookups else 0] for place, shape in enumerate(self.shapes) if len(shape) > 1
+        )
         return math.sqrt(outputs / 3) or 1.0
 
     def flatten(self, model: nn.Module) -> Tensor:
@@ -90,8 +97,10 @@ class Layout:
                 named[name].copy_(values)
 
 
-def call(model: nn.Module, tensors: Mapping[str, Tensor], *inputs: Tensor) -> Any:
+def call(model: nn.Module, tensors: Mapping[str, Tensor], inputs: Tensor | Mapping[str, Tensor]) -> Any:
     """The model's output with `tensors` (by parameter name, as `Layout.unflatten` gives them) in place of its own.
+
+    inputs: one tensor, the model's argument; or several by name, its keyword arguments.
 
     As `torch.func.functional_call`, which loses the parameters of a module that appears twice in the model.
     The model is as before afterwards, but must not be shared between threads during the call.
@@ -102,4 +111,6 @@ def call(model: nn.Module, tensors: Mapping[str, Tensor], *inputs: Tensor) -> An
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in given:
                 slots[f"{place}.{name}" if place else name] = given[id(parameter)]
-    return functional_call(model, slots, inputs, tie_weights=False)
+    if isinstance(inputs, Tensor):
+        return functional_call(model, slots, (inputs,), tie_weights=False)
+    return functional_call(model, slots, (), dict(inputs), tie_weights=False)

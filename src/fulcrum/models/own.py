@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fulcrum.data.records import Inputs, input_shape, input_tensors, map_inputs
 from fulcrum.errors import ModelError
 from fulcrum.models.builtin import Shape
 from fulcrum.models.checks import _dry, _refuse_by_type, refuse_mixing
 from fulcrum.models.layout import Layout
 from fulcrum.rng import stream_seed, torch_stream
+from fulcrum.settings.registry import call_with_offers, current_folder_importable
 
 # --- models of your own ---------------------------------------------------------------------------
 
 
-def _own(name: str, offers: Mapping[str, object], seed: int) -> nn.Module:
-    module_name, _, attribute = name.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as problem:
-        raise ModelError(f"model.name = {name!r} cannot be imported: {problem}.") from problem
+def make_own(factory: Callable[..., Any], name: str, offers: Mapping[str, object], seed: int) -> nn.Module:
+    """What a factory makes, called with those of the offers that it has as parameters."""
     if not callable(factory):
         raise ModelError(f"model.name = {name!r} is not a function but {type(factory).__name__}; name a factory.")
-    accepted = inspect.signature(factory).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    arguments = {key: value for key, value in offers.items() if anything or key in accepted}
-    with torch.random.fork_rng(devices=[]):
+    with current_folder_importable(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(stream_seed(seed, ("init",)))
         try:
-            model = factory(**arguments)
+            model = call_with_offers(factory, offers)
         except Exception as problem:
             raise ModelError(f"model.name = {name!r}: the factory failed with {_words(problem)}.") from problem
     if not isinstance(model, nn.Module):
@@ -46,19 +40,55 @@ def _words(problem: Exception) -> str:
     return f"{type(problem).__name__}: {first}"
 
 
-def _check(model: nn.Module, name: str, shape: Shape, classes: int) -> None:
-    """A dry forward pass: trainable parameters, logits of the right shape, and nothing that mixes examples."""
+TRIED = 3
+"""Examples on which a model of one's own is tried."""
+
+
+def made_up_inputs(shape: Shape | Mapping[str, Shape], sample: Inputs | None = None) -> Inputs:
+    """Inputs of three examples: uniform numbers in [0, 1); integers from the sample, which shows their range."""
+    stream = torch_stream(0, "dry")
+
+    def numbers(sides: Shape) -> Tensor:
+        return torch.rand(TRIED, *sides, generator=stream)
+
+    def like(value: Tensor) -> Tensor:
+        if value.is_floating_point():
+            return numbers(tuple(value.shape[1:]))
+        return value[torch.arange(TRIED) % len(value)]
+
+    if sample is not None:
+        return map_inputs(like, sample)  # type: ignore[no-any-return]
+    if isinstance(shape, Mapping):
+        return {name: numbers(sides) for name, sides in shape.items()}
+    return numbers(shape)
+
+
+def _check(model: nn.Module, name: str, sample: Inputs, outputs: int, sequence: bool) -> None:
+    """A dry forward pass: trainable parameters, outputs of the right shape, and nothing that mixes examples."""
     Layout.of(model)
     _refuse_by_type(model)
-    sample = torch.rand(3, *shape, generator=torch_stream(0, "dry"))
     try:
-        _, outputs, _ = _dry(model, sample)
+        _, found, _ = _dry(model, sample)
     except Exception as problem:
-        seen = "x".join(map(str, shape))
         raise ModelError(
-            f"model.name = {name!r}: the model failed on a batch of {seen} examples with {_words(problem)}."
+            f"model.name = {name!r}: the model failed on a batch of {_shape_words(sample)} examples with "
+            f"{_words(problem)}{integer_advice(sample)}."
         ) from problem
-    if not isinstance(outputs, Tensor) or tuple(outputs.shape) != (3, classes):
-        seen = str(list(outputs.shape)) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ModelError(f"model.name = {name!r}: 3 examples must give logits of shape [3, {classes}], not {seen}.")
+    right = isinstance(found, Tensor) and found.dim() == 2 + sequence
+    if not right or (found.shape[0], found.shape[-1]) != (TRIED, outputs):
+        seen = str(list(found.shape)) if isinstance(found, Tensor) else type(found).__name__
+        wanted = f"outputs of shape [3, length, {outputs}]" if sequence else f"logits of shape [3, {outputs}]"
+        raise ModelError(f"model.name = {name!r}: 3 examples must give {wanted}, not {seen}.")
     refuse_mixing(model, sample)
+
+
+def integer_advice(sample: Inputs) -> str:
+    """What may help a model that fails on integers; "" where there are none."""
+    integers = not all(part.is_floating_point() for part in input_tensors(sample))
+    return "; x holds integers (token ids): if they are numbers, save x as float32" if integers else ""
+
+
+def _shape_words(x: Inputs) -> str:
+    shape = input_shape(x)
+    parts = {"": shape} if isinstance(shape, tuple) else shape
+    return ", ".join(f"{name} {'x'.join(map(str, sides))}".strip() for name, sides in parts.items())

@@ -14,6 +14,7 @@ from fulcrum.clipping.moo_paper import READINGS
 from fulcrum.clipping.rule import GROUPINGS, rule_options
 from fulcrum.data.features import FEATURES
 from fulcrum.data.partition import PARTITIONS
+from fulcrum.data.tasks.losses import REGRESSION_LOSSES
 from fulcrum.engines import ENGINES
 from fulcrum.errors import ConfigError
 from fulcrum.gradients.stacked.passes import PRECISIONS
@@ -34,6 +35,7 @@ from fulcrum.training.server import SERVERS, WEIGHTINGS
 CHOICES: dict[str, Collection[str]] = {
     "data.partition": PARTITIONS,
     "data.features": ("none", *FEATURES),
+    "task.loss": REGRESSION_LOSSES,
     "model.activation": ACTIVATIONS,
     "model.coordinates": COORDINATES,
     "train.schedule": LR_SCHEDULES,

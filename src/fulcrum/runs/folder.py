@@ -24,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fulcrum.errors import RunError
-from fulcrum.training.evaluate import score_of
 from fulcrum.training.snapshot import Snapshot
 from fulcrum.types import RoundResult
 
@@ -119,7 +118,6 @@ def metrics_line(result: RoundResult) -> dict[str, Any]:
         "round": result.round,
         "loss": result.loss,
         "accuracy": result.accuracy,
-        "score": score_of(result.metrics),
         "metrics": dict(result.metrics),
         "C": total_C(result.C),
         "epsilon": result.epsilon,

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from fulcrum.clipping import find_rule
-from fulcrum.data import Dataset, featured, holdout, load, split, unit_counts
+from fulcrum.data import Dataset, featured, holdout, load, partition_method, split, unit_counts
+from fulcrum.data.dataset import recheck
+from fulcrum.data.records import take_rows
 from fulcrum.engines import find_engine
-from fulcrum.errors import BudgetError, ConfigError
-from fulcrum.models.build import build
+from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
+from fulcrum.models.build import build, is_built_in
 from fulcrum.models.checks import refuse_mixing
-from fulcrum.models.layout import Layout
+from fulcrum.models.own import integer_advice
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import affordable_rounds, make_plan
-from fulcrum.rng import make
 from fulcrum.runs.choices import check_choices
 from fulcrum.settings.checks import check
-from fulcrum.settings.schema import Settings
+from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.client_level import check_rule, local_problem
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import Problem
@@ -28,37 +30,28 @@ from fulcrum.training.problem import Problem
 def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module | None = None) -> Federation:
     """Load the data, split it, build the model, plan the privacy: everything that can go wrong before training.
 
-    dataset and model take the place of what the settings name, for data and models made in Python.
+    dataset and model take the place of what the settings name, for data and models made in Python. The federation's
+    settings say which partition was used where they left the choice.
     """
     check_choices(check(settings))
     rule = find_rule(settings.clip.rule)
     device = find_device(settings.run.device)
-    dataset = _find_data(settings, dataset, device)
+    dataset = find_data(settings, dataset, device)
+    settings, dataset = choose_partition(settings, dataset)
     partition = split(dataset, settings.data, settings.run.seed)
-    model = _find_model(settings, dataset, model).to(device)
-    layout = Layout.of(model)
-    problem = Problem(
-        dataset=dataset,
-        partition=partition,
-        model=model,
-        layout=layout,
-        rule=rule,
-        randomness=make(settings.privacy.randomness, settings.run.seed),
-        unit=settings.privacy.unit,
-        groups=layout.layers if settings.clip.groups == "layer" else (),
-        device=device,
-        diagnostics=settings.run.diagnostics,
-        precision=settings.run.precision,
-        workers=settings.run.workers,
-    )
+    model, dataset = find_model(settings, dataset, model)
+    problem = Problem.of(settings, dataset, partition, model, device, rule=rule)
     check_rule(rule, settings, problem)
     plan = make_plan(settings, partition, unit_counts(dataset, partition, settings.privacy.unit), rule)
     return Federation(settings, problem, plan, find_engine(settings.run.engine, local_problem(problem)))
 
 
-def _find_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
-    """The records to train on, as the settings want them: less what is held out, as features."""
-    dataset = given or load(settings.data.source, settings.data.dir)
+def find_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
+    """The records to train on, as the settings want them: of their task, less what is held out, as features."""
+    if given is None:
+        dataset = load(settings.data.source, settings.data.dir, task=settings.task)
+    else:
+        dataset = given if settings.task == TaskSettings() else recheck(given, given.name, settings.task)
     if settings.data.validation > 0:
         dataset = holdout(dataset, settings.data.validation, settings.run.seed)
     dataset = featured(dataset, settings.data, device)
@@ -67,20 +60,49 @@ def _find_data(settings: Settings, given: Dataset | None, device: torch.device) 
             f"privacy.unit = 'person' needs an id for each record, and {dataset.name} has none; "
             "give an .npz with an array named person, or use unit example."
         )
+    if dataset.test is None:
+        return _with_warning(
+            dataset, f"{dataset.name} has no test set (x_test, y_test), so the model is trained and not evaluated."
+        )
     return dataset
 
 
-def _find_model(settings: Settings, dataset: Dataset, given: nn.Module | None) -> nn.Module:
-    """The network to train, checked not to mix examples."""
+def choose_partition(settings: Settings, dataset: Dataset) -> tuple[Settings, Dataset]:
+    """The settings with the partition that "auto" stands for, and the data set with a warning where that is iid."""
+    method = partition_method(settings.data, dataset.task)
+    if settings.data.partition != "auto":
+        return settings, dataset
+    if method == "iid":
+        words = f"The targets of task {dataset.task.name!r} are no classes to split by, so the records are split "
+        dataset = _with_warning(dataset, f"{words}evenly and at random over the parties (data.partition = iid).")
+    return settings.replace(data={"partition": method}), dataset
+
+
+def find_model(settings: Settings, dataset: Dataset, given: nn.Module | None) -> tuple[nn.Module, Dataset]:
+    """The network to train, checked not to mix examples, and the records as it takes them."""
     if given is not None and settings.model.coordinates != "plain":
         raise ConfigError(
             "model.coordinates is for models that the settings name; set it to plain, and hand over "
             "fulcrum.models.whitening.centred(model, facts)."
         )
     if given is None:
-        given = build(settings.model, tuple(dataset.x.shape[1:]), dataset.classes, settings.run.seed)
-    refuse_mixing(given, dataset.x[:2])
-    return given
+        if is_built_in(settings.model):
+            dataset = dataset.with_float_inputs()
+        task, sample = dataset.task, take_rows(dataset.sample.x, slice(0, 8))
+        given = build(settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task=task)
+    pair = take_rows(dataset.sample.x, slice(0, 2))
+    try:
+        refuse_mixing(given, pair)
+    except FulcrumError:
+        raise
+    except Exception as problem:  # somebody's model may raise anything
+        words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+        raise ModelError(f"The model failed on two examples: {words}{integer_advice(pair)}.") from problem
+    return given, dataset
+
+
+def _with_warning(dataset: Dataset, words: str) -> Dataset:
+    return dataclasses.replace(dataset, warnings=(*dataset.warnings, words))
 
 
 def find_device(name: str) -> torch.device:

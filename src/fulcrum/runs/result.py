@@ -16,7 +16,6 @@ from fulcrum.models.whitening import folded
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs.active_run import Underway, state_privacy
 from fulcrum.settings.schema import Settings
-from fulcrum.training.evaluate import score_of
 from fulcrum.training.snapshot import Snapshot
 
 
@@ -83,9 +82,10 @@ def _summary(run: Underway, lines: Sequence[Mapping[str, Any]], privacy: Mapping
         "status": "finished" if finished else "stopped: too few parties have budget left",
         "accuracy": metrics.get("accuracy"),
         "loss": metrics.get("loss"),
-        "score": score_of(metrics),
+        "score": problem.task.score,
+        "higher_is_better": problem.task.higher_is_better,
         "metrics": dict(metrics),
-        "evaluated_on": "a held-out part of the training data" if settings.data.validation else "public test data",
+        "evaluated_on": _evaluated_on(run),
         "epsilon": lines[-1]["epsilon"] if lines else 0.0,
         "epsilon_pld": _worst_pld(run.ledger, run.id, settings.privacy.delta),
         "epsilon_scope": privacy["epsilon"],
@@ -109,6 +109,13 @@ def _summary(run: Underway, lines: Sequence[Mapping[str, Any]], privacy: Mapping
     if lines and "epsilons" in lines[-1]:
         summary["epsilons"] = dict(zip(map(plan.name, range(plan.parties)), lines[-1]["epsilons"], strict=True))
     return summary
+
+
+def _evaluated_on(run: Underway) -> str:
+    """Which records the metrics are of."""
+    if run.federation.problem.dataset.test is None:
+        return "nothing: there is no test set"
+    return "a held-out part of the training data" if run.federation.settings.data.validation else "public test data"
 
 
 def _last_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

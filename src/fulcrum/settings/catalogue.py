@@ -22,6 +22,7 @@ SECTIONS: dict[str, type] = {
 SHORT: dict[str, str] = {
     "data": "data.source",
     "data_dir": "data.dir",
+    "task": "task.name",
     "model": "model.name",
     "epsilon": "privacy.epsilon",
     "sigma": "privacy.sigma",

@@ -42,6 +42,7 @@ WANTED: dict[Any, str] = {
     bool: "true or false",
     tuple[int, ...]: "a list of whole numbers",
     tuple[float, ...]: "a list of numbers",
+    tuple[str, ...]: "a list of texts in quotes",
     dict[str, float]: "a table of names and numbers",
     dict[str, bool | int | float | str]: "a table of names with numbers, text, true or false",
 }

@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ from typing import Any, Generic, TypeVar
 from fulcrum.errors import ConfigError, InputError
 
 T = TypeVar("T")
+F = TypeVar("F")
 
 
 def suggest_nearest(word: str, names: Iterable[str]) -> str:
@@ -72,9 +74,14 @@ class Registry(Mapping[str, T], Generic[T]):
         self._values[name] = value
         return value
 
-    def register(self, name: str) -> Callable[[T], T]:
+    def register(self, name: str) -> Callable[[F], F]:
         """A decorator that adds a function or class under a name."""
-        return lambda value: self.add(name, value)
+
+        def add(value: F) -> F:
+            self.add(name, value)  # type: ignore[arg-type]
+            return value
+
+        return add
 
     # --- asking -----------------------------------------------------------------------------------
 
@@ -147,6 +154,16 @@ def import_attribute(place: str, what: str, error: type[InputError] = ConfigErro
         tail = f"; {near}" if near.startswith("did") else "."
         raise error(f"{what} cannot be imported: {module_name!r} has no attribute {attribute!r}{tail}")
     return getattr(module, attribute)
+
+
+def call_with_offers(function: Callable[..., T], offers: Mapping[str, Any]) -> T:
+    """What somebody's function returns when it is given those of the offers that it has as parameters."""
+    try:
+        accepted = inspect.signature(function).parameters
+    except (ValueError, TypeError):  # built-ins without a signature
+        return function()
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
+    return function(**{name: value for name, value in offers.items() if anything or name in accepted})
 
 
 @contextmanager

@@ -27,8 +27,8 @@ class Data:
     """Folder to look in first; then FULCRUM_DATA (a path list), then the user's cache."""
     parties: int = 5
     """K. Ignored with partition = "given", where the data names each example's party."""
-    partition: str = "dirichlet"
-    """iid, dirichlet, shards, quantity, or given."""
+    partition: str = "auto"
+    """auto (dirichlet where targets are classes, else iid), iid, dirichlet, shards, quantity, or given."""
     alpha: float = 0.5
     """Dirichlet concentration: of labels for dirichlet, of sizes for quantity. Smaller is more skewed."""
     shards: int = 2
@@ -51,6 +51,42 @@ class Data:
     """0: off. Above: the mean features of painted pictures (made of formulas; no data is involved) are subtracted, and
     channels are mixed by their covariance over those pictures to minus this power, so that no few directions fill the
     norm that is clipped: 0.5 makes all directions vary alike, 0.25 goes halfway. Not with feature_center."""
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What is predicted, and how predictions are judged. Ranges and classes are declared, not read off the data."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+
+    name: str = "auto"
+    """auto (what the data says, else classification), classification, binary, multilabel, regression, tokens,
+    next-token, or package.module:task."""
+    classes: int = 0
+    """Number of classes, labels or tokens of the vocabulary; 0: what the data declares, else the largest target + 1."""
+    class_weights: tuple[float, ...] = ()
+    """Weight of each class in the loss (multilabel: of each label's yes), in order; empty: 1 each."""
+    loss: str = "squared"
+    """Loss of a regression: squared, absolute or huber."""
+    huber_width: float = 1.0
+    """Error, in units of scale, from which the huber loss is linear."""
+    scale: float = 0.0
+    """Public size of a regression's targets: the model learns (target - offset) / scale. 0: half of high - low where
+    those are declared, else 1."""
+    offset: float = 0.0
+    """Public centre of a regression's targets; the middle of low and high where those are declared and scale is not."""
+    low: float | None = None
+    """Smallest target of a regression; smaller ones are raised to it."""
+    high: float | None = None
+    """Largest target of a regression; larger ones are lowered to it."""
+    threshold: float = 0.5
+    """Probability from which an answer is a yes, for f1, sensitivity and specificity."""
+    ignored: int = -100
+    """Target of a position in a sequence that does not count."""
+    metrics: tuple[str, ...] = ()
+    """Metrics to report beyond the task's own: names, or package.module:metric."""
+    score: str = ""
+    """The metric that searches and comparisons use; empty: the task's own choice."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +285,7 @@ class Settings:
     method: str = "moo"
     """The preset these settings started from (see `fulcrum methods`)."""
     data: Data = field(default_factory=Data)
+    task: TaskSettings = field(default_factory=TaskSettings)
     model: Model = field(default_factory=Model)
     train: Train = field(default_factory=Train)
     clip: Clip = field(default_factory=Clip)

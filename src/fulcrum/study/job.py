@@ -11,7 +11,7 @@ from typing import Any
 
 from fulcrum.errors import ConfigError
 from fulcrum.settings.renamed import former_words, translate
-from fulcrum.settings.schema import Settings
+from fulcrum.settings.schema import Settings, TaskSettings
 
 IDLE = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """What does not decide a result: the preset's name, where files lie. The privacy target is in the id apart."""
@@ -21,6 +21,8 @@ LATER: dict[str, dict[str, Any]] = {
     "model": {"coordinates": "plain", "whiten": 0.5},
 }
 """Settings that are younger than kept results, and what those were made with: at that value they are not in the id."""
+YOUNGER: dict[str, dict[str, Any]] = {"task": dataclasses.asdict(TaskSettings())}
+"""Whole sections that are younger than kept results: at their defaults they are not in the id."""
 READS: dict[str, tuple[str, ...]] = {
     "none": (),
     "fixed": ("C0",),
@@ -92,12 +94,16 @@ def identity(settings: Settings, epsilon: float | None, revision: int = 0) -> st
     tighter in the fifth digit does not make every result a stranger.
     """
     plain = former_words(dataclasses.asdict(settings))
+    if plain["data"]["partition"] == "auto":  # younger than kept results, which were made with what it means
+        plain["data"]["partition"] = "dirichlet"
     kept: dict[str, Any] = {}
     for section, values in plain.items():
         idle = IDLE.get(section, ())
         if idle is None:
             continue
         later = LATER.get(section, {})
+        if section in YOUNGER and values == YOUNGER[section]:
+            continue
         kept[section] = {n: v for n, v in values.items() if n not in idle and not (n in later and v == later[n])}
     read = READS.get(settings.clip.rule)
     if read is not None:

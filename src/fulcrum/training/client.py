@@ -13,6 +13,7 @@ import torch
 
 from fulcrum.clipping.rule import alone
 from fulcrum.data import sample_units
+from fulcrum.data.records import Inputs, move_inputs, take_rows
 from fulcrum.gradients import Follower
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.mechanism import release, scales
@@ -28,7 +29,7 @@ def train_client(
 
     `work` clips and adds up the gradients of a sample; by default it writes them all out (`by_matrix`).
     """
-    work = work or by_matrix(Follower(problem.model, problem.layout))
+    work = work or by_matrix(Follower(problem.model, problem.layout, problem.dataset.task))
     party = problem.party(task.client)
     theta = request.params
     batch = task.rate * party.units
@@ -79,9 +80,10 @@ class Sample:
     slots: torch.Tensor
     count: int
 
-    def records(self, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sampled records, x [b, ...] and y [b]."""
-        return problem.dataset.x[self.rows].to(problem.device), problem.dataset.y[self.rows].to(problem.device)
+    def records(self, problem: Problem) -> tuple[Inputs, torch.Tensor]:
+        """The sampled records: inputs x [b, ...] (several by name) and targets y [b, ...]."""
+        records = problem.dataset.records
+        return move_inputs(take_rows(records.x, self.rows), problem.device), records.y[self.rows].to(problem.device)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from fulcrum.privacy.ledger import Account, Ledger
 from fulcrum.privacy.plan import Plan
 from fulcrum.rng import numpy_stream
 from fulcrum.settings.schema import Settings
-from fulcrum.training.evaluate import evaluate
+from fulcrum.training.evaluate import Evaluation, evaluate_all
 from fulcrum.training.federation import Federation
 from fulcrum.training.round import digests, mean_diagnostics, play_client_round, play_round, round_events
 from fulcrum.training.run_account import RunAccount
@@ -67,7 +67,7 @@ def federate(
         if ledger and account:
             ledger.settle(run, t, digests(plan, replies, clients, settings.train.weights))
             account.read_until(t + 1)
-        metrics = evaluate(problem, snapshot.averaged) if is_evaluated(settings, t) else {}
+        found = evaluate_all(problem, snapshot.averaged) if is_evaluated(settings, t) else Evaluation({})
         yield (
             RoundResult(
                 round=t + 1,
@@ -79,7 +79,8 @@ def federate(
                 epsilons=account.epsilons(plan) if account and plan.parties <= EPSILONS else (),
                 participants=None if plan.central else tuple(took_part),
                 seconds=time.perf_counter() - began,
-                metrics=metrics,
+                metrics=found.metrics,
+                party_metrics=found.parties,
                 diagnostics=mean_diagnostics(replies),
                 out_of_budget=tuple(sorted(exhausted)) if plan.central else (),
             ),

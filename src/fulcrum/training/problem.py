@@ -8,10 +8,14 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ClipRule, Shape
 from fulcrum.data import Dataset, Partition, Party, party_of
+from fulcrum.data.tasks import Task
+from fulcrum.gradients import Follower
 from fulcrum.models.layout import Layout
-from fulcrum.rng import Randomness
+from fulcrum.rng import Randomness, make
+from fulcrum.settings.schema import Settings
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,44 @@ class Problem:
     precision: str = "float32"
     workers: int = 0
 
+    @staticmethod
+    def of(
+        settings: Settings,
+        dataset: Dataset,
+        partition: Partition,
+        model: nn.Module,
+        device: torch.device | str = "cpu",
+        *,
+        rule: ClipRule | None = None,
+        randomness: Randomness | None = None,
+    ) -> Problem:
+        """The problem that the settings describe, over these records, parties and model; the model goes to the device.
+
+        rule, randomness: in place of those that the settings name.
+        """
+        place = torch.device(device)
+        model = model.to(place)
+        layout = Layout.of(model)
+        return Problem(
+            dataset=dataset,
+            partition=partition,
+            model=model,
+            layout=layout,
+            rule=rule or find_rule(settings.clip.rule),
+            randomness=randomness or make(settings.privacy.randomness, settings.run.seed),
+            unit=settings.privacy.unit,
+            groups=layout.layers if settings.clip.groups == "layer" else (),
+            device=place,
+            diagnostics=settings.run.diagnostics,
+            precision=settings.run.precision,
+            workers=settings.run.workers,
+        )
+
+    @property
+    def task(self) -> Task:
+        """What is predicted: its loss and metrics."""
+        return self.dataset.task
+
     @property
     def shape(self) -> Shape:
         """What the rule may know of the model."""
@@ -44,6 +86,11 @@ class Problem:
     def coordinates(self) -> torch.Tensor:
         """The group of each of the d coordinates, int64 [d]."""
         return coordinate_groups(self.layout, self.groups).to(self.device)
+
+    @cached_property
+    def follower(self) -> Follower:
+        """The model, looked at once. For one thread at a time."""
+        return Follower(self.model, self.layout, self.dataset.task)
 
     def party(self, client: int) -> Party:
         """The client's records and units."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from fulcrum.data.dataset import Dataset
 from fulcrum.data.features.covariance import whitens
 from fulcrum.data.features.scattering import CHANNELS, scatter
+from fulcrum.data.records import Records
 from fulcrum.data.synthetic_images import invent, paint
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.rng import torch_stream
@@ -53,13 +54,26 @@ def featured(dataset: Dataset, settings: Data, device: torch.device) -> Dataset:
     elif settings.feature_center:
         center = _all(made_up(dataset.shape), settings, device).mean(dim=0)
     words = json.dumps(recipe(settings))
+
+    def made(records: Records | None) -> Records | None:
+        if records is None:
+            return None
+        return dataclasses.replace(records, x=_all(image_inputs(records), settings, device, center, mix))
+
     return dataclasses.replace(
         dataset,
-        x=_all(dataset.x, settings, device, center, mix),
-        x_test=_all(dataset.x_test, settings, device, center, mix),
+        train=made(dataset.train),
+        test=made(dataset.test),
         # Both are functions of the old records alone: hashing gigabytes of new ones would say no more.
         fingerprint=hashlib.blake2b(f"{dataset.fingerprint}|{words}".encode(), digest_size=8).hexdigest(),
     )
+
+
+def image_inputs(records: Records) -> Tensor:
+    """The one input of records that are images."""
+    if not isinstance(records.x, Tensor):
+        raise DataError(f"data.features is for records with one input; these have {', '.join(records.x)}.")
+    return records.x.float()
 
 
 def recipe(settings: Data) -> tuple[str | float | bool, ...]:

@@ -1,123 +1,104 @@
-"""From a word to a Dataset: digits, mnist, fashion-mnist, cifar10, a path to an .npz, package.module:function."""
+"""From a word to a Dataset: a name, a path to a file, or package.module:function.
+
+    load("mnist")
+    load("patients.npz", task=TaskSettings("regression"))
+    load("hospital.npz", need=("train",))           # a party: training records, no test set
+    load("public.npz", need=("test",))              # a coordinator: test records alone
+
+named.py   digits, mnist, fashion-mnist, cifar10
+own.py     .npz files, and arrays by name -> Dataset
+public/    the public files: where they lie, how they are fetched and checked
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
+from fulcrum.data.dataset import Dataset, recheck
+from fulcrum.data.sources.named import digits, known
+from fulcrum.data.sources.own import dataset_from_mapping, find_file, read_npz, require
+from fulcrum.data.sources.public.registry import KNOWN
+from fulcrum.errors import DataError, FulcrumError
+from fulcrum.settings.registry import Registry, call_with_offers, current_folder_importable, suggest_nearest
+from fulcrum.settings.schema import TaskSettings
 
-from fulcrum.data.dataset import Array, Dataset, from_arrays
-from fulcrum.data.sources import own
-from fulcrum.data.sources.public import registry
-from fulcrum.errors import DataError
+F = TypeVar("F", bound=Callable[..., Any])
+Reader = Callable[..., Dataset | Mapping[str, Any]]
+"""Gives a Dataset, or a dict of arrays with the keys of an .npz file. It is called with those of `source`, `path` (of
+a file), `folder`, `seed` and `task` that it has as parameters."""
 
-DIGITS_DIGEST = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
-"""SHA-256 of scikit-learn's 1,797 images and labels, as bytes."""
+SOURCES: Registry[Reader] = Registry("data.source", noun="function", entry_points="fulcrum.sources", error=DataError)
+"""Readers by name ("mnist") or by the ending of a file (".npz")."""
+SOURCES.add("digits", digits)
+for _name in KNOWN:
+    SOURCES.add(_name, partial(known, _name))
+CHECKED = tuple(SOURCES.values())
+"""Readers whose data sets need no second check."""
+SOURCES.add(".npz", read_npz)
 
 
-def load(source: str, folder: str = "", seed: int = 0) -> Dataset:
+def register_source(name: str) -> Callable[[F], F]:
+    """A decorator that makes a function a data source: under a name, or for files with an ending such as ".csv"."""
+    return SOURCES.register(name)
+
+
+def load(
+    source: str,
+    folder: str = "",
+    seed: int = 0,
+    task: TaskSettings | None = None,
+    need: Sequence[str] = ("train",),
+) -> Dataset:
     """Load a data set by name, path or function.
 
-    source: digits, mnist, fashion-mnist or cifar10 (each with its own fixed test set); a path to an .npz
-    file (see `own.load_npz`); or package.module:function (see `own.load_function`). folder: looked in
-    first, before FULCRUM_DATA (a path list) and the user's cache. seed: handed to a function of yours
-    that takes one; named sources and files do not depend on it. Raises DataError.
+    source: a name (digits, mnist, fashion-mnist, cifar10 and what `register_source` or an installed package adds); a
+    path to a file with a known ending (.npz, see `own.read_npz`); or package.module:function, importable from here or
+    from the current folder. folder: looked in first, before FULCRUM_DATA (a path list) and the user's cache. seed:
+    handed to a function of yours that takes one; named sources and files do not depend on it. task: what is predicted,
+    where the settings say more than the data. need: which records there must be, "train", "test" or both; others are
+    loaded where they are there. Raises DataError, one sentence.
     """
-    if source in NAMED:
-        return NAMED[source](folder)
-    if source.lower().endswith(".npz"):
-        return own.load_npz(source, folder)
-    if ":" in source:
-        return own.load_function(source, seed)
+    wanted = task or TaskSettings()
+    reader, path = _find_reader(source, folder)
+    if not callable(reader):
+        raise DataError(f"data.source = {source!r}: {source.partition(':')[2]!r} is not a function.")
+    offers = {"source": source, "folder": folder, "seed": seed, "task": wanted, **({"path": path} if path else {})}
+    with current_folder_importable():
+        try:
+            found = call_with_offers(reader, offers)
+        except FulcrumError:
+            raise
+        except Exception as error:  # somebody's function may raise anything
+            words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise DataError(f"data.source = {source!r}: the function failed ({words}).") from error
+    if isinstance(found, Dataset):
+        ready = reader in CHECKED and wanted == TaskSettings()
+        return require(found if ready else recheck(found, source, wanted), need)
+    if isinstance(found, Mapping):
+        where, name = (str(path), path.name) if path else (f"what {source} returned", source)
+        return dataset_from_mapping(found, where, name, wanted, need)
     raise DataError(
-        f"data.source = {source!r} is not known; {registry.nearest(source, list(NAMED))} "
-        "A path to an .npz file or package.module:function is fine too."
+        f"data.source = {source!r}: the function returned {type(found).__name__}; it must return a fulcrum Dataset "
+        "or a dict with x and y, x_test and y_test."
     )
 
 
-def scaled(values: Array, top: float) -> Tensor:
-    """Whole numbers 0..top as float32 in [-1, 1]: (v/top - 0.5)/0.5. `top` is a public constant."""
-    return torch.from_numpy(values.astype(np.float32)).div_(top).sub_(0.5).div_(0.5)
-
-
-def read_digits() -> tuple[Array, Array, bool]:
-    """(images [1797, 8, 8] 0..16, labels [1797], whether they are the public ones) from scikit-learn."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError(
-            "digits comes with scikit-learn, which is not installed; run `pip install scikit-learn`."
-        ) from (error)
-    images, labels = load_digits(return_X_y=True)
-    images, labels = images.astype(np.uint8).reshape(-1, 8, 8), labels.astype(np.uint8)
-    public = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() == DIGITS_DIGEST
-    return images, labels, public
-
-
-def digits(folder: str = "") -> Dataset:
-    """scikit-learn's digits: x [1437, 1, 8, 8], x_test [360, 1, 8, 8].
-
-    The test set is every fifth image of the file sorted by class (in file order within a class): the
-    same on every machine and for every seed, with a fifth of each class. `folder` is not used.
-    """
-    images, labels, public = read_digits()
-    by_class = np.argsort(labels, kind="stable")
-    test = np.zeros(len(labels), dtype=bool)
-    test[by_class[::5]] = True
-    x = scaled(images[:, None], 16.0)
-    y = labels.astype(np.int64)
-    note = () if public else ("scikit-learn's digits are not the public ones; its version may have changed them.",)
-    held = torch.from_numpy(test)
-    return from_arrays(x[~held], y[~test], x[held], y[test], name="digits", classes=10, warnings=note)
-
-
-def known(name: str, folder: str = "") -> Dataset:
-    """A data set of the registry, from the first folder that holds all its files.
-
-    Images are channels first, [n, 1, 28, 28] or [n, 3, 32, 32], with bytes scaled to (v/255 - 0.5)/0.5.
-    """
-    entry = registry.KNOWN[name]
-    place = registry.require(entry, folder)
-    arrays: dict[bool, list[Array]] = {False: [], True: []}  # test file or not -> images, labels, images, labels ...
-    changed = []
-    for file in entry.files:
-        path = registry.file_path(entry, file, place)
-        if path is None:
-            raise DataError(f"{place / file.name} has disappeared; run `fulcrum data fetch {name}`.")
-        parts, public = registry.read(entry, file, path)
-        arrays[file.name in entry.test_files] += parts
-        if not public:
-            changed.append(path.name)
-    x, y, x_test, y_test = (
-        np.concatenate(arrays[test][kind::2]) if len(arrays[test]) > 2 else arrays[test][kind]
-        for test in (False, True)
-        for kind in (0, 1)
+def _find_reader(source: str, folder: str) -> tuple[Reader, Path | None]:
+    """The reader of a source, and the path of the file where the source is one."""
+    names = SOURCES.names()
+    if source in names:
+        return SOURCES.find(source), None
+    endings = [name for name in names if name.startswith(".") and source.lower().endswith(name)]
+    if endings:
+        return SOURCES.find(max(endings, key=len)), find_file(source, folder)
+    if ":" in source:
+        return SOURCES.find(source), None
+    files = " or ".join(f"{name} file" for name in names if name.startswith("."))
+    raise DataError(
+        f"data.source = {source!r} is not known; "
+        f"{suggest_nearest(source, [name for name in names if not name.startswith('.')])} "
+        f"A path to an {files} or package.module:function is fine too."
     )
-    note = (
-        f"{name} in {place} is not the public file: the checksum of {', '.join(changed)} differs, so results are "
-        "those of a changed copy."
-    )
-    return from_arrays(
-        scaled(_images(x), 255.0),
-        y.astype(np.int64),
-        scaled(_images(x_test), 255.0),
-        y_test.astype(np.int64),
-        name=name,
-        classes=entry.classes,
-        warnings=(note,) if changed else (),
-    )
-
-
-def _images(values: Array) -> Array:
-    """Channels first: grey images get their channel, CIFAR's rows are already ordered by channel."""
-    return values[:, None] if values.ndim == 3 else values.reshape(-1, 3, 32, 32)
-
-
-NAMED: dict[str, Callable[[str], Dataset]] = {
-    "digits": digits,
-    **{name: partial(known, name) for name in registry.KNOWN},
-}

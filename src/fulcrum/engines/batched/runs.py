@@ -35,19 +35,28 @@ class ManyRound:
     """One round of R runs, in the order they were given. round counts from 1.
 
     C [R, G] is the clipping norm in use (for client rules the mean over participants; NaN where a run has fewer
-    groups). accuracy (a fraction) and loss [R] are on public test data, NaN where a run was not evaluated in this
-    round. participants: those of each run (unit client: those who paid, for who took part is secret). averaged
-    [R, d], the models that were evaluated, comes with the last round only, and only where all runs have as many
-    parameters.
+    groups). metrics: those of the runs' tasks by name, [R] each, on public test data, NaN where a run was not evaluated
+    in this round or has another task. participants: those of each run (unit client: those who paid, for who took part
+    is secret). averaged [R, d], the models that were evaluated, comes with the last round only, and only where all
+    runs have as many parameters.
     """
 
     round: int
     rounds: int
     C: Tensor
-    accuracy: Tensor
-    loss: Tensor
+    metrics: dict[str, Tensor]
     participants: tuple[tuple[int, ...], ...]
     averaged: Tensor | None = None
+
+    @property
+    def accuracy(self) -> Tensor:
+        """[R], a fraction; NaN where there is none."""
+        return self.metrics.get("accuracy", torch.full((len(self.C),), torch.nan))
+
+    @property
+    def loss(self) -> Tensor:
+        """[R]; NaN where there is none."""
+        return self.metrics.get("loss", torch.full((len(self.C),), torch.nan))
 
 
 def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator[ManyRound]:
@@ -89,7 +98,7 @@ class _Stack(Protocol):
 
     def play(self, first: int, last: int) -> None: ...
 
-    def look(self, t: int) -> tuple[Tensor, Tensor, Tensor]: ...
+    def look(self, t: int) -> tuple[Tensor, dict[str, Tensor]]: ...
 
     def participants(self, member: int, t: int) -> tuple[int, ...]: ...
 
@@ -138,13 +147,13 @@ class StackedRuns:
         self._logs = [log[first:last].cpu() for log in self._device_logs()]
         self._first = first
 
-    def _device_logs(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.server.log_C, self.server.log_accuracy, self.server.log_loss
+    def _device_logs(self) -> tuple[Tensor, Tensor]:
+        return self.server.log_C, self.server.log_metrics
 
-    def look(self, t: int) -> tuple[Tensor, Tensor, Tensor]:
-        """C [r, G], accuracy [r], loss [r] of round t."""
-        C, accuracy, loss = (log[t - self._first] for log in self._logs)
-        return C, accuracy, loss
+    def look(self, t: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """C [r, G] and the metrics by name, [r] each, of round t."""
+        C, metrics = (log[t - self._first] for log in self._logs)
+        return C, dict(zip(self.server.metrics, metrics.unbind(dim=1), strict=True))
 
     def participants(self, member: int, t: int) -> tuple[int, ...]:
         """Who took part."""
@@ -168,12 +177,12 @@ class SeparateRuns:
         """One round of each run."""
         self.done = [next(run) for run in self.runs]
 
-    def look(self, t: int) -> tuple[Tensor, Tensor, Tensor]:
-        """C, accuracy and loss of the round just played."""
+    def look(self, t: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """C and the metrics of the round just played."""
         results = [result for result, _ in self.done]
-        metrics = [[result.metrics.get(name, torch.nan) for name in ("accuracy", "loss")] for result in results]
-        accuracy, loss = torch.tensor(metrics).unbind(dim=1)
-        return torch.tensor([result.C for result in results]), accuracy, loss
+        names = dict.fromkeys(name for result in results for name in result.metrics)
+        metrics = {name: torch.tensor([result.metrics.get(name, torch.nan) for result in results]) for name in names}
+        return torch.tensor([result.C for result in results]), metrics
 
     def participants(self, member: int, t: int) -> tuple[int, ...]:
         """Who took part; those who paid, where that is secret."""
@@ -188,13 +197,15 @@ class SeparateRuns:
 def _collect(federations: Sequence[Federation], stacks: Sequence[_Stack], t: int, rounds: int) -> ManyRound:
     """One round of all stacks, in the order of the federations."""
     looks = [stack.look(t) for stack in stacks]
-    groups = max(C.shape[1] for C, _, _ in looks)
+    groups = max(C.shape[1] for C, _ in looks)
     C = torch.full((len(federations), groups), torch.nan)
-    accuracy, loss = torch.full((2, len(federations)), torch.nan)
+    names = dict.fromkeys(name for _, own in looks for name in own)
+    metrics = {name: torch.full((len(federations),), torch.nan) for name in names}
     who: list[tuple[int, ...]] = [()] * len(federations)
-    for stack, (own_C, own_accuracy, own_loss) in zip(stacks, looks, strict=True):
+    for stack, (own_C, own_metrics) in zip(stacks, looks, strict=True):
         C[stack.members, : own_C.shape[1]] = own_C
-        accuracy[stack.members], loss[stack.members] = own_accuracy, own_loss
+        for name, values in own_metrics.items():
+            metrics[name][stack.members] = values
         for place, member in enumerate(stack.members):
             who[member] = stack.participants(place, t)
     averaged = None
@@ -204,7 +215,7 @@ def _collect(federations: Sequence[Federation], stacks: Sequence[_Stack], t: int
         }
         if len({len(model) for model in models.values()}) == 1:
             averaged = torch.stack([models[i] for i in range(len(federations))])
-    return ManyRound(t + 1, rounds, C, accuracy, loss, tuple(who), averaged)
+    return ManyRound(t + 1, rounds, C, metrics, tuple(who), averaged)
 
 
 __all__ = ["ManyRound", "run_many"]

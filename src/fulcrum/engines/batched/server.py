@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from fulcrum.data.records import Inputs, map_inputs
+from fulcrum.data.tasks import merge_sums
 from fulcrum.engines.batched.stacking import server_numbers, shared_train
 from fulcrum.engines.stacked.core import Core
 from fulcrum.engines.stacked.rules import Stacked, stack_states
 from fulcrum.engines.stacked.sampling import at
 from fulcrum.engines.stacked.table import resident
-from fulcrum.gradients.stacked.passes import forward, functional_logits, unpack
+from fulcrum.gradients.stacked.passes import forward, functional_outputs, unpack
 from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import learning_rate
 from fulcrum.settings.schema import Train
@@ -79,9 +81,12 @@ class Server:
         self.noise = self._table([self._noise(t) for t in range(self.rounds)])
         groups = self.rule_state["C"].shape[1]
         self.log_C = torch.zeros((self.rounds, len(federations), groups), device=self.device)
-        self.log_accuracy = torch.full((self.rounds, len(federations)), torch.nan, device=self.device)
-        self.log_loss = torch.full_like(self.log_accuracy, torch.nan)
-        self.test, self.test_labels = resident(core.problem.dataset, "x_test", core.program, self.device)
+        data = core.problem.dataset
+        self.metrics = data.task.metrics if data.test is not None else {}
+        shape = (self.rounds, len(federations), len(self.metrics))
+        self.log_metrics = torch.full(shape, torch.nan, device=self.device)
+        if data.test is not None:
+            self.test, self.test_targets = resident(data, "x_test", core.program, self.device)
 
     def _table(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.float32).to(self.device)
@@ -138,25 +143,29 @@ class Server:
         held.copy_(new if self.everybody else torch.where(active.view(-1, *[1] * (held.dim() - 1)), new, held))
 
     def evaluate(self) -> None:
-        """Accuracy and loss [R] of the averaged models on public test data, written into the log of the last round."""
-        runs, count = len(self.theta), len(self.test_labels)
-        right = torch.zeros(runs, device=self.device)
-        loss = torch.zeros(runs, device=self.device)
+        """The task's metrics of the averaged models on public test data, written into the log of the last round.
+
+        Nothing happens where there are no test records.
+        """
+        if not self.metrics:
+            return
+        task, runs, count = self.core.problem.dataset.task, len(self.theta), len(self.test_targets)
+        sums: dict[str, Tensor] | None = None
         step = max(1, min(count, self.core.rows_limit // runs))
         for start in range(0, count, step):
-            labels = self.test_labels[start : start + step].expand(runs, -1)
-            logits = self._logits(torch.arange(start, min(count, start + step), device=self.device), runs)
-            right += (logits.argmax(dim=2) == labels).sum(dim=1)
-            loss -= torch.log_softmax(logits, dim=2).gather(2, labels[:, :, None]).sum(dim=(1, 2))
-        last = (self.t - 1)[None]
-        self.log_accuracy.index_copy_(0, last, (right / count)[None])
-        self.log_loss.index_copy_(0, last, (loss / count)[None])
+            targets = self.test_targets[start : start + step]
+            outputs = self._outputs(torch.arange(start, min(count, start + step), device=self.device), runs)
+            sums = merge_sums(sums, task.sums(outputs, targets.expand(runs, *targets.shape)))
+        assert sums is not None
+        found = torch.stack([metric.result(sums[name]) for name, metric in self.metrics.items()], dim=1)
+        self.log_metrics.index_copy_(0, (self.t - 1)[None], found[None].to(self.log_metrics))
 
-    def _logits(self, rows: Tensor, runs: int) -> Tensor:
-        x = self.test.rows(rows)
-        x = x.expand(runs, *x.shape)
+    def _outputs(self, rows: Tensor, runs: int) -> Tensor:
+        """Outputs [R, n, ...] of the averaged models for rows [n] of the test records."""
+        x: Inputs = map_inputs(lambda value: value.expand(runs, *value.shape), self.test.rows(rows))
         if self.core.program is None:
-            return functional_logits(self.core.problem.model, self.core.problem.layout, self.averaged, x)
+            return functional_outputs(self.core.problem.model, self.core.problem.layout, self.averaged, x)
+        assert isinstance(x, Tensor)  # a hand-written program takes one input
         weights = unpack(self.core.problem.layout, self.averaged)
         return forward(self.core.program, weights, x, self.core.how, keep=False)[0].float()
 

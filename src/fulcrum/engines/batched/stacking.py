@@ -85,6 +85,7 @@ def federation_key(federation: Federation) -> Hashable:
         local_steps(settings.train),
         problem.dataset.fingerprint,
         id(problem.dataset) if not problem.dataset.fingerprint else 0,
+        problem.dataset.task.key(),
         repr(problem.model),
         tuple(_attributes(problem.model)),
         digest(problem.model),

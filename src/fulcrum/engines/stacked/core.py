@@ -12,7 +12,7 @@ from torch import Tensor
 from fulcrum.clipping.fixed import NONE
 from fulcrum.data import Dataset
 from fulcrum.engines.stacked.rules import Stacked, StackedRule
-from fulcrum.engines.stacked.table import Table, resident
+from fulcrum.engines.stacked.table import Table, Tables, resident
 from fulcrum.gradients.stacked import fused
 from fulcrum.gradients.stacked.layers import Program, compile_model
 from fulcrum.gradients.stacked.passes import MARGIN, How, StackedTape, functional_pass, run_pass
@@ -32,7 +32,7 @@ class Core:
     program: Program | None
     reason: str
     """Why there is no hand-written program; empty if there is one."""
-    table: Table
+    table: Table | Tables
     labels: Tensor
     rule: StackedRule
     coordinates: Tensor
@@ -65,9 +65,11 @@ class Core:
         """One pass: theta [S, d], rows [S, n] of the data set."""
         x, y = self.table.rows(rows), self.labels[rows]
         if self.program is None:
-            gradients, losses = functional_pass(self.problem.model, self.problem.layout, theta, x, y)
+            model, layout, task = self.problem.model, self.problem.layout, self.problem.dataset.task
+            gradients, losses = functional_pass(model, layout, theta, x, y, task)
             return MatrixTape(gradients, losses, self.coordinates, view.transform)
-        tape = run_pass(self.program, theta, x, y, self.how)
+        assert isinstance(x, Tensor)  # a hand-written program takes one input
+        tape = run_pass(self.program, theta, x, y, self.problem.dataset.task, self.how)
         if view.transform is None:
             return tape
         return MatrixTape(tape.matrix(), tape.losses, self.coordinates, view.transform)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.data import Dataset
+from fulcrum.data.records import Inputs
 from fulcrum.gradients.stacked.layers import Program
 
 CODES = (255.0, 127.5, 16.0, 1.0)
@@ -17,16 +19,30 @@ CODES = (255.0, 127.5, 16.0, 1.0)
 
 @dataclass(frozen=True)
 class Table:
-    """Examples on the device, [n, ...]: as they are, or as bytes when (v / scale - shift) gives the same bits."""
+    """Examples on the device, [n, ...]: as they are, or as bytes when (v / scale - shift) gives the same bits.
+
+    Integers, such as token ids, stay as they are.
+    """
 
     values: Tensor
     scale: float = 0.0
     shift: float = 0.0
 
     def rows(self, index: Tensor) -> Tensor:
-        """Examples as float32."""
+        """Some examples: float32, or integers where the data hold integers."""
         found = self.values[index]
         return found if self.scale == 0 else _decode(found, self.scale, self.shift)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Examples with several inputs: a table per input, by name."""
+
+    inputs: Mapping[str, Table]
+
+    def rows(self, index: Tensor) -> dict[str, Tensor]:
+        """The inputs of some examples, by name."""
+        return {name: table.rows(index) for name, table in self.inputs.items()}
 
 
 def _decode(values: Tensor, scale: float, shift: float) -> Tensor:
@@ -34,23 +50,31 @@ def _decode(values: Tensor, scale: float, shift: float) -> Tensor:
     return scaled - shift if shift else scaled
 
 
-_kept: WeakKeyDictionary[Dataset, dict[tuple[str, str, str], tuple[Table, Tensor]]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Dataset, dict[tuple[str, str, str], tuple[Table | Tables, Tensor]]] = WeakKeyDictionary()
 
 
-def resident(dataset: Dataset, which: str, program: Program | None, device: torch.device) -> tuple[Table, Tensor]:
-    """The training ("x") or test ("x_test") examples and labels on the device, in the order the program wants."""
+def resident(
+    dataset: Dataset, which: str, program: Program | None, device: torch.device
+) -> tuple[Table | Tables, Tensor]:
+    """The training ("x") or test ("x_test") examples and targets on the device, in the order the program wants."""
     order = "plain" if program is None else "channels last" if program.image else "flat"
     kept = _kept.setdefault(dataset, {})
     key = (which, order, str(device))
     if key not in kept:
-        x: Tensor = getattr(dataset, which)
+        x: Inputs = getattr(dataset, which)
         y: Tensor = getattr(dataset, which.replace("x", "y"))
-        kept[key] = store(program.table(x) if program else x, device, small=device.type != "cpu"), y.to(device)
+        small = device.type != "cpu"
+        if isinstance(x, Tensor):
+            kept[key] = store(program.table(x) if program else x, device, small), y.to(device)
+        else:
+            kept[key] = Tables({name: store(value, device, small) for name, value in x.items()}), y.to(device)
     return kept[key]
 
 
 def store(x: Tensor, device: torch.device, small: bool) -> Table:
     """Examples on the device; with `small` four times smaller, where that loses nothing."""
+    if not x.is_floating_point():
+        return Table(x.to(device))
     low, high = float(x.min()), float(x.max())
     for scale in CODES if small else ():
         shift = 1.0 if low < 0 else 0.0

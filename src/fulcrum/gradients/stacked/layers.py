@@ -166,9 +166,11 @@ class _Unknown(Exception):
     """This model cannot be stacked by hand; the message says why."""
 
 
-def compile_model(model: nn.Module, layout: Layout, shape: tuple[int, ...]) -> tuple[Program | None, str]:
-    """The program of a model for examples of `shape`, or None and the reason why there is none."""
+def compile_model(model: nn.Module, layout: Layout, shape: Any) -> tuple[Program | None, str]:
+    """The program of a model for examples of `shape` (a tuple), or None and the reason why there is none."""
     try:
+        if not isinstance(shape, tuple):
+            raise _Unknown("it takes several inputs")
         return _compile(model, layout, shape), ""
     except _Unknown as reason:
         return None, str(reason)
@@ -296,11 +298,3 @@ IMAGE_LAYERS: dict[type[nn.Module], Callable[[Any, tuple[int, ...], dict[int, in
     nn.AvgPool2d: _avg,
     nn.AdaptiveAvgPool2d: _adaptive,
 }
-
-
-def losses_and_slopes(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each example [S, n], and its gradient with respect to the logits [S, n, classes], float32."""
-    logs = torch.log_softmax(logits.float(), dim=-1)
-    losses = -logs.gather(2, y[:, :, None]).squeeze(2)
-    hit = y[:, :, None] == torch.arange(logits.shape[2], device=y.device)
-    return losses, logs.exp() - hit.float()

@@ -1,6 +1,6 @@
 """One forward and backward pass over stacked examples, and what it can answer about their gradients.
 
-    tape = run_pass(program, theta, x, y, how)
+    tape = run_pass(program, theta, x, y, task, how)
     norms = tape.norms(groups); total = tape.weighted_sum(factors, groups, segments)
 
 Examples are [S, n]: n for each of S sets of weights. A sum is taken over segments of them: with `segments`
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
+from fulcrum.data.records import Inputs, map_inputs
+from fulcrum.data.tasks import Task
 from fulcrum.gradients.stacked import fused
-from fulcrum.gradients.stacked.layers import Program, Site, Weights, losses_and_slopes
+from fulcrum.gradients.stacked.layers import Program, Site, Weights
 from fulcrum.gradients.stacked.plain import Plain
 from fulcrum.models.layout import Layout, call
 
@@ -240,7 +242,7 @@ def _group(groups: tuple[int, ...], tensor: int) -> int:
 
 
 def forward(program: Program, weights: Weights, x: Tensor, how: How, keep: bool) -> tuple[Tensor, list[Any]]:
-    """Logits [S, n, classes], and what the backward pass needs of each step (nothing unless `keep`)."""
+    """Outputs [S, n, O], and what the backward pass needs of each step (nothing unless `keep`)."""
     h = x.to(PRECISIONS[how.precision])
     kept: list[Any] = []
     bias: Tensor | None = None
@@ -268,12 +270,12 @@ def _handed_on(program: Program, i: int, weights: Weights, h: Tensor) -> Tensor 
     return weights[step.bias] if fused.ready(h) else None
 
 
-def run_pass(program: Program, theta: Tensor, x: Tensor, y: Tensor, how: How) -> StackedTape:
-    """Forward and backward for x [S, n, ...] and y [S, n] with weights theta [S, d]."""
+def run_pass(program: Program, theta: Tensor, x: Tensor, y: Tensor, task: Task, how: How) -> StackedTape:
+    """Forward and backward for x [S, n, ...] and targets y [S, n, ...] with weights theta [S, d]."""
     weights = unpack(program.layout, theta)
-    logits, kept = forward(program, weights, x, how, keep=True)
-    losses, g = losses_and_slopes(logits, y)
-    g = g.to(logits.dtype)
+    outputs, kept = forward(program, weights, x, how, keep=True)
+    losses, g = task.losses_and_slopes(outputs.float(), y)
+    g = g.to(outputs.dtype)
     sites = [i for i, step in enumerate(program.steps) if isinstance(step, Site)]
     uses: list[_Use] = []
     for i in range(len(program.steps) - 1, sites[0] - 1, -1):
@@ -293,25 +295,27 @@ def run_pass(program: Program, theta: Tensor, x: Tensor, y: Tensor, how: How) ->
 # --- any other model: gradients written out by torch.func -----------------------------------------
 
 
-def functional_pass(model: nn.Module, layout: Layout, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def functional_pass(
+    model: nn.Module, layout: Layout, theta: Tensor, x: Inputs, y: Tensor, task: Task
+) -> tuple[Tensor, Tensor]:
     """Gradients [S * n, d] and losses [S, n] of any model that torch.func can follow."""
 
-    def loss(flat: Tensor, one: Tensor, label: Tensor) -> Tensor:
-        logits = call(model, layout.unflatten(flat), one[None])
-        return torch.nn.functional.cross_entropy(logits, label[None])
+    def loss(flat: Tensor, one: Inputs, target: Tensor) -> Tensor:
+        outputs = call(model, layout.unflatten(flat), map_inputs(lambda value: value[None], one))
+        return task.loss(outputs, target[None]).reshape(())
 
     each: Callable[..., Any] = vmap(vmap(grad_and_value(loss), in_dims=(None, 0, 0)))
     gradients, losses = each(theta, x, y)
     return gradients.flatten(0, 1), losses
 
 
-def functional_logits(model: nn.Module, layout: Layout, theta: Tensor, x: Tensor) -> Tensor:
-    """Logits [S, n, classes] of any model."""
+def functional_outputs(model: nn.Module, layout: Layout, theta: Tensor, x: Inputs) -> Tensor:
+    """Outputs [S, n, ...] of any model."""
 
-    def one_set(flat: Tensor, rows: Tensor) -> Tensor:
+    def one_set(flat: Tensor, rows: Inputs) -> Tensor:
         return call(model, layout.unflatten(flat), rows)  # type: ignore[no-any-return]
 
     return vmap(one_set)(theta, x)
 
 
-__all__ = ["MARGIN", "PRECISIONS", "How", "StackedTape", "functional_logits", "functional_pass", "run_pass", "unpack"]
+__all__ = ["MARGIN", "PRECISIONS", "How", "StackedTape", "functional_outputs", "functional_pass", "run_pass", "unpack"]

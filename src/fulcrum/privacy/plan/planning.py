@@ -159,7 +159,8 @@ def population_of(settings: Settings) -> str:
     if data.partition == "given":
         split = "given parties"
     else:
-        split = f"{data.partition} over {data.parties}, alpha {data.alpha:g}, shards {data.shards}"
+        method = "dirichlet" if data.partition == "auto" else data.partition  # what "auto" means for classes
+        split = f"{method} over {data.parties}, alpha {data.alpha:g}, shards {data.shards}"
         split += f", floor {data.min_examples}, seed {settings.run.seed}"
     held = f", {data.validation:g} held out" if data.validation else ""
     return f"{data.source}, {split}{held}"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fulcrum.data.dataset import Array
+from fulcrum.data.tasks.builtin import Array
 from fulcrum.errors import DataError
 
 LIMIT = 64 * 2**20  # a batch has 31 MB

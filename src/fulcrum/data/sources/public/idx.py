@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fulcrum.data.dataset import Array
+from fulcrum.data.tasks.builtin import Array
 from fulcrum.errors import DataError
 
 GZIP = b"\x1f\x8b"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fulcrum.data.dataset import Array
 from fulcrum.data.sources.public import cifar, idx
+from fulcrum.data.tasks.builtin import Array
 from fulcrum.errors import DataError
 
 
@@ -143,12 +142,6 @@ CIFAR10 = Known(
 )
 
 KNOWN: dict[str, Known] = {known.name: known for known in (MNIST, FASHION, CIFAR10)}
-
-
-def nearest(word: str, names: list[str]) -> str:
-    """A sentence's tail that suggests the nearest name, or lists them all."""
-    close = difflib.get_close_matches(word.lower(), names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}."
 
 
 def digest(content: bytes, like: str) -> str:

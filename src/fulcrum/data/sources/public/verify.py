@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fulcrum.data import sources
+from fulcrum.data.sources.named import read_digits
 from fulcrum.data.sources.public import registry
 from fulcrum.errors import DataError
+from fulcrum.settings.registry import suggest_nearest
 
 STATUSES = ("public", "changed", "missing", "corrupt")
 """From best to worst: the public bytes; readable but other bytes; not there; unreadable."""
@@ -58,13 +59,13 @@ def file_status(known: registry.Known, file: registry.File, path: Path) -> str:
 def find(name: str) -> registry.Known:
     """The registry's entry, or a DataError that suggests the nearest name."""
     if name not in registry.KNOWN:
-        raise DataError(f"data set {name!r} is not known; {registry.nearest(name, ['digits', *registry.KNOWN])}")
+        raise DataError(f"data set {name!r} is not known; {suggest_nearest(name, ['digits', *registry.KNOWN])}")
     return registry.KNOWN[name]
 
 
 def _verify_digits() -> tuple[Path, str]:
     try:
-        public = sources.read_digits()[2]
+        public = read_digits()[2]
     except DataError:
         return Path("scikit-learn"), "missing"
     import sklearn

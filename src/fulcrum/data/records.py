@@ -1,0 +1,88 @@
+"""Records: inputs of any type with their targets, and who they belong to; and what inputs of a batch can do.
+
+Inputs are one tensor [n, ...] or several by name, {name: [n, ...]}; token ids stay integers. A model gets one tensor
+as its argument, several as keyword arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = Tensor | Mapping[str, Tensor]
+"""The inputs of n examples: [n, ...], or several by name."""
+
+
+def map_inputs(change: Callable[[Tensor], Any], x: Inputs) -> Any:
+    """The function of each tensor of the inputs."""
+    return change(x) if isinstance(x, Tensor) else {name: change(value) for name, value in x.items()}
+
+
+def input_tensors(x: Inputs) -> list[Tensor]:
+    """The tensors of the inputs, in order."""
+    return [x] if isinstance(x, Tensor) else list(x.values())
+
+
+def count_examples(x: Inputs) -> int:
+    """n."""
+    return len(input_tensors(x)[0])
+
+
+def take_rows(x: Inputs, rows: Any) -> Inputs:
+    """The inputs of some examples."""
+    return map_inputs(lambda value: value[rows], x)  # type: ignore[no-any-return]
+
+
+def move_inputs(x: Inputs, device: torch.device) -> Inputs:
+    """The inputs on a device."""
+    return map_inputs(lambda value: value.to(device), x)  # type: ignore[no-any-return]
+
+
+def split_inputs(x: Inputs, size: int) -> Iterator[Inputs]:
+    """The inputs in pieces of at most `size` examples."""
+    for start in range(0, count_examples(x), size):
+        yield take_rows(x, slice(start, start + size))
+
+
+def input_shape(x: Inputs) -> Any:
+    """The shape of one example: a tuple, or one per name."""
+    return map_inputs(lambda value: tuple(value.shape[1:]), x)
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """n records. x: inputs [n, ...], or several by name. y [n, ...]: targets, as the task checks them.
+
+    person [n] int64: whose record it is (None: one person per record). party [n] int64: which party holds it, an
+    index into the data set's party_names (None: not given).
+    """
+
+    x: Inputs
+    y: Tensor
+    person: Tensor | None = None
+    party: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    @property
+    def shape(self) -> Any:
+        """The shape of one record's inputs."""
+        return input_shape(self.x)
+
+    def take(self, rows: Tensor) -> Records:
+        """Some of the records, by index or by mask."""
+
+        def part(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value[rows]
+
+        return Records(take_rows(self.x, rows), self.y[rows], part(self.person), part(self.party))
+
+    def tensors(self) -> Iterator[Tensor | None]:
+        """Everything they hold, in a fixed order, for fingerprints."""
+        yield from input_tensors(self.x)
+        yield from (self.y, self.person, self.party)

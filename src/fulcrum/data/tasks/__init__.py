@@ -1,0 +1,25 @@
+"""Tasks: what is predicted, its loss, its metrics. `Task` is a value; `make_task` makes one from settings.
+
+losses.py   losses of single examples with closed-form slopes
+metrics.py  metrics as sums that merge, METRICS
+task.py     the value
+builtin.py  classification, binary, multilabel, regression, tokens, next-token; TASKS
+"""
+
+from __future__ import annotations
+
+from fulcrum.data.tasks.builtin import TASKS, make_task, shifted_tokens, task_from_loss
+from fulcrum.data.tasks.metrics import METRICS, Metric, MetricContext
+from fulcrum.data.tasks.task import Task, merge_sums
+
+__all__ = [
+    "METRICS",
+    "TASKS",
+    "Metric",
+    "MetricContext",
+    "Task",
+    "make_task",
+    "merge_sums",
+    "shifted_tokens",
+    "task_from_loss",
+]

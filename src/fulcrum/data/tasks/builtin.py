@@ -1,0 +1,323 @@
+"""The tasks that Fulcrum knows, made from settings and targets: `make_task` is the one way to a `Task`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fulcrum.data.tasks import losses
+from fulcrum.data.tasks.metrics import METRICS, Metric, MetricContext
+from fulcrum.data.tasks.task import Task
+from fulcrum.errors import ConfigError, DataError
+from fulcrum.settings.registry import Registry, nearest_name
+from fulcrum.settings.schema import TaskSettings
+
+Array = npt.NDArray[Any]
+MakeTask = Callable[[TaskSettings, Sequence[Array]], Task]
+"""From settings and the target arrays at hand (training, test; any of them may be missing) to a task."""
+
+TASKS: Registry[MakeTask | Task] = Registry("task.name", noun="task", entry_points="fulcrum.tasks")
+"""Tasks by name. One of your own: package.module:task, a Task or a function (settings, targets) -> Task."""
+
+KINDS = {"O": "Python objects", "U": "text", "S": "bytes", "c": "complex numbers", "f": "decimal numbers"}
+
+
+def make_task(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+    """The task that the settings name, for these target arrays; "auto" is classification."""
+    made = TASKS.find("classification" if settings.name == "auto" else settings.name)
+    if isinstance(made, Task):
+        return made
+    task = made(settings, targets)
+    if not isinstance(task, Task):
+        raise ConfigError(f"task.name = {settings.name!r} gave a {type(task).__name__}, not a fulcrum Task.")
+    return dataclasses.replace(task, options=dataclasses.astuple(settings))
+
+
+def task_from_loss(
+    loss: losses.Loss,
+    outputs: int = 1,
+    *,
+    name: str = "own",
+    metrics: Mapping[str, Metric] | None = None,
+    score: str = "loss",
+    predict: Callable[[Tensor], Tensor] = lambda outputs: outputs,
+    target_dims: int = 0,
+    sequence: bool = False,
+) -> Task:
+    """A task of your own from its loss: outputs [..., O] and targets -> one loss per example [...].
+
+    Slopes come by autograd. Targets are taken as they are: integers, or finite numbers as float32. metrics: by name,
+    beside "loss". For more control, make a `Task`.
+    """
+    context = MetricContext(outputs, target_dims, loss, predict)
+    chosen = {**(metrics or {}), "loss": METRICS.find("loss")(context)}
+
+    def check(which: str, value: object) -> Tensor:
+        array = as_array(which, value)
+        if array.dtype.kind not in "biuf" or array.ndim < 1:
+            raise DataError(f"{which} holds {KINDS.get(array.dtype.kind, str(array.dtype))}; targets must be numbers.")
+        if array.dtype.kind in "biu":
+            return torch.from_numpy(np.array(array, dtype=np.int64))
+        numbers = torch.from_numpy(np.array(array, dtype=np.float32))
+        if not bool(torch.isfinite(numbers).all()):
+            raise DataError(f"{which} holds NaN or infinite values; every target must be a finite 32-bit number.")
+        return numbers
+
+    return Task(name, outputs, loss, chosen, score, predict, check, None, target_dims, sequence)
+
+
+def choose_metrics(
+    settings: TaskSettings, own: Sequence[str], score: str, context: MetricContext
+) -> tuple[dict[str, Metric], str]:
+    """The task's own metrics and those that the settings add, by name, and the name of the score."""
+    names = dict.fromkeys([*own, *settings.metrics, "loss"])
+    metrics = {name: METRICS.find(name)(context) for name in names}
+    chosen = settings.score or score
+    if chosen not in metrics:
+        near = nearest_name(chosen, metrics)
+        hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(metrics)}."
+        raise ConfigError(f"task.score = {chosen!r} is not among this task's metrics; {hint}")
+    return metrics, chosen
+
+
+# --- classes --------------------------------------------------------------------------------------
+
+
+@TASKS.register("classification")
+def classification(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+    """One of several classes: targets [n] are 0, 1, ..., classes - 1; one logit per class."""
+    classes = count_classes(settings, targets)
+    weights = class_weights(settings, classes)
+    loss, slopes = losses.cross_entropy(weights)
+
+    def predict(outputs: Tensor) -> Tensor:
+        return outputs.argmax(dim=-1)
+
+    context = MetricContext(classes, 0, loss, predict, lambda o: o.float().softmax(dim=-1), settings.threshold)
+    yes_and_no = ("auc", "average_precision", "f1") if classes == 2 else ()
+    metrics, score = choose_metrics(settings, ("accuracy", "balanced_accuracy", *yes_and_no), "accuracy", context)
+
+    def check(name: str, value: object) -> Tensor:
+        labels = whole_numbers(name, value, 1)
+        return within_classes(name, labels, classes)
+
+    return Task("classification", classes, loss, metrics, score, predict, check, slopes, classes=classes)
+
+
+@TASKS.register("binary")
+def binary(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+    """Yes or no: targets [n] are 0 or 1; one logit. class_weights: of 0 and of 1."""
+    weights = class_weights(settings, 2)
+    loss, slopes = losses.binary_cross_entropy(weights)
+
+    def chances(outputs: Tensor) -> Tensor:
+        yes = torch.sigmoid(outputs[..., 0].float())
+        return torch.stack([1 - yes, yes], dim=-1)
+
+    def predict(outputs: Tensor) -> Tensor:
+        return (torch.sigmoid(outputs[..., 0].float()) >= settings.threshold).long()
+
+    context = MetricContext(1, 0, loss, predict, chances, settings.threshold)
+    at_threshold = ("accuracy", "balanced_accuracy", "f1", "sensitivity", "specificity")
+    own = (*at_threshold, "auc", "average_precision", "brier", "calibration_error", "log_loss")
+    metrics, score = choose_metrics(settings, own, "auc", context)
+
+    def check(name: str, value: object) -> Tensor:
+        return within_classes(name, whole_numbers(name, value, 1), 2)
+
+    return Task("binary", 1, loss, metrics, score, predict, check, slopes, classes=2)
+
+
+@TASKS.register("multilabel")
+def multilabel(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+    """Several labels per example, each yes or no: targets [n, labels] are 0 or 1; one logit per label."""
+    labels = settings.classes or next((array.shape[1] for array in targets if array.ndim == 2), 0)
+    if not labels:
+        shapes = ", ".join(str(list(array.shape)) for array in targets) or "none"
+        raise DataError(f"task.name = 'multilabel' needs targets of shape [n, labels], and they are {shapes}.")
+    weights = class_weights(settings, labels)
+    loss, slopes = losses.multilabel_cross_entropy(weights)
+
+    def predict(outputs: Tensor) -> Tensor:
+        return (torch.sigmoid(outputs.float()) >= settings.threshold).long()
+
+    context = MetricContext(labels, 1, loss, predict, lambda o: torch.sigmoid(o.float()), settings.threshold)
+    metrics, score = choose_metrics(settings, ("accuracy", "auc", "f1", "log_loss"), "auc", context)
+
+    def check(name: str, value: object) -> Tensor:
+        answers = whole_numbers(name, value, 2)
+        if answers.shape[1] != labels:
+            raise DataError(f"{name} has {answers.shape[1]} labels per record; the task has {labels}.")
+        return within_classes(name, answers, 2)
+
+    return Task("multilabel", labels, loss, metrics, score, predict, check, slopes, target_dims=1)
+
+
+def count_classes(settings: TaskSettings, targets: Sequence[Array]) -> int:
+    """The number of classes that the settings declare, else the largest label plus one."""
+    if settings.classes:
+        if settings.classes < 2:
+            raise DataError(f"classes = {settings.classes}; at least 2 are needed.")
+        return settings.classes
+    labels = [whole_numbers("y", array, 1) for array in targets if array.size]
+    most = max((int(array.max()) for array in labels), default=0)
+    if min((int(array.min()) for array in labels), default=0) < 0:
+        least = min(int(array.min()) for array in labels)
+        raise DataError(f"the labels hold {least}; they must be integers from 0 to classes - 1.")
+    if most == 0:
+        raise DataError("all labels are 0; at least two classes are needed (or say how many with classes).")
+    # A model with one output per id would not fit in memory; say so before it is built.
+    if most >= max(1000, sum(map(len, labels))):
+        raise DataError(f"the labels go up to {most}, beyond the number of records; number the classes 0, 1, 2, ...")
+    return most + 1
+
+
+def class_weights(settings: TaskSettings, count: int) -> tuple[float, ...]:
+    """The declared weights, one per class, each a finite number above 0; empty for 1 each."""
+    weights = settings.class_weights
+    if weights and len(weights) != count:
+        raise ConfigError(f"task.class_weights has {len(weights)} numbers; the task needs {count}, one per class.")
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ConfigError(f"task.class_weights = {list(weights)} must hold finite numbers greater than 0.")
+    return tuple(float(weight) for weight in weights)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@TASKS.register("regression")
+def regression(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+    """Numbers: targets [n] or [n, k], finite; one output per target. Public bounds and scale come from the settings."""
+    shapes = [array.shape[1:] for array in targets]
+    if any(len(shape) > 1 for shape in shapes):
+        raise DataError("task.name = 'regression' needs targets of shape [n] or [n, k].")
+    several = any(len(shape) == 1 for shape in shapes)
+    count = next((shape[0] for shape in shapes if shape), 1) if several else settings.classes or 1
+    low, high = settings.low, settings.high
+    if (low is not None and high is not None and low >= high) or not all(
+        bound is None or math.isfinite(bound) for bound in (low, high)
+    ):
+        raise ConfigError(f"task.low = {low} and task.high = {high} must be finite numbers, low below high.")
+    scale, offset, notes = settings.scale, settings.offset, []
+    if scale == 0 and low is not None and high is not None:
+        scale, offset = (high - low) / 2, (high + low) / 2
+    elif scale == 0:
+        scale = 1.0
+        notes.append(
+            "The targets' size is not declared, so the model learns them as they are (task.scale = 1); declare "
+            "task.low and task.high, or task.scale, from public knowledge."
+        )
+    loss, slopes = losses.regression_loss(settings.loss, scale, offset, settings.huber_width)
+
+    def predict(outputs: Tensor) -> Tensor:
+        found = outputs.float() * scale + offset
+        return found if several else found.squeeze(-1)
+
+    context = MetricContext(count, int(several), loss, predict)
+    metrics, score = choose_metrics(settings, ("rmse", "mae", "r2"), "rmse", context)
+
+    def check(name: str, value: object) -> Tensor:
+        array = as_array(name, value)
+        if array.dtype.kind not in "biuf":
+            held = KINDS.get(array.dtype.kind, str(array.dtype))
+            raise DataError(f"{name} holds {held}; the targets of a regression must be real numbers.")
+        if array.ndim != 1 + several or (several and array.shape[1] != count):
+            wanted = f"[n, {count}]" if several else "[n]"
+            raise DataError(f"{name} has shape {list(array.shape)}; the targets must be {wanted}.")
+        with np.errstate(over="ignore"):
+            numbers = torch.from_numpy(np.array(array, dtype=np.float32))
+        if not bool(torch.isfinite(numbers).all()):
+            raise DataError(f"{name} holds NaN or infinite values; every target must be a finite 32-bit number.")
+        return numbers.clamp(low, high) if low is not None or high is not None else numbers
+
+    return Task("regression", count, loss, metrics, score, predict, check, slopes, int(several), notes=tuple(notes))
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+@TASKS.register("tokens")
+def tokens(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+    """A token per position: targets [n, L] are 0, ..., vocabulary - 1, or `task.ignored`; outputs [n, L, vocabulary].
+
+    task.classes declares the size of the vocabulary.
+    """
+    ignored, vocabulary = settings.ignored, settings.classes
+    if not vocabulary:
+        most = max((int(array.max()) for array in targets if array.size), default=0)
+        vocabulary = most + 1
+    if vocabulary < 2:
+        raise DataError("the vocabulary has fewer than 2 tokens; declare its size with task.classes.")
+    loss, slopes = losses.token_cross_entropy(ignored)
+
+    def predict(outputs: Tensor) -> Tensor:
+        return outputs.argmax(dim=-1)
+
+    context = MetricContext(vocabulary, 1, loss, predict, ignored=ignored)
+    metrics, score = choose_metrics(settings, ("accuracy", "perplexity"), "perplexity", context)
+
+    def check(name: str, value: object) -> Tensor:
+        found = whole_numbers(name, value, 2)
+        counted = found[found != ignored]
+        if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocabulary):
+            bad = int(counted.max()) if int(counted.max()) >= vocabulary else int(counted.min())
+            raise DataError(f"{name} holds token {bad}; tokens must lie in 0..{vocabulary - 1}, or be {ignored}.")
+        return found
+
+    return Task("tokens", vocabulary, loss, metrics, score, predict, check, slopes, target_dims=1, sequence=True)
+
+
+@TASKS.register("next-token")
+def next_token(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+    """The next token of a sequence x [n, L]: where no targets are given they are x shifted by one, the last ignored."""
+    return tokens(settings, targets)
+
+
+def shifted_tokens(x: Tensor, ignored: int) -> Tensor:
+    """Targets of a next-token task from its inputs [n, L]: each position's is the next position's token."""
+    return torch.cat([x[:, 1:], torch.full_like(x[:, :1], ignored)], dim=1).long()
+
+
+# --- arrays ---------------------------------------------------------------------------------------
+
+
+def as_array(name: str, value: object) -> Array:
+    """A NumPy view or copy of what the user gave; tensors come to the CPU."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:  # ragged lists
+        raise DataError(f"{name} is not an array: {error}.") from error
+
+
+def whole_numbers(name: str, value: object, dims: int) -> Tensor:
+    """Integers or truth values of that many dimensions, as int64."""
+    array = as_array(name, value)
+    if array.dtype.kind not in "biu":
+        held = KINDS.get(array.dtype.kind, str(array.dtype))
+        advice = " (for numbers, say --task regression)" if array.dtype.kind == "f" and dims == 1 else ""
+        raise DataError(f"{name} holds {held}; labels must be integers 0..classes-1{advice}.")
+    if array.ndim != dims:
+        wanted = "one number per record, shape [n]" if dims == 1 else "of shape [n, k]"
+        raise DataError(f"{name} has shape {list(array.shape)}; it must be {wanted}.")
+    return torch.from_numpy(np.array(array, dtype=np.int64))
+
+
+def within_classes(name: str, labels: Tensor, classes: int) -> Tensor:
+    """The labels, or a DataError where one lies outside 0..classes-1."""
+    if labels.numel() and int(labels.min()) < 0:
+        raise DataError(f"the labels hold {int(labels.min())}; they must be integers from 0 to classes - 1.")
+    if labels.numel() and int(labels.max()) >= classes:
+        raise DataError(
+            f"the labels hold {int(labels.max())}; with classes = {classes} they must lie in 0..{classes - 1}."
+        )
+    return labels

@@ -1,0 +1,361 @@
+"""Metrics as sums that merge: per batch, per party, per device. What the sums say is computed once, at the end.
+
+A metric sees the outputs and targets of n examples and gives a fixed number of sums over them, float64 [..., k].
+Leading dimensions before n are separate runs. The sums of two batches add up; `result` turns sums into one number per
+run. Ranking metrics (AUC, average precision) keep a histogram of scores in 65,536 bins: pairs of examples that fall
+into one bin count as ties, one half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fulcrum.data.tasks.losses import Loss, token_log_likelihood
+from fulcrum.errors import ConfigError
+from fulcrum.settings.registry import Registry
+
+Sums = Callable[[Tensor, Tensor], Tensor]
+"""outputs [..., n, (L,) O] and targets [..., n, (...)] -> sums over the n examples, float64 [..., k]."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number about predictions.
+
+    sums(outputs, targets) -> [..., k]: see above. result(sums [..., k]) -> [...]: NaN where it is not defined.
+    higher_is_better: whether a search maximises it.
+    """
+
+    sums: Sums
+    result: Callable[[Tensor], Tensor]
+    higher_is_better: bool = True
+
+
+@dataclass(frozen=True)
+class MetricContext:
+    """What a metric may know of its task.
+
+    outputs: the model's outputs per prediction, O. target_dims: dimensions of one example's target (0: a number).
+    loss: one loss per example. predict: outputs -> predictions, in the targets' own units. probabilities: outputs ->
+    probabilities of the classes [..., classes] (two where one logit answers yes or no) or, of several labels, of each
+    label [..., O]; None where the targets are no classes. threshold: the probability from which an answer is yes.
+    ignored: the target of a position that does not count.
+    """
+
+    outputs: int
+    target_dims: int
+    loss: Loss
+    predict: Callable[[Tensor], Tensor]
+    probabilities: Callable[[Tensor], Tensor] | None = None
+    threshold: float = 0.5
+    ignored: int = -100
+
+    def chances(self, outputs: Tensor) -> Tensor:
+        """The probabilities, for metrics that need them."""
+        if self.probabilities is None:
+            raise ConfigError("task.metrics names a metric of classes, and this task has none; choose rmse, mae or r2.")
+        return self.probabilities(outputs)
+
+    def yes_scores(self, outputs: Tensor) -> Tensor:
+        """The score of a yes for ranking, [..., n] or, of several labels, [..., n, O]."""
+        if self.target_dims:
+            return outputs
+        return outputs[..., 0] if self.outputs == 1 else outputs[..., 1] - outputs[..., 0]
+
+    def yes_chances(self, outputs: Tensor) -> Tensor:
+        """The probability of a yes, [..., n] or, of several labels, [..., n, O]."""
+        chances = self.chances(outputs)
+        return chances if self.target_dims else chances[..., 1]
+
+
+MakeMetric = Callable[[MetricContext], Metric]
+METRICS: Registry[MakeMetric] = Registry("task.metrics", noun="metric", entry_points="fulcrum.metrics")
+"""Functions that make a metric for a task, by the metric's name. A metric of your own: package.module:metric."""
+
+
+def divide(sums: Tensor) -> Tensor:
+    """The first sum over the second; NaN where nothing was counted."""
+    return sums[..., 0] / sums[..., 1]
+
+
+def add_up(dims: int, *columns: Tensor) -> Tensor:
+    """Columns [..., n] with `dims` more dimensions added up over these and the examples: [..., k] float64."""
+    return torch.stack([column.double().flatten(-1 - dims).sum(dim=-1) for column in columns], dim=-1)
+
+
+# --- every task -----------------------------------------------------------------------------------
+
+
+@METRICS.register("loss")
+def mean_loss(task: MetricContext) -> Metric:
+    """The mean loss of an example, as it is trained on."""
+
+    def sums(outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = task.loss(outputs, targets)
+        return add_up(0, losses, torch.ones_like(losses))
+
+    return Metric(sums, divide, higher_is_better=False)
+
+
+# --- classes --------------------------------------------------------------------------------------
+
+
+@METRICS.register("accuracy")
+def accuracy(task: MetricContext) -> Metric:
+    """The fraction of right predictions: of examples; of labels where an example has several; of counted tokens."""
+
+    def sums(outputs: Tensor, targets: Tensor) -> Tensor:
+        counted = targets != task.ignored
+        return add_up(task.target_dims, (task.predict(outputs) == targets) & counted, counted)
+
+    return Metric(sums, divide)
+
+
+@METRICS.register("balanced_accuracy")
+def balanced_accuracy(task: MetricContext) -> Metric:
+    """The mean over classes of the fraction of their examples that are right; classes without examples do not count."""
+    classes = max(2, task.outputs)
+
+    def sums(outputs: Tensor, targets: Tensor) -> Tensor:
+        right = (task.predict(outputs) == targets).double()
+        of_class = targets.unsqueeze(-1) == torch.arange(classes, device=targets.device)  # [..., n, classes]
+        hits = (of_class * right.unsqueeze(-1)).sum(dim=-2)
+        return torch.cat([hits, of_class.double().sum(dim=-2)], dim=-1)
+
+    def result(sums: Tensor) -> Tensor:
+        hits, counts = sums[..., :classes], sums[..., classes:]
+        seen = (counts > 0).double()
+        return (hits / counts.clamp_min(1)).sum(dim=-1) / seen.sum(dim=-1)
+
+    return Metric(sums, result)
+
+
+@METRICS.register("log_loss")
+def log_loss(task: MetricContext) -> Metric:
+    """The mean negative log probability of what is true (natural logarithm, no class weights)."""
+
+    def sums(outputs: Tensor, targets: Tensor) -> Tensor:
+        chances = task.chances(outputs).double().clamp(1e-15, 1.0)
+        if task.target_dims:
+            own = torch.where(targets > 0, chances, 1 - chances).clamp_min(1e-15)
+        else:
+            own = chances.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+        return add_up(task.target_dims, -own.log(), torch.ones_like(own))
+
+    return Metric(sums, divide, higher_is_better=False)
+
+
+@METRICS.register("brier")
+def brier(task: MetricContext) -> Metric:
+    """The mean squared error of the probability of a yes; of several classes, summed over the classes."""
+
+    def sums(outputs: Tensor, targets: Tensor) -> Tensor:
+        if task.target_dims or max(2, task.outputs) == 2:
+            error = (task.yes_chances(outputs).double() - targets.double()).square()
+            return add_up(task.target_dims, error, torch.ones_like(error))
+        chances = task.chances(outputs).double()
+        truth = targets.unsqueeze(-1) == torch.arange(chances.shape[-1], device=targets.device)
+        error = (chances - truth.double()).square().sum(dim=-1)
+        return add_up(0, error, torch.ones_like(error))
+
+    return Metric(sums, divide, higher_is_better=False)
+
+
+CALIBRATION_BINS = 15
+"""Equal bins of confidence, as in Guo et al. 2017."""
+
+
+@METRICS.register("calibration_error")
+def calibration_error(task: MetricContext) -> Metric:
+    """Expected calibration error: how far confidence is from accuracy, in 15 equal bins, weighted by their examples.
+
+    Of several classes, confidence is that of the predicted class; of yes and no, the probability of a yes is compared
+    with how often it is one.
+    """
+    bins = CALIBRATION_BINS
+
+    def sums(outputs: Tensor, targets: Tensor) -> Tensor:
+        if task.target_dims or max(2, task.outputs) == 2:
+            confidence, right = task.yes_chances(outputs).double(), targets.double()
+        else:
+            confidence, guess = task.chances(outputs).double().max(dim=-1)
+            right = (guess == targets).double()
+        confidence, right = (value.flatten(-1 - task.target_dims) for value in (confidence, right))
+        place = (confidence * bins).long().clamp(0, bins - 1)
+        table = [value.new_zeros((*place.shape[:-1], bins)) for value in (confidence, confidence, right)]
+        filled = [
+            part.scatter_add(-1, place, value)
+            for part, value in zip(table, (torch.ones_like(confidence), confidence, right), strict=True)
+        ]
+        return torch.cat(filled, dim=-1)
+
+    def result(sums: Tensor) -> Tensor:
+        counts, confidence, right = sums.unflatten(-1, (3, bins)).unbind(dim=-2)
+        found: Tensor = (confidence - right).abs().sum(dim=-1) / counts.sum(dim=-1)
+        return found
+
+    return Metric(sums, result, higher_is_better=False)
+
+
+# --- yes and no: ranking --------------------------------------------------------------------------
+
+SCORE_BINS = 2**16
+
+
+def score_bins(scores: Tensor) -> Tensor:
+    """The bin 0..65535 of each score: the upper half of a float32's bits, in the order of the numbers."""
+    bits = scores.float().contiguous().view(torch.int32)
+    ordered = torch.where(bits < 0, ~bits, bits | -(2**31))  # as unsigned numbers, larger for larger scores
+    return (ordered >> 16) & 0xFFFF
+
+
+def score_histogram(task: MetricContext, outputs: Tensor, targets: Tensor) -> Tensor:
+    """How many examples with answer no, and with yes, have a score in each bin: [..., labels, 2, SCORE_BINS]."""
+    scores = task.yes_scores(outputs)
+    if not task.target_dims:
+        scores, targets = scores.unsqueeze(-1), targets.unsqueeze(-1)
+    place = score_bins(scores).long() + SCORE_BINS * (targets > 0).long()  # [..., n, labels]
+    place = place.transpose(-1, -2)
+    table = torch.zeros((*place.shape[:-1], 2 * SCORE_BINS), dtype=torch.float64, device=place.device)
+    filled: Tensor = table.scatter_add(-1, place, torch.ones_like(place, dtype=torch.float64))
+    return filled.view(*place.shape[:-1], 2, SCORE_BINS)
+
+
+def ranking_metric(task: MetricContext, of_histogram: Callable[[Tensor, Tensor], Tensor]) -> Metric:
+    """A metric of the histograms of scores, (no [..., bins], yes [..., bins]) -> [...]; of several labels, their mean.
+
+    Labels that have no yes, or no no, do not count.
+    """
+    if not task.target_dims and max(2, task.outputs) != 2:
+        raise ConfigError("task.metrics: auc and average_precision are of yes and no; this task has more classes.")
+
+    def sums(outputs: Tensor, targets: Tensor) -> Tensor:
+        return score_histogram(task, outputs, targets).flatten(-3)
+
+    def result(sums: Tensor) -> Tensor:
+        no, yes = sums.unflatten(-1, (-1, 2, SCORE_BINS)).unbind(dim=-2)  # [..., labels, bins] each
+        return of_histogram(no, yes).nanmean(dim=-1)
+
+    return Metric(sums, result)
+
+
+@METRICS.register("auc")
+def area_under_roc(task: MetricContext) -> Metric:
+    """The area under the ROC curve: how often a yes has a higher score than a no."""
+
+    def area(no: Tensor, yes: Tensor) -> Tensor:
+        below = no.cumsum(dim=-1) - no
+        return (yes * (below + 0.5 * no)).sum(dim=-1) / (yes.sum(dim=-1) * no.sum(dim=-1))
+
+    return ranking_metric(task, area)
+
+
+@METRICS.register("average_precision")
+def average_precision(task: MetricContext) -> Metric:
+    """The area under the precision-recall curve, as a sum of precision over steps of recall."""
+
+    def area(no: Tensor, yes: Tensor) -> Tensor:
+        found = yes.flip(-1).cumsum(dim=-1)
+        flagged = found + no.flip(-1).cumsum(dim=-1)
+        step = yes.flip(-1) / yes.sum(dim=-1, keepdim=True)
+        defined = torch.where(no.sum(dim=-1) > 0, 1.0, torch.nan)
+        return (found / flagged.clamp_min(1) * step).sum(dim=-1) * defined
+
+    return ranking_metric(task, area)
+
+
+# --- yes and no: at a threshold -------------------------------------------------------------------
+
+
+def confusion_metric(task: MetricContext, of_counts: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Metric:
+    """A metric of the counts (true yes, false yes, true no, false no), over all labels where there are several."""
+    if not task.target_dims and max(2, task.outputs) != 2:
+        raise ConfigError(
+            "task.metrics: f1, sensitivity and specificity are of yes and no; this task has more classes."
+        )
+
+    def sums(outputs: Tensor, targets: Tensor) -> Tensor:
+        said, true = task.yes_chances(outputs) >= task.threshold, targets > 0
+        return add_up(task.target_dims, said & true, said & ~true, ~said & ~true, ~said & true)
+
+    def result(sums: Tensor) -> Tensor:
+        return of_counts(*sums.unbind(dim=-1))
+
+    return Metric(sums, result)
+
+
+@METRICS.register("f1")
+def f1_score(task: MetricContext) -> Metric:
+    """The harmonic mean of precision and recall at the threshold."""
+    return confusion_metric(task, lambda tp, fp, tn, fn: 2 * tp / (2 * tp + fp + fn))
+
+
+@METRICS.register("sensitivity")
+def sensitivity(task: MetricContext) -> Metric:
+    """The fraction of true yeses that are found at the threshold (recall, true-positive rate)."""
+    return confusion_metric(task, lambda tp, fp, tn, fn: tp / (tp + fn))
+
+
+@METRICS.register("specificity")
+def specificity(task: MetricContext) -> Metric:
+    """The fraction of true noes that are told at the threshold (true-negative rate)."""
+    return confusion_metric(task, lambda tp, fp, tn, fn: tn / (tn + fp))
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def error_metric(task: MetricContext, size: Callable[[Tensor], Tensor], result: Callable[[Tensor], Tensor]) -> Metric:
+    """A metric of the mean size of the error, in the targets' own units."""
+
+    def sums(outputs: Tensor, targets: Tensor) -> Tensor:
+        error = size(task.predict(outputs).double() - targets.double())
+        return add_up(task.target_dims, error, torch.ones_like(error))
+
+    return Metric(sums, lambda sums: result(divide(sums)), higher_is_better=False)
+
+
+@METRICS.register("rmse")
+def root_mean_squared_error(task: MetricContext) -> Metric:
+    """Root mean squared error, in the targets' own units."""
+    return error_metric(task, torch.square, torch.sqrt)
+
+
+@METRICS.register("mae")
+def mean_absolute_error(task: MetricContext) -> Metric:
+    """Mean absolute error, in the targets' own units."""
+    return error_metric(task, torch.abs, lambda mean: mean)
+
+
+@METRICS.register("r2")
+def explained_variance(task: MetricContext) -> Metric:
+    """R squared: 1 - squared error / variance of the targets; of several targets per example, over all together."""
+
+    def sums(outputs: Tensor, targets: Tensor) -> Tensor:
+        wanted = targets.double()
+        error = (task.predict(outputs).double() - wanted).square()
+        return add_up(task.target_dims, error, wanted, wanted.square(), torch.ones_like(wanted))
+
+    def result(sums: Tensor) -> Tensor:
+        error, total, squares, count = sums.unbind(dim=-1)
+        return 1 - error / (squares - total.square() / count)
+
+    return Metric(sums, result)
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+@METRICS.register("perplexity")
+def perplexity(task: MetricContext) -> Metric:
+    """exp of the mean negative log likelihood of a counted token."""
+
+    def sums(outputs: Tensor, targets: Tensor) -> Tensor:
+        likelihood, count = token_log_likelihood(outputs, targets, task.ignored)
+        return add_up(0, -likelihood, count)
+
+    return Metric(sums, lambda sums: divide(sums).exp(), higher_is_better=False)
