@@ -11,10 +11,10 @@ Settings files are read where they are needed, so that ready-made `Settings` tra
 
 from __future__ import annotations
 
+from fulcrum.runs.execution import OnRound, execute, go_on, resume
 from fulcrum.runs.one_call import rounds, train
 from fulcrum.runs.preparation import find_device, ledger_warnings, prepare
 from fulcrum.runs.result import Result
-from fulcrum.runs.execution import OnRound, execute, go_on, resume
 
 __all__ = [
     "OnRound",

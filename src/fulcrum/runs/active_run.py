@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import fulcrum
-from fulcrum.runs import folder as record
-from fulcrum.training.federation import Federation
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.runs.folder import RunFolder
 from fulcrum.privacy.statement import statement, to_markdown
+from fulcrum.runs import folder as record
+from fulcrum.runs.folder import RunFolder
+from fulcrum.training.federation import Federation
 
 
 @dataclass(frozen=True)

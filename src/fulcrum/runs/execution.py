@@ -11,19 +11,19 @@ from typing import Any
 from torch import nn
 
 import fulcrum
-from fulcrum.runs import folder as record
-from fulcrum.runs.preparation import prepare
-from fulcrum.runs.result import Result, sum_up
-from fulcrum.runs.active_run import Underway, state_privacy
-from fulcrum.settings.schema import Settings
-from fulcrum.models.whitening import digest
 from fulcrum.data import Dataset
 from fulcrum.errors import RunError
-from fulcrum.training.federation import Federation
-from fulcrum.training.snapshot import Snapshot
-from fulcrum.training.loop import federate
+from fulcrum.models.whitening import digest
 from fulcrum.privacy.ledger import Ledger
+from fulcrum.runs import folder as record
+from fulcrum.runs.active_run import Underway, state_privacy
 from fulcrum.runs.folder import RunFolder
+from fulcrum.runs.preparation import prepare
+from fulcrum.runs.result import Result, sum_up
+from fulcrum.settings.schema import Settings
+from fulcrum.training.federation import Federation
+from fulcrum.training.loop import federate
+from fulcrum.training.snapshot import Snapshot
 from fulcrum.types import RoundResult
 
 OnRound = Callable[[RoundResult], None]

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from fulcrum.runs.preparation import prepare
-from fulcrum.runs.result import Result
-from fulcrum.runs.execution import OnRound, execute, open_ledger
-from fulcrum.settings.schema import Settings
 from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError
+from fulcrum.runs.execution import OnRound, execute, open_ledger
+from fulcrum.runs.preparation import prepare
+from fulcrum.runs.result import Result
+from fulcrum.settings.schema import Settings
 from fulcrum.training.loop import federate
 from fulcrum.types import RoundResult
 

@@ -7,22 +7,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fulcrum.training.client_level import check_rule, local_problem
 from fulcrum.clipping import find_rule
-from fulcrum.settings.schema import Settings
-from fulcrum.settings.checks import check
 from fulcrum.data import Dataset, featured, holdout, load, split, unit_counts
+from fulcrum.data.records import take_rows
 from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError
-from fulcrum.training.federation import Federation
-from fulcrum.privacy.ledger import Ledger
-from fulcrum.training.problem import Problem
-from fulcrum.models.layout import Layout
-from fulcrum.data.records import take_rows
 from fulcrum.models.build import build
 from fulcrum.models.checks import refuse_mixing
+from fulcrum.models.layout import Layout
+from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import affordable_rounds, make_plan
 from fulcrum.rng import make
+from fulcrum.settings.checks import check
+from fulcrum.settings.schema import Settings
+from fulcrum.training.client_level import check_rule, local_problem
+from fulcrum.training.federation import Federation
+from fulcrum.training.problem import Problem
 
 
 def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module | None = None) -> Federation:

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from fulcrum.models.whitening import folded
+from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs.active_run import Underway, state_privacy
 from fulcrum.settings.schema import Settings
-from fulcrum.models.whitening import folded
 from fulcrum.training.snapshot import Snapshot
-from fulcrum.privacy.ledger import Ledger
 
 
 @dataclass(frozen=True)
