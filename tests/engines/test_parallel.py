@@ -187,7 +187,7 @@ def problem_of(name: str, rule: ClipRule = FIXED) -> Problem:
     x = draw(torch.Generator().manual_seed(1))
     y = torch.arange(45) % CLASSES
     shell = toy_data(45)
-    data: Dataset = dataclasses.replace(shell, x=x, y=y, x_test=x, y_test=y)
+    data: Dataset = shell.with_changes(x=x, y=y, x_test=x, y_test=y)
     model = seeded(nn.Sequential(*make()))
     partition = split(shell, Data(parties=5, partition="iid", min_examples=1), 0)
     return uneven(Problem(data, partition, model, Layout.of(model), rule, Seeded(3)))
@@ -256,7 +256,7 @@ def test_an_example_that_is_not_finite_counts_as_zero(rule: str) -> None:
     problem = uneven(toy_problem(rule, parties=5))
     x = problem.dataset.x.clone()
     x[problem.partition.indices(3)[:2]] = torch.nan
-    broken = dataclasses.replace(problem, dataset=dataclasses.replace(problem.dataset, x=x))
+    broken = dataclasses.replace(problem, dataset=problem.dataset.with_changes(x=x))
     check_equal(broken, request(broken))
     assert all(torch.isfinite(reply.delta).all() for reply in parallel(broken, request(broken)))
 
