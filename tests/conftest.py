@@ -1,8 +1,8 @@
 """Which tests run where: `slow` in CI and on request, `gpu` where PyTorch has one, `flower` with real processes.
 
-    make test                      # all but slow and flower, in under five minutes on two cores
-    make test-slow                 # the slow ones
-    FULCRUM_FLOWER=1 pytest tests/flower   # real Flower processes on loopback; needs the flower extra
+make test                      # all but slow and flower, in under five minutes on two cores
+make test-slow                 # the slow ones
+FULCRUM_FLOWER=1 pytest tests/flower   # real Flower processes on loopback; needs the flower extra
 """
 
 from __future__ import annotations
