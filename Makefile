@@ -8,7 +8,7 @@ FLOWER := .venv-flower
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-flower check format docs bench clean
+.PHONY: help setup run test test-slow test-flower check format docs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -16,8 +16,11 @@ help: ## list the targets
 run: setup ## train privately over five parties on the digits, and compare
 	@$(BIN)/fulcrum demo
 
-test: setup ## run all tests
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2
+test: setup ## run the tests but the slow ones and those with real Flower processes
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: setup ## run the slow tests
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -m slow
 
 # Flower wants older typer and rich than the lock has, so it lives in an environment of its own.
 test-flower: $(FLOWER)/.installed ## run the tests across machines: real Flower processes on loopback, minutes
@@ -27,6 +30,7 @@ check: setup ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks docs/settings_page.py examples/hospitals.py
 
 format: setup ## format and mend what the linter can
 	$(BIN)/ruff format .

@@ -443,3 +443,17 @@ def test_the_summary_and_the_methods_say_what_epsilon_protects(capsys):
     rows = {line.split()[0]: line for line in out.splitlines()}
     assert " client " in rows["dp-fedavg"]
     assert rows["median"].startswith("median †")
+
+
+def test_wrong_names_are_refused_with_the_nearest_before_anything_runs(tmp_path, monkeypatch, capsys):
+    from fulcrum.runs.choices import CHOICES, choice_names
+
+    monkeypatch.chdir(tmp_path)
+    for path in CHOICES:
+        wrong = f"{choice_names(path)[-1]}x"
+        assert main(["run", "--sigma", "1", "--set", f"{path}={wrong}", "--out", "never"]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: {path} = '{wrong}' is not known; "), err
+        assert "did you mean" in err
+        assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_batched_local_steps import Once
+from test_batched_local_steps import NoHost, Once
 from test_client_level import client_settings, play
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fulcrum.data import Dataset
 from fulcrum.engines.batched import ManyRound, chunks, local_steps, run_many, runs
@@ -289,15 +288,6 @@ def test_numbers_of_the_device_train_like_those_of_the_host(monkeypatch: pytest.
     assert learn() == (pytest.approx(length, rel=0.05), pytest.approx(spread, rel=0.2))
     assert learn(lr=0.13)[0] != pytest.approx(length, rel=0.05)
     assert learn(rate=0.02)[1] != pytest.approx(spread, rel=0.2)
-
-
-class NoHost(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: numbers from or for the host, and shapes that values decide."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in {"_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "unique_dim"}, name
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.usefixtures("stacked")

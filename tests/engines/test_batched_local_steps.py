@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from test_loop import play, toy_settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fulcrum.engines.batched import ManyRound, chunks, run_many, runs
+from fulcrum.engines.batched import ManyRound, chunks, local_steps, run_many, runs
 from fulcrum.engines.batched.chunks import Units, add_up, choose, chunked, expect, fill
+from fulcrum.engines.batched.local_steps import JobRounds
+from fulcrum.engines.batched.noise_at import NoiseAtParties
+from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import sampling
-from fulcrum.rng import Key, Seeded
+from fulcrum.engines.stacked.replay import Replayer
+from fulcrum.rng import Key, Recorded, Seeded
 from fulcrum.runs import prepare
 from fulcrum.training.federation import Federation
+from fulcrum.types import RoundResult
 from helpers import toy_data
 
 DATA = toy_data()
@@ -73,6 +80,131 @@ def test_each_run_equals_itself_alone(case: str, steps: int, limit: int, monkeyp
     monkeypatch.setattr(runs, "PerJobRounds", never)
     feds = pair(steps, **CASES[case])
     assert_as_alone(feds, list(run_many(feds, limit)))
+
+
+class NoHost(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: numbers from or for the host, and shapes that values decide."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in {"_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "unique_dim"}, name
+        return func(*args, **(kwargs or {}))
+
+
+PARTIAL: dict[str, dict[str, Any]] = {
+    "some parties": {"train": {"participation": 0.4, "rounds": 8}},
+    "rounds that nobody joins": {"train": {"participation": 0.1, "rounds": 8, "server": "momentum", "ema": 0.3}},
+    "caps": {"privacy": {"max_participations": 2}},
+    "statistics now and then": {"train": {"participation": 0.5}, "clip": {"rule": "quantile", "refresh": 0.3}},
+    "another basis": {"train": {"participation": 0.5}, "clip": {"rule": "wav"}},
+    "schedules": {
+        "train": {"participation": 0.6, "weight_decay": 0.1, "weights": "uniform"},
+        "privacy": {"noise_schedule": "growth", "rho_mu": 0.3},
+    },
+}
+
+
+class Recorder:
+    """Seeded numbers, written down as they are drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self.inner, self.mode = Seeded(seed), "recorded"
+        self.uniforms: dict[Key, torch.Tensor] = {}
+        self.normals: dict[Key, torch.Tensor] = {}
+
+    def uniform(self, key: Key, count: int) -> torch.Tensor:
+        return self.uniforms.setdefault(key, self.inner.uniform(key, count))
+
+    def normal(self, key: Key, count: int) -> torch.Tensor:
+        return self.normals.setdefault(key, self.inner.normal(key, count))
+
+
+def recorded(feds: list[Federation]) -> tuple[list[Federation], list[list[RoundResult]]]:
+    """The runs on what the reference engine drew and nothing else, and the rounds that it played."""
+    replayed, alone = [], []
+    for federation in feds:
+        source = Recorder(federation.settings.run.seed + 100)
+        problem = dataclasses.replace(federation.problem, randomness=source)
+        alone.append(play(dataclasses.replace(federation, problem=problem, engine=ReferenceEngine(problem))))
+        problem = dataclasses.replace(problem, randomness=Recorded(source.uniforms, source.normals))
+        replayed.append(dataclasses.replace(federation, problem=problem))
+    return replayed, alone
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("case", PARTIAL)
+def test_some_parties_in_each_round_on_recorded_numbers(
+    case: str, groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who sit out draw nothing, weigh nothing and are not counted; also where jobs go in groups of two."""
+    monkeypatch.setattr(runs, "PerJobRounds", never)
+    feds, alone = recorded(pair(2, **PARTIAL[case]))
+    if groups:
+        monkeypatch.setitem(local_steps.BUDGET, "cpu", 4 * feds[0].problem.layout.dim * 2)
+    rounds = list(run_many(feds))
+    assert rounds[-1].averaged is not None
+    for r, results in enumerate(alone):
+        assert len({one.participants for one in results}) > 1
+        for many, one in zip(rounds, results, strict=True):
+            assert many.participants[r] == one.participants
+            assert many.C[r].tolist() == pytest.approx(one.C, rel=1e-4)
+        torch.testing.assert_close(rounds[-1].averaged[r], results[-1].averaged, rtol=1e-3, atol=1e-5)
+
+
+def _everybodys_weights(player: JobRounds) -> None:
+    player.weight_of = player.weight_of * 0.9
+
+
+def _the_round_before(player: JobRounds) -> None:
+    player.party_of, player.weight_of = (
+        v.roll(player.table.groups, dims=0) for v in (player.party_of, player.weight_of)
+    )
+
+
+def _neighbours_examples(player: JobRounds) -> None:
+    player.parties = dataclasses.replace(player.parties, start=(player.parties.start - 1).clamp_min(0))
+
+
+def _louder(player: JobRounds) -> None:
+    assert isinstance(player.noise, NoiseAtParties)
+    player.noise.noise_scale = player.noise.noise_scale * 1.02
+
+
+def _statistics_of_each_step(player: JobRounds) -> None:
+    assert isinstance(player.noise, NoiseAtParties)
+    player.noise.every = torch.ones_like(player.noise.every)
+
+
+@pytest.mark.parametrize(
+    "mistake", [_everybodys_weights, _the_round_before, _neighbours_examples, _louder, _statistics_of_each_step]
+)
+def test_a_mistake_about_who_takes_part_is_noticed(
+    mistake: Callable[[JobRounds], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feds = pair(2, train={"participation": 0.5}, clip={"rule": "quantile", "refresh": 1.0})
+    assert_as_alone(feds, list(run_many(feds)))
+    make = JobRounds.__init__
+
+    def wrong(self: JobRounds, server: Any) -> None:
+        make(self, server)
+        mistake(self)
+
+    monkeypatch.setattr(JobRounds, "__init__", wrong)
+    with pytest.raises(AssertionError):
+        assert_as_alone(feds, list(run_many(feds)))
+
+
+@pytest.mark.parametrize("case", [*CASES, *PARTIAL])
+def test_the_programs_can_be_recorded(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA graphs: they ask the host for nothing, and no value decides a shape."""
+
+    def strictly(self: Replayer, key: Any, program: Callable[[], None], changes: list[torch.Tensor]) -> None:
+        with torch.no_grad(), NoHost():
+            program()
+
+    monkeypatch.setattr(runs, "PerJobRounds", never)
+    monkeypatch.setattr(Replayer, "change", strictly)
+    next(run_many(pair(2, **(CASES | PARTIAL)[case])))
 
 
 def test_a_wrong_term_of_one_run_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

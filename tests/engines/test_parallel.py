@@ -187,7 +187,7 @@ def problem_of(name: str, rule: ClipRule = FIXED) -> Problem:
     x = draw(torch.Generator().manual_seed(1))
     y = torch.arange(45) % CLASSES
     shell = toy_data(45)
-    data: Dataset = dataclasses.replace(shell, x=x, y=y, x_test=x, y_test=y)
+    data: Dataset = shell.with_changes(x=x, y=y, x_test=x, y_test=y)
     model = seeded(nn.Sequential(*make()))
     partition = split(shell, Data(parties=5, partition="iid", min_examples=1), 0)
     return uneven(Problem(data, partition, model, Layout.of(model), rule, Seeded(3)))

@@ -495,6 +495,6 @@ def test_the_reservations_of_one_round_are_those_of_the_party_the_run_and_the_ro
     ledger.settle("one", 1, {"b": "digest"})
     ledger.reserve("one", 1, {"b": STEP}, attempt=1)
     wanted = [entry for entry in ledger.entries("b") if (entry.run, entry.round) == ("one", 1)]
-    assert ledger.reservations("b", "one", 1) == wanted
+    assert ledger.round_entries("b", "one", 1) == wanted
     assert [entry.digest for entry in wanted] == ["digest", None]
-    assert ledger.reservations("b", "three", 1) == []
+    assert ledger.round_entries("b", "three", 1) == []

@@ -94,8 +94,9 @@ def test_one_that_raises_stops_the_run_which_goes_on_later_as_if_nothing_had_bee
     assert again.seen[0] == ("started", first.run.id)
     assert result.epsilons == whole.epsilons
     assert all(torch.equal(a, b) for a, b in zip(result.model.parameters(), whole.model.parameters(), strict=True))
-    lines = [record.load_metrics(tmp_path / name) for name in ("cut", "whole")]
-    cut, uncut = ([{**line, "seconds": 0} for line in one] for one in lines)
+    cut, uncut = (
+        [{**line, "seconds": 0} for line in record.load_metrics(tmp_path / name)] for name in ("cut", "whole")
+    )
     assert cut == uncut
 
 

@@ -433,3 +433,11 @@ def test_settings_written_before_options_are_read_and_keep_their_id():
     del old["clip"]["options"]
     assert settings_from_json(old) == parse(old) == Settings()
     assert identity(Settings(), 1.0) != identity(Settings().replace(clip={"options": {"speed": 1.0}}), 1.0)
+
+
+def test_clip_settings_stay_a_key_with_options_in_them():
+    from fulcrum.settings.schema import Clip
+
+    keyed = {Clip(options={"speed": 1.0}): "fast", Clip(): "plain"}
+    assert keyed[Clip(options={"speed": 1.0})] == "fast"
+    assert keyed[Clip()] == "plain"

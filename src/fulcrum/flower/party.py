@@ -228,7 +228,7 @@ class PartyService:
 
     def _reserve(self, run: str, t: int, events: tuple[Event, ...]) -> None:
         """Pay before anything is computed. What was reserved and never released is not paid again."""
-        if any(entry.digest is not None for entry in self.ledger.reservations(self.name, run, t)):
+        if any(entry.digest is not None for entry in self.ledger.round_entries(self.name, run, t)):
             raise Refusal("lost")
         try:
             granted = self.ledger.reserve(run, t, {self.name: events})

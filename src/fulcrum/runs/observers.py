@@ -65,7 +65,7 @@ class Observer:
         """After each round, which is then paid for and settled."""
 
     def ended(self, result: Result | None) -> None:
-        """Called once at the end. None: the run was interrupted (Ctrl-C, an error) and may be resumed."""
+        """At the end, once per `started`. None: the run was interrupted (Ctrl-C, an error) and may go on later."""
 
 
 # --- built-in observers -----------------------------------------------------------------------

@@ -201,7 +201,7 @@ class Clip:
     """moo-paper, moo-paper-batch: what dL_model/dC is taken for: loss, hypergradient, or derivative (to the letter)."""
     refresh: float = 0.0
     """Epochs between two releases of a paid rule's statistics; 0: with every step. In between only gradients go out."""
-    options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    options: dict[str, bool | int | float | str] = field(default_factory=dict, hash=False)
     """Settings of a rule that brings its own (docs/own-rule.md), by name: {"speed" = 0.5}."""
 
 

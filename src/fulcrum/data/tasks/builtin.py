@@ -15,7 +15,7 @@ from torch import Tensor
 from fulcrum.data.tasks import losses
 from fulcrum.data.tasks.metrics import METRICS, Metric, MetricContext
 from fulcrum.data.tasks.task import Task
-from fulcrum.errors import ConfigError, DataError
+from fulcrum.errors import ConfigError, DataError, ModelError
 from fulcrum.settings.registry import Registry, nearest_name
 from fulcrum.settings.schema import TaskSettings
 
@@ -53,10 +53,22 @@ def task_from_loss(
 ) -> Task:
     """A task of your own from its loss: outputs [..., O] and targets -> one loss per example [...].
 
-    Slopes come by autograd. Targets are taken as they are: integers, or finite numbers as float32. metrics: by name,
-    beside "loss". For more control, make a `Task`.
+    The loss always sees outputs [B, O] (sequence: [B, L, O]). Slopes come by autograd. Targets are taken as they are:
+    integers, or finite numbers as float32. metrics: by name, beside "loss". For more control, make a `Task`.
     """
-    context = MetricContext(outputs, target_dims, loss, predict)
+    of_example = 2 if sequence else 1  # dimensions of one example's outputs
+
+    def in_one_batch(found: Tensor, targets: Tensor) -> Tensor:
+        leading = found.shape[: found.dim() - of_example]  # runs and clients come before the examples
+        if len(leading) == 1:
+            return loss(found, targets)
+        last = len(leading) - 1
+        values = loss(found.flatten(0, last), targets.flatten(0, last))
+        if values.numel() != math.prod(leading):
+            raise ModelError(f"loss must give one value an example, but gave the shape {list(values.shape)}.")
+        return values.view(leading)
+
+    context = MetricContext(outputs, target_dims, in_one_batch, predict, sequence=sequence)
     chosen = {**(metrics or {}), "loss": METRICS.find("loss")(context)}
 
     def check(which: str, value: object) -> Tensor:
@@ -70,7 +82,7 @@ def task_from_loss(
             raise DataError(f"{which} holds NaN or infinite values; every target must be a finite 32-bit number.")
         return numbers
 
-    return Task(name, outputs, loss, chosen, score, predict, check, None, target_dims, sequence)
+    return Task(name, outputs, in_one_batch, chosen, score, predict, check, None, target_dims, sequence)
 
 
 def choose_metrics(
@@ -260,7 +272,7 @@ def tokens(settings: TaskSettings, targets: Sequence[Array]) -> Task:
     def predict(outputs: Tensor) -> Tensor:
         return outputs.argmax(dim=-1)
 
-    context = MetricContext(vocabulary, 1, loss, predict, ignored=ignored)
+    context = MetricContext(vocabulary, 1, loss, predict, ignored=ignored, sequence=True)
     metrics, score = choose_metrics(settings, ("accuracy", "perplexity"), "perplexity", context)
 
     def check(name: str, value: object) -> Tensor:

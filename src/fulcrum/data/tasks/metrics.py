@@ -2,12 +2,13 @@
 
 A metric sees the outputs and targets of n examples and gives a fixed number of sums over them, float64 [..., k].
 Leading dimensions before n are separate runs. The sums of two batches add up; `result` turns sums into one number per
-run. Ranking metrics (AUC, average precision) keep a histogram of scores in 65,536 bins: pairs of examples that fall
-into one bin count as ties, one half.
+run. Ranking metrics (AUC, average precision) keep a histogram of scores in 65,536 bins, fine near 0 and
+wider for larger scores: pairs of examples that fall into one bin count as ties, one half.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class MetricContext:
     loss: one loss per example. predict: outputs -> predictions, in the targets' own units. probabilities: outputs ->
     probabilities of the classes [..., classes] (two where one logit answers yes or no) or, of several labels, of each
     label [..., O]; None where the targets are no classes. threshold: the probability from which an answer is yes.
-    ignored: the target of a position that does not count.
+    ignored: the target of a position that does not count. sequence: whether there is one prediction per position.
     """
 
     outputs: int
@@ -53,12 +54,24 @@ class MetricContext:
     probabilities: Callable[[Tensor], Tensor] | None = None
     threshold: float = 0.5
     ignored: int = -100
+    sequence: bool = False
 
     def chances(self, outputs: Tensor) -> Tensor:
         """The probabilities, for metrics that need them."""
         if self.probabilities is None:
             raise ConfigError("task.metrics names a metric of classes, and this task has none; choose rmse, mae or r2.")
         return self.probabilities(outputs)
+
+    def needs_classes(self, metric: str, single: bool = False) -> None:
+        """Raises ConfigError where the targets are no classes, or (single) where an example has several."""
+        if self.probabilities is None or (single and self.target_dims):
+            raise ConfigError(f"task.metrics: {metric} is a metric of classes, and this task's targets are none.")
+
+    def needs_yes_and_no(self, metric: str) -> None:
+        """Raises ConfigError where the targets are not answers yes or no."""
+        self.needs_classes(metric)
+        if not self.target_dims and max(2, self.outputs) != 2:
+            raise ConfigError(f"task.metrics: {metric} is of yes and no; this task has {self.outputs} classes.")
 
     def yes_scores(self, outputs: Tensor) -> Tensor:
         """The score of a yes for ranking, [..., n] or, of several labels, [..., n, O]."""
@@ -118,6 +131,7 @@ def accuracy(task: MetricContext) -> Metric:
 @METRICS.register("balanced_accuracy")
 def balanced_accuracy(task: MetricContext) -> Metric:
     """The mean over classes of the fraction of their examples that are right; classes without examples do not count."""
+    task.needs_classes("balanced_accuracy", single=True)
     classes = max(2, task.outputs)
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -137,6 +151,7 @@ def balanced_accuracy(task: MetricContext) -> Metric:
 @METRICS.register("log_loss")
 def log_loss(task: MetricContext) -> Metric:
     """The mean negative log probability of what is true (natural logarithm, no class weights)."""
+    task.needs_classes("log_loss")
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         chances = task.chances(outputs).double().clamp(1e-15, 1.0)
@@ -152,6 +167,7 @@ def log_loss(task: MetricContext) -> Metric:
 @METRICS.register("brier")
 def brier(task: MetricContext) -> Metric:
     """The mean squared error of the probability of a yes; of several classes, summed over the classes."""
+    task.needs_classes("brier")
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         if task.target_dims or max(2, task.outputs) == 2:
@@ -176,6 +192,7 @@ def calibration_error(task: MetricContext) -> Metric:
     Of several classes, confidence is that of the predicted class; of yes and no, the probability of a yes is compared
     with how often it is one.
     """
+    task.needs_classes("calibration_error")
     bins = CALIBRATION_BINS
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -204,13 +221,15 @@ def calibration_error(task: MetricContext) -> Metric:
 # --- yes and no: ranking --------------------------------------------------------------------------
 
 SCORE_BINS = 2**16
+FINE_SCORE, LARGEST_SCORE = 0.01, 1000.0
+"""Bins are 4e-6 wide up to the first, and 0.04 percent of the score beyond it; scores above the second are ties."""
 
 
 def score_bins(scores: Tensor) -> Tensor:
-    """The bin 0..65535 of each score: the upper half of a float32's bits, in the order of the numbers."""
-    bits = scores.float().contiguous().view(torch.int32)
-    ordered = torch.where(bits < 0, ~bits, bits | -(2**31))  # as unsigned numbers, larger for larger scores
-    return (ordered >> 16) & 0xFFFF
+    """The bin 0..65535 of each score, in the order of the scores; NaN is in the middle."""
+    far = math.asinh(LARGEST_SCORE / FINE_SCORE)
+    place = torch.asinh(scores.double() / FINE_SCORE) / far  # -1..1
+    return ((place.nan_to_num(0.0) + 1) * (SCORE_BINS / 2)).clamp(0, SCORE_BINS - 1).long()
 
 
 def score_histogram(task: MetricContext, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -218,20 +237,19 @@ def score_histogram(task: MetricContext, outputs: Tensor, targets: Tensor) -> Te
     scores = task.yes_scores(outputs)
     if not task.target_dims:
         scores, targets = scores.unsqueeze(-1), targets.unsqueeze(-1)
-    place = score_bins(scores).long() + SCORE_BINS * (targets > 0).long()  # [..., n, labels]
+    place = score_bins(scores) + SCORE_BINS * (targets > 0).long()  # [..., n, labels]
     place = place.transpose(-1, -2)
     table = torch.zeros((*place.shape[:-1], 2 * SCORE_BINS), dtype=torch.float64, device=place.device)
     filled: Tensor = table.scatter_add(-1, place, torch.ones_like(place, dtype=torch.float64))
     return filled.view(*place.shape[:-1], 2, SCORE_BINS)
 
 
-def ranking_metric(task: MetricContext, of_histogram: Callable[[Tensor, Tensor], Tensor]) -> Metric:
+def ranking_metric(task: MetricContext, name: str, of_histogram: Callable[[Tensor, Tensor], Tensor]) -> Metric:
     """A metric of the histograms of scores, (no [..., bins], yes [..., bins]) -> [...]; of several labels, their mean.
 
     Labels that have no yes, or no no, do not count.
     """
-    if not task.target_dims and max(2, task.outputs) != 2:
-        raise ConfigError("task.metrics: auc and average_precision are of yes and no; this task has more classes.")
+    task.needs_yes_and_no(name)
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         return score_histogram(task, outputs, targets).flatten(-3)
@@ -251,7 +269,7 @@ def area_under_roc(task: MetricContext) -> Metric:
         below = no.cumsum(dim=-1) - no
         return (yes * (below + 0.5 * no)).sum(dim=-1) / (yes.sum(dim=-1) * no.sum(dim=-1))
 
-    return ranking_metric(task, area)
+    return ranking_metric(task, "auc", area)
 
 
 @METRICS.register("average_precision")
@@ -265,18 +283,17 @@ def average_precision(task: MetricContext) -> Metric:
         defined = torch.where(no.sum(dim=-1) > 0, 1.0, torch.nan)
         return (found / flagged.clamp_min(1) * step).sum(dim=-1) * defined
 
-    return ranking_metric(task, area)
+    return ranking_metric(task, "average_precision", area)
 
 
 # --- yes and no: at a threshold -------------------------------------------------------------------
 
 
-def confusion_metric(task: MetricContext, of_counts: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Metric:
+def confusion_metric(
+    task: MetricContext, name: str, of_counts: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+) -> Metric:
     """A metric of the counts (true yes, false yes, true no, false no), over all labels where there are several."""
-    if not task.target_dims and max(2, task.outputs) != 2:
-        raise ConfigError(
-            "task.metrics: f1, sensitivity and specificity are of yes and no; this task has more classes."
-        )
+    task.needs_yes_and_no(name)
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         said, true = task.yes_chances(outputs) >= task.threshold, targets > 0
@@ -291,19 +308,19 @@ def confusion_metric(task: MetricContext, of_counts: Callable[[Tensor, Tensor, T
 @METRICS.register("f1")
 def f1_score(task: MetricContext) -> Metric:
     """The harmonic mean of precision and recall at the threshold."""
-    return confusion_metric(task, lambda tp, fp, tn, fn: 2 * tp / (2 * tp + fp + fn))
+    return confusion_metric(task, "f1", lambda tp, fp, tn, fn: 2 * tp / (2 * tp + fp + fn))
 
 
 @METRICS.register("sensitivity")
 def sensitivity(task: MetricContext) -> Metric:
     """The fraction of true yeses that are found at the threshold (recall, true-positive rate)."""
-    return confusion_metric(task, lambda tp, fp, tn, fn: tp / (tp + fn))
+    return confusion_metric(task, "sensitivity", lambda tp, fp, tn, fn: tp / (tp + fn))
 
 
 @METRICS.register("specificity")
 def specificity(task: MetricContext) -> Metric:
     """The fraction of true noes that are told at the threshold (true-negative rate)."""
-    return confusion_metric(task, lambda tp, fp, tn, fn: tn / (tn + fp))
+    return confusion_metric(task, "specificity", lambda tp, fp, tn, fn: tn / (tn + fp))
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -321,7 +338,7 @@ def error_metric(task: MetricContext, size: Callable[[Tensor], Tensor], result: 
 
 @METRICS.register("rmse")
 def root_mean_squared_error(task: MetricContext) -> Metric:
-    """Root mean squared error, in the targets' own units."""
+    """Root mean squared error, in the targets' own units; of several targets per example, over all together."""
     return error_metric(task, torch.square, torch.sqrt)
 
 
@@ -333,16 +350,23 @@ def mean_absolute_error(task: MetricContext) -> Metric:
 
 @METRICS.register("r2")
 def explained_variance(task: MetricContext) -> Metric:
-    """R squared: 1 - squared error / variance of the targets; of several targets per example, over all together."""
+    """R squared: 1 - squared error / variance of the targets; the mean over the targets where there are several.
+
+    NaN where a target does not vary.
+    """
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
-        wanted = targets.double()
-        error = (task.predict(outputs).double() - wanted).square()
-        return add_up(task.target_dims, error, wanted, wanted.square(), torch.ones_like(wanted))
+        wanted, found = targets.double(), task.predict(outputs).double()
+        if not task.target_dims:
+            wanted, found = wanted.unsqueeze(-1), found.unsqueeze(-1)
+        columns = ((found - wanted).square(), wanted, wanted.square(), torch.ones_like(wanted))
+        return torch.cat([column.sum(dim=-2) for column in columns], dim=-1)  # [..., 4 * targets]
 
     def result(sums: Tensor) -> Tensor:
-        error, total, squares, count = sums.unbind(dim=-1)
-        return 1 - error / (squares - total.square() / count)
+        error, total, squares, count = sums.unflatten(-1, (4, -1)).unbind(dim=-2)
+        spread = squares - total.square() / count
+        varies = spread > 1e-12 * squares
+        return torch.where(varies, 1 - error / spread, torch.nan).mean(dim=-1)
 
     return Metric(sums, result)
 
@@ -353,6 +377,8 @@ def explained_variance(task: MetricContext) -> Metric:
 @METRICS.register("perplexity")
 def perplexity(task: MetricContext) -> Metric:
     """exp of the mean negative log likelihood of a counted token."""
+    if not task.sequence:
+        raise ConfigError("task.metrics: perplexity is of sequences of tokens, and this task has none.")
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         likelihood, count = token_log_likelihood(outputs, targets, task.ignored)

@@ -1,7 +1,7 @@
 """Several runs at once, in one tensor program, for studies: see `runs`.
 
 runs.py         run_many: which runs share a stack, and the loop over rounds
-stack_key.py    what runs must have in common to share a stack
+stacking.py     what runs must have in common to share a stack
 server.py       models, server optimisers, averages and clipping states of all runs
 single_step.py  rounds of one local step: one sum per run
 local_steps.py  rounds of several local steps, or of whole parties as units, over a table of jobs
@@ -14,6 +14,6 @@ chunks.py       samples of jobs of any size, in chunks of equal length
 from __future__ import annotations
 
 from fulcrum.engines.batched.runs import ManyRound, run_many
-from fulcrum.engines.batched.stack_key import can_stack, stack_key
+from fulcrum.engines.batched.stacking import can_stack, stack_key
 
 __all__ = ["ManyRound", "can_stack", "run_many", "stack_key"]

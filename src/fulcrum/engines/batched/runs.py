@@ -21,7 +21,7 @@ from fulcrum.engines.batched.local_steps import JobRounds, suits
 from fulcrum.engines.batched.per_job import PerJobRounds
 from fulcrum.engines.batched.server import Server
 from fulcrum.engines.batched.single_step import SingleStepRounds
-from fulcrum.engines.batched.stack_key import can_stack, federation_key
+from fulcrum.engines.batched.stacking import can_stack, federation_key
 from fulcrum.engines.stacked import find_core
 from fulcrum.errors import ConfigError
 from fulcrum.settings.derived import local_steps

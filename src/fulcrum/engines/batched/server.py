@@ -12,7 +12,7 @@ from torch.func import vmap
 
 from fulcrum.data.records import Inputs, map_inputs
 from fulcrum.data.tasks import merge_sums
-from fulcrum.engines.batched.stack_key import server_numbers, shared_train
+from fulcrum.engines.batched.stacking import server_numbers, shared_train
 from fulcrum.engines.stacked.core import Core
 from fulcrum.engines.stacked.rules import Stacked, stack_states
 from fulcrum.engines.stacked.sampling import at

@@ -257,7 +257,7 @@ class Ledger:
             costs = _costs({key: (self._store.accounts[key[0]][1], total[4]) for key, total in totals.items()})
         return [Line(*key, *total[:4], total[4].releases, costs[key]) for key, total in totals.items()]
 
-    def reservations(self, party: str, run: str, round: int) -> list[Entry]:
+    def round_entries(self, party: str, run: str, round: int) -> list[Entry]:
         """A party's reservations for one round of one run, first attempt first; found by index."""
         with self._store.reading():
             rows = self._store.db.execute(

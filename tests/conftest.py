@@ -1,0 +1,24 @@
+"""Which tests run where: `slow` in CI and on request, `gpu` where PyTorch has one, `flower` with real processes.
+
+make test                      # all but slow and flower, in under five minutes on two cores
+make test-slow                 # the slow ones
+FULCRUM_FLOWER=1 pytest tests/flower   # real Flower processes on loopback; needs the flower extra
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and say why."""
+    gpu = pytest.mark.skip(reason="needs a GPU that PyTorch can use")
+    flower = pytest.mark.skip(reason="takes minutes: make test-flower, or FULCRUM_FLOWER=1 pytest")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(gpu)
+        if item.get_closest_marker("flower") and not os.environ.get("FULCRUM_FLOWER"):
+            item.add_marker(flower)
