@@ -39,6 +39,7 @@ SETTINGS = {
     "--data",
     "--data-dir",
     "--model",
+    "--task",
     "--epsilon",
     "--sigma",
     "--delta",

@@ -17,6 +17,7 @@ from fulcrum.data.features import FLOOR, made_up, painted, recipe, whitening
 from fulcrum.data.features.scattering import CHANNELS, scatter
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.runs import prepare
+from fulcrum.runs.choices import check_choices
 from fulcrum.settings.checks import check
 from fulcrum.settings.schema import Data, Settings
 from fulcrum.study.job import job_from_json
@@ -149,7 +150,7 @@ def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.feature_groups = 7"):
         featured(toy_images(), dataclasses.replace(ON, feature_groups=7), CPU)
     with pytest.raises(ConfigError, match=r"data\.features"):
-        check(Settings().replace(data={"features": "wavelets"}, privacy={"sigma": 1.0}))
+        check_choices(Settings().replace(data={"features": "wavelets"}, privacy={"sigma": 1.0}))
 
 
 def test_mirror_images_become_the_same_and_made_up_images_the_origin() -> None:

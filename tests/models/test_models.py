@@ -203,7 +203,7 @@ def offered(classes, activation, settings):
 
 
 def everything(**offers):
-    assert sorted(offers) == ["activation", "classes", "input_shape", "outputs", "settings"]
+    assert sorted(offers) == ["activation", "classes", "input_shape", "outputs", "settings", "task"]
     return nn.Linear(6, 3)
 
 

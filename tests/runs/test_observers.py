@@ -161,7 +161,9 @@ def test_metrics_by_name_are_in_the_folder_beside_the_old_words(tmp_path: Path) 
     result = train(out=tmp_path / "run", run={"evaluate_every": 2})
     lines = record.load_metrics(tmp_path / "run")
     assert [bool(line["metrics"]) for line in lines] == [False, True, False, True, True]
-    assert lines[0]["accuracy"] is lines[0]["loss"] is lines[0]["score"] is None
+    assert lines[0]["accuracy"] is lines[0]["loss"] is None
     for kept in (lines[-1], json.loads((tmp_path / "run" / "summary.json").read_text())):
-        assert kept["metrics"] == {"accuracy": kept["accuracy"], "loss": kept["loss"]} == result.metrics
-        assert kept["score"] == kept["accuracy"] == result.accuracy
+        assert kept["metrics"] == result.metrics
+        assert (kept["accuracy"], kept["loss"]) == (kept["metrics"]["accuracy"], kept["metrics"]["loss"])
+    assert (kept["score"], kept["higher_is_better"]) == ("accuracy", True)
+    assert kept["metrics"][kept["score"]] == result.accuracy

@@ -225,6 +225,15 @@ def test_a_task_of_ones_own_is_found_in_the_current_folder(here: Path) -> None:
     assert result.summary["score"] == "mae"
 
 
+def test_a_model_whose_outputs_do_not_fit_the_task_is_refused() -> None:
+    settings, flat = from_names({**QUICK, **OPEN}), nn.Sequential(nn.Linear(5, 1), nn.Flatten(0))
+    with pytest.raises(ModelError, match=r"outputs of shape \[2\] for 2 examples; the task 'regression' needs"):
+        prepare(settings, data(task="regression"), flat)
+    with pytest.raises(ModelError, match=r"needs \[2, 1\]"):
+        prepare(settings, data(task="regression"), nn.Linear(5, 2))
+    prepare(settings, data(task="regression"), nn.Linear(5, 1))
+
+
 # --- integers -------------------------------------------------------------------------------------
 
 

@@ -532,3 +532,10 @@ def test_an_unread_setting_leaves_an_id_and_a_read_one_changes_it() -> None:
     assert identity(plain, 1.0) == identity(plain.replace(clip={"beta": 0.5}), 1.0)
     assert identity(plain, 1.0) != identity(plain.replace(clip={"C0": 0.5}), 1.0)
     assert identity(Settings(), 1.0) != identity(Settings().replace(clip={"beta": 0.5}), 1.0)
+
+
+def test_a_split_that_is_left_to_the_data_has_the_id_of_the_split_it_was():
+    settings = Settings().replace(privacy={"sigma": 1.0})
+    ids = {name: identity(settings.replace(data={"partition": name}), None) for name in ("auto", "dirichlet", "iid")}
+    assert settings.data.partition == "auto"
+    assert ids["auto"] == ids["dirichlet"] != ids["iid"]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulcrum.data.records import Inputs, input_shape, input_tensors, map_inputs
+from fulcrum.data.records import Inputs, count_examples, input_shape, input_tensors, map_inputs
+from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.models.builtin import Shape
 from fulcrum.models.checks import _dry, _refuse_by_type, refuse_mixing
@@ -80,6 +81,21 @@ def _check(model: nn.Module, name: str, sample: Inputs, outputs: int, sequence: 
         wanted = f"outputs of shape [3, length, {outputs}]" if sequence else f"logits of shape [3, {outputs}]"
         raise ModelError(f"model.name = {name!r}: 3 examples must give {wanted}, not {seen}.")
     refuse_mixing(model, sample)
+
+
+def check_outputs(model: nn.Module, sample: Inputs, task: Task) -> None:
+    """Raises ModelError where the model's outputs for some examples do not have the shape that the task needs.
+
+    More outputs than classes do no harm; anything else would be broadcast against the targets without a word.
+    """
+    found, count = _dry(model, sample)[1], count_examples(sample)
+    wanted = f"[{count}, {'length, ' if task.sequence else ''}{task.outputs}]"
+    seen = str(list(found.shape)) if isinstance(found, Tensor) else type(found).__name__
+    fits = isinstance(found, Tensor) and found.dim() == 1 + task.output_dims and len(found) == count
+    if not fits or found.shape[-1] < task.outputs or (found.shape[-1] > task.outputs and task.outputs != task.classes):
+        raise ModelError(
+            f"The model gives outputs of shape {seen} for {count} examples; the task {task.name!r} needs {wanted}."
+        )
 
 
 def integer_advice(sample: Inputs) -> str:

@@ -16,7 +16,7 @@ from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
 from fulcrum.models.build import build, is_built_in
 from fulcrum.models.checks import refuse_mixing
-from fulcrum.models.own import integer_advice
+from fulcrum.models.own import check_outputs, integer_advice
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import affordable_rounds, make_plan
 from fulcrum.runs.choices import check_choices
@@ -93,6 +93,7 @@ def find_model(settings: Settings, dataset: Dataset, given: nn.Module | None) ->
     pair = take_rows(dataset.sample.x, slice(0, 2))
     try:
         refuse_mixing(given, pair)
+        check_outputs(given, pair, dataset.task)
     except FulcrumError:
         raise
     except Exception as problem:  # somebody's model may raise anything
