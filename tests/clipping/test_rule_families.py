@@ -74,7 +74,7 @@ def _moved(rule: ClipRule, groups: str, scale: float) -> tuple[float, float, flo
     x[rows[0]] *= scale
     problem = dataclasses.replace(
         problem,
-        dataset=dataclasses.replace(problem.dataset, x=x),
+        dataset=problem.dataset.with_changes(x=x),
         groups=problem.layout.layers if groups == "layer" else (),
     )
     neighbour = dataclasses.replace(problem, randomness=Without(problem.randomness, 0.5))

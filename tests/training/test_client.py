@@ -53,7 +53,7 @@ def _without(problem: Problem, row: int) -> Problem:
     """The neighbour in which one example contributes nothing: its input is not a number, so it counts as zero."""
     x = problem.dataset.x.clone()
     x[row] = torch.nan
-    return dataclasses.replace(problem, dataset=dataclasses.replace(problem.dataset, x=x))
+    return dataclasses.replace(problem, dataset=problem.dataset.with_changes(x=x))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e3, 1e12, torch.inf, torch.nan])
@@ -68,7 +68,7 @@ def test_neighbouring_data_sets_differ_by_at_most_C_over_the_expected_batch(
     x[row] *= scale
     problem = dataclasses.replace(
         problem,
-        dataset=dataclasses.replace(problem.dataset, x=x),
+        dataset=problem.dataset.with_changes(x=x),
         groups=problem.layout.layers if groups == "layer" else (),
     )
     C, lr, batch = 0.3, 0.5, 0.5 * problem.party(0).units
@@ -159,7 +159,7 @@ def test_a_person_with_many_records_moves_the_sum_by_at_most_C() -> None:
         problem = toy_problem("fixed", dataset=dataset, parties=1, unit=unit)
         x = dataset.x.clone()
         x[person == 0] = torch.nan
-        neighbour = dataclasses.replace(problem, dataset=dataclasses.replace(dataset, x=x))
+        neighbour = dataclasses.replace(problem, dataset=dataset.with_changes(x=x))
         C, batch = 0.05, 1.0 * problem.party(0).units
         moved = one_client(problem, C0=C, rate=1.0).delta - one_client(neighbour, C0=C, rate=1.0).delta
         assert (float(torch.linalg.vector_norm(moved)) <= C * 0.5 / batch * (1 + 1e-4)) is bounded
