@@ -199,7 +199,7 @@ def test_a_model_without_a_program_of_its_own() -> None:
 def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
     x = DATA.x.clone()
     x[7] = torch.inf  # this gradient counts as zero, which the first attempt does not know
-    feds = pair(dataclasses.replace(DATA, x=x), clip={"rule": "quantile"}, train={"steps": 2})
+    feds = pair(DATA.with_changes(x=x), clip={"rule": "quantile"}, train={"steps": 2})
     sources = [Once(Seeded(federation.settings.run.seed), set()) for federation in feds]
     secret = [
         dataclasses.replace(federation, problem=dataclasses.replace(federation.problem, randomness=source))
@@ -212,7 +212,7 @@ def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
 def test_an_update_that_overflows_counts_as_zero() -> None:
     x = DATA.x.clone()
     x[7] = 1e12  # its party's update has a norm beyond float32, those of the others have not
-    feds = pair(dataclasses.replace(DATA, x=x), clip={"rule": "quantile"}, train={"lr": 1e12, "rate": 1.0})
+    feds = pair(DATA.with_changes(x=x), clip={"rule": "quantile"}, train={"lr": 1e12, "rate": 1.0})
     assert_as_alone(feds, list(run_many(feds)))
 
 

@@ -266,7 +266,7 @@ class Once:
 def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
     x = DATA.x.clone()
     x[7] = torch.inf  # this gradient counts as zero, which the first attempt does not know
-    data = dataclasses.replace(DATA, x=x)
+    data = DATA.with_changes(x=x)
     feds = [prepare(toy_settings(train={"steps": 2, "rate": 0.9}), data)]
     source = Once(Seeded(feds[0].settings.run.seed), set())
     secret = [dataclasses.replace(feds[0], problem=dataclasses.replace(feds[0].problem, randomness=source))]
