@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fulcrum.clipping import find_rule
-from fulcrum.data import Dataset, split
+from fulcrum.data import from_arrays, split
 from fulcrum.engines import find_engine
 from fulcrum.models.build import build
 from fulcrum.models.layout import Layout
@@ -62,7 +62,7 @@ def problem(work: Work, rule: str = "fixed") -> Problem:
     count = work.parties * work.examples
     x = torch.rand(count, *work.shape, generator=generator)
     y = torch.randint(0, 10, (count,), generator=generator)
-    data = Dataset(work.name, x, y, x[:10], y[:10], classes=10)
+    data = from_arrays(x, y, x[:10], y[:10], classes=10, name=work.name)
     partition = split(data, config.Data(parties=work.parties, partition="iid"), 0)
     model = build(config.Model(), work.shape, 10, seed=0)
     return Problem(data, partition, model, Layout.of(model), find_rule(rule), Seeded(7))

@@ -112,6 +112,8 @@ def other(value: Any) -> Any:
             return f"{value}, another"
         case tuple():
             return (*value, 7)
+        case None:
+            return 1.0
         case dict():
             return {**value, "another": 1.0}
     raise AssertionError(f"think of another value than {value!r}")

@@ -24,7 +24,7 @@ from fulcrum.gradients.stacked import passes
 from fulcrum.models.build import build
 from fulcrum.models.builtin import ACTIVATIONS
 from fulcrum.rng import Secure, Seeded
-from fulcrum.settings.checks import check
+from fulcrum.runs.choices import check_choices
 from fulcrum.settings.schema import Clip, Model, Settings
 from fulcrum.training.problem import Problem
 from fulcrum.types import Assignment, ClientReply, RoundRequest, State, Stats
@@ -428,4 +428,4 @@ def test_the_engine_is_registered_and_a_cpu_keeps_the_reference() -> None:
     assert isinstance(find_engine("stacked", problem), StackedEngine)
     assert not isinstance(find_engine("auto", problem), StackedEngine)
     with pytest.raises(ConfigError, match=r"run\.precision"):
-        check(Settings().replace(run={"precision": "fp8"}))
+        check_choices(Settings().replace(run={"precision": "fp8"}))

@@ -221,8 +221,8 @@ def test_a_statement_without_the_assumption_would_be_noticed() -> None:
 
 def test_parties_across_machines_are_not_told_to_share(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="parties sign with cryptography")
-    from fulcrum.flower.prepare import as_served
+    from fulcrum.flower.prepare import served_settings
 
     for changes in ({"privacy": SHARED}, {"data": {"features": "scattering"}}):
         with pytest.raises(ConfigError, match=r"^(privacy\.aggregation|data\.features)"):
-            as_served(toy_settings(**changes), 3, simulation=True)
+            served_settings(toy_settings(**changes), 3, simulation=True)
