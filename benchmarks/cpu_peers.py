@@ -13,7 +13,7 @@ import torch
 from cpu_work import BATCH, LR, C, Round, Work, loop
 from torch import Tensor, nn
 
-from fulcrum.models.build import build
+from fulcrum.models.build import build_model
 from fulcrum.settings import schema as config
 from fulcrum.training.problem import Problem
 
@@ -29,7 +29,7 @@ def installed(name: str = "opacus") -> bool:
 
 
 def _model(work: Work) -> nn.Module:
-    return build(config.Model(), work.shape, 10, seed=0)
+    return build_model(config.Model(), work.shape, 10, seed=0)
 
 
 def hooks(made: Problem, work: Work) -> Round:

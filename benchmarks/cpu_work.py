@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 from fulcrum.clipping import find_rule
 from fulcrum.data import from_arrays, split
 from fulcrum.engines import find_engine
-from fulcrum.models.build import build
-from fulcrum.models.layout import Layout
-from fulcrum.rng import Seeded
+from fulcrum.models.build import build_model
+from fulcrum.models.layout import ParameterLayout
+from fulcrum.rng import SeededRandomness
 from fulcrum.settings import schema as config
 from fulcrum.training.problem import Problem
 from fulcrum.training.server import weighted_mean
@@ -64,8 +64,8 @@ def problem(work: Work, rule: str = "fixed") -> Problem:
     y = torch.randint(0, 10, (count,), generator=generator)
     data = from_arrays(x, y, x[:10], y[:10], classes=10, name=work.name)
     partition = split(data, config.Data(parties=work.parties, partition="iid"), 0)
-    model = build(config.Model(), work.shape, 10, seed=0)
-    return Problem(data, partition, model, Layout.of(model), find_rule(rule), Seeded(7))
+    model = build_model(config.Model(), work.shape, 10, seed=0)
+    return Problem(data, partition, model, ParameterLayout.of(model), find_rule(rule), SeededRandomness(7))
 
 
 def batches(made: Problem, work: Work, t: int, client: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -96,7 +96,7 @@ def loop(made: Problem, work: Work, model: nn.Module, train: Callable[[Tensor, T
 
 def plain(made: Problem, work: Work) -> Round:
     """No privacy: model, autograd, SGD, all of PyTorch's threads. The mean is over the expected batch, as elsewhere."""
-    model = build(config.Model(), work.shape, 10, seed=0)
+    model = build_model(config.Model(), work.shape, 10, seed=0)
     optimiser = torch.optim.SGD(model.parameters(), lr=LR)
 
     def train(x: Tensor, y: Tensor) -> None:

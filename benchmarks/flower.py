@@ -29,7 +29,7 @@ from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.flwr141 import Link, Tls, free_port
 from fulcrum.flower.terms import accept, propose, write_terms
 from fulcrum.flower.transport import GridTransport
-from fulcrum.models.layout import Layout
+from fulcrum.models.layout import ParameterLayout
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Data, Model, Privacy, Run, Settings, Train
 
@@ -126,7 +126,7 @@ def main() -> None:
         load_before = os.getloadavg()[0]
         result, seconds, received, sent = over_flower(folder, settings)
 
-    flat = [Layout.of(r.model).flatten(r.model) for r in (alone, result)]
+    flat = [ParameterLayout.of(r.model).flatten(r.model) for r in (alone, result)]
     numbers = federation.problem.layout.dim
     found = {
         "parties": given.parties,

@@ -28,8 +28,8 @@ from fulcrum.engines.batched import run_many
 from fulcrum.engines.batched.server import Server
 from fulcrum.engines.batched.single_step import SingleStepRounds
 from fulcrum.engines.reference import ReferenceEngine
-from fulcrum.engines.stacked import StackedEngine, find_core
-from fulcrum.rng import Key, Secure, Seeded
+from fulcrum.engines.stacked import StackedEngine, build_stacked_core
+from fulcrum.rng import SecureRandomness, SeededRandomness, StreamKey
 from fulcrum.training.round import play_round
 from fulcrum.training.snapshot import first_snapshot
 from fulcrum.types import Assignment, RoundRequest
@@ -60,14 +60,14 @@ class Bench:
         self.say("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
 
 
-class Host(Secure):
+class Host(SecureRandomness):
     """Seeded numbers that come from the host whatever the device is, so that two engines see the same."""
 
-    def uniform(self, key: Key, count: int) -> torch.Tensor:
-        return Seeded(5).uniform(key, count)
+    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
+        return SeededRandomness(5).uniform(key, count)
 
-    def normal(self, key: Key, count: int) -> torch.Tensor:
-        return Seeded(5).normal(key, count)
+    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
+        return SeededRandomness(5).normal(key, count)
 
 
 # --- is it right? ---------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _largest(each: Any) -> float:
 
 def pooled(feds: list[Any], rows_limit: int = 0, **how: Any) -> SingleStepRounds:
     """The engine of `run_many` for these runs, to be played by hand."""
-    core, _ = find_core(feds[0].problem, rows_limit)
+    core, _ = build_stacked_core(feds[0].problem, rows_limit)
     assert core is not None
     core.how = dataclasses.replace(core.how, **how)
     return SingleStepRounds(Server(feds, core))

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from fulcrum.clipping import find_rule
-from fulcrum.data import Dataset, Partition, split, unit_counts
+from fulcrum.data import Dataset, Partition, count_units_per_party, split
 from fulcrum.data.dataset import from_arrays
 from fulcrum.engines import find_engine
-from fulcrum.gradients.stacked.layers import Program, Site
-from fulcrum.models.build import build
-from fulcrum.models.layout import Layout
+from fulcrum.gradients.stacked.layers import StackedProgram, StackedSite
+from fulcrum.models.build import build_model
+from fulcrum.models.layout import ParameterLayout
 from fulcrum.privacy.plan import make_plan
-from fulcrum.rng import Randomness, make
+from fulcrum.rng import Randomness, make_randomness
 from fulcrum.settings.schema import Model, Settings
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import Problem
@@ -66,23 +66,25 @@ def federation(
         run={"seed": seed, "evaluate_every": 10_000, "precision": precision},
     )
     if isinstance(model, str):
-        model = build(Model(name=model), dataset.shape, dataset.classes, seed)
+        model = build_model(Model(name=model), dataset.shape, dataset.classes, seed)
     model = model.to(device)
     chosen = find_rule(rule)
     key = (id(dataset), parties, partition, seed)
     if key not in _parts:
         _parts[key] = (split(dataset, settings.data, seed), dataset)
     parts = _parts[key][0]
-    source = randomness or make("seeded", seed)
-    problem = Problem(dataset, parts, model, Layout.of(model), chosen, source, device=device, precision=precision)
-    plan = make_plan(settings, parts, unit_counts(dataset, parts, "example"), chosen)
+    source = randomness or make_randomness("seeded", seed)
+    problem = Problem(
+        dataset, parts, model, ParameterLayout.of(model), chosen, source, device=device, precision=precision
+    )
+    plan = make_plan(settings, parts, count_units_per_party(dataset, parts, "example"), chosen)
     return Federation(settings, problem, plan, find_engine(engine, problem))
 
 
 def wide_cnn(work: str, width: int) -> nn.Module:
     """The paper's CNN with `width` times as many filters."""
     name = f"{work}-cnn"
-    model = build(Model(name=name), SHAPES[work], 10, 0)
+    model = build_model(Model(name=name), SHAPES[work], 10, 0)
     layers: list[nn.Module] = []
     channels = SHAPES[work][0]
     last = next(m for m in reversed(model) if isinstance(m, nn.Linear))
@@ -102,11 +104,11 @@ def wide_cnn(work: str, width: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def flops(program: Program, private: bool) -> int:
+def flops(program: StackedProgram, private: bool) -> int:
     """Operations that one example needs: forward, backward, norms as chosen, and its part of the sum."""
     total, first = 0, True
     for site in program.steps:
-        if not isinstance(site, Site):
+        if not isinstance(site, StackedSite):
             continue
         P, k, o = site.positions, site.inputs, site.outputs
         product = 2 * P * k * o
@@ -152,11 +154,11 @@ def ceilings(device: torch.device, clock: Clock, side: int) -> dict[str, float]:
     """TFLOP/s of a large matrix product in each precision, and TB/s of a copy (read and written)."""
     a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
     found: dict[str, float] = {}
-    from fulcrum.engines.stacked.replay import precision
+    from fulcrum.engines.stacked.replay import use_matmul_precision
 
     for name in ("float32", "tf32", "bf16"):
         x, y = (a.bfloat16(), b.bfloat16()) if name == "bf16" else (a, b)
-        with precision(name, device):
+        with use_matmul_precision(name, device):
             found[name] = 2 * side**3 / clock.time(lambda x=x, y=y: torch.mm(x, y), 10, 3) / 1e12
     big = torch.randn(side * side * 4, device=device)
     other = torch.empty_like(big)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fulcrum.clipping import find_rule
-from fulcrum.clipping.rule import Shape
+from fulcrum.clipping.rule import ModelFacts
 from fulcrum.data import Dataset, from_arrays, split
 from fulcrum.flower import keys, run
 from fulcrum.flower.coordinator import WaitPolicy
@@ -89,7 +89,7 @@ def toy_request(service: PartyService, settings: Settings, round: int = 0, C: fl
         "seeds": [7] if service.simulation else [],
         **changes,
     }
-    state = {**find_rule(settings.clip.rule).init(settings.clip, Shape(layout.dim, layout.sizes))}
+    state = {**find_rule(settings.clip.rule).init(settings.clip, ModelFacts(layout.dim, layout.sizes))}
     state["C"] = torch.full_like(state["C"], C)
     return pack(header, {"params": layout.flatten(model), **state_arrays(state)})
 

@@ -11,8 +11,8 @@ from torch import nn
 from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.data import Dataset, from_arrays, split
-from fulcrum.models.layout import Layout
-from fulcrum.rng import Randomness, Seeded
+from fulcrum.models.layout import ParameterLayout
+from fulcrum.rng import Randomness, SeededRandomness
 from fulcrum.settings.schema import Data
 from fulcrum.training.client import train_client
 from fulcrum.training.problem import Problem
@@ -58,7 +58,7 @@ def toy_problem(
     model = model or toy_model()
     partition = split(dataset, Data(parties=parties, partition="iid", min_examples=1), 0)
     chosen = find_rule(rule) if isinstance(rule, str) else rule
-    problem = Problem(dataset, partition, model, Layout.of(model), chosen, randomness or Seeded(3))
+    problem = Problem(dataset, partition, model, ParameterLayout.of(model), chosen, randomness or SeededRandomness(3))
     return dataclasses.replace(problem, **changes)
 
 

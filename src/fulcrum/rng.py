@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-Key = tuple[str | int, ...]
+StreamKey = tuple[str | int, ...]
 """Names a stream, purpose first: ("sample", round, client, step)."""
 
 
@@ -30,56 +30,56 @@ class Randomness(Protocol):
         """`seeded`, `secure` or `recorded`; written into the privacy statement."""
         ...
 
-    def uniform(self, key: Key, count: int) -> torch.Tensor:
+    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
         """`count` numbers in [0, 1), float64, on the CPU."""
         ...
 
-    def normal(self, key: Key, count: int) -> torch.Tensor:
+    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
         """`count` standard normal numbers, float32, on the CPU."""
         ...
 
 
-def stream_seed(seed: int, key: Key) -> int:
+def derive_stream_seed(seed: int, key: StreamKey) -> int:
     """A 63-bit seed for one stream; different keys give unrelated streams."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in (seed, *key))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def torch_stream(seed: int, *key: str | int) -> torch.Generator:
+def torch_generator(seed: int, *key: str | int) -> torch.Generator:
     """A CPU generator for a public purpose such as initialisation."""
-    return torch.Generator().manual_seed(stream_seed(seed, key))
+    return torch.Generator().manual_seed(derive_stream_seed(seed, key))
 
 
-def numpy_stream(seed: int, *key: str | int) -> np.random.Generator:
+def numpy_generator(seed: int, *key: str | int) -> np.random.Generator:
     """A NumPy generator for a public purpose such as splitting data over parties."""
-    return np.random.default_rng(stream_seed(seed, key))
+    return np.random.default_rng(derive_stream_seed(seed, key))
 
 
 @dataclass(frozen=True)
-class Seeded:
+class SeededRandomness:
     """Reproducible: whoever knows the seed can subtract the noise, so keep it secret or simulate."""
 
     seed: int
     mode: str = "seeded"
 
-    def uniform(self, key: Key, count: int) -> torch.Tensor:
-        generator = torch_stream(self.seed, *key)
+    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
+        generator = torch_generator(self.seed, *key)
         return torch.rand(count, generator=generator, dtype=torch.float64)
 
-    def normal(self, key: Key, count: int) -> torch.Tensor:
-        return torch.randn(count, generator=torch_stream(self.seed, *key))
+    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
+        return torch.randn(count, generator=torch_generator(self.seed, *key))
 
 
 @dataclass(frozen=True)
-class Secure:
+class SecureRandomness:
     """The operating system's entropy. Nothing is replayable."""
 
     mode: str = "secure"
 
-    def uniform(self, key: Key, count: int) -> torch.Tensor:
+    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
         return torch.from_numpy(_entropy_uniform(count))
 
-    def normal(self, key: Key, count: int) -> torch.Tensor:
+    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
         # The sum of four independent draws, halved: the low bits of one floating-point draw give
         # away more of the noise than its value does (Mironov 2012; Holohan and Braghin 2021).
         pairs = 2 * count
@@ -95,24 +95,27 @@ def _entropy_uniform(count: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRandomness:
     """Replays recorded numbers by key; asking for a key that was not recorded is an error."""
 
-    uniforms: Mapping[Key, torch.Tensor]
-    normals: Mapping[Key, torch.Tensor]
+    uniforms: Mapping[StreamKey, torch.Tensor]
+    normals: Mapping[StreamKey, torch.Tensor]
     mode: str = "recorded"
 
-    def uniform(self, key: Key, count: int) -> torch.Tensor:
+    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
         return self.uniforms[key][:count]
 
-    def normal(self, key: Key, count: int) -> torch.Tensor:
+    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
         return self.normals[key][:count]
 
 
-RANDOMNESS: dict[str, Callable[[int], Randomness]] = {"seeded": Seeded, "secure": lambda seed: Secure()}
+RANDOMNESS: dict[str, Callable[[int], Randomness]] = {
+    "seeded": SeededRandomness,
+    "secure": lambda seed: SecureRandomness(),
+}
 """What privacy.randomness may be, each made from the run's seed."""
 
 
-def make(mode: str, seed: int) -> Randomness:
+def make_randomness(mode: str, seed: int) -> Randomness:
     """The randomness a run's settings ask for: `seeded` or `secure`."""
     return RANDOMNESS[mode](seed)

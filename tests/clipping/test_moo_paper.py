@@ -12,9 +12,9 @@ import torch
 from test_loop import toy_federation
 
 from fulcrum.cli import main
-from fulcrum.clipping import RULES, Shape
-from fulcrum.data import sample_units
-from fulcrum.gradients import record
+from fulcrum.clipping import RULES, ModelFacts
+from fulcrum.data import poisson_sample_units
+from fulcrum.gradients import record_gradients
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.settings.schema import Clip
 from fulcrum.training.loop import federate
@@ -33,8 +33,8 @@ def algorithm_1(
     theta = start = problem.layout.flatten(problem.model)
     party = problem.party(0)
     for n in range(steps):
-        rows, _, _ = sample_units(problem.randomness, ("sample", 0, 0, n), party, 0.5)
-        tape = record(
+        rows, _, _ = poisson_sample_units(problem.randomness, ("sample", 0, 0, n), party, 0.5)
+        tape = record_gradients(
             problem.model, problem.layout, theta, problem.dataset.x[rows], problem.dataset.y[rows], problem.dataset.task
         )
         total = torch.zeros_like(theta)
@@ -67,7 +67,7 @@ def test_the_readings_by_hand() -> None:
     slopes = {"loss": 0.5 - 2 / 2, "hypergradient": 0.5 - 0.3 * 4, "derivative": 0.5 + 0.3 * 4 / 2}
     for reading, slope in slopes.items():
         for rule in (EXACT, BATCH):
-            state = rule.init(Clip(C0=2.0, kappa=0.5, eta_C=0.1, reading=reading), Shape(3, (3,)))
+            state = rule.init(Clip(C0=2.0, kappa=0.5, eta_C=0.1, reading=reading), ModelFacts(3, (3,)))
             factors, _, after = rule.clip(seen, state)
             C = 2.0 - 0.1 * slope
             assert float(after["C"]) == pytest.approx(C)
@@ -80,7 +80,7 @@ def _batch(generator: torch.Generator, count: int = 50) -> Stats:
 
 
 def _last(rule: str, eta_C: float, reading: str, batches: int = 20) -> float:
-    state = RULES[rule].init(Clip(C0=1.0, kappa=0.3, eta_C=eta_C, reading=reading), Shape(3, (3,)))
+    state = RULES[rule].init(Clip(C0=1.0, kappa=0.3, eta_C=eta_C, reading=reading), ModelFacts(3, (3,)))
     generator = torch.Generator().manual_seed(0)
     for _ in range(batches):
         _, _, state = RULES[rule].clip(_batch(generator), state)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import fulcrum
-from fulcrum.clipping import RULES, ClipRule, Shape, find_rule
-from fulcrum.clipping.rule import rule_options
+from fulcrum.clipping import RULES, ClipRule, ModelFacts, find_rule
+from fulcrum.clipping.rule import resolve_rule_options
 from fulcrum.clipping.testing import check_rule
 from fulcrum.errors import ConfigError
 from fulcrum.settings.schema import Clip
@@ -101,13 +101,13 @@ def hasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClipRule:
 
 
 def test_a_rule_finds_its_options_with_their_defaults(hasty: ClipRule) -> None:
-    flat = Shape(3, (3,))
+    flat = ModelFacts(3, (3,))
     assert float(hasty.init(Clip(), flat)["speed"]) == pytest.approx(0.01)
     assert float(hasty.init(Clip(options={"speed": 2}), flat)["speed"]) == 2.0
     again = dataclasses.replace(hasty, name="again")  # a copy fills in the same options once more
     assert float(again.init(Clip(options={"speed": 0.5}), flat)["speed"]) == 0.5
     by_name = dataclasses.replace(hasty, options={"speed": 0.25, "after": 3})
-    seen = rule_options(by_name, {"after": 4})
+    seen = resolve_rule_options(by_name, {"after": 4})
     assert seen == {"speed": 0.25, "after": 4}
     check_rule(hasty)
 
@@ -123,7 +123,7 @@ def test_a_rule_finds_its_options_with_their_defaults(hasty: ClipRule) -> None:
 )
 def test_wrong_options_are_refused_in_one_sentence(hasty: ClipRule, options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        rule_options(hasty, options)
+        resolve_rule_options(hasty, options)
     assert str(caught.value) == said
 
 

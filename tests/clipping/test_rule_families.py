@@ -13,24 +13,24 @@ from test_client_level import Silent, client_federation, play
 from torch import nn
 from torch.func import functional_call
 
-from fulcrum.clipping import RULES, Shape, find_rule
+from fulcrum.clipping import RULES, ModelFacts, find_rule
 from fulcrum.clipping.fixed import FIXED, bound_C, clip_to_C
 from fulcrum.clipping.moo import MOO_C
 from fulcrum.clipping.moo_scalar import MOO_SCALAR
-from fulcrum.clipping.rule import ClipRule, alone
+from fulcrum.clipping.rule import ClipRule, gradient_multiplier
 from fulcrum.clipping.wav import WAV
-from fulcrum.data import sample_units
-from fulcrum.engines.stacked.core import MatrixTape, even
-from fulcrum.gradients.haar import haar, inverse_haar, level_norms
+from fulcrum.data import poisson_sample_units
+from fulcrum.engines.stacked.core import MatrixTape, limit_group_imbalance
+from fulcrum.gradients.haar import haar_level_norms, haar_transform, inverse_haar_transform
 from fulcrum.privacy.accounting import combine_sigma
 from fulcrum.privacy.mechanism import scales
-from fulcrum.rng import Key, Randomness, Seeded
+from fulcrum.rng import Randomness, SeededRandomness, StreamKey
 from fulcrum.settings.schema import Clip
 from fulcrum.training.clipped_sum import contribute
 from fulcrum.types import Released, State, Stats
 from helpers import one_client, toy_problem
 
-FLAT = Shape(2, (2,))
+FLAT = ModelFacts(2, (2,))
 SOUND = [name for name, rule in RULES.items() if rule.sound and rule.private]
 QUANTILE, DYNAMIC, OSO, DC_SGD = (RULES[name] for name in ("quantile", "dynamic", "oso", "dc-sgd"))
 
@@ -57,19 +57,19 @@ class Without:
     rate: float
     mode: str = "recorded"
 
-    def uniform(self, key: Key, count: int) -> torch.Tensor:
+    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
         draws = self.base.uniform(key, count).clone()
         draws[int((draws < self.rate).int().argmax())] = 1.0
         return draws
 
-    def normal(self, key: Key, count: int) -> torch.Tensor:
+    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
         return self.base.normal(key, count)
 
 
 def _moved(rule: ClipRule, groups: str, scale: float) -> tuple[float, float, float, float]:
     """How far one example moves update and statistics of a client's step, and how far it may."""
     problem = toy_problem(rule)
-    rows, _, _ = sample_units(problem.randomness, ("sample", 0, 0, 0), problem.party(0), 0.5)
+    rows, _, _ = poisson_sample_units(problem.randomness, ("sample", 0, 0, 0), problem.party(0), 0.5)
     x = problem.dataset.x.clone()
     x[rows[0]] *= scale
     problem = dataclasses.replace(
@@ -193,18 +193,20 @@ def test_quantile_finds_the_median_and_a_flipped_sign_runs_away(C0: float) -> No
 
 def test_quantile_counts_against_the_expected_batch_and_noises_with_the_C_it_clipped_with() -> None:
     problem = toy_problem("quantile")
-    rows, _, _ = sample_units(problem.randomness, ("sample", 0, 0, 0), problem.party(0), 0.5)
+    rows, _, _ = poisson_sample_units(problem.randomness, ("sample", 0, 0, 0), problem.party(0), 0.5)
     batch = 0.5 * problem.party(0).units
     assert len(rows) != batch, "choose another seed: this sample cannot tell the two apart"
     assert float(one_client(problem, C0=1e3).extra) == pytest.approx(0.5 * len(rows) / batch)
     silent = one_client(problem, C0=2.0, rate=1e-9, sigma=1.0, lr=1e-9)
     noise = problem.randomness.normal(("noise", 0, 0, 0), problem.layout.dim)
-    wanted = -2.0 * alone(QUANTILE.share, 1.0, 1e-9 * problem.party(0).units) / problem.party(0).units * noise
+    wanted = (
+        -2.0 * gradient_multiplier(QUANTILE.share, 1.0, 1e-9 * problem.party(0).units) / problem.party(0).units * noise
+    )
     torch.testing.assert_close(silent.delta, wanted, rtol=1e-3, atol=1e-7)
 
 
 def test_quantile_by_layer_has_a_C_and_a_count_for_each() -> None:
-    shape = Shape(4, (2, 2), (0, 1))
+    shape = ModelFacts(4, (2, 2), (0, 1))
     state = QUANTILE.init(Clip(C0=2.0, eta_C=0.2), shape)
     stats = Stats(torch.tensor([[1.0, 9.0]]), torch.ones(1, dtype=torch.bool))
     assert QUANTILE.clip(stats, state)[1].tolist() == [[0.5, -0.5]]
@@ -261,7 +263,7 @@ def test_the_second_sum_of_oso_is_the_derivative_of_the_clipped_sum_by_C() -> No
     gradients = torch.randn(8, 12, generator=torch.Generator().manual_seed(0)).double()
     for groups in ((), (0, 1)):
         where = torch.repeat_interleave(torch.tensor(groups or (0, 0)), torch.tensor([8, 4]))
-        start = OSO.init(Clip(C0=3.0), Shape(12, (8, 4), groups))
+        start = OSO.init(Clip(C0=3.0), ModelFacts(12, (8, 4), groups))
 
         def at(C0: float, start: State = start, where: torch.Tensor = where) -> Any:
             state = {**start, "C": start["C"].double() * C0 / 3.0, "r": start["r"].double()}
@@ -283,7 +285,7 @@ def test_oso_pays_for_its_second_vector() -> None:
 
 
 def test_dc_sgd_puts_every_unit_in_one_bin_and_picks_the_C_of_least_error() -> None:
-    state = DC_SGD.init(Clip(C0=2.0), Shape(100, (100,)))
+    state = DC_SGD.init(Clip(C0=2.0), ModelFacts(100, (100,)))
     _, rows, _ = DC_SGD.clip(seen([0.0, 0.41, 2.0, 7.9, 1e20]), state)
     assert rows.argmax(dim=1).tolist() == [0, 1, 5, 19, 19]  # bins of 0.2 C = 0.4, the last for all above
     assert rows.sum(dim=1).tolist() == [1.0] * 5
@@ -310,19 +312,19 @@ def test_dc_sgd_noises_its_histogram_with_sigma_H(sigma: float) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 8, 64])
 def test_haar_is_orthonormal_and_its_inverse_is_its_inverse(length: int) -> None:
-    matrix = haar(torch.eye(length, dtype=torch.float64))
+    matrix = haar_transform(torch.eye(length, dtype=torch.float64))
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(length, dtype=torch.float64))
-    torch.testing.assert_close(inverse_haar(matrix), torch.eye(length, dtype=torch.float64))
+    torch.testing.assert_close(inverse_haar_transform(matrix), torch.eye(length, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dim", [1, 2, 5, 8, 13, 16])
 def test_norms_of_levels_are_those_of_the_written_out_coefficients(dim: int) -> None:
     x = torch.randn(3, dim, generator=torch.Generator().manual_seed(dim), dtype=torch.float64)
     length = 1 << (dim - 1).bit_length()
-    whole = haar(torch.nn.functional.pad(x, (0, length - dim)))
+    whole = haar_transform(torch.nn.functional.pad(x, (0, length - dim)))
     sizes = [1, *(1 << n for n in range(length.bit_length() - 1))]
     expected = torch.stack([part.norm(dim=1) for part in whole.split(sizes, dim=1)], dim=1)
-    found = level_norms(x, length.bit_length())
+    found = haar_level_norms(x, length.bit_length())
     torch.testing.assert_close(found, expected)
     if dim > 2:
         assert not torch.allclose(found.flip(1), expected), "coarse to fine, not the other way round"
@@ -331,7 +333,7 @@ def test_norms_of_levels_are_those_of_the_written_out_coefficients(dim: int) -> 
 def test_a_lopsided_gradient_adds_no_more_than_C_to_sums_in_the_other_basis() -> None:
     """Ten outputs on a constant picture: huge in coarse levels, next to nothing in fine ones."""
     d, C = 7850, 1.0
-    shape = Shape(d, (7840, 10))
+    shape = ModelFacts(d, (7840, 10))
     state = WAV.init(Clip(C0=C), shape)
     transform = WAV.view(state, 0, 10).transform
     assert transform is not None
@@ -350,21 +352,21 @@ def test_a_lopsided_gradient_adds_no_more_than_C_to_sums_in_the_other_basis() ->
         without[0, -1] = 0
         return float((tape.weighted_sum(factors, 1) - tape.weighted_sum(without, 1)).norm())
 
-    assert added(even(factors, norms)) <= 1.001 * C
+    assert added(limit_group_imbalance(factors, norms)) <= 1.001 * C
     assert added(factors) > 2 * C, "rounding of the huge part stays behind in the small levels"
     usual = norms[:, :-1], factors[:, :-1]
-    assert torch.equal(even(usual[1], usual[0]), usual[1])
+    assert torch.equal(limit_group_imbalance(usual[1], usual[0]), usual[1])
 
 
 def test_haar_of_four_numbers_by_hand() -> None:
-    found = haar(torch.tensor([4.0, 2.0, 5.0, 5.0]))
+    found = haar_transform(torch.tensor([4.0, 2.0, 5.0, 5.0]))
     assert found.tolist() == pytest.approx([8.0, -2.0, math.sqrt(2), 0.0])  # mean, coarse, fine, fine
 
 
 @pytest.mark.parametrize("groups", [(), (0, 1), (0, 1, 0)])
 def test_wav_goes_there_and_back_and_bounds_the_whole_by_C(groups: tuple[int, ...]) -> None:
     tensors = (7, 4, 3)[: max(2, len(groups))]
-    shape = Shape(sum(tensors), tensors, groups)
+    shape = ModelFacts(sum(tensors), tensors, groups)
     state = WAV.init(Clip(C0=3.0), shape)
     assert float(torch.linalg.vector_norm(state["C"])) == pytest.approx(3.0)
     transform = WAV.view(state, 0, 10).transform
@@ -380,7 +382,7 @@ def test_wav_goes_there_and_back_and_bounds_the_whole_by_C(groups: tuple[int, ..
 def test_haar_with_one_group_is_dp_sgd_in_other_coordinates() -> None:
     """Clipping is the same exactly; noise that is the same in all directions stays so under a rotation."""
 
-    def one_group(settings: Clip, shape: Shape) -> State:
+    def one_group(settings: Clip, shape: ModelFacts) -> State:
         state = WAV.init(settings, shape)
         return {**state, "C": torch.tensor([settings.C0]), "level": torch.zeros_like(state["level"])}
 
@@ -394,7 +396,10 @@ def test_haar_with_one_group_is_dp_sgd_in_other_coordinates() -> None:
     silent = {"rate": 1e-9, "sigma": 1.5, "C0": 2.0, "lr": 1e-9}
     problem = toy_problem(flat)
     noise = torch.cat(
-        [one_client(dataclasses.replace(problem, randomness=Seeded(seed)), **silent).delta for seed in range(40)]
+        [
+            one_client(dataclasses.replace(problem, randomness=SeededRandomness(seed)), **silent).delta
+            for seed in range(40)
+        ]
     )
     noise = noise * problem.party(0).units
     assert scistats.kstest(noise.numpy(), scistats.norm(0, 3.0).cdf).pvalue > 1e-4
@@ -424,10 +429,10 @@ def _rest(stats: Stats, state: State) -> tuple[torch.Tensor, State]:
 
 
 def test_wav_shrinks_noise_and_keeps_a_strong_signal() -> None:
-    shape = Shape(1024, (1024,))
+    shape = ModelFacts(1024, (1024,))
     signal = torch.zeros(1024)
     signal[:512] = 30.0  # one coarse coefficient and the mean
-    noised = haar(signal + torch.randn(1024, generator=torch.Generator().manual_seed(0)))
+    noised = haar_transform(signal + torch.randn(1024, generator=torch.Generator().manual_seed(0)))
     errors = {}
     for shrink in (0.0, 2.0):
         transform = WAV.view(WAV.init(Clip(shrink=shrink), shape), 0, 10).transform

@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from fulcrum.clipping import RULES, Shape, find_rule, moo, testing
+from fulcrum.clipping import RULES, ModelFacts, find_rule, moo, testing
 from fulcrum.clipping.fixed import FIXED, clip_to_C, no_extra, shrink
 from fulcrum.clipping.moo import MOO, MOO_C
 from fulcrum.clipping.oso import OSO
 from fulcrum.clipping.quantile import QUANTILE
-from fulcrum.clipping.rule import ClipRule, no_share
+from fulcrum.clipping.rule import ClipRule, no_statistics_share
 from fulcrum.errors import ConfigError
 from fulcrum.settings.schema import Clip
 from fulcrum.types import Bounds, Released
@@ -87,7 +87,7 @@ WRONG = {
         "second sum are not finite",
     ),
     "gives its statistics no share of the noise": (
-        dataclasses.replace(QUANTILE, share=no_share),
+        dataclasses.replace(QUANTILE, share=no_statistics_share),
         "a share of 0.0 for 1 extra",
     ),
     "takes all the precision for its statistics": (
@@ -137,7 +137,7 @@ def _round(D: list[float], t: int = 1, lr: float = 0.5, steps: float = 2.0) -> R
 
 def test_moo_follows_a_trajectory_computed_by_hand() -> None:
     settings = Clip(C0=2.0, eta_C=0.1, beta=0.5, kappa=0.01)
-    state = MOO_C.init(settings, Shape(2, (2,)))
+    state = MOO_C.init(settings, ModelFacts(2, (2,)))
     state = MOO_C.adapt(state, _round([1.0, 0.0]))  # no memory yet: C stays
     assert float(state["C"]) == pytest.approx(2.0)
     assert state["memory"].tolist() == pytest.approx([0.5, 0.0])
@@ -150,7 +150,7 @@ def test_moo_follows_a_trajectory_computed_by_hand() -> None:
 
 def test_moo_with_identity_moves_in_proportion_and_never_far() -> None:
     settings = Clip(C0=2.0, eta_C=0.1, beta=0.5, phi="identity")
-    state = MOO_C.adapt(MOO_C.init(settings, Shape(2, (2,))), _round([1.0, 0.0]))
+    state = MOO_C.adapt(MOO_C.init(settings, ModelFacts(2, (2,))), _round([1.0, 0.0]))
     moved = MOO_C.adapt(state, _round([0.6, 0.8]))
     assert float(moved["C"]) == pytest.approx(2.0 * math.exp(0.1 * 0.3))
     leap = MOO_C.adapt(state, _round([1e6, 0.0]))
@@ -159,7 +159,7 @@ def test_moo_with_identity_moves_in_proportion_and_never_far() -> None:
 
 def test_moo_stays_between_its_limits() -> None:
     settings = Clip(C0=1.0, eta_C=5.0, beta=0.5, C_min=0.5, C_max=3.0)
-    state = MOO_C.adapt(MOO_C.init(settings, Shape(1, (1,))), _round([1.0]))
+    state = MOO_C.adapt(MOO_C.init(settings, ModelFacts(1, (1,))), _round([1.0]))
     up = MOO_C.adapt(state, _round([1.0]))
     assert float(up["C"]) == pytest.approx(3.0)
     down = MOO_C.adapt(state, _round([-1.0]))
@@ -168,7 +168,7 @@ def test_moo_stays_between_its_limits() -> None:
 
 def test_layer_groups_share_C_so_that_the_whole_is_bounded_by_C0() -> None:
     for rule in (FIXED, MOO):
-        C = rule.init(Clip(C0=3.0), Shape(12, (8, 4), (0, 1)))["C"]
+        C = rule.init(Clip(C0=3.0), ModelFacts(12, (8, 4), (0, 1)))["C"]
         assert C.shape == (2,)
         assert float(torch.linalg.vector_norm(C)) == pytest.approx(3.0)
 
@@ -191,7 +191,7 @@ DIM = 400
 
 
 def _start(C0: float = 1.0, lr: float = 1.0, noise: float = 0.02, **settings: float) -> dict[str, torch.Tensor]:
-    shape = Shape(DIM, (DIM,), start=5.0, noise=noise, rounds=100, lr=lr)
+    shape = ModelFacts(DIM, (DIM,), start=5.0, noise=noise, rounds=100, lr=lr)
     return dict(MOO.init(Clip(C0=C0, **settings), shape))
 
 
@@ -210,7 +210,7 @@ def _signal(length: float) -> torch.Tensor:
 def test_the_first_step_length_is_the_noise_the_weights_can_bear() -> None:
     state = _start(balance=3.0)  # of one layer, which bears three times as much
     assert float(state["step"]) == pytest.approx(3 * 3.0 * 5.0 / (0.02 * math.sqrt(DIM * 100)))
-    deep = Shape(DIM, (DIM,), start=5.0, depth=2, noise=0.02, rounds=100)
+    deep = ModelFacts(DIM, (DIM,), start=5.0, depth=2, noise=0.02, rounds=100)
     assert float(MOO.init(Clip(balance=3.0), deep)["step"]) == pytest.approx(3.0 * 5.0 / (0.02 * math.sqrt(DIM * 100)))
     assert float(_start(noise=0.0, C0=2.0, lr=0.5)["step"]) == pytest.approx(1.0)  # no noise: eta C0, as set
 
@@ -232,7 +232,7 @@ def test_the_first_step_length_is_the_noise_the_weights_can_bear() -> None:
     ],
 )
 def test_with_little_noise_the_first_step_length_of_deep_models_is_bounded(facts: dict, expected: float) -> None:
-    shape = Shape(DIM, (DIM,), start=5.0, noise=0.02 / 12, **{"rounds": 100, **facts})
+    shape = ModelFacts(DIM, (DIM,), start=5.0, noise=0.02 / 12, **{"rounds": 100, **facts})
     assert float(MOO.init(Clip(balance=2.5, reach=0.8), shape)["step"]) == pytest.approx(expected)
 
 
@@ -287,7 +287,7 @@ def _noisy_search(seed: int, knee: float, C0: float, length: float, rounds: int 
     return float(torch.linalg.vector_norm(state["C"]))
 
 
-SHOWN = math.sqrt(moo.SIGNIFICANT * 0.02**2 * math.sqrt(2 * DIM))
+SHOWN = math.sqrt(moo.MIN_SIGNAL_DEVIATIONS * 0.02**2 * math.sqrt(2 * DIM))
 """The length of a signal that just shows."""
 
 
@@ -304,7 +304,7 @@ def test_C_does_not_return_to_where_no_signal_showed(monkeypatch: pytest.MonkeyP
     assert course(hidden) == pytest.approx([9.0, 3.0, 1.0, 1.0, 1.0])
     clear = [2.0 * SHOWN, 2.0 * SHOWN, 0.3 * SHOWN, 2.0 * SHOWN, 2.0 * SHOWN]
     assert course(clear) == pytest.approx([9.0, 3.0, 27.0, 9.0, 9.0]), "clear signals are compared, and C rises"
-    monkeypatch.setattr(moo, "CLEAR", 0.0)
+    monkeypatch.setattr(moo, "CLEAR_SIGNAL_RATIO", 0.0)
     assert course(hidden) == pytest.approx([9.0, 3.0, 27.0, 9.0, 9.0]), "what the comparison does without the condition"
 
 
@@ -313,7 +313,7 @@ def test_noise_that_hides_the_signal_does_not_leave_C_far_above_the_gradients(mo
         return sum(_noisy_search(seed, knee=3.0, C0=10.0, length=1.05 * SHOWN) > 6.0 for seed in range(60))
 
     assert too_large() <= 2
-    monkeypatch.setattr(moo, "CLEAR", 0.0)
+    monkeypatch.setattr(moo, "CLEAR_SIGNAL_RATIO", 0.0)
     assert too_large() >= 8, "the test must be able to fail"
 
 
@@ -337,7 +337,9 @@ def test_where_no_round_can_show_a_signal_C_does_not_fall_all_the_way(C0: float,
             state = dict(MOO.adapt(state, _seen(state, _signal(0.0), lr=1e-3)))
         return float(state["C"])
 
-    border = (moo.HIDDEN / (moo.CLEAR * moo.SIGNIFICANT * (2 * DIM) ** 0.5)) ** 0.5  # beyond it, nothing can be clear
+    border = (
+        moo.MAX_CLEAR_THRESHOLD / (moo.CLEAR_SIGNAL_RATIO * moo.MIN_SIGNAL_DEVIATIONS * (2 * DIM) ** 0.5)
+    ) ** 0.5  # beyond it, nothing can be clear
     assert ends(1.01 * border) == pytest.approx(floor)
     assert ends(0.99 * border) == pytest.approx(0.01), "noise that a signal may rise above leaves the search as it was"
 

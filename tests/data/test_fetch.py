@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from fulcrum.data import fetch, load, verify
+from fulcrum.data import fetch, load, verify_dataset
 from fulcrum.data.sources.public import archive, download, registry
 from fulcrum.errors import ConfigError, DataError, DownloadError
 
@@ -116,10 +116,12 @@ def idx_bytes(array):
 def mirrors(server, monkeypatch):
     """A tiny mnist on mirrors a and b; b compresses differently, as mirrors do."""
     files = tuple(
-        dataclasses.replace(file, shape=array.shape, digest=registry.digest(idx_bytes(array), "sha256:"), download=1000)
+        dataclasses.replace(
+            file, shape=array.shape, digest=registry.compute_content_digest(idx_bytes(array), "sha256:"), download=1000
+        )
         for file, array in zip(registry.MNIST.files, ARRAYS, strict=True)
     )
-    monkeypatch.setitem(registry.KNOWN, "mnist", dataclasses.replace(registry.MNIST, files=files))
+    monkeypatch.setitem(registry.PUBLIC_DATASETS, "mnist", dataclasses.replace(registry.MNIST, files=files))
     for name, array in zip(NAMES, ARRAYS, strict=True):
         server.files[f"/a/{name}"] = gzip.compress(idx_bytes(array), 1, mtime=0)
         server.files[f"/b/{name}"] = gzip.compress(idx_bytes(array), 9, mtime=5)
@@ -132,7 +134,7 @@ def get(tmp_path, mirrors, **options):
 
 def check_clean(tmp_path):
     """All files are public, nothing half-written is left, and the data loads without a warning."""
-    assert [status for _, status in verify("mnist", str(tmp_path))] == ["public"] * 4
+    assert [status for _, status in verify_dataset("mnist", str(tmp_path))] == ["public"] * 4
     assert list(tmp_path.rglob("*.part")) == []
     assert load("mnist", str(tmp_path)).warnings == ()
 
@@ -205,7 +207,7 @@ def test_a_server_that_sends_another_range_is_not_believed(server, mirrors, tmp_
 def test_a_mirror_that_breaks_off_for_good_is_left(server, mirrors, tmp_path):
     server.moods[f"/a/{IMAGES}"] = ["break", "500"]
     get(tmp_path, mirrors)
-    assert len(requests_for(server, f"/a/{IMAGES}")) == 1 + download.FRUITLESS
+    assert len(requests_for(server, f"/a/{IMAGES}")) == 1 + download.MAX_FRUITLESS_ATTEMPTS
     assert requests_for(server, f"/b/{IMAGES}") == [None]  # another mirror's bytes are not continued
     check_clean(tmp_path)
 
@@ -238,7 +240,7 @@ def test_right_content_that_is_another_valid_file_is_a_lie(server, mirrors, tmp_
 
 def test_a_stale_part_is_not_the_mirrors_fault(server, mirrors, tmp_path):
     path = f"/a/{IMAGES}"
-    part = download._part(tmp_path / "mnist" / IMAGES, server.url("a") + f"/{IMAGES}")
+    part = download._part_file_path(tmp_path / "mnist" / IMAGES, server.url("a") + f"/{IMAGES}")
     part.parent.mkdir(parents=True)
     part.write_bytes(b"x" * 100)
     get(tmp_path, mirrors[:1])
@@ -249,7 +251,7 @@ def test_a_stale_part_is_not_the_mirrors_fault(server, mirrors, tmp_path):
 @pytest.mark.parametrize("extra", [b"", b"too much"])
 def test_a_part_that_is_complete_or_too_long(server, mirrors, tmp_path, extra):
     path = f"/a/{IMAGES}"
-    part = download._part(tmp_path / "mnist" / IMAGES, server.url("a") + f"/{IMAGES}")
+    part = download._part_file_path(tmp_path / "mnist" / IMAGES, server.url("a") + f"/{IMAGES}")
     part.parent.mkdir(parents=True)
     part.write_bytes(server.files[path] + extra)
     get(tmp_path, mirrors[:1])
@@ -291,7 +293,7 @@ def test_a_server_that_names_no_length_is_fine(server, mirrors, tmp_path):
 
 
 def test_a_silent_server_is_left_after_the_timeout(server, mirrors, tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "FRUITLESS", 1)
+    monkeypatch.setattr(download, "MAX_FRUITLESS_ATTEMPTS", 1)
     server.moods[f"/a/{IMAGES}"] = ["stall"]
     get(tmp_path, mirrors, timeout=0.2)
     check_clean(tmp_path)
@@ -384,7 +386,7 @@ def test_wrong_requests_are_refused(tmp_path):
 
 def test_public_entries_have_several_mirrors_and_full_checksums():
     lengths = {"md5": 32, "sha256": 64}
-    for known in registry.KNOWN.values():
+    for known in registry.PUBLIC_DATASETS.values():
         assert len(set(known.mirrors)) >= 2
         digests = [file.digest for file in known.files] + ([known.archive.digest] if known.archive else [])
         for digest in digests:
@@ -430,7 +432,7 @@ def cifar(server, monkeypatch):
     entry = dataclasses.replace(
         registry.CIFAR10, files=files, archive=packed, read=lambda content, shape, path: (np.frombuffer(content, "u1"),)
     )
-    monkeypatch.setitem(registry.KNOWN, "cifar10", entry)
+    monkeypatch.setitem(registry.PUBLIC_DATASETS, "cifar10", entry)
     for mirror in "ab":
         server.files[f"/{mirror}/cifar-10-python.tar.gz"] = data
     return entry
@@ -463,7 +465,7 @@ def test_a_lying_archive_is_never_unpacked(server, cifar, tmp_path):
 def unpack(tmp_path, cifar, data):
     (tmp_path / "in.tar.gz").write_bytes(data)
     (tmp_path / "out").mkdir()
-    archive.unpack(tmp_path / "in.tar.gz", cifar.archive, cifar.files, set(BATCHES), tmp_path / "out")
+    archive.unpack_archive(tmp_path / "in.tar.gz", cifar.archive, cifar.files, set(BATCHES), tmp_path / "out")
 
 
 def test_a_good_archive_is_unpacked(tmp_path, cifar):
@@ -496,7 +498,7 @@ def test_a_hostile_archive_writes_nothing(tmp_path, cifar, members, kinds, words
 
 
 def test_a_huge_member_is_not_read(tmp_path, cifar, monkeypatch):
-    monkeypatch.setattr(archive, "MEMBER_LIMIT", 100)
+    monkeypatch.setattr(archive, "MAX_MEMBER_BYTES", 100)
     with pytest.raises(DownloadError, match="far too many"):
         unpack(tmp_path, cifar, tar_bytes(GOOD))
 

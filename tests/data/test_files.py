@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fulcrum.data import available, load, search_folders, user_cache, verify
+from fulcrum.data import list_available_datasets, load, search_folders, user_cache_folder, verify_dataset
 from fulcrum.data.sources import named
 from fulcrum.data.sources.public import cifar, idx, registry
 from fulcrum.errors import DataError
@@ -33,8 +33,8 @@ LABELS = np.array([0, 9, 5], dtype=np.uint8)
 
 @pytest.mark.parametrize("array", [IMAGES, LABELS])
 def test_idx_is_read_back(array):
-    assert np.array_equal(idx.parse(idx_bytes(array), array.shape, WHERE), array)
-    assert idx.size(array.shape) == len(idx_bytes(array))
+    assert np.array_equal(idx.parse_idx_array(idx_bytes(array), array.shape, WHERE), array)
+    assert idx.compute_idx_size(array.shape) == len(idx_bytes(array))
 
 
 GOOD = idx_bytes(IMAGES)
@@ -54,24 +54,24 @@ GOOD = idx_bytes(IMAGES)
 )
 def test_broken_idx_is_refused(data, words):
     with pytest.raises(DataError, match=words) as caught:
-        idx.parse(data, IMAGES.shape, WHERE)
+        idx.parse_idx_array(data, IMAGES.shape, WHERE)
     assert str(WHERE) in str(caught.value)
 
 
 def test_idx_labels_must_be_digits():
     with pytest.raises(DataError, match="label 10"):
-        idx.parse(idx_bytes(np.array([0, 10, 5], dtype=np.uint8)), (3,), WHERE)
+        idx.parse_idx_array(idx_bytes(np.array([0, 10, 5], dtype=np.uint8)), (3,), WHERE)
 
 
 def test_content_is_unzipped_by_what_it_is_not_by_its_name(tmp_path):
     for name, data in (("a.gz", gzip.compress(GOOD)), ("b", gzip.compress(GOOD)), ("c.gz", GOOD), ("d", GOOD)):
         (tmp_path / name).write_bytes(data)
-        assert idx.content(tmp_path / name, len(GOOD)) == GOOD
+        assert idx.read_maybe_gzipped(tmp_path / name, len(GOOD)) == GOOD
 
 
 def test_a_zip_bomb_is_cut_short(tmp_path):
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(10_000_000)))
-    assert len(idx.content(tmp_path / "bomb.gz", 76)) == 77
+    assert len(idx.read_maybe_gzipped(tmp_path / "bomb.gz", 76)) == 77
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_bad_gzip_is_a_data_error_with_the_path(tmp_path, spoil):
     path = tmp_path / "train.gz"
     path.write_bytes(spoil(gzip.compress(GOOD)))
     with pytest.raises(DataError, match="corrupt") as caught:
-        idx.content(path, len(GOOD))
+        idx.read_maybe_gzipped(path, len(GOOD))
     assert str(path) in str(caught.value)
 
 
 def test_unreadable_file_is_a_data_error(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
-        idx.content(tmp_path, 10)
+        idx.read_maybe_gzipped(tmp_path, 10)
 
 
 # --- CIFAR ------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_the_hand_made_python2_batch_is_a_true_pickle():
     ids=["python2", "fortran", "numpy2", "numpy1", "text-keys"],
 )
 def test_cifar_batches_are_read(data):
-    pixels, labels = cifar.parse(data, SHAPE, WHERE)
+    pixels, labels = cifar.parse_cifar_batch(data, SHAPE, WHERE)
     assert np.array_equal(pixels, PIXELS)
     assert labels.tolist() == NUMBERS
 
@@ -200,7 +200,7 @@ def test_attacks_do_not_run(name, protocol, tmp_path):
     mark = tmp_path / "mark.npy"
     attack = pickle.dumps({b"labels": NUMBERS, b"data": PIXELS, b"x": ATTACKS[name](mark)}, protocol=protocol)
     with pytest.raises(DataError, match="not a CIFAR-10 batch"):
-        cifar.parse(attack, SHAPE, WHERE)
+        cifar.parse_cifar_batch(attack, SHAPE, WHERE)
     assert not mark.exists()
     pickle.loads(attack)  # the same bytes do harm elsewhere, so the attack is real
     assert mark.exists()
@@ -209,7 +209,7 @@ def test_attacks_do_not_run(name, protocol, tmp_path):
 @pytest.mark.parametrize("name", ["getattr", "open"])
 def test_other_names_are_refused(name, tmp_path):
     with pytest.raises(DataError, match=r"not allowed|no place"):
-        cifar.parse(pickle.dumps({b"data": ATTACKS[name](tmp_path / "m")}, protocol=4), SHAPE, WHERE)
+        cifar.parse_cifar_batch(pickle.dumps({b"data": ATTACKS[name](tmp_path / "m")}, protocol=4), SHAPE, WHERE)
     assert not (tmp_path / "m").exists()
 
 
@@ -260,7 +260,7 @@ RECONSTRUCT = b"cnumpy.core.multiarray\n_reconstruct\n"
 )
 def test_what_is_not_a_batch_is_refused(data, words):
     with pytest.raises(DataError, match=words) as caught:
-        cifar.parse(data, SHAPE, WHERE)
+        cifar.parse_cifar_batch(data, SHAPE, WHERE)
     assert str(WHERE) in str(caught.value)
 
 
@@ -268,13 +268,13 @@ def test_the_unpickler_alone_refuses_too():
     """The second wall stands without the first: names are checked again when they are looked up."""
     for data in (b"\x80\x02cposix\nsystem\nU\x02id\x85R.", b"(S'id'\nios\nsystem\n.", b"\x80\x02U\x01xQ."):
         with pytest.raises(ValueError, match=r"not allowed|outside"):
-            cifar._Reader(io.BytesIO(data), SHAPE).load()
+            cifar._SafeUnpickler(io.BytesIO(data), SHAPE).load()
 
 
 def test_a_refused_attack_leaves_the_reader_as_it_was():
     with pytest.raises(DataError):
-        cifar.parse(b"\x80\x02cnumpy\ndtype\n}U\x08__call__Nsb.", SHAPE, WHERE)
-    assert np.array_equal(cifar.parse(python2_batch(), SHAPE, WHERE)[0], PIXELS)
+        cifar.parse_cifar_batch(b"\x80\x02cnumpy\ndtype\n}U\x08__call__Nsb.", SHAPE, WHERE)
+    assert np.array_equal(cifar.parse_cifar_batch(python2_batch(), SHAPE, WHERE)[0], PIXELS)
 
 
 # --- look-up ----------------------------------------------------------------------------------
@@ -302,7 +302,9 @@ def tiny_arrays(seed):
 def tiny(known, arrays):
     """A registry entry of the same layout for a handful of images."""
     files = tuple(
-        dataclasses.replace(file, shape=array.shape, digest=registry.digest(idx_bytes(array), "sha256:"))
+        dataclasses.replace(
+            file, shape=array.shape, digest=registry.compute_content_digest(idx_bytes(array), "sha256:")
+        )
         for file, array in zip(known.files, arrays, strict=True)
     )
     return dataclasses.replace(known, files=files)
@@ -313,7 +315,7 @@ def small(monkeypatch, alone):
     """mnist and fashion-mnist of a few images each, in place of the public ones."""
     arrays = {"mnist": tiny_arrays(0), "fashion-mnist": tiny_arrays(1)}
     for name, values in arrays.items():
-        monkeypatch.setitem(registry.KNOWN, name, tiny(registry.KNOWN[name], values))
+        monkeypatch.setitem(registry.PUBLIC_DATASETS, name, tiny(registry.PUBLIC_DATASETS[name], values))
     return arrays
 
 
@@ -339,20 +341,20 @@ def test_every_layout_is_found(small, alone, inner, zipped):
 
 
 def test_look_up_order_is_folder_then_environment_then_cache(small, alone, monkeypatch):
-    assert user_cache() == alone / "cache" / "fulcrum"
+    assert user_cache_folder() == alone / "cache" / "fulcrum"
     places = [alone / "given", alone / "env1", alone / "env2", alone / "cache" / "fulcrum"]
     monkeypatch.setenv("FULCRUM_DATA", os.pathsep.join([str(places[1]), "", str(places[2])]))
     assert search_folders(str(places[0])) == places
     assert search_folders() == places[1:]
     for place in reversed(places):
         write(place / "mnist", small["mnist"])
-        assert registry.require(registry.KNOWN["mnist"], str(places[0])) == place / "mnist"
+        assert registry.require_dataset(registry.PUBLIC_DATASETS["mnist"], str(places[0])) == place / "mnist"
 
 
 def test_a_relative_cache_is_ignored(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("LOCALAPPDATA", "relative")
-    assert user_cache() == Path.home() / ".cache" / "fulcrum"
+    assert user_cache_folder() == Path.home() / ".cache" / "fulcrum"
 
 
 def test_missing_data_says_where_it_looked_and_what_to_do(small, alone):
@@ -393,10 +395,10 @@ def test_corrupt_files_are_refused_with_their_path(small, alone):
 
 def test_verify_and_available_tell_the_four_states_apart(small, alone):
     def statuses():
-        return [status for _, status in verify("mnist", str(alone))]
+        return [status for _, status in verify_dataset("mnist", str(alone))]
 
     def line():
-        return next(row for row in available(str(alone)) if row.name == "mnist")
+        return next(row for row in list_available_datasets(str(alone)) if row.name == "mnist")
 
     assert statuses() == ["missing"] * 4
     assert (line().status, line().where) == ("missing", None)
@@ -413,15 +415,16 @@ def test_verify_and_available_tell_the_four_states_apart(small, alone):
     assert statuses() == ["corrupt", "missing", "public", "changed"]
     assert line().status == "corrupt"
     with pytest.raises(DataError, match="did you mean 'mnist'"):
-        verify("mnst")
+        verify_dataset("mnst")
 
 
 def test_cifar_folders(alone, monkeypatch):
     entry = registry.CIFAR10
     files = tuple(
-        dataclasses.replace(file, shape=SHAPE, digest=registry.digest(python3_batch(), "md5:")) for file in entry.files
+        dataclasses.replace(file, shape=SHAPE, digest=registry.compute_content_digest(python3_batch(), "md5:"))
+        for file in entry.files
     )
-    monkeypatch.setitem(registry.KNOWN, "cifar10", dataclasses.replace(entry, files=files))
+    monkeypatch.setitem(registry.PUBLIC_DATASETS, "cifar10", dataclasses.replace(entry, files=files))
     for inner in ("a/cifar-10-batches-py", "b/cifar10/cifar-10-batches-py", "c"):
         (alone / inner).mkdir(parents=True)
         for file in files:
@@ -458,10 +461,10 @@ def test_digits_are_fixed_and_stratified():
     assert share.min() > 0.195
     assert share.max() < 0.205
     assert data.fingerprint == load("digits", seed=2).fingerprint == "c34d70858ecb0a16"
-    assert verify("digits")[0][1] == "public"
+    assert verify_dataset("digits")[0][1] == "public"
 
 
 def test_changed_digits_are_noticed(monkeypatch):
-    monkeypatch.setattr(named, "DIGITS_DIGEST", "0")
+    monkeypatch.setattr(named, "DIGITS_SHA256", "0")
     assert "not the public ones" in load("digits").warnings[0]
-    assert verify("digits")[0][1] == "changed"
+    assert verify_dataset("digits")[0][1] == "changed"

@@ -5,14 +5,14 @@ import os
 import pytest
 import torch
 
-from fulcrum.data import load, verify
+from fulcrum.data import load, verify_dataset
 from fulcrum.data.sources.public import registry
 
 
 def need(name):
     """Skip, saying why, unless FULCRUM_DATA (not the user's cache) holds the data set."""
     folders = [part for part in os.environ.get("FULCRUM_DATA", "").split(os.pathsep) if part]
-    place, _ = registry.locate(registry.KNOWN[name]) if folders else (None, [])
+    place, _ = registry.locate_dataset(registry.PUBLIC_DATASETS[name]) if folders else (None, [])
     if place is None:
         pytest.skip(f"FULCRUM_DATA has no {name}")
 
@@ -31,7 +31,7 @@ def test_mnist_and_fashion_mnist(name, per_class):
     assert data.x_test.shape == (10_000, 1, 28, 28)
     assert data.y.bincount().tolist() == per_class
     assert (float(data.x.min()), float(data.x.max())) == (-1.0, 1.0)
-    statuses = {status for _, status in verify(name)}
+    statuses = {status for _, status in verify_dataset(name)}
     assert statuses == {"public"}
     assert data.warnings == ()
     assert data.y[:5].tolist() == {"mnist": [5, 0, 4, 1, 9], "fashion-mnist": [9, 0, 0, 3, 0]}[name]
@@ -44,7 +44,7 @@ def test_cifar10():
     assert data.x_test.shape == (10_000, 3, 32, 32)
     assert data.y.bincount().tolist() == [5000] * 10
     assert data.y_test.bincount().tolist() == [1000] * 10
-    public = {status for _, status in verify("cifar10")} == {"public"}
+    public = {status for _, status in verify_dataset("cifar10")} == {"public"}
     assert public == (data.warnings == ())
     # channels first, rows of pixels in order: neighbouring pixels are alike, those of other images are not
     sample = data.x[:200]

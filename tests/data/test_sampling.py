@@ -5,9 +5,9 @@ import pytest
 import torch
 from scipy import stats
 
-from fulcrum.data import Party, from_arrays, party_of, sample_units, split
+from fulcrum.data import PartyData, build_party_data, from_arrays, poisson_sample_units, split
 from fulcrum.errors import ConfigError
-from fulcrum.rng import Recorded, Secure, Seeded
+from fulcrum.rng import RecordedRandomness, SecureRandomness, SeededRandomness
 from fulcrum.settings.schema import Data
 
 PERSON = np.array([5, 5, 9, 2, 9, 5, 2, 7, 8, 8, 5, 1])
@@ -23,13 +23,13 @@ def one_party(data):
 
 
 def recorded(*values):
-    return Recorded({("sample", 0): torch.tensor(values, dtype=torch.float64)}, {})
+    return RecordedRandomness({("sample", 0): torch.tensor(values, dtype=torch.float64)}, {})
 
 
 def test_examples_are_their_own_units():
     data = dataset()
     partition = split(data, Data(partition="iid", parties=2, min_examples=1), 0)
-    party = party_of(data, partition, 1, "example")
+    party = build_party_data(data, partition, 1, "example")
     assert torch.equal(party.index, partition.indices(1))
     assert party.unit_of.tolist() == list(range(6))
     assert party.units == 6
@@ -37,7 +37,7 @@ def test_examples_are_their_own_units():
 
 def test_persons_are_numbered_within_their_party():
     data = dataset(PERSON)
-    party = party_of(data, one_party(data), 0, "person")
+    party = build_party_data(data, one_party(data), 0, "person")
     assert party.units == 6
     assert torch.equal(torch.unique(torch.from_numpy(PERSON))[party.unit_of], torch.from_numpy(PERSON))
 
@@ -45,14 +45,14 @@ def test_persons_are_numbered_within_their_party():
 def test_a_person_unit_needs_ids_and_units_are_named():
     data = dataset()
     with pytest.raises(ConfigError, match="no person ids"):
-        party_of(data, one_party(data), 0, "person")
+        build_party_data(data, one_party(data), 0, "person")
     with pytest.raises(ConfigError, match="choose example or person"):
-        party_of(data, one_party(data), 0, "patient")
+        build_party_data(data, one_party(data), 0, "patient")
 
 
 def test_a_unit_joins_exactly_when_its_number_is_below_the_rate():
-    party = Party(torch.tensor([40, 41, 42, 43]), torch.arange(4), 4)
-    rows, slots, count = sample_units(recorded(0.3, 0.1, 0.2999, 0.9), ("sample", 0), party, 0.3)
+    party = PartyData(torch.tensor([40, 41, 42, 43]), torch.arange(4), 4)
+    rows, slots, count = poisson_sample_units(recorded(0.3, 0.1, 0.2999, 0.9), ("sample", 0), party, 0.3)
     assert rows.tolist() == [41, 42]
     assert slots.tolist() == [0, 1]
     assert count == 2
@@ -60,37 +60,39 @@ def test_a_unit_joins_exactly_when_its_number_is_below_the_rate():
 
 def test_all_records_of_a_sampled_person_come_with_their_slot():
     data = dataset(PERSON)
-    party = party_of(data, one_party(data), 0, "person")
+    party = build_party_data(data, one_party(data), 0, "person")
     # persons in order 1, 2, 5, 7, 8, 9: take 2, 5 and 9
-    rows, slots, count = sample_units(recorded(0.9, 0.1, 0.1, 0.9, 0.9, 0.1), ("sample", 0), party, 0.5)
+    rows, slots, count = poisson_sample_units(recorded(0.9, 0.1, 0.1, 0.9, 0.9, 0.1), ("sample", 0), party, 0.5)
     assert count == 3
     assert rows.tolist() == [0, 1, 2, 3, 4, 5, 6, 10]
     assert slots.tolist() == [1, 1, 2, 0, 2, 1, 0, 1]
     assert [int(PERSON[r]) for r in rows] == [[2, 5, 9][s] for s in slots]
 
 
-@pytest.mark.parametrize("randomness", [Seeded(0), Secure()])
+@pytest.mark.parametrize("randomness", [SeededRandomness(0), SecureRandomness()])
 def test_rate_one_takes_everyone_and_a_sample_may_be_empty(randomness):
-    party = Party(torch.arange(50), torch.arange(50), 50)
-    rows, slots, count = sample_units(randomness, ("sample", 1), party, 1.0)
+    party = PartyData(torch.arange(50), torch.arange(50), 50)
+    rows, slots, count = poisson_sample_units(randomness, ("sample", 1), party, 1.0)
     assert rows.tolist() == slots.tolist() == list(range(50))
     assert count == 50
-    rows, slots, count = sample_units(recorded(*[0.5] * 50), ("sample", 0), party, 0.5)
+    rows, slots, count = poisson_sample_units(recorded(*[0.5] * 50), ("sample", 0), party, 0.5)
     assert (len(rows), len(slots), count) == (0, 0, 0)
     assert rows.dtype == slots.dtype == torch.int64
 
 
 def test_seeded_samples_repeat_by_key_and_differ_between_keys():
-    party = Party(torch.arange(200), torch.arange(200), 200)
-    first, again, other = (sample_units(Seeded(3), ("sample", k), party, 0.5)[0].tolist() for k in (1, 1, 2))
+    party = PartyData(torch.arange(200), torch.arange(200), 200)
+    first, again, other = (
+        poisson_sample_units(SeededRandomness(3), ("sample", k), party, 0.5)[0].tolist() for k in (1, 1, 2)
+    )
     assert first == again
     assert first != other
 
 
 def test_counts_are_binomial_and_not_of_a_fixed_size():
     units, rate, steps = 400, 0.1, 2000
-    party = Party(torch.arange(units), torch.arange(units), units)
-    counts = np.array([sample_units(Seeded(0), ("sample", t), party, rate)[2] for t in range(steps)])
+    party = PartyData(torch.arange(units), torch.arange(units), units)
+    counts = np.array([poisson_sample_units(SeededRandomness(0), ("sample", t), party, rate)[2] for t in range(steps)])
     shuffled = np.full(steps, 40)  # what batches cut from a shuffled list would give
 
     def p_values(observed):

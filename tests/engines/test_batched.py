@@ -9,7 +9,7 @@ import torch
 from test_loop import play, toy_settings
 
 from fulcrum.clipping import RULES
-from fulcrum.clipping.rule import no_share
+from fulcrum.clipping.rule import no_statistics_share
 from fulcrum.engines.batched import ManyRound, run_many
 from fulcrum.engines.stacked import sampling
 from fulcrum.errors import ConfigError
@@ -18,7 +18,7 @@ from fulcrum.training.federation import Federation
 from helpers import toy_data
 
 DATA = toy_data()
-PAID = [name for name, rule in RULES.items() if rule.share is not no_share]
+PAID = [name for name, rule in RULES.items() if rule.share is not no_statistics_share]
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "settings that differ": [
@@ -124,7 +124,7 @@ def test_runs_of_different_lengths_are_refused() -> None:
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "draws_on_device", lambda device, sources: True)
+    monkeypatch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
 
 
 def last_model(feds: list[Federation]) -> torch.Tensor:
@@ -168,7 +168,7 @@ def test_pooled_noise_has_the_variance_of_the_clients_noise() -> None:
 def test_a_burst_in_which_a_sample_did_not_fit_is_played_again(monkeypatch: pytest.MonkeyPatch) -> None:
     feds = federations("settings that differ")
     roomy = last_model(feds)
-    monkeypatch.setattr(sampling, "ROOM", -4.0)
+    monkeypatch.setattr(sampling, "PAD_DEVIATIONS", -4.0)
     torch.testing.assert_close(last_model(feds), roomy, rtol=1e-4, atol=1e-6)
     monkeypatch.setattr("fulcrum.engines.batched.single_step.SingleStepRounds.settled", lambda self: True)
     assert not torch.allclose(last_model(feds), roomy, rtol=1e-2)

@@ -17,8 +17,8 @@ from fulcrum.engines.batched.jobs import JobTable, draw_cohorts, make_table
 from fulcrum.engines.batched.local_steps import JobRounds
 from fulcrum.engines.batched.noise_at import NoiseAtServer
 from fulcrum.engines.stacked import sampling
-from fulcrum.engines.stacked.replay import Replayer
-from fulcrum.rng import Seeded
+from fulcrum.engines.stacked.replay import GraphReplayer
+from fulcrum.rng import SeededRandomness
 from fulcrum.runs import prepare
 from fulcrum.training.federation import Federation
 from helpers import toy_data
@@ -200,7 +200,7 @@ def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
     x = DATA.x.clone()
     x[7] = torch.inf  # this gradient counts as zero, which the first attempt does not know
     feds = pair(DATA.with_changes(x=x), clip={"rule": "quantile"}, train={"steps": 2})
-    sources = [Once(Seeded(federation.settings.run.seed), set()) for federation in feds]
+    sources = [Once(SeededRandomness(federation.settings.run.seed), set()) for federation in feds]
     secret = [
         dataclasses.replace(federation, problem=dataclasses.replace(federation.problem, randomness=source))
         for federation, source in zip(feds, sources, strict=True)
@@ -220,7 +220,7 @@ def test_an_update_that_overflows_counts_as_zero() -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "draws_on_device", lambda device, sources: True)
+    monkeypatch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
 
 
 def last_model(feds: list[Federation]) -> torch.Tensor:
@@ -277,7 +277,7 @@ def test_numbers_of_the_device_train_like_those_of_the_host(monkeypatch: pytest.
         feds = []
         for s, own in enumerate(settings):
             federation = prepare(own, DATA)
-            problem = dataclasses.replace(federation.problem, randomness=Seeded(s))
+            problem = dataclasses.replace(federation.problem, randomness=SeededRandomness(s))
             feds.append(dataclasses.replace(federation, problem=problem))
         models = last_model(feds)
         start = feds[0].problem.layout.flatten(feds[0].problem.model)
@@ -293,11 +293,11 @@ def test_numbers_of_the_device_train_like_those_of_the_host(monkeypatch: pytest.
 @pytest.mark.usefixtures("stacked")
 @pytest.mark.parametrize("case", CASES)
 def test_the_programs_can_be_recorded(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def strictly(self: Replayer, key: Any, program: Callable[[], None], changes: list[torch.Tensor]) -> None:
+    def strictly(self: GraphReplayer, key: Any, program: Callable[[], None], changes: list[torch.Tensor]) -> None:
         with torch.no_grad(), NoHost():
             program()
 
-    monkeypatch.setattr(Replayer, "change", strictly)
+    monkeypatch.setattr(GraphReplayer, "run_in_place", strictly)
     next(run_many(pair(**CASES[case])))
     end = NoiseAtServer.end
 

@@ -17,8 +17,8 @@ from fulcrum.engines.batched.local_steps import JobRounds
 from fulcrum.engines.batched.noise_at import NoiseAtParties
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import sampling
-from fulcrum.engines.stacked.replay import Replayer
-from fulcrum.rng import Key, Recorded, Seeded
+from fulcrum.engines.stacked.replay import GraphReplayer
+from fulcrum.rng import RecordedRandomness, SeededRandomness, StreamKey
 from fulcrum.runs import prepare
 from fulcrum.training.federation import Federation
 from fulcrum.types import RoundResult
@@ -108,14 +108,14 @@ class Recorder:
     """Seeded numbers, written down as they are drawn."""
 
     def __init__(self, seed: int) -> None:
-        self.inner, self.mode = Seeded(seed), "recorded"
-        self.uniforms: dict[Key, torch.Tensor] = {}
-        self.normals: dict[Key, torch.Tensor] = {}
+        self.inner, self.mode = SeededRandomness(seed), "recorded"
+        self.uniforms: dict[StreamKey, torch.Tensor] = {}
+        self.normals: dict[StreamKey, torch.Tensor] = {}
 
-    def uniform(self, key: Key, count: int) -> torch.Tensor:
+    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
         return self.uniforms.setdefault(key, self.inner.uniform(key, count))
 
-    def normal(self, key: Key, count: int) -> torch.Tensor:
+    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
         return self.normals.setdefault(key, self.inner.normal(key, count))
 
 
@@ -126,7 +126,7 @@ def recorded(feds: list[Federation]) -> tuple[list[Federation], list[list[RoundR
         source = Recorder(federation.settings.run.seed + 100)
         problem = dataclasses.replace(federation.problem, randomness=source)
         alone.append(play(dataclasses.replace(federation, problem=problem, engine=ReferenceEngine(problem))))
-        problem = dataclasses.replace(problem, randomness=Recorded(source.uniforms, source.normals))
+        problem = dataclasses.replace(problem, randomness=RecordedRandomness(source.uniforms, source.normals))
         replayed.append(dataclasses.replace(federation, problem=problem))
     return replayed, alone
 
@@ -198,12 +198,12 @@ def test_a_mistake_about_who_takes_part_is_noticed(
 def test_the_programs_can_be_recorded(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA graphs: they ask the host for nothing, and no value decides a shape."""
 
-    def strictly(self: Replayer, key: Any, program: Callable[[], None], changes: list[torch.Tensor]) -> None:
+    def strictly(self: GraphReplayer, key: Any, program: Callable[[], None], changes: list[torch.Tensor]) -> None:
         with torch.no_grad(), NoHost():
             program()
 
     monkeypatch.setattr(runs, "PerJobRounds", never)
-    monkeypatch.setattr(Replayer, "change", strictly)
+    monkeypatch.setattr(GraphReplayer, "run_in_place", strictly)
     next(run_many(pair(2, **(CASES | PARTIAL)[case])))
 
 
@@ -247,19 +247,19 @@ def test_another_basis_for_a_model_that_torch_func_follows(steps: int, monkeypat
 class Once:
     """Numbers that cannot be drawn a second time."""
 
-    inner: Seeded
-    seen: set[Key]
+    inner: SeededRandomness
+    seen: set[StreamKey]
     mode: str = "secure"
 
-    def _first(self, key: Key) -> Key:
+    def _first(self, key: StreamKey) -> StreamKey:
         assert key not in self.seen
         self.seen.add(key)
         return key
 
-    def uniform(self, key: Key, count: int) -> torch.Tensor:
+    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
         return self.inner.uniform(self._first(key), count)
 
-    def normal(self, key: Key, count: int) -> torch.Tensor:
+    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
         return self.inner.normal(self._first(key), count)
 
 
@@ -268,7 +268,7 @@ def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
     x[7] = torch.inf  # this gradient counts as zero, which the first attempt does not know
     data = DATA.with_changes(x=x)
     feds = [prepare(toy_settings(train={"steps": 2, "rate": 0.9}), data)]
-    source = Once(Seeded(feds[0].settings.run.seed), set())
+    source = Once(SeededRandomness(feds[0].settings.run.seed), set())
     secret = [dataclasses.replace(feds[0], problem=dataclasses.replace(feds[0].problem, randomness=source))]
     assert_as_alone(feds, list(run_many(secret)))
 
@@ -278,7 +278,7 @@ def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "draws_on_device", lambda device, sources: True)
+    monkeypatch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
     monkeypatch.setattr(runs, "PerJobRounds", never)
 
 
@@ -384,6 +384,6 @@ def test_there_is_room_for_what_chance_brings_and_not_much_more() -> None:
     assert not bool((needed <= float(needed.mean())).all())  # room for the mean alone is too little
     rows = 0.05 * sum(sizes)
     assert count * length < 1.35 * rows
-    assert 20 * sampling.pad_for(9000, 0.05) > 2 * rows  # a row a job would be half empty
+    assert 20 * sampling.compute_pad_size(9000, 0.05) > 2 * rows  # a row a job would be half empty
     assert expect([7], [1.0], 8) == 1
     assert expect([9], [1.0], 8) == 2

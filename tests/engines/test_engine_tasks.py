@@ -22,11 +22,11 @@ from fulcrum.engines.parallel import ParallelEngine
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine
 from fulcrum.errors import ModelError
-from fulcrum.gradients import Follower
-from fulcrum.models.build import build
-from fulcrum.models.builtin import initialise
-from fulcrum.models.checks import refuse_mixing
-from fulcrum.models.layout import Layout
+from fulcrum.gradients import GradientRecorder
+from fulcrum.models.build import build_model
+from fulcrum.models.builtin import initialise_weights
+from fulcrum.models.checks import validate_model
+from fulcrum.models.layout import ParameterLayout
 from fulcrum.runs import prepare
 from fulcrum.settings.schema import Clip, Model, TaskSettings
 from fulcrum.training.evaluate import evaluate, evaluate_all, mean_over_parties
@@ -257,7 +257,7 @@ def test_gradients_of_every_task_equal_float64_autograd(name: str, how: str) -> 
     problem = doubled(CASES[name])
     data, layout = problem.dataset, problem.layout
     params = layout.flatten(problem.model)
-    tape = Follower(problem.model, layout, data.task, how)(params, data.x, data.y)
+    tape = GradientRecorder(problem.model, layout, data.task, how)(params, data.x, data.y)
     truth = by_autograd(problem, params)
     torch.testing.assert_close(tape.matrix(), truth, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(tape.norms()[:, 0], truth.norm(dim=1), rtol=1e-9, atol=1e-12)
@@ -268,10 +268,10 @@ def test_pieces_of_several_inputs_and_tokens_are_one_batch(monkeypatch: pytest.M
     for name in ("two inputs", "tokens", "next-token"):
         problem = CASES[name].problem()
         data, params = problem.dataset, problem.layout.flatten(problem.model)
-        whole = Follower(problem.model, problem.layout, data.task)(params, data.x, data.y)
+        whole = GradientRecorder(problem.model, problem.layout, data.task)(params, data.x, data.y)
         with monkeypatch.context() as small:
-            small.setattr("fulcrum.gradients.WORK", {"cpu": 2000, "cuda": 2000})
-            parts = Follower(problem.model, problem.layout, data.task)(params, data.x, data.y)
+            small.setattr("fulcrum.gradients.PASS_MEMORY_BYTES", {"cpu": 2000, "cuda": 2000})
+            parts = GradientRecorder(problem.model, problem.layout, data.task)(params, data.x, data.y)
         assert type(parts).__name__ == "Chunks"
         torch.testing.assert_close(parts.matrix(), whole.matrix())
         torch.testing.assert_close(parts.losses, whole.losses)
@@ -317,8 +317,8 @@ def test_parties_without_a_value_do_not_count() -> None:
 def test_the_model_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = CASES["tokens"].problem()
     looks: list[object] = []
-    found = fulcrum.gradients.analyse
-    monkeypatch.setattr(fulcrum.gradients, "analyse", lambda *given: looks.append(given) or found(*given))
+    found = fulcrum.gradients.analyse_model
+    monkeypatch.setattr(fulcrum.gradients, "analyse_model", lambda *given: looks.append(given) or found(*given))
     for _ in range(3):
         evaluate(problem, problem.layout.flatten(problem.model))
     assert len(looks) == 1
@@ -364,32 +364,32 @@ class MixesWords(nn.Module):
 def test_own_models_are_tried_on_inputs_of_the_datas_type() -> None:
     here = __name__
     ids = words(8)
-    build(Model(name=f"{here}:tagger"), (LENGTH,), WORDS, 0, ids, sequence=True)
-    build(Model(name=f"{here}:flat_tagger"), (LENGTH,), 3, 0, ids)
+    build_model(Model(name=f"{here}:tagger"), (LENGTH,), WORDS, 0, ids, sequence=True)
+    build_model(Model(name=f"{here}:flat_tagger"), (LENGTH,), 3, 0, ids)
     both = {"words": ids, "numbers": normal(8, 2)}
-    build(Model(name=f"{here}:two_inputs"), {"words": (LENGTH,), "numbers": (2,)}, 3, 0, both)
+    build_model(Model(name=f"{here}:two_inputs"), {"words": (LENGTH,), "numbers": (2,)}, 3, 0, both)
     with pytest.raises(ModelError, match=r"outputs of shape \[3, length, 3\]"):
-        build(Model(name=f"{here}:flat_tagger"), (LENGTH,), 3, 0, ids, sequence=True)
+        build_model(Model(name=f"{here}:flat_tagger"), (LENGTH,), 3, 0, ids, sequence=True)
     with pytest.raises(ModelError, match=r"logits of shape \[3, 7\]"):
-        build(Model(name=f"{here}:tagger"), (LENGTH,), WORDS, 0, ids)
+        build_model(Model(name=f"{here}:tagger"), (LENGTH,), WORDS, 0, ids)
     with pytest.raises(ModelError, match="failed on a batch"):
-        build(Model(name=f"{here}:tagger"), (LENGTH,), WORDS, 0, sequence=True)  # made-up numbers are no words
+        build_model(Model(name=f"{here}:tagger"), (LENGTH,), WORDS, 0, sequence=True)  # made-up numbers are no words
     with pytest.raises(ModelError, match="several inputs"):
-        build(Model(name="linear"), {"words": (LENGTH,)}, 3, 0)
+        build_model(Model(name="linear"), {"words": (LENGTH,)}, 3, 0)
     with pytest.raises(ModelError, match="prediction per position"):
-        build(Model(name="mlp"), (LENGTH,), 3, 0, sequence=True)
+        build_model(Model(name="mlp"), (LENGTH,), 3, 0, sequence=True)
 
 
 def test_mixing_is_seen_on_words_too() -> None:
     with pytest.raises(ModelError, match="mixes the examples"):
-        refuse_mixing(MixesWords(), words(2))
-    refuse_mixing(Tagger(3), words(2))
-    refuse_mixing(TwoInputs(), {"words": words(2), "numbers": normal(2, 2)})
+        validate_model(MixesWords(), words(2))
+    validate_model(Tagger(3), words(2))
+    validate_model(TwoInputs(), {"words": words(2), "numbers": normal(2, 2)})
 
 
 def test_initial_weights_of_norms_and_embeddings() -> None:
     model = nn.Sequential(nn.Embedding(400, 50, padding_idx=0), nn.LayerNorm(50), nn.GroupNorm(5, 50), nn.Linear(50, 2))
-    initialise(model, drawn())
+    initialise_weights(model, drawn())
     table, norm, groups = model[0], model[1], model[2]
     assert float(table.weight.detach()[1:].std()) == pytest.approx(1.0, abs=0.05)
     assert not table.weight[0].any()
@@ -401,10 +401,11 @@ def test_initial_weights_of_norms_and_embeddings() -> None:
 
 def test_a_vocabulary_does_not_count_as_outputs() -> None:
     few, many = (
-        Layout.of(nn.Sequential(nn.Embedding(count, 8), nn.Linear(8, 2))).usual_norm for count in (10, 100_000)
+        ParameterLayout.of(nn.Sequential(nn.Embedding(count, 8), nn.Linear(8, 2))).expected_init_norm
+        for count in (10, 100_000)
     )
     assert few == many == pytest.approx(math.sqrt((8 + 2) / 3))
-    assert Layout.of(dense(3)).usual_norm == pytest.approx(math.sqrt((5 + 3) / 3))
+    assert ParameterLayout.of(dense(3)).expected_init_norm == pytest.approx(math.sqrt((5 + 3) / 3))
 
 
 def test_cross_entropy_is_still_pytorchs() -> None:

@@ -21,9 +21,9 @@ from fulcrum.data import Dataset, split
 from fulcrum.engines import choose_engine, find_engine
 from fulcrum.engines.parallel import ParallelEngine
 from fulcrum.engines.reference import ReferenceEngine
-from fulcrum.gradients import Follower
-from fulcrum.models.layout import Layout
-from fulcrum.rng import Recorded, Seeded
+from fulcrum.gradients import GradientRecorder
+from fulcrum.models.layout import ParameterLayout
+from fulcrum.rng import RecordedRandomness, SeededRandomness
 from fulcrum.settings.schema import Clip, Data
 from fulcrum.training.client import by_matrix, train_client
 from fulcrum.training.problem import Problem
@@ -53,7 +53,7 @@ def parallel(problem: Problem, asked: RoundRequest, workers: int = 2) -> list[Cl
 
 def oracle(problem: Problem, asked: RoundRequest) -> list[ClientReply]:
     """The reference with every gradient found by vmap: nothing of the fast path in it."""
-    work = by_matrix(Follower(problem.model, problem.layout, problem.dataset.task, how="vmap"))
+    work = by_matrix(GradientRecorder(problem.model, problem.layout, problem.dataset.task, how="vmap"))
     pairs = zip(asked.assignments, asked.states, strict=True)
     return [train_client(problem, asked, task, state, work) for task, state in pairs]
 
@@ -88,7 +88,10 @@ def test_the_comparison_notices_other_streams_and_other_rules() -> None:
     problem = uneven(toy_problem("fixed", parties=5))
     asked = request(problem)
     found = parallel(problem, asked)[3].delta
-    for other in (dataclasses.replace(problem, randomness=Seeded(4)), dataclasses.replace(problem, rule=RULES["none"])):
+    for other in (
+        dataclasses.replace(problem, randomness=SeededRandomness(4)),
+        dataclasses.replace(problem, rule=RULES["none"]),
+    ):
         assert not torch.allclose(found, oracle(other, request(other))[3].delta, rtol=1e-2)
 
 
@@ -96,7 +99,7 @@ def test_recorded_numbers_give_what_they_gave_when_they_were_drawn() -> None:
     problem = uneven(toy_problem("fixed", parties=5))
     asked, kept = request(problem), problem.randomness
     steps = [(0, k, step) for k in range(5) for step in range(3)]
-    played = Recorded(
+    played = RecordedRandomness(
         {("sample", *key): kept.uniform(("sample", *key), 60) for key in steps},
         {("noise", *key): kept.normal(("noise", *key), problem.layout.dim) for key in steps},
     )
@@ -190,7 +193,7 @@ def problem_of(name: str, rule: ClipRule = FIXED) -> Problem:
     data: Dataset = shell.with_changes(x=x, y=y, x_test=x, y_test=y)
     model = seeded(nn.Sequential(*make()))
     partition = split(shell, Data(parties=5, partition="iid", min_examples=1), 0)
-    return uneven(Problem(data, partition, model, Layout.of(model), rule, Seeded(3)))
+    return uneven(Problem(data, partition, model, ParameterLayout.of(model), rule, SeededRandomness(3)))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # the LSTM has no batching rule

@@ -13,17 +13,17 @@ from torch import nn
 
 from fulcrum.clipping import RULES
 from fulcrum.clipping.fixed import FIXED
-from fulcrum.clipping.rule import no_share
+from fulcrum.clipping.rule import no_statistics_share
 from fulcrum.data import Dataset, from_arrays
 from fulcrum.engines import ENGINES, find_engine
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine, core, sampling
-from fulcrum.engines.stacked.table import store
+from fulcrum.engines.stacked.table import store_on_device
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.gradients.stacked import passes
-from fulcrum.models.build import build
+from fulcrum.models.build import build_model
 from fulcrum.models.builtin import ACTIVATIONS
-from fulcrum.rng import Secure, Seeded
+from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.runs.choices import check_choices
 from fulcrum.settings.schema import Clip, Model, Settings
 from fulcrum.training.problem import Problem
@@ -79,7 +79,7 @@ def test_every_rule_equals_the_reference(rule: str, steps: int, groups: str) -> 
         assert_equal(list(ReferenceEngine(problem).run(wanted)), stacked(problem, wanted))
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.share is not no_share])
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.share is not no_statistics_share])
 @pytest.mark.parametrize("every", [2, 100])
 def test_statistics_now_and_then_equal_the_reference(rule: str, every: int) -> None:
     """Asked in some steps of some rounds: the events differ by step, and what was not asked for is zero."""
@@ -118,12 +118,12 @@ def odd() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mnist-cnn": (lambda: build(Model(name="mnist-cnn"), (1, 28, 28), 3, 0), (1, 28, 28)),
-    "cifar-cnn": (lambda: build(Model(name="cifar-cnn"), (3, 12, 12), 3, 0), (3, 12, 12)),
-    "linear": (lambda: build(Model(name="linear"), (1, 4, 5), 3, 0), (1, 4, 5)),
+    "mnist-cnn": (lambda: build_model(Model(name="mnist-cnn"), (1, 28, 28), 3, 0), (1, 28, 28)),
+    "cifar-cnn": (lambda: build_model(Model(name="cifar-cnn"), (3, 12, 12), 3, 0), (3, 12, 12)),
+    "linear": (lambda: build_model(Model(name="linear"), (1, 4, 5), 3, 0), (1, 4, 5)),
     "odd": (odd, (2, 19, 20)),
     **{
-        name: (lambda name=name: build(Model(name="mlp", activation=name, hidden=(7, 5)), (8,), 3, 0), (8,))  # type: ignore[misc]
+        name: (lambda name=name: build_model(Model(name="mlp", activation=name, hidden=(7, 5)), (8,), 3, 0), (8,))  # type: ignore[misc]
         for name in ACTIVATIONS
     },
 }
@@ -206,7 +206,7 @@ def _uneven(data: Dataset, sizes: list[int]) -> Any:
 
 
 def test_statistics_without_a_share_of_the_noise_are_refused_as_by_the_reference() -> None:
-    bare = dataclasses.replace(RULES["quantile"], share=no_share)
+    bare = dataclasses.replace(RULES["quantile"], share=no_statistics_share)
     problem = dataclasses.replace(toy_problem("fixed"), rule=bare)
     for engine in (ReferenceEngine, StackedEngine):
         with pytest.raises(ValueError, match="no share"):
@@ -255,9 +255,9 @@ def test_memory_that_runs_out_halves_the_pieces_and_changes_nothing(monkeypatch:
         seen.append(x.shape[0] * x.shape[1])
         if seen[-1] > 6:
             raise torch.OutOfMemoryError("out of memory")
-        return passes.run_pass(program, theta, x, *rest)
+        return passes.run_stacked_pass(program, theta, x, *rest)
 
-    monkeypatch.setattr(core, "run_pass", scarce)
+    monkeypatch.setattr(core, "run_stacked_pass", scarce)
     engine = StackedEngine(problem, rows_limit=64)
     assert_equal(plain, list(engine.run(wanted)))
     assert max(seen) > 6
@@ -266,7 +266,7 @@ def test_memory_that_runs_out_halves_the_pieces_and_changes_nothing(monkeypatch:
     def none_left(*given: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(core, "run_pass", none_left)
+    monkeypatch.setattr(core, "run_stacked_pass", none_left)
     with pytest.raises(RunError, match="single example"):
         list(StackedEngine(problem).run(wanted))
 
@@ -292,7 +292,7 @@ def test_an_unsound_rule_sees_its_whole_batch_even_in_pieces() -> None:
 
 def test_compact_reports_a_row_that_is_too_short() -> None:
     joins = torch.tensor([[True, False, True, True], [False, False, False, True]])
-    places, mask, counts = sampling.compact(joins, 2)
+    places, mask, counts = sampling.compact_rows(joins, 2)
     assert counts.tolist() == [3, 1]
     assert places[1, 0] == 3
     assert mask.tolist() == [[True, True], [True, False]]
@@ -303,52 +303,55 @@ def test_compact_reports_a_row_that_is_too_short() -> None:
 def test_long_sums_may_be_cut_into_parts(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = toy_problem(rule, toy_data(300), 3)
     whole, wanted = [], request(problem)
-    monkeypatch.setattr(passes, "pieces", lambda rows, positions: whole.append(rows) or 1)
+    monkeypatch.setattr(passes, "count_sum_splits", lambda rows, positions: whole.append(rows) or 1)
     in_one = stacked(problem, wanted)
     assert whole, "there are such sums"
-    monkeypatch.setattr(passes, "pieces", lambda rows, positions: rows)  # an example each
+    monkeypatch.setattr(passes, "count_sum_splits", lambda rows, positions: rows)  # an example each
     assert_equal(in_one, stacked(problem, wanted))
     monkeypatch.undo()
-    assert passes.pieces(64, 16) == 1
-    assert passes.pieces(64, 1024) == 64
-    assert passes.pieces(1000, 100) == 50
-    assert all(rows % passes.pieces(rows, places) == 0 for rows in (0, 8, 24, 12568) for places in (1, 25, 196))
+    assert passes.count_sum_splits(64, 16) == 1
+    assert passes.count_sum_splits(64, 1024) == 64
+    assert passes.count_sum_splits(1000, 100) == 50
+    assert all(
+        rows % passes.count_sum_splits(rows, places) == 0 for rows in (0, 8, 24, 12568) for places in (1, 25, 196)
+    )
 
 
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: numbers come from a generator keyed by round, and nobody looks at them on the way."""
-    monkeypatch.setattr(sampling, "draws_on_device", lambda device, sources: True)
+    monkeypatch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
 
 
 def test_a_sample_that_does_not_fit_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     on_device(monkeypatch)
-    problem = toy_problem("fixed", toy_data(300), 3, randomness=Seeded(4))
+    problem = toy_problem("fixed", toy_data(300), 3, randomness=SeededRandomness(4))
     wanted = request(problem)
     roomy = stacked(problem, wanted)
-    monkeypatch.setattr(sampling, "ROOM", -4.0)
-    assert sampling.pad_for(100, 0.5) < 40
+    monkeypatch.setattr(sampling, "PAD_DEVIATIONS", -4.0)
+    assert sampling.compute_pad_size(100, 0.5) < 40
     assert_equal(roomy, stacked(problem, wanted))
-    monkeypatch.setattr("fulcrum.engines.stacked.trainer.Trainer._settled", lambda self, parts: True)
+    monkeypatch.setattr("fulcrum.engines.stacked.trainer.StackedTrainer._settled", lambda self, parts: True)
     cut = stacked(problem, wanted)
     assert not torch.allclose(cut[0].delta, roomy[0].delta, rtol=1e-2)
 
 
 def test_draws_of_the_device_depend_on_the_round_and_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     on_device(monkeypatch)
-    problem = toy_problem("fixed", parties=3, randomness=Seeded(4))
+    problem = toy_problem("fixed", parties=3, randomness=SeededRandomness(4))
     first, again = stacked(problem, request(problem)), stacked(problem, request(problem))
     assert all(torch.equal(a.delta, b.delta) for a, b in zip(first, again, strict=True))
     other = stacked(problem, request(problem, round=2))
     assert not torch.equal(first[0].delta, other[0].delta)
     assert not torch.equal(
-        first[0].delta, stacked(toy_problem("fixed", parties=3, randomness=Seeded(5)), request(problem))[0].delta
+        first[0].delta,
+        stacked(toy_problem("fixed", parties=3, randomness=SeededRandomness(5)), request(problem))[0].delta,
     )
 
 
 def test_the_device_samples_at_the_rate_and_noises_by_sigma(monkeypatch: pytest.MonkeyPatch) -> None:
     on_device(monkeypatch)
     data = toy_data(600)
-    problem = toy_problem("fixed", data, 3, randomness=Seeded(4), diagnostics=True)
+    problem = toy_problem("fixed", data, 3, randomness=SeededRandomness(4), diagnostics=True)
     rounds = [
         stacked(problem, request(problem, 1, 2.0, round=t, params=torch.zeros(problem.layout.dim))) for t in range(30)
     ]
@@ -371,7 +374,7 @@ def test_the_device_samples_at_the_rate_and_noises_by_sigma(monkeypatch: pytest.
 def test_secure_numbers_come_from_the_host_and_are_kept_while_a_round_is_repeated() -> None:
     drawn: list[Any] = []
 
-    class Counted(Secure):
+    class Counted(SecureRandomness):
         def uniform(self, key: Any, count: int) -> torch.Tensor:
             drawn.append(key)
             return super().uniform(key, count)
@@ -391,14 +394,14 @@ def test_secure_numbers_come_from_the_host_and_are_kept_while_a_round_is_repeate
 def test_examples_are_kept_as_bytes_only_where_that_loses_nothing() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
     x = (codes.float() / 255.0 - 0.5) / 0.5
-    small = store(x, CPU, small=True)
+    small = store_on_device(x, CPU, small=True)
     assert small.values.dtype == (torch.uint8 if small.scale else torch.float32)
     index = torch.tensor([[2, 0]])
     assert torch.equal(small.rows(index), x[index])
-    fine = store(codes.float() / 255.0, CPU, small=True)
+    fine = store_on_device(codes.float() / 255.0, CPU, small=True)
     assert fine.values.dtype == torch.uint8
     assert torch.equal(fine.rows(index), (codes.float() / 255.0)[index])
-    assert store(torch.randn(4, 3), CPU, small=True).values.dtype == torch.float32
+    assert store_on_device(torch.randn(4, 3), CPU, small=True).values.dtype == torch.float32
 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])

@@ -21,7 +21,7 @@ from fulcrum.flower.messages import Envelope, pack, read_assignment
 from fulcrum.flower.party import load_arrays
 from fulcrum.flower.prepare import served_settings
 from fulcrum.flower.terms import accept, propose
-from fulcrum.models.layout import Layout
+from fulcrum.models.layout import ParameterLayout
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.settings.presets import METHODS
 from fulcrum.settings.schema import Settings
@@ -33,7 +33,7 @@ TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}
 
 
 def flat(result) -> torch.Tensor:
-    return Layout.of(result.model).flatten(result.model)
+    return ParameterLayout.of(result.model).flatten(result.model)
 
 
 def ledger_lines(path, party):

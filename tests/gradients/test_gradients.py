@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from fulcrum import gradients as grads
 from fulcrum.data.tasks import Task, make_task, task_from_loss
 from fulcrum.errors import ModelError
-from fulcrum.gradients import Tape, paths
+from fulcrum.gradients import GradientTape, list_gradient_paths
 from fulcrum.gradients import ghost as book
 from fulcrum.gradients import outer_products as outer
 from fulcrum.gradients import param_grads as parts
-from fulcrum.gradients.layers import KINDS
-from fulcrum.models.build import build
-from fulcrum.models.layout import Layout
+from fulcrum.gradients.layers import GRAD_SAMPLERS
+from fulcrum.models.build import build_model
+from fulcrum.models.layout import ParameterLayout
 from fulcrum.settings import schema as config
 
 B, CLASSES = 5, 3
@@ -28,9 +28,15 @@ CLASSIFY = make_task(config.TaskSettings(classes=CLASSES), [])
 
 
 def record(
-    model: nn.Module, layout: Layout, params: Tensor, x: Tensor, y: Tensor, task: Task = CLASSIFY, how: str = "auto"
-) -> Tape:
-    return grads.record(model, layout, params, x, y, task, how)
+    model: nn.Module,
+    layout: ParameterLayout,
+    params: Tensor,
+    x: Tensor,
+    y: Tensor,
+    task: Task = CLASSIFY,
+    how: str = "auto",
+) -> GradientTape:
+    return grads.record_gradients(model, layout, params, x, y, task, how)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -51,7 +57,7 @@ def seeded(model: nn.Module, seed: int = 2, dtype: torch.dtype = torch.float64) 
     return model
 
 
-def loop(model: nn.Module, layout: Layout, x: Tensor, y: Tensor) -> Tensor:
+def loop(model: nn.Module, layout: ParameterLayout, x: Tensor, y: Tensor) -> Tensor:
     """The plainest oracle: backward on one example after the other."""
     rows = []
     named = dict(model.named_parameters())
@@ -113,7 +119,7 @@ LAYERS = {
 }
 
 
-def check_tape(tape: object, truth: Tensor, layout: Layout, tight: float = 1e-10) -> None:
+def check_tape(tape: object, truth: Tensor, layout: ParameterLayout, tight: float = 1e-10) -> None:
     """Every answer of a tape against the matrix of true gradients."""
 
     def close(a: Tensor, b: Tensor) -> None:
@@ -143,11 +149,11 @@ def test_every_layer_equals_vmap_and_a_loop(name: str, wrap: bool) -> None:
     make, shape = LAYERS[name]
     body = seeded(nn.Sequential(make(), nn.Tanh(), nn.Flatten(), nn.Identity(), make_linear(make, shape)))
     model = Wrapped(body) if wrap else body
-    layout, x, y = Layout.of(model), randn(B, *shape), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, *shape), labels()
     params = layout.flatten(model)
     truth = loop(model, layout, x, y)
     found = record(model, layout, params, x, y, how="book")
-    assert isinstance(found, book.Book)
+    assert isinstance(found, book.GhostTape)
     check_tape(found, truth, layout)
     check_tape(record(model, layout, params, x, y, how="vmap"), truth, layout)
     torch.testing.assert_close(found.losses, F.cross_entropy(model(x), y, reduction="none"))
@@ -160,14 +166,14 @@ def make_linear(make: object, shape: tuple[int, ...]) -> nn.Linear:
 @pytest.mark.parametrize("keep", [0.0, 1e9], ids=["nothing-written", "all-written"])
 @pytest.mark.parametrize("name", ["linear-long", "conv1d-options", "conv2d-groups", "conv2d-many-positions"])
 def test_both_ways_to_the_norm_agree(name: str, keep: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "KEEP", keep)
+    monkeypatch.setattr(book, "MAX_MATERIALISED_RATIO", keep)
     for touch in (0, 10**9):  # first direct, then ghost norms wherever there is a choice
-        monkeypatch.setattr(outer, "TOUCH", touch)
+        monkeypatch.setattr(outer, "WRITE_READ_COST", touch)
         make, shape = LAYERS[name]
         model = seeded(nn.Sequential(make(), nn.Tanh(), nn.Flatten(), make_linear(make, shape)))
-        layout, x, y = Layout.of(model), randn(B, *shape), labels()
+        layout, x, y = ParameterLayout.of(model), randn(B, *shape), labels()
         tape = record(model, layout, layout.flatten(model), x, y, how="book")
-        written = isinstance(tape.parts[0][0], parts.Rows)
+        written = isinstance(tape.parts[0][0], parts.MaterialisedGrad)
         assert written == (keep > 0 and touch == 0)
         check_tape(tape, loop(model, layout, x, y), layout)
 
@@ -175,11 +181,11 @@ def test_both_ways_to_the_norm_agree(name: str, keep: float, monkeypatch: pytest
 @pytest.mark.parametrize("scratch", [1, 10_000])
 @pytest.mark.parametrize("work", [1, 2_000, 2**30])
 def test_working_in_pieces_changes_nothing(scratch: int, work: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(parts.SCRATCH, "cpu", scratch)
-    monkeypatch.setitem(grads.WORK, "cpu", work)
+    monkeypatch.setitem(parts.SCRATCH_BYTES, "cpu", scratch)
+    monkeypatch.setitem(grads.PASS_MEMORY_BYTES, "cpu", work)
     layers = [nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 9, 3), nn.Flatten(), nn.Linear(144, CLASSES)]
     model = seeded(nn.Sequential(*layers))
-    layout, x, y = Layout.of(model), randn(B, 2, 6, 6), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, 2, 6, 6), labels()
     check_tape(record(model, layout, layout.flatten(model), x, y), loop(model, layout, x, y), layout)
 
 
@@ -187,13 +193,13 @@ def test_working_in_pieces_changes_nothing(scratch: int, work: int, monkeypatch:
 @pytest.mark.parametrize("activation", ["relu", "tanh", "tempered"])
 @pytest.mark.parametrize(("name", "shape"), [("mnist-cnn", (1, 28, 28)), ("cifar-cnn", (3, 32, 32))])
 def test_the_papers_models_equal_vmap(name: str, shape: tuple[int, ...], activation: str, dtype: torch.dtype) -> None:
-    model = build(config.Model(name=name, activation=activation), shape, CLASSES, seed=3).to(dtype)
-    layout, x, y = Layout.of(model), randn(4, *shape, dtype=dtype), labels(4)
+    model = build_model(config.Model(name=name, activation=activation), shape, CLASSES, seed=3).to(dtype)
+    layout, x, y = ParameterLayout.of(model), randn(4, *shape, dtype=dtype), labels(4)
     params = layout.flatten(model)
     truth = record(model, layout, params, x, y, how="vmap").matrix()
     tight = 1e-4 if dtype == torch.float32 else 1e-10
     check_tape(record(model, layout, params, x, y, how="book"), truth, layout, tight)
-    assert {path for _, path, _ in paths(model)} == {"book"}
+    assert {path for _, path, _ in list_gradient_paths(model)} == {"book"}
 
 
 # --- embeddings ---------------------------------------------------------------------------------
@@ -222,7 +228,7 @@ class Tokens(nn.Module):
 def test_embeddings(options: dict[str, object], shape: tuple[int, ...]) -> None:
     model = seeded(Tokens(**options))
     ids = torch.randint(0, model.embedding.num_embeddings, shape, generator=torch.Generator().manual_seed(3))
-    layout, y = Layout.of(model), labels()
+    layout, y = ParameterLayout.of(model), labels()
     tape = record(model, layout, layout.flatten(model), ids, y, how="book")
     check_tape(tape, loop(model, layout, ids, y), layout)
 
@@ -238,12 +244,12 @@ def twice() -> nn.Module:
 
 def test_a_layer_used_twice_adds_up_before_the_norm() -> None:
     model = twice()
-    layout, x, y = Layout.of(model), randn(B, 6), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
     truth = loop(model, layout, x, y)
     tape = record(model, layout, layout.flatten(model), x, y, how="book")
     assert [len(uses) for uses in tape.parts] == [2, 2, 2, 2, 1, 1]
     check_tape(tape, truth, layout)
-    apart = torch.stack([part.squares() for part in tape.parts[0]]).sum(dim=0).sqrt()
+    apart = torch.stack([part.squared_norms() for part in tape.parts[0]]).sum(dim=0).sqrt()
     true = truth[:, : layout.sizes[0]].norm(dim=1)
     assert not torch.allclose(apart, true)  # what adding squares of the uses would give
 
@@ -252,7 +258,7 @@ def test_a_layer_used_twice_adds_up_before_the_norm() -> None:
 def test_a_layer_used_twice_keeps_its_own_parameters(how: str) -> None:
     # torch.func.functional_call restores such a layer wrongly: its parameters are gone after the call.
     model = twice()
-    layout, own = Layout.of(model), list(model.parameters())
+    layout, own = ParameterLayout.of(model), list(model.parameters())
     record(model, layout, randn(layout.dim, seed=8), randn(B, 6), labels(), how=how)
     assert all(a is b for a, b in zip(model.parameters(), own, strict=True))
 
@@ -261,7 +267,7 @@ def test_two_layers_with_one_weight() -> None:
     first, second = nn.Linear(6, 6), nn.Linear(6, 6)
     second.weight = first.weight
     model = seeded(nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(6, CLASSES)))
-    layout, x, y = Layout.of(model), randn(B, 6), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
     assert layout.names == ("0.weight", "0.bias", "2.bias", "4.weight", "4.bias")
     tape = record(model, layout, layout.flatten(model), x, y, how="book")
     check_tape(tape, loop(model, layout, x, y), layout)
@@ -275,7 +281,7 @@ def test_frozen_parameters_have_no_gradient(frozen: str, wrap: bool) -> None:
     for name, parameter in body.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
     model = Wrapped(body) if wrap else body
-    layout, x, y = Layout.of(model), randn(B, 1, 6, 6), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, 1, 6, 6), labels()
     tape = record(model, layout, layout.flatten(model), x, y, how="book")
     check_tape(tape, loop(model, layout, x, y), layout)
 
@@ -371,40 +377,48 @@ def test_a_single_unknown_module_goes_through_vmap_alone(name: str) -> None:
     make, shape = UNKNOWN[name]
     wide = make()(torch.zeros(2, *shape)).flatten(1).shape[1]
     model = seeded(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), make(), nn.Tanh(), nn.Flatten(), nn.Linear(wide, CLASSES)))
-    layout, x, y = Layout.of(model), randn(B, *shape), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, *shape), labels()
     tape = record(model, layout, layout.flatten(model), x, y)
-    assert isinstance(tape, book.Book)
+    assert isinstance(tape, book.GhostTape)
     check_tape(tape, loop(model, layout, x, y), layout)
-    assert [path for _, path, _ in paths(model)] == ["book", "vmap", "book"]
-    assert all(reason for _, _, reason in paths(model))
+    assert [path for _, path, _ in list_gradient_paths(model)] == ["book", "vmap", "book"]
+    assert all(reason for _, _, reason in list_gradient_paths(model))
 
 
 @pytest.mark.parametrize(
     "make",
-    [Recurrent, Borrowed, Merged, Scale, lambda: Positions(B), lambda: Positions(grads.PROBE), lambda: Positions(2)],
+    [
+        Recurrent,
+        Borrowed,
+        Merged,
+        Scale,
+        lambda: Positions(B),
+        lambda: Positions(grads.NUM_PROBE_EXAMPLES),
+        lambda: Positions(2),
+    ],
     ids=["lstm", "borrowed-weight", "merged-batch", "parameter-of-the-model", "table-b", "table-probe", "table-2"],
 )
 def test_what_cannot_be_followed_goes_through_vmap_whole(make: type[nn.Module]) -> None:
     model = seeded(make())
-    layout, x, y = Layout.of(model), randn(B, 6), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
     params = layout.flatten(model)
     truth = loop(model, layout, x, y)
     for _ in range(2):  # found out, then remembered
         tape = record(model, layout, params, x, y)
-        assert not isinstance(tape, book.Book)
+        assert not isinstance(tape, book.GhostTape)
         check_tape(tape, truth, layout)
 
 
 def test_without_the_comparison_a_borrowed_weight_would_go_unnoticed() -> None:
     model = seeded(Borrowed())
-    layout, x, y = Layout.of(model), randn(B, 6), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
     tape = record(model, layout, layout.flatten(model), x, y, how="book")
     assert not torch.allclose(tape.matrix(), loop(model, layout, x, y))
 
 
 def test_book_says_why_it_cannot() -> None:
     for model, words in ((seeded(Merged()), "first does not see one example per row"), (seeded(Scale()), "Scale")):
-        layout = Layout.of(model)
+        layout = ParameterLayout.of(model)
         with pytest.raises(ModelError, match=words):
             record(model, layout, layout.flatten(model), randn(B, 6), labels(), how="book")
     with pytest.raises(ModelError, match="auto, book, vmap"):
@@ -413,7 +427,7 @@ def test_book_says_why_it_cannot() -> None:
 
 def test_an_input_overwritten_after_use_is_noticed() -> None:
     model = seeded(Overwriting())
-    layout, x, y = Layout.of(model), randn(B, 6), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
     with pytest.raises(ModelError, match="input of first is overwritten"):
         record(model, layout, layout.flatten(model), x, y, how="book")
 
@@ -424,7 +438,7 @@ def test_in_place_activations_and_given_inputs_survive(shape: tuple[int, ...]) -
     layers = [nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 3), nn.LeakyReLU(0.1, inplace=True), nn.Flatten()]
     body = seeded(nn.Sequential(*layers, nn.Linear(wide, CLASSES)))
     for model in (body, Wrapped(body)):
-        layout, x, y = Layout.of(model), randn(B, *shape), labels()
+        layout, x, y = ParameterLayout.of(model), randn(B, *shape), labels()
         params = layout.flatten(model)
         before = x.clone(), params.clone()
         tape = record(model, layout, params, x, y, how="book")
@@ -438,15 +452,15 @@ def test_layers_with_hooks_or_computed_weights_are_left_to_vmap() -> None:
     hooked[0].register_forward_hook(lambda module, args, out: out * 2)
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, CLASSES))
     for model, first in ((hooked, ("0", "vmap")), (seeded(normed), None)):
-        layout, x, y = Layout.of(model), randn(B, 6), labels()
+        layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
         check_tape(record(model, layout, layout.flatten(model), x, y), loop(model, layout, x, y), layout)
-        assert first is None or paths(model)[0][:2] == first
-    assert "hooks" in paths(hooked)[0][2]
+        assert first is None or list_gradient_paths(model)[0][:2] == first
+    assert "hooks" in list_gradient_paths(hooked)[0][2]
 
 
 def test_every_known_layer_is_tested() -> None:
     tested = {type(make()) for make, _ in LAYERS.values()} | {nn.Embedding}
-    assert tested == set(KINDS)
+    assert tested == set(GRAD_SAMPLERS)
 
 
 # --- what a tape leaves alone ---------------------------------------------------------------------
@@ -456,7 +470,7 @@ def test_every_known_layer_is_tested() -> None:
 def test_the_given_parameters_count_and_the_models_own_stay(wrap: bool) -> None:
     body = seeded(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, CLASSES)))
     model = Wrapped(body) if wrap else body
-    layout, x, y = Layout.of(model), randn(B, 6), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
     own = layout.flatten(model)
     other = randn(layout.dim, seed=8)
     for how in ("auto", "book", "vmap"):
@@ -465,15 +479,15 @@ def test_the_given_parameters_count_and_the_models_own_stay(wrap: bool) -> None:
         assert all(p.grad is None for p in model.parameters())
         assert not any(m._forward_hooks for m in model.modules())
         twin = seeded(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, CLASSES)))
-        layout_twin = Layout.of(twin)
+        layout_twin = ParameterLayout.of(twin)
         layout_twin.write(twin, other)
         check_tape(tape, loop(twin, layout_twin, x, y), layout)
 
 
 @pytest.mark.parametrize("how", ["auto", "book", "vmap"])
 def test_factors_of_one_give_the_batch_gradient(how: str) -> None:
-    model = build(config.Model(name="mnist-cnn"), (1, 28, 28), CLASSES, seed=0).double()
-    layout, x, y = Layout.of(model), randn(B, 1, 28, 28), labels()
+    model = build_model(config.Model(name="mnist-cnn"), (1, 28, 28), CLASSES, seed=0).double()
+    layout, x, y = ParameterLayout.of(model), randn(B, 1, 28, 28), labels()
     tape = record(model, layout, layout.flatten(model), x, y, how=how)
     F.cross_entropy(model(x), y, reduction="sum").backward()
     batch = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
@@ -483,7 +497,7 @@ def test_factors_of_one_give_the_batch_gradient(how: str) -> None:
 @pytest.mark.parametrize("how", ["auto", "book", "vmap"])
 def test_a_loss_of_ones_own(how: str) -> None:
     model = seeded(nn.Sequential(nn.Linear(6, 1)))
-    layout, x, target = Layout.of(model), randn(B, 6), randn(B, seed=7)
+    layout, x, target = ParameterLayout.of(model), randn(B, 6), randn(B, seed=7)
 
     def squared(out: Tensor, y: Tensor) -> Tensor:
         return (out.squeeze(1) - y).square()
@@ -496,14 +510,14 @@ def test_a_loss_of_ones_own(how: str) -> None:
 
 def test_a_loss_over_the_batch_is_refused() -> None:
     model = seeded(nn.Sequential(nn.Linear(6, CLASSES)))
-    layout = Layout.of(model)
+    layout = ParameterLayout.of(model)
     with pytest.raises(ModelError, match="one value an example"):
         record(model, layout, layout.flatten(model), randn(B, 6), labels(), task_from_loss(F.cross_entropy, CLASSES))
 
 
 def test_threads_may_share_a_sequence() -> None:
     model = small_cnn()
-    layout, x, y = Layout.of(model), randn(B, 1, 8, 8), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, 1, 8, 8), labels()
     starts = [randn(layout.dim, seed=seed) for seed in range(8)]
 
     def matrix(params: Tensor) -> Tensor:
@@ -516,8 +530,8 @@ def test_threads_may_share_a_sequence() -> None:
 
 @pytest.mark.parametrize("how", ["auto", "book", "vmap"])
 def test_an_empty_batch(how: str) -> None:
-    model = build(config.Model(name="mnist-cnn"), (1, 28, 28), 10, seed=0)
-    layout = Layout.of(model)
+    model = build_model(config.Model(name="mnist-cnn"), (1, 28, 28), 10, seed=0)
+    layout = ParameterLayout.of(model)
     params = layout.flatten(model)
     tape = record(model, layout, params, torch.empty(0, 1, 28, 28), torch.empty(0, dtype=torch.int64), how=how)
     groups = layout.layers
@@ -540,7 +554,7 @@ def small_cnn(dtype: torch.dtype = torch.float64) -> nn.Module:
 BAD = {"nan": float("nan"), "inf": float("inf"), "overflow": 1e200}
 
 
-def check_zeroed(tape: object, alone: object, layout: Layout, bad: int) -> None:
+def check_zeroed(tape: object, alone: object, layout: ParameterLayout, bad: int) -> None:
     """`tape` has one bad example more than `alone`, and must answer as if it were not there."""
     others = [i for i in range(B) if i != bad]
     direction = randn(layout.dim, seed=4)
@@ -567,9 +581,9 @@ def check_zeroed(tape: object, alone: object, layout: Layout, bad: int) -> None:
 def test_an_example_that_is_not_finite_counts_as_zero(
     value: str, how: str, work: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(grads.WORK, "cpu", work)
+    monkeypatch.setitem(grads.PASS_MEMORY_BYTES, "cpu", work)
     model = Wrapped(small_cnn()) if how == "hooked" else small_cnn()
-    layout, x, y, bad = Layout.of(model), randn(B, 1, 8, 8), labels(), 2
+    layout, x, y, bad = ParameterLayout.of(model), randn(B, 1, 8, 8), labels(), 2
     x[bad, 0, 3, 4] = BAD[value]
     others = [i for i in range(B) if i != bad]
     way = {"auto": "auto", "hooked": "book", "vmap": "vmap"}[how]
@@ -585,16 +599,16 @@ def test_an_example_that_is_not_finite_counts_as_zero(
 
 def test_zeroing_the_output_gradients_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_cnn()
-    layout, x, y = Layout.of(model), randn(B, 1, 8, 8), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, 1, 8, 8), labels()
     x[2] = float("nan")
-    monkeypatch.setattr(book, "KEEP", 0.0)
+    monkeypatch.setattr(book, "MAX_MATERIALISED_RATIO", 0.0)
 
     def half(part: object, good: Tensor) -> object:
-        return dataclasses.replace(part, g=parts.zero_out(part.g, good))
+        return dataclasses.replace(part, g=parts.zero_masked_rows(part.g, good))
 
     ones = torch.ones(B, 1, dtype=torch.float64)
     assert record(model, layout, layout.flatten(model), x, y).weighted_sum(ones).isfinite().all()
-    for kind in (outer.Dense, outer.Conv):
+    for kind in (outer.LinearGrad, outer.ConvGrad):
         with monkeypatch.context() as patch:
             patch.setattr(kind, "only", half)
             assert not record(model, layout, layout.flatten(model), x, y).weighted_sum(ones).isfinite().all()
@@ -602,7 +616,7 @@ def test_zeroing_the_output_gradients_alone_is_not_enough(monkeypatch: pytest.Mo
 
 def test_a_norm_that_overflows_counts_as_zero() -> None:
     model = seeded(nn.Sequential(nn.Linear(6, CLASSES)), dtype=torch.float32)
-    layout, x, y = Layout.of(model), randn(B, 6, dtype=torch.float32), labels()
+    layout, x, y = ParameterLayout.of(model), randn(B, 6, dtype=torch.float32), labels()
     x[1] = torch.tensor([1e25, 0, 0, 0, 0, 0])
     params = layout.flatten(model) * 0
     for how in ("book", "vmap"):
@@ -613,9 +627,9 @@ def test_a_norm_that_overflows_counts_as_zero() -> None:
 
 def test_all_examples_bad() -> None:
     model = small_cnn()
-    layout = Layout.of(model)
+    layout = ParameterLayout.of(model)
     for wrapped in (model, Wrapped(model)):
-        layout = Layout.of(wrapped)
+        layout = ParameterLayout.of(wrapped)
         tape = record(wrapped, layout, layout.flatten(wrapped), randn(B, 1, 8, 8) * float("nan"), labels())
         assert not tape.norms().any()
         assert not tape.weighted_sum(torch.ones(B, 1, dtype=torch.float64)).any()
@@ -630,14 +644,14 @@ def test_a_ghost_norm_is_never_far_below_the_truth() -> None:
     gram, other = torch.bmm(a, a.transpose(1, 2)), torch.bmm(g, g.transpose(1, 2))
     careless = (gram * other).sum(dim=(1, 2)).clamp(min=0).sqrt().double()
     assert bool((careless < 0.5 * true).any())
-    found = outer.ghost_squares(a.transpose(1, 2), g).sqrt().double()
+    found = outer.ghost_squared_norms(a.transpose(1, 2), g).sqrt().double()
     assert bool((found > 0.9 * true).all())
     # Where little cancels the guard changes nothing.
     g[:, 1] = g[:, 0].flip(1)
     true = torch.bmm(g.double().transpose(1, 2), a.double()).flatten(1).norm(dim=1)
-    torch.testing.assert_close(outer.ghost_squares(a.transpose(1, 2), g).sqrt().double(), true, rtol=1e-5, atol=0)
+    torch.testing.assert_close(outer.ghost_squared_norms(a.transpose(1, 2), g).sqrt().double(), true, rtol=1e-5, atol=0)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_memory_can_be_kept() -> None:
-    assert grads.keep_memory()
+    assert grads.retain_freed_memory()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fulcrum.gradients import layer_ops as moves
-from fulcrum.gradients.layer_ops import ANY, find_move
-from fulcrum.models.builtin import Tempered
+from fulcrum.gradients.layer_ops import AUTOGRAD_OP, find_layer_op
+from fulcrum.models.builtin import TemperedSigmoid
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -26,7 +26,7 @@ LAYERS = {
     "elu-inplace": (nn.ELU(inplace=True), (5, 7)),
     "tanh": (nn.Tanh(), (5, 7)),
     "sigmoid": (nn.Sigmoid(), (5, 7)),
-    "tempered": (Tempered(1.7, 2.5, 0.4), (5, 7)),
+    "tempered": (TemperedSigmoid(1.7, 2.5, 0.4), (5, 7)),
     "identity": (nn.Identity(), (5, 7)),
     "flatten": (nn.Flatten(), (5, 2, 3, 4)),
     "flatten-some": (nn.Flatten(1, 2), (5, 2, 3, 4)),
@@ -52,7 +52,7 @@ LAYERS = {
 def test_forward_and_back_equal_autograd(
     name: str, small: int, channels_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moves, "SMALL", small)
+    monkeypatch.setattr(moves, "SMALL_POOL_NUMEL", small)
     layer, shape = LAYERS[name]
     layer = layer.double()
     # Many equal values: which of them gets the gradient of a maximum is PyTorch's choice, and ours.
@@ -65,7 +65,7 @@ def test_forward_and_back_equal_autograd(
     g = draw(*truth.shape, seed=1)
     (wanted,) = torch.autograd.grad(truth, leaf, g)
 
-    move = find_move(layer, x)
+    move = find_layer_op(layer, x)
     before = x.clone()
     out, memo = move.run(layer, x, params, False)
     torch.testing.assert_close(out, truth.detach())
@@ -76,10 +76,10 @@ def test_forward_and_back_equal_autograd(
 
 
 def test_max_pooling_by_pairs_keeps_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "SMALL", 0)
+    monkeypatch.setattr(moves, "SMALL_POOL_NUMEL", 0)
     layer, x = nn.MaxPool2d(2, stride=1), draw(4, 2, 5, 5)
     x[0, 0, 2, 2], x[1, 1, 0, 0], x[2] = torch.nan, torch.inf, -torch.inf
-    move = find_move(layer, x)
+    move = find_layer_op(layer, x)
     assert move.output is not None  # by pairs, not by the library
     out, memo = move.run(layer, x, {}, False)
     assert torch.equal(torch.nan_to_num(out), torch.nan_to_num(layer(x)))
@@ -95,7 +95,7 @@ def test_max_pooling_by_pairs_keeps_what_is_not_finite(monkeypatch: pytest.Monke
 
 def test_a_gradient_that_shares_memory_is_not_overwritten() -> None:
     layer, x = nn.ReLU(), draw(3, 4)
-    move = find_move(layer, x)
+    move = find_layer_op(layer, x)
     _, memo = move.run(layer, x, {}, False)
     wide = draw(3, 1, seed=1).expand(3, 4)
     before = wide.clone()
@@ -105,5 +105,5 @@ def test_a_gradient_that_shares_memory_is_not_overwritten() -> None:
 
 
 def test_a_layer_nobody_wrote_out_goes_through_autograd() -> None:
-    assert find_move(nn.Softplus(), draw(2, 2)) is ANY
-    assert find_move(nn.ReLU(), draw(2, 2)) is not ANY
+    assert find_layer_op(nn.Softplus(), draw(2, 2)) is AUTOGRAD_OP
+    assert find_layer_op(nn.ReLU(), draw(2, 2)) is not AUTOGRAD_OP

@@ -15,11 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulcrum.engines.stacked.replay import precision
+from fulcrum.engines.stacked.replay import use_matmul_precision
 from fulcrum.gradients.stacked import fused
 from fulcrum.gradients.stacked import geometry as geo
-from fulcrum.gradients.stacked.geometry import Window
-from fulcrum.gradients.stacked.plain import ACTIVATIONS, Plain, avg_pool, global_pool, joined, max_pool
+from fulcrum.gradients.stacked.geometry import SlidingWindow
+from fulcrum.gradients.stacked.plain import (
+    ACTIVATION_BUILDERS,
+    ParameterlessLayer,
+    build_avg_pool,
+    build_global_pool,
+    build_max_pool,
+    fuse_relu_into_pools,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,20 +35,20 @@ kernels = pytest.mark.skipif(not THERE, reason="needs triton and a GPU or TRITON
 
 DTYPES = [torch.float32, torch.bfloat16]
 CONVOLUTIONS = [
-    Window(28, 28, 1, (8, 8), (2, 2), (3, 3)),
-    Window(13, 13, 16, (4, 4), (2, 2)),
-    Window(8, 8, 3, (3, 3), (1, 1), (1, 1)),
-    Window(7, 5, 3, (3, 2), (2, 3), (1, 0)),
-    Window(9, 11, 5, (2, 3), (3, 1), (0, 2)),
-    Window(9, 8, 2, (3, 3), (1, 2), (2, 1), (2, 1)),
+    SlidingWindow(28, 28, 1, (8, 8), (2, 2), (3, 3)),
+    SlidingWindow(13, 13, 16, (4, 4), (2, 2)),
+    SlidingWindow(8, 8, 3, (3, 3), (1, 1), (1, 1)),
+    SlidingWindow(7, 5, 3, (3, 2), (2, 3), (1, 0)),
+    SlidingWindow(9, 11, 5, (2, 3), (3, 1), (0, 2)),
+    SlidingWindow(9, 8, 2, (3, 3), (1, 2), (2, 1), (2, 1)),
 ]
 POOLS = [
-    Window(14, 14, 16, (2, 2), (1, 1)),
-    Window(8, 6, 3, (2, 2), (2, 2)),
-    Window(7, 9, 5, (2, 2), (2, 2)),
-    Window(7, 6, 3, (3, 2), (1, 2)),
-    Window(9, 9, 2, (2, 2), (3, 3)),
-    Window(4, 4, 7, (4, 4), (4, 4)),
+    SlidingWindow(14, 14, 16, (2, 2), (1, 1)),
+    SlidingWindow(8, 6, 3, (2, 2), (2, 2)),
+    SlidingWindow(7, 9, 5, (2, 2), (2, 2)),
+    SlidingWindow(7, 6, 3, (3, 2), (1, 2)),
+    SlidingWindow(9, 9, 2, (2, 2), (3, 3)),
+    SlidingWindow(4, 4, 7, (4, 4), (4, 4)),
 ]
 
 
@@ -53,7 +60,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0, ties: bool = False) 
 def same(found: Tensor | None, wanted: Tensor, dtype: torch.dtype) -> None:
     """The bits of torch's float32 result, rounded once where the kernel writes bf16 (the interpreter rounds down)."""
     assert found is not None
-    assert not fused.trouble
+    assert not fused.kernel_failures
     assert found.dtype == dtype
     single = 1e-6 if found.is_cuda else 0.0  # a GPU divides by the window's area to the last bit or two
     bound = single if dtype == torch.float32 else 2**-7
@@ -63,26 +70,26 @@ def same(found: Tensor | None, wanted: Tensor, dtype: torch.dtype) -> None:
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", CONVOLUTIONS)
-def test_patches_and_their_transpose(window: Window, dtype: torch.dtype) -> None:
+def test_patches_and_their_transpose(window: SlidingWindow, dtype: torch.dtype) -> None:
     h = numbers(2, 3, window.height, window.width, window.channels, dtype=dtype)
-    found = fused.patches(h, window)
+    found = fused.fused_extract_patches(h, window)
     assert found is not None
-    assert torch.equal(found, geo.patches(h, window))
+    assert torch.equal(found, geo.extract_patches(h, window))
     g = numbers(2, 3, window.positions, window.size, dtype=dtype, seed=1)
     if window.dilation == (1, 1):
-        same(fused.unpatch(g, window), geo.unpatch(g.float(), window), dtype)
+        same(fused.fused_fold_patches(g, window), geo.fold_patches(g.float(), window), dtype)
     else:
-        assert fused.unpatch(g, window) is None
+        assert fused.fused_fold_patches(g, window) is None
 
 
-def two_steps(window: Window, mean: bool, relu: bool, h: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def two_steps(window: SlidingWindow, mean: bool, relu: bool, h: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Relu and pooling one after the other, by torch."""
     kept = torch.relu(h) if relu else h
     if mean:
-        out, back = geo.avg_pool(kept, window), geo.avg_unpool(g, window)
+        out, back = geo.avg_pool_forward(kept, window), geo.avg_pool_backward(g, window)
     else:
-        out, which = geo.max_pool(kept, window)
-        back = geo.max_unpool(g, which, window)
+        out, which = geo.max_pool_forward(kept, window)
+        back = geo.max_pool_backward(g, which, window)
     return out, torch.ops.aten.threshold_backward(back, kept, 0) if relu else back
 
 
@@ -91,17 +98,17 @@ def two_steps(window: Window, mean: bool, relu: bool, h: Tensor, g: Tensor) -> t
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("window", POOLS)
-def test_pooling(window: Window, mean: bool, relu: bool, dtype: torch.dtype) -> None:
+def test_pooling(window: SlidingWindow, mean: bool, relu: bool, dtype: torch.dtype) -> None:
     for ties in (False, True):
         h = numbers(2, 3, window.height, window.width, window.channels, dtype=dtype, ties=ties)
         g = numbers(2, 3, *window.out, window.channels, dtype=dtype, seed=1)
         out, back = two_steps(window, mean, relu, h.float(), g.float())
-        found = fused.pool(h, window, mean, relu, None)
+        found = fused.fused_pool(h, window, mean, relu, None)
         assert found is not None
         same(found[0], out, dtype)
-        same(fused.unpool(g, found[1], window, mean, relu), back, dtype)
+        same(fused.fused_pool_backward(g, found[1], window, mean, relu), back, dtype)
         bias = numbers(2, window.channels, dtype=dtype, seed=2, ties=ties)
-        with_bias = fused.pool(h, window, mean, relu, bias)
+        with_bias = fused.fused_pool(h, window, mean, relu, bias)
         assert with_bias is not None
         shifted = h.float() + bias.float()[:, None, None, None]
         same(with_bias[0], two_steps(window, mean, relu, shifted, g.float())[0], dtype)
@@ -115,12 +122,12 @@ def test_ghost_norms(positions: int, inputs: int, outputs: int, dtype: torch.dty
         pytest.skip("triton's interpreter multiplies the bit patterns of bf16")
     a = numbers(3, positions, inputs, dtype=dtype)
     g = numbers(3, positions, outputs, dtype=dtype, seed=1)
-    with precision("tf32", DEVICE):
-        found = fused.ghost(a, g)
+    with use_matmul_precision("tf32", DEVICE):
+        found = fused.fused_ghost_squared_norms(a, g)
     assert found is not None
     wanted = torch.bmm(g.double().transpose(1, 2), a.double()).square().sum(dim=(1, 2))
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
-    assert fused.ghost(a.repeat(1, 65, 1), g.repeat(1, 65, 1)) is None
+    assert fused.fused_ghost_squared_norms(a.repeat(1, 65, 1), g.repeat(1, 65, 1)) is None
 
 
 @kernels
@@ -129,7 +136,7 @@ def test_a_number_that_is_not_one_goes_through() -> None:
     for mean in (False, True):
         h = numbers(1, 1, 14, 14, 16, dtype=torch.float32)
         h[0, 0, 3, 3, 2] = torch.nan
-        found = fused.pool(h, window, mean, True, None)
+        found = fused.fused_pool(h, window, mean, True, None)
         assert found is not None
         assert torch.equal(found[0].isnan(), two_steps(window, mean, True, h, found[0])[0].isnan())
         assert int(found[0].isnan().sum()) == 4
@@ -137,17 +144,20 @@ def test_a_number_that_is_not_one_goes_through() -> None:
 
 @pytest.mark.parametrize("taken", ["by torch", "by torch alone backwards", pytest.param("fused", marks=kernels)])
 @pytest.mark.parametrize("window", POOLS)
-def test_relu_goes_into_the_pooling(window: Window, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relu_goes_into_the_pooling(window: SlidingWindow, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if taken == "by torch":
-        monkeypatch.setattr(fused, "ready", lambda values: False)
+        monkeypatch.setattr(fused, "can_use_kernels", lambda values: False)
     if taken == "by torch alone backwards":
-        monkeypatch.setattr(fused, "unpool", lambda *given: None)
-    relu = ACTIVATIONS[torch.nn.ReLU](torch.nn.ReLU())
+        monkeypatch.setattr(fused, "fused_pool_backward", lambda *given: None)
+    relu = ACTIVATION_BUILDERS[torch.nn.ReLU](torch.nn.ReLU())
     whole = window.kernel == (window.height, window.width)
-    pools = [max_pool(window), global_pool(window.height, window.width, window.channels) if whole else avg_pool(window)]
+    pools = [
+        build_max_pool(window),
+        build_global_pool(window.height, window.width, window.channels) if whole else build_avg_pool(window),
+    ]
     for mean, pool in zip((False, True), pools, strict=True):
-        (step,) = joined([relu, pool])
-        assert isinstance(step, Plain)
+        (step,) = fuse_relu_into_pools([relu, pool])
+        assert isinstance(step, ParameterlessLayer)
         assert step.name.startswith("relu+")
         h = numbers(2, 3, window.height, window.width, window.channels, dtype=torch.float32, ties=True)
         g = numbers(2, 3, *window.out, window.channels, dtype=torch.float32, seed=1)
@@ -159,11 +169,11 @@ def test_relu_goes_into_the_pooling(window: Window, taken: str, monkeypatch: pyt
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_work_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "trouble", [])
-    monkeypatch.setattr(fused, "_wanted", lambda: (True, True))
-    monkeypatch.setattr(fused, "_shape", lambda window: {"no such argument": 1})
+    monkeypatch.setattr(fused, "kernel_failures", [])
+    monkeypatch.setattr(fused, "_triton_status", lambda: (True, True))
+    monkeypatch.setattr(fused, "_window_constants", lambda window: {"no such argument": 1})
     h = numbers(1, 2, 14, 14, 16, dtype=torch.float32)
-    assert fused.pool(h, POOLS[0], False, True, None) is None
-    assert len(fused.trouble) == 1
-    assert fused.trouble[0].startswith("no fused kernels: pool: ")
-    assert not fused.ready(h)
+    assert fused.fused_pool(h, POOLS[0], False, True, None) is None
+    assert len(fused.kernel_failures) == 1
+    assert fused.kernel_failures[0].startswith("no fused kernels: pool: ")
+    assert not fused.can_use_kernels(h)

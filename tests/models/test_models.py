@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fulcrum import models
 from fulcrum.errors import ModelError
-from fulcrum.models.build import MODELS, build, is_built_in, register_model
-from fulcrum.models.checks import refuse_mixing
-from fulcrum.models.layout import Layout
+from fulcrum.models.build import MODELS, build_model, is_built_in, register_model
+from fulcrum.models.checks import validate_model
+from fulcrum.models.layout import ParameterLayout
 from fulcrum.settings import schema as config
 
 IMAGES = {
@@ -29,7 +29,7 @@ IMAGES = {
 def make(
     name: str, shape: tuple[int, ...] | None = None, classes: int = 10, seed: int = 0, **more: object
 ) -> nn.Module:
-    return build(config.Model(name=name, **more), shape or IMAGES[name], classes, seed)
+    return build_model(config.Model(name=name, **more), shape or IMAGES[name], classes, seed)
 
 
 # --- the built-in models --------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def make(
     ],
 )
 def test_number_of_parameters(name: str, count: int) -> None:
-    assert Layout.of(make(name)).dim == count
+    assert ParameterLayout.of(make(name)).dim == count
     assert make(name)(torch.zeros(2, *IMAGES[name])).shape == (2, 10)
 
 
@@ -89,7 +89,7 @@ def test_the_papers_cifar_cnn_layer_by_layer() -> None:
     [((1, 28, 28), "mnist-cnn"), ((3, 32, 32), "cifar-cnn"), ((1, 8, 8), "linear"), ((20,), "linear")],
 )
 def test_auto_looks_at_the_shape(shape: tuple[int, ...], kind: str) -> None:
-    assert Layout.of(make("auto", shape)) == Layout.of(make(kind, shape))
+    assert ParameterLayout.of(make("auto", shape)) == ParameterLayout.of(make(kind, shape))
 
 
 def test_activations() -> None:
@@ -117,7 +117,7 @@ def test_the_seed_alone_decides(name: str) -> None:
     one = make(name, seed=5)
     assert torch.equal(torch.get_rng_state(), before)  # the global generator did not move
     torch.manual_seed(2)
-    layout = Layout.of(one)
+    layout = ParameterLayout.of(one)
     assert torch.equal(layout.flatten(one), layout.flatten(make(name, seed=5)))
     assert not torch.equal(layout.flatten(one), layout.flatten(make(name, seed=6)))
 
@@ -139,7 +139,7 @@ def test_initialisation_is_pytorchs_default() -> None:
 
 def test_layout_flattens_and_writes_back() -> None:
     model = make("mnist-cnn")
-    layout = Layout.of(model)
+    layout = ParameterLayout.of(model)
     assert layout.layers == (0, 0, 1, 1, 2, 2, 3, 3)
     assert layout.sizes == (1024, 16, 8192, 32, 16384, 32, 320, 10)
     assert layout.offsets == (0, 1024, 1040, 9232, 9264, 25648, 25680, 26000)
@@ -158,16 +158,16 @@ def test_layout_counts_shared_parameters_once_and_leaves_out_frozen_ones() -> No
     second.weight = first.weight
     model = nn.Sequential(first, nn.Linear(4, 4), second)
     model[1].weight.requires_grad_(False)
-    layout = Layout.of(model)
+    layout = ParameterLayout.of(model)
     assert layout.names == ("0.weight", "0.bias", "1.bias", "2.bias")
     assert layout.layers == (0, 0, 1, 2)
     assert layout.dim == 16 + 4 + 4 + 4
     for p in model.parameters():
         p.requires_grad_(False)
     with pytest.raises(ModelError, match="no trainable parameters"):
-        Layout.of(model)
+        ParameterLayout.of(model)
     with pytest.raises(ModelError, match=r"'0.weight' has no shape yet"):
-        Layout.of(nn.Sequential(nn.LazyLinear(3)))
+        ParameterLayout.of(nn.Sequential(nn.LazyLinear(3)))
 
 
 def test_call_uses_the_given_parameters_and_puts_the_own_ones_back() -> None:
@@ -177,7 +177,7 @@ def test_call_uses_the_given_parameters_and_puts_the_own_ones_back() -> None:
     model = nn.Sequential(layer, layer, twin)
     own = list(model.parameters())
     tensors = {name: torch.full_like(p, 0.5) for name, p in model.named_parameters()}
-    out = models.call(model, tensors, torch.ones(1, 3))
+    out = models.call_with_parameters(model, tensors, torch.ones(1, 3))
     expected = torch.ones(1, 3)
     for _ in range(3):
         expected = expected @ torch.full((3, 3), 0.5) + 0.5
@@ -286,7 +286,7 @@ def test_a_factory_is_seeded_and_the_global_generator_put_back(own: str) -> None
     before = torch.get_rng_state()
     one, two, three = (make(f"{own}:plain", (6,), 3, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
-    layout = Layout.of(one)
+    layout = ParameterLayout.of(one)
     assert torch.equal(layout.flatten(one), layout.flatten(two))
     assert not torch.equal(layout.flatten(one), layout.flatten(three))
 
@@ -400,18 +400,18 @@ ALLOWED = [
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_layers_are_named(kind: str) -> None:
     with pytest.raises(ModelError, match=rf"Layer 'deep.1' \({kind}\)"):
-        refuse_mixing(nn.ModuleDict({"deep": nn.Sequential(nn.Identity(), REFUSED[kind])}))
+        validate_model(nn.ModuleDict({"deep": nn.Sequential(nn.Identity(), REFUSED[kind])}))
 
 
 def test_what_keeps_examples_apart_is_allowed() -> None:
     for layer in ALLOWED:
-        refuse_mixing(nn.Sequential(layer))
+        validate_model(nn.Sequential(layer))
 
 
 @pytest.mark.parametrize("name", IMAGES)
 @pytest.mark.parametrize("activation", ["relu", "tempered"])
 def test_the_built_in_models_keep_examples_apart(name: str, activation: str) -> None:
-    refuse_mixing(make(name, activation=activation), torch.randn(4, *IMAGES[name]))
+    validate_model(make(name, activation=activation), torch.randn(4, *IMAGES[name]))
 
 
 class Wrong(nn.Module):
@@ -427,8 +427,8 @@ class Wrong(nn.Module):
 
 def test_mixing_in_the_models_own_forward_is_found() -> None:
     with pytest.raises(ModelError, match=r"'model' \(Wrong\) mixes"):
-        refuse_mixing(Wrong(), torch.randn(4, 4))
-    refuse_mixing(Wrong())  # which no list of layer types could tell
+        validate_model(Wrong(), torch.randn(4, 4))
+    validate_model(Wrong())  # which no list of layer types could tell
 
 
 def test_a_refused_model_is_left_as_it_was() -> None:
@@ -436,7 +436,7 @@ def test_a_refused_model_is_left_as_it_was() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     with pytest.raises(ModelError, match="Buffer"):
-        refuse_mixing(model, torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+        validate_model(model, torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())

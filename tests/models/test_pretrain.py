@@ -25,8 +25,8 @@ SHAPES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
 
 
 def _pictures(kinds: list[int], channels: int = 1, side: int = 28, seed: int = 0) -> torch.Tensor:
-    recipes = paint.invent(20, channels, torch.Generator().manual_seed(7))
-    return paint.paint(recipes, torch.tensor(kinds), side, torch.Generator().manual_seed(seed))
+    recipes = paint.sample_recipes(20, channels, torch.Generator().manual_seed(7))
+    return paint.render_images(recipes, torch.tensor(kinds), side, torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("channels", "side"), [(1, 28), (3, 32)])
@@ -51,7 +51,7 @@ def test_pictures_of_a_kind_are_nearer_to_each_other_than_to_other_kinds() -> No
 
 def test_a_texture_falls_off_with_frequency_as_asked() -> None:
     generator = torch.Generator().manual_seed(0)
-    steep, flat = (paint.grains(torch.full((64,), s), torch.zeros(64), 1, 32, generator) for s in (2.0, 0.0))
+    steep, flat = (paint.sample_textures(torch.full((64,), s), torch.zeros(64), 1, 32, generator) for s in (2.0, 0.0))
 
     def fine(texture: torch.Tensor) -> float:
         power = torch.fft.rfft2(texture).abs().square().mean(dim=(0, 1))
@@ -61,28 +61,28 @@ def test_a_texture_falls_off_with_frequency_as_asked() -> None:
 
 
 def test_a_short_lesson_teaches_something_and_leaves_the_last_layer_alone() -> None:
-    model = models.build(config.Model(name="mnist-cnn"), (1, 28, 28), 10, 0)
+    model = models.build_model(config.Model(name="mnist-cnn"), (1, 28, 28), 10, 0)
     assert isinstance(model, nn.Sequential)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    lesson = learn.Lesson(kinds=4, pool=600, steps=80, batch=64, lr=3e-3, smoothing=0.0)
+    lesson = learn.PretrainSettings(kinds=4, pool=600, steps=80, batch=64, lr=3e-3, smoothing=0.0)
     global_state = torch.get_rng_state()
-    right = learn.teach(model, (1, 28, 28), lesson, torch.device("cpu"), lambda line: None)
+    right = learn.pretrain_model(model, (1, 28, 28), lesson, torch.device("cpu"), lambda line: None)
     assert torch.equal(torch.get_rng_state(), global_state), "no global generator is moved"
     assert right > 0.5, "four kinds by chance are 0.25"
     after = model.state_dict()
     assert torch.equal(after["9.weight"], before["9.weight"])
     assert not torch.equal(after["0.weight"], before["0.weight"])
-    assert set(learn.lessons(model)) == set(before) - {"9.weight", "9.bias"}
+    assert set(learn.get_trunk_weights(model)) == set(before) - {"9.weight", "9.bias"}
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_rescaling_changes_the_size_of_the_features_and_nothing_else(name: str) -> None:
-    model = models.build(config.Model(name=name), SHAPES[name], 10, 0)
+    model = models.build_model(config.Model(name=name), SHAPES[name], 10, 0)
     assert isinstance(model, nn.Sequential)
     x = torch.rand(4, *SHAPES[name], generator=torch.Generator().manual_seed(0))
     body = model[:-1]
     before = body(x).detach().clone()
-    learn.rescale(model, 1.5)
+    learn.rescale_weights(model, 1.5)
     layers = sum(isinstance(layer, nn.Linear | nn.Conv2d) for layer in model) - 1
     torch.testing.assert_close(body(x).detach(), 1.5**layers * before)
 
@@ -91,7 +91,7 @@ def test_rescaling_changes_the_size_of_the_features_and_nothing_else(name: str) 
 @pytest.mark.parametrize("name", SHAPES)
 def test_painted_weights_come_along_and_heads_stay_random(name: str, activation: str) -> None:
     def started(seed: int, init: str) -> dict[str, torch.Tensor]:
-        return models.build(
+        return models.build_model(
             config.Model(name=name, activation=activation, init=init), SHAPES[name], 10, seed
         ).state_dict()
 
@@ -108,12 +108,12 @@ def test_painted_weights_come_along_and_heads_stay_random(name: str, activation:
 def test_weights_come_back_from_both_kinds_of_file(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    model = models.build(config.Model(name="linear"), (1, 4, 4), 3, 5)
+    model = models.build_model(config.Model(name="linear"), (1, 4, 4), 3, 5)
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-    priors.write(tmp_path / "w.npz", weights)
+    priors.save_weights(tmp_path / "w.npz", weights)
     save_file(weights, tmp_path / "w.safetensors")
     for name, close in (("w.npz", 1e-3), ("w.safetensors", 0.0)):
-        again = models.build(config.Model(name="linear", init=str(tmp_path / name)), (1, 4, 4), 3, 6)
+        again = models.build_model(config.Model(name="linear", init=str(tmp_path / name)), (1, 4, 4), 3, 6)
         for key, value in again.named_parameters():
             torch.testing.assert_close(value.detach(), weights[key], rtol=close, atol=close)
 
@@ -131,14 +131,14 @@ def test_weights_come_back_from_both_kinds_of_file(tmp_path: Path) -> None:
 def test_a_wrong_file_is_refused_in_a_sentence(tmp_path: Path, arrays: dict[str, np.ndarray], words: str) -> None:
     np.savez(tmp_path / "w.npz", **arrays)
     with pytest.raises(ModelError, match=r"model\.init") as caught:
-        models.build(config.Model(name="linear", init=str(tmp_path / "w.npz")), (1, 4, 4), 3, 0)
+        models.build_model(config.Model(name="linear", init=str(tmp_path / "w.npz")), (1, 4, 4), 3, 0)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("init", ["nowhere.npz", "fancy", "painted"])
 def test_weights_that_do_not_exist_are_named(init: str) -> None:
     with pytest.raises(ModelError, match=r"model\.init"):
-        models.build(config.Model(name="linear", init=init), (1, 4, 4), 3, 0)
+        models.build_model(config.Model(name="linear", init=init), (1, 4, 4), 3, 0)
 
 
 @pytest.mark.parametrize(("init", "larger"), [("random", False), ("painted", True)])
@@ -161,7 +161,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_lesson(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: str, words: str
 ) -> None:
     (tmp_path / "there.npz").write_bytes(b"mine")
-    monkeypatch.setattr(learn, "teach", lambda *_: pytest.fail("it was taught"))
+    monkeypatch.setattr(learn, "pretrain_model", lambda *_: pytest.fail("it was taught"))
     assert main(["prior", "mnist-cnn", "--out", str(tmp_path / out)]) == 2
     assert words in capsys.readouterr().err
     assert (tmp_path / "there.npz").read_bytes() == b"mine"

@@ -19,9 +19,9 @@ from torch import nn
 
 from fulcrum import models
 from fulcrum.cli import main
-from fulcrum.clipping.moo import MIXED, init_balanced
+from fulcrum.clipping.moo import WHITENED_NOISE_FACTOR, init_balanced_moo
 from fulcrum.data import Dataset, from_arrays
-from fulcrum.data.features.covariance import whitens
+from fulcrum.data.features.covariance import compute_whitening_matrix
 from fulcrum.data.tasks import make_task
 from fulcrum.engines.batched import run_many
 from fulcrum.engines.batched.runs import group_runs
@@ -29,12 +29,20 @@ from fulcrum.engines.parallel import ParallelEngine
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine
 from fulcrum.errors import ConfigError, ModelError, RunError
-from fulcrum.gradients import Follower, record
+from fulcrum.gradients import GradientRecorder, record_gradients
 from fulcrum.models import pretrain as priors
-from fulcrum.models.builtin import initialise
-from fulcrum.models.layout import Layout
+from fulcrum.models.builtin import initialise_weights
+from fulcrum.models.layout import ParameterLayout
 from fulcrum.models.pretrain import learn
-from fulcrum.models.whitening import Centre, centred, digest, folded, means, mixes, partly
+from fulcrum.models.whitening import (
+    CentringLayer,
+    centre_model,
+    compute_buffer_digest,
+    compute_input_means,
+    compute_whitening_matrices,
+    fold_centring,
+    whiten_partially,
+)
 from fulcrum.runs import execute, go_on, prepare, resume
 from fulcrum.settings import schema as config
 from fulcrum.settings.checks import check
@@ -51,12 +59,12 @@ SHAPES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
 
 def _net(*layers: nn.Module) -> nn.Sequential:
     model = nn.Sequential(*layers)
-    initialise(model, torch.Generator().manual_seed(1))
+    initialise_weights(model, torch.Generator().manual_seed(1))
     return model
 
 
 def _built(name: str, shape: tuple[int, ...], **more: object) -> nn.Sequential:
-    model = models.build(config.Model(name=name, **more), shape, 3, 0)  # type: ignore[arg-type]
+    model = models.build_model(config.Model(name=name, **more), shape, 3, 0)  # type: ignore[arg-type]
     assert isinstance(model, nn.Sequential)
     return model
 
@@ -91,8 +99,8 @@ def _pair(name: str, mixed: bool, head: bool = True) -> tuple[nn.Sequential, nn.
     plain = make()
     generator = torch.Generator().manual_seed(5)
     pictures, x = (1.0 + torch.randn(count, *shape, generator=generator) for count in (200, 6))
-    facts = {**means(plain, pictures), **(mixes(plain, pictures) if mixed else {})}
-    return plain, centred(plain, facts, head=head), x
+    facts = {**compute_input_means(plain, pictures), **(compute_whitening_matrices(plain, pictures) if mixed else {})}
+    return plain, centre_model(plain, facts, head=head), x
 
 
 def _moved(name: str, mixed: bool) -> nn.Sequential:
@@ -115,12 +123,12 @@ both = pytest.mark.parametrize("mixed", [False, True], ids=["centred", "whitened
 def test_the_function_and_the_names_of_the_parameters_stay(name: str, mixed: bool) -> None:
     plain, moved, x = _pair(name, mixed)
     torch.testing.assert_close(moved(x), plain(x), rtol=1e-3, atol=1e-4)
-    assert sum(layer.mix is not None for layer in moved if isinstance(layer, Centre)) == mixed * _inner(plain)
+    assert sum(layer.mix is not None for layer in moved if isinstance(layer, CentringLayer)) == mixed * _inner(plain)
     assert [n for n, _ in moved.named_parameters()] == [n for n, _ in plain.named_parameters()]
-    assert Layout.of(moved) == Layout.of(plain)
+    assert ParameterLayout.of(moved) == ParameterLayout.of(plain)
     layers = sum(isinstance(layer, nn.Linear | nn.Conv2d) for layer in plain)
-    assert sum(isinstance(layer, Centre) for layer in moved) == layers
-    assert all(float(centre.mean.abs().max()) > 0 for centre in moved if isinstance(centre, Centre))
+    assert sum(isinstance(layer, CentringLayer) for layer in moved) == layers
+    assert all(float(centre.mean.abs().max()) > 0 for centre in moved if isinstance(centre, CentringLayer))
     kept = _pair(name, mixed, head=False)[1]
     last = list(plain.state_dict())[-1]
     assert torch.equal(kept.state_dict()[last], plain.state_dict()[last]), "a head that was drawn keeps its bias"
@@ -130,7 +138,7 @@ def test_the_function_and_the_names_of_the_parameters_stay(name: str, mixed: boo
 def test_a_padded_border_is_that_of_zeros(kernel: int, stride: int, padding: int) -> None:
     """Also where the mean is not that of the data at all."""
     conv = _net(nn.Conv2d(3, 4, kernel, stride=stride, padding=padding))
-    moved = centred(conv, {"0.mean": torch.tensor([0.5, -2.0, 1.0]).view(3, 1, 1)}, head=True)
+    moved = centre_model(conv, {"0.mean": torch.tensor([0.5, -2.0, 1.0]).view(3, 1, 1)}, head=True)
     x = torch.rand(2, 3, 9, 10, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(moved(x), conv(x), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(moved[1](x), conv(x)[:, :, : moved[1](x).shape[2], : moved[1](x).shape[3]], atol=1e-2)
@@ -144,14 +152,14 @@ def test_any_weights_fold_back_into_the_plain_network(name: str, mixed: bool) ->
         for parameter in moved.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9))
     wanted = moved(x)
-    plain.load_state_dict(folded(moved))
+    plain.load_state_dict(fold_centring(moved))
     torch.testing.assert_close(plain(x), wanted, rtol=1e-3, atol=1e-3)
     plain.load_state_dict(dict(moved.named_parameters()))  # the mean's part forgotten, and the mixing
     assert not torch.allclose(plain(x), wanted, rtol=1e-2, atol=1e-2)
     other = {n: value.detach() + 1 for n, value in moved.named_parameters()}
-    for n, value in folded(moved, other).items():
+    for n, value in fold_centring(moved, other).items():
         assert value.shape == other[n].shape
-    assert all(torch.equal(value, plain.state_dict()[n]) for n, value in folded(plain).items())
+    assert all(torch.equal(value, plain.state_dict()[n]) for n, value in fold_centring(plain).items())
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -169,7 +177,7 @@ def test_gradients_are_those_of_the_plain_network_in_the_moved_parameters(name: 
     for i in range(len(x)):
         back = dict(own)
         for place, centre in moved.named_children():
-            if isinstance(centre, Centre):
+            if isinstance(centre, CentringLayer):
                 layer = place.removeprefix("centre")
                 weight = own[f"{layer}.weight"]
                 if centre.mix is not None:
@@ -179,19 +187,19 @@ def test_gradients_are_those_of_the_plain_network_in_the_moved_parameters(name: 
                 back[f"{layer}.bias"] = own[f"{layer}.bias"] - sums @ centre.mean.flatten()
         loss = nn.functional.cross_entropy(torch.func.functional_call(plain, back, (x[i : i + 1],)), y[i : i + 1])
         rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(own.values()))]))
-    layout = Layout.of(moved)
-    tape = record(moved, layout, layout.flatten(moved), x, y, TASK, how)
+    layout = ParameterLayout.of(moved)
+    tape = record_gradients(moved, layout, layout.flatten(moved), x, y, TASK, how)
     torch.testing.assert_close(tape.matrix(), torch.stack(rows), rtol=1e-3, atol=1e-5)
-    ordinary = record(plain, layout, layout.flatten(plain), x, y, TASK, how).matrix()
+    ordinary = record_gradients(plain, layout, layout.flatten(plain), x, y, TASK, how).matrix()
     assert not torch.allclose(ordinary, torch.stack(rows), rtol=1e-2, atol=1e-3), "other coordinates, other gradients"
 
 
 def test_the_input_is_not_written_over() -> None:
     for name, mixed in itertools.product(NETS, (False, True)):
         _, moved, x = _pair(name, mixed)
-        before, layout = x.clone(), Layout.of(moved)
-        record(moved, layout, layout.flatten(moved), x, torch.arange(len(x)) % 3, TASK, "book").norms()
-        Follower(moved, layout, TASK).outputs(layout.flatten(moved), x)
+        before, layout = x.clone(), ParameterLayout.of(moved)
+        record_gradients(moved, layout, layout.flatten(moved), x, torch.arange(len(x)) % 3, TASK, "book").norms()
+        GradientRecorder(moved, layout, TASK).outputs(layout.flatten(moved), x)
         assert torch.equal(x, before)
 
 
@@ -270,14 +278,14 @@ def test_stacked_runs_equal_themselves_alone(name: str, steps: int, coordinates:
 
 
 def test_runs_with_other_means_are_not_mixed(tmp_path: Path) -> None:
-    data, found = _data(SHAPES["mnist-cnn"]), priors.read("painted", "mnist-cnn", "relu")
-    priors.write(tmp_path / "same.npz", found)
-    priors.write(tmp_path / "other.npz", {**found, "3.mean": found["3.mean"] + 1})
+    data, found = _data(SHAPES["mnist-cnn"]), priors.load_weights("painted", "mnist-cnn", "relu")
+    priors.save_weights(tmp_path / "same.npz", found)
+    priors.save_weights(tmp_path / "other.npz", {**found, "3.mean": found["3.mean"] + 1})
     inits = ["painted", str(tmp_path / "same.npz"), str(tmp_path / "other.npz")]
     feds = [prepare(_settings(model={"init": init, "coordinates": "centred"}), data) for init in inits]
     plain = prepare(_settings(model={"coordinates": "plain"}), data)
     assert group_runs([*feds, plain]) == [[0, 1], [2], [3]]
-    assert digest(plain.problem.model) == ""
+    assert compute_buffer_digest(plain.problem.model) == ""
 
 
 # --- from settings to a run's folder ------------------------------------------------------------------
@@ -289,7 +297,7 @@ def test_runs_with_other_means_are_not_mixed(tmp_path: Path) -> None:
 def test_painted_weights_have_means_and_compute_the_same_features(name: str, activation: str, coordinates: str) -> None:
     settings = config.Model(name=name, activation=activation, init="painted")
     plain, moved = (
-        models.build(dataclasses.replace(settings, coordinates=c), SHAPES[name], 10, 0) for c in ("plain", coordinates)
+        models.build_model(dataclasses.replace(settings, coordinates=c), SHAPES[name], 10, 0) for c in ("plain", coordinates)
     )
     assert isinstance(plain, nn.Sequential)
     assert isinstance(moved, nn.Sequential)
@@ -299,7 +307,7 @@ def test_painted_weights_have_means_and_compute_the_same_features(name: str, act
     for own, drawn in zip(moved[-1].parameters(), plain[-1].parameters(), strict=True):
         assert torch.equal(own, drawn), "the head is the seed's"
     layers = [n for n, layer in plain.named_children() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    facts = priors.parted(plain, priors.read("painted", name, activation))[1]
+    facts = priors.split_input_statistics(plain, priors.load_weights("painted", name, activation))[1]
     assert set(facts) == {f"{n}.mean" for n in layers} | {f"{n}.mix" for n in layers[1:-1]}
 
 
@@ -313,19 +321,24 @@ def _covariance(size: int = 6) -> torch.Tensor:
 def test_part_of_the_way_to_whitened(power: float) -> None:
     model = _net(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
     cov = _covariance()
-    facts = {"0.mean": torch.zeros(5), "2.mean": torch.zeros(6), "4.mean": torch.zeros(4), "2.mix": whitens(cov)}
-    found = partly(model, facts, power)
-    torch.testing.assert_close(found["2.mix"], whitens(cov, power), rtol=1e-3, atol=1e-4)
-    assert torch.allclose(found["2.mix"], whitens(cov), rtol=1e-2) == (power == 0.5)
+    facts = {
+        "0.mean": torch.zeros(5),
+        "2.mean": torch.zeros(6),
+        "4.mean": torch.zeros(4),
+        "2.mix": compute_whitening_matrix(cov),
+    }
+    found = whiten_partially(model, facts, power)
+    torch.testing.assert_close(found["2.mix"], compute_whitening_matrix(cov, power), rtol=1e-3, atol=1e-4)
+    assert torch.allclose(found["2.mix"], compute_whitening_matrix(cov), rtol=1e-2) == (power == 0.5)
     assert {name: found[name] for name in found if name.endswith("mean")}.keys() == facts.keys() - {"2.mix"}
 
 
 def test_half_whitened_networks_compute_the_same_and_are_told_apart() -> None:
     settings = config.Model(name="cifar-cnn", init="painted", coordinates="whitened")
     x = _data(SHAPES["cifar-cnn"]).x
-    nets = [models.build(dataclasses.replace(settings, whiten=w), SHAPES["cifar-cnn"], 10, 0) for w in (0.5, 0.25)]
+    nets = [models.build_model(dataclasses.replace(settings, whiten=w), SHAPES["cifar-cnn"], 10, 0) for w in (0.5, 0.25)]
     torch.testing.assert_close(nets[0](x), nets[1](x), rtol=1e-3, atol=1e-3)
-    assert digest(nets[0]) != digest(nets[1])
+    assert compute_buffer_digest(nets[0]) != compute_buffer_digest(nets[1])
     inner = [net.get_parameter("3.weight") for net in nets]
     assert not torch.allclose(inner[0], inner[1], rtol=0.05)
 
@@ -338,10 +351,10 @@ def test_how_far_to_whiten_has_bounds(value: float) -> None:
 
 
 def test_means_are_those_of_the_inputs() -> None:
-    model = models.build(config.Model(name="mnist-cnn", init="painted"), SHAPES["mnist-cnn"], 10, 0)
+    model = models.build_model(config.Model(name="mnist-cnn", init="painted"), SHAPES["mnist-cnn"], 10, 0)
     assert isinstance(model, nn.Sequential)
     pictures = torch.rand(300, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    found = means(model, pictures)
+    found = compute_input_means(model, pictures)
     torch.testing.assert_close(found["0.mean"], pictures.mean().view(1, 1, 1))
     torch.testing.assert_close(found["3.mean"], model[:3](pictures).mean(dim=(0, 2, 3)).view(-1, 1, 1))
     torch.testing.assert_close(found["7.mean"], model[:6](pictures).mean(dim=0), rtol=1e-4, atol=1e-5)
@@ -351,7 +364,7 @@ def test_means_are_those_of_the_inputs() -> None:
 def test_a_mix_whitens() -> None:
     model = _built("mnist-cnn", SHAPES["mnist-cnn"])
     pictures = 2 * torch.rand(2000, 1, 28, 28, generator=torch.Generator().manual_seed(0)) - 1
-    mix = mixes(model, pictures)["3.mix"]
+    mix = compute_whitening_matrices(model, pictures)["3.mix"]
     seen = model[:3](pictures).detach().permute(0, 2, 3, 1).flatten(0, 2).double()
     before, after = torch.cov(seen.T), torch.cov((seen @ mix.double()).T)
     spread = [float(v.max() / v.min()) for v in map(torch.linalg.eigvalsh, (before, after))]
@@ -364,13 +377,13 @@ def test_a_mix_whitens() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_means_that_come_along_are_those_of_painted_pictures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of about such pictures: the lesson that made a file may differ from the default."""
-    monkeypatch.setattr(learn, "SEEN", 300)
-    kept = priors.read("painted", name, "relu")
+    monkeypatch.setattr(learn, "NUM_EVALUATION_IMAGES", 300)
+    kept = priors.load_weights("painted", name, "relu")
 
     def apart(init: str) -> list[float]:
-        model = models.build(config.Model(name=name, init=init), SHAPES[name], 10, 0)
+        model = models.build_model(config.Model(name=name, init=init), SHAPES[name], 10, 0)
         assert isinstance(model, nn.Sequential)
-        found = learn.facts(model, SHAPES[name], learn.Lesson(), torch.device("cpu"))
+        found = learn.compute_input_statistics(model, SHAPES[name], learn.PretrainSettings(), torch.device("cpu"))
         return [
             float((kept[n] - value).norm() / (kept[n].norm() + 0.5))
             for n, value in found.items()
@@ -389,8 +402,10 @@ def test_a_rule_is_told_the_size_of_the_weights_not_of_the_means() -> None:
     mixed = public_shape(prepare(_settings(model={"init": "painted", "coordinates": "whitened"}), data))
     assert mixed.mixed
     assert not moved.mixed
-    steps = [float(init_balanced(config.Clip(), dataclasses.replace(s, larger=1.0))["step"]) for s in (moved, mixed)]
-    assert steps[1] == pytest.approx(MIXED * steps[0])
+    steps = [
+        float(init_balanced_moo(config.Clip(), dataclasses.replace(s, larger=1.0))["step"]) for s in (moved, mixed)
+    ]
+    assert steps[1] == pytest.approx(WHITENED_NOISE_FACTOR * steps[0])
 
 
 class Own(nn.Module):
@@ -441,7 +456,7 @@ def test_what_cannot_be_centred_is_told_why(
     given = {"init": str(tmp_path / "w.npz"), "coordinates": "centred", **settings}
     wanted = config.Model(**given)  # type: ignore[arg-type]
     with pytest.raises(ModelError) as caught:
-        models.build(wanted, (1, 28, 28), 10, 0)
+        models.build_model(wanted, (1, 28, 28), 10, 0)
     assert words in str(caught.value)
 
 
@@ -456,17 +471,17 @@ def test_what_cannot_be_centred_is_told_why(
 )
 def test_layers_that_cannot_take_a_mean_up_are_refused(layers: tuple[nn.Module, ...], words: str) -> None:
     with pytest.raises(ModelError, match=r"model\.coordinates") as caught:
-        centred(nn.Sequential(*layers), {"0.mean": torch.zeros(1, 1, 1)})
+        centre_model(nn.Sequential(*layers), {"0.mean": torch.zeros(1, 1, 1)})
     assert words in str(caught.value)
 
 
 def test_a_model_made_in_python_is_centred_in_python() -> None:
     data = _data(SHAPES["mnist-cnn"])
-    plain = models.build(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
+    plain = models.build_model(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
     assert isinstance(plain, nn.Sequential)
     with pytest.raises(ConfigError, match=r"model\.coordinates"):
         prepare(_settings(), data, plain)
-    own = centred(plain, means(plain, data.x_test))
+    own = centre_model(plain, compute_input_means(plain, data.x_test))
     assert prepare(_settings(model={"coordinates": "plain"}), data, own).problem.model is own
 
 
@@ -474,7 +489,7 @@ def test_a_run_leaves_a_plain_network_and_resumes_to_the_bit(tmp_path: Path) -> 
     data, settings = _data(SHAPES["mnist-cnn"]), _settings(train={"rounds": 3}, run={"checkpoint_every": 1})
     whole = execute(prepare(settings, data), tmp_path / "whole")
     weights = load_file(tmp_path / "whole" / "model.safetensors")
-    plain = models.build(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
+    plain = models.build_model(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
     plain.load_state_dict(weights)
     torch.testing.assert_close(plain(data.x_test), whole.model(data.x_test), rtol=1e-3, atol=1e-3)
     again = prepare(_settings(model={"init": str(whole.folder / "model.safetensors"), "coordinates": "plain"}), data)  # type: ignore[operator]
@@ -504,7 +519,7 @@ def test_the_command_line_teaches_means_and_trains_with_them(tmp_path: Path) -> 
     words = ["run", "--data", str(tmp_path / "data.npz"), "--parties", "2", "--partition", "iid", "--rounds", "2"]
     words += ["--sigma", "1", "--out", str(out), "--set", "model.coordinates=whitened", "--set", "data.min_examples=1"]
     assert main([*words, "--set", f"model.init={file}"]) == 0
-    plain = models.build(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
+    plain = models.build_model(config.Model(name="mnist-cnn"), SHAPES["mnist-cnn"], 10, 0)
     plain.load_state_dict(load_file(out / "model.safetensors"))
     assert 'coordinates = "whitened"' in (out / "settings.toml").read_text()
 
@@ -518,12 +533,12 @@ def test_machines_agree_on_the_means(tmp_path: Path) -> None:
 
     settings = _settings(clip={"rule": "moo"})
     problem = public_problem(settings, _data(SHAPES["mnist-cnn"]), torch.device("cpu"))
-    party = models.build(settings.model, SHAPES["mnist-cnn"], 10, 0)  # as a party builds it
+    party = models.build_model(settings.model, SHAPES["mnist-cnn"], 10, 0)  # as a party builds it
     agreed = model_fingerprint(problem.model, problem.layout)
-    assert model_fingerprint(party, Layout.of(party)) == agreed
+    assert model_fingerprint(party, ParameterLayout.of(party)) == agreed
     with torch.no_grad():
         next(iter(party.buffers())).add_(1e-3)
-    assert model_fingerprint(party, Layout.of(party)) != agreed
+    assert model_fingerprint(party, ParameterLayout.of(party)) != agreed
     (tmp_path / "terms.toml").write_text(write_terms(toy_terms(settings)))
     assert read_terms(tmp_path / "terms.toml").model.coordinates == "centred"
 

@@ -24,7 +24,7 @@ from fulcrum.privacy.mechanism import (
     scale_noise,
     scales,
 )
-from fulcrum.rng import Randomness, Secure, Seeded
+from fulcrum.rng import Randomness, SecureRandomness, SeededRandomness
 from fulcrum.types import Assignment, Bounds, State, Stats
 
 SIGMA, C = 1.5, 0.7
@@ -40,7 +40,7 @@ def _noised(randomness: Randomness, d: int = 200_000) -> torch.Tensor:
     return noisy
 
 
-@pytest.mark.parametrize("randomness", [Seeded(1), Secure()], ids=["seeded", "secure"])
+@pytest.mark.parametrize("randomness", [SeededRandomness(1), SecureRandomness()], ids=["seeded", "secure"])
 def test_noise_is_normal_with_the_stated_scale_and_no_other(randomness: Randomness) -> None:
     noise = _noised(randomness)
     assert _p_value(noise, SIGMA * C) > 1e-6
@@ -48,7 +48,7 @@ def test_noise_is_normal_with_the_stated_scale_and_no_other(randomness: Randomne
         assert _p_value(noise, SIGMA * C * wrong) < 1e-6, f"the test cannot tell {wrong} times the scale"
 
 
-@pytest.mark.parametrize("randomness", [Seeded(1), Secure()], ids=["seeded", "secure"])
+@pytest.mark.parametrize("randomness", [SeededRandomness(1), SecureRandomness()], ids=["seeded", "secure"])
 def test_uniform_numbers_sample_at_the_stated_rate(randomness: Randomness) -> None:
     draws = randomness.uniform(("sample", 0, 0, 0), 20_000)
     assert draws.dtype == torch.float64
@@ -59,7 +59,7 @@ def test_uniform_numbers_sample_at_the_stated_rate(randomness: Randomness) -> No
 
 
 def test_streams_with_different_keys_are_unrelated_and_equal_keys_equal() -> None:
-    randomness = Seeded(7)
+    randomness = SeededRandomness(7)
     base = randomness.normal(("noise", 1, 2, 3), 5000)
     assert torch.equal(base, randomness.normal(("noise", 1, 2, 3), 5000))
     others = [("noise", 1, 2, 4), ("noise", 1, 3, 3), ("noise", 2, 2, 3), ("sample", 1, 2, 3), ("noise", 12, 3)]
@@ -67,20 +67,20 @@ def test_streams_with_different_keys_are_unrelated_and_equal_keys_equal() -> Non
         other = randomness.normal(key, 5000)
         assert abs(float(torch.corrcoef(torch.stack([base, other]))[0, 1])) < 0.08
     assert abs(float(torch.corrcoef(torch.stack([base, base]))[0, 1])) > 0.08  # what a repeated stream looks like
-    assert not torch.equal(base, Seeded(8).normal(("noise", 1, 2, 3), 5000))
+    assert not torch.equal(base, SeededRandomness(8).normal(("noise", 1, 2, 3), 5000))
 
 
 def test_secure_numbers_never_repeat_and_ignore_every_seed() -> None:
     torch.manual_seed(0)
-    first = Secure().normal(("noise", 0, 0, 0), 100)
+    first = SecureRandomness().normal(("noise", 0, 0, 0), 100)
     torch.manual_seed(0)
-    assert not torch.equal(first, Secure().normal(("noise", 0, 0, 0), 100))
+    assert not torch.equal(first, SecureRandomness().normal(("noise", 0, 0, 0), 100))
 
 
 def test_no_global_generator_is_touched() -> None:
     before = torch.random.get_rng_state()
-    _noised(Seeded(1))
-    _noised(Secure())
+    _noised(SeededRandomness(1))
+    _noised(SecureRandomness())
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -95,7 +95,7 @@ def test_extra_statistics_take_their_share_and_the_sum_pays_for_it() -> None:
 def test_extra_statistics_without_a_share_are_never_released() -> None:
     scale = scales(FIXED, Bounds(torch.tensor([1.0]), extra=1.0), 0.1, SIGMA, 10.0)
     with pytest.raises(ValueError, match="no share"):
-        release(torch.zeros(3), torch.zeros(1), scale, Seeded(0), (0, 0, 0))
+        release(torch.zeros(3), torch.zeros(1), scale, SeededRandomness(0), (0, 0, 0))
 
 
 def test_no_noise_is_called_by_its_name() -> None:

@@ -72,7 +72,7 @@ def on_host(made: Federation) -> torch.Tensor:
 def pooled(made: Federation) -> torch.Tensor:
     """As on a GPU, where a run's noise is drawn as one Gaussian."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "draws_on_device", lambda device, sources: True)
+        patch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
         last = list(run_many([made]))[-1].averaged
     assert last is not None
     return last[0] - made.problem.layout.flatten(made.problem.model)

@@ -317,8 +317,8 @@ def test_every_setting_with_choices_refuses_a_wrong_name_with_the_nearest():
 
 def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
     from fulcrum.clipping import RULES
-    from fulcrum.data.features import FEATURES
-    from fulcrum.data.partition import DEALS
+    from fulcrum.data.features import FEATURE_MAPS
+    from fulcrum.data.partition import PARTITIONERS
     from fulcrum.data.tasks.losses import REGRESSION_LOSSES
     from fulcrum.engines import ENGINES
     from fulcrum.gradients.stacked.passes import PRECISIONS
@@ -333,8 +333,8 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
 
     special = {"data.partition": {"auto", "given"}, "data.features": {"none"}, "run.engine": {"auto"}}
     registries = {
-        "data.partition": DEALS,
-        "data.features": FEATURES,
+        "data.partition": PARTITIONERS,
+        "data.features": FEATURE_MAPS,
         "model.activation": ACTIVATIONS,
         "train.schedule": LR_SCHEDULES,
         "train.weights": WEIGHTINGS,

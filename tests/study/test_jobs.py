@@ -15,7 +15,7 @@ import pytest
 
 from fulcrum import runs as api
 from fulcrum.clipping import find_rule
-from fulcrum.clipping.rule import Shape
+from fulcrum.clipping.rule import ModelFacts
 from fulcrum.data import load
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.settings.schema import Clip, Settings
@@ -475,7 +475,7 @@ def test_painted_files_are_those_that_the_experiment_counts() -> None:
 
     for name, entry in tomllib.loads((EXPERIMENTS / "paper.toml").read_text())["weights"].items():
         for activation in ("relu", "tempered"):
-            file = priors.kept(entry["model"], activation)
+            file = priors.find_shipped_weights(entry["model"], activation)
             found = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
             assert found == entry[activation], f"{file.name} has changed: raise the number of weights.{name}"
 
@@ -522,9 +522,9 @@ def test_the_settings_that_count_for_an_id_are_those_a_rule_reads(name: str) -> 
             seen.add(field)
             return getattr(Clip(), field)
 
-    find_rule(name).init(Watched(), Shape(10, (4, 6)))  # type: ignore[arg-type]
+    find_rule(name).init(Watched(), ModelFacts(10, (4, 6)))  # type: ignore[arg-type]
     assert seen <= {"groups", *READS[name]}
-    assert find_rule(name).init(Clip(), Shape(10, (4, 6))).keys(), "and the rule does start"
+    assert find_rule(name).init(Clip(), ModelFacts(10, (4, 6))).keys(), "and the rule does start"
 
 
 def test_an_unread_setting_leaves_an_id_and_a_read_one_changes_it() -> None:

@@ -10,15 +10,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fulcrum.clipping.fixed import FIXED, no_extra
-from fulcrum.data import sample_units
+from fulcrum.data import poisson_sample_units
 from fulcrum.privacy.events import Gaussian, Unprotected
-from fulcrum.rng import Seeded
+from fulcrum.rng import SeededRandomness
 from fulcrum.training.problem import Problem
 from helpers import CLASSES, one_client, toy_data, toy_model, toy_problem
 
 
 def _sampled(problem: Problem, rate: float, step: int = 0, client: int = 0) -> torch.Tensor:
-    rows, _, _ = sample_units(problem.randomness, ("sample", 0, client, step), problem.party(client), rate)
+    rows, _, _ = poisson_sample_units(problem.randomness, ("sample", 0, client, step), problem.party(client), rate)
     return rows
 
 
@@ -180,7 +180,7 @@ def test_events_count_every_step_and_other_keys_give_other_noise() -> None:
     reply = one_client(problem, sigma=1.3, steps=4, rate=0.25)
     assert reply.events == (Gaussian(0.25, 1.3),) * 4
     assert torch.equal(reply.delta, one_client(problem, sigma=1.3, steps=4, rate=0.25).delta)
-    other = dataclasses.replace(problem, randomness=Seeded(4))
+    other = dataclasses.replace(problem, randomness=SeededRandomness(4))
     assert not torch.equal(reply.delta, one_client(other, sigma=1.3, steps=4, rate=0.25).delta)
 
 

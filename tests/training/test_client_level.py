@@ -20,14 +20,14 @@ import fulcrum
 from fulcrum.clipping import find_rule
 from fulcrum.clipping.fixed import FIXED, NONE, equal_shares, plain_view, shrink
 from fulcrum.clipping.median import MEDIAN
-from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.clipping.testing import check_rule
 from fulcrum.errors import BudgetError, ConfigError
 from fulcrum.privacy import accounting
 from fulcrum.privacy.client_level import ESTIMATORS, Estimator, Terms, party_weights
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.rng import Key, Secure, Seeded
+from fulcrum.rng import SecureRandomness, SeededRandomness, StreamKey
 from fulcrum.runs import execute, prepare, resume
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Clip, Settings
@@ -47,10 +47,10 @@ class Silent:
 
     mode = "recorded"
 
-    def uniform(self, key: Key, count: int) -> torch.Tensor:
+    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.float64)
 
-    def normal(self, key: Key, count: int) -> torch.Tensor:
+    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
         return torch.zeros(count)
 
 
@@ -248,7 +248,7 @@ def test_weights_are_capped_at_one() -> None:
 @pytest.mark.parametrize("estimator", ["fixed", "clipped"])
 def test_the_noise_of_a_mean_has_z_times_its_sensitivity(estimator: str) -> None:
     terms = terms_of([1.0, 1.0, 0.5, 0.5], 0.5, estimator, 0.8)
-    problem = toy_problem(FIXED, randomness=Seeded(4), unit="client")
+    problem = toy_problem(FIXED, randomness=SeededRandomness(4), unit="client")
     state = problem.rule.init(Clip(C0=2.0), problem.shape)
     noise = torch.cat([average(problem, terms, state, [], t, 99, 1.3).delta for t in range(60)])
     scale = 1.3 * 2.0 * (1 / 1.5 if estimator == "fixed" else 2 / 1.2)
@@ -287,10 +287,10 @@ def test_zero_and_broken_updates_do_not_stop_a_round() -> None:
 
 def test_the_draw_is_poisson_and_secret() -> None:
     terms = terms_of([1.0] * 2000, rate=0.3)
-    one = [draw_cohort(Seeded(1), t, terms) for t in range(20)]
-    assert one == [draw_cohort(Seeded(1), t, terms) for t in range(20)]  # what resuming relies on
-    assert one != [draw_cohort(Seeded(2), t, terms) for t in range(20)]
-    assert draw_cohort(Secure(), 0, terms) != draw_cohort(Secure(), 0, terms)
+    one = [draw_cohort(SeededRandomness(1), t, terms) for t in range(20)]
+    assert one == [draw_cohort(SeededRandomness(1), t, terms) for t in range(20)]  # what resuming relies on
+    assert one != [draw_cohort(SeededRandomness(2), t, terms) for t in range(20)]
+    assert draw_cohort(SecureRandomness(), 0, terms) != draw_cohort(SecureRandomness(), 0, terms)
     sizes = [len(cohort) for cohort in one]
     assert len(set(sizes)) > 5  # a fixed number a round would be another mechanism
     assert abs(sum(sizes) / 20 - 600) < 5 * math.sqrt(2000 * 0.3 * 0.7 / 20)
@@ -299,7 +299,9 @@ def test_the_draw_is_poisson_and_secret() -> None:
 def test_the_draw_does_not_use_the_public_stream() -> None:
     """Two runs with the same public seed and different secret randomness draw different participants."""
     federation = client_federation(40, run={"diagnostics": True})
-    other = dataclasses.replace(federation, problem=dataclasses.replace(federation.problem, randomness=Seeded(99)))
+    other = dataclasses.replace(
+        federation, problem=dataclasses.replace(federation.problem, randomness=SeededRandomness(99))
+    )
     counts = [[r.diagnostics["participants"] for r in play(f)] for f in (federation, federation, other)]
     assert counts[0] == counts[1] != counts[2]
 
@@ -454,7 +456,7 @@ def test_a_secure_run_draws_anew_and_everyone_pays_again(tmp_path: Path) -> None
 # --- rules over updates ---------------------------------------------------------------------------
 
 
-def _init_quantile(settings: Clip, shape: Shape) -> State:
+def _init_quantile(settings: Clip, shape: ModelFacts) -> State:
     return {"C": equal_shares(settings.C0, shape.count), "eta_C": torch.tensor(0.2), "gamma": torch.tensor(0.5)}
 
 
@@ -499,7 +501,7 @@ def test_a_rule_with_statistics_moves_C_by_hand_computed_steps() -> None:
 def test_statistics_and_mean_share_one_event() -> None:
     """z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2) on the mean, sigma_b on the count, as Andrew has it."""
     terms, z = terms_of([1.0] * 40, rate=0.5), 0.8
-    problem = toy_problem(QUANTILE, randomness=Seeded(2), unit="client")
+    problem = toy_problem(QUANTILE, randomness=SeededRandomness(2), unit="client")
     state = problem.rule.init(Clip(C0=2.0), problem.shape)
     replies = [average(problem, terms, state, [], t, 99, z) for t in range(1500)]
     sigma_b = max(20 / 20, 5 * z)
@@ -524,7 +526,7 @@ def test_the_free_rule_moo_moves_C_on_updates_too() -> None:
 
 
 def test_the_median_follows_the_raw_norms() -> None:
-    state = MEDIAN.init(Clip(C0=9.0), Shape(2, (2,)))
+    state = MEDIAN.init(Clip(C0=9.0), ModelFacts(2, (2,)))
     norms = torch.tensor([[1.0], [4.0], [2.0], [100.0], [7.0]])
     mask = torch.tensor([True, True, True, False, False])
     factors, _, after = MEDIAN.clip(Stats(norms, mask), state)
@@ -537,7 +539,7 @@ def test_the_median_follows_the_raw_norms() -> None:
     zeros = Stats(torch.zeros(3, 1), torch.ones(3, dtype=torch.bool))
     assert MEDIAN.clip(zeros, state)[2]["C"].tolist() == pytest.approx([1e-3])  # not a noise of zero
     two = MEDIAN.clip(
-        Stats(torch.tensor([[1.0, 5.0]]), torch.tensor([True])), MEDIAN.init(Clip(), Shape(2, (1, 1), (0, 1)))
+        Stats(torch.tensor([[1.0, 5.0]]), torch.tensor([True])), MEDIAN.init(Clip(), ModelFacts(2, (1, 1), (0, 1)))
     )
     assert two[2]["C"].tolist() == [1.0, 5.0]
 

@@ -33,7 +33,7 @@ def list_(folder: Folder = "", as_json: Json = False, debug: Debug = False) -> N
     """List the data sets that have a name, and where each was found."""
     from fulcrum import data
 
-    rows = data.available(folder)
+    rows = data.list_available_datasets(folder)
     if as_json:
         view.print_json([{**vars(row), "where": None if row.where is None else str(row.where)} for row in rows])
         return
@@ -80,8 +80,8 @@ def verify(
     """Check files against the public checksums. Exits with 1 unless all are the public ones."""
     from fulcrum import data
 
-    chosen = names or [row.name for row in data.available(folder) if row.where is not None]
-    rows = [(name, status, path) for name in chosen for path, status in data.verify(name, folder)]
+    chosen = names or [row.name for row in data.list_available_datasets(folder) if row.where is not None]
+    rows = [(name, status, path) for name in chosen for path, status in data.verify_dataset(name, folder)]
     if as_json:
         view.print_json([{"data": name, "status": status, "file": str(path)} for name, status, path in rows])
     else:

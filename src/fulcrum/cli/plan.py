@@ -9,7 +9,7 @@ import typer
 
 from fulcrum.cli import show, view
 from fulcrum.cli.options import Debug, Json, with_settings
-from fulcrum.clipping.rule import alone
+from fulcrum.clipping.rule import gradient_multiplier
 from fulcrum.errors import ConfigError
 from fulcrum.privacy.statement.units import UNITS
 from fulcrum.settings.schema import Settings
@@ -80,10 +80,10 @@ def plan(
 def as_computed(federation: Federation) -> dict[str, Any]:
     """Which engine will run, on how many cores, and how each layer's per-example gradients are found."""
     from fulcrum.engines import choose_engine
-    from fulcrum.gradients import paths
+    from fulcrum.gradients import list_gradient_paths
 
     engine = choose_engine(federation.settings.run.engine, federation.problem)
-    found = paths(federation.problem.model)
+    found = list_gradient_paths(federation.problem.model)
     layers = [{"layer": layer, "path": path, "because": reason} for layer, path, reason in found]
     workers = getattr(federation.engine, "workers", 1)
     return {"engine": engine, "workers": workers, "device": str(federation.problem.device), "layers": layers}
@@ -113,7 +113,7 @@ def schedule(made: Plan) -> list[str]:
         )
     if group.every > 1:
         task = group.assignment(0, 0, 1.0)
-        other = alone(group.share, task.sigma, group.batch)
+        other = gradient_multiplier(group.share, task.sigma, group.batch)
         lines.append(
             f"statistics  with every {group.every}th step, at sigma {view.show(task.sigma)} together with the "
             f"gradient; other steps cost sigma {view.show(other)}"

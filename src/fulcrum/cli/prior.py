@@ -36,12 +36,12 @@ def prior(
     from fulcrum import runs as api
     from fulcrum.cli import view
     from fulcrum.models import pretrain as priors
-    from fulcrum.models.build import build
-    from fulcrum.models.builtin import AUTO
+    from fulcrum.models.build import build_model
+    from fulcrum.models.builtin import AUTO_MODELS
     from fulcrum.models.pretrain import learn
     from fulcrum.settings import schema as config
 
-    shapes = {name: shape for shape, name in AUTO.items()}
+    shapes = {name: shape for shape, name in AUTO_MODELS.items()}
     if model not in shapes:
         raise ConfigError(f"model = {model!r} cannot be taught on pictures; choose one of {', '.join(shapes)}.")
     if out.suffix != ".npz":
@@ -55,12 +55,14 @@ def prior(
         raise ConfigError(
             f"--scale = {scale:g} keeps the network's work only with relu; leave it out with {activation}."
         )
-    built = build(config.Model(name=model, activation=activation), shapes[model], 10, seed)
+    built = build_model(config.Model(name=model, activation=activation), shapes[model], 10, seed)
     assert isinstance(built, nn.Sequential)
-    lesson = learn.Lesson(
+    lesson = learn.PretrainSettings(
         kinds=kinds, pool=pool, steps=steps, jitter=jitter, scene=scene, colours=colours, scale=scale, seed=seed
     )
     place = api.find_device(device)
-    right = learn.teach(built, shapes[model], lesson, place, lambda line: view.say(line, quiet))
-    priors.write(out, {**learn.lessons(built), **learn.facts(built, shapes[model], lesson, place)})
+    right = learn.pretrain_model(built, shapes[model], lesson, place, lambda line: view.say(line, quiet))
+    priors.save_weights(
+        out, {**learn.get_trunk_weights(built), **learn.compute_input_statistics(built, shapes[model], lesson, place)}
+    )
     typer.echo(f"wrote {out}; the network tells {100 * right:.1f}% of {kinds} kinds. Use it: --set model.init={out}")

@@ -16,13 +16,13 @@ from fulcrum.clipping.moo_scalar import MOO_CLIENT, MOO_SCALAR
 from fulcrum.clipping.normalise import AUTO_S, PSAC, UNITS_OF_C
 from fulcrum.clipping.oso import OSO
 from fulcrum.clipping.quantile import QUANTILE
-from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.clipping.wav import WAV
 from fulcrum.settings.registry import Registry
 
-ENTRY_POINTS = "fulcrum.rules"
+RULES_ENTRY_POINT = "fulcrum.rules"
 """Packages offer rules by name under this group: `my-rule = "package.module:RULE"`."""
-RULES: Registry[ClipRule] = Registry("clip.rule", noun="rule", entry_points=ENTRY_POINTS, kind=ClipRule)
+RULES: Registry[ClipRule] = Registry("clip.rule", noun="rule", entry_points=RULES_ENTRY_POINT, kind=ClipRule)
 """The built-in rules by name."""
 for _rule in (
     NONE,
@@ -54,7 +54,7 @@ def find_rule(name: str) -> ClipRule:
 __all__ = [
     "RULES",
     "ClipRule",
-    "Shape",
+    "ModelFacts",
     "bound_C",
     "clip_to_C",
     "equal_shares",

@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 
 from fulcrum.clipping.fixed import bound_C, clip_to_C, equal_shares, plain_view
-from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
 from fulcrum.types import Released, State
 
 
-def _init(settings: Clip, shape: Shape) -> State:
+def _init_dynamic(settings: Clip, shape: ModelFacts) -> State:
     start = equal_shares(settings.C0, shape.count)
     return {"C": start, "start": start.clone(), "rho_c": torch.tensor(settings.rho_c)}
 
 
-def _adapt(state: State, released: Released) -> State:
+def _follow_schedule(state: State, released: Released) -> State:
     """The C of the next round. A round in which nobody takes part leaves C where it is."""
     progress = (released.round + 1) / released.rounds
     return {**state, "C": state["start"] * state["rho_c"] ** progress}
@@ -28,11 +28,11 @@ def _adapt(state: State, released: Released) -> State:
 
 DYNAMIC = ClipRule(
     name="dynamic",
-    init=_init,
+    init=_init_dynamic,
     view=plain_view,
     clip=clip_to_C,
     bounds=bound_C,
-    adapt=_adapt,
+    adapt=_follow_schedule,
     summary="C falls by a public schedule, C0 rho_c^(t/T)",
     reference="Du et al. 2021",
 )

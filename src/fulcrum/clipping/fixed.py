@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
 from fulcrum.types import Bounds, State, Stats, View
 
@@ -39,15 +39,15 @@ def bound_C(state: State) -> Bounds:
     return Bounds(state["C"])
 
 
-def _init_fixed(settings: Clip, shape: Shape) -> State:
+def _init_fixed(settings: Clip, shape: ModelFacts) -> State:
     return {"C": equal_shares(settings.C0, shape.count)}
 
 
-def _init_none(settings: Clip, shape: Shape) -> State:
+def _init_none(settings: Clip, shape: ModelFacts) -> State:
     return {"C": torch.full((shape.count,), torch.inf)}
 
 
-def _keep_all(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _leave_unclipped(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
     return torch.ones_like(stats.norms), no_extra(stats), state
 
 
@@ -65,7 +65,7 @@ NONE = ClipRule(
     name="none",
     init=_init_none,
     view=plain_view,
-    clip=_keep_all,
+    clip=_leave_unclipped,
     bounds=bound_C,
     private=False,
     summary="no clipping, no noise",

@@ -19,18 +19,18 @@ from __future__ import annotations
 import torch
 
 from fulcrum.clipping.fixed import equal_shares, plain_view, shrink
-from fulcrum.clipping.rule import ClipRule, Shape, heard
+from fulcrum.clipping.rule import ClipRule, ModelFacts, has_statistics
 from fulcrum.settings.schema import Clip
 from fulcrum.types import Bounds, Released, State, Stats
 
-BINS = 20
-REACH = 4.0
+NUM_BINS = 20
+HISTOGRAM_RANGE = 4.0
 """The last bin starts a little below this many C, and holds everything above."""
-CANDIDATES = 97
+NUM_CANDIDATES = 97
 """Values of C that are compared, from C/32 to 4 C in equal ratios."""
 
 
-def _init(settings: Clip, shape: Shape) -> State:
+def _init_histogram(settings: Clip, shape: ModelFacts) -> State:
     return {
         "C": equal_shares(settings.C0, shape.count),
         "dim": torch.tensor(float(shape.dim)),
@@ -39,44 +39,44 @@ def _init(settings: Clip, shape: Shape) -> State:
     }
 
 
-def _clip(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_and_bin_norms(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
     total = torch.linalg.vector_norm(stats.norms, dim=1) / torch.linalg.vector_norm(state["C"])  # [B], in units of C
-    bins = torch.clamp(torch.floor(total * (BINS / REACH)), max=BINS - 1)
-    row = (bins[:, None] == torch.arange(BINS, device=bins.device)).to(total)  # [B, 20]: one 1 in each
+    bins = torch.clamp(torch.floor(total * (NUM_BINS / HISTOGRAM_RANGE)), max=NUM_BINS - 1)
+    row = (bins[:, None] == torch.arange(NUM_BINS, device=bins.device)).to(total)  # [B, 20]: one 1 in each
     return shrink(stats.norms, state["C"]), row, state
 
 
-def _bounds(state: State) -> Bounds:
+def _bound_histogram(state: State) -> Bounds:
     return Bounds(state["C"], extra=1.0)
 
 
-def _share(sigma: float, batch: float) -> float:
+def _histogram_share(sigma: float, batch: float) -> float:
     return (sigma / max(6.0, 5 * sigma)) ** 2
 
 
-def _adapt(state: State, released: Released) -> State:
+def _minimise_predicted_error(state: State, released: Released) -> State:
     total = torch.linalg.vector_norm(state["C"])
     counts = released.extra.clamp_min(0.0)
     weights = counts / counts.sum().clamp_min(1e-12)
-    middles = (torch.arange(BINS, device=total.device) + 0.5) * (REACH / BINS)  # in units of C
-    candidates = torch.logspace(-5, 2, CANDIDATES, base=2.0, device=total.device)
+    middles = (torch.arange(NUM_BINS, device=total.device) + 0.5) * (HISTOGRAM_RANGE / NUM_BINS)  # in units of C
+    candidates = torch.logspace(-5, 2, NUM_CANDIDATES, base=2.0, device=total.device)
     bias = ((middles - candidates[:, None]).clamp_min(0.0).square() * weights).sum(dim=1)
     noise = released.noise * released.steps**0.5  # of one step: that of the round's mean is smaller
     error = (noise * candidates).square() * state["dim"] + bias
     best = candidates.gather(0, error.argmin().unsqueeze(0)).squeeze(0)
     moved = torch.clamp(total * best, state["C_min"], state["C_max"])
-    known = heard(state, released) & (counts.sum() > 0)
+    known = has_statistics(state, released) & (counts.sum() > 0)
     return {**state, "C": torch.where(known, state["C"] * (moved / total), state["C"])}
 
 
 DC_SGD = ClipRule(
     name="dc-sgd",
-    init=_init,
+    init=_init_histogram,
     view=plain_view,
-    clip=_clip,
-    bounds=_bounds,
-    adapt=_adapt,
-    share=_share,
+    clip=_clip_and_bin_norms,
+    bounds=_bound_histogram,
+    adapt=_minimise_predicted_error,
+    share=_histogram_share,
     summary="C of the least squared error, from a noised histogram of norms once an epoch",
     cost="paid: one step an epoch costs 4% more precision",
     reference="Wei et al. 2025",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from fulcrum.clipping.fixed import bound_C, equal_shares, no_extra, plain_view, shrink
-from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
 from fulcrum.types import State, Stats
 
 
-def init_median(settings: Clip, shape: Shape) -> State:
+def init_median(settings: Clip, shape: ModelFacts) -> State:
     """C0 stands in until something was seen; C_min and C_max keep the median in bounds."""
     return {
         "C": equal_shares(settings.C0, shape.count),

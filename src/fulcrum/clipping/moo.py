@@ -46,17 +46,17 @@ from typing import TypeVar
 import torch
 
 from fulcrum.clipping.fixed import bound_C, clip_to_C, equal_shares, plain_view
-from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
 from fulcrum.types import Released, State
 
 PHIS = ("sign", "identity")
 """What clip.phi may be: how the alignment becomes a step."""
-LARGEST_STEP = 0.3
+MAX_LOG_STEP = 0.3
 """phi = identity moves log C by at most this a round."""
 
 
-def init_moo(settings: Clip, shape: Shape) -> State:
+def init_moo_c(settings: Clip, shape: ModelFacts) -> State:
     """C0 split over the groups, an empty memory, and the settings the update needs."""
     return {
         "C": equal_shares(settings.C0, shape.count),
@@ -70,7 +70,7 @@ def init_moo(settings: Clip, shape: Shape) -> State:
     }
 
 
-def alignment(state: State, released: Released) -> torch.Tensor:
+def compute_alignment(state: State, released: Released) -> torch.Tensor:
     """A_t: how much of a fully clipped step went along the remembered direction. 0 with no memory."""
     total = torch.linalg.vector_norm(state["C"])
     memory = state["memory"]
@@ -79,7 +79,7 @@ def alignment(state: State, released: Released) -> torch.Tensor:
     return torch.where(length > 0, along / (released.lr * released.steps * total), 0.0)
 
 
-def log_step(state: State, seen: torch.Tensor) -> torch.Tensor:
+def compute_log_step(state: State, seen: torch.Tensor) -> torch.Tensor:
     """How far a round with this A_t moves the logarithm of what is learned: eta_C phi(A_t - kappa C_t).
 
     0 with no memory.
@@ -88,15 +88,15 @@ def log_step(state: State, seen: torch.Tensor) -> torch.Tensor:
     step = torch.where(
         state["sign"],
         state["eta_C"] * torch.sign(gain),
-        (state["eta_C"] * gain).clamp(-LARGEST_STEP, LARGEST_STEP),
+        (state["eta_C"] * gain).clamp(-MAX_LOG_STEP, MAX_LOG_STEP),
     )
     return torch.where(state["memory"].any(), step, torch.zeros_like(step))
 
 
-def adapt_moo(state: State, released: Released) -> State:
+def adapt_moo_c(state: State, released: Released) -> State:
     """Move C along the alignment, then remember this round's release."""
     total = torch.linalg.vector_norm(state["C"])
-    step = log_step(state, alignment(state, released))
+    step = compute_log_step(state, compute_alignment(state, released))
     moved = torch.clamp(total * torch.exp(step), state["C_min"], state["C_max"])
     memory = state["beta"] * state["memory"] + (1 - state["beta"]) * released.aggregate
     return {**state, "C": state["C"] * (moved / total), "memory": memory}
@@ -104,11 +104,11 @@ def adapt_moo(state: State, released: Released) -> State:
 
 MOO_C = ClipRule(
     name="moo-c",
-    init=init_moo,
+    init=init_moo_c,
     view=plain_view,
     clip=clip_to_C,
     bounds=bound_C,
-    adapt=adapt_moo,
+    adapt=adapt_moo_c,
     summary="C learned from the alignment of released updates; the learning rate stays yours",
     reference="Ranaweera et al.; sound form of this project",
 )
@@ -116,44 +116,44 @@ MOO_C = ClipRule(
 
 # --- moo: step length and C apart ---------------------------------------------------------------
 
-SINGLE = 3.0
+SINGLE_LAYER_NOISE_FACTOR = 3.0
 """How many times the noise that `balance` says a model of one layer bears."""
-LONG = 200
+LONG_RUN_ROUNDS = 200
 """Runs of at least so many rounds can afford first rounds that overshoot."""
-MIXED = 0.5
+WHITENED_NOISE_FACTOR = 0.5
 """How many times the noise that `balance` says a network in whitened coordinates bears: noise reaches the directions in
 which features hardly vary, and the same accuracy takes a shorter way."""
-FACTOR = 3.0
+C_SEARCH_FACTOR = 3.0
 """C falls or rises by this in one round of the search."""
-BETTER = 1.5
+SIGNAL_CHANGE_RATIO = 1.5
 """A signal (in squares) this many times the last one is taken for a change."""
-SIGNIFICANT = 3.0
+MIN_SIGNAL_DEVIATIONS = 3.0
 """Standard deviations of the estimate below which there is no signal."""
-CLEAR = 2.0
+CLEAR_SIGNAL_RATIO = 2.0
 """How many times what it takes to show a signal must be before C may rise on a comparison of two rounds. At 6 standard
 deviations equal signals look `BETTER` times apart in one of twenty comparisons; at 3, in one of five."""
-HIDDEN = 0.2
+MAX_CLEAR_THRESHOLD = 0.2
 """Where a signal must be larger than this to be clear (1 is the most there can be), no round says anything of C."""
-SHALLOW = 10.0
+HIDDEN_SIGNAL_C_MIN_FACTOR = 10.0
 """There C falls to so many times C_min and no further: below, examples that are told well count as much as others."""
-DOWN, DONE, UP = -1, 0, 1
+SEARCH_DOWN, SEARCH_DONE, SEARCH_UP = -1, 0, 1
 Number = TypeVar("Number", float, torch.Tensor)
 
 
-def showing(variance: Number, dim: int) -> Number:
+def compute_signal_threshold(variance: Number, dim: int) -> Number:
     """What a signal must be to be told from none, where each of dim coordinates has noise of this variance."""
     root: float = (2 * dim) ** 0.5
-    return SIGNIFICANT * variance * root
+    return MIN_SIGNAL_DEVIATIONS * variance * root
 
 
-def lowest(settings: Clip, shape: Shape) -> float:
+def compute_lowest_C(settings: Clip, shape: ModelFacts) -> float:
     """How far the search may take C down: to C_min, or less far where it would be noise alone that takes it there."""
-    if CLEAR * showing(shape.noise**2, shape.dim) <= HIDDEN:
+    if CLEAR_SIGNAL_RATIO * compute_signal_threshold(shape.noise**2, shape.dim) <= MAX_CLEAR_THRESHOLD:
         return settings.C_min
-    return max(settings.C_min, min(SHALLOW * settings.C_min, settings.C0))
+    return max(settings.C_min, min(HIDDEN_SIGNAL_C_MIN_FACTOR * settings.C_min, settings.C0))
 
 
-def farthest(settings: Clip, shape: Shape) -> float:
+def compute_max_first_step(settings: Clip, shape: ModelFacts) -> float:
     """The longest first step of a model of several layers, in units of R.
 
     With one step a round all parties' first gradients point the same way, and weights that were learned, and so are
@@ -162,11 +162,11 @@ def farthest(settings: Clip, shape: Shape) -> float:
     over first rounds that overshot; a shorter one starts with less.
     """
     one = min(1.0, 1 / (shape.larger * shape.first))
-    several = shape.steps * min(1.0, (shape.rounds / LONG) ** 0.5) if shape.steps > 1 else 0.0
+    several = shape.steps * min(1.0, (shape.rounds / LONG_RUN_ROUNDS) ** 0.5) if shape.steps > 1 else 0.0
     return settings.reach * max(one, several)
 
 
-def init_balanced(settings: Clip, shape: Shape) -> State:
+def init_balanced_moo(settings: Clip, shape: ModelFacts) -> State:
     """The first step length from public facts, and C0 cut down to it."""
     full = shape.lr * shape.steps
     spread = shape.noise * (shape.dim * shape.rounds) ** 0.5
@@ -174,80 +174,84 @@ def init_balanced(settings: Clip, shape: Shape) -> State:
     step = full * settings.C0
     if spread > 0:
         deep = shape.depth > 1  # the loss of a single layer is convex, and no other layer amplifies its noise
-        balance = settings.balance * (SINGLE if not deep else MIXED if shape.mixed else 1.0)
-        step = shape.start * min(balance / spread, farthest(settings, shape) if deep else math.inf)
+        balance = settings.balance * (
+            SINGLE_LAYER_NOISE_FACTOR if not deep else WHITENED_NOISE_FACTOR if shape.mixed else 1.0
+        )
+        step = shape.start * min(balance / spread, compute_max_first_step(settings, shape) if deep else math.inf)
     C = min(max(min(settings.C0, step / full), settings.C_min), settings.C_max)
     return {
-        **init_moo(settings, shape),
+        **init_moo_c(settings, shape),
         "C": equal_shares(C, shape.count),
-        "C_min": torch.tensor(lowest(settings, shape)),
+        "C_min": torch.tensor(compute_lowest_C(settings, shape)),
         "wish": torch.tensor(settings.C0),
         "step": torch.tensor(step),
         "longest": torch.tensor(step * settings.growth),
         "lr": torch.tensor(shape.lr),
-        "phase": torch.tensor(DOWN),
+        "phase": torch.tensor(SEARCH_DOWN),
         "signal": torch.tensor(0.0),
     }
 
 
-def apply_balanced(state: State, released: Released) -> torch.Tensor:
+def apply_balanced_moo(state: State, released: Released) -> torch.Tensor:
     """The release at length s: s u_t, times what a schedule has left of the learning rate."""
     reach = state["lr"] * released.steps * torch.linalg.vector_norm(state["C"])
     return torch.mul(released.aggregate, state["step"] / reach)
 
 
-def signal(state: State, released: Released) -> tuple[torch.Tensor, torch.Tensor]:
+def estimate_signal(state: State, released: Released) -> tuple[torch.Tensor, torch.Tensor]:
     """(|u_t|^2 less its noise, what it takes to be told from none)."""
     in_C = released.aggregate / (released.lr * released.steps * torch.linalg.vector_norm(state["C"]))
     variance = torch.as_tensor(released.noise) ** 2
     dim = released.aggregate.numel()
-    return in_C.square().sum() - variance * dim, showing(variance, dim)
+    return in_C.square().sum() - variance * dim, compute_signal_threshold(variance, dim)
 
 
-def search(state: State, released: Released) -> State:
+def advance_C_search(state: State, released: Released) -> State:
     """One round of the search for C: the wished C, the phase, and the signal to compare with."""
-    now, floor = signal(state, released)
+    now, floor = estimate_signal(state, released)
     last, phase = state["signal"], state["phase"]
     shows = now >= floor
-    down_on = (phase == DOWN) & ((last == 0) | ~shows | (now > BETTER * last))
-    level = (phase == DOWN) & ~down_on
+    down_on = (phase == SEARCH_DOWN) & ((last == 0) | ~shows | (now > SIGNAL_CHANGE_RATIO * last))
+    level = (phase == SEARCH_DOWN) & ~down_on
     # Only a C whose own signal was clear may be returned to; else the smaller C is the safer side.
-    turn = level & (last >= CLEAR * floor)
+    turn = level & (last >= CLEAR_SIGNAL_RATIO * floor)
     rest = level & ~turn
-    up_on = (phase == UP) & shows & (now >= last / BETTER)
-    stop = (phase == UP) & ~up_on
+    up_on = (phase == SEARCH_UP) & shows & (now >= last / SIGNAL_CHANGE_RATIO)
+    stop = (phase == SEARCH_UP) & ~up_on
     fall = down_on | rest | stop
-    factor = torch.where(fall, 1 / FACTOR, torch.where(turn, FACTOR**2, torch.where(up_on, FACTOR, 1.0)))
+    factor = torch.where(
+        fall, 1 / C_SEARCH_FACTOR, torch.where(turn, C_SEARCH_FACTOR**2, torch.where(up_on, C_SEARCH_FACTOR, 1.0))
+    )
     used = torch.linalg.vector_norm(state["C"])
-    wish = torch.where(phase == DONE, state["wish"], used * factor)
+    wish = torch.where(phase == SEARCH_DONE, state["wish"], used * factor)
     seen = torch.where(shows, torch.where(up_on, torch.maximum(now, last), now), torch.where(last > 0, last, floor))
     return {
         **state,
         "wish": wish.clamp(state["C_min"], state["C_max"]),
-        "phase": torch.where(turn, UP, torch.where(stop | rest, DONE, phase)),
+        "phase": torch.where(turn, SEARCH_UP, torch.where(stop | rest, SEARCH_DONE, phase)),
         "signal": torch.where(down_on | up_on, seen, last),
     }
 
 
-def adapt_balanced(state: State, released: Released) -> State:
+def adapt_balanced_moo(state: State, released: Released) -> State:
     """Search C, move the step length along the alignment, remember what was applied."""
-    found = search(state, released)
-    step = state["step"] * torch.exp(log_step(state, alignment(state, released)))
+    found = advance_C_search(state, released)
+    step = state["step"] * torch.exp(compute_log_step(state, compute_alignment(state, released)))
     step = torch.minimum(step, state["longest"])
     total = torch.linalg.vector_norm(state["C"])
     C = torch.minimum(found["wish"], step / (state["lr"] * released.steps)).clamp(state["C_min"], state["C_max"])
-    memory = state["beta"] * state["memory"] + (1 - state["beta"]) * apply_balanced(state, released)
+    memory = state["beta"] * state["memory"] + (1 - state["beta"]) * apply_balanced_moo(state, released)
     return {**found, "C": state["C"] * (C / total), "step": step, "memory": memory}
 
 
 MOO = ClipRule(
     name="moo",
-    init=init_balanced,
+    init=init_balanced_moo,
     view=plain_view,
     clip=clip_to_C,
     bounds=bound_C,
-    adapt=adapt_balanced,
-    apply=apply_balanced,
+    adapt=adapt_balanced_moo,
+    apply=apply_balanced_moo,
     summary="C and the step length learned from released updates",
     reference="Ranaweera et al.; sound form of this project",
 )

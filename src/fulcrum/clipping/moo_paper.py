@@ -29,35 +29,37 @@ import dataclasses
 import torch
 
 from fulcrum.clipping.fixed import bound_C, equal_shares, no_extra, shrink
-from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
 from fulcrum.types import State, Stats, View
 
-READINGS = ("loss", "hypergradient", "derivative")
+PAPER_READINGS = ("loss", "hypergradient", "derivative")
 
 
-def _init(settings: Clip, shape: Shape) -> State:
+def _init_moo_paper(settings: Clip, shape: ModelFacts) -> State:
     return {
         "C": equal_shares(settings.C0, shape.count),
         "kappa": torch.tensor(settings.kappa),
         "eta_C": torch.tensor(settings.eta_C),
         "C_min": torch.tensor(settings.C_min),
-        "reading": torch.tensor([settings.reading == name for name in READINGS], dtype=torch.float32),
+        "reading": torch.tensor([settings.reading == name for name in PAPER_READINGS], dtype=torch.float32),
     }
 
 
-def _view(state: State, t: int, rounds: int) -> View:
+def _view_losses(state: State, t: int, rounds: int) -> View:
     return View(losses=True)
 
 
-def _slope(loss: torch.Tensor, norm: torch.Tensor, C: torch.Tensor, lr: float, state: State) -> torch.Tensor:
+def _compute_C_gradient(
+    loss: torch.Tensor, norm: torch.Tensor, C: torch.Tensor, lr: float, state: State
+) -> torch.Tensor:
     """grad_C of examples at C, by the reading of the state."""
     over = lr * norm * (norm > C)
     readings = torch.stack([-loss / C, -over, over / C], dim=-1)
     return state["kappa"] + (readings * state["reading"]).sum(dim=-1)
 
 
-def _clip_along(
+def _clip_to_C_path(
     path: torch.Tensor, last: torch.Tensor, stats: Stats, state: State
 ) -> tuple[torch.Tensor, torch.Tensor, State]:
     """Clip example i to path[i]; C ends at `last`. Groups keep their shares of C."""
@@ -65,39 +67,39 @@ def _clip_along(
     return shrink(stats.norms, path[:, None] * unit), no_extra(stats), {**state, "C": unit * last}
 
 
-def _seen(stats: Stats) -> tuple[torch.Tensor, torch.Tensor]:
+def _get_losses_and_norms(stats: Stats) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and whole norm of each example."""
     assert stats.losses is not None  # the view asks for them
     return stats.losses, torch.linalg.vector_norm(stats.norms, dim=1)
 
 
-def _one_by_one(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_example_by_example(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
     """C moves with every example, in order; padding leaves it."""
-    losses, norms = _seen(stats)
+    losses, norms = _get_losses_and_norms(stats)
     C = torch.linalg.vector_norm(state["C"])
     path = []
     for i in range(len(norms)):
-        slope = _slope(losses[i], norms[i], C, stats.lr, state)
+        slope = _compute_C_gradient(losses[i], norms[i], C, stats.lr, state)
         C = torch.where(stats.mask[i], torch.maximum(C - state["eta_C"] * slope, state["C_min"]), C)
         path.append(C)
-    return _clip_along(torch.stack(path) if path else norms, C, stats, state)
+    return _clip_to_C_path(torch.stack(path) if path else norms, C, stats, state)
 
 
-def _at_once(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_whole_batch(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
     """C moves once, by the mean slope; an empty batch leaves it."""
-    losses, norms = _seen(stats)
+    losses, norms = _get_losses_and_norms(stats)
     C = torch.linalg.vector_norm(state["C"])
-    slopes = _slope(losses, norms, C, stats.lr, state) * stats.mask
+    slopes = _compute_C_gradient(losses, norms, C, stats.lr, state) * stats.mask
     slope = slopes.sum() / stats.mask.sum().clamp_min(1)
     C = torch.where(stats.mask.any(), torch.maximum(C - state["eta_C"] * slope, state["C_min"]), C)
-    return _clip_along(C.expand_as(norms), C, stats, state)
+    return _clip_to_C_path(C.expand_as(norms), C, stats, state)
 
 
 MOO_PAPER = ClipRule(
     name="moo-paper",
-    init=_init,
-    view=_view,
-    clip=_one_by_one,
+    init=_init_moo_paper,
+    view=_view_losses,
+    clip=_clip_example_by_example,
     bounds=bound_C,
     where="client",
     sound=False,
@@ -109,6 +111,6 @@ MOO_PAPER = ClipRule(
 MOO_PAPER_BATCH = dataclasses.replace(
     MOO_PAPER,
     name="moo-paper-batch",
-    clip=_at_once,
+    clip=_clip_whole_batch,
     summary="Algorithm 1 with one step of C a batch, from raw values",
 )

@@ -25,9 +25,9 @@ import dataclasses
 import torch
 
 from fulcrum.clipping.fixed import shrink
-from fulcrum.clipping.moo import MOO_C, log_step
-from fulcrum.clipping.oso import part_of_precision
-from fulcrum.clipping.rule import heard
+from fulcrum.clipping.moo import MOO_C, compute_log_step
+from fulcrum.clipping.oso import fixed_statistics_share
+from fulcrum.clipping.rule import has_statistics
 from fulcrum.types import Bounds, Released, State, Stats, View
 
 MOO_CLIENT = dataclasses.replace(
@@ -35,13 +35,13 @@ MOO_CLIENT = dataclasses.replace(
 )
 
 
-def _along_memory(state: State, t: int, rounds: int) -> View:
+def _view_along_memory(state: State, t: int, rounds: int) -> View:
     """v: the unit vector of the remembered gradient (updates point the other way); zero with no memory."""
     memory = state["memory"]
     return View(direction=-memory / torch.linalg.vector_norm(memory).clamp_min(1e-30))
 
 
-def _clip(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_and_project(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
     assert stats.dots is not None  # the view asks for them
     norms = torch.linalg.vector_norm(stats.norms, dim=1)
     clipped = (stats.norms > state["C"]).any(dim=1)
@@ -49,13 +49,15 @@ def _clip(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State
     return shrink(stats.norms, state["C"]), torch.where(clipped, part, torch.zeros_like(part))[:, None], state
 
 
-def _bounds(state: State) -> Bounds:
+def _bound_projection(state: State) -> Bounds:
     return Bounds(state["C"], extra=1.0)
 
 
-def _adapt(state: State, released: Released) -> State:
+def _adapt_to_projection(state: State, released: Released) -> State:
     total = torch.linalg.vector_norm(state["C"])
-    step = torch.where(heard(state, released), log_step(state, released.extra[0]), torch.zeros_like(total))
+    step = torch.where(
+        has_statistics(state, released), compute_log_step(state, released.extra[0]), torch.zeros_like(total)
+    )
     moved = torch.clamp(total * torch.exp(step), state["C_min"], state["C_max"])
     memory = state["beta"] * state["memory"] + (1 - state["beta"]) * released.aggregate
     return {**state, "C": state["C"] * (moved / total), "memory": memory}
@@ -64,11 +66,11 @@ def _adapt(state: State, released: Released) -> State:
 MOO_SCALAR = dataclasses.replace(
     MOO_C,
     name="moo-scalar",
-    view=_along_memory,
-    clip=_clip,
-    bounds=_bounds,
-    adapt=_adapt,
-    share=part_of_precision,
+    view=_view_along_memory,
+    clip=_clip_and_project,
+    bounds=_bound_projection,
+    adapt=_adapt_to_projection,
+    share=fixed_statistics_share,
     summary="as moo-c, from one noised number a client: how its clipped units lie along the direction",
     cost="paid: 1% more noise",
 )

@@ -9,42 +9,42 @@ from __future__ import annotations
 import torch
 
 from fulcrum.clipping.fixed import bound_C, equal_shares, no_extra, plain_view, shrink
-from fulcrum.clipping.rule import ClipRule, Shape
+from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
 from fulcrum.types import Bounds, State, Stats
 
 
-def _init(settings: Clip, shape: Shape) -> State:
+def _init_normalise(settings: Clip, shape: ModelFacts) -> State:
     return {"C": equal_shares(settings.C0, shape.count), "stability": torch.tensor(settings.stability)}
 
 
-def _auto(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _scale_by_auto_s(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
     """C g / (|g| + gamma): nearly norm C, whatever the gradient's own."""
     return state["C"] / (stats.norms + state["stability"]), no_extra(stats), state
 
 
-def _psac(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _scale_by_psac(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
     """C g / (|g| + r / (|g| + r)): as auto-s for large gradients, without blowing up small ones as much."""
     r = state["stability"]
     return state["C"] / (stats.norms + r / (stats.norms + r)), no_extra(stats), state
 
 
-def _in_units(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_in_units_of_C(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
     """The clipped gradient divided by C, so that the noised mean is g~ / C."""
     C = state["C"]
     return shrink(stats.norms, C) / torch.linalg.vector_norm(C), no_extra(stats), state
 
 
-def _bound_one(state: State) -> Bounds:
+def _bound_by_one(state: State) -> Bounds:
     """One unit changes a sum in units of C by at most 1 in all."""
     return Bounds(state["C"] / torch.linalg.vector_norm(state["C"]))
 
 
 AUTO_S = ClipRule(
     name="auto-s",
-    init=_init,
+    init=_init_normalise,
     view=plain_view,
-    clip=_auto,
+    clip=_scale_by_auto_s,
     bounds=bound_C,
     normalises=True,
     summary="every gradient scaled to norm C0 |g| / (|g| + stability)",
@@ -53,9 +53,9 @@ AUTO_S = ClipRule(
 
 PSAC = ClipRule(
     name="psac",
-    init=_init,
+    init=_init_normalise,
     view=plain_view,
-    clip=_psac,
+    clip=_scale_by_psac,
     bounds=bound_C,
     normalises=True,
     summary="gradients scaled to about C0, small ones less than by auto-s",
@@ -64,10 +64,10 @@ PSAC = ClipRule(
 
 UNITS_OF_C = ClipRule(
     name="units-of-c",
-    init=_init,
+    init=_init_normalise,
     view=plain_view,
-    clip=_in_units,
-    bounds=_bound_one,
+    clip=_clip_in_units_of_C,
+    bounds=_bound_by_one,
     normalises=True,
     summary="clip to C0, and step by eta g~ / C0",
     reference="folklore; for small C it is auto-s",

@@ -16,20 +16,20 @@ from __future__ import annotations
 import torch
 
 from fulcrum.clipping.fixed import clip_to_C, equal_shares, plain_view
-from fulcrum.clipping.rule import ClipRule, Shape, heard
+from fulcrum.clipping.rule import ClipRule, ModelFacts, has_statistics
 from fulcrum.settings.schema import Clip
 from fulcrum.types import Bounds, Released, State, Stats
 
-SHARE = 1 - 1.01**-2
+STATISTICS_SHARE = 1 - 1.01**-2
 """sigma_s = 1.01 sigma leaves this part of the precision, sigma_r = 7.1 sigma, to the second vector."""
 
 
-def part_of_precision(sigma: float, batch: float) -> float:
+def fixed_statistics_share(sigma: float, batch: float) -> float:
     """2% of the precision goes to the statistics: 1% more noise on the gradient."""
-    return SHARE
+    return STATISTICS_SHARE
 
 
-def _init(settings: Clip, shape: Shape) -> State:
+def _init_oso(settings: Clip, shape: ModelFacts) -> State:
     return {
         "C": equal_shares(settings.C0, shape.count),
         "r": torch.zeros(shape.dim),
@@ -39,34 +39,34 @@ def _init(settings: Clip, shape: Shape) -> State:
     }
 
 
-def clipped_units(stats: Stats, state: State) -> torch.Tensor:
+def compute_unit_factors(stats: Stats, state: State) -> torch.Tensor:
     """Factors [B, G] of the sum over clipped units of g / |g|: how the clipped sum moves per unit of C."""
     C = state["C"]
     each = C / torch.linalg.vector_norm(C) / stats.norms.clamp_min(torch.finfo(stats.norms.dtype).tiny)
     return torch.where(stats.norms > C, each, torch.zeros_like(each))
 
 
-def _bounds(state: State) -> Bounds:
+def _bound_unit_sum(state: State) -> Bounds:
     return Bounds(state["C"], extra=1.0)
 
 
-def _adapt(state: State, released: Released) -> State:
+def _adapt_by_sign(state: State, released: Released) -> State:
     total = torch.linalg.vector_norm(state["C"])
     step = state["eta_C"] * torch.sign(-torch.dot(released.aggregate, state["r"]))
     moved = torch.clamp(total * torch.exp(step), state["C_min"], state["C_max"])
-    latest = torch.where(heard(state, released), released.extra, state["r"])
+    latest = torch.where(has_statistics(state, released), released.extra, state["r"])
     return {**state, "C": state["C"] * (moved / total), "r": latest}
 
 
 OSO = ClipRule(
     name="oso",
-    init=_init,
+    init=_init_oso,
     view=plain_view,
     clip=clip_to_C,
-    bounds=_bounds,
-    adapt=_adapt,
-    share=part_of_precision,
-    second=clipped_units,
+    bounds=_bound_unit_sum,
+    adapt=_adapt_by_sign,
+    share=fixed_statistics_share,
+    second=compute_unit_factors,
     summary="C learned from a second noised vector (OSO-style)",
     cost="paid: 1% more noise",
     reference="after Galli et al. 2024",

@@ -21,12 +21,12 @@ from __future__ import annotations
 import torch
 
 from fulcrum.clipping.fixed import equal_shares, plain_view, shrink
-from fulcrum.clipping.rule import ClipRule, Shape, heard
+from fulcrum.clipping.rule import ClipRule, ModelFacts, has_statistics
 from fulcrum.settings.schema import Clip
 from fulcrum.types import Bounds, Released, State, Stats
 
 
-def _init(settings: Clip, shape: Shape) -> State:
+def _init_quantile(settings: Clip, shape: ModelFacts) -> State:
     return {
         "C": equal_shares(settings.C0, shape.count),
         "gamma": torch.tensor(settings.gamma),
@@ -36,36 +36,36 @@ def _init(settings: Clip, shape: Shape) -> State:
     }
 
 
-def _clip(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_and_count(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
     below = (stats.norms <= state["C"]).to(stats.norms)
     return shrink(stats.norms, state["C"]), below - 0.5, state
 
 
-def _bounds(state: State) -> Bounds:
+def _bound_count(state: State) -> Bounds:
     return Bounds(state["C"], extra=0.5 * state["C"].shape[-1] ** 0.5)
 
 
-def _share(sigma: float, batch: float) -> float:
+def _count_share(sigma: float, batch: float) -> float:
     sigma_b = max(batch / 20, 5 * sigma)
     return sigma**2 / (2 * sigma_b) ** 2
 
 
-def _adapt(state: State, released: Released) -> State:
+def _adapt_to_quantile(state: State, released: Released) -> State:
     excess = released.extra + 0.5 - state["gamma"]
     moved = state["C"] * torch.exp((-state["eta_C"] * excess).clamp(-20.0, 20.0))  # beyond, C leaves its limits anyway
     total = torch.linalg.vector_norm(moved)
     held = moved * (torch.clamp(total, state["C_min"], state["C_max"]) / total)
-    return {**state, "C": torch.where(heard(state, released), held, state["C"])}
+    return {**state, "C": torch.where(has_statistics(state, released), held, state["C"])}
 
 
 QUANTILE = ClipRule(
     name="quantile",
-    init=_init,
+    init=_init_quantile,
     view=plain_view,
-    clip=_clip,
-    bounds=_bounds,
-    adapt=_adapt,
-    share=_share,
+    clip=_clip_and_count,
+    bounds=_bound_count,
+    adapt=_adapt_to_quantile,
+    share=_count_share,
     summary="C follows the gamma-quantile of the norms, from a noised count",
     cost="paid: up to 0.5% more noise",
     reference="Andrew et al. 2021",

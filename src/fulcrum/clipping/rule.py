@@ -17,7 +17,7 @@ from fulcrum.types import Bounds, Released, State, Stats, View
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelFacts:
     """What a rule may know of the model when it starts: public facts only.
 
     dim: d. tensors: the number of elements of each parameter tensor, in order. groups: for each
@@ -47,41 +47,41 @@ class Shape:
         return max(self.groups) + 1 if self.groups else 1
 
 
-GROUPINGS = ("flat", "layer")
+CLIP_GROUPINGS = ("flat", "layer")
 """What clip.groups may be: all parameters clipped together, or each layer to its share of C."""
-Options = type[Any] | Mapping[str, bool | int | float | str] | None
+RuleOptions = type[Any] | Mapping[str, bool | int | float | str] | None
 """Settings of a rule's own: a frozen dataclass, or name -> default."""
-Init = Callable[[Clip, Shape], State]
-Look = Callable[[State, int, int], View]
+InitFn = Callable[[Clip, ModelFacts], State]
+ViewFn = Callable[[State, int, int], View]
 ClipFn = Callable[[Stats, State], tuple[torch.Tensor, torch.Tensor, State]]
 BoundsFn = Callable[[State], Bounds]
-Adapt = Callable[[State, Released], State]
-Apply = Callable[[State, Released], torch.Tensor]
-Share = Callable[[float, float], float]
-Second = Callable[[Stats, State], torch.Tensor]
+AdaptFn = Callable[[State, Released], State]
+ApplyFn = Callable[[State, Released], torch.Tensor]
+ShareFn = Callable[[float, float], float]
+SecondSumFn = Callable[[Stats, State], torch.Tensor]
 
 
-def no_share(sigma: float, batch: float) -> float:
+def no_statistics_share(sigma: float, batch: float) -> float:
     """All of the precision goes to the gradient."""
     return 0.0
 
 
-def alone(share: Share, sigma: float, batch: float) -> float:
+def gradient_multiplier(share: ShareFn, sigma: float, batch: float) -> float:
     """The multiplier of the gradient's own noise where gradient and statistics together have `sigma`."""
     return sigma / math.sqrt(1.0 - share(sigma, batch))
 
 
-def heard(state: State, released: Released) -> torch.Tensor:
+def has_statistics(state: State, released: Released) -> torch.Tensor:
     """Whether statistics were released this round, as a truth value on the state's device."""
     return torch.as_tensor(released.asked, device=state["C"].device) > 0
 
 
-def keep(state: State, released: Released) -> State:
+def keep_state(state: State, released: Released) -> State:
     """An `adapt` that never moves C."""
     return state
 
 
-def as_released(state: State, released: Released) -> torch.Tensor:
+def use_aggregate(state: State, released: Released) -> torch.Tensor:
     """The model moves by the aggregate itself."""
     return released.aggregate
 
@@ -120,44 +120,44 @@ class ClipRule:
     """
 
     name: str
-    init: Init
-    view: Look
+    init: InitFn
+    view: ViewFn
     clip: ClipFn
     bounds: BoundsFn
-    adapt: Adapt = keep
-    apply: Apply = as_released
-    share: Share = no_share
-    second: Second | None = None
+    adapt: AdaptFn = keep_state
+    apply: ApplyFn = use_aggregate
+    share: ShareFn = no_statistics_share
+    second: SecondSumFn | None = None
     where: str = "server"
     when: str = "round"
     sound: bool = True
     private: bool = True
     normalises: bool = False
-    options: Options = None
+    options: RuleOptions = None
     summary: str = ""
     cost: str = "free"
     reference: str = ""
 
     def __post_init__(self) -> None:
         if self.options is not None:
-            object.__setattr__(self, "init", _with_options(self))
+            object.__setattr__(self, "init", _add_options_to_init(self))
 
 
 ClipRule.__module__ = "fulcrum.clipping"  # where people import it from: error sentences name that
 
 
-def _with_options(rule: ClipRule) -> Init:
+def _add_options_to_init(rule: ClipRule) -> InitFn:
     """`init` of a rule with options, called with all of them checked and filled in."""
     original = rule.init
 
-    def init(settings: Clip, shape: Shape) -> State:
-        options = rule_options(rule, settings.options)
+    def init(settings: Clip, shape: ModelFacts) -> State:
+        options = resolve_rule_options(rule, settings.options)
         return original(dataclasses.replace(settings, options=options), shape)
 
     return init
 
 
-def rule_options(rule: ClipRule, given: Any) -> Any:
+def resolve_rule_options(rule: ClipRule, given: Any) -> Any:
     """The options of a rule with their defaults: an instance of its dataclass, or a mapping of all names.
 
     given: name -> value, as `[clip.options]` has them. Raises ConfigError for a name that the rule does not know, for
@@ -184,7 +184,7 @@ def rule_options(rule: ClipRule, given: Any) -> Any:
         if name not in kinds:
             near = suggest_nearest(name, kinds)
             raise ConfigError(f"clip.options.{name} is not an option of the rule {rule.name!r}; {near}")
-        if not _fits(value, kinds[name]):
+        if not _value_fits_type(value, kinds[name]):
             raise ConfigError(f"clip.options.{name} = {value!r} is not {OPTION_KINDS[kinds[name]]}.")
     values = {**defaults, **{n: float(v) if kinds[n] is float else v for n, v in given.items()}}
     lost = [name for name in kinds if name not in values]
@@ -204,7 +204,7 @@ OPTION_KINDS: dict[Any, str] = {
 """Types that options may have, in words."""
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _value_fits_type(value: Any, kind: Any) -> bool:
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     return isinstance(value, int | float) if kind is float else isinstance(value, kind)

@@ -16,22 +16,22 @@ from typing import Any
 
 import torch
 
-from fulcrum.clipping.rule import ClipRule, Shape, alone
+from fulcrum.clipping.rule import ClipRule, ModelFacts, gradient_multiplier
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.privacy.mechanism import release, scales
-from fulcrum.rng import Key
+from fulcrum.rng import StreamKey
 from fulcrum.settings.schema import Clip
 from fulcrum.training.clipped_sum import Contribution, contribute
 from fulcrum.types import Bounds, Released, State, Stats
 
-SHAPES = (
-    Shape(dim=12, tensors=(8, 4)),
-    Shape(dim=12, tensors=(8, 4), groups=(0, 1)),
-    Shape(dim=1, tensors=(1,)),  # a model with one 0-d parameter
+TEST_MODELS = (
+    ModelFacts(dim=12, tensors=(8, 4)),
+    ModelFacts(dim=12, tensors=(8, 4), groups=(0, 1)),
+    ModelFacts(dim=1, tensors=(1,)),  # a model with one 0-d parameter
 )
-ROUNDS = 10
-RATE, SIGMA, BATCH = 0.1, 1.3, 20.0
-ROOM = 1 + 1e-4
+TEST_ROUNDS = 10
+TEST_RATE, TEST_SIGMA, TEST_BATCH_SIZE = 0.1, 1.3, 20.0
+ROUNDING_TOLERANCE = 1 + 1e-4
 """For rounding."""
 
 
@@ -42,14 +42,14 @@ def check_rule(rule: ClipRule, settings: Clip | None = None) -> None:
     clipping by itself, whatever settings.groups says.
     """
     settings = settings or Clip(rule=rule.name)
-    for check in CHECKS:
-        for shape in SHAPES:
+    for check in RULE_CHECKS:
+        for shape in TEST_MODELS:
             check(rule, settings, shape)
 
 
-def check_state(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+def check_state(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     """The state is named tensors whose shapes and types never change: it is checkpointed and stacked."""
-    states = list(_states(rule, settings, shape))
+    states = list(_make_reachable_states(rule, settings, shape))
     for state in states:
         assert "C" in state, f"{rule.name}: the state has no C"
         for name, value in state.items():
@@ -60,137 +60,146 @@ def check_state(rule: ClipRule, settings: Clip, shape: Shape) -> None:
         assert bool((state["C"] > 0).all()), f"{rule.name}: C is not above 0"
 
 
-def check_shapes(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+def check_output_shapes(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     """Factors are [B, G], extra [B, J] with the same J for every B, factors finite and not negative."""
     width = None
-    for state in _states(rule, settings, shape):
-        for gradients in _batches(shape):
-            stats = _stats(rule, state, shape, gradients)
+    for state in _make_reachable_states(rule, settings, shape):
+        for gradients in _make_batches(shape):
+            stats = _compute_finite_stats(rule, state, shape, gradients)
             factors, extra, _ = rule.clip(stats, state)
             rows = len(gradients)
             assert factors.shape == stats.norms.shape, f"{rule.name}: factors are {tuple(factors.shape)}, not [B, G]"
             assert extra.shape[0] == rows, f"{rule.name}: extra has {extra.shape[0]} rows for {rows} units"
             assert width in (None, extra.shape[1]), f"{rule.name}: the number of extra statistics changes"
             width = extra.shape[1]
-            for name, found in (("factors", factors), ("factors of the second sum", _second(rule, stats, state))):
+            for name, found in (
+                ("factors", factors),
+                ("factors of the second sum", _compute_second_factors(rule, stats, state)),
+            ):
                 assert found.shape == stats.norms.shape, f"{rule.name}: {name} are {tuple(found.shape)}, not [B, G]"
                 assert bool(torch.isfinite(found).all()), f"{rule.name}: {name} are not finite"
                 assert bool((found >= 0).all()), f"{rule.name}: {name} are negative"
 
 
-def check_sensitivity(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+def check_sensitivity(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     """Taking one unit out changes the sums by no more than `bounds` says, whatever the unit is."""
     if not (rule.sound and rule.private):
         return
-    for state in _states(rule, settings, shape):
+    for state in _make_reachable_states(rule, settings, shape):
         bounds = rule.bounds(state)
         reach = float(torch.linalg.vector_norm(bounds.C))
-        for gradients in _batches(shape):
-            stats = _stats(rule, state, shape, gradients)
-            sizes, rows = _sizes(rule, stats, state)
+        for gradients in _make_batches(shape):
+            stats = _compute_finite_stats(rule, state, shape, gradients)
+            sizes, rows = _compute_unit_norms(rule, stats, state)
             for i in range(len(gradients)):
-                assert float(sizes[i]) <= reach * ROOM, (
+                assert float(sizes[i]) <= reach * ROUNDING_TOLERANCE, (
                     f"{rule.name}: a unit contributes {float(sizes[i]):.6g}, bounds say {reach:.6g}"
                 )
-                assert float(rows[i]) <= bounds.extra * ROOM, (
+                assert float(rows[i]) <= bounds.extra * ROUNDING_TOLERANCE, (
                     f"{rule.name}: a unit's extra statistics have norm {float(rows[i]):.6g}, bounds say {bounds.extra}"
                 )
-                with_i = _contribute(rule, state, shape, gradients)
-                without = _contribute(rule, state, shape, torch.cat([gradients[:i], gradients[i + 1 :]]))
+                with_i = _compute_contribution(rule, state, shape, gradients)
+                without = _compute_contribution(rule, state, shape, torch.cat([gradients[:i], gradients[i + 1 :]]))
                 moved = float(torch.linalg.vector_norm(with_i.sum - without.sum))
-                assert moved <= reach * ROOM + 1e-6, (
+                assert moved <= reach * ROUNDING_TOLERANCE + 1e-6, (
                     f"{rule.name}: a neighbouring batch moves the sum by {moved:.6g}, bounds say {reach:.6g}"
                 )
                 moved = float(torch.linalg.vector_norm(with_i.extra - without.extra))
-                assert moved <= bounds.extra * ROOM + 1e-6, f"{rule.name}: a neighbour moves extra by {moved:.6g}"
+                assert moved <= bounds.extra * ROUNDING_TOLERANCE + 1e-6, (
+                    f"{rule.name}: a neighbour moves extra by {moved:.6g}"
+                )
 
 
-def check_each_alone(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+def check_unit_independence(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     """What happens to a unit depends on that unit alone: the others may come and go."""
     if not (rule.sound and rule.private):
         return
-    for state in _states(rule, settings, shape):
-        for gradients in _batches(shape):
-            stats = _stats(rule, state, shape, gradients)
-            together = _treatment(rule, stats, state)
+    for state in _make_reachable_states(rule, settings, shape):
+        for gradients in _make_batches(shape):
+            stats = _compute_finite_stats(rule, state, shape, gradients)
+            together = _compute_unit_outputs(rule, stats, state)
             for i in range(len(gradients)):
-                for name, single in _treatment(rule, _row(stats, i), state).items():
+                for name, single in _compute_unit_outputs(rule, _select_unit(stats, i), state).items():
                     assert torch.allclose(together[name][i], single[0], rtol=1e-5), (
                         f"{rule.name}: the {name} of a unit depend on the other units of its batch"
                     )
 
 
-def check_padding(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+def check_padding(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     """Padding a batch changes nothing."""
-    for state in _states(rule, settings, shape):
-        for gradients in _batches(shape):
+    for state in _make_reachable_states(rule, settings, shape):
+        for gradients in _make_batches(shape):
             padded = torch.cat([gradients, torch.full((3, shape.dim), 7.0)])
             mask = torch.arange(len(padded)) < len(gradients)
-            plain = _contribute(rule, state, shape, gradients)
-            masked = _contribute(rule, state, shape, padded, mask)
+            plain = _compute_contribution(rule, state, shape, gradients)
+            masked = _compute_contribution(rule, state, shape, padded, mask)
             pairs = {"sum": (masked.sum, plain.sum), "extra": (masked.extra, plain.extra)}
             pairs |= {name: (masked.state[name], plain.state[name]) for name in state}
             for name, (found, wanted) in pairs.items():
                 torch.testing.assert_close(found, wanted, msg=f"{rule.name}: padding changes the {name}")
 
 
-def check_sgd_limit(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+def check_sgd_limit(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     """With a C that clips nothing the sum is the plain sum; with a small C it is not. C is held still for this."""
     if rule.bounds(rule.init(settings, shape)).C.isinf().all():
         return
     gradients = torch.randn(6, shape.dim, generator=torch.Generator().manual_seed(1))
     still = dataclasses.replace(settings, eta_C=0.0)
-    loose = _contribute(rule, rule.init(dataclasses.replace(still, C0=1e3, C_max=1e6), shape), shape, gradients)
-    tight = _contribute(rule, rule.init(dataclasses.replace(still, C0=1e-3), shape), shape, gradients)
+    loose = _compute_contribution(
+        rule, rule.init(dataclasses.replace(still, C0=1e3, C_max=1e6), shape), shape, gradients
+    )
+    tight = _compute_contribution(rule, rule.init(dataclasses.replace(still, C0=1e-3), shape), shape, gradients)
     wanted = gradients.sum(dim=0)
-    scale = _back(rule, loose)
+    scale = _to_model_coordinates(rule, loose)
     if not rule.normalises:
         torch.testing.assert_close(
             scale, wanted, rtol=1e-4, atol=1e-5, msg=f"{rule.name}: with a huge C the sum is not the plain sum"
         )
-    assert not torch.allclose(_back(rule, tight), wanted, rtol=1e-2), f"{rule.name}: a tiny C does not clip"
+    assert not torch.allclose(_to_model_coordinates(rule, tight), wanted, rtol=1e-2), (
+        f"{rule.name}: a tiny C does not clip"
+    )
 
 
-def check_events(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+def check_release_events(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     """The event says what was released: the noise, seen in units of the bounds, has the event's sigma.
 
     Checked on an empty batch, with a generator whose every number is 1: what comes out is the noise's scale.
     """
     state = rule.init(settings, shape)
-    given = _contribute(rule, state, shape, torch.zeros((0, shape.dim)))
+    given = _compute_contribution(rule, state, shape, torch.zeros((0, shape.dim)))
     if not rule.private:
-        event = scales(rule, given.bounds, RATE, SIGMA, BATCH).event
+        event = scales(rule, given.bounds, TEST_RATE, TEST_SIGMA, TEST_BATCH_SIZE).event
         assert event == Unprotected(), f"{rule.name}: is not private but claims {event}"
         return
-    share = rule.share(SIGMA, BATCH)
+    share = rule.share(TEST_SIGMA, TEST_BATCH_SIZE)
     assert 0 <= share < 1, f"{rule.name}: share is {share}, not a part of the precision"
     assert (share > 0) == (given.extra.numel() > 0), f"{rule.name}: a share of {share} for {given.extra.numel()} extra"
-    for asked, sigma in ((True, SIGMA), (False, alone(rule.share, SIGMA, BATCH))):
-        event = Gaussian(RATE, sigma)
-        scale = scales(rule, given.bounds, RATE, SIGMA, BATCH, asked)
+    for asked, sigma in ((True, TEST_SIGMA), (False, gradient_multiplier(rule.share, TEST_SIGMA, TEST_BATCH_SIZE))):
+        event = Gaussian(TEST_RATE, sigma)
+        scale = scales(rule, given.bounds, TEST_RATE, TEST_SIGMA, TEST_BATCH_SIZE, asked)
         assert scale.event == event, f"{rule.name}: releases {scale.event}, not {event}"
-        noisy, noisy_extra = release(given.sum, given.extra, scale, _Ones(), (0, 0, 0))
-        precision = _precision(given.bounds, noisy - given.sum, noisy_extra - given.extra, asked)
+        noisy, noisy_extra = release(given.sum, given.extra, scale, _ConstantRandomness(), (0, 0, 0))
+        precision = _measure_noise_precision(given.bounds, noisy - given.sum, noisy_extra - given.extra, asked)
         assert abs(precision * sigma**2 - 1) < 1e-4, (
             f"{rule.name}: the noise released has multiplier {precision**-0.5:.6g}, the event says {sigma:.6g}"
         )
 
 
-def check_sound(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+def check_soundness(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     """C is a function of releases alone: other private batches with the same releases leave the same states.
 
     One history after the other, so that what a rule hides outside its state shows too.
     """
     if not rule.sound:
         return
-    for one, two in zip(_history(rule, settings, shape, 0), _history(rule, settings, shape, 2), strict=True):
+    for one, two in zip(_run_history(rule, settings, shape, 0), _run_history(rule, settings, shape, 2), strict=True):
         for name in one:
             assert torch.equal(one[name], two[name]), (
                 f"{rule.name}: {name} depends on the private batch, not on releases alone"
             )
 
 
-def check_stacks(rule: ClipRule, settings: Clip, shape: Shape) -> None:
+def check_stacking(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     """Two clients in one tensor give what each gives alone: no function looks at values with Python's `if`."""
     state = rule.init(settings, shape)
     twice = {name: torch.stack([value, value]) for name, value in state.items()}
@@ -198,9 +207,9 @@ def check_stacks(rule: ClipRule, settings: Clip, shape: Shape) -> None:
     first, second = ({name: value[i] for name, value in twice.items()} for i in (0, 1))
     generator = torch.Generator().manual_seed(4)
     gradients = torch.randn(5, shape.dim, generator=generator)
-    given = [_contribute(rule, each, shape, gradients) for each in (first, second)]
+    given = [_compute_contribution(rule, each, shape, gradients) for each in (first, second)]
     stats = [each.stats for each in given]
-    released = _released(shape, len(given[0].extra), 1, generator)
+    released = _make_random_release(shape, len(given[0].extra), 1, generator)
     fields = {
         name: torch.stack([getattr(each, name) for each in stats])
         for name in ("norms", "mask", "dots", "losses")
@@ -222,16 +231,16 @@ def check_stacks(rule: ClipRule, settings: Clip, shape: Shape) -> None:
             torch.testing.assert_close(one, other, msg=f"{rule.name}: stacked clients differ from single ones")
 
 
-CHECKS = (
+RULE_CHECKS = (
     check_state,
-    check_shapes,
+    check_output_shapes,
     check_sensitivity,
-    check_each_alone,
+    check_unit_independence,
     check_padding,
     check_sgd_limit,
-    check_events,
-    check_sound,
-    check_stacks,
+    check_release_events,
+    check_soundness,
+    check_stacking,
 )
 
 
@@ -239,19 +248,19 @@ CHECKS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ones:
+class _ConstantRandomness:
     """Randomness without any: every number is 1, so that noise shows its scale."""
 
     mode: str = "recorded"
 
-    def uniform(self, key: Key, count: int) -> torch.Tensor:
+    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.float64)
 
-    def normal(self, key: Key, count: int) -> torch.Tensor:
+    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
         return torch.ones(count)
 
 
-def _batches(shape: Shape) -> Iterator[torch.Tensor]:
+def _make_batches(shape: ModelFacts) -> Iterator[torch.Tensor]:
     """Batches with ordinary, zero, NaN, infinite, huge and tiny gradients, and an empty one."""
     generator = torch.Generator().manual_seed(0)
     ordinary = torch.randn(5, shape.dim, generator=generator)
@@ -267,26 +276,26 @@ def _batches(shape: Shape) -> Iterator[torch.Tensor]:
     yield torch.zeros((0, shape.dim))
 
 
-def _states(rule: ClipRule, settings: Clip, shape: Shape) -> Iterator[State]:
+def _make_reachable_states(rule: ClipRule, settings: Clip, shape: ModelFacts) -> Iterator[State]:
     """The state at the start, and after some rounds of releases."""
     state = rule.init(settings, shape)
     yield state
     generator = torch.Generator().manual_seed(2)
-    width = len(_contribute(rule, state, shape, torch.zeros((0, shape.dim))).extra)
-    for t in range(ROUNDS):
-        state = rule.adapt(state, _released(shape, width, t, generator))
+    width = len(_compute_contribution(rule, state, shape, torch.zeros((0, shape.dim))).extra)
+    for t in range(TEST_ROUNDS):
+        state = rule.adapt(state, _make_random_release(shape, width, t, generator))
     yield state
 
 
-def _history(rule: ClipRule, settings: Clip, shape: Shape, size: int) -> list[State]:
+def _run_history(rule: ClipRule, settings: Clip, shape: ModelFacts, size: int) -> list[State]:
     """The states, and what is applied to the model, over some rounds; releases do not depend on the batch's size."""
     batch = torch.randn(5, shape.dim, generator=torch.Generator().manual_seed(size)) * 10.0**size
     state = rule.init(settings, shape)
     generator = torch.Generator().manual_seed(3)
     states: list[State] = []
-    for t in range(ROUNDS):
-        given = _contribute(rule, state, shape, batch)
-        released = _released(shape, len(given.extra), t, generator)
+    for t in range(TEST_ROUNDS):
+        given = _compute_contribution(rule, state, shape, batch)
+        released = _make_random_release(shape, len(given.extra), t, generator)
         applied = rule.apply(given.state, released)
         assert applied.shape == (shape.dim,), f"{rule.name}: apply gives {tuple(applied.shape)}, not [d]"
         state = rule.adapt(given.state, released)
@@ -294,55 +303,61 @@ def _history(rule: ClipRule, settings: Clip, shape: Shape, size: int) -> list[St
     return states
 
 
-def _released(shape: Shape, width: int, t: int, generator: torch.Generator) -> Released:
+def _make_random_release(shape: ModelFacts, width: int, t: int, generator: torch.Generator) -> Released:
     aggregate = torch.randn(shape.dim, generator=generator) + 0.5
     extra = torch.randn(width, generator=generator)
-    return Released(aggregate, extra, 0.5, 1.0, t, ROUNDS, asked=1.0, noise=SIGMA / BATCH)
+    return Released(aggregate, extra, 0.5, 1.0, t, TEST_ROUNDS, asked=1.0, noise=TEST_SIGMA / TEST_BATCH_SIZE)
 
 
-def _groups(shape: Shape) -> torch.Tensor:
+def _coordinate_groups(shape: ModelFacts) -> torch.Tensor:
     return torch.repeat_interleave(torch.tensor(shape.groups or (0,) * len(shape.tensors)), torch.tensor(shape.tensors))
 
 
-def _contribute(
-    rule: ClipRule, state: State, shape: Shape, gradients: torch.Tensor, mask: torch.Tensor | None = None
+def _compute_contribution(
+    rule: ClipRule, state: State, shape: ModelFacts, gradients: torch.Tensor, mask: torch.Tensor | None = None
 ) -> Contribution:
-    view = rule.view(state, 0, ROUNDS)
+    view = rule.view(state, 0, TEST_ROUNDS)
     losses = torch.nan_to_num(gradients).abs().clamp_max(10.0).mean(dim=1)
-    return contribute(rule, view, state, gradients, losses, _groups(shape), SIGMA, BATCH, mask)
+    return contribute(
+        rule, view, state, gradients, losses, _coordinate_groups(shape), TEST_SIGMA, TEST_BATCH_SIZE, mask
+    )
 
 
-def _stats(rule: ClipRule, state: State, shape: Shape, gradients: torch.Tensor) -> Stats:
+def _compute_finite_stats(rule: ClipRule, state: State, shape: ModelFacts, gradients: torch.Tensor) -> Stats:
     clean = torch.where(torch.isfinite(gradients).all(dim=1, keepdim=True), gradients, torch.zeros(()))
-    return _contribute(rule, state, shape, clean).stats
+    return _compute_contribution(rule, state, shape, clean).stats
 
 
-def _row(stats: Stats, i: int) -> Stats:
+def _select_unit(stats: Stats, i: int) -> Stats:
     """The same for one unit on its own."""
     named = ((name, getattr(stats, name)) for name in ("norms", "mask", "dots", "losses"))
     return dataclasses.replace(stats, **{name: value[i : i + 1] for name, value in named if value is not None})
 
 
-def _second(rule: ClipRule, stats: Stats, state: State) -> torch.Tensor:
+def _compute_second_factors(rule: ClipRule, stats: Stats, state: State) -> torch.Tensor:
     """Factors of the rule's second sum; zero where it has none."""
     return torch.zeros_like(stats.norms) if rule.second is None else rule.second(stats, state)
 
 
-def _treatment(rule: ClipRule, stats: Stats, state: State) -> dict[str, torch.Tensor]:
+def _compute_unit_outputs(rule: ClipRule, stats: Stats, state: State) -> dict[str, torch.Tensor]:
     """What the rule does with each unit, a row each."""
     factors, extra, _ = rule.clip(stats, state)
-    return {"factors": factors, "extra statistics": extra, "factors of the second sum": _second(rule, stats, state)}
+    return {
+        "factors": factors,
+        "extra statistics": extra,
+        "factors of the second sum": _compute_second_factors(rule, stats, state),
+    }
 
 
-def _sizes(rule: ClipRule, stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_unit_norms(rule: ClipRule, stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms [B] of what each unit adds to the sum and, second sum included, to the extra statistics."""
     factors, extra, _ = rule.clip(stats, state)
-    second = _second(rule, stats, state) * stats.norms
+    second = _compute_second_factors(rule, stats, state) * stats.norms
     both = torch.cat([extra, second], dim=1)
     return torch.linalg.vector_norm(stats.norms * factors, dim=1), torch.linalg.vector_norm(both, dim=1)
 
 
-def _precision(bounds: Bounds, on_sum: torch.Tensor, on_extra: torch.Tensor, asked: bool) -> float:
+def _measure_noise_precision(bounds: Bounds, on_sum: torch.Tensor, on_extra: torch.Tensor, asked: bool) -> float:
     """1 / multiplier^2 of noise whose scale is seen, in units of what one unit can change."""
     found = (float(torch.linalg.vector_norm(bounds.C)) / float(on_sum.abs().min())) ** 2
     if on_extra.numel() and asked:
@@ -350,7 +365,7 @@ def _precision(bounds: Bounds, on_sum: torch.Tensor, on_extra: torch.Tensor, ask
     return found
 
 
-def _back(rule: ClipRule, given: Contribution) -> torch.Tensor:
+def _to_model_coordinates(rule: ClipRule, given: Contribution) -> torch.Tensor:
     """The clipped sum in the model's own coordinates."""
-    view = rule.view(given.state, 0, ROUNDS)
+    view = rule.view(given.state, 0, TEST_ROUNDS)
     return given.sum if view.transform is None else view.transform.inverse(given.sum)

@@ -19,16 +19,16 @@ from __future__ import annotations
 import torch
 
 from fulcrum.clipping.fixed import bound_C, clip_to_C
-from fulcrum.clipping.rule import ClipRule, Shape
-from fulcrum.gradients.haar import haar, inverse_haar, level_norms, level_sums
+from fulcrum.clipping.rule import ClipRule, ModelFacts
+from fulcrum.gradients.haar import haar_level_norms, haar_level_sums, haar_transform, inverse_haar_transform
 from fulcrum.settings.schema import Clip
 from fulcrum.types import State, Transform, View
 
-MEDIAN = 0.6745
+NORMAL_ABS_MEDIAN = 0.6745
 """Median of the absolute value of a standard normal number."""
 
 
-def _init(settings: Clip, shape: Shape) -> State:
+def _init_wav(settings: Clip, shape: ModelFacts) -> State:
     owner = torch.repeat_interleave(
         torch.tensor(shape.groups or (0,) * len(shape.tensors)), torch.tensor(shape.tensors)
     )  # [d]: the row of each parameter
@@ -55,28 +55,30 @@ def _init(settings: Clip, shape: Shape) -> State:
     }
 
 
-def _forward(gradients: torch.Tensor, state: State) -> torch.Tensor:
+def _to_wavelet_domain(gradients: torch.Tensor, state: State) -> torch.Tensor:
     padded = torch.cat([gradients, gradients.new_zeros((len(gradients), 1))], dim=1)
-    return haar(padded[:, state["take"]].unflatten(1, tuple(state["level"].shape))).flatten(1)
+    return haar_transform(padded[:, state["take"]].unflatten(1, tuple(state["level"].shape))).flatten(1)
 
 
-def _inverse(noised: torch.Tensor, state: State) -> torch.Tensor:
+def _shrink_and_invert(noised: torch.Tensor, state: State) -> torch.Tensor:
     rows = noised.unflatten(0, tuple(state["level"].shape))
-    sd = rows[:, rows.shape[1] // 2 :].abs().median() / MEDIAN  # of the noise: the finest level holds little else
+    sd = (
+        rows[:, rows.shape[1] // 2 :].abs().median() / NORMAL_ABS_MEDIAN
+    )  # of the noise: the finest level holds little else
     kept = torch.sign(rows) * (rows.abs() - state["shrink"] * sd).clamp_min(0.0)
-    return inverse_haar(kept).flatten()[state["place"]]
+    return inverse_haar_transform(kept).flatten()[state["place"]]
 
 
-def _view(state: State, t: int, rounds: int) -> View:
+def _view_wavelet_levels(state: State, t: int, rounds: int) -> View:
     rows, length = state["level"].shape
     levels = length.bit_length() if rows == 1 else 0  # of one row as it lies; several are laid out anew
     return View(
         transform=Transform(
-            forward=lambda gradients: _forward(gradients, state),
-            inverse=lambda noised: _inverse(noised, state),
+            forward=lambda gradients: _to_wavelet_domain(gradients, state),
+            inverse=lambda noised: _shrink_and_invert(noised, state),
             groups=state["level"].flatten(),
-            norms=(lambda gradients: level_norms(gradients, levels)) if levels else None,
-            own=(lambda sums: level_sums(sums, levels)) if levels else None,
+            norms=(lambda gradients: haar_level_norms(gradients, levels)) if levels else None,
+            own=(lambda sums: haar_level_sums(sums, levels)) if levels else None,
             haar=levels,
         )
     )
@@ -84,8 +86,8 @@ def _view(state: State, t: int, rounds: int) -> View:
 
 WAV = ClipRule(
     name="wav",
-    init=_init,
-    view=_view,
+    init=_init_wav,
+    view=_view_wavelet_levels,
     clip=clip_to_C,
     bounds=bound_C,
     summary="clips each level of a Haar transform apart (WAV-style)",

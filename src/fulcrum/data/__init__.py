@@ -11,33 +11,33 @@ available(), verify(name), fetch(name): what is on this machine, and how to get 
 from __future__ import annotations
 
 from fulcrum.data.dataset import Dataset, from_arrays, holdout
-from fulcrum.data.features import featured
+from fulcrum.data.features import compute_features
 from fulcrum.data.partition import Partition, partition_method, split
-from fulcrum.data.sampling import Party, party_of, sample_units, unit_counts
+from fulcrum.data.sampling import PartyData, build_party_data, count_units_per_party, poisson_sample_units
 from fulcrum.data.sources import SOURCES, load, register_source
 from fulcrum.data.sources.public.fetch import fetch
-from fulcrum.data.sources.public.registry import search_folders, user_cache
-from fulcrum.data.sources.public.verify import Availability, available, verify
+from fulcrum.data.sources.public.registry import search_folders, user_cache_folder
+from fulcrum.data.sources.public.verify import DatasetAvailability, list_available_datasets, verify_dataset
 
 __all__ = [
     "SOURCES",
-    "Availability",
     "Dataset",
+    "DatasetAvailability",
     "Partition",
-    "Party",
-    "available",
-    "featured",
+    "PartyData",
+    "build_party_data",
+    "compute_features",
+    "count_units_per_party",
     "fetch",
     "from_arrays",
     "holdout",
+    "list_available_datasets",
     "load",
     "partition_method",
-    "party_of",
+    "poisson_sample_units",
     "register_source",
-    "sample_units",
     "search_folders",
     "split",
-    "unit_counts",
-    "user_cache",
-    "verify",
+    "user_cache_folder",
+    "verify_dataset",
 ]

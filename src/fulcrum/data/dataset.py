@@ -16,7 +16,7 @@ from fulcrum.data.records import Inputs, Records, count_examples, input_tensors,
 from fulcrum.data.tasks import Task, make_task, shifted_tokens
 from fulcrum.data.tasks.builtin import KINDS, Array, as_array
 from fulcrum.errors import ConfigError, DataError
-from fulcrum.rng import numpy_stream
+from fulcrum.rng import numpy_generator
 from fulcrum.settings.schema import TaskSettings
 
 
@@ -306,7 +306,7 @@ def holdout(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     if len(sizes) < 2:
         what = "example" if train.person is None else "person"
         raise DataError(f"{dataset.name} has a single {what}; holding out a part needs at least two.")
-    order = numpy_stream(seed, "holdout").permutation(len(sizes))
+    order = numpy_generator(seed, "holdout").permutation(len(sizes))
     wanted = max(1, round(fraction * n))
     taken = 1 + int(np.searchsorted(np.cumsum(sizes[order]), wanted))
     held = np.zeros(len(sizes), dtype=bool)

@@ -20,12 +20,12 @@ from torch import Tensor
 from fulcrum.data.dataset import Dataset
 from fulcrum.data.tasks import Task
 from fulcrum.errors import ConfigError, DataError
-from fulcrum.rng import numpy_stream
+from fulcrum.rng import numpy_generator
 from fulcrum.settings.registry import suggest_nearest
 from fulcrum.settings.schema import Data
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,15 +62,15 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class _Items:
+class _SplitItems:
     """What is dealt out: label [m] and weight [m] (records) of each item."""
 
-    label: Ints
-    weight: Ints
+    label: IntArray
+    weight: IntArray
     what: str
 
 
-Deal = Callable[[_Items, Data, np.random.Generator], Ints]
+AssignOwnersFn = Callable[[_SplitItems, Data, np.random.Generator], IntArray]
 
 
 def split(dataset: Dataset, settings: Data, seed: int) -> Partition:
@@ -85,14 +85,14 @@ def split(dataset: Dataset, settings: Data, seed: int) -> Partition:
     """
     method = partition_method(settings, dataset.task)
     if method == "given":
-        return _given(dataset, settings)
-    ids, items = _items(dataset)
-    _check_possible(dataset, items, settings, method)
-    rng = numpy_stream(seed, "partition", method)
-    owner = DEALS[method](items, settings, rng)
-    lift = _lift_single if int(items.weight.max()) == 1 else _lift_whole
+        return _partition_as_given(dataset, settings)
+    ids, items = _build_items(dataset)
+    _check_feasible(dataset, items, settings, method)
+    rng = numpy_generator(seed, "partition", method)
+    owner = PARTITIONERS[method](items, settings, rng)
+    lift = _rebalance_records if int(items.weight.max()) == 1 else _rebalance_persons
     owner = lift(owner, items.weight, settings, rng)
-    return _partition(owner[ids], settings.parties, ())
+    return _build_partition(owner[ids], settings.parties, ())
 
 
 def partition_method(settings: Data, task: Task) -> str:
@@ -102,7 +102,7 @@ def partition_method(settings: Data, task: Task) -> str:
         return "dirichlet" if task.classes else "iid"
     if method not in PARTITIONS:
         raise ConfigError(f"data.partition = {method!r} is not known; {suggest_nearest(method, PARTITIONS)}")
-    if method in BY_LABEL and not task.classes:
+    if method in LABEL_PARTITIONS and not task.classes:
         raise ConfigError(
             f"data.partition = {method!r} splits by class, and the targets of task {task.name!r} are no classes; use "
             "iid or quantity."
@@ -110,19 +110,19 @@ def partition_method(settings: Data, task: Task) -> str:
     return method
 
 
-def _partition(owner: Ints, parties: int, names: tuple[str, ...]) -> Partition:
+def _build_partition(owner: IntArray, parties: int, names: tuple[str, ...]) -> Partition:
     order = np.argsort(owner, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=parties))])
     return Partition(torch.from_numpy(order.astype(np.int64)), torch.from_numpy(starts.astype(np.int64)), names)
 
 
-def _given(dataset: Dataset, settings: Data) -> Partition:
+def _partition_as_given(dataset: Dataset, settings: Data) -> Partition:
     if dataset.party is None:
         raise DataError(
             f'data.partition = "given", but {dataset.name} does not name the party of each record; add an array '
             "called party, or choose iid, dirichlet, shards or quantity."
         )
-    partition = _partition(dataset.party.numpy(), len(dataset.party_names), dataset.party_names)
+    partition = _build_partition(dataset.party.numpy(), len(dataset.party_names), dataset.party_names)
     smallest = int(partition.sizes.argmin())
     if int(partition.sizes[smallest]) < settings.min_examples:
         raise DataError(
@@ -132,21 +132,21 @@ def _given(dataset: Dataset, settings: Data) -> Partition:
     return partition
 
 
-def _items(dataset: Dataset) -> tuple[Ints, _Items]:
+def _build_items(dataset: Dataset) -> tuple[IntArray, _SplitItems]:
     """(the item of each record [n], the items)."""
     classes = dataset.task.classes or 1
     label = dataset.y.numpy() if dataset.task.classes else np.zeros(len(dataset.y), dtype=np.int64)
     if dataset.person is None:
-        return np.arange(len(label)), _Items(label, np.ones(len(label), dtype=np.int64), "examples")
+        return np.arange(len(label)), _SplitItems(label, np.ones(len(label), dtype=np.int64), "examples")
     ids = np.unique(dataset.person.numpy(), return_inverse=True)[1].reshape(-1)
     pairs, counts = np.unique(ids * classes + label, return_counts=True)
     person, kind = np.divmod(pairs, classes)
     ranked = np.lexsort((kind, -counts, person))  # a person's most frequent label first, the lowest on ties
     first = np.unique(person[ranked], return_index=True)[1]
-    return ids, _Items(kind[ranked][first], np.bincount(ids), "persons")
+    return ids, _SplitItems(kind[ranked][first], np.bincount(ids), "persons")
 
 
-def _check_possible(dataset: Dataset, items: _Items, settings: Data, method: str) -> None:
+def _check_feasible(dataset: Dataset, items: _SplitItems, settings: Data, method: str) -> None:
     parties, floor, n, m = settings.parties, settings.min_examples, len(dataset.y), len(items.label)
     if parties < 1 or floor < 1:
         raise ConfigError(f"data.parties = {parties} and data.min_examples = {floor} must both be at least 1.")
@@ -171,57 +171,62 @@ def _check_possible(dataset: Dataset, items: _Items, settings: Data, method: str
 # --- dealing: items, settings, randomness -> the owner of each item ---------------------------
 
 
-def _iid(items: _Items, settings: Data, rng: np.random.Generator) -> Ints:
+def _assign_iid(items: _SplitItems, settings: Data, rng: np.random.Generator) -> IntArray:
     """At random, equally many each (give or take one)."""
     owner = np.empty(len(items.label), dtype=np.int64)
     owner[rng.permutation(len(owner))] = np.arange(len(owner)) % settings.parties
     return owner
 
 
-def _quantity(items: _Items, settings: Data, rng: np.random.Generator) -> Ints:
+def _assign_by_quantity(items: _SplitItems, settings: Data, rng: np.random.Generator) -> IntArray:
     """At random, with sizes from Dirichlet(alpha)."""
     owner = np.empty(len(items.label), dtype=np.int64)
-    sizes = _apportion(len(owner), _dirichlet(settings.alpha, settings.parties, rng))
+    sizes = _apportion_counts(len(owner), _sample_dirichlet(settings.alpha, settings.parties, rng))
     owner[rng.permutation(len(owner))] = np.repeat(np.arange(settings.parties), sizes)
     return owner
 
 
-def _by_label(items: _Items, settings: Data, rng: np.random.Generator) -> Ints:
+def _assign_by_label(items: _SplitItems, settings: Data, rng: np.random.Generator) -> IntArray:
     """Each class is shared out by its own draw from Dirichlet(alpha)."""
     owner = np.empty(len(items.label), dtype=np.int64)
-    for members in _grouped(items.label, rng):
-        shares = _apportion(len(members), _dirichlet(settings.alpha, settings.parties, rng))
+    for members in _shuffle_within_classes(items.label, rng):
+        shares = _apportion_counts(len(members), _sample_dirichlet(settings.alpha, settings.parties, rng))
         owner[members] = np.repeat(np.arange(settings.parties), shares)
     return owner
 
 
-def _shards(items: _Items, settings: Data, rng: np.random.Generator) -> Ints:
+def _assign_shards(items: _SplitItems, settings: Data, rng: np.random.Generator) -> IntArray:
     """Sorted by label, cut into equal shards, and each party draws so many of them."""
     total = settings.shards * settings.parties
-    order = np.concatenate(_grouped(items.label, rng))
+    order = np.concatenate(_shuffle_within_classes(items.label, rng))
     shard = np.arange(len(order)) * total // len(order)  # equal lengths, give or take one
     owner = np.empty(len(order), dtype=np.int64)
     owner[order] = rng.permutation(total)[shard] // settings.shards
     return owner
 
 
-DEALS: dict[str, Deal] = {"iid": _iid, "dirichlet": _by_label, "shards": _shards, "quantity": _quantity}
-BY_LABEL = ("dirichlet", "shards")
+PARTITIONERS: dict[str, AssignOwnersFn] = {
+    "iid": _assign_iid,
+    "dirichlet": _assign_by_label,
+    "shards": _assign_shards,
+    "quantity": _assign_by_quantity,
+}
+LABEL_PARTITIONS = ("dirichlet", "shards")
 """Those that need classes."""
-PARTITIONS = ("auto", *DEALS, "given")
+PARTITIONS = ("auto", *PARTITIONERS, "given")
 """What data.partition may be; "auto": dirichlet for classes, else iid; "given": the data itself names each record's
 party."""
 
 
-def _grouped(label: Ints, rng: np.random.Generator) -> list[Ints]:
+def _shuffle_within_classes(label: IntArray, rng: np.random.Generator) -> list[IntArray]:
     """Items of each class, in random order within it."""
     order = rng.permutation(len(label))
     order = order[np.argsort(label[order], kind="stable")]
     return np.split(order, np.flatnonzero(np.diff(label[order])) + 1)
 
 
-def _dirichlet(alpha: float, parties: int, rng: np.random.Generator) -> Floats:
-    shares: Floats = rng.dirichlet(np.full(parties, alpha))
+def _sample_dirichlet(alpha: float, parties: int, rng: np.random.Generator) -> FloatArray:
+    shares: FloatArray = rng.dirichlet(np.full(parties, alpha))
     if np.isfinite(shares).all() and shares.sum() > 0:
         return shares
     shares = np.zeros(parties)  # alpha so small that all shares underflow: the limit, one party takes it all
@@ -229,10 +234,10 @@ def _dirichlet(alpha: float, parties: int, rng: np.random.Generator) -> Floats:
     return shares
 
 
-def _apportion(total: int, shares: Floats) -> Ints:
+def _apportion_counts(total: int, shares: FloatArray) -> IntArray:
     """Whole numbers in proportion to the shares that add up to `total` exactly (largest remainders)."""
     exact = total * (shares / shares.sum())
-    parts: Ints = np.floor(exact).astype(np.int64)
+    parts: IntArray = np.floor(exact).astype(np.int64)
     ranked = np.argsort(parts - exact, kind="stable")
     parts[ranked[: total - int(parts.sum())]] += 1
     return parts
@@ -241,7 +246,7 @@ def _apportion(total: int, shares: Floats) -> Ints:
 # --- the floor --------------------------------------------------------------------------------
 
 
-def _lift_single(owner: Ints, weight: Ints, settings: Data, rng: np.random.Generator) -> Ints:
+def _rebalance_records(owner: IntArray, weight: IntArray, settings: Data, rng: np.random.Generator) -> IntArray:
     """Move single records so that every party reaches the floor.
 
     Parties above the floor give in proportion to what they have beyond it, random ones of their own;
@@ -264,7 +269,7 @@ def _lift_single(owner: Ints, weight: Ints, settings: Data, rng: np.random.Gener
     return moved
 
 
-def _lift_whole(owner: Ints, weight: Ints, settings: Data, rng: np.random.Generator) -> Ints:
+def _rebalance_persons(owner: IntArray, weight: IntArray, settings: Data, rng: np.random.Generator) -> IntArray:
     """The same with whole persons: the largest party gives first, the person that fits best."""
     floor = settings.min_examples
     moved = owner.copy()

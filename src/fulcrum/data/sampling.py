@@ -10,11 +10,11 @@ from torch import Tensor
 from fulcrum.data.dataset import Dataset
 from fulcrum.data.partition import Partition
 from fulcrum.errors import ConfigError
-from fulcrum.rng import Key, Randomness
+from fulcrum.rng import Randomness, StreamKey
 
 
 @dataclass(frozen=True, eq=False)
-class Party:
+class PartyData:
     """A party's records, grouped by what is protected.
 
     index [m] int64: rows of the Dataset. unit_of [m] int64: which of the `units` (0..units-1) each row
@@ -27,11 +27,11 @@ class Party:
     apart: bool = False
 
 
-def party_of(dataset: Dataset, partition: Partition, k: int, unit: str) -> Party:
+def build_party_data(dataset: Dataset, partition: Partition, k: int, unit: str) -> PartyData:
     """Party k's records, with "example" or "person" as the unit of privacy."""
     index = partition.indices(k)
     if unit == "example":
-        return Party(index, torch.arange(len(index)), len(index), apart=True)
+        return PartyData(index, torch.arange(len(index)), len(index), apart=True)
     if unit != "person":
         raise ConfigError(f"privacy.unit = {unit!r} is not known; choose example or person.")
     if dataset.person is None:
@@ -40,10 +40,12 @@ def party_of(dataset: Dataset, partition: Partition, k: int, unit: str) -> Party
             'id of each record\'s person, or use privacy.unit = "example".'
         )
     persons, unit_of = torch.unique(dataset.person[index], return_inverse=True)
-    return Party(index, unit_of, len(persons))
+    return PartyData(index, unit_of, len(persons))
 
 
-def sample_units(randomness: Randomness, key: Key, party: Party, rate: float) -> tuple[Tensor, Tensor, int]:
+def poisson_sample_units(
+    randomness: Randomness, key: StreamKey, party: PartyData, rate: float
+) -> tuple[Tensor, Tensor, int]:
     """A Poisson sample: every unit joins independently with probability `rate`.
 
     Returns rows [b] (Dataset rows of all records of the sampled units), slots [b] (0..count-1, the
@@ -58,7 +60,7 @@ def sample_units(randomness: Randomness, key: Key, party: Party, rate: float) ->
     return party.index[here], slot[party.unit_of[here]], int(joins.sum())
 
 
-def unit_counts(dataset: Dataset, partition: Partition, unit: str) -> Tensor:
+def count_units_per_party(dataset: Dataset, partition: Partition, unit: str) -> Tensor:
     """n_k of every party [K] int64: its examples, or its persons where persons are protected."""
     if unit != "person" or dataset.person is None:
         return partition.sizes

@@ -16,16 +16,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-WAVES = 6
+OUTLINE_TERMS = 6
 """Fourier terms of an outline."""
-STROKES = 4
+STROKES_PER_KIND = 4
 """Curved strokes of a kind, some of them absent."""
-PIECES = 6
+SEGMENTS_PER_STROKE = 6
 """Straight pieces a stroke is drawn with."""
 
 
 @dataclass(frozen=True)
-class Recipes:
+class ImageRecipes:
     """Recipes of n kinds of picture; every tensor starts with [n].
 
     outline [n, 2, WAVES]: cosine and sine terms of the radius over the angle. mirror [n]: 1 where the figure
@@ -49,12 +49,12 @@ class Recipes:
     hole: Tensor
     aspect: Tensor
 
-    def to(self, device: torch.device) -> Recipes:
+    def to(self, device: torch.device) -> ImageRecipes:
         """On a device."""
-        return Recipes(**{name: value.to(device) for name, value in vars(self).items()})
+        return ImageRecipes(**{name: value.to(device) for name, value in vars(self).items()})
 
 
-def invent(kinds: int, channels: int, generator: torch.Generator) -> Recipes:
+def sample_recipes(kinds: int, channels: int, generator: torch.Generator) -> ImageRecipes:
     """Recipes of `kinds` kinds of picture with `channels` colours, drawn from a CPU generator.
 
     With one channel the ground is black, as in scans of single things; with three it is coloured and textured.
@@ -66,10 +66,12 @@ def invent(kinds: int, channels: int, generator: torch.Generator) -> Recipes:
     def chance(part: float, *shape: int) -> Tensor:
         return (uniform(*shape) < part).float()
 
-    falling = 0.45 / torch.arange(1, WAVES + 1) ** 0.9
+    falling = 0.45 / torch.arange(1, OUTLINE_TERMS + 1) ** 0.9
     grey = channels == 1
     solid = chance(0.55 if grey else 0.95)
-    strokes = chance(0.75, STROKES) * torch.where(solid[:, None] > 0, chance(0.4, STROKES), torch.ones(1))
+    strokes = chance(0.75, STROKES_PER_KIND) * torch.where(
+        solid[:, None] > 0, chance(0.4, STROKES_PER_KIND), torch.ones(1)
+    )
     strokes[:, 0] = torch.where(solid > 0, strokes[:, 0], torch.ones(kinds))
     palette = torch.zeros(kinds, 2, channels)
     if grey:
@@ -77,14 +79,14 @@ def invent(kinds: int, channels: int, generator: torch.Generator) -> Recipes:
     else:  # a brightness, and a tint around it: photographs are less colourful than paint boxes
         tint = torch.randn(kinds, 2, channels, generator=generator)
         palette = uniform(2, 1, low=0.1, high=0.9) + 0.15 * tint
-    return Recipes(
-        outline=torch.randn(kinds, 2, WAVES, generator=generator) * falling,
+    return ImageRecipes(
+        outline=torch.randn(kinds, 2, OUTLINE_TERMS, generator=generator) * falling,
         mirror=chance(0.6),
         body=solid,
-        ends=uniform(STROKES, 3, 2, low=-0.75, high=0.75),
-        width=strokes * uniform(STROKES, low=0.05, high=0.13),
-        ink=uniform(STROKES, 1, low=0.7 if grey else 0.0)
-        + (0.0 if grey else 0.15) * uniform(STROKES, channels, low=-1.0),
+        ends=uniform(STROKES_PER_KIND, 3, 2, low=-0.75, high=0.75),
+        width=strokes * uniform(STROKES_PER_KIND, low=0.05, high=0.13),
+        ink=uniform(STROKES_PER_KIND, 1, low=0.7 if grey else 0.0)
+        + (0.0 if grey else 0.15) * uniform(STROKES_PER_KIND, channels, low=-1.0),
         grating=torch.stack(
             [uniform(high=math.pi), uniform(low=2.0, high=16.0), chance(0.5) * uniform(low=0.1, high=0.5)], 1
         ),
@@ -96,15 +98,15 @@ def invent(kinds: int, channels: int, generator: torch.Generator) -> Recipes:
     )
 
 
-def paint(
-    recipes: Recipes, kinds: Tensor, side: int, generator: torch.Generator, jitter: float = 1.0, scene: float = 0.0
+def render_images(
+    recipes: ImageRecipes, kinds: Tensor, side: int, generator: torch.Generator, jitter: float = 1.0, scene: float = 0.0
 ) -> Tensor:
     """Pictures [B, c, side, side] with values in 0..1 of the given kinds [B], each a little different.
 
     generator: on the recipes' device. jitter scales how far pictures of a kind differ. scene: the part of the pictures
     whose figure stands before the picture of another kind in place of its own ground.
     """
-    own = Recipes(**{name: value[kinds] for name, value in vars(recipes).items()})
+    own = ImageRecipes(**{name: value[kinds] for name, value in vars(recipes).items()})
     count, device = len(kinds), kinds.device
 
     def uniform(*shape: int) -> Tensor:
@@ -113,12 +115,12 @@ def paint(
     def normal(*shape: int) -> Tensor:
         return torch.randn(count, *shape, generator=generator, device=device)
 
-    x, y = _plane(side, own, uniform, jitter)
+    x, y = _compute_pixel_coordinates(side, own, uniform, jitter)
     radius, angle = torch.hypot(x, y), torch.atan2(y, x)
     angle = torch.where(own.mirror.view(-1, 1, 1) > 0, torch.atan2(x.abs(), y) - math.pi / 2, angle)
-    outline = own.outline + 0.05 * jitter * normal(2, WAVES)
+    outline = own.outline + 0.05 * jitter * normal(2, OUTLINE_TERMS)
     edge = torch.full_like(radius, 0.62)
-    for wave in range(WAVES):
+    for wave in range(OUTLINE_TERMS):
         cos, sin = outline[:, 0, wave].view(-1, 1, 1), outline[:, 1, wave].view(-1, 1, 1)
         edge = edge + 0.5 * (cos * torch.cos((wave + 1) * angle) + sin * torch.sin((wave + 1) * angle))
     soft = 0.5 * side
@@ -131,19 +133,21 @@ def paint(
         + 3 * uniform(1, 1)
     ) * own.grating[:, 2].view(-1, 1, 1)
     channels = own.palette.shape[2]
-    texture = grains(own.grain[:, 0], own.grain[:, 1], channels, side, generator) * own.grain[:, 2].view(-1, 1, 1, 1)
+    texture = sample_textures(own.grain[:, 0], own.grain[:, 1], channels, side, generator) * own.grain[:, 2].view(
+        -1, 1, 1, 1
+    )
     body = (own.palette[:, 0] + 0.12 * jitter * normal(channels)).view(count, channels, 1, 1)
     body = (body + stripes[:, None] + texture) * (1 + 0.3 * uniform(1, 1, 1) * x[:, None])
     ground = (own.palette[:, 1] + (0.2 * jitter * normal(channels) if channels > 1 else 0)).view(count, channels, 1, 1)
     if channels > 1:
         flat = torch.zeros_like(own.ground[:, 0])
-        behind = grains(own.ground[:, 0], flat, channels, side, generator) * own.ground[:, 1].view(-1, 1, 1, 1)
+        behind = sample_textures(own.ground[:, 0], flat, channels, side, generator) * own.ground[:, 1].view(-1, 1, 1, 1)
         ground = ground + behind
     picture, bare = ground + (body - ground) * inside[:, None], 1 - inside
-    ends = own.ends + 0.08 * jitter * uniform(STROKES, 3, 2)
-    for s in range(STROKES):
+    ends = own.ends + 0.08 * jitter * uniform(STROKES_PER_KIND, 3, 2)
+    for s in range(STROKES_PER_KIND):
         wide = own.width[:, s] * (1 + 0.35 * jitter * uniform(1)[:, 0])
-        near = _distance(x, y, ends[:, s])
+        near = _compute_curve_distance(x, y, ends[:, s])
         line = torch.sigmoid(soft * 2 * (wide.view(-1, 1, 1) - near)) * (own.width[:, s] > 0).view(-1, 1, 1)
         picture, bare = (
             picture + (own.ink[:, s].view(count, channels, 1, 1) - picture) * line[:, None],
@@ -157,7 +161,9 @@ def paint(
     return picture.clamp(0, 1)
 
 
-def _plane(side: int, own: Recipes, draw: Callable[..., Tensor], jitter: float) -> tuple[Tensor, Tensor]:
+def _compute_pixel_coordinates(
+    side: int, own: ImageRecipes, draw: Callable[..., Tensor], jitter: float
+) -> tuple[Tensor, Tensor]:
     """Where each pixel lies on the figure's own plane: moved, turned, slanted and scaled for every picture."""
     line = torch.linspace(-1, 1, side, device=own.outline.device)
     down, across = torch.meshgrid(line, line, indexing="ij")
@@ -173,9 +179,9 @@ def _plane(side: int, own: Recipes, draw: Callable[..., Tensor], jitter: float) 
     return x * (size[:, 0] * stretch).view(-1, 1, 1), y * (size[:, 1] / stretch).view(-1, 1, 1)
 
 
-def _distance(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+def _compute_curve_distance(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """How far each pixel [B, H, W] is from a curve through start, bend and end [B, 3, 2]."""
-    steps = torch.linspace(0, 1, PIECES + 1, device=x.device).view(-1, 1, 1)
+    steps = torch.linspace(0, 1, SEGMENTS_PER_STROKE + 1, device=x.device).view(-1, 1, 1)
     a, b, c = ends.unbind(dim=1)
     curve = (1 - steps) ** 2 * a + 2 * steps * (1 - steps) * b + steps**2 * c  # [PIECES + 1, B, 2]
     nearest = torch.full_like(x, torch.inf)
@@ -188,7 +194,7 @@ def _distance(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     return nearest.sqrt()
 
 
-def grains(slope: Tensor, stretch: Tensor, channels: int, side: int, generator: torch.Generator) -> Tensor:
+def sample_textures(slope: Tensor, stretch: Tensor, channels: int, side: int, generator: torch.Generator) -> Tensor:
     """Random textures [B, c, side, side] of about unit variance whose spectrum falls as frequency^-slope."""
     count, device = len(slope), slope.device
     fy = torch.fft.fftfreq(side, device=device)[:, None] * side

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from fulcrum.engines import parallel, reference
 from fulcrum.engines.stacked import StackedEngine
 from fulcrum.errors import ConfigError
-from fulcrum.gradients import keep_memory
+from fulcrum.gradients import retain_freed_memory
 from fulcrum.training.engine import Engine
 from fulcrum.training.problem import Problem
 
@@ -35,7 +35,7 @@ def find_engine(name: str, problem: Problem) -> Engine:
     chosen = choose_engine(name, problem)
     if chosen not in ENGINES:
         raise ConfigError(f"run.engine = {name!r} is not known; choose auto or one of {', '.join(ENGINES)}.")
-    keep_memory()  # glibc would hand every step's buffers back to the system, and fault them in again
+    retain_freed_memory()  # glibc would hand every step's buffers back to the system, and fault them in again
     return ENGINES[chosen](problem)
 
 

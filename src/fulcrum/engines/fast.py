@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from fulcrum.gradients import Follower
+from fulcrum.gradients import GradientRecorder
 from fulcrum.training.client import Sample, Terms, Work, by_matrix
 from fulcrum.training.clipped_sum import Contribution, clip_batch
 from fulcrum.training.problem import Problem
 from fulcrum.types import State, Stats, View
 
 
-def by_tape(follow: Follower) -> Work:
+def by_tape(follow: GradientRecorder) -> Work:
     """As `by_matrix`, from norms and inner products alone.
 
     Rules that look at gradients in another basis, and units of several records, need the gradients themselves.

@@ -16,7 +16,7 @@ import torch
 
 from fulcrum.data.records import move_inputs
 from fulcrum.engines.fast import by_tape
-from fulcrum.gradients import Follower
+from fulcrum.gradients import GradientRecorder
 from fulcrum.training.client import Sample, Terms, train_client
 from fulcrum.training.clipped_sum import Contribution
 from fulcrum.training.engine import Engine
@@ -31,7 +31,7 @@ class ParallelEngine(Engine):
         self.problem = problem
         self.workers = problem.workers or torch.get_num_threads()
         self._pool: ThreadPoolExecutor | None = None
-        self._followers: SimpleQueue[Follower] = SimpleQueue()
+        self._followers: SimpleQueue[GradientRecorder] = SimpleQueue()
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Replies in the order of the request. An error in a client is raised here, and stops the others."""
@@ -71,10 +71,10 @@ class ParallelEngine(Engine):
         if self._pool is None:
             first = self.problem.dataset.records.take(torch.zeros(1, dtype=torch.int64))
             device = self.problem.device
-            follow = Follower(self.problem.model, self.problem.layout, self.problem.dataset.task)
+            follow = GradientRecorder(self.problem.model, self.problem.layout, self.problem.dataset.task)
             follow.settle(request.params, move_inputs(first.x, device), first.y.to(device))
             for n in range(self.workers):
-                self._followers.put(follow if n == 0 or follow.shareable else follow.twin())
+                self._followers.put(follow if n == 0 or follow.is_thread_safe else follow.clone())
             self._pool = single_threaded(self.workers)
         return self._pool
 

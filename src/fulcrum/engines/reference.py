@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fulcrum.gradients import Follower
+from fulcrum.gradients import GradientRecorder
 from fulcrum.training.client import by_matrix, train_client
 from fulcrum.training.engine import Engine
 from fulcrum.training.problem import Problem
@@ -20,6 +20,6 @@ class ReferenceEngine(Engine):
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Train the participants one by one, with every gradient written out."""
-        work = by_matrix(Follower(self.problem.model, self.problem.layout, self.problem.dataset.task))
+        work = by_matrix(GradientRecorder(self.problem.model, self.problem.layout, self.problem.dataset.task))
         for task, state in zip(request.assignments, request.states, strict=True):
             yield train_client(self.problem, request, task, state, work)

@@ -25,8 +25,8 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from fulcrum.errors import FulcrumError, InputError
-from fulcrum.models.layout import Layout
-from fulcrum.models.whitening import digest
+from fulcrum.models.layout import ParameterLayout
+from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.privacy.events import Event, Unprotected, events_from_json, events_to_json
 from fulcrum.types import Assignment, State
 
@@ -208,10 +208,10 @@ def read_assignment(table: Mapping[str, Any]) -> Assignment:
 # --- fingerprints and events ---------------------------------------------------------------------
 
 
-def model_fingerprint(model: nn.Module, layout: Layout) -> str:
+def model_fingerprint(model: nn.Module, layout: ParameterLayout) -> str:
     """16 hexadecimal digits that change when any parameter's name, shape or place does, or any buffer at all."""
     words: list[Any] = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)]
-    held = digest(model)
+    held = compute_buffer_digest(model)
     words += [held] if held else []
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 

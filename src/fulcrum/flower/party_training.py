@@ -7,16 +7,16 @@ from functools import cached_property
 
 import torch
 
-from fulcrum.data import Dataset, party_of
+from fulcrum.data import Dataset, build_party_data
 from fulcrum.data.records import take_rows
 from fulcrum.engines import Engine, find_engine
 from fulcrum.flower.messages import model_fingerprint
 from fulcrum.flower.party_data import single_party_partition
 from fulcrum.flower.terms import Terms, allowed_rule
-from fulcrum.models.build import build, is_built_in
-from fulcrum.models.checks import refuse_mixing
-from fulcrum.models.layout import Layout
-from fulcrum.rng import Secure, Seeded
+from fulcrum.models.build import build_model, is_built_in
+from fulcrum.models.checks import validate_model
+from fulcrum.models.layout import ParameterLayout
+from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.training.problem import Problem
 from fulcrum.types import ClientReply, RoundRequest
 
@@ -48,20 +48,20 @@ class LocalTrainer:
     def units(self) -> int:
         """The number of units n_k: this party's examples or persons."""
         partition = single_party_partition(len(self.dataset.y), 0, self.name)
-        return party_of(self.dataset, partition, 0, self.terms.unit).units
+        return build_party_data(self.dataset, partition, 0, self.terms.unit).units
 
     @cached_property
     def model(self) -> torch.nn.Module:
         """The model that the terms name, built by this party's own software; each round brings its weights."""
         task, sample = self.dataset.task, take_rows(self.dataset.sample.x, slice(0, 8))
-        model = build(self.terms.model, self.dataset.shape, task.outputs, 0, sample, task=task)
-        refuse_mixing(model, take_rows(sample, slice(0, 2)))
+        model = build_model(self.terms.model, self.dataset.shape, task.outputs, 0, sample, task=task)
+        validate_model(model, take_rows(sample, slice(0, 2)))
         return model.to(self.device)
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> ParameterLayout:
         """How the model's parameters lie in one vector [d]."""
-        return Layout.of(self.model)
+        return ParameterLayout.of(self.model)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -86,7 +86,7 @@ class LocalTrainer:
                 model=self.model,
                 layout=self.layout,
                 rule=allowed_rule(self.terms, facts.rule),
-                randomness=Secure() if facts.seed is None else Seeded(facts.seed),
+                randomness=SecureRandomness() if facts.seed is None else SeededRandomness(facts.seed),
                 unit=self.terms.unit,
                 groups=self.layout.layers if facts.groups == "layer" else (),
                 device=self.device,

@@ -19,8 +19,8 @@ from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
 from fulcrum.flower.messages import model_fingerprint
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, Report, Transport
 from fulcrum.flower.terms import propose
-from fulcrum.models.build import build, is_built_in
-from fulcrum.models.checks import refuse_mixing
+from fulcrum.models.build import build_model, is_built_in
+from fulcrum.models.checks import validate_model
 from fulcrum.privacy.plan import make_plan
 from fulcrum.settings.checks import check
 from fulcrum.settings.schema import Settings
@@ -61,7 +61,7 @@ def served_settings(settings: Settings, parties: int, simulation: bool) -> Setti
     if settings.data.features != "none":
         raise ConfigError(
             f"data.features = {settings.data.features!r} is not offered across machines; set it to none, and let every "
-            "party prepare its data with fulcrum.data.featured."
+            "party prepare its data with fulcrum.data.compute_features."
         )
     if settings.data.validation:
         raise ConfigError("data.validation holds out training data, which the coordinator does not have; set it to 0.")
@@ -80,8 +80,8 @@ def public_problem(settings: Settings, public: Dataset, device: torch.device) ->
         )
     public = public.with_float_inputs() if is_built_in(settings.model) else public
     task, sample = public.task, take_rows(public.sample.x, slice(0, 8))
-    model = build(settings.model, public.shape, task.outputs, settings.run.seed, sample, task=task)
-    refuse_mixing(model, take_rows(sample, slice(0, 2)))
+    model = build_model(settings.model, public.shape, task.outputs, settings.run.seed, sample, task=task)
+    validate_model(model, take_rows(sample, slice(0, 2)))
     nobody = Partition(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     return Problem.of(settings, public, nobody, model, device, rule=rule)
 

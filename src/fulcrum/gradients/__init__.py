@@ -22,25 +22,25 @@ from fulcrum.data.records import Inputs, count_examples, input_tensors, map_inpu
 from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.gradients import sequence
-from fulcrum.gradients.ghost import Book, record_book
-from fulcrum.gradients.memory import keep_memory
-from fulcrum.gradients.program import Program, Unsuitable, analyse
-from fulcrum.gradients.tape import Chunks, Empty, Tape
-from fulcrum.gradients.vmap import record_vmap
-from fulcrum.models.layout import Layout, call
-from fulcrum.rng import torch_stream
+from fulcrum.gradients.ghost import GhostTape, record_ghost_tape
+from fulcrum.gradients.memory import retain_freed_memory
+from fulcrum.gradients.program import GradProgram, UnsupportedModel, analyse_model
+from fulcrum.gradients.tape import ChunkedTape, EmptyTape, GradientTape
+from fulcrum.gradients.vmap import record_vmap_tape
+from fulcrum.models.layout import ParameterLayout, call_with_parameters
+from fulcrum.rng import torch_generator
 
-__all__ = ["Follower", "Tape", "keep_memory", "paths", "record"]
+__all__ = ["GradientRecorder", "GradientTape", "list_gradient_paths", "record_gradients", "retain_freed_memory"]
 
-WORK = {"cpu": 12 * 2**20, "cuda": 4 * 2**30}
+PASS_MEMORY_BYTES = {"cpu": 12 * 2**20, "cuda": 4 * 2**30}
 """Bytes of layer inputs and outputs that one pass may have: a larger batch goes through in pieces. On a CPU more
 would save a few percent of the time, but every worker needs it."""
 
-PROBE = 3
+NUM_PROBE_EXAMPLES = 3
 """Examples on which a model with a forward of its own is compared with vmap, once."""
 
 
-class Follower:
+class GradientRecorder:
     """Records batches of one model, having looked at its structure once: `follower(params, x, y)` is a `Tape`.
 
     task says what is learned: its loss, with the slopes in the model's outputs. x is one tensor [B, ...] of any type,
@@ -51,88 +51,90 @@ class Follower:
     and each thread needs a `twin`.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, task: Task, how: str = "auto") -> None:
+    def __init__(self, model: nn.Module, layout: ParameterLayout, task: Task, how: str = "auto") -> None:
         if how not in ("auto", "book", "vmap"):
             raise ModelError(f"how = {how!r} is not known; choose one of auto, book, vmap.")
         self.model, self.layout, self.task, self.how = model, layout, task, how
-        self.program = analyse(model, layout)
+        self.program = analyse_model(model, layout)
         self._verdict: str | None = None if how == "auto" and not self.program.sequence else ""
         self._elements: dict[Hashable, int] = {}
 
     @property
-    def shareable(self) -> bool:
+    def is_thread_safe(self) -> bool:
         """Whether threads may use it at the same time."""
         return bool(self.program.sequence) and self.how != "vmap"
 
-    def twin(self) -> Follower:
+    def clone(self) -> GradientRecorder:
         """A follower of a copy of the model, for another thread; what was found out about the model is kept."""
-        other = Follower(copy.deepcopy(self.model), self.layout, self.task, self.how)
+        other = GradientRecorder(copy.deepcopy(self.model), self.layout, self.task, self.how)
         other._verdict, other._elements = self._verdict, dict(self._elements)
         return other
 
-    def __call__(self, params: Tensor, x: Inputs, y: Tensor) -> Tape:
+    def __call__(self, params: Tensor, x: Inputs, y: Tensor) -> GradientTape:
         """One forward and backward pass over x [B, ...], y [B, ...] with the parameters `params` [d]."""
         if len(y) == 0:
-            return Empty(params.detach())
+            return EmptyTape(params.detach())
         if self.how == "vmap":
-            return record_vmap(self.model, self.layout, params, x, y, self.task)
+            return record_vmap_tape(self.model, self.layout, params, x, y, self.task)
         try:
             self.settle(params, x, y)
             if self._verdict:
-                raise Unsuitable(self._verdict)
-            return self._in_pieces(params, x, y)
-        except Unsuitable as problem:
+                raise UnsupportedModel(self._verdict)
+            return self._record_in_pieces(params, x, y)
+        except UnsupportedModel as problem:
             if self.how == "book":
                 raise ModelError(f"book-keeping cannot follow this model ({problem}); use how = 'vmap'.") from None
-            return record_vmap(self.model, self.layout, params, x, y, self.task)
+            return record_vmap_tape(self.model, self.layout, params, x, y, self.task)
 
     @torch.no_grad()
     def outputs(self, params: Tensor, x: Inputs) -> Tensor:
         """The model's outputs for a batch x with the parameters `params` [d], and nothing to go back by."""
         tensors = self.layout.unflatten(params.detach())
         if not self.program.sequence:
-            found: Tensor = call(self.model, tensors, x)
+            found: Tensor = call_with_parameters(self.model, tensors, x)
             return found
-        one = sequence.single_input(x)
-        kernels = sequence.prepare(tuple(tensors.values()), one.device)
-        return sequence.forward(self.program, kernels, one, keep=False)[0]
+        one = sequence.require_single_input(x)
+        kernels = sequence.prepare_weights(tuple(tensors.values()), one.device)
+        return sequence.forward_sequence(self.program, kernels, one, keep=False)[0]
 
     def settle(self, params: Tensor, x: Inputs, y: Tensor) -> None:
         """Finds out, once, whether book-keeping is right for a model with a forward of its own."""
         if self._verdict is None:
-            self._verdict = _compare(self.model, self.program, self.layout, params, x, y, self.task)
+            self._verdict = _compare_with_vmap(self.model, self.program, self.layout, params, x, y, self.task)
 
-    def _run(self, params: Tensor, x: Inputs, y: Tensor) -> Book:
-        return record_book(self.model, self.program, self.layout, params, x, y, self.task)
+    def _run(self, params: Tensor, x: Inputs, y: Tensor) -> GhostTape:
+        return record_ghost_tape(self.model, self.program, self.layout, params, x, y, self.task)
 
-    def _in_pieces(self, params: Tensor, x: Inputs, y: Tensor) -> Tape:
+    def _record_in_pieces(self, params: Tensor, x: Inputs, y: Tensor) -> GradientTape:
         """Equal pieces that depend on the shapes alone, so that a resumed run rounds as the first one did."""
         shape = tuple(value.shape[1:] for value in input_tensors(x))
         if shape not in self._elements:
             self._elements[shape] = self._run(params, take_rows(x, slice(0, 1)), y[:1]).elements
-        limit = WORK.get(params.device.type, WORK["cuda"])
+        limit = PASS_MEMORY_BYTES.get(params.device.type, PASS_MEMORY_BYTES["cuda"])
         size = self._elements[shape] * params.element_size() * len(y)
         pieces = min(len(y), max(1, math.ceil(size / limit)))
         if pieces == 1:
             return self._run(params, x, y)
         step = math.ceil(len(y) / pieces)
         tapes = [self._run(params, *piece) for piece in zip(split_inputs(x, step), y.split(step), strict=True)]
-        return Chunks(tuple(tapes), tuple(len(tape.raw_losses) for tape in tapes))
+        return ChunkedTape(tuple(tapes), tuple(len(tape.raw_losses) for tape in tapes))
 
 
-_known: WeakKeyDictionary[nn.Module, tuple[Layout, Task, str | None, dict[Hashable, int]]] = WeakKeyDictionary()
+_probe_results: WeakKeyDictionary[nn.Module, tuple[ParameterLayout, Task, str | None, dict[Hashable, int]]] = (
+    WeakKeyDictionary()
+)
 """What was found out about models by `record`."""
 
 
-def record(
+def record_gradients(
     model: nn.Module,
-    layout: Layout,
+    layout: ParameterLayout,
     params: Tensor,
     x: Inputs,
     y: Tensor,
     task: Task,
     how: str = "auto",
-) -> Tape:
+) -> GradientTape:
     """Runs the batch x [B, ...], y [B, ...] forward and backward with the parameters `params` [d], and keeps what its
     per-example gradients can be answered from. For many batches of one model, a `Follower` saves time.
 
@@ -144,56 +146,56 @@ def record(
     threads. With "auto" such a model is first compared with vmap on a few made-up examples, and vmap is used from
     then on if they differ, for instance because a parameter is used other than by calling its layer.
     """
-    follower = Follower(model, layout, task, how)
-    known = _known.get(model)
+    follower = GradientRecorder(model, layout, task, how)
+    known = _probe_results.get(model)
     if how == "auto" and not follower.program.sequence and known is not None and known[:2] == (layout, task):
         _, _, follower._verdict, follower._elements = known
     tape = follower(params, x, y)
     if how == "auto" and len(y):
-        _known[model] = (layout, task, follower._verdict, follower._elements)
+        _probe_results[model] = (layout, task, follower._verdict, follower._elements)
     return tape
 
 
-def _compare(
-    model: nn.Module, program: Program, layout: Layout, params: Tensor, x: Inputs, y: Tensor, task: Task
+def _compare_with_vmap(
+    model: nn.Module, program: GradProgram, layout: ParameterLayout, params: Tensor, x: Inputs, y: Tensor, task: Task
 ) -> str:
     """Why book-keeping must not be used, or "": found on made-up examples with the model's own parameters.
 
     Neither the data nor the progress of the training decides, so that a resumed run takes the same path.
     """
-    index = torch.arange(PROBE, device=y.device) % count_examples(x)
-    own, stream = layout.flatten(model).to(params), torch_stream(0, "probe")
+    index = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % count_examples(x)
+    own, stream = layout.flatten(model).to(params), torch_generator(0, "probe")
 
     def made_up(value: Tensor) -> Tensor:
         if not value.is_floating_point():
             return value[index]  # only the data know which numbers a model's tables have
-        return torch.rand((PROBE, *value.shape[1:]), generator=stream, dtype=value.dtype).to(value.device)
+        return torch.rand((NUM_PROBE_EXAMPLES, *value.shape[1:]), generator=stream, dtype=value.dtype).to(value.device)
 
     probe: Inputs = map_inputs(made_up, x)
-    truth = record_vmap(model, layout, own, probe, y[index], task).matrix()
+    truth = record_vmap_tape(model, layout, own, probe, y[index], task).matrix()
     if not bool(truth.any()):
         return "it has no finite gradients to compare"
     try:
-        found = record_book(model, program, layout, own, probe, y[index], task).matrix()
-    except Unsuitable as problem:
+        found = record_ghost_tape(model, program, layout, own, probe, y[index], task).matrix()
+    except UnsupportedModel as problem:
         return str(problem)
-    return "" if _close(found, truth, layout) else "its gradients differ from those of vmap"
+    return "" if _gradients_agree(found, truth, layout) else "its gradients differ from those of vmap"
 
 
-def _close(found: Tensor, truth: Tensor, layout: Layout) -> bool:
+def _gradients_agree(found: Tensor, truth: Tensor, layout: ParameterLayout) -> bool:
     """Whether each tensor's gradients agree, up to rounding, for each example."""
     noise = 1e-6 * truth.norm(dim=1)
     pairs = zip(found.split(layout.sizes, dim=1), truth.split(layout.sizes, dim=1), strict=True)
     return all(bool(((f - t).norm(dim=1) <= 1e-3 * t.norm(dim=1) + noise).all()) for f, t in pairs)
 
 
-def paths(model: nn.Module) -> list[tuple[str, str, str]]:
+def list_gradient_paths(model: nn.Module) -> list[tuple[str, str, str]]:
     """For each layer with trainable parameters: its name, "book" or "vmap", and why.
 
     >>> paths(nn.Sequential(nn.Linear(4, 2)))
     [('0', 'book', 'Linear')]
     """
-    program = analyse(model, Layout.of(model))
+    program = analyse_model(model, ParameterLayout.of(model))
     return [
         (site.name or "model", "book", type(site.module).__name__)
         if site.kind

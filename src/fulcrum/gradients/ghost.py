@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from fulcrum.data.records import Inputs, count_examples, map_inputs
 from fulcrum.data.tasks import Task
 from fulcrum.gradients import sequence
-from fulcrum.gradients.outer_products import Conv, Dense, Patches, outer_rows
-from fulcrum.gradients.param_grads import Part, Rows, ranges
-from fulcrum.gradients.program import Program, Site, Unsuitable
-from fulcrum.gradients.tape import group_squares, one_per_example
-from fulcrum.gradients.vmap import module_rows
-from fulcrum.models.layout import Layout, call
+from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, materialise_grads
+from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad, scratch_ranges
+from fulcrum.gradients.program import GradProgram, GradSite, UnsupportedModel
+from fulcrum.gradients.tape import check_loss_per_example, sum_squares_by_group
+from fulcrum.gradients.vmap import compute_module_grads
+from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
-KEEP = 1.5
+MAX_MATERIALISED_RATIO = 1.5
 """Written-out gradients may take this many times the memory of the sites' inputs and outputs."""
 
 
@@ -35,16 +35,16 @@ KEEP = 1.5
 
 
 @dataclass(frozen=True)
-class _Use:
+class _SiteUse:
     """One pass of the batch through a site."""
 
-    site: Site
-    a: Tensor | Patches
+    site: GradSite
+    a: Tensor | ConvPatches
     entries: int
     """Of the gradients of all examples, where writing them out pays; else 0."""
 
 
-class _Recorder:
+class _UseRecorder:
     """Collects uses on the way forward and parts on the way back."""
 
     def __init__(self, count: int, tensors: tuple[Tensor, ...]) -> None:
@@ -52,21 +52,21 @@ class _Recorder:
         self.tensors = tensors
         self.elements = 0
         """Inputs and outputs of all uses together, in numbers."""
-        self.uses: dict[int, _Use] = {}
+        self.uses: dict[int, _SiteUse] = {}
         self.written: set[int] = set()
-        self.parts: list[list[Part]] = [[] for _ in tensors]
+        self.parts: list[list[ParamGrad]] = [[] for _ in tensors]
 
-    def note(self, site: Site, a: Tensor | Patches, elements: int, out: torch.Size) -> int:
+    def add_use(self, site: GradSite, a: Tensor | ConvPatches, elements: int, out: torch.Size) -> int:
         """Notes a use, with the shape of its output; returns its number."""
         size = site.kind.size(site.module, out) if site.kind and "weight" in site.own else None
-        entries = size.entries * self.count if size and size.worth_writing else 0
+        entries = size.entries * self.count if size and size.should_materialise else 0
         self.elements += elements
-        self.uses[len(self.uses)] = _Use(site, a, entries)
+        self.uses[len(self.uses)] = _SiteUse(site, a, entries)
         return len(self.uses) - 1
 
     def choose(self) -> None:
         """Settles, before the way back, which gradients are written out: the smallest, as long as there is room."""
-        room = KEEP * self.elements
+        room = MAX_MATERIALISED_RATIO * self.elements
         for entries, number in sorted((use.entries, n) for n, use in self.uses.items() if use.entries):
             room -= entries
             if room >= 0:
@@ -79,54 +79,54 @@ class _Recorder:
         tensors = {name: self.tensors[place] for name, place in site.own.items()}
         if site.kind is None:
             assert isinstance(a, Tensor)  # patches are of convolutions
-            rows = module_rows(site.module, tensors, a, g)
-            found: dict[str, Part] = {name: Rows(grads.flatten(1)) for name, grads in rows.items()}
+            rows = compute_module_grads(site.module, tensors, a, g)
+            found: dict[str, ParamGrad] = {name: MaterialisedGrad(grads.flatten(1)) for name, grads in rows.items()}
         else:
             found = site.kind.parts(site.module, a, g, tensors, set(site.own))
         for name, part in found.items():
-            written = name == "weight" and number in self.written and isinstance(part, Dense | Conv)
-            self.parts[site.own[name]].append(outer_rows(part) if written else part)  # type: ignore[arg-type]
+            written = name == "weight" and number in self.written and isinstance(part, LinearGrad | ConvGrad)
+            self.parts[site.own[name]].append(materialise_grads(part) if written else part)  # type: ignore[arg-type]
 
 
-def record_book(
-    model: nn.Module, program: Program, layout: Layout, params: Tensor, x: Inputs, y: Tensor, task: Task
-) -> Book:
+def record_ghost_tape(
+    model: nn.Module, program: GradProgram, layout: ParameterLayout, params: Tensor, x: Inputs, y: Tensor, task: Task
+) -> GhostTape:
     """One pass over the batch. Raises Unsuitable where the model does not keep examples in rows."""
     if model in program.sites and program.sites[model].kind is None:
-        raise Unsuitable(program.sites[model].reason)
+        raise UnsupportedModel(program.sites[model].reason)
     tensors = tuple(layout.unflatten(params.detach()).values())
     if program.sequence:
-        recorder, losses = _follow_sequence(program, tensors, sequence.single_input(x), y, task)
+        recorder, losses = _record_sequence(program, tensors, sequence.require_single_input(x), y, task)
     else:
-        recorder, losses = _follow_hooked(model, program, layout, tensors, x, y, task)
-    return Book(layout, params, losses, tuple(tuple(parts) for parts in recorder.parts), recorder.elements)
+        recorder, losses = _record_with_hooks(model, program, layout, tensors, x, y, task)
+    return GhostTape(layout, params, losses, tuple(tuple(parts) for parts in recorder.parts), recorder.elements)
 
 
 # --- a plain sequence -----------------------------------------------------------------------------
 
 
-def _follow_sequence(
-    program: Program, tensors: tuple[Tensor, ...], x: Tensor, y: Tensor, task: Task
-) -> tuple[_Recorder, Tensor]:
-    tensors = sequence.prepare(tensors, x.device)
-    recorder = _Recorder(len(x), tensors)
-    outputs, steps = sequence.forward(program, tensors, x)
+def _record_sequence(
+    program: GradProgram, tensors: tuple[Tensor, ...], x: Tensor, y: Tensor, task: Task
+) -> tuple[_UseRecorder, Tensor]:
+    tensors = sequence.prepare_weights(tensors, x.device)
+    recorder = _UseRecorder(len(x), tensors)
+    outputs, steps = sequence.forward_sequence(program, tensors, x)
     losses, g = task.losses_and_slopes(outputs, y)
-    one_per_example(losses, len(x))
+    check_loss_per_example(losses, len(x))
     numbers = {
-        id(step): recorder.note(step.node.site, step.seen, step.elements, step.out)
+        id(step): recorder.add_use(step.node.site, step.seen, step.elements, step.out)
         for step in steps
         if step.node.site is not None
     }
     recorder.choose()
-    sequence.backward(steps, g, lambda step, g: recorder.collect(numbers[id(step)], g))
+    sequence.backward_sequence(steps, g, lambda step, g: recorder.collect(numbers[id(step)], g))
     return recorder, losses
 
 
 # --- any other model ------------------------------------------------------------------------------
 
 
-class _Root(torch.autograd.Function):
+class _GraphRoot(torch.autograd.Function):
     """Makes a fresh output the start of differentiation, in place, so that in-place activations may follow."""
 
     @staticmethod
@@ -139,40 +139,40 @@ class _Root(torch.autograd.Function):
         return None, None
 
 
-def _follow_hooked(
+def _record_with_hooks(
     model: nn.Module,
-    program: Program,
-    layout: Layout,
+    program: GradProgram,
+    layout: ParameterLayout,
     tensors: tuple[Tensor, ...],
     x: Inputs,
     y: Tensor,
     task: Task,
-) -> tuple[_Recorder, Tensor]:
+) -> tuple[_UseRecorder, Tensor]:
     count = count_examples(x)
-    recorder = _Recorder(count, tensors)
+    recorder = _UseRecorder(count, tensors)
     anchor = torch.zeros((), device=y.device, requires_grad=True)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         site = program.sites[module]
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(out, Tensor):
-            raise Unsuitable(f"{site.name} does not map one tensor to one tensor")
+            raise UnsupportedModel(f"{site.name} does not map one tensor to one tensor")
         return tap(site, args[0], out) if torch.is_grad_enabled() else out
 
-    def tap(site: Site, a: Tensor, out: Tensor) -> Tensor:
+    def tap(site: GradSite, a: Tensor, out: Tensor) -> Tensor:
         """Notes a use; the returned output takes the place of `out`."""
         fits = site.kind is None or site.kind.fits(site.module, a)
         if not fits or a.dim() == 0 or out.dim() == 0 or len(a) != count or len(out) != count:
-            raise Unsuitable(f"{site.name} does not see one example per row")
+            raise UnsupportedModel(f"{site.name} does not see one example per row")
         if out._is_view():
             # An in-place activation on a view would rewrite history behind the hook below.
             out = torch.ops.aten._unsafe_view(out, out.shape)
         if not out.requires_grad:
-            out = _Root.apply(out, anchor)  # type: ignore[no-untyped-call]
-        number, version = recorder.note(site, a.detach(), a.numel() + out.numel(), out.shape), a._version
+            out = _GraphRoot.apply(out, anchor)  # type: ignore[no-untyped-call]
+        number, version = recorder.add_use(site, a.detach(), a.numel() + out.numel(), out.shape), a._version
 
         def arrive(g: Tensor) -> None:
             if a._version != version:
-                raise Unsuitable(f"the input of {site.name} is overwritten in place after its use")
+                raise UnsupportedModel(f"the input of {site.name} is overwritten in place after its use")
             recorder.collect(number, g)
 
         out.register_hook(arrive)
@@ -182,8 +182,8 @@ def _follow_hooked(
     try:
         with torch.enable_grad():
             inputs = map_inputs(Tensor.detach, x)
-            outputs = call(model, dict(zip(layout.names, tensors, strict=True)), inputs)
-            losses = one_per_example(task.loss(outputs, y), count)
+            outputs = call_with_parameters(model, dict(zip(layout.names, tensors, strict=True)), inputs)
+            losses = check_loss_per_example(task.loss(outputs, y), count)
             total = losses.sum()
     finally:
         for handle in handles:
@@ -198,71 +198,71 @@ def _follow_hooked(
 
 
 @dataclass(frozen=True)
-class Book:
+class GhostTape:
     """A tape of parts: for each parameter tensor of the layout, those of all its uses."""
 
-    layout: Layout
+    layout: ParameterLayout
     params: Tensor
     raw_losses: Tensor
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[ParamGrad, ...], ...]
     elements: int
     """Inputs and outputs of all sites together, in numbers."""
 
     @cached_property
-    def _squares(self) -> Tensor:
+    def _squared_norms(self) -> Tensor:
         """Squared norms [B, tensors] of each tensor's gradient, before anything is zeroed."""
-        return torch.stack([self._tensor_squares(parts) for parts in self.parts], dim=1)
+        return torch.stack([self._tensor_squared_norms(parts) for parts in self.parts], dim=1)
 
-    def _tensor_squares(self, parts: tuple[Part, ...]) -> Tensor:
+    def _tensor_squared_norms(self, parts: tuple[ParamGrad, ...]) -> Tensor:
         if len(parts) == 1:
-            return parts[0].squares()
+            return parts[0].squared_norms()
         squares = self.raw_losses.new_zeros(len(self.raw_losses))
         if not parts:
             return squares
         # Several uses of one tensor add up before the norm is taken.
         size = parts[0].slice(0, 1).rows().numel() * squares.element_size()
-        for start, stop in ranges(len(squares), 2 * size, squares.device):
+        for start, stop in scratch_ranges(len(squares), 2 * size, squares.device):
             total = torch.stack([part.slice(start, stop).rows() for part in parts]).sum(dim=0)
             squares[start:stop] = total.square().sum(dim=1)
         return squares
 
     @cached_property
     def _good(self) -> Tensor:
-        return torch.isfinite(self._squares.sum(dim=1) + self.raw_losses)
+        return torch.isfinite(self._squared_norms.sum(dim=1) + self.raw_losses)
 
     @cached_property
-    def _all_good(self) -> bool:
+    def _all_finite(self) -> bool:
         return bool(self._good.all())
 
     @cached_property
-    def _clean(self) -> tuple[tuple[Part, ...], ...]:
-        if self._all_good:
+    def _finite_parts(self) -> tuple[tuple[ParamGrad, ...], ...]:
+        if self._all_finite:
             return self.parts
         return tuple(tuple(part.only(self._good) for part in parts) for parts in self.parts)
 
-    def _zeroed(self, values: Tensor) -> Tensor:
-        if self._all_good:
+    def _zero_nonfinite(self, values: Tensor) -> Tensor:
+        if self._all_finite:
             return values
         good = self._good.view(-1, *[1] * (values.dim() - 1))
         return torch.where(good, values, torch.zeros((), dtype=values.dtype))
 
     @property
     def losses(self) -> Tensor:
-        return self._zeroed(self.raw_losses)
+        return self._zero_nonfinite(self.raw_losses)
 
     def matrix(self) -> Tensor:
         table = self.params.new_zeros(len(self.raw_losses), self.layout.dim)
-        for block, parts in zip(table.split(self.layout.sizes, dim=1), self._clean, strict=True):
+        for block, parts in zip(table.split(self.layout.sizes, dim=1), self._finite_parts, strict=True):
             for part in parts:
                 block += part.rows()
         return table
 
     def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
-        return self._zeroed(group_squares(self._squares, groups)).sqrt()
+        return self._zero_nonfinite(sum_squares_by_group(self._squared_norms, groups)).sqrt()
 
     def dots(self, direction: Tensor) -> Tensor:
         total = self.raw_losses.new_zeros(len(self.raw_losses))
-        for block, parts in zip(direction.split(self.layout.sizes), self._clean, strict=True):
+        for block, parts in zip(direction.split(self.layout.sizes), self._finite_parts, strict=True):
             for part in parts:
                 total = total + part.dots(block)
         return total
@@ -270,15 +270,15 @@ class Book:
     def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
         if "_good" not in self.__dict__:
             # Nobody asked for norms: a finite sum proves that every gradient was finite.
-            total = self._sum(self.parts, factors, groups)
+            total = self._sum_parts(self.parts, factors, groups)
             if bool(torch.isfinite(total).all()) and bool(torch.isfinite(self.raw_losses).all()):
                 return total
-        return self._sum(self._clean, self._zeroed(factors), groups)
+        return self._sum_parts(self._finite_parts, self._zero_nonfinite(factors), groups)
 
-    def _sum(self, parts: tuple[tuple[Part, ...], ...], factors: Tensor, groups: tuple[int, ...]) -> Tensor:
+    def _sum_parts(self, parts: tuple[tuple[ParamGrad, ...], ...], factors: Tensor, groups: tuple[int, ...]) -> Tensor:
         columns = [factors[:, group] for group in range(factors.shape[1])]
         blocks = []
         for i, (own, size) in enumerate(zip(parts, self.layout.sizes, strict=True)):
-            sums = [part.weighted(columns[groups[i] if groups else 0]) for part in own]
+            sums = [part.weighted_sum(columns[groups[i] if groups else 0]) for part in own]
             blocks.append(sums[0] if len(sums) == 1 else sum(sums, start=self.params.new_zeros(size)))
         return torch.cat(blocks)

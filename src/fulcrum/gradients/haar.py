@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def haar(x: torch.Tensor) -> torch.Tensor:
+def haar_transform(x: torch.Tensor) -> torch.Tensor:
     """The orthonormal Haar transform along the last axis, whose length is a power of two.
 
     Coefficients are ordered from coarse to fine: the mean's, then details of 1, 1, 2, 4, ... coefficients.
@@ -18,7 +18,7 @@ def haar(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, *reversed(details)], dim=-1)
 
 
-def inverse_haar(w: torch.Tensor) -> torch.Tensor:
+def inverse_haar_transform(w: torch.Tensor) -> torch.Tensor:
     """The inverse of `haar`, which is its transpose."""
     x, rest = w[..., :1], w[..., 1:]
     while rest.shape[-1]:
@@ -27,27 +27,27 @@ def inverse_haar(w: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def level_norms(x: torch.Tensor, levels: int) -> torch.Tensor:
+def haar_level_norms(x: torch.Tensor, levels: int) -> torch.Tensor:
     """Norms of the levels of `haar` of each row [B, d] padded to 2^(levels - 1), coarse to fine: [B, levels].
 
     The coefficients are not kept, so this reads what `haar` would write.
     """
     squares = []
     for _ in range(levels - 1):
-        pairs = _even_length(x).unflatten(1, (-1, 2))
+        pairs = _pad_to_even_length(x).unflatten(1, (-1, 2))
         squares.append(0.5 * (pairs[..., 0] - pairs[..., 1]).square().sum(dim=1))
         x = pairs.sum(dim=2) * 0.5**0.5
     return torch.stack([x[:, 0].square(), *reversed(squares)], dim=1).sqrt()
 
 
-def level_sums(x: torch.Tensor, levels: int) -> torch.Tensor:
+def haar_level_sums(x: torch.Tensor, levels: int) -> torch.Tensor:
     """Level l of `haar` of row l: rows [T, levels, d], each padded to m = 2^(levels - 1) -> [T, m], coarse to fine.
 
     A row goes no deeper than its own level, and the padding is not computed.
     """
     found = x.new_zeros((len(x), 1 << (levels - 1)))
     for level in range(levels - 1, 0, -1):
-        x = _even_length(x)
+        x = _pad_to_even_length(x)
         even, odd = x[..., 0::2], x[..., 1::2]
         detail = (even[:, level] - odd[:, level]) * 0.5**0.5
         first = 1 << (level - 1)
@@ -57,5 +57,5 @@ def level_sums(x: torch.Tensor, levels: int) -> torch.Tensor:
     return found
 
 
-def _even_length(x: torch.Tensor) -> torch.Tensor:
+def _pad_to_even_length(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, 1)) if x.shape[-1] % 2 else x  # a pad of nothing would copy

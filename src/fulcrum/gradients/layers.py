@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fulcrum.gradients.layer_ops import Params
-from fulcrum.gradients.outer_products import Conv, Dense, Patches, Size
-from fulcrum.gradients.param_grads import Lookup, Part, Rows
+from fulcrum.gradients.layer_ops import LayerParams
+from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, WeightGradCost
+from fulcrum.gradients.param_grads import EmbeddingGrad, MaterialisedGrad, ParamGrad
 
 
 @dataclass(frozen=True)
-class Kind:
+class GradSampler:
     """What book-keeping needs to know of a class of layers.
 
     parts(layer, a, g, params, wanted): for each wanted parameter name the part made of input a and
@@ -32,27 +32,29 @@ class Kind:
         how to find them.
     """
 
-    parts: Callable[[Any, Any, Tensor, Params, set[str]], dict[str, Part]]
+    parts: Callable[[Any, Any, Tensor, LayerParams, set[str]], dict[str, ParamGrad]]
     fits: Callable[[Any, Tensor], bool]
     objection: Callable[[Any], str] = lambda layer: ""
-    size: Callable[[Any, torch.Size], Size | None] = lambda layer, shape: None
+    size: Callable[[Any, torch.Size], WeightGradCost | None] = lambda layer, shape: None
 
 
 # --- linear -------------------------------------------------------------------------------------
 
 
-def _linear_parts(layer: nn.Linear, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
+def _linear_param_grads(
+    layer: nn.Linear, a: Tensor, g: Tensor, params: LayerParams, wanted: set[str]
+) -> dict[str, ParamGrad]:
     if a.dim() > 3:
         a, g = a.flatten(1, -2), g.flatten(1, -2)
-    makers: dict[str, Callable[[], Part]] = {
-        "weight": lambda: Dense(a, g),
-        "bias": lambda: Rows(g if g.dim() == 2 else g.sum(dim=1)),
+    makers: dict[str, Callable[[], ParamGrad]] = {
+        "weight": lambda: LinearGrad(a, g),
+        "bias": lambda: MaterialisedGrad(g if g.dim() == 2 else g.sum(dim=1)),
     }
     return {name: makers[name]() for name in wanted}
 
 
-def _linear_size(layer: nn.Linear, shape: torch.Size) -> Size:
-    return Size(1, math.prod(shape[1:-1]), layer.in_features, layer.out_features)
+def _linear_grad_cost(layer: nn.Linear, shape: torch.Size) -> WeightGradCost:
+    return WeightGradCost(1, math.prod(shape[1:-1]), layer.in_features, layer.out_features)
 
 
 # --- convolutions -------------------------------------------------------------------------------
@@ -70,11 +72,11 @@ def _conv_padding(layer: nn.Conv1d | nn.Conv2d) -> list[int]:
     return amounts
 
 
-def _conv_parts(
-    layer: nn.Conv1d | nn.Conv2d, a: Tensor | Patches, g: Tensor, params: Params, wanted: set[str]
-) -> dict[str, Part]:
-    def weight() -> Part:
-        if isinstance(a, Patches):
+def _conv_param_grads(
+    layer: nn.Conv1d | nn.Conv2d, a: Tensor | ConvPatches, g: Tensor, params: LayerParams, wanted: set[str]
+) -> dict[str, ParamGrad]:
+    def weight() -> ParamGrad:
+        if isinstance(a, ConvPatches):
             return a.part(g, params["weight"])
         padding, x, grad, kernel = _conv_padding(layer), a, g, params["weight"]
         if any(padding):
@@ -83,37 +85,44 @@ def _conv_parts(
         if x.dim() == 3:  # a sequence is an image of height 1
             x, grad, kernel = x.unsqueeze(2), grad.unsqueeze(2), kernel.unsqueeze(2)
             stride, dilation = (1, *stride), (1, *dilation)
-        return Conv(x, grad, kernel, (stride[0], stride[1]), (dilation[0], dilation[1]), layer.groups)
+        return ConvGrad(x, grad, kernel, (stride[0], stride[1]), (dilation[0], dilation[1]), layer.groups)
 
-    makers: dict[str, Callable[[], Part]] = {"weight": weight, "bias": lambda: Rows(g.flatten(2).sum(dim=2))}
+    makers: dict[str, Callable[[], ParamGrad]] = {
+        "weight": weight,
+        "bias": lambda: MaterialisedGrad(g.flatten(2).sum(dim=2)),
+    }
     return {name: makers[name]() for name in wanted}
 
 
-def _conv_size(layer: nn.Conv1d | nn.Conv2d, shape: torch.Size) -> Size:
+def _conv_grad_cost(layer: nn.Conv1d | nn.Conv2d, shape: torch.Size) -> WeightGradCost:
     n = layer.groups
     inputs = layer.in_channels // n * math.prod(layer.kernel_size)
-    return Size(n, math.prod(shape[2:]), inputs, layer.out_channels // n)
+    return WeightGradCost(n, math.prod(shape[2:]), inputs, layer.out_channels // n)
 
 
 # --- normalisation within an example --------------------------------------------------------------
 
 
-def _group_norm_parts(layer: nn.GroupNorm, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
-    def total(values: Tensor) -> Part:
-        return Rows(values.reshape(len(values), layer.num_channels, -1).sum(dim=2))
+def _group_norm_param_grads(
+    layer: nn.GroupNorm, a: Tensor, g: Tensor, params: LayerParams, wanted: set[str]
+) -> dict[str, ParamGrad]:
+    def total(values: Tensor) -> ParamGrad:
+        return MaterialisedGrad(values.reshape(len(values), layer.num_channels, -1).sum(dim=2))
 
-    makers: dict[str, Callable[[], Part]] = {
+    makers: dict[str, Callable[[], ParamGrad]] = {
         "weight": lambda: total(F.group_norm(a, layer.num_groups, eps=layer.eps) * g),
         "bias": lambda: total(g),
     }
     return {name: makers[name]() for name in wanted}
 
 
-def _layer_norm_parts(layer: nn.LayerNorm, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
-    def total(values: Tensor) -> Part:
-        return Rows(values.reshape(len(values), -1, math.prod(layer.normalized_shape)).sum(dim=1))
+def _layer_norm_param_grads(
+    layer: nn.LayerNorm, a: Tensor, g: Tensor, params: LayerParams, wanted: set[str]
+) -> dict[str, ParamGrad]:
+    def total(values: Tensor) -> ParamGrad:
+        return MaterialisedGrad(values.reshape(len(values), -1, math.prod(layer.normalized_shape)).sum(dim=1))
 
-    makers: dict[str, Callable[[], Part]] = {
+    makers: dict[str, Callable[[], ParamGrad]] = {
         "weight": lambda: total(F.layer_norm(a, layer.normalized_shape, eps=layer.eps) * g),
         "bias": lambda: total(g),
     }
@@ -123,15 +132,17 @@ def _layer_norm_parts(layer: nn.LayerNorm, a: Tensor, g: Tensor, params: Params,
 # --- embedding ----------------------------------------------------------------------------------
 
 
-def _embedding_parts(layer: nn.Embedding, a: Tensor, g: Tensor, params: Params, wanted: set[str]) -> dict[str, Part]:
+def _embedding_param_grads(
+    layer: nn.Embedding, a: Tensor, g: Tensor, params: LayerParams, wanted: set[str]
+) -> dict[str, ParamGrad]:
     index, grads = a.reshape(len(a), -1), g.reshape(len(g), -1, layer.embedding_dim)
     if layer.padding_idx is not None:
         skipped = (index == layer.padding_idx).unsqueeze(2)
         grads = torch.where(skipped, torch.zeros((), dtype=grads.dtype), grads)
-    return {name: Lookup(index, grads, layer.num_embeddings) for name in wanted}
+    return {name: EmbeddingGrad(index, grads, layer.num_embeddings) for name in wanted}
 
 
-def _embedding_objection(layer: nn.Embedding) -> str:
+def _embedding_unsupported_reason(layer: nn.Embedding) -> str:
     if layer.max_norm is not None:
         return "max_norm changes the weights during the forward pass"
     return "scale_grad_by_freq counts over the batch" if layer.scale_grad_by_freq else ""
@@ -139,19 +150,19 @@ def _embedding_objection(layer: nn.Embedding) -> str:
 
 # --- the table ------------------------------------------------------------------------------------
 
-KINDS: dict[type[nn.Module], Kind] = {
-    nn.Linear: Kind(_linear_parts, lambda layer, x: x.dim() >= 2, size=_linear_size),
-    nn.Conv1d: Kind(_conv_parts, lambda layer, x: x.dim() == 3, size=_conv_size),
-    nn.Conv2d: Kind(_conv_parts, lambda layer, x: x.dim() == 4, size=_conv_size),
-    nn.GroupNorm: Kind(_group_norm_parts, lambda layer, x: x.dim() >= 2),
-    nn.LayerNorm: Kind(_layer_norm_parts, lambda layer, x: x.dim() > len(layer.normalized_shape)),
-    nn.Embedding: Kind(_embedding_parts, lambda layer, x: x.dim() >= 1, _embedding_objection),
+GRAD_SAMPLERS: dict[type[nn.Module], GradSampler] = {
+    nn.Linear: GradSampler(_linear_param_grads, lambda layer, x: x.dim() >= 2, size=_linear_grad_cost),
+    nn.Conv1d: GradSampler(_conv_param_grads, lambda layer, x: x.dim() == 3, size=_conv_grad_cost),
+    nn.Conv2d: GradSampler(_conv_param_grads, lambda layer, x: x.dim() == 4, size=_conv_grad_cost),
+    nn.GroupNorm: GradSampler(_group_norm_param_grads, lambda layer, x: x.dim() >= 2),
+    nn.LayerNorm: GradSampler(_layer_norm_param_grads, lambda layer, x: x.dim() > len(layer.normalized_shape)),
+    nn.Embedding: GradSampler(_embedding_param_grads, lambda layer, x: x.dim() >= 1, _embedding_unsupported_reason),
 }
 
 
-def objection(layer: nn.Module) -> str:
+def find_unsupported_reason(layer: nn.Module) -> str:
     """Why book-keeping cannot take this layer, or "" if it can."""
-    kind = KINDS.get(type(layer))
+    kind = GRAD_SAMPLERS.get(type(layer))
     if kind is None:
         return f"no book-keeping rule for {type(layer).__name__}"
     own = {name for name, _ in layer.named_parameters(recurse=False)}

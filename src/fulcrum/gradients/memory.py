@@ -8,7 +8,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
 
 
-def keep_memory(bytes_kept: int = 2**29) -> bool:
+def retain_freed_memory(bytes_kept: int = 2**29) -> bool:
     """Asks the C library to keep up to `bytes_kept` of freed memory for the next step; True if it agreed.
 
     A training step frees and takes the same tens of megabytes again and again. By default glibc hands

@@ -18,14 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fulcrum.gradients.param_grads import Order, Rows, ranges, row_squares, scale, zero_out
+from fulcrum.gradients.param_grads import (
+    EntryOrder,
+    MaterialisedGrad,
+    row_squared_norms,
+    scale_rows,
+    scratch_ranges,
+    zero_masked_rows,
+)
 
-TOUCH = 20
+WRITE_READ_COST = 20
 """What it costs to write and read back one entry of a per-example gradient, in multiply-adds."""
 
 
 @dataclass(frozen=True)
-class Size:
+class WeightGradCost:
     """Work and memory of a layer's per-example weight gradients: `blocks` of O x K, over T positions."""
 
     blocks: int
@@ -44,24 +51,24 @@ class Size:
         return self.blocks * self.positions**2 * (self.inputs + self.outputs)
 
     @property
-    def worth_writing(self) -> bool:
+    def should_materialise(self) -> bool:
         """Whether writing the gradient out once beats a ghost norm followed by a separate sum."""
-        return self.positions > 1 and TOUCH * self.entries < self.ghost
+        return self.positions > 1 and WRITE_READ_COST * self.entries < self.ghost
 
     @property
-    def by_ghost(self) -> bool:
+    def prefers_ghost_norms(self) -> bool:
         """Whether, where the gradient is not kept, its norm is cheaper by Gram matrices."""
-        return self.ghost < (self.positions + TOUCH) * self.entries
+        return self.ghost < (self.positions + WRITE_READ_COST) * self.entries
 
 
-def ghost_squares(inputs: Tensor, grads: Tensor) -> Tensor:
+def ghost_squared_norms(inputs: Tensor, grads: Tensor) -> Tensor:
     """Squared norms [B] of sum_t g_t a_t^T from a [B, K, T] and g [B, T, O], as sum_st <a_s, a_t><g_s, g_t>.
 
     Where positions cancel almost wholly the sum loses its digits, and too small a norm would let an
     example through unclipped; so it is never taken below what rounding can account for.
     """
     if inputs.shape[2] == 1:
-        return row_squares(inputs) * row_squares(grads)
+        return row_squared_norms(inputs) * row_squared_norms(grads)
     gram = torch.bmm(inputs.transpose(1, 2), inputs)
     other = torch.bmm(grads, grads.transpose(1, 2))
     lengths = gram.diagonal(dim1=1, dim2=2) * other.diagonal(dim1=1, dim2=2)
@@ -70,52 +77,52 @@ def ghost_squares(inputs: Tensor, grads: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Dense:
+class LinearGrad:
     """A linear layer's weight [O, K]: inputs a [B, T, K], output gradients g [B, T, O]; or [B, K] and [B, O]."""
 
     a: Tensor
     g: Tensor
-    order: Order | None = None
+    order: EntryOrder | None = None
     """Where the weight's entries lie in another order than [O, K]: a convolution over patches."""
 
     @property
-    def size(self) -> Size:
-        return Size(1, self.a.shape[1] if self.a.dim() == 3 else 1, self.a.shape[-1], self.g.shape[-1])
+    def size(self) -> WeightGradCost:
+        return WeightGradCost(1, self.a.shape[1] if self.a.dim() == 3 else 1, self.a.shape[-1], self.g.shape[-1])
 
-    def operands(self) -> tuple[Tensor, Tensor]:
+    def matmul_operands(self) -> tuple[Tensor, Tensor]:
         """Inputs [B, K, T] and output gradients [B, T, O]."""
         if self.a.dim() == 2:
             return self.a.unsqueeze(2), self.g.unsqueeze(1)
         return self.a.transpose(1, 2), self.g
 
-    def squares(self) -> Tensor:
+    def squared_norms(self) -> Tensor:
         if self.size.positions == 1:
-            return row_squares(self.a) * row_squares(self.g)
-        return outer_squares(self)
+            return row_squared_norms(self.a) * row_squared_norms(self.g)
+        return outer_squared_norms(self)
 
     def dots(self, direction: Tensor) -> Tensor:
         stored = self.order.to_stored(direction) if self.order else direction
         along = F.linear(self.a, stored.view(self.g.shape[-1], self.a.shape[-1]))
         return (along * self.g).flatten(1).sum(dim=1)
 
-    def weighted(self, factors: Tensor) -> Tensor:
-        total = (scale(self.g, factors).flatten(0, -2).t() @ self.a.flatten(0, -2)).reshape(-1)
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        total = (scale_rows(self.g, factors).flatten(0, -2).t() @ self.a.flatten(0, -2)).reshape(-1)
         return self.order.to_parameter(total) if self.order else total
 
     def rows(self) -> Tensor:
-        a, g = self.operands()
+        a, g = self.matmul_operands()
         grads = torch.bmm(g.transpose(1, 2), a.transpose(1, 2)).flatten(1)
         return self.order.to_parameter(grads) if self.order else grads
 
-    def only(self, good: Tensor) -> Dense:
-        return Dense(zero_out(self.a, good), zero_out(self.g, good), self.order)
+    def only(self, good: Tensor) -> LinearGrad:
+        return LinearGrad(zero_masked_rows(self.a, good), zero_masked_rows(self.g, good), self.order)
 
-    def slice(self, start: int, stop: int) -> Dense:
-        return Dense(self.a[start:stop], self.g[start:stop], self.order)
+    def slice(self, start: int, stop: int) -> LinearGrad:
+        return LinearGrad(self.a[start:stop], self.g[start:stop], self.order)
 
 
 @dataclass(frozen=True)
-class Patches:
+class ConvPatches:
     """The patches [B, T, kh * kw * C] that a convolution's kernel sees, and where they came from."""
 
     values: Tensor
@@ -128,13 +135,15 @@ class Patches:
         """The convolution's weight [O, C, kh, kw] as [O, kh * kw * C]."""
         return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
 
-    def part(self, g: Tensor, weight: Tensor) -> Dense:
+    def part(self, g: Tensor, weight: Tensor) -> LinearGrad:
         """The weight's part, from the gradient g [B, O, h, w] of the output."""
         grads = g.permute(0, 2, 3, 1).reshape(len(g), -1, g.shape[1])
-        return Dense(self.values, grads, _patch_order(1, weight))
+        return LinearGrad(self.values, grads, _patch_entry_order(1, weight))
 
 
-def unfold(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...]) -> Patches:
+def unfold_patches(
+    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...]
+) -> ConvPatches:
     """The patches of images x [B, C, H, W], copied with their channels last."""
     (kh, kw), (dy, dx), (py, px) = kernel, stride, padding
     image = F.pad(x.permute(0, 2, 3, 1), (0, 0, px, px, py, py)).contiguous()
@@ -142,17 +151,17 @@ def unfold(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding:
     h, w = (height - kh) // dy + 1, (width - kw) // dx + 1
     row = width * c
     view = image.as_strided((count, h, w, kh, kw * c), (height * row, dy * row, dx * c, row, 1))
-    return Patches(view.reshape(count, h * w, kh * kw * c), x, (h, w))
+    return ConvPatches(view.reshape(count, h * w, kh * kw * c), x, (h, w))
 
 
-def _patch_order(groups: int, weight: Tensor) -> Order:
+def _patch_entry_order(groups: int, weight: Tensor) -> EntryOrder:
     """Of a gradient [groups, O, patch] over patches with channels last, for a weight [O, C, kh, kw]."""
     o, c, kh, kw = weight.shape
-    return Order((groups, o // groups, kh, kw, c), (0, 1, 4, 2, 3))
+    return EntryOrder((groups, o // groups, kh, kw, c), (0, 1, 4, 2, 3))
 
 
 @dataclass(frozen=True)
-class Conv:
+class ConvGrad:
     """A convolution's weight [O, C / groups, kh, kw]: inputs a [B, C, H, W] padded already, g [B, O, h, w]."""
 
     a: Tensor
@@ -164,99 +173,101 @@ class Conv:
     groups: int
 
     @property
-    def size(self) -> Size:
+    def size(self) -> WeightGradCost:
         outputs = self.weight.shape[0] // self.groups
-        return Size(self.groups, math.prod(self.g.shape[2:]), math.prod(self.weight.shape[1:]), outputs)
+        return WeightGradCost(self.groups, math.prod(self.g.shape[2:]), math.prod(self.weight.shape[1:]), outputs)
 
     @property
-    def by_channels(self) -> bool:
+    def copies_channels_last(self) -> bool:
         """Whether patches are copied in longer runs when channels come last in memory."""
         kw, stride = self.weight.shape[3], self.stride[1]
         run = self.weight.shape[1] * (kw if self.dilation[1] == 1 and self.groups == 1 else 1)
         return run >= (self.g.shape[3] if stride == 1 else 1)
 
-    def operands(self) -> tuple[Tensor, Tensor]:
+    def matmul_operands(self) -> tuple[Tensor, Tensor]:
         """Patches [B * groups, K, T] and output gradients [B * groups, T, O / groups].
 
         The patches are a strided view, copied once: on CUDA `F.unfold` would start a kernel per image.
         """
         n, (_, c, kh, kw), (h, w) = self.groups, self.weight.shape, self.g.shape[2:]
-        layout = torch.channels_last if self.by_channels else torch.contiguous_format
+        layout = torch.channels_last if self.copies_channels_last else torch.contiguous_format
         a = self.a.contiguous(memory_format=layout)
         sb, sc, sh, sw = a.stride()
         (dy, dx), (ry, rx) = self.stride, self.dilation
         view = a.as_strided(
             (len(a), n, c, kh, kw, h, w), (sb, c * sc, sc, ry * sh, rx * sw, dy * sh, dx * sw), a.storage_offset()
         )
-        if self.by_channels:
+        if self.copies_channels_last:
             patches = view.permute(0, 1, 5, 6, 3, 4, 2).reshape(len(a) * n, h * w, kh * kw * c).transpose(1, 2)
         else:
             patches = view.reshape(len(a) * n, c * kh * kw, h * w)
         return patches, self.g.reshape(len(a) * n, -1, h * w).transpose(1, 2)
 
     @property
-    def order(self) -> Order | None:
+    def order(self) -> EntryOrder | None:
         """Of the entries of `outer` gradients, [groups, O, patch] each, the patch as it was copied."""
-        return _patch_order(self.groups, self.weight) if self.by_channels else None
+        return _patch_entry_order(self.groups, self.weight) if self.copies_channels_last else None
 
-    def squares(self) -> Tensor:
-        return outer_squares(self)
+    def squared_norms(self) -> Tensor:
+        return outer_squared_norms(self)
 
     def dots(self, direction: Tensor) -> Tensor:
         weight = direction.view(self.weight.shape)
         out = F.conv2d(self.a, weight, None, self.stride, 0, self.dilation, self.groups)
         return (out * self.g).sum(dim=(1, 2, 3))
 
-    def weighted(self, factors: Tensor) -> Tensor:
+    def weighted_sum(self, factors: Tensor) -> Tensor:
         nothing, wanted = (0, 0), (False, True, False)
         arguments = (self.stride, nothing, self.dilation, False, nothing, self.groups, wanted)
-        grad = torch.ops.aten.convolution_backward(scale(self.g, factors), self.a, self.weight, None, *arguments)[1]
+        grad = torch.ops.aten.convolution_backward(scale_rows(self.g, factors), self.a, self.weight, None, *arguments)[
+            1
+        ]
         return torch.as_tensor(grad).reshape(-1)
 
     def rows(self) -> Tensor:
-        return outer_rows(self).rows()
+        return materialise_grads(self).rows()
 
-    def only(self, good: Tensor) -> Conv:
-        return dataclasses.replace(self, a=zero_out(self.a, good), g=zero_out(self.g, good))
+    def only(self, good: Tensor) -> ConvGrad:
+        return dataclasses.replace(self, a=zero_masked_rows(self.a, good), g=zero_masked_rows(self.g, good))
 
-    def slice(self, start: int, stop: int) -> Conv:
+    def slice(self, start: int, stop: int) -> ConvGrad:
         return dataclasses.replace(self, a=self.a[start:stop], g=self.g[start:stop])
 
 
-def outer_rows(part: Dense | Conv) -> Rows:
+def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad:
     """Writes the gradients out, with their squared norms; a convolution's a cacheful of patches at a time."""
     size, count, order = part.size, len(part.g), part.order
     swap = size.inputs < size.outputs  # the longer side last: better use of vector registers
     sides = (size.inputs, size.outputs) if swap else (size.outputs, size.inputs)
     grads = part.g.new_empty(count * size.blocks, *sides)
-    patches = part.g.element_size() * size.blocks * size.positions * size.inputs if isinstance(part, Conv) else 0
-    for start, stop in ranges(count, patches, part.g.device):
+    patches = part.g.element_size() * size.blocks * size.positions * size.inputs if isinstance(part, ConvGrad) else 0
+    for start, stop in scratch_ranges(count, patches, part.g.device):
         whole = stop - start == count
-        a, g = (part if whole else part.slice(start, stop)).operands()
+        a, g = (part if whole else part.slice(start, stop)).matmul_operands()
         block = grads if whole else grads[start * size.blocks : stop * size.blocks]
         torch.bmm(a, g, out=block) if swap else torch.bmm(g.transpose(1, 2), a.transpose(1, 2), out=block)
-    return Rows(grads.view(count, -1), _swapped(order, size) if swap else order)
+    return MaterialisedGrad(grads.view(count, -1), _swap_entry_order(order, size) if swap else order)
 
 
-def _swapped(order: Order | None, size: Size) -> Order:
+def _swap_entry_order(order: EntryOrder | None, size: WeightGradCost) -> EntryOrder:
     """The order of gradients stored with the output last, from the order with it first."""
     if order is None:
-        return Order((size.blocks, size.inputs, size.outputs), (0, 2, 1))
+        return EntryOrder((size.blocks, size.inputs, size.outputs), (0, 2, 1))
     n, o, *patch = order.sizes
     last = len(order.sizes) - 1
-    return Order((n, *patch, o), tuple(0 if i == 0 else last if i == 1 else i - 1 for i in order.permutation))
+    return EntryOrder((n, *patch, o), tuple(0 if i == 0 else last if i == 1 else i - 1 for i in order.permutation))
 
 
-def outer_squares(part: Dense | Conv) -> Tensor:
+def outer_squared_norms(part: LinearGrad | ConvGrad) -> Tensor:
     """Squared norms of the gradients, by the cheaper way, keeping none of them."""
     size, count = part.size, len(part.g)
     squares = part.g.new_empty(count)
     entries = size.blocks * size.positions * (size.inputs + 2 * size.positions)
-    if size.positions > 1 and not size.by_ghost:
+    if size.positions > 1 and not size.prefers_ghost_norms:
         entries = max(entries, size.entries)
-    for start, stop in ranges(count, part.g.element_size() * entries, part.g.device):
-        a, g = part.slice(start, stop).operands()
-        by_ghost = size.by_ghost or size.positions == 1
-        found = ghost_squares(a, g) if by_ghost else row_squares(torch.bmm(a, g))
+    for start, stop in scratch_ranges(count, part.g.element_size() * entries, part.g.device):
+        a, g = part.slice(start, stop).matmul_operands()
+        by_ghost = size.prefers_ghost_norms or size.positions == 1
+        found = ghost_squared_norms(a, g) if by_ghost else row_squared_norms(torch.bmm(a, g))
         squares[start:stop] = found.view(stop - start, size.blocks).sum(dim=1)
     return squares

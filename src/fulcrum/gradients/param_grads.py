@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SCRATCH = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+SCRATCH_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Bytes of unfolded patches (or gradients) alive at a time: on a CPU they should stay in the cache."""
 
 
-class Part(Protocol):
+class ParamGrad(Protocol):
     """Per-example gradients [B, n] of one parameter tensor with n entries."""
 
-    def squares(self) -> Tensor:
+    def squared_norms(self) -> Tensor:
         """Squared norms, [B]."""
         ...
 
@@ -35,7 +35,7 @@ class Part(Protocol):
         """Inner products with `direction` [n], [B]."""
         ...
 
-    def weighted(self, factors: Tensor) -> Tensor:
+    def weighted_sum(self, factors: Tensor) -> Tensor:
         """Sum of the gradients scaled by `factors` [B], [n]."""
         ...
 
@@ -43,39 +43,43 @@ class Part(Protocol):
         """The gradients written out, [B, n]."""
         ...
 
-    def only(self, good: Tensor) -> Part:
+    def only(self, good: Tensor) -> ParamGrad:
         """The same with zero for every example where `good` [B] is False."""
         ...
 
-    def slice(self, start: int, stop: int) -> Part:
+    def slice(self, start: int, stop: int) -> ParamGrad:
         """The same for a range of the examples."""
         ...
 
 
-def zero_out(values: Tensor, good: Tensor) -> Tensor:
+def zero_masked_rows(values: Tensor, good: Tensor) -> Tensor:
     """Zero in the rows where `good` is False; multiplying would keep a NaN."""
     return torch.where(good.view(-1, *[1] * (values.dim() - 1)), values, torch.zeros((), dtype=values.dtype))
 
 
-def scale(values: Tensor, factors: Tensor) -> Tensor:
+def scale_rows(values: Tensor, factors: Tensor) -> Tensor:
     """Row b of `values` times factors[b]."""
     return values * factors.view(-1, *[1] * (values.dim() - 1))
 
 
-def row_squares(values: Tensor) -> Tensor:
+def row_squared_norms(values: Tensor) -> Tensor:
     """Squared norm [B] of each row of [B, ...]; in one pass, where squaring first would write a copy."""
     norms: Tensor = torch.linalg.vector_norm(values if values.dim() == 2 else values.flatten(1), dim=1)
     return norms.square()
 
 
-def ranges(count: int, bytes_each: float, device: torch.device) -> Iterator[tuple[int, int]]:
+def scratch_ranges(count: int, bytes_each: float, device: torch.device) -> Iterator[tuple[int, int]]:
     """Splits `count` examples into ranges that fit the scratch memory."""
-    step = max(1, int(SCRATCH.get(device.type, SCRATCH["cuda"]) // bytes_each)) if bytes_each else max(1, count)
+    step = (
+        max(1, int(SCRATCH_BYTES.get(device.type, SCRATCH_BYTES["cuda"]) // bytes_each))
+        if bytes_each
+        else max(1, count)
+    )
     return ((start, min(start + step, count)) for start in range(0, count, step))
 
 
 @dataclass(frozen=True)
-class Order:
+class EntryOrder:
     """How stored entries become a parameter's: seen as `sizes`, dimensions moved by `permutation`."""
 
     sizes: tuple[int, ...]
@@ -94,37 +98,37 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Rows:
+class MaterialisedGrad:
     """Gradients that are written out: [B, n], perhaps in another order of entries than the parameter's."""
 
     grads: Tensor
-    order: Order | None = None
+    order: EntryOrder | None = None
 
-    def squares(self) -> Tensor:
-        return row_squares(self.grads)
+    def squared_norms(self) -> Tensor:
+        return row_squared_norms(self.grads)
 
     def dots(self, direction: Tensor) -> Tensor:
         return self.grads @ (self.order.to_stored(direction) if self.order else direction)
 
-    def weighted(self, factors: Tensor) -> Tensor:
+    def weighted_sum(self, factors: Tensor) -> Tensor:
         total = factors @ self.grads
         return self.order.to_parameter(total) if self.order else total
 
     def rows(self) -> Tensor:
         return self.order.to_parameter(self.grads) if self.order else self.grads
 
-    def only(self, good: Tensor) -> Rows:
-        return Rows(zero_out(self.grads, good), self.order)
+    def only(self, good: Tensor) -> MaterialisedGrad:
+        return MaterialisedGrad(zero_masked_rows(self.grads, good), self.order)
 
-    def slice(self, start: int, stop: int) -> Rows:
-        return Rows(self.grads[start:stop], self.order)
+    def slice(self, start: int, stop: int) -> MaterialisedGrad:
+        return MaterialisedGrad(self.grads[start:stop], self.order)
 
 
 # --- embeddings ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Lookup:
+class EmbeddingGrad:
     """An embedding's weight [V, D]: indices [B, T], output gradients g [B, T, D]."""
 
     index: Tensor
@@ -132,14 +136,14 @@ class Lookup:
     entries: int
     """V."""
 
-    def _flat(self, example_offset: int) -> Tensor:
+    def _flat_indices(self, example_offset: int) -> Tensor:
         """Indices [B * T], those of example b moved up by b * offset."""
         offset = torch.arange(len(self.index), device=self.index.device) * example_offset
         return (self.index + offset.view(-1, 1)).reshape(-1)
 
-    def squares(self) -> Tensor:
+    def squared_norms(self) -> Tensor:
         # An index that occurs twice in an example adds up before it is squared.
-        found, place = torch.unique(self._flat(self.entries), return_inverse=True)
+        found, place = torch.unique(self._flat_indices(self.entries), return_inverse=True)
         sums = self.g.new_zeros(len(found), self.g.shape[2]).index_add_(0, place, self.g.flatten(0, 1))
         owner = torch.div(found, self.entries, rounding_mode="floor")
         return self.g.new_zeros(len(self.g)).index_add_(0, owner, sums.square().sum(dim=1))
@@ -147,16 +151,16 @@ class Lookup:
     def dots(self, direction: Tensor) -> Tensor:
         return (F.embedding(self.index, direction.view(self.entries, -1)) * self.g).sum(dim=(1, 2))
 
-    def weighted(self, factors: Tensor) -> Tensor:
+    def weighted_sum(self, factors: Tensor) -> Tensor:
         total = self.g.new_zeros(self.entries, self.g.shape[2])
-        return total.index_add_(0, self._flat(0), scale(self.g, factors).flatten(0, 1)).reshape(-1)
+        return total.index_add_(0, self._flat_indices(0), scale_rows(self.g, factors).flatten(0, 1)).reshape(-1)
 
     def rows(self) -> Tensor:
         table = self.g.new_zeros(len(self.g) * self.entries, self.g.shape[2])
-        return table.index_add_(0, self._flat(self.entries), self.g.flatten(0, 1)).reshape(len(self.g), -1)
+        return table.index_add_(0, self._flat_indices(self.entries), self.g.flatten(0, 1)).reshape(len(self.g), -1)
 
-    def only(self, good: Tensor) -> Lookup:
-        return dataclasses.replace(self, g=zero_out(self.g, good))
+    def only(self, good: Tensor) -> EmbeddingGrad:
+        return dataclasses.replace(self, g=zero_masked_rows(self.g, good))
 
-    def slice(self, start: int, stop: int) -> Lookup:
+    def slice(self, start: int, stop: int) -> EmbeddingGrad:
         return dataclasses.replace(self, index=self.index[start:stop], g=self.g[start:stop])

@@ -10,41 +10,41 @@ import torch
 from torch import Tensor
 
 from fulcrum.data.records import Inputs, input_tensors
-from fulcrum.gradients.layer_ops import Move, Params, find_move
-from fulcrum.gradients.outer_products import Patches
-from fulcrum.gradients.program import Node, Program, Unsuitable
+from fulcrum.gradients.layer_ops import LayerOp, LayerParams, find_layer_op
+from fulcrum.gradients.outer_products import ConvPatches
+from fulcrum.gradients.program import GradProgram, SequenceNode, UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedStep:
     """One layer's way forward, and what its way back needs."""
 
-    node: Node
-    move: Move
-    params: Params
+    node: SequenceNode
+    move: LayerOp
+    params: LayerParams
     memo: Any
     x: Tensor
     out: torch.Size
     """Shape of the output."""
 
     @property
-    def seen(self) -> Tensor | Patches:
+    def seen(self) -> Tensor | ConvPatches:
         """What the layer's parts are made of: its input, or the patches it made of it."""
-        return self.memo if isinstance(self.memo, Patches) else self.x
+        return self.memo if isinstance(self.memo, ConvPatches) else self.x
 
     @property
     def elements(self) -> int:
         """Numbers that are kept for the layer: its input, its output, and its patches if it made them."""
-        patches = self.memo.values.numel() if isinstance(self.memo, Patches) else 0
+        patches = self.memo.values.numel() if isinstance(self.memo, ConvPatches) else 0
         return self.x.numel() + self.out.numel() + patches
 
 
-def prepare(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+def prepare_weights(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
     """The parameters as a sequence wants them: kernels with their channels last in memory on a CPU."""
-    return tuple(_channels_last(t) if t.dim() == 4 and device.type == "cpu" else t for t in tensors)
+    return tuple(_to_channels_last(t) if t.dim() == 4 and device.type == "cpu" else t for t in tensors)
 
 
-def _channels_last(weight: Tensor) -> Tensor:
+def _to_channels_last(weight: Tensor) -> Tensor:
     if weight.shape[1] > 1:
         return weight.contiguous(memory_format=torch.channels_last)
     # With one channel both layouts have the same bytes; the stride says which one the output gets.
@@ -52,38 +52,40 @@ def _channels_last(weight: Tensor) -> Tensor:
     return weight.contiguous().as_strided(weight.shape, (height * width, 1, width, 1))
 
 
-def single_input(x: Inputs) -> Tensor:
+def require_single_input(x: Inputs) -> Tensor:
     """The one tensor that a sequence takes. Raises Unsuitable where there are several."""
     first, *others = input_tensors(x)
     if others:
-        raise Unsuitable("a sequence takes one input")
+        raise UnsupportedModel("a sequence takes one input")
     return first
 
 
 @torch.no_grad()
-def forward(program: Program, tensors: tuple[Tensor, ...], x: Tensor, keep: bool = True) -> tuple[Tensor, list[Step]]:
+def forward_sequence(
+    program: GradProgram, tensors: tuple[Tensor, ...], x: Tensor, keep: bool = True
+) -> tuple[Tensor, list[RecordedStep]]:
     """The outputs for a batch x, and (if `keep`) the steps that lead back. Raises Unsuitable where a layer would
     not treat the first dimension as the batch."""
     h, mine, steps = x.detach(), False, []
     for node in program.sequence:
         layer, params = node.layer, node.frozen
         if node.kind is not None and not node.kind.fits(layer, h):
-            raise Unsuitable(f"{type(layer).__name__} does not see one example per row")
+            raise UnsupportedModel(f"{type(layer).__name__} does not see one example per row")
         if node.site is not None:
             params = {**params, **{name: tensors[place] for name, place in node.site.own.items()}}
-        move = find_move(layer, h)
+        move = find_layer_op(layer, h)
         if move.output is not None and not keep:
             h = move.output(layer, h, params)
         else:
             x, (h, memo) = h, move.run(layer, h, params, mine)
             if keep:
-                steps.append(Step(node, move, params, memo, x, h.shape))
+                steps.append(RecordedStep(node, move, params, memo, x, h.shape))
         mine = move.spare
     return h, steps
 
 
 @torch.no_grad()
-def backward(steps: list[Step], g: Tensor, collect: Callable[[Step, Tensor], None]) -> None:
+def backward_sequence(steps: list[RecordedStep], g: Tensor, collect: Callable[[RecordedStep, Tensor], None]) -> None:
     """Brings the gradient of every site's output to `collect`, last layer first. Memos are let go on the way."""
     first = next((n for n, step in enumerate(steps) if step.node.site is not None), len(steps))
     while len(steps) > first:

@@ -11,14 +11,14 @@ from torch import Tensor
 from fulcrum.errors import ModelError
 
 
-def one_per_example(losses: Tensor, count: int) -> Tensor:
+def check_loss_per_example(losses: Tensor, count: int) -> Tensor:
     """The losses, or a ModelError where they are not one per example, [B]."""
     if losses.shape != (count,):
         raise ModelError(f"loss must give one value an example, [B], but gave the shape {list(losses.shape)}.")
     return losses
 
 
-class Tape(Protocol):
+class GradientTape(Protocol):
     """One forward and backward pass over a batch of B examples, for a model of d parameters.
 
     An example whose loss, gradient or gradient norm is not finite counts as zero in every answer: a
@@ -49,7 +49,7 @@ class Tape(Protocol):
         ...
 
 
-def group_squares(squares: Tensor, groups: tuple[int, ...]) -> Tensor:
+def sum_squares_by_group(squares: Tensor, groups: tuple[int, ...]) -> Tensor:
     """Adds up squared norms [B, tensors] within each group: [B, G]."""
     if not groups:
         return squares.sum(dim=1, keepdim=True)
@@ -57,13 +57,13 @@ def group_squares(squares: Tensor, groups: tuple[int, ...]) -> Tensor:
     return squares.new_zeros(len(squares), max(groups) + 1).index_add_(1, index, squares)
 
 
-def column(factors: Tensor, groups: tuple[int, ...], tensor: int) -> Tensor:
+def select_group_factors(factors: Tensor, groups: tuple[int, ...], tensor: int) -> Tensor:
     """The factors [B] that apply to a parameter tensor."""
     return factors[:, groups[tensor] if groups else 0]
 
 
 @dataclass(frozen=True)
-class Empty:
+class EmptyTape:
     """The tape of a batch without examples: a Poisson sample may be empty, and the step still happens."""
 
     like: Tensor
@@ -87,10 +87,10 @@ class Empty:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkedTape:
     """Tapes of consecutive pieces of a batch, as one."""
 
-    tapes: tuple[Tape, ...]
+    tapes: tuple[GradientTape, ...]
     sizes: tuple[int, ...]
 
     @property

@@ -17,18 +17,18 @@ from torch.func import grad, grad_and_value, vmap
 
 from fulcrum.data.records import Inputs, count_examples, map_inputs, take_rows
 from fulcrum.data.tasks import Task
-from fulcrum.gradients.tape import Tape, column, group_squares
-from fulcrum.models.layout import Layout, call
+from fulcrum.gradients.tape import GradientTape, select_group_factors, sum_squares_by_group
+from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
-MEMORY = 256 * 2**20
+VMAP_MEMORY_BYTES = 256 * 2**20
 """Bytes of gradients that one vmap call may work on."""
 
 
 @dataclass(frozen=True)
-class Table:
+class MaterialisedTape:
     """A tape that holds all gradients [B, d] as a matrix."""
 
-    layout: Layout
+    layout: ParameterLayout
     raw_losses: Tensor
     raw: Tensor
 
@@ -49,7 +49,7 @@ class Table:
 
     def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
         blocks = self._grads.split(self.layout.sizes, dim=1)
-        return group_squares(torch.stack([block.square().sum(dim=1) for block in blocks], dim=1), groups).sqrt()
+        return sum_squares_by_group(torch.stack([block.square().sum(dim=1) for block in blocks], dim=1), groups).sqrt()
 
     def dots(self, direction: Tensor) -> Tensor:
         return self._grads @ direction
@@ -57,49 +57,51 @@ class Table:
     def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
         factors = torch.where(self._good.unsqueeze(1), factors, torch.zeros((), dtype=factors.dtype))
         blocks = self._grads.split(self.layout.sizes, dim=1)
-        return torch.cat([column(factors, groups, i) @ block for i, block in enumerate(blocks)])
+        return torch.cat([select_group_factors(factors, groups, i) @ block for i, block in enumerate(blocks)])
 
 
-def record_vmap(model: nn.Module, layout: Layout, params: Tensor, x: Inputs, y: Tensor, task: Task) -> Tape:
+def record_vmap_tape(
+    model: nn.Module, layout: ParameterLayout, params: Tensor, x: Inputs, y: Tensor, task: Task
+) -> GradientTape:
     """Gradients of every example by vmap over the whole model."""
 
     def one(tensors: Mapping[str, Tensor], example: Inputs, target: Tensor) -> Tensor:
-        outputs: Tensor = call(model, tensors, map_inputs(lambda value: value.unsqueeze(0), example))
+        outputs: Tensor = call_with_parameters(model, tensors, map_inputs(lambda value: value.unsqueeze(0), example))
         return task.loss(outputs, target.unsqueeze(0)).reshape(())
 
     tensors = layout.unflatten(params.detach())
-    grads, losses = _per_example(one, tensors, (x, y), with_value=True)
-    return Table(
+    grads, losses = _compute_per_example_grads(one, tensors, (x, y), with_value=True)
+    return MaterialisedTape(
         layout,
         losses,
         torch.cat([grads[n].reshape(len(y), size) for n, size in zip(layout.names, layout.sizes, strict=True)], dim=1),
     )
 
 
-def module_rows(module: nn.Module, tensors: Mapping[str, Tensor], a: Tensor, g: Tensor) -> dict[str, Tensor]:
+def compute_module_grads(module: nn.Module, tensors: Mapping[str, Tensor], a: Tensor, g: Tensor) -> dict[str, Tensor]:
     """One module's gradients [B, ...] of each of `tensors`, from its input a and output gradient g."""
 
     def one(own: Mapping[str, Tensor], example: Tensor, upstream: Tensor) -> Tensor:
-        out: Tensor = call(module, own, example.unsqueeze(0))
+        out: Tensor = call_with_parameters(module, own, example.unsqueeze(0))
         return (out.squeeze(0) * upstream).sum()
 
-    return _per_example(one, tensors, (a, g), with_value=False)[0]
+    return _compute_per_example_grads(one, tensors, (a, g), with_value=False)[0]
 
 
-def _per_example(
+def _compute_per_example_grads(
     one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[Inputs, Tensor], with_value: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     derivative = grad_and_value(one) if with_value else grad(one)
-    chunk = max(1, min(len(batch[1]), MEMORY // max(1, size)))
+    chunk = max(1, min(len(batch[1]), VMAP_MEMORY_BYTES // max(1, size)))
     try:
         found: Any = vmap(derivative, in_dims=(None, 0, 0), chunk_size=chunk)(tensors, *batch)
     except RuntimeError:
-        return _loop(one, tensors, batch)
+        return _loop_over_examples(one, tensors, batch)
     return found if with_value else (found, torch.empty(0))
 
 
-def _loop(
+def _loop_over_examples(
     one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[Inputs, Tensor]
 ) -> tuple[dict[str, Tensor], Tensor]:
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}

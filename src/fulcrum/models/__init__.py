@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fulcrum.models.build import build
-from fulcrum.models.checks import refuse_mixing
-from fulcrum.models.layout import Layout, call
+from fulcrum.models.build import build_model
+from fulcrum.models.checks import validate_model
+from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
-__all__ = ["Layout", "build", "call", "refuse_mixing"]
+__all__ = ["ParameterLayout", "build_model", "call_with_parameters", "validate_model"]

@@ -13,9 +13,9 @@ from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.models import pretrain as priors
 from fulcrum.models import whitening as coordinates
-from fulcrum.models.builtin import ACTIVATIONS, AUTO, BUILTIN, Shape, initialise
-from fulcrum.models.own import _check, made_up_inputs, make_own
-from fulcrum.rng import torch_stream
+from fulcrum.models.builtin import ACTIVATIONS, AUTO_MODELS, BUILTIN_MODELS, InputShape, initialise_weights
+from fulcrum.models.own import _check_own_model, build_own_model, make_trial_inputs
+from fulcrum.rng import torch_generator
 from fulcrum.settings import schema as config
 from fulcrum.settings.registry import Registry, nearest_name
 
@@ -25,7 +25,7 @@ MODELS: Registry[Callable[..., nn.Module]] = Registry(
     "model.name", noun="factory", entry_points="fulcrum.models", error=ModelError
 )
 """Factories of models by name: the built-in ones, and those that users add."""
-for _name, _factory in BUILTIN.items():
+for _name, _factory in BUILTIN_MODELS.items():
     MODELS.add(_name, _factory)
 
 
@@ -48,12 +48,12 @@ def find_factory(name: str) -> Callable[..., nn.Module]:
 
 def is_built_in(settings: config.Model) -> bool:
     """Whether the settings name a model of Fulcrum's own; those take numbers, not token ids."""
-    return settings.name == "auto" or settings.name in BUILTIN
+    return settings.name == "auto" or settings.name in BUILTIN_MODELS
 
 
-def build(
+def build_model(
     settings: config.Model,
-    input_shape: Shape | Mapping[str, Shape],
+    input_shape: InputShape | Mapping[str, InputShape],
     outputs: int,
     seed: int,
     sample: Inputs | None = None,
@@ -73,7 +73,7 @@ def build(
     made up.
     Raises ModelError where the model cannot be built, or cannot be trained with a bound per example.
     """
-    shape = _sides(input_shape)
+    shape = _to_int_shape(input_shape)
     sequence = task.sequence if task is not None else sequence
     if settings.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
@@ -83,19 +83,19 @@ def build(
         return ACTIVATIONS[settings.activation](settings)
 
     single = shape if isinstance(shape, tuple) else None
-    name = (AUTO.get(single, "linear") if single else "linear") if settings.name == "auto" else settings.name
-    if name in BUILTIN:
+    name = (AUTO_MODELS.get(single, "linear") if single else "linear") if settings.name == "auto" else settings.name
+    if name in BUILTIN_MODELS:
         if single is None or sequence:
             what = "several inputs" if single is None else "a prediction per position"
             raise ModelError(
                 f"model.name = {settings.name!r} has no form for {what}; name your own package.module:factory."
             )
         with torch.device("meta"):  # no memory, and no random numbers drawn
-            model = BUILTIN[name](settings, single, outputs, act)
+            model = BUILTIN_MODELS[name](settings, single, outputs, act)
         model = model.to_empty(device="cpu")
-        initialise(model, torch_stream(seed, "init"))
-        return _started(model, settings, name)
-    model = make_own(
+        initialise_weights(model, torch_generator(seed, "init"))
+        return _apply_initial_weights(model, settings, name)
+    model = build_own_model(
         find_factory(name),
         name,
         {
@@ -108,29 +108,31 @@ def build(
         },
         seed,
     )
-    _check(model, name, made_up_inputs(shape, sample), outputs, sequence)
-    return _started(model, settings, name)
+    _check_own_model(model, name, make_trial_inputs(shape, sample), outputs, sequence)
+    return _apply_initial_weights(model, settings, name)
 
 
-def _sides(shape: Shape | Mapping[str, Shape]) -> Shape | dict[str, Shape]:
+def _to_int_shape(shape: InputShape | Mapping[str, InputShape]) -> InputShape | dict[str, InputShape]:
     if isinstance(shape, Mapping):
         return {name: tuple(int(side) for side in part) for name, part in shape.items()}
     return tuple(int(side) for side in shape)
 
 
-def _started(model: nn.Module, settings: config.Model, name: str) -> nn.Module:
+def _apply_initial_weights(model: nn.Module, settings: config.Model, name: str) -> nn.Module:
     """The model with the weights that the settings name in place of random ones."""
-    found = {} if settings.init == "random" else priors.read(settings.init, name, settings.activation)
-    weights, facts = priors.parted(model, found)
+    found = {} if settings.init == "random" else priors.load_weights(settings.init, name, settings.activation)
+    weights, facts = priors.split_input_statistics(model, found)
     if settings.init != "random":
-        priors.put(model, weights, settings.init)
+        priors.assign_weights(model, weights, settings.init)
     if settings.coordinates == "plain":
         return model
-    facts = coordinates.wanted(facts, settings.coordinates)
+    facts = coordinates.select_statistics(facts, settings.coordinates)
     if not facts:
         raise ModelError(
             f"model.coordinates = {settings.coordinates!r} needs what is known of the layers' inputs, which model.init "
             f"= {settings.init!r} does not hold; use painted, or a file that `fulcrum prior` made."
         )
     *_, head = (parameter for parameter, _ in model.named_parameters())
-    return coordinates.centred(model, coordinates.partly(model, facts, settings.whiten), head=head in weights)
+    return coordinates.centre_model(
+        model, coordinates.whiten_partially(model, facts, settings.whiten), head=head in weights
+    )

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from fulcrum.errors import ModelError
 from fulcrum.settings import schema as config
 
-Shape = tuple[int, ...]
+InputShape = tuple[int, ...]
 
 
 # --- the built-in models --------------------------------------------------------------------------
 
 
-class Tempered(nn.Module):
+class TemperedSigmoid(nn.Module):
     """The tempered sigmoid: scale * sigmoid(temperature * x) - offset. With 2, 2, 1 it is tanh."""
 
     def __init__(self, scale: float, temperature: float, offset: float) -> None:
@@ -34,13 +34,15 @@ class Tempered(nn.Module):
 ACTIVATIONS: dict[str, Callable[[config.Model], nn.Module]] = {
     "relu": lambda settings: nn.ReLU(),
     "tanh": lambda settings: nn.Tanh(),
-    "tempered": lambda settings: Tempered(settings.temper_scale, settings.temper_temperature, settings.temper_offset),
+    "tempered": lambda settings: TemperedSigmoid(
+        settings.temper_scale, settings.temper_temperature, settings.temper_offset
+    ),
 }
 
-Act = Callable[[], nn.Module]
+ActivationFactory = Callable[[], nn.Module]
 
 
-def _images(name: str, shape: Shape, smallest: int) -> tuple[int, int, int]:
+def _check_image_shape(name: str, shape: InputShape, smallest: int) -> tuple[int, int, int]:
     if len(shape) != 3 or min(shape[1:]) < smallest:
         seen = "x".join(map(str, shape))
         raise ModelError(
@@ -50,9 +52,9 @@ def _images(name: str, shape: Shape, smallest: int) -> tuple[int, int, int]:
     return shape[0], shape[1], shape[2]
 
 
-def mnist_cnn(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
+def build_mnist_cnn(settings: config.Model, shape: InputShape, classes: int, act: ActivationFactory) -> nn.Module:
     """The paper's CNN for MNIST and Fashion-MNIST: 26,010 parameters on 1x28x28 and 10 classes."""
-    channels, *sides = _images("mnist-cnn", shape, 14)
+    channels, *sides = _check_image_shape("mnist-cnn", shape, 14)
     height, width = (((side + 6 - 8) // 2 + 1 - 1 - 4) // 2 + 1 - 1 for side in sides)
     layers = [nn.Conv2d(channels, 16, 8, stride=2, padding=3), act(), nn.MaxPool2d(2, stride=1)]
     layers += [nn.Conv2d(16, 32, 4, stride=2), act(), nn.MaxPool2d(2, stride=1), nn.Flatten()]
@@ -60,9 +62,9 @@ def mnist_cnn(settings: config.Model, shape: Shape, classes: int, act: Act) -> n
     return nn.Sequential(*layers)
 
 
-def cifar_cnn(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
+def build_cifar_cnn(settings: config.Model, shape: InputShape, classes: int, act: ActivationFactory) -> nn.Module:
     """The paper's CNN for CIFAR-10: four 3x3 convolutions, average pooling, one linear layer."""
-    channels, _, _ = _images("cifar-cnn", shape, 8)
+    channels, _, _ = _check_image_shape("cifar-cnn", shape, 8)
     layers: list[nn.Module] = []
     for filters in (32, 64, 64):
         layers += [nn.Conv2d(channels, filters, 3, padding=1), act(), nn.AvgPool2d(2)]
@@ -71,17 +73,17 @@ def cifar_cnn(settings: config.Model, shape: Shape, classes: int, act: Act) -> n
     return nn.Sequential(*layers, nn.Linear(128, classes))
 
 
-def scatter_cnn(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
+def build_scatter_cnn(settings: config.Model, shape: InputShape, classes: int, act: ActivationFactory) -> nn.Module:
     """Two 3x3 convolutions of 64 filters and one linear layer, for scattering features (after Tramer and Boneh 2021).
 
     187,210 parameters on CIFAR-10's 243x8x8 features and 10 classes, 89,418 on MNIST's 81x7x7.
     """
-    channels, height, width = _images("scatter-cnn", shape, 2)
+    channels, height, width = _check_image_shape("scatter-cnn", shape, 2)
     layers = [nn.Conv2d(channels, 64, 3, padding=1), act(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), act()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * (height // 2) * (width // 2), classes))
 
 
-def mlp(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
+def build_mlp(settings: config.Model, shape: InputShape, classes: int, act: ActivationFactory) -> nn.Module:
     """Fully connected layers of the widths in `hidden`."""
     layers: list[nn.Module] = [nn.Flatten()]
     width = math.prod(shape)
@@ -91,24 +93,24 @@ def mlp(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Modu
     return nn.Sequential(*layers, nn.Linear(width, classes))
 
 
-def linear(settings: config.Model, shape: Shape, classes: int, act: Act) -> nn.Module:
+def build_linear(settings: config.Model, shape: InputShape, classes: int, act: ActivationFactory) -> nn.Module:
     """Multinomial logistic regression."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
 
 
-BUILTIN: dict[str, Callable[[config.Model, Shape, int, Act], nn.Module]] = {
-    "linear": linear,
-    "mlp": mlp,
-    "mnist-cnn": mnist_cnn,
-    "cifar-cnn": cifar_cnn,
-    "scatter-cnn": scatter_cnn,
+BUILTIN_MODELS: dict[str, Callable[[config.Model, InputShape, int, ActivationFactory], nn.Module]] = {
+    "linear": build_linear,
+    "mlp": build_mlp,
+    "mnist-cnn": build_mnist_cnn,
+    "cifar-cnn": build_cifar_cnn,
+    "scatter-cnn": build_scatter_cnn,
 }
 
-AUTO: Mapping[Shape, str] = {(1, 28, 28): "mnist-cnn", (3, 32, 32): "cifar-cnn"}
+AUTO_MODELS: Mapping[InputShape, str] = {(1, 28, 28): "mnist-cnn", (3, 32, 32): "cifar-cnn"}
 """What "auto" means for these shapes of an example; "linear" for any other."""
 
 
-def initialise(model: nn.Module, generator: torch.Generator) -> None:
+def initialise_weights(model: nn.Module, generator: torch.Generator) -> None:
     """Sets all parameters as PyTorch does by default.
 
     Linear and Conv layers: uniform within 1 / sqrt(fan in). Embeddings: standard normal, 0 for the padding token. Norm

@@ -18,7 +18,7 @@ from fulcrum.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterLayout:
     """Where each trainable parameter lies in the flat vector [d]. A shared parameter appears once.
 
     names, shapes: of the parameter tensors, in order. layers: for each tensor the number of its layer; tensors
@@ -32,7 +32,7 @@ class Layout:
     lookups: tuple[int, ...] = ()
 
     @staticmethod
-    def of(model: nn.Module) -> Layout:
+    def of(model: nn.Module) -> ParameterLayout:
         """The layout of a model's parameters that require a gradient; ModelError if there are none."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         lazy = [name for name, p in named if nn.parameter.is_lazy(p)]
@@ -44,7 +44,7 @@ class Layout:
         layers = tuple(owners.setdefault(name.rpartition(".")[0], len(owners)) for name, _ in named)
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         lookups = tuple(place for place, (_, p) in enumerate(named) if id(p) in tables)
-        return Layout(tuple(name for name, _ in named), tuple(p.shape for _, p in named), layers, lookups)
+        return ParameterLayout(tuple(name for name, _ in named), tuple(p.shape for _, p in named), layers, lookups)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class Layout:
         return sum(len(shape) > 1 for shape in self.shapes)
 
     @cached_property
-    def usual_norm(self) -> float:
+    def expected_init_norm(self) -> float:
         """About the norm of all weights together when each layer is drawn as PyTorch does by default.
 
         A layer's weights are uniform within 1 / sqrt(fan in), so their squares add up to a third of its outputs;
@@ -97,7 +97,7 @@ class Layout:
                 named[name].copy_(values)
 
 
-def call(model: nn.Module, tensors: Mapping[str, Tensor], inputs: Tensor | Mapping[str, Tensor]) -> Any:
+def call_with_parameters(model: nn.Module, tensors: Mapping[str, Tensor], inputs: Tensor | Mapping[str, Tensor]) -> Any:
     """The model's output with `tensors` (by parameter name, as `Layout.unflatten` gives them) in place of its own.
 
     inputs: one tensor, the model's argument; or several by name, its keyword arguments.

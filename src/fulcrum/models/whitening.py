@@ -23,20 +23,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fulcrum.data.features.covariance import whitens
+from fulcrum.data.features.covariance import compute_whitening_matrix
 from fulcrum.errors import ModelError
 
-PREFIX = "centre"
+CENTRING_PREFIX = "centre"
 """What a Centre is called: this, and the name of the layer it is for."""
-MEAN = ".mean"
+MEAN_SUFFIX = ".mean"
 """What a mean is called: the name of the layer that sees inputs less it, and this."""
-MIX = ".mix"
+MIX_SUFFIX = ".mix"
 """What a layer's M is called."""
-BATCH = 250
+IMAGE_BATCH_SIZE = 250
 """Pictures at a time."""
 
 
-class Centre(nn.Module):
+class CentringLayer(nn.Module):
     """Pads images with zeros, takes a fixed mean off everywhere, the border included, then mixes channels or features.
 
     mean: without the batch, as large as one example or [C, 1, 1] for all pixels alike. padding: rows and columns of
@@ -55,7 +55,7 @@ class Centre(nn.Module):
         self.padding = padding
 
     @property
-    def sides(self) -> tuple[int, int, int, int]:
+    def pad_amounts(self) -> tuple[int, int, int, int]:
         """The padding as `F.pad` takes it."""
         down, across = self.padding
         return across, across, down, down
@@ -70,7 +70,7 @@ class Centre(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, ...] -> [B, ...], images larger by the padding."""
-        return self.mixed((F.pad(x, self.sides) if any(self.padding) else x) - self.mean)
+        return self.mixed((F.pad(x, self.pad_amounts) if any(self.padding) else x) - self.mean)
 
     def extra_repr(self) -> str:
         mixed = "" if self.mix is None else ", mixed"
@@ -80,37 +80,37 @@ class Centre(nn.Module):
 # --- to centred coordinates and back ------------------------------------------------------------------
 
 
-def centred(model: nn.Module, facts: Mapping[str, Tensor], head: bool = False) -> nn.Sequential:
+def centre_model(model: nn.Module, facts: Mapping[str, Tensor], head: bool = False) -> nn.Sequential:
     """A copy of a plain sequence in which every Linear and Conv2d sees its input less its mean, mixed where asked.
 
     facts: as `means` and `mixes` give them, e.g. {"0.mean": [C, 1, 1], "7.mean": [C, H, W], "7.mix": [F, F]}.
     Parameters keep their names. Weights and biases are changed so that all layers compute what they did; the last
     one's only with `head`: where it is drawn at random it may as well stay what it is.
     """
-    made = copy.deepcopy(_checked(model, facts))
-    layers, flattened = list(_weighted(made)), _flattened(made)
+    made = copy.deepcopy(_check_can_be_centred(model, facts))
+    layers, flattened = list(_weighted_layers(made)), _layers_after_flatten(made)
     # Before a Flatten, where means are of images: then activations need not be reordered. Mixed features are flat.
-    early = {name for name in flattened if facts[name + MEAN].dim() == 3 and name + MIX not in facts}
+    early = {name for name in flattened if facts[name + MEAN_SUFFIX].dim() == 3 and name + MIX_SUFFIX not in facts}
     places = {flattened[name] if name in early else name: name for name in layers}
     out = nn.Sequential()
     for name, child in made.named_children():
         if name in places:
             owner = places[name]
             layer, weight = made.get_submodule(owner), made.get_parameter(f"{owner}.weight")
-            mean, mix = facts[owner + MEAN].to(weight), facts.get(owner + MIX)
+            mean, mix = facts[owner + MEAN_SUFFIX].to(weight), facts.get(owner + MIX_SUFFIX)
             if owner in flattened and owner not in early:
                 mean = mean.flatten()
             padding = (0, 0)
             if isinstance(layer, nn.Conv2d):
                 assert not isinstance(layer.padding, str)
                 padding, layer.padding = (layer.padding[0], layer.padding[1]), (0, 0)
-            centre = Centre(mean, padding, None if mix is None else mix.to(weight))
-            out.add_module(PREFIX + owner, centre)
+            centre = CentringLayer(mean, padding, None if mix is None else mix.to(weight))
+            out.add_module(CENTRING_PREFIX + owner, centre)
             if head or owner != layers[-1]:
                 with torch.no_grad():
-                    made.get_parameter(f"{owner}.bias").add_(_through(layer, weight, mean))
+                    made.get_parameter(f"{owner}.bias").add_(_multiply_mean(layer, weight, mean))
                     if centre.mix is not None:
-                        weight.copy_(_over(layer, weight, torch.linalg.inv(centre.mix.double())))
+                        weight.copy_(_multiply_inputs(layer, weight, torch.linalg.inv(centre.mix.double())))
         out.add_module(name, child)
     return out.train(model.training)
 
@@ -119,30 +119,32 @@ COORDINATES = ("plain", "centred", "whitened")
 """What model.coordinates may be."""
 
 
-def wanted(facts: Mapping[str, Tensor], coordinates: str) -> dict[str, Tensor]:
+def select_statistics(facts: Mapping[str, Tensor], coordinates: str) -> dict[str, Tensor]:
     """Those facts that "centred" or "whitened" coordinates need, of all that are known; none where some are missing."""
-    if coordinates == "whitened" and not any(name.endswith(MIX) for name in facts):
+    if coordinates == "whitened" and not any(name.endswith(MIX_SUFFIX) for name in facts):
         return {}
-    return {name: value for name, value in facts.items() if coordinates == "whitened" or name.endswith(MEAN)}
+    return {name: value for name, value in facts.items() if coordinates == "whitened" or name.endswith(MEAN_SUFFIX)}
 
 
-def partly(model: nn.Module, facts: Mapping[str, Tensor], power: float) -> dict[str, Tensor]:
+def whiten_partially(model: nn.Module, facts: Mapping[str, Tensor], power: float) -> dict[str, Tensor]:
     """The facts with every M = s cov^-1/2 taken to a smaller power of the covariance, as `whitens(cov, power)` has it.
 
     power: above 0 and at most 0.5, which leaves all as it is. model: the plain sequence that the facts are of.
     """
     if power == 0.5:
         return dict(facts)
-    _checked(model, facts)
+    _check_can_be_centred(model, facts)
     found = dict(facts)
     for name, mix in facts.items():
-        if name.endswith(MIX):
+        if name.endswith(MIX_SUFFIX):
             # The floor is in M already.
-            found[name] = whitens(torch.linalg.inv(mix.double() @ mix.double()), power, floor=0.0).to(mix.device)
+            found[name] = compute_whitening_matrix(torch.linalg.inv(mix.double() @ mix.double()), power, floor=0.0).to(
+                mix.device
+            )
     return found
 
 
-def folded(model: nn.Module, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def fold_centring(model: nn.Module, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The parameters, by name, of the plain network that computes what `model` does: W = V M, b = b' - W m.
 
     params: parameters to take in place of the model's own. A model that is not centred has its own, unchanged.
@@ -150,40 +152,40 @@ def folded(model: nn.Module, params: Mapping[str, Tensor] | None = None) -> dict
     given = dict(model.named_parameters()) if params is None else params
     out_of = {**dict(model.named_parameters()), **given}
     out = {name: value.detach() for name, value in given.items()}
-    for place, centre in moved(model).items():
+    for place, centre in find_centred_biases(model).items():
         name = place.removesuffix(".bias")
         layer, weight, bias = model.get_submodule(name), out_of[f"{name}.weight"].detach(), out_of[place].detach()
         if centre.mix is not None:
-            weight = out[f"{name}.weight"] = _over(layer, weight, centre.mix.double()).to(weight.dtype)
-        out[place] = (bias - _through(layer, weight, centre.mean)).to(bias.dtype)
+            weight = out[f"{name}.weight"] = _multiply_inputs(layer, weight, centre.mix.double()).to(weight.dtype)
+        out[place] = (bias - _multiply_mean(layer, weight, centre.mean)).to(bias.dtype)
     return out
 
 
-def moved(model: nn.Module) -> dict[str, Centre]:
+def find_centred_biases(model: nn.Module) -> dict[str, CentringLayer]:
     """The biases that stand for b + W m in place of b, by name, each with what takes m off; none in a plain model."""
     return {
-        f"{name.removeprefix(PREFIX)}.bias": child
+        f"{name.removeprefix(CENTRING_PREFIX)}.bias": child
         for name, child in model.named_children()
-        if isinstance(child, Centre) and name.startswith(PREFIX)
+        if isinstance(child, CentringLayer) and name.startswith(CENTRING_PREFIX)
     }
 
 
 @torch.no_grad()
-def means(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
+def compute_input_means(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
     """The mean input of every Linear and Conv2d of a plain sequence over public pictures [B, C, H, W], as fed to it.
 
     By name, e.g. "3.mean": [C, 1, 1] before a convolution; [C, H, W] before a Flatten and a Linear; [F] before any
     other Linear. The pictures may be on any device, and must be where the model is.
     """
-    flattened = _flattened(model)
-    places = {flattened.get(name, name): name for name in _weighted(model)}
+    flattened = _layers_after_flatten(model)
+    places = {flattened.get(name, name): name for name in _weighted_layers(model)}
     found: dict[str, Tensor] = {}
     *_, last = places
-    for batch in pictures.split(BATCH):
+    for batch in pictures.split(IMAGE_BATCH_SIZE):
         x = batch
         for name, child in model.named_children():
             if name in places:
-                key, total = places[name] + MEAN, x.double().sum(dim=0) / len(pictures)
+                key, total = places[name] + MEAN_SUFFIX, x.double().sum(dim=0) / len(pictures)
                 if isinstance(child, nn.Conv2d):
                     total = total.mean(dim=(1, 2), keepdim=True)
                 found[key] = found[key] + total if key in found else total
@@ -194,32 +196,32 @@ def means(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def mixes(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
+def compute_whitening_matrices(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
     """What whitens the input of every layer of a plain sequence but the first and the last, by name: "3.mix".
 
     M = (covariance over public pictures [B, C, H, W], as fed to it)^-1/2, times a number so that the sum of all
     variances stays: [C, C] over channels before a convolution, [F, F] before a Linear. The first layer's input has no
     channels worth mixing, and the last one sees features that were made to be told apart; neither gained when tried.
     """
-    layers = list(_weighted(model))
+    layers = list(_weighted_layers(model))
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
-    centre = means(model, pictures)
-    for batch in pictures.split(BATCH):
+    centre = compute_input_means(model, pictures)
+    for batch in pictures.split(IMAGE_BATCH_SIZE):
         x = batch
         for name, child in model.named_children():
             if name in layers[1:-1]:
                 flat = x.permute(0, 2, 3, 1).flatten(0, 2) if isinstance(child, nn.Conv2d) else x
-                flat = flat.double() - centre[name + MEAN].to(flat.device).double().flatten()
+                flat = flat.double() - centre[name + MEAN_SUFFIX].to(flat.device).double().flatten()
                 sums[name] = sums.get(name, 0) + flat.T @ flat
                 counts[name] = counts.get(name, 0) + len(flat)
             if name == layers[-1]:
                 break
             x = child(x)
-    return {name + MIX: whitens(sums[name] / counts[name]) for name in sums}
+    return {name + MIX_SUFFIX: compute_whitening_matrix(sums[name] / counts[name]) for name in sums}
 
 
-def digest(model: nn.Module) -> str:
+def compute_buffer_digest(model: nn.Module) -> str:
     """Of a model's buffers, which are not among its parameters but decide what it computes; "" if it has none."""
     held = list(model.named_buffers())
     state = hashlib.sha256()
@@ -229,14 +231,14 @@ def digest(model: nn.Module) -> str:
     return state.hexdigest() if held else ""
 
 
-def _weighted(model: nn.Sequential) -> Iterator[str]:
+def _weighted_layers(model: nn.Sequential) -> Iterator[str]:
     """Names of the layers with weights, in order."""
     for name, child in model.named_children():
         if type(child) in (nn.Linear, nn.Conv2d):  # a subclass may compute something else
             yield name
 
 
-def _flattened(model: nn.Sequential) -> dict[str, str]:
+def _layers_after_flatten(model: nn.Sequential) -> dict[str, str]:
     """Linear layers that come right after a Flatten of everything, and its name."""
     pairs = pairwise(model.named_children())
     return {
@@ -246,7 +248,7 @@ def _flattened(model: nn.Sequential) -> dict[str, str]:
     }
 
 
-def _through(layer: Any, weight: Tensor, mean: Tensor) -> Tensor:
+def _multiply_mean(layer: Any, weight: Tensor, mean: Tensor) -> Tensor:
     """W m: what a layer's weights make of its mean."""
     weight, mean = weight.double(), mean.to(weight.device).double()  # a GPU may round products of float32
     if not isinstance(layer, nn.Conv2d):
@@ -255,31 +257,31 @@ def _through(layer: Any, weight: Tensor, mean: Tensor) -> Tensor:
     return F.conv2d(constant, weight, groups=layer.groups).flatten()
 
 
-def _over(layer: Any, weight: Tensor, mix: Tensor) -> Tensor:
+def _multiply_inputs(layer: Any, weight: Tensor, mix: Tensor) -> Tensor:
     """Weights times a matrix, on the side of the inputs: of all features, or of the channels of each pixel."""
     if not isinstance(layer, nn.Conv2d):
         return weight.double() @ mix.to(weight.device)
     return torch.einsum("ocij,cd->odij", weight.double(), mix.to(weight.device))
 
 
-def _checked(model: nn.Module, facts: Mapping[str, Tensor]) -> nn.Sequential:
+def _check_can_be_centred(model: nn.Module, facts: Mapping[str, Tensor]) -> nn.Sequential:
     """The model; ModelError unless it can be centred, and there is a mean of the right size for every layer."""
     if type(model) is not nn.Sequential:
         raise ModelError(f"model.coordinates needs a torch.nn.Sequential, not {type(model).__name__}; set it to plain.")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if len(names) != len(dict(model.named_parameters())):
         raise ModelError("model.coordinates needs parameters that belong to one layer each; set it to plain.")
-    layers = list(_weighted(model))
+    layers = list(_weighted_layers(model))
     others = sorted({name.rpartition(".")[0] for name in names} - set(layers))
     if others or not layers:
         what = f"layer {others[0]!r} is neither" if others else "it has none"
         raise ModelError(f"model.coordinates is for sequences of Linear and Conv2d, but {what}; set it to plain.")
     for name in layers:
         layer = model.get_submodule(name)
-        given = facts.get(name + MEAN)
+        given = facts.get(name + MEAN_SUFFIX)
         if given is None:
             raise ModelError(
-                f"model.coordinates needs the mean input of layer {name!r}, but there is no {name + MEAN}."
+                f"model.coordinates needs the mean input of layer {name!r}, but there is no {name + MEAN_SUFFIX}."
             )
         if layer.bias is None:
             raise ModelError(f"model.coordinates needs a bias in layer {name!r}, which takes the mean up; give it one.")
@@ -289,16 +291,18 @@ def _checked(model: nn.Module, facts: Mapping[str, Tensor]) -> nn.Sequential:
             fits = given.shape == (layer.in_channels, 1, 1)
         else:
             assert isinstance(layer, nn.Linear)
-            whole = given.dim() == 3 and name in _flattened(model)
+            whole = given.dim() == 3 and name in _layers_after_flatten(model)
             fits = (whole or given.dim() == 1) and given.numel() == layer.in_features
         if not fits or not torch.isfinite(given).all():
             seen = "x".join(map(str, given.shape))
-            raise ModelError(f"model.coordinates: {name + MEAN} ({seen}) is not a finite mean of what {name!r} sees.")
-        _check_mix(name, layer, facts.get(name + MIX))
+            raise ModelError(
+                f"model.coordinates: {name + MEAN_SUFFIX} ({seen}) is not a finite mean of what {name!r} sees."
+            )
+        _check_whitening_matrix(name, layer, facts.get(name + MIX_SUFFIX))
     return model
 
 
-def _check_mix(name: str, layer: Any, mix: Tensor | None) -> None:
+def _check_whitening_matrix(name: str, layer: Any, mix: Tensor | None) -> None:
     if mix is None:
         return
     inputs = layer.in_channels if isinstance(layer, nn.Conv2d) else layer.in_features
@@ -308,9 +312,12 @@ def _check_mix(name: str, layer: Any, mix: Tensor | None) -> None:
     if not square or not torch.allclose(mix, mix.T, rtol=1e-3, atol=1e-6 * float(mix.abs().max())):
         seen = "x".join(map(str, mix.shape))
         raise ModelError(
-            f"model.coordinates = whitened: {name + MIX} ({seen}) is not a symmetric matrix of the {inputs} inputs of "
+            f"model.coordinates = whitened: {name + MIX_SUFFIX} ({seen}) is not a symmetric matrix of the "
+            f"{inputs} inputs of "
             f"{name!r}."
         )
     sizes = torch.linalg.eigvalsh(mix.double()).abs()
     if float(sizes.min()) <= 1e-9 * float(sizes.max()):
-        raise ModelError(f"model.coordinates = whitened: {name + MIX} has no inverse, so {name!r} would lose inputs.")
+        raise ModelError(
+            f"model.coordinates = whitened: {name + MIX_SUFFIX} has no inverse, so {name!r} would lose inputs."
+        )

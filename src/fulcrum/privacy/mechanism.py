@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fulcrum.clipping.rule import ClipRule, alone
+from fulcrum.clipping.rule import ClipRule, gradient_multiplier
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
-from fulcrum.rng import Key, Randomness
+from fulcrum.rng import Randomness, StreamKey
 from fulcrum.types import Assignment, Bounds, State, Stats
 
 # --- clipping -------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def event_of_step(rule: ClipRule, rate: float, sigma: float, batch: float, asked
     """
     if sigma == 0 or not rule.private:
         return Unprotected()
-    return Gaussian(rate, sigma if asked else alone(rule.share, sigma, batch))
+    return Gaussian(rate, sigma if asked else gradient_multiplier(rule.share, sigma, batch))
 
 
 def planned_events(task: Assignment, rule: ClipRule, batch: float, round: int) -> tuple[Event, ...]:
@@ -134,7 +134,7 @@ def noise_multipliers(
     if shares > 1 and share > 0:
         raise ValueError("parties share the noise of gradients only, and this rule releases statistics too")
     on_extra = sigma / share**0.5 if share > 0 and asked else 0.0
-    return NoiseMultipliers(alone(rule.share, sigma, batch), on_extra, shares)
+    return NoiseMultipliers(gradient_multiplier(rule.share, sigma, batch), on_extra, shares)
 
 
 # --- noise ----------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def release(
     extra: Tensor,
     scale: Scales,
     randomness: Randomness,
-    key: Key,
+    key: StreamKey,
     mechanism: Mechanism = GAUSSIAN_MECHANISM,
     state: State | None = None,
 ) -> tuple[Tensor, Tensor]:

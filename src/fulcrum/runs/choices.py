@@ -10,9 +10,9 @@ from collections.abc import Collection
 
 from fulcrum.clipping import RULES, find_rule
 from fulcrum.clipping.moo import PHIS
-from fulcrum.clipping.moo_paper import READINGS
-from fulcrum.clipping.rule import GROUPINGS, rule_options
-from fulcrum.data.features import FEATURES
+from fulcrum.clipping.moo_paper import PAPER_READINGS
+from fulcrum.clipping.rule import CLIP_GROUPINGS, resolve_rule_options
+from fulcrum.data.features import FEATURE_MAPS
 from fulcrum.data.partition import PARTITIONS
 from fulcrum.data.tasks.losses import REGRESSION_LOSSES
 from fulcrum.engines import ENGINES
@@ -34,7 +34,7 @@ from fulcrum.training.server import SERVERS, WEIGHTINGS
 
 CHOICES: dict[str, Collection[str]] = {
     "data.partition": PARTITIONS,
-    "data.features": ("none", *FEATURES),
+    "data.features": ("none", *FEATURE_MAPS),
     "task.loss": REGRESSION_LOSSES,
     "model.activation": ACTIVATIONS,
     "model.coordinates": COORDINATES,
@@ -42,9 +42,9 @@ CHOICES: dict[str, Collection[str]] = {
     "train.weights": WEIGHTINGS,
     "train.server": SERVERS,
     "clip.rule": RULES,
-    "clip.groups": GROUPINGS,
+    "clip.groups": CLIP_GROUPINGS,
     "clip.phi": PHIS,
-    "clip.reading": READINGS,
+    "clip.reading": PAPER_READINGS,
     "privacy.unit": UNITS,
     "privacy.accountant": ACCOUNTANTS,
     "privacy.randomness": RANDOMNESS,
@@ -68,7 +68,7 @@ def check_choices(settings: Settings) -> Settings:
     """Return the settings, or raise ConfigError naming the first name that nothing implements, and the nearest."""
     for path, names in CHOICES.items():
         _check_name(path, lookup(settings, path), names)
-    rule_options(find_rule(settings.clip.rule), settings.clip.options)
+    resolve_rule_options(find_rule(settings.clip.rule), settings.clip.options)
     return settings
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import fulcrum
 from fulcrum.data import Dataset
 from fulcrum.errors import RunError
-from fulcrum.models.whitening import digest
+from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs import folder as record
 from fulcrum.runs.active_run import Underway, state_privacy
@@ -108,7 +108,7 @@ def _write_start(folder: RunFolder, federation: Federation, run: str, facts: Map
             "version": fulcrum.__version__,
             "data": problem.dataset.fingerprint,
             "parameters": problem.layout.dim,
-            "buffers": digest(problem.model),
+            "buffers": compute_buffer_digest(problem.model),
             "unit": problem.unit,
             "aggregation": federation.plan.aggregation,
             **facts,
@@ -125,7 +125,9 @@ def _refuse_another(federation: Federation, path: Path, facts: Mapping[str, Any]
         raise RunError(
             f"{path} has a model of {facts.get('parameters')} parameters, this one has {problem.layout.dim}."
         )
-    if facts.get("buffers", digest(problem.model)) != digest(problem.model):  # older runs did not write it down
+    if facts.get("buffers", compute_buffer_digest(problem.model)) != compute_buffer_digest(
+        problem.model
+    ):  # older runs did not write it down
         raise RunError(
             f"{path} was trained with other means or buffers in its model; bring back the model's code, or the file of "
             f"model.init = {federation.settings.model.init!r}, as it was."

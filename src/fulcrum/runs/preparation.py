@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from fulcrum.clipping import find_rule
-from fulcrum.data import Dataset, featured, holdout, load, partition_method, split, unit_counts
+from fulcrum.data import Dataset, compute_features, count_units_per_party, holdout, load, partition_method, split
 from fulcrum.data.dataset import recheck
 from fulcrum.data.records import take_rows
 from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
-from fulcrum.models.build import build, is_built_in
-from fulcrum.models.checks import refuse_mixing
-from fulcrum.models.own import check_outputs, integer_advice
+from fulcrum.models.build import build_model, is_built_in
+from fulcrum.models.checks import validate_model
+from fulcrum.models.own import check_outputs, suggest_integer_inputs
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import affordable_rounds, make_plan
 from fulcrum.runs.choices import check_choices
@@ -42,7 +42,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     model, dataset = find_model(settings, dataset, model)
     problem = Problem.of(settings, dataset, partition, model, device, rule=rule)
     check_rule(rule, settings, problem)
-    plan = make_plan(settings, partition, unit_counts(dataset, partition, settings.privacy.unit), rule)
+    plan = make_plan(settings, partition, count_units_per_party(dataset, partition, settings.privacy.unit), rule)
     return Federation(settings, problem, plan, find_engine(settings.run.engine, local_problem(problem)))
 
 
@@ -54,7 +54,7 @@ def find_data(settings: Settings, given: Dataset | None, device: torch.device) -
         dataset = given if settings.task == TaskSettings() else recheck(given, given.name, settings.task)
     if settings.data.validation > 0:
         dataset = holdout(dataset, settings.data.validation, settings.run.seed)
-    dataset = featured(dataset, settings.data, device)
+    dataset = compute_features(dataset, settings.data, device)
     if settings.privacy.unit == "person" and dataset.person is None:
         raise ConfigError(
             f"privacy.unit = 'person' needs an id for each record, and {dataset.name} has none; "
@@ -83,22 +83,22 @@ def find_model(settings: Settings, dataset: Dataset, given: nn.Module | None) ->
     if given is not None and settings.model.coordinates != "plain":
         raise ConfigError(
             "model.coordinates is for models that the settings name; set it to plain, and hand over "
-            "fulcrum.models.whitening.centred(model, facts)."
+            "fulcrum.models.whitening.centre_model(model, facts)."
         )
     if given is None:
         if is_built_in(settings.model):
             dataset = dataset.with_float_inputs()
         task, sample = dataset.task, take_rows(dataset.sample.x, slice(0, 8))
-        given = build(settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task=task)
+        given = build_model(settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task=task)
     pair = take_rows(dataset.sample.x, slice(0, 2))
     try:
-        refuse_mixing(given, pair)
+        validate_model(given, pair)
         check_outputs(given, pair, dataset.task)
     except FulcrumError:
         raise
     except Exception as problem:  # somebody's model may raise anything
         words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
-        raise ModelError(f"The model failed on two examples: {words}{integer_advice(pair)}.") from problem
+        raise ModelError(f"The model failed on two examples: {words}{suggest_integer_inputs(pair)}.") from problem
     return given, dataset
 
 

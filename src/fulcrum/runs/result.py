@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fulcrum.models.whitening import folded
+from fulcrum.models.whitening import fold_centring
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs.active_run import Underway, state_privacy
 from fulcrum.settings.schema import Settings
@@ -55,7 +55,9 @@ def sum_up(run: Underway, snapshot: Snapshot | None, lines: Sequence[Mapping[str
     summary = _summary(run, lines, privacy)
     if run.folder:
         trained = snapshot.averaged if snapshot else problem.layout.flatten(model)
-        run.folder.write_model(folded(model, problem.layout.unflatten(trained)))  # a plain network, whatever trained it
+        run.folder.write_model(
+            fold_centring(model, problem.layout.unflatten(trained))
+        )  # a plain network, whatever trained it
         run.folder.write_json("summary.json", summary)
     return Result(
         accuracy=float(summary["metrics"].get("accuracy", math.nan)),

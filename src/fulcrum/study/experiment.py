@@ -14,7 +14,7 @@ from typing import Any
 
 from fulcrum.clipping import find_rule
 from fulcrum.errors import ConfigError
-from fulcrum.models.pretrain import PAINTED
+from fulcrum.models.pretrain import SYNTHETIC
 from fulcrum.runs.choices import check_choices
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.presets import METHODS
@@ -223,7 +223,7 @@ def make_job(
     settings = settings_for(base, dataset, row.method, epsilon, {**row.set, **overrides})
     cell = "/".join([dataset, "none" if epsilon is None else f"{epsilon:g}", row.name, *([suffix] if suffix else [])])
     # Either number only ever rises, so that their sum tells old results from new ones.
-    painted = experiment.weights.get(dataset, 0) if settings.model.init == PAINTED else 0
+    painted = experiment.weights.get(dataset, 0) if settings.model.init == SYNTHETIC else 0
     revision = experiment.revisions.get(settings.clip.rule, 0) + painted
     return Job(settings, study, cell, dataset, row.name, epsilon, trial, revision)
 

@@ -19,8 +19,8 @@ import torch
 import fulcrum
 from fulcrum import runs as api
 from fulcrum.clipping import find_rule
-from fulcrum.data import Dataset, featured, from_arrays, holdout, load
-from fulcrum.data.features import recipe
+from fulcrum.data import Dataset, compute_features, from_arrays, holdout, load
+from fulcrum.data.features import feature_signature
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Settings
@@ -80,10 +80,10 @@ class Datasets:
         records, data = self._records(settings), settings.data
         if data.features == "none":
             return records
-        key = (records.fingerprint, recipe(data))
+        key = (records.fingerprint, feature_signature(data))
         if key not in self._made:
             self._made.clear()  # gigabytes; studies come one data set after the other
-            self._made[key] = featured(records, data, api.find_device(device))
+            self._made[key] = compute_features(records, data, api.find_device(device))
         return self._made[key]
 
     def _records(self, settings: Settings) -> Dataset:

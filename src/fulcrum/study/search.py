@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.errors import ConfigError
-from fulcrum.rng import numpy_stream
+from fulcrum.rng import numpy_generator
 from fulcrum.study.records import FORMER_SCORE, Score, choice_entries
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
@@ -107,7 +107,7 @@ def trials(space: Space, count: int, seed: int, shared: Sequence[str] = ()) -> l
     axes = [*shared, *(path for path in space if path not in shared)]
     if len(axes) > len(PRIMES):
         raise ConfigError(f"the search has {len(axes)} dimensions; at most {len(PRIMES)} are supported.")
-    shift = numpy_stream(seed, "search").random(len(PRIMES))
+    shift = numpy_generator(seed, "search").random(len(PRIMES))
     found: list[dict[str, Any]] = [{}]
     for i in range(1, count):
         point = {path: (halton(i, PRIMES[a]) + shift[a]) % 1.0 for a, path in enumerate(axes)}

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fulcrum.clipping.rule import alone
-from fulcrum.data import sample_units
+from fulcrum.clipping.rule import gradient_multiplier
+from fulcrum.data import poisson_sample_units
 from fulcrum.data.records import Inputs, move_inputs, take_rows
-from fulcrum.gradients import Follower
+from fulcrum.gradients import GradientRecorder
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.mechanism import release, scales
 from fulcrum.training.clipped_sum import Contribution, contribute
@@ -29,7 +29,7 @@ def train_client(
 
     `work` clips and adds up the gradients of a sample; by default it writes them all out (`by_matrix`).
     """
-    work = work or by_matrix(Follower(problem.model, problem.layout, problem.dataset.task))
+    work = work or by_matrix(GradientRecorder(problem.model, problem.layout, problem.dataset.task))
     party = problem.party(task.client)
     theta = request.params
     batch = task.rate * party.units
@@ -39,7 +39,7 @@ def train_client(
 
     for step in range(task.steps):
         key = (request.round, task.client, step)
-        rows, slots, count = sample_units(problem.randomness, ("sample", *key), party, task.rate)
+        rows, slots, count = poisson_sample_units(problem.randomness, ("sample", *key), party, task.rate)
         view = problem.rule.view(state, request.round, request.rounds)
         terms = Terms(task.sigma, batch, task.lr)
         given = work(problem, Sample(theta, rows, slots, count), view, state, terms)
@@ -55,7 +55,7 @@ def train_client(
         events.append(scale.event)
         extras.append(noisy_extra / batch)
         if problem.rule.when == "step":
-            noise = alone(problem.rule.share, task.sigma, batch) / batch
+            noise = gradient_multiplier(problem.rule.share, task.sigma, batch) / batch
             public = (task.lr, 1, request.round, request.rounds, noise, float(asked))
             state = problem.rule.adapt(state, Released(change, extras[-1], *public))
         if problem.diagnostics:
@@ -99,7 +99,7 @@ Work = Callable[[Problem, Sample, View, State, Terms], "Contribution"]
 """From a sample, a rule's view and state and the step's terms to the clipped sum, before noise."""
 
 
-def by_matrix(follow: Follower) -> Work:
+def by_matrix(follow: GradientRecorder) -> Work:
     """The obvious way: every unit's gradient is written out, [B, d]."""
 
     def work(problem: Problem, sample: Sample, view: View, state: State, terms: Terms) -> Contribution:
@@ -111,7 +111,7 @@ def by_matrix(follow: Follower) -> Work:
     return work
 
 
-def unit_gradients(problem: Problem, follow: Follower, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+def unit_gradients(problem: Problem, follow: GradientRecorder, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradient [B, d] and loss [B] of each sampled unit.
 
     For unit `person` a unit's gradient is the mean over that person's records, so that somebody with

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fulcrum.clipping.rule import Shape
-from fulcrum.models.whitening import moved
+from fulcrum.clipping.rule import ModelFacts
+from fulcrum.models.whitening import find_centred_biases
 from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import local_steps
 from fulcrum.settings.schema import Settings
@@ -31,14 +31,16 @@ LEARNED = 1.5
 """Weights whose norm is this many times that of random ones were learned; below, it is chance and biases."""
 
 
-def public_shape(federation: Federation) -> Shape:
+def public_shape(federation: Federation) -> ModelFacts:
     """What a rule may know when it starts: all of it is fixed by the settings and the public initial weights."""
     train, problem = federation.settings.train, federation.problem
     # Where the unit is the client its whole update is one step at learning rate 1.
     steps, lr = (1, 1.0) if federation.plan.central else (local_steps(train), train.lr)
     noise = federation.plan.noise_to_signal(problem.layout.dim).direction / steps**0.5
-    usual = problem.layout.usual_norm
-    left_out = moved(problem.model)  # biases that stand for a mean say nothing of how large the weights are
+    usual = problem.layout.expected_init_norm
+    left_out = find_centred_biases(
+        problem.model
+    )  # biases that stand for a mean say nothing of how large the weights are
     weights = problem.layout.unflatten(problem.layout.flatten(problem.model))
     own = torch.cat([value.flatten() for name, value in weights.items() if name not in left_out])
     larger = float(torch.linalg.vector_norm(own)) / usual

@@ -15,7 +15,7 @@ import torch
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Account, Ledger
 from fulcrum.privacy.plan import Plan
-from fulcrum.rng import numpy_stream
+from fulcrum.rng import numpy_generator
 from fulcrum.settings.schema import Settings
 from fulcrum.training.evaluate import Evaluation, evaluate_all
 from fulcrum.training.federation import Federation
@@ -111,7 +111,7 @@ def invite(settings: Settings, parties: int, t: int) -> list[int]:
     if settings.train.participation >= 1:
         return list(range(parties))
     # The gaps between those who are drawn are geometric: nothing is drawn for the many who sit out.
-    stream, chance = numpy_stream(settings.run.seed, "participation", t), settings.train.participation
+    stream, chance = numpy_generator(settings.run.seed, "participation", t), settings.train.participation
     chosen: list[int] = []
     last = -1
     while last < parties:

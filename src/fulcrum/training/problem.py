@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from fulcrum.clipping import find_rule
-from fulcrum.clipping.rule import ClipRule, Shape
-from fulcrum.data import Dataset, Partition, Party, party_of
+from fulcrum.clipping.rule import ClipRule, ModelFacts
+from fulcrum.data import Dataset, Partition, PartyData, build_party_data
 from fulcrum.data.tasks import Task
-from fulcrum.gradients import Follower
-from fulcrum.models.layout import Layout
-from fulcrum.rng import Randomness, make
+from fulcrum.gradients import GradientRecorder
+from fulcrum.models.layout import ParameterLayout
+from fulcrum.rng import Randomness, make_randomness
 from fulcrum.settings.schema import Settings
 
 
@@ -29,7 +29,7 @@ class Problem:
     dataset: Dataset
     partition: Partition
     model: nn.Module
-    layout: Layout
+    layout: ParameterLayout
     rule: ClipRule
     randomness: Randomness
     unit: str = "example"
@@ -56,14 +56,14 @@ class Problem:
         """
         place = torch.device(device)
         model = model.to(place)
-        layout = Layout.of(model)
+        layout = ParameterLayout.of(model)
         return Problem(
             dataset=dataset,
             partition=partition,
             model=model,
             layout=layout,
             rule=rule or find_rule(settings.clip.rule),
-            randomness=randomness or make(settings.privacy.randomness, settings.run.seed),
+            randomness=randomness or make_randomness(settings.privacy.randomness, settings.run.seed),
             unit=settings.privacy.unit,
             groups=layout.layers if settings.clip.groups == "layer" else (),
             device=place,
@@ -78,9 +78,9 @@ class Problem:
         return self.dataset.task
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelFacts:
         """What the rule may know of the model."""
-        return Shape(self.layout.dim, self.layout.sizes, self.groups)
+        return ModelFacts(self.layout.dim, self.layout.sizes, self.groups)
 
     @cached_property
     def coordinates(self) -> torch.Tensor:
@@ -88,16 +88,16 @@ class Problem:
         return coordinate_groups(self.layout, self.groups).to(self.device)
 
     @cached_property
-    def follower(self) -> Follower:
+    def follower(self) -> GradientRecorder:
         """The model, looked at once. For one thread at a time."""
-        return Follower(self.model, self.layout, self.dataset.task)
+        return GradientRecorder(self.model, self.layout, self.dataset.task)
 
-    def party(self, client: int) -> Party:
+    def party(self, client: int) -> PartyData:
         """The client's records and units."""
-        return party_of(self.dataset, self.partition, client, self.unit)
+        return build_party_data(self.dataset, self.partition, client, self.unit)
 
 
-def coordinate_groups(layout: Layout, groups: tuple[int, ...]) -> torch.Tensor:
+def coordinate_groups(layout: ParameterLayout, groups: tuple[int, ...]) -> torch.Tensor:
     """The group of each of the d coordinates, int64 [d]."""
     chosen = torch.tensor(groups or (0,) * len(layout.sizes))
     return torch.repeat_interleave(chosen, torch.tensor(layout.sizes))

@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 from fulcrum.data.dataset import Dataset
-from fulcrum.data.features.covariance import whitens
-from fulcrum.data.features.scattering import CHANNELS, scatter
+from fulcrum.data.features.covariance import compute_whitening_matrix
+from fulcrum.data.features.scattering import SCATTERING_CHANNELS, compute_scattering
 from fulcrum.data.records import Records
-from fulcrum.data.synthetic_images import invent, paint
+from fulcrum.data.synthetic_images import render_images, sample_recipes
 from fulcrum.errors import ConfigError, DataError
-from fulcrum.rng import torch_stream
+from fulcrum.rng import torch_generator
 from fulcrum.settings.schema import Data
 
-FEATURES: dict[str, Callable[[Tensor], Tensor]] = {"scattering": scatter}
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"scattering": compute_scattering}
 """From records [B, ...] to features [B, channels, height, width], each from its own record alone."""
-CHUNK = {"cpu": 32, "cuda": 1024}
+FEATURE_BATCH_SIZE = {"cpu": 32, "cuda": 1024}
 """Records at a time."""
-MADE_UP = 1000
+NUM_NOISE_IMAGES = 1000
 """Made-up images whose mean features are subtracted (data.feature_center)."""
-PAINTED, KINDS, AT_ONCE = 4000, 2000, 500
+NUM_SYNTHETIC_IMAGES, NUM_SYNTHETIC_KINDS, SYNTHETIC_BATCH_SIZE = 4000, 2000, 500
 """Painted pictures whose features' mean and covariance are those of data.feature_whiten; of how many kinds; how many
 are painted at a time, which decides what stands before what in scenes."""
-FLOOR = 1e-3
+FEATURE_VARIANCE_FLOOR = 1e-3
 """Smaller variances than this part of the largest count as that: nothing is blown up that pictures hardly have."""
 
 
-def featured(dataset: Dataset, settings: Data, device: torch.device) -> Dataset:
+def compute_features(dataset: Dataset, settings: Data, device: torch.device) -> Dataset:
     """The data set with data.features in place of its records: x [n, channels, height, width] float32, on the CPU.
 
     They are computed in pieces on `device`. Each record's channels are then brought to mean 0 and variance 1 in
@@ -42,7 +42,7 @@ def featured(dataset: Dataset, settings: Data, device: torch.device) -> Dataset:
     """
     if settings.features == "none":
         return dataset
-    channels = dataset.shape[0] * CHANNELS if len(dataset.shape) == 3 else CHANNELS
+    channels = dataset.shape[0] * SCATTERING_CHANNELS if len(dataset.shape) == 3 else SCATTERING_CHANNELS
     if settings.feature_groups and channels % settings.feature_groups:
         raise ConfigError(
             f"data.feature_groups = {settings.feature_groups} does not divide the {channels} channels that "
@@ -50,15 +50,19 @@ def featured(dataset: Dataset, settings: Data, device: torch.device) -> Dataset:
         )
     center = mix = None
     if settings.feature_whiten:
-        center, mix = whitening(_all(painted(dataset.shape), settings, device), settings.feature_whiten)
+        center, mix = fit_feature_whitening(
+            _compute_all_features(make_synthetic_images(dataset.shape), settings, device), settings.feature_whiten
+        )
     elif settings.feature_center:
-        center = _all(made_up(dataset.shape), settings, device).mean(dim=0)
-    words = json.dumps(recipe(settings))
+        center = _compute_all_features(make_noise_images(dataset.shape), settings, device).mean(dim=0)
+    words = json.dumps(feature_signature(settings))
 
     def made(records: Records | None) -> Records | None:
         if records is None:
             return None
-        return dataclasses.replace(records, x=_all(image_inputs(records), settings, device, center, mix))
+        return dataclasses.replace(
+            records, x=_compute_all_features(get_image_inputs(records), settings, device, center, mix)
+        )
 
     return dataclasses.replace(
         dataset,
@@ -69,14 +73,14 @@ def featured(dataset: Dataset, settings: Data, device: torch.device) -> Dataset:
     )
 
 
-def image_inputs(records: Records) -> Tensor:
+def get_image_inputs(records: Records) -> Tensor:
     """The one input of records that are images."""
     if not isinstance(records.x, Tensor):
         raise DataError(f"data.features is for records with one input; these have {', '.join(records.x)}.")
     return records.x.float()
 
 
-def recipe(settings: Data) -> tuple[str | float | bool, ...]:
+def feature_signature(settings: Data) -> tuple[str | float | bool, ...]:
     """What decides the features of a record: equal for settings that make the same ones."""
     if settings.features == "none":
         return ("none",)
@@ -85,7 +89,7 @@ def recipe(settings: Data) -> tuple[str | float | bool, ...]:
     return (*made, settings.feature_whiten) if settings.feature_whiten else made
 
 
-def made_up(shape: tuple[int, ...], count: int = MADE_UP) -> Tensor:
+def make_noise_images(shape: tuple[int, ...], count: int = NUM_NOISE_IMAGES) -> Tensor:
     """Images [count, C, H, W] in [-1, 1] that nobody took: noise with the 1/f spectrum of photographs, always the same.
 
     Colours share most of their light, as in photographs; the rest is blue against yellow and red against green.
@@ -94,7 +98,7 @@ def made_up(shape: tuple[int, ...], count: int = MADE_UP) -> Tensor:
         raise DataError(f"data.feature_center needs images, and a record has shape {list(shape)}; set it to false.")
     colours, height, width = shape
     spectrum = torch.hypot(torch.fft.fftfreq(height)[:, None], torch.fft.fftfreq(width)[None]).clamp_min(1 / height)
-    white = torch.randn((count, *shape), generator=torch_stream(0, "made-up"))
+    white = torch.randn((count, *shape), generator=torch_generator(0, "made-up"))
     images = torch.fft.ifft2(torch.fft.fft2(white) / spectrum).real
     images = images / images.std(dim=(1, 2, 3), keepdim=True)
     if colours == 3:
@@ -104,7 +108,7 @@ def made_up(shape: tuple[int, ...], count: int = MADE_UP) -> Tensor:
     return scaled.clamp(-1.0, 1.0)
 
 
-def painted(shape: tuple[int, ...], count: int = PAINTED) -> Tensor:
+def make_synthetic_images(shape: tuple[int, ...], count: int = NUM_SYNTHETIC_IMAGES) -> Tensor:
     """Pictures [count, C, H, W] in [-1, 1] made of formulas, always the same on every machine.
 
     Of images that are not square it is the middle of square ones.
@@ -114,16 +118,19 @@ def painted(shape: tuple[int, ...], count: int = PAINTED) -> Tensor:
     colours, height, width = shape
     side = max(height, width)
     top, left = (side - height) // 2, (side - width) // 2
-    recipes, generator = invent(KINDS, colours, torch.Generator().manual_seed(5)), torch.Generator().manual_seed(7)
+    recipes, generator = (
+        sample_recipes(NUM_SYNTHETIC_KINDS, colours, torch.Generator().manual_seed(5)),
+        torch.Generator().manual_seed(7),
+    )
     pictures = torch.empty((count, *shape))
-    for piece in pictures.split(AT_ONCE):  # views: filled in place
-        kinds = torch.randint(KINDS, (len(piece),), generator=generator)
-        whole = paint(recipes, kinds, side, generator, jitter=1.0, scene=0.0 if colours == 1 else 0.5)
+    for piece in pictures.split(SYNTHETIC_BATCH_SIZE):  # views: filled in place
+        kinds = torch.randint(NUM_SYNTHETIC_KINDS, (len(piece),), generator=generator)
+        whole = render_images(recipes, kinds, side, generator, jitter=1.0, scene=0.0 if colours == 1 else 0.5)
         piece.copy_(whole[..., top : top + height, left : left + width] * 2 - 1)
     return pictures
 
 
-def whitening(found: Tensor, power: float) -> tuple[Tensor, Tensor]:
+def fit_feature_whitening(found: Tensor, power: float) -> tuple[Tensor, Tensor]:
     """m [C, H, W] and M [C, C] from public features [n, C, H, W]: M (x - m) evens out how much directions vary.
 
     M = s cov^-power, with cov [C, C] the covariance of channels over pictures and positions, and s such that the sum
@@ -132,18 +139,18 @@ def whitening(found: Tensor, power: float) -> tuple[Tensor, Tensor]:
     """
     means = found.mean(dim=(0, 2, 3), keepdim=True, dtype=torch.float64)
     cov = torch.zeros(found.shape[1], found.shape[1], dtype=torch.float64)
-    for piece in found.split(AT_ONCE):  # in pieces: doubles of them all are gigabytes
+    for piece in found.split(SYNTHETIC_BATCH_SIZE):  # in pieces: doubles of them all are gigabytes
         flat = (piece - means).transpose(0, 1).flatten(1)
         cov += flat @ flat.T
     cov /= found.numel() / found.shape[1]
-    return found.mean(dim=0), whitens(cov, power, FLOOR)
+    return found.mean(dim=0), compute_whitening_matrix(cov, power, FEATURE_VARIANCE_FLOOR)
 
 
-def _all(
+def _compute_all_features(
     x: Tensor, settings: Data, device: torch.device, center: Tensor | None = None, mix: Tensor | None = None
 ) -> Tensor:
     """Features of all records in pieces, less `center` [C, H, W] and with channels mixed by `mix` [C, C], if given."""
-    make, step = FEATURES[settings.features], CHUNK.get(device.type, CHUNK["cuda"])
+    make, step = FEATURE_MAPS[settings.features], FEATURE_BATCH_SIZE.get(device.type, FEATURE_BATCH_SIZE["cuda"])
     found: Tensor | None = None
     for start in range(0, len(x), step):
         piece = x[start : start + step].to(device)

@@ -19,40 +19,45 @@ from torch import Tensor
 from fulcrum.errors import DataError
 
 J, L = 2, 8
-STRIDE = 2**J
+LOW_PASS_STRIDE = 2**J
 """Pixels between two readings of the low-pass; also the reflected border on every side."""
-CHANNELS = 1 + J * L + L * L
-SMALLEST = 8
-SIGMA, FREQUENCY, SLANT = 0.8, 3 * math.pi / 4, 4 / L
+SCATTERING_CHANNELS = 1 + J * L + L * L
+MIN_IMAGE_SIDE = 8
+MORLET_SIGMA, MORLET_FREQUENCY, MORLET_SLANT = 0.8, 3 * math.pi / 4, 4 / L
 """Of the finest wavelet: width of its envelope, its frequency, the envelope's narrowing along the wave."""
 
 
-def scatter(images: Tensor) -> Tensor:
+def compute_scattering(images: Tensor) -> Tensor:
     """[B, C, H, W] -> [B, 81 C, H/4, W/4], on the device of the images.
 
     Channels of one colour lie together: the low-pass, then 8 directions at each of 2 scales, then for each of 8
     directions of the finer scale 8 of the coarser one. H and W are multiples of 4, at least 8.
     """
-    if images.dim() != 4 or any(side % STRIDE or side < SMALLEST for side in images.shape[2:]):
+    if images.dim() != 4 or any(side % LOW_PASS_STRIDE or side < MIN_IMAGE_SIDE for side in images.shape[2:]):
         raise DataError(
-            f"scattering needs images [n, channels, height, width] whose sides are multiples of {STRIDE} and at least "
-            f"{SMALLEST}, not {list(images.shape)}; leave data.features at none."
+            "scattering needs images [n, channels, height, width] whose sides are multiples of "
+            f"{LOW_PASS_STRIDE} and at least "
+            f"{MIN_IMAGE_SIDE}, not {list(images.shape)}; leave data.features at none."
         )
     batch, colours, height, width = images.shape
-    bank = _bank(height, width, images.device)
-    x = torch.nn.functional.pad(images, (STRIDE,) * 4, mode="reflect").flatten(0, 1)  # [B C, M, N]
+    bank = _get_filter_bank(height, width, images.device)
+    x = torch.nn.functional.pad(images, (LOW_PASS_STRIDE,) * 4, mode="reflect").flatten(0, 1)  # [B C, M, N]
     spectrum = torch.fft.fft2(x)[:, None]
     fine = torch.fft.ifft2(spectrum * bank.fine).abs()  # [B C, L, M, N]
-    coarse = torch.fft.ifft2(_halve(spectrum * bank.coarse)).abs()  # [B C, L, M/2, N/2]
+    coarse = torch.fft.ifft2(_downsample_spectrum(spectrum * bank.coarse)).abs()  # [B C, L, M/2, N/2]
     again = torch.fft.fft2(fine)
-    twice = [torch.fft.ifft2(_halve(again * wavelet)).abs() for wavelet in bank.coarse]  # a list spares memory
-    parts = [bank.smooth(x[:, None]), bank.smooth(fine), bank.smooth_half(coarse)]
-    second = torch.stack([bank.smooth_half(u) for u in twice], dim=2).flatten(1, 2)  # [B C, L L, H/4, W/4]
-    return torch.cat([*parts, second], dim=1).reshape(batch, colours * CHANNELS, height // STRIDE, width // STRIDE)
+    twice = [
+        torch.fft.ifft2(_downsample_spectrum(again * wavelet)).abs() for wavelet in bank.coarse
+    ]  # a list spares memory
+    parts = [bank.apply_low_pass(x[:, None]), bank.apply_low_pass(fine), bank.apply_half_low_pass(coarse)]
+    second = torch.stack([bank.apply_half_low_pass(u) for u in twice], dim=2).flatten(1, 2)  # [B C, L L, H/4, W/4]
+    return torch.cat([*parts, second], dim=1).reshape(
+        batch, colours * SCATTERING_CHANNELS, height // LOW_PASS_STRIDE, width // LOW_PASS_STRIDE
+    )
 
 
 @dataclass(frozen=True)
-class _Bank:
+class _FilterBank:
     """Filters for one size of image, on one device. fine, coarse: [L, M, N], wavelets as the Fourier plane has them.
 
     down and across: the low-pass read at every fourth pixel inside the border, as matrices [H/4, M] and [W/4, N];
@@ -66,58 +71,60 @@ class _Bank:
     down_half: Tensor
     across_half: Tensor
 
-    def smooth(self, u: Tensor) -> Tensor:
+    def apply_low_pass(self, u: Tensor) -> Tensor:
         """[..., M, N] -> [..., H/4, W/4]"""
         return self.down @ u @ self.across.T
 
-    def smooth_half(self, u: Tensor) -> Tensor:
+    def apply_half_low_pass(self, u: Tensor) -> Tensor:
         """[..., M/2, N/2] -> [..., H/4, W/4]"""
         return self.down_half @ u @ self.across_half.T
 
 
-_banks: dict[tuple[int, int, str], _Bank] = {}
+_filter_banks: dict[tuple[int, int, str], _FilterBank] = {}
 
 
-def _bank(height: int, width: int, device: torch.device) -> _Bank:
+def _get_filter_bank(height: int, width: int, device: torch.device) -> _FilterBank:
     key = (height, width, str(device))
-    if key not in _banks:
-        M, N = height + 2 * STRIDE, width + 2 * STRIDE
+    if key not in _filter_banks:
+        M, N = height + 2 * LOW_PASS_STRIDE, width + 2 * LOW_PASS_STRIDE
         angles = [(L // 2 - 1 - n) * math.pi / L for n in range(L)]
-        wavelets = [np.stack([_morlet(M, N, angle, scale) for angle in angles]) for scale in range(J)]
-        lows = [_low_pass(side, half) for half in (False, True) for side in (M, N)]
+        wavelets = [np.stack([_make_morlet_wavelet(M, N, angle, scale) for angle in angles]) for scale in range(J)]
+        lows = [_make_low_pass_matrix(side, half) for half in (False, True) for side in (M, N)]
         tensors = [torch.from_numpy(part.astype(np.float32)).to(device) for part in (*wavelets, *lows)]
-        _banks[key] = _Bank(*tensors)
-    return _banks[key]
+        _filter_banks[key] = _FilterBank(*tensors)
+    return _filter_banks[key]
 
 
-def _morlet(M: int, N: int, angle: float, scale: int) -> npt.NDArray[np.float64]:
+def _make_morlet_wavelet(M: int, N: int, angle: float, scale: int) -> npt.NDArray[np.float64]:
     """A Morlet wavelet in the Fourier plane [M, N]: real, and zero at frequency zero."""
     # Sum over neighbouring periods: the image repeats, so the filter does.
     y, x = np.meshgrid(np.arange(-2 * M, 3 * M), np.arange(-2 * N, 3 * N), indexing="ij")
     along, beside = y * math.cos(angle) + x * math.sin(angle), x * math.cos(angle) - y * math.sin(angle)
-    width = SIGMA * 2**scale
-    envelope = np.exp(-(along**2 + (SLANT * beside) ** 2) / (2 * width**2)) * SLANT / (2 * math.pi * width**2)
-    wave = envelope * np.exp(1j * FREQUENCY / 2**scale * along)
+    width = MORLET_SIGMA * 2**scale
+    envelope = (
+        np.exp(-(along**2 + (MORLET_SLANT * beside) ** 2) / (2 * width**2)) * MORLET_SLANT / (2 * math.pi * width**2)
+    )
+    wave = envelope * np.exp(1j * MORLET_FREQUENCY / 2**scale * along)
     envelope, wave = (part.reshape(5, M, 5, N).sum(axis=(0, 2)) for part in (envelope, wave))
     wave = wave - wave.sum() / envelope.sum() * envelope
     return np.asarray(np.fft.fft2(wave).real)
 
 
-def _low_pass(side: int, half: bool) -> npt.NDArray[np.float64]:
+def _make_low_pass_matrix(side: int, half: bool) -> npt.NDArray[np.float64]:
     """The Gaussian of the coarsest scale as a matrix [side/4 - 2, side], or [side/4 - 2, side/2] on halved grids."""
-    width = SIGMA * 2 ** (J - 1)
+    width = MORLET_SIGMA * 2 ** (J - 1)
     place = np.arange(-2 * side, 3 * side)
     bell = np.exp(-(place**2) / (2 * width**2)) / (math.sqrt(2 * math.pi) * width)
     bell = bell.reshape(5, side).sum(axis=0)
     if half:  # its low frequencies, which are nearly all it has
         bell = np.fft.ifft(np.fft.ifftshift(np.fft.fftshift(np.fft.fft(bell))[side // 4 : -(side // 4)])).real
-    step = STRIDE // 2 if half else STRIDE
+    step = LOW_PASS_STRIDE // 2 if half else LOW_PASS_STRIDE
     # The first and the last reading lie in the border.
-    readings = step * np.arange(1, side // STRIDE - 1)
+    readings = step * np.arange(1, side // LOW_PASS_STRIDE - 1)
     return np.asarray(bell[(readings[:, None] - np.arange(len(bell))) % len(bell)])
 
 
-def _halve(spectrum: Tensor) -> Tensor:
+def _downsample_spectrum(spectrum: Tensor) -> Tensor:
     """Every second pixel of [..., M, N], in the Fourier plane: [..., M/2, N/2]."""
     M, N = spectrum.shape[-2:]
     folded = spectrum.reshape(*spectrum.shape[:-2], 2, M // 2, 2, N // 2)

@@ -18,24 +18,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fulcrum.data.dataset import Dataset, recheck
-from fulcrum.data.sources.named import digits, known
-from fulcrum.data.sources.own import dataset_from_mapping, find_file, read_npz, require
-from fulcrum.data.sources.public.registry import KNOWN
+from fulcrum.data.sources.named import load_public_dataset, load_sklearn_digits
+from fulcrum.data.sources.own import dataset_from_mapping, find_file, read_npz, require_records
+from fulcrum.data.sources.public.registry import PUBLIC_DATASETS
 from fulcrum.errors import DataError, FulcrumError
 from fulcrum.settings.registry import Registry, call_with_offers, current_folder_importable, suggest_nearest
 from fulcrum.settings.schema import TaskSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
-Reader = Callable[..., Dataset | Mapping[str, Any]]
+SourceReader = Callable[..., Dataset | Mapping[str, Any]]
 """Gives a Dataset, or a dict of arrays with the keys of an .npz file. It is called with those of `source`, `path` (of
 a file), `folder`, `seed` and `task` that it has as parameters."""
 
-SOURCES: Registry[Reader] = Registry("data.source", noun="function", entry_points="fulcrum.sources", error=DataError)
+SOURCES: Registry[SourceReader] = Registry(
+    "data.source", noun="function", entry_points="fulcrum.sources", error=DataError
+)
 """Readers by name ("mnist") or by the ending of a file (".npz")."""
-SOURCES.add("digits", digits)
-for _name in KNOWN:
-    SOURCES.add(_name, partial(known, _name))
-CHECKED = tuple(SOURCES.values())
+SOURCES.add("digits", load_sklearn_digits)
+for _name in PUBLIC_DATASETS:
+    SOURCES.add(_name, partial(load_public_dataset, _name))
+CHECKED_READERS = tuple(SOURCES.values())
 """Readers whose data sets need no second check."""
 SOURCES.add(".npz", read_npz)
 
@@ -75,8 +77,8 @@ def load(
             words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise DataError(f"data.source = {source!r}: the function failed ({words}).") from error
     if isinstance(found, Dataset):
-        ready = reader in CHECKED and wanted == TaskSettings()
-        return require(found if ready else recheck(found, source, wanted), need)
+        ready = reader in CHECKED_READERS and wanted == TaskSettings()
+        return require_records(found if ready else recheck(found, source, wanted), need)
     if isinstance(found, Mapping):
         where, name = (str(path), path.name) if path else (f"what {source} returned", source)
         return dataset_from_mapping(found, where, name, wanted, need)
@@ -86,7 +88,7 @@ def load(
     )
 
 
-def _find_reader(source: str, folder: str) -> tuple[Reader, Path | None]:
+def _find_reader(source: str, folder: str) -> tuple[SourceReader, Path | None]:
     """The reader of a source, and the path of the file where the source is one."""
     names = SOURCES.names()
     if source in names:

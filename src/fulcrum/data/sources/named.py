@@ -13,11 +13,11 @@ from fulcrum.data.sources.public import registry
 from fulcrum.data.tasks.builtin import Array
 from fulcrum.errors import DataError
 
-DIGITS_DIGEST = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
+DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
 """SHA-256 of scikit-learn's 1,797 images and labels, as bytes."""
 
 
-def scaled(values: Array, top: float) -> Tensor:
+def scale_pixels(values: Array, top: float) -> Tensor:
     """Whole numbers 0..top as float32 in [-1, 1]: (v/top - 0.5)/0.5. `top` is a public constant."""
     return torch.from_numpy(values.astype(np.float32)).div_(top).sub_(0.5).div_(0.5)
 
@@ -32,11 +32,11 @@ def read_digits() -> tuple[Array, Array, bool]:
         ) from (error)
     images, labels = load_digits(return_X_y=True)
     images, labels = images.astype(np.uint8).reshape(-1, 8, 8), labels.astype(np.uint8)
-    public = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() == DIGITS_DIGEST
+    public = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest() == DIGITS_SHA256
     return images, labels, public
 
 
-def digits() -> Dataset:
+def load_sklearn_digits() -> Dataset:
     """scikit-learn's digits: x [1437, 1, 8, 8], x_test [360, 1, 8, 8].
 
     The test set is every fifth image of the file sorted by class (in file order within a class): the
@@ -46,27 +46,27 @@ def digits() -> Dataset:
     by_class = np.argsort(labels, kind="stable")
     test = np.zeros(len(labels), dtype=bool)
     test[by_class[::5]] = True
-    x = scaled(images[:, None], 16.0)
+    x = scale_pixels(images[:, None], 16.0)
     y = labels.astype(np.int64)
     note = () if public else ("scikit-learn's digits are not the public ones; its version may have changed them.",)
     held = torch.from_numpy(test)
     return from_arrays(x[~held], y[~test], x[held], y[test], name="digits", classes=10, warnings=note)
 
 
-def known(name: str, folder: str = "") -> Dataset:
+def load_public_dataset(name: str, folder: str = "") -> Dataset:
     """A data set of the registry, from the first folder that holds all its files.
 
     Images are channels first, [n, 1, 28, 28] or [n, 3, 32, 32], with bytes scaled to (v/255 - 0.5)/0.5.
     """
-    entry = registry.KNOWN[name]
-    place = registry.require(entry, folder)
+    entry = registry.PUBLIC_DATASETS[name]
+    place = registry.require_dataset(entry, folder)
     arrays: dict[bool, list[Array]] = {False: [], True: []}  # test file or not -> images, labels, images, labels ...
     changed = []
     for file in entry.files:
-        path = registry.file_path(entry, file, place)
+        path = registry.find_data_file(entry, file, place)
         if path is None:
             raise DataError(f"{place / file.name} has disappeared; run `fulcrum data fetch {name}`.")
-        parts, public = registry.read(entry, file, path)
+        parts, public = registry.read_data_file(entry, file, path)
         arrays[file.name in entry.test_files] += parts
         if not public:
             changed.append(path.name)
@@ -80,9 +80,9 @@ def known(name: str, folder: str = "") -> Dataset:
         "those of a changed copy."
     )
     return from_arrays(
-        scaled(_images(x), 255.0),
+        scale_pixels(_to_channels_first(x), 255.0),
         y.astype(np.int64),
-        scaled(_images(x_test), 255.0),
+        scale_pixels(_to_channels_first(x_test), 255.0),
         y_test.astype(np.int64),
         name=name,
         classes=entry.classes,
@@ -90,6 +90,6 @@ def known(name: str, folder: str = "") -> Dataset:
     )
 
 
-def _images(values: Array) -> Array:
+def _to_channels_first(values: Array) -> Array:
     """Channels first: grey images get their channel, CIFAR's rows are already ordered by channel."""
     return values[:, None] if values.ndim == 3 else values.reshape(-1, 3, 32, 32)

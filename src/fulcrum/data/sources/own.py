@@ -16,9 +16,9 @@ from fulcrum.errors import DataError
 from fulcrum.settings.registry import suggest_nearest
 from fulcrum.settings.schema import TaskSettings
 
-RECORDS = ("x", "y", "x_test", "y_test")
-OPTIONAL = ("person", "party", "party_names", "party_test", "classes")
-MISSING = {
+RECORD_ARRAYS = ("x", "y", "x_test", "y_test")
+OPTIONAL_ARRAYS = ("person", "party", "party_names", "party_test", "classes")
+MISSING_RECORDS_ADVICE = {
     "train": "has no training records; add x and y.",
     "test": "has no test set; add x_test and y_test, public records to evaluate on.",
 }
@@ -36,7 +36,7 @@ def read_npz(path: Path) -> dict[str, Any]:
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise DataError(f"{path} holds a single array; save x, y, x_test and y_test with numpy.savez.")
-            return {key: _member(archive, key, path) for key in archive.files}
+            return {key: _read_npz_array(archive, key, path) for key in archive.files}
     except (zipfile.BadZipFile, ValueError, EOFError) as error:
         raise DataError(f"{path} is not a readable .npz file: {error}.") from error
     except OSError as error:
@@ -59,7 +59,7 @@ def dataset_from_mapping(
     """A Dataset from arrays by name (see `read_npz`); where: what error sentences call the place they come from."""
     arrays = _join_inputs(given, where)
     # Unknown keys are refused, not ignored: "persons" for "person" would silently protect the wrong unit.
-    unknown = [key for key in arrays if key not in RECORDS + OPTIONAL]
+    unknown = [key for key in arrays if key not in RECORD_ARRAYS + OPTIONAL_ARRAYS]
     for part, (x, y) in {"train": ("x", "y"), "test": ("x_test", "y_test")}.items():
         # The targets of a next-token task follow from its inputs.
         wanted = (x,) if task.name == "next-token" else (x, y)
@@ -69,26 +69,26 @@ def dataset_from_mapping(
             got = ", ".join(map(str, given))
             raise DataError(f"{where} lacks {', '.join(missing)}; it holds {got}, and {x} and {y} go together.")
         if missing and part in need and not unknown:
-            raise DataError(f"{where} {MISSING[part]}")
+            raise DataError(f"{where} {MISSING_RECORDS_ADVICE[part]}")
     if unknown:
-        tail = suggest_nearest(unknown[0], [*RECORDS, *OPTIONAL])
+        tail = suggest_nearest(unknown[0], [*RECORD_ARRAYS, *OPTIONAL_ARRAYS])
         raise DataError(f"{where} holds {unknown[0]!r}, which has no meaning here; {tail}")
-    options: dict[str, Any] = {key: arrays[key] for key in OPTIONAL if key in arrays}
+    options: dict[str, Any] = {key: arrays[key] for key in OPTIONAL_ARRAYS if key in arrays}
     if "classes" in options:
-        options["classes"] = _whole(options["classes"], where)
+        options["classes"] = _parse_class_count(options["classes"], where)
     if "party_names" in options:
         options["party_names"] = tuple(str(item) for item in np.asarray(options["party_names"]).reshape(-1))
     try:
-        return from_arrays(*(arrays.get(key) for key in RECORDS), name=name, task=task, **options)
+        return from_arrays(*(arrays.get(key) for key in RECORD_ARRAYS), name=name, task=task, **options)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
 
 
-def require(data: Dataset, need: Sequence[str]) -> Dataset:
+def require_records(data: Dataset, need: Sequence[str]) -> Dataset:
     """The data set, or a DataError where records that are needed are missing."""
     for part in need:
         if getattr(data, part) is None:
-            raise DataError(f"{data.name} {MISSING[part]}")
+            raise DataError(f"{data.name} {MISSING_RECORDS_ADVICE[part]}")
     return data
 
 
@@ -108,7 +108,7 @@ def _join_inputs(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return joined
 
 
-def _member(archive: Any, key: str, path: Path) -> Any:
+def _read_npz_array(archive: Any, key: str, path: Path) -> Any:
     try:
         return archive[key]
     except (ValueError, zlib.error, zipfile.BadZipFile, EOFError, KeyError, OSError) as error:
@@ -117,7 +117,7 @@ def _member(archive: Any, key: str, path: Path) -> Any:
         raise DataError(f"{path} is corrupt: {key} cannot be read ({error}).") from error
 
 
-def _whole(value: Any, where: str) -> int:
+def _parse_class_count(value: Any, where: str) -> int:
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "iu":
         raise DataError(f"{where}: classes must be one whole number.")

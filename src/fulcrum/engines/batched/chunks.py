@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fulcrum.engines.stacked.core import Core
+from fulcrum.engines.stacked.core import StackedCore
 
 ROOM = 5.0
 """Standard deviations above the mean number of chunks for which there is room: one step in four million needs more,
@@ -98,13 +98,13 @@ def add_up(chunks: Chunks, values: Tensor) -> Tensor:
     return sums[:-1]  # the last is of the chunks that nobody filled
 
 
-def weights_cost(core: Core) -> float:
+def weights_cost(core: StackedCore) -> float:
     """What a set of weights costs, in examples: it is read and written about as often as activations are, twice."""
     dim, program = core.problem.layout.dim, core.program
     return max(8.0, 2 * dim / (program.elements if program else 4 * dim))
 
 
-def look_back(core: Core, most: Tensor, finite: Tensor) -> tuple[int, bool]:
+def look_back(core: StackedCore, most: Tensor, finite: Tensor) -> tuple[int, bool]:
     """Waits for the device: the most places that were needed since the last look, and whether to repeat carefully.
 
     Both notes are made blank.

@@ -20,11 +20,11 @@ from fulcrum.engines.batched.chunks import BURST, Units, choose, chunked, fill, 
 from fulcrum.engines.batched.jobs import Round, draw_cohorts, make_table
 from fulcrum.engines.batched.noise_at import NoiseAtParties, NoiseAtServer
 from fulcrum.engines.batched.server import Server
-from fulcrum.engines.stacked.core import Tasks, clipped_sums
-from fulcrum.engines.stacked.draws import Draws
-from fulcrum.engines.stacked.replay import Replayer
+from fulcrum.engines.stacked.core import StackedTasks, compute_clipped_sums
+from fulcrum.engines.stacked.draws import RandomDraws
+from fulcrum.engines.stacked.replay import GraphReplayer
 from fulcrum.engines.stacked.rules import StackedRule
-from fulcrum.engines.stacked.sampling import at
+from fulcrum.engines.stacked.sampling import select_row_on_device
 from fulcrum.settings.derived import local_steps
 
 BUDGET = {"cpu": 256 * 2**20, "cuda": 2**30}
@@ -41,7 +41,9 @@ def suits(server: Server) -> bool:
     if rule.where != "server" or rule.when != "round" or not rule.sound:
         return False
     if server.federations[0].plan.central:
-        return StackedRule(rule).stacks(server.rule_state, server.core.problem.layout.dim, server.t, server.rounds)
+        return StackedRule(rule).can_be_stacked(
+            server.rule_state, server.core.problem.layout.dim, server.t, server.rounds
+        )
     if server.core.rule.looped:
         return False
     for federation in server.federations:
@@ -57,10 +59,10 @@ class JobRounds:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.core, self.device = server.core, server.device
-        self.replayer = Replayer(self.core)
+        self.replayer = GraphReplayer(self.core)
         self.steps = local_steps(server.federations[0].settings.train)
         self.sources = [federation.problem.randomness for federation in server.federations]
-        self.draws = Draws(self.device, self.sources)
+        self.draws = RandomDraws(self.device, self.sources)
         self.burst = BURST if self.draws.on_device else 1  # numbers of the host are kept for one round only
         allowed = max(1, BUDGET.get(self.device.type, BUDGET["cuda"]) // (4 * self.core.problem.layout.dim))
         self.noise: NoiseAtServer | NoiseAtParties
@@ -102,8 +104,8 @@ class JobRounds:
 
     def play(self, t: int) -> None:
         """Queues round t; nothing is read back."""
-        noise, run = self.noise, self.replayer.change
-        self.draws.begin(t)
+        noise, run = self.noise, self.replayer.run_in_place
+        self.draws.begin_round(t)
         for value in (*noise.totals, self.group):
             value.zero_()
         for group in range(self.table.groups_of[t]):
@@ -150,8 +152,8 @@ class JobRounds:
         """Which parties the jobs of this group are, their weights, and their examples."""
         server, units, parties, table = self.server, self.units, self.parties, self.table
         row = self.group if table.steady else server.t * table.groups + self.group
-        self.client.copy_(at(self.party_of, row))
-        self.weight.copy_(at(self.weight_of, row))
+        self.client.copy_(select_row_on_device(self.party_of, row))
+        self.weight.copy_(select_row_on_device(self.weight_of, row))
         torch.index_select(server.theta, 0, self._runs(), out=self.theta)
         for value in self.noise.by_job:
             value.zero_()
@@ -174,10 +176,10 @@ class JobRounds:
         run = self._runs()
         batch = (self._of_jobs(parties.rate) * self._of_jobs(parties.size)).float()
         batch = batch.masked_fill(batch == 0, 1)
-        lr = at(server.lr, server.t).index_select(0, run)
+        lr = select_row_on_device(server.lr, server.t).index_select(0, run)
         chunks = chunked(self.units, self.uniforms, self.count, self.length)
         owner = chunks.owner
-        tasks = Tasks(
+        tasks = StackedTasks(
             self.theta.index_select(0, owner),
             chunks.rows[:, None],
             chunks.mask[:, None],
@@ -188,7 +190,7 @@ class JobRounds:
             server.t,
             server.rounds,
         )
-        found = clipped_sums(self.core, tasks)
+        found = compute_clipped_sums(self.core, tasks)
         gradient = self.noise.step(found, chunks, self.client, batch)
         if self.decays:
             gradient.add_(server.weight_decay.index_select(0, run)[:, None] * self.theta)

@@ -14,12 +14,12 @@ from torch import Tensor
 from fulcrum.engines.batched.chunks import Chunks, add_up
 from fulcrum.engines.batched.jobs import JobTable, client_terms
 from fulcrum.engines.batched.server import Server, server_sigma
-from fulcrum.engines.stacked.core import Sums
-from fulcrum.engines.stacked.draws import Draws
-from fulcrum.engines.stacked.rules import Stacked, StackedRule
-from fulcrum.engines.stacked.sampling import at
-from fulcrum.engines.stacked.step import Numbers, noised
-from fulcrum.engines.stacked.trainer import extra_width
+from fulcrum.engines.stacked.core import ClippedSums
+from fulcrum.engines.stacked.draws import RandomDraws
+from fulcrum.engines.stacked.rules import StackedRule, StackedState
+from fulcrum.engines.stacked.sampling import select_row_on_device
+from fulcrum.engines.stacked.step import StepTerms, add_noise_and_average
+from fulcrum.engines.stacked.trainer import probe_statistics_width
 from fulcrum.errors import BudgetError
 from fulcrum.privacy.mechanism import NoiseMultipliers, Scales, add_noise, scale_noise, scales
 from fulcrum.training.problem import coordinate_groups
@@ -52,7 +52,7 @@ class NoiseAtParties:
         self._tables()
         view, _ = self.core.rule.view(server.rule_state, 0, server.rounds)
         runs, dim = server.theta.shape
-        self.width = extra_width(self.core, server.rule_state, 0, server.rounds)
+        self.width = probe_statistics_width(self.core, server.rule_state, 0, server.rounds)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, device=server.device)
@@ -88,7 +88,7 @@ class NoiseAtParties:
 
     # --- random numbers ------------------------------------------------------------------------
 
-    def draw_step(self, draws: Draws, t: int, group: int, step: int) -> None:
+    def draw_step(self, draws: RandomDraws, t: int, group: int, step: int) -> None:
         """The noise of a local step, from each party's own streams, standard normal."""
         sigma = self.host_sigma[0 if len(self.host_sigma) == 1 else t]
 
@@ -106,16 +106,16 @@ class NoiseAtParties:
         if self.noisy:
             draws.fill([self.noise, self.noise_extra], ("noise", group, step), from_streams)
 
-    def draw_round(self, draws: Draws, t: int) -> None:
+    def draw_round(self, draws: RandomDraws, t: int) -> None:
         """The server adds no noise."""
 
     # --- parts of the programs -----------------------------------------------------------------
 
     def _now(self, table: Tensor) -> Tensor:
         """This round's row of a table."""
-        return at(table, torch.zeros_like(self.server.t) if len(table) == 1 else self.server.t)
+        return select_row_on_device(table, torch.zeros_like(self.server.t) if len(table) == 1 else self.server.t)
 
-    def clip_state(self, run: Tensor) -> Stacked:
+    def clip_state(self, run: Tensor) -> StackedState:
         """The rule's state of each chunk, from the chunk's run."""
         return {name: value.index_select(0, run) for name, value in self.server.rule_state.items()}
 
@@ -123,11 +123,11 @@ class NoiseAtParties:
         """The noise multiplier of each job [J]."""
         return self._now(self.sigma).index_select(0, client)
 
-    def step(self, found: Sums, chunks: Chunks, client: Tensor, batch: Tensor) -> Tensor:
+    def step(self, found: ClippedSums, chunks: Chunks, client: Tensor, batch: Tensor) -> Tensor:
         """What the parties release of a step: the noised mean gradients [J, d]; statistics are added up."""
         server = self.server
         number = server.t * self.steps + self.step_number
-        terms: Numbers = {
+        terms: StepTerms = {
             "batch": batch,
             "noise": self._now(self.noise_scale).index_select(0, client),
             "noise_extra": self._now(self.extra_scale).index_select(0, client),
@@ -142,7 +142,7 @@ class NoiseAtParties:
             extra_bound=found.extra_bound.index_select(0, first),
         )
         view, _ = self.core.rule.view(server.rule_state, server.t, server.rounds)
-        gradient, extra = noised(sums, terms, self.noise, self.noise_extra, view)
+        gradient, extra = add_noise_and_average(sums, terms, self.noise, self.noise_extra, view)
         self.extra.add_(extra)
         self.asked.add_(terms["asked"])
         self.step_number.add_(1)
@@ -161,7 +161,7 @@ class NoiseAtParties:
         """The rules and the server optimisers, in place."""
         server, state = self.server, self.server.rule_state
         extra, asked, steps = self.statistics[:, :-2], self.statistics[:, -2], self.statistics[:, -1]
-        lr, noise = at(server.lr, server.t), at(server.noise, server.t)
+        lr, noise = select_row_on_device(server.lr, server.t), select_row_on_device(server.noise, server.t)
         C = state["C"].clone()
         update, after = self.core.rule.adapt(state, self.sum, extra, lr, steps, server.t, server.rounds, noise, asked)
         server.move(update, after, C)
@@ -178,7 +178,7 @@ class NoiseAtServer:
         self.divisor = divisor.to(server.device)
         self._tables()
         runs, dim = server.theta.shape
-        self.width = extra_width(replace(self.core, rule=self.rule), server.rule_state, 0, server.rounds)
+        self.width = probe_statistics_width(replace(self.core, rule=self.rule), server.rule_state, 0, server.rounds)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, device=server.device)
@@ -208,10 +208,10 @@ class NoiseAtServer:
 
     # --- random numbers ------------------------------------------------------------------------
 
-    def draw_step(self, draws: Draws, t: int, group: int, step: int) -> None:
+    def draw_step(self, draws: RandomDraws, t: int, group: int, step: int) -> None:
         """Local steps are not noised."""
 
-    def draw_round(self, draws: Draws, t: int) -> None:
+    def draw_round(self, draws: RandomDraws, t: int) -> None:
         """The servers' noise, standard normal."""
 
         def from_streams() -> list[Tensor]:
@@ -229,7 +229,7 @@ class NoiseAtServer:
 
     # --- parts of the programs -----------------------------------------------------------------
 
-    def clip_state(self, run: Tensor) -> Stacked:
+    def clip_state(self, run: Tensor) -> StackedState:
         """The parties clip nothing: each chunk has a C that is never reached."""
         return {"C": torch.full((len(run), 1), torch.inf, device=run.device)}
 
@@ -237,7 +237,7 @@ class NoiseAtServer:
         """No noise in the steps of any job [J]."""
         return torch.zeros(len(client), device=client.device)
 
-    def step(self, found: Sums, chunks: Chunks, client: Tensor, batch: Tensor) -> Tensor:
+    def step(self, found: ClippedSums, chunks: Chunks, client: Tensor, batch: Tensor) -> Tensor:
         """The plain mean gradients [J, d]."""
         return add_up(chunks, found.sum).div_(batch[:, None])
 
@@ -265,7 +265,7 @@ class NoiseAtServer:
         dots = None
         if direction is not None:
             dots = by_run((gradients * direction.index_select(0, run)).sum(dim=1))
-        sigma, ones = at(self.sigma, server.t), torch.ones_like(self.cohort)
+        sigma, ones = select_row_on_device(self.sigma, server.t), torch.ones_like(self.cohort)
         decided = self.rule.clip(state, by_run(norms), mask, dots, None, sigma, self.cohort, ones)
         factors, again, extra, _, C, bound = decided
 
@@ -296,10 +296,12 @@ class NoiseAtServer:
     def end(self) -> None:
         """The means, their noise, the rules and the server optimisers, in place: one step at learning rate 1."""
         server, t = self.server, self.server.t
-        multipliers = NoiseMultipliers(at(self.noise_scale, t), at(self.extra_scale, t))
+        multipliers = NoiseMultipliers(
+            select_row_on_device(self.noise_scale, t), select_row_on_device(self.extra_scale, t)
+        )
         scale = scale_noise(Bounds(self.C, self.bound), multipliers)
         mean, extra, _ = add_noise(
-            self.sum / at(self.divisor, t)[:, None],
+            self.sum / select_row_on_device(self.divisor, t)[:, None],
             self.extra / self.cohort[:, None],
             scale,
             (self.noise, self.noise_extra),
@@ -307,6 +309,6 @@ class NoiseAtServer:
         )
         C, ones = server.rule_state["C"].clone(), torch.ones_like(self.cohort)
         update, after = self.rule.adapt(
-            server.rule_state, -mean, extra, ones, ones, t, server.rounds, at(server.noise, t)
+            server.rule_state, -mean, extra, ones, ones, t, server.rounds, select_row_on_device(server.noise, t)
         )
         server.move(update, after, C)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fulcrum.engines.batched.server import Server
-from fulcrum.engines.stacked.rules import Stacked
-from fulcrum.engines.stacked.trainer import Job, Part, Trainer
+from fulcrum.engines.stacked.rules import StackedState
+from fulcrum.engines.stacked.trainer import BucketResult, ClientJob, StackedTrainer
 from fulcrum.settings.derived import learning_rate
 
 
@@ -21,11 +21,11 @@ class PerJobRounds:
     def __init__(self, server: Server) -> None:
         self.server, self.device = server, server.device
         problems = [federation.problem for federation in server.federations]
-        self.trainer = Trainer(server.core, torch.cat([p.partition.order for p in problems]))
+        self.trainer = StackedTrainer(server.core, torch.cat([p.partition.order for p in problems]))
         self.replayer = self.trainer.replayer
         self.parties = max(p.partition.parties for p in problems)
         self.own = server.core.problem.rule.where == "client"
-        self.states: Stacked = {}
+        self.states: StackedState = {}
         if self.own:  # [R * K, ...]
             self.states = {
                 name: value.repeat_interleave(self.parties, dim=0) for name, value in server.rule_state.items()
@@ -46,7 +46,7 @@ class PerJobRounds:
         if self.own:
             C = _mean_by(runs, self.states["C"][clients], len(C))
 
-        def states(members: list[int]) -> Stacked:
+        def states(members: list[int]) -> StackedState:
             chosen = index[torch.tensor(members, device=self.device)]
             return {name: value[chosen] for name, value in source.items()}
 
@@ -67,7 +67,7 @@ class PerJobRounds:
             update, after = server.core.rule.adapt(after, aggregate, extra, lr, steps, t, server.rounds, noise, asked)
         server.move(update, after, C)
 
-    def _jobs(self, t: int) -> tuple[list[Job], list[float]]:
+    def _jobs(self, t: int) -> tuple[list[ClientJob], list[float]]:
         jobs, weights, offset = [], [], 0
         for r, federation in enumerate(self.server.federations):
             problem, train = federation.problem, federation.settings.train
@@ -75,19 +75,19 @@ class PerJobRounds:
             for k in self.server.participants[r][t]:
                 start, size = offset + int(starts[k]), int(starts[k + 1] - starts[k])
                 task = federation.plan.assignment(k, t, lr)
-                jobs.append(Job(task, start, size, r, problem.randomness, train.weight_decay))
+                jobs.append(ClientJob(task, start, size, r, problem.randomness, train.weight_decay))
             weights += self.server.weights(r, t)
             offset += len(problem.partition.order)
         return jobs, weights
 
-    def _noise(self, job: Job, t: int) -> float:
+    def _noise(self, job: ClientJob, t: int) -> float:
         """The noise in a job's own update, as `Released` has it."""
         plan = self.server.federations[job.run].plan
         return plan.step_noise(job.task.client, t) / math.sqrt(job.task.steps)
 
     def _adapt_clients(
         self,
-        parts: list[Part],
+        parts: list[BucketResult],
         clients: Tensor,
         deltas: Tensor,
         extras: Tensor,

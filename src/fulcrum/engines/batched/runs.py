@@ -22,7 +22,7 @@ from fulcrum.engines.batched.per_job import PerJobRounds
 from fulcrum.engines.batched.server import Server
 from fulcrum.engines.batched.single_step import SingleStepRounds
 from fulcrum.engines.batched.stacking import can_stack, federation_key
-from fulcrum.engines.stacked import find_core
+from fulcrum.engines.stacked import build_stacked_core
 from fulcrum.errors import ConfigError
 from fulcrum.settings.derived import local_steps
 from fulcrum.training.client_level import local_problem
@@ -110,13 +110,13 @@ def _make(federations: Sequence[Federation], members: list[int], rows_limit: int
     first = mine[0]
     core = None
     if can_stack(first.settings, first.problem.rule):
-        core, _ = find_core(local_problem(first.problem), rows_limit)
+        core, _ = build_stacked_core(local_problem(first.problem), rows_limit)
     if core is None:
         return SeparateRuns(members, mine)
     server = Server(mine, core)
     central, rule = bool(first.plan.central), core.problem.rule
     one_step = not central and rule.where == "server" and rule.sound and local_steps(first.settings.train) == 1
-    if one_step and core.rule.stacks(server.rule_state, core.problem.layout.dim, server.t, server.rounds):
+    if one_step and core.rule.can_be_stacked(server.rule_state, core.problem.layout.dim, server.t, server.rounds):
         return StackedRuns(members, server, SingleStepRounds(server))
     if suits(server):
         return StackedRuns(members, server, JobRounds(server))

@@ -13,11 +13,11 @@ from torch.func import vmap
 from fulcrum.data.records import Inputs, map_inputs
 from fulcrum.data.tasks import merge_sums
 from fulcrum.engines.batched.stacking import server_numbers, shared_train
-from fulcrum.engines.stacked.core import Core
-from fulcrum.engines.stacked.rules import Stacked, stack_states
-from fulcrum.engines.stacked.sampling import at
-from fulcrum.engines.stacked.table import resident
-from fulcrum.gradients.stacked.passes import forward, functional_outputs, unpack
+from fulcrum.engines.stacked.core import StackedCore
+from fulcrum.engines.stacked.rules import StackedState, stack_states
+from fulcrum.engines.stacked.sampling import select_row_on_device
+from fulcrum.engines.stacked.table import get_resident_examples
+from fulcrum.gradients.stacked.passes import forward_stacked, functional_outputs, unflatten_stacked
 from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import learning_rate
 from fulcrum.settings.schema import Train
@@ -53,7 +53,7 @@ class Server:
     host but random numbers.
     """
 
-    def __init__(self, federations: Sequence[Federation], core: Core) -> None:
+    def __init__(self, federations: Sequence[Federation], core: StackedCore) -> None:
         self.federations = federations
         self.core = core
         self.device = core.problem.device
@@ -86,7 +86,7 @@ class Server:
         shape = (self.rounds, len(federations), len(self.metrics))
         self.log_metrics = torch.full(shape, torch.nan, device=self.device)
         if data.test is not None:
-            self.test, self.test_targets = resident(data, "x_test", core.program, self.device)
+            self.test, self.test_targets = get_resident_examples(data, "x_test", core.program, self.device)
 
     def _table(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.float32).to(self.device)
@@ -113,27 +113,27 @@ class Server:
         units = [federation.plan.units(k) for k in here]
         return client_weights(units, federation.settings.train.weights).tolist()
 
-    def move(self, update: Tensor, rule_state: Stacked, C: Tensor) -> None:
+    def move(self, update: Tensor, rule_state: StackedState, C: Tensor) -> None:
         """Ends a round in place: update [R, d] through the server optimisers, the new rule states, the average.
 
         C [R, G] is what the round used. Runs in which nobody took part stand still.
         """
         shared = shared_train(self.federations[0].settings.train)
 
-        def one(update: Tensor, state: Stacked, numbers: dict[str, Tensor]) -> tuple[Tensor, Stacked]:
+        def one(update: Tensor, state: StackedState, numbers: dict[str, Tensor]) -> tuple[Tensor, StackedState]:
             # Not a `Train`: a field of which each run has its own value, and which is no number, is missing here.
             change, after = self.kind.step(update, state, SimpleNamespace(**shared, **numbers))  # type: ignore[arg-type]
             return change, dict(after)
 
         change, server_state = vmap(one)(update, self.server_state, self.numbers)
-        active = at(self.active, self.t) > 0
+        active = select_row_on_device(self.active, self.t) > 0
         index = self.t[None]
         self.log_C.index_copy_(0, index, C[None])
         self._set(self.theta, self.theta + change, active)
         for held, new in ((self.server_state, server_state), (self.rule_state, rule_state)):
             for name, value in held.items():
                 self._set(value, new[name], active)
-        keep = at(self.average, self.t)[:, None]
+        keep = select_row_on_device(self.average, self.t)[:, None]
         self.averaged.copy_(keep * self.averaged + (1 - keep) * self.theta if self.averages else self.theta)
         self.t += 1
 
@@ -166,8 +166,8 @@ class Server:
         if self.core.program is None:
             return functional_outputs(self.core.problem.model, self.core.problem.layout, self.averaged, x)
         assert isinstance(x, Tensor)  # a hand-written program takes one input
-        weights = unpack(self.core.problem.layout, self.averaged)
-        return forward(self.core.program, weights, x, self.core.how, keep=False)[0].float()
+        weights = unflatten_stacked(self.core.problem.layout, self.averaged)
+        return forward_stacked(self.core.program, weights, x, self.core.how, keep=False)[0].float()
 
     def held(self) -> list[Tensor]:
         """All tensors that rounds change, for going back."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from fulcrum.engines.batched.chunks import BURST, look_back
 from fulcrum.engines.batched.server import Server
 from fulcrum.engines.stacked import sampling
-from fulcrum.engines.stacked.core import Tasks, clipped_sums
-from fulcrum.engines.stacked.draws import Draws
-from fulcrum.engines.stacked.replay import Replayer
-from fulcrum.engines.stacked.sampling import at, compact, round_up
-from fulcrum.engines.stacked.trainer import extra_width
+from fulcrum.engines.stacked.core import StackedTasks, compute_clipped_sums
+from fulcrum.engines.stacked.draws import RandomDraws
+from fulcrum.engines.stacked.replay import GraphReplayer
+from fulcrum.engines.stacked.sampling import compact_rows, round_up_to_multiple, select_row_on_device
+from fulcrum.engines.stacked.trainer import probe_statistics_width
 from fulcrum.privacy.mechanism import NoiseMultipliers, Scales, add_noise, scale_noise, scales
 from fulcrum.types import Assignment, Bounds
 
@@ -30,9 +30,9 @@ class SingleStepRounds:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.core, self.device = server.core, server.device
-        self.replayer = Replayer(self.core)
+        self.replayer = GraphReplayer(self.core)
         problems = [federation.problem for federation in server.federations]
-        self.draws = Draws(self.device, [p.randomness for p in problems])
+        self.draws = RandomDraws(self.device, [p.randomness for p in problems])
         self.burst = BURST if self.draws.on_device else 1  # numbers of the host are kept for one round only
         self.order = torch.stack([p.partition.order for p in problems]).to(self.device)  # [R, n]
         self.parties = max(p.partition.parties for p in problems)
@@ -41,7 +41,7 @@ class SingleStepRounds:
         self.owner = self.host_owner.to(self.device)
         self._scales: dict[tuple[float, float, float, int], Scales] = {}
         self._tables()
-        self.width = extra_width(self.core, server.rule_state, 0, server.rounds)
+        self.width = probe_statistics_width(self.core, server.rule_state, 0, server.rounds)
         runs, places = self.order.shape
         self.uniforms = torch.zeros((runs, places), dtype=torch.float64, device=self.device)
         self.noise = torch.zeros((runs, self.core.problem.layout.dim), device=self.device)
@@ -75,7 +75,7 @@ class SingleStepRounds:
                     extra[t, r, k] = scale.extra * share / batches[k]
                 units = sum(plan.units(k) for k in here)
                 mean = sum(batches[k] for k in here)
-                expected = max(expected, sampling.pad_for(units, mean / units) if here else 0)
+                expected = max(expected, sampling.compute_pad_size(units, mean / units) if here else 0)
         self.pad = max(8, int(expected))
         self.host_rate, self.host_noise, self.host_extra = rate, noise, extra
         self.rate, self.weight = rate.to(self.device), weight.float().to(self.device)
@@ -96,13 +96,13 @@ class SingleStepRounds:
 
     def play(self, t: int) -> None:
         """Queues round t; nothing is read back."""
-        self.draws.begin(t)
+        self.draws.begin_round(t)
         buffers = [self.uniforms, *([self.noise, self.noise_extra] if self.noisy else [])]
         drawn = self.draws.fill(buffers, ("round",), lambda: self._from_streams(t)[: len(buffers)])
         if drawn is not None:  # the host knows how many joined before anything starts
             joins = drawn[0] < self.host_rate[0 if len(self.host_rate) == 1 else t].gather(1, self.host_owner)
-            self.pad = max(self.pad, round_up(int(joins.sum(dim=1).max())))
-        self.replayer.change(("round", self.pad), self._round, [*self.server.held(), self.most, self.finite])
+            self.pad = max(self.pad, round_up_to_multiple(int(joins.sum(dim=1).max())))
+        self.replayer.run_in_place(("round", self.pad), self._round, [*self.server.held(), self.most, self.finite])
 
     def _from_streams(self, t: int) -> list[Tensor]:
         """The clients' own streams: uniforms [R, n], 1 where nobody takes part, and noise [R, d] and [R, J].
@@ -129,36 +129,36 @@ class SingleStepRounds:
         """The tensor program of one round, in place."""
         server = self.server
         row = torch.zeros_like(server.t) if len(self.rate) == 1 else server.t
-        rate, weight = at(self.rate, row), at(self.weight, row)  # [R, K]
-        places, mask, counts = compact(self.uniforms < rate.gather(1, self.owner), self.pad)
+        rate, weight = select_row_on_device(self.rate, row), select_row_on_device(self.weight, row)  # [R, K]
+        places, mask, counts = compact_rows(self.uniforms < rate.gather(1, self.owner), self.pad)
         rows, clients = self.order.gather(1, places), self.owner.gather(1, places)  # [R, pad]
 
         def of_rows(value: Tensor) -> Tensor:
             return value.gather(1, clients)[:, None]
 
-        state, lr = server.rule_state, at(server.lr, server.t)
-        tasks = Tasks(
+        state, lr = server.rule_state, select_row_on_device(server.lr, server.t)
+        tasks = StackedTasks(
             server.theta,
             rows[:, None],
             mask[:, None],
             state,
-            of_rows(at(self.sigma, row)),
+            of_rows(select_row_on_device(self.sigma, row)),
             of_rows(self.batch),
             lr[:, None, None].expand(-1, 1, rows.shape[1]),
             server.t,
             server.rounds,
             scale=of_rows(weight),
         )
-        sums = clipped_sums(self.core, tasks)
-        asked = at(self.asked, row)
-        spread, spread_extra = at(self.spread, row), at(self.spread_extra, row)
+        sums = compute_clipped_sums(self.core, tasks)
+        asked = select_row_on_device(self.asked, row)
+        spread, spread_extra = select_row_on_device(self.spread, row), select_row_on_device(self.spread_extra, row)
         if not self.draws.on_device:  # the clients' draws were scaled one by one
             spread, spread_extra = (spread > 0).float(), (spread_extra > 0).float()
         scale = scale_noise(Bounds(sums.C, sums.extra_bound), NoiseMultipliers(spread, spread_extra), asked)
         gradient, extra, _ = add_noise(sums.sum, sums.extra, scale, (self.noise, self.noise_extra), {})
         aggregate = -lr[:, None] * (gradient + server.weight_decay[:, None] * server.theta)
         C = state["C"].clone()
-        noise = at(server.noise, server.t)
+        noise = select_row_on_device(server.noise, server.t)
         update, after = self.core.rule.adapt(
             state, aggregate, extra, lr, torch.ones_like(lr), server.t, server.rounds, noise, asked
         )
@@ -170,5 +170,5 @@ class SingleStepRounds:
         """Whether all rounds since the last look were right; if not, what is needed to repeat them is noted."""
         most, again = look_back(self.core, self.most, self.finite)
         if most > self.pad:
-            self.pad, again = round_up(most), True
+            self.pad, again = round_up_to_multiple(most), True
         return not again

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fulcrum.clipping import ClipRule, find_rule
-from fulcrum.models.whitening import digest
+from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.settings.derived import local_steps
 from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.federation import Federation
@@ -88,7 +88,7 @@ def federation_key(federation: Federation) -> Hashable:
         problem.dataset.task.key(),
         repr(problem.model),
         tuple(_attributes(problem.model)),
-        digest(problem.model),
+        compute_buffer_digest(problem.model),
         problem.layout,
         problem.rule,
         problem.groups,

@@ -16,9 +16,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fulcrum.engines.stacked.core import Core
-from fulcrum.engines.stacked.rules import Stacked, stack_states, unstack
-from fulcrum.engines.stacked.trainer import Job, Part, Trainer
+from fulcrum.engines.stacked.core import StackedCore
+from fulcrum.engines.stacked.rules import StackedState, stack_states, unstack_state
+from fulcrum.engines.stacked.trainer import BucketResult, ClientJob, StackedTrainer
 from fulcrum.gradients.stacked import fused
 from fulcrum.settings.schema import Clip
 from fulcrum.training.client import train_client
@@ -35,24 +35,24 @@ class StackedEngine(Engine):
         self._rows_limit = rows_limit
 
     @cached_property
-    def _found(self) -> tuple[Trainer | None, tuple[str, ...]]:
+    def _trainer_and_notes(self) -> tuple[StackedTrainer | None, tuple[str, ...]]:
         """Made when first asked for: a study prepares many engines and may use none of them."""
-        core, notes = find_core(self.problem, self._rows_limit)
-        return (Trainer(core, self.problem.partition.order) if core else None), notes
+        core, notes = build_stacked_core(self.problem, self._rows_limit)
+        return (StackedTrainer(core, self.problem.partition.order) if core else None), notes
 
     @property
-    def trainer(self) -> Trainer | None:
+    def trainer(self) -> StackedTrainer | None:
         """What trains the clients; None where they go through the reference engine."""
-        return self._found[0]
+        return self._trainer_and_notes[0]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What does not go the fast way, and why: sentences for a user."""
-        trainer, notes = self._found
+        trainer, notes = self._trainer_and_notes
         if trainer is None:
             return notes
         looped = trainer.core.rule.looped
-        return (*notes, *((looped,) if looped else ()), *trainer.replayer.notes, *fused.trouble)
+        return (*notes, *((looped,) if looped else ()), *trainer.replayer.notes, *fused.kernel_failures)
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Replies, one per assignment, in order."""
@@ -62,7 +62,7 @@ class StackedEngine(Engine):
             return
         starts = self.problem.partition.starts
         jobs = [
-            Job(
+            ClientJob(
                 task,
                 int(starts[task.client]),
                 int(starts[task.client + 1] - starts[task.client]),
@@ -73,44 +73,44 @@ class StackedEngine(Engine):
             for task in request.assignments
         ]
 
-        def states(members: list[int]) -> Stacked:
+        def states(members: list[int]) -> StackedState:
             return stack_states([request.states[i] for i in members], self.problem.device)
 
         params = request.params.to(self.problem.device)[None]
         replies: dict[int, ClientReply] = {}
         for part in self.trainer.train(jobs, params, states, request.round, request.rounds):
-            replies |= _replies(self.problem, request, part)
+            replies |= _build_replies(self.problem, request, part)
         yield from (replies[i] for i in range(len(request.assignments)))
 
 
-def find_core(problem: Problem, rows_limit: int = 0) -> tuple[Core | None, tuple[str, ...]]:
+def build_stacked_core(problem: Problem, rows_limit: int = 0) -> tuple[StackedCore | None, tuple[str, ...]]:
     """The problem on its device, ready to be stacked, and notes; None where it cannot be."""
     if problem.unit != "example":
         return None, (f"unit {problem.unit}: clients go one by one through the reference engine",)
-    core = Core.of(problem, rows_limit)
+    core = StackedCore.of(problem, rows_limit)
     if core.program is not None:
         return core, ()
     note = f"gradients are written out by torch.func: {core.reason}"
-    failed = _probe(core)
+    failed = _find_functional_failure(core)
     if failed:
         return None, (note, f"and torch.func cannot: {failed}; clients go one by one through the reference engine")
     return core, (note,)
 
 
-def _probe(core: Core) -> str:
+def _find_functional_failure(core: StackedCore) -> str:
     """Why torch.func cannot follow the model; empty if it can."""
     problem = core.problem
     theta = problem.layout.flatten(problem.model).to(problem.device)[None]
     state = stack_states([problem.rule.init(Clip(), problem.shape)], problem.device)
     view, _ = core.rule.view(state, 0, 1)
     try:
-        core.tape(theta, torch.zeros((1, 2), dtype=torch.int64, device=theta.device), view)
+        core.record_tape(theta, torch.zeros((1, 2), dtype=torch.int64, device=theta.device), view)
     except Exception as error:
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     return ""
 
 
-def _replies(problem: Problem, request: RoundRequest, part: Part) -> dict[int, ClientReply]:
+def _build_replies(problem: Problem, request: RoundRequest, part: BucketResult) -> dict[int, ClientReply]:
     """A bucket's replies by their position in the request."""
     deltas, extras, last = part.deltas, part.extras, part.steps[-1]
     seen = torch.stack([step.diagnostics for step in part.steps]) if problem.diagnostics else None
@@ -121,18 +121,18 @@ def _replies(problem: Problem, request: RoundRequest, part: Part) -> dict[int, C
             delta=deltas[i],
             extra=extras[i],
             events=part.events[i],
-            state=request.states[position] if keeps else unstack(last.state, i),
-            diagnostics=_diagnose(seen[:, i]) if seen is not None else {},
+            state=request.states[position] if keeps else unstack_state(last.state, i),
+            diagnostics=_average_diagnostics(seen[:, i]) if seen is not None else {},
         )
         for i, position in enumerate(part.members)
     }
 
 
-def _diagnose(seen: Tensor) -> dict[str, float]:
+def _average_diagnostics(seen: Tensor) -> dict[str, float]:
     """Means over the examples of each step [N, 4], then over the steps. Not private."""
     counts = seen[:, 3].clamp_min(1)
     clipped, norm, loss = (seen[:, :3] / counts[:, None]).mean(dim=0).tolist()
     return {"clipped": clipped, "mean_norm": norm, "train_loss": loss, "batch": float(seen[:, 3].mean())}
 
 
-__all__ = ["StackedEngine", "find_core"]
+__all__ = ["StackedEngine", "build_stacked_core"]

@@ -11,45 +11,51 @@ from torch import Tensor
 
 from fulcrum.clipping.fixed import NONE
 from fulcrum.data import Dataset
-from fulcrum.engines.stacked.rules import Stacked, StackedRule
-from fulcrum.engines.stacked.table import Table, Tables, resident
+from fulcrum.engines.stacked.rules import StackedRule, StackedState
+from fulcrum.engines.stacked.table import DeviceExamples, DeviceInputs, get_resident_examples
 from fulcrum.gradients.stacked import fused
-from fulcrum.gradients.stacked.layers import Program, compile_model
-from fulcrum.gradients.stacked.passes import MARGIN, How, StackedTape, functional_pass, run_pass
+from fulcrum.gradients.stacked.layers import StackedProgram, compile_model
+from fulcrum.gradients.stacked.passes import (
+    ROUNDING_MARGIN,
+    PassOptions,
+    StackedTape,
+    functional_pass,
+    run_stacked_pass,
+)
 from fulcrum.training.clipped_sum import group_norms
 from fulcrum.training.problem import Problem, coordinate_groups
 from fulcrum.types import Transform, View
 
-BUDGET = {"cpu": 64 * 2**20, "cuda": 16 * 2**30}
+PIECE_MEMORY_BYTES = {"cpu": 64 * 2**20, "cuda": 16 * 2**30}
 """Bytes that the activations of one piece of a step may take. A GPU that has less halves it by itself."""
 
 
 @dataclass
-class Core:
+class StackedCore:
     """A problem on its device. `rows_limit`, the most examples in one piece, halves when memory runs out."""
 
     problem: Problem
-    program: Program | None
+    program: StackedProgram | None
     reason: str
     """Why there is no hand-written program; empty if there is one."""
-    table: Table | Tables
+    table: DeviceExamples | DeviceInputs
     labels: Tensor
     rule: StackedRule
     coordinates: Tensor
-    how: How
+    how: PassOptions
     rows_limit: int
 
     @staticmethod
-    def of(problem: Problem, rows_limit: int = 0) -> Core:
+    def of(problem: Problem, rows_limit: int = 0) -> StackedCore:
         """Moves the data of a problem to its device. rows_limit 0: as many examples in a piece as memory suggests."""
         dataset: Dataset = problem.dataset
         program, reason = compile_model(problem.model, problem.layout, dataset.shape)
-        table, labels = resident(dataset, "x", program, problem.device)
+        table, labels = get_resident_examples(dataset, "x", program, problem.device)
         native = problem.device.type == "cuda"
-        how = How(problem.precision, native)
+        how = PassOptions(problem.precision, native)
         elements = program.elements if program else 4 * problem.layout.dim
-        budget = BUDGET.get(problem.device.type, BUDGET["cuda"])
-        return Core(
+        budget = PIECE_MEMORY_BYTES.get(problem.device.type, PIECE_MEMORY_BYTES["cuda"])
+        return StackedCore(
             problem,
             program,
             reason,
@@ -61,7 +67,7 @@ class Core:
             rows_limit or max(8, budget // (4 * elements)),
         )
 
-    def tape(self, theta: Tensor, rows: Tensor, view: View) -> StackedTape | MatrixTape:
+    def record_tape(self, theta: Tensor, rows: Tensor, view: View) -> StackedTape | MatrixTape:
         """One pass: theta [S, d], rows [S, n] of the data set."""
         x, y = self.table.rows(rows), self.labels[rows]
         if self.program is None:
@@ -69,7 +75,7 @@ class Core:
             gradients, losses = functional_pass(model, layout, theta, x, y, task)
             return MatrixTape(gradients, losses, self.coordinates, view.transform)
         assert isinstance(x, Tensor)  # a hand-written program takes one input
-        tape = run_pass(self.program, theta, x, y, self.problem.dataset.task, self.how)
+        tape = run_stacked_pass(self.program, theta, x, y, self.problem.dataset.task, self.how)
         if view.transform is None:
             return tape
         return MatrixTape(tape.matrix(), tape.losses, self.coordinates, view.transform)
@@ -97,7 +103,7 @@ class MatrixTape:
         """[S, n, G]"""
         change = self.transform
         if change is not None and change.norms is not None:
-            found = fused.levels(self.gradients, change.haar) if change.haar else None
+            found = fused.fused_haar_level_norms(self.gradients, change.haar) if change.haar else None
             norms = change.norms(self.gradients) if found is None else found
             whole = norms.sum(dim=1, keepdim=True)
         else:
@@ -112,7 +118,7 @@ class MatrixTape:
         by_task = self.gradients.view(len(direction), -1, direction.shape[1])
         return torch.bmm(by_task, direction[:, :, None]).view(self.losses.shape)
 
-    def zero(self, good: Tensor) -> None:
+    def zero_examples(self, good: Tensor) -> None:
         """Take examples out of all sums."""
         self.gradients = self.gradients.masked_fill(~good.reshape(-1, 1), 0)
 
@@ -134,7 +140,7 @@ class MatrixTape:
 
 
 @dataclass(frozen=True)
-class Tasks:
+class StackedTasks:
     """S sets of weights with M tasks each and B places a task, T = S * M.
 
     theta [S, d]; rows, mask [S, M, B]; sigma, batch, lr [T]; state of every task. t may be a tensor.
@@ -145,7 +151,7 @@ class Tasks:
     theta: Tensor
     rows: Tensor
     mask: Tensor
-    state: Stacked
+    state: StackedState
     sigma: Tensor
     batch: Tensor
     lr: Tensor
@@ -155,7 +161,7 @@ class Tasks:
 
 
 @dataclass(frozen=True)
-class Sums:
+class ClippedSums:
     """Clipped sums [T, m] and extras [T, J] before noise, C [T, G], the extra's bound [T], the state after.
 
     A rule's second sum is at the end of its extras.
@@ -168,12 +174,12 @@ class Sums:
     extra: Tensor
     C: Tensor
     extra_bound: Tensor
-    state: Stacked
+    state: StackedState
     finite: Tensor
     diagnostics: Tensor
 
 
-def clipped_sums(core: Core, tasks: Tasks) -> Sums:
+def compute_clipped_sums(core: StackedCore, tasks: StackedTasks) -> ClippedSums:
     """Per-example gradients, clipped and added up for every task, in pieces of at most `core.rows_limit` examples."""
     sets, segments, places = tasks.rows.shape
     view, direction = core.rule.view(tasks.state, tasks.t, tasks.rounds)
@@ -182,21 +188,21 @@ def clipped_sums(core: Core, tasks: Tasks) -> Sums:
     by_segment = max(1, min(segments, limit // places))
     by_row = min(places, limit)
     if by_row < places and not core.problem.rule.sound:
-        return _two_passes(core, tasks, view, direction, by_row)
-    blocks: list[Sums] = []
-    for s in _ranges(sets, by_set):
-        for m in _ranges(segments, by_segment):
-            pieces = [_piece(core, tasks, view, direction, s, m, b) for b in _ranges(places, by_row)]
-            blocks.append(_add(pieces))
-    return blocks[0] if len(blocks) == 1 else _join(blocks)
+        return _sum_in_two_passes(core, tasks, view, direction, by_row)
+    blocks: list[ClippedSums] = []
+    for s in _split_into_slices(sets, by_set):
+        for m in _split_into_slices(segments, by_segment):
+            pieces = [_sum_piece(core, tasks, view, direction, s, m, b) for b in _split_into_slices(places, by_row)]
+            blocks.append(_add_pieces(pieces))
+    return blocks[0] if len(blocks) == 1 else _concatenate_blocks(blocks)
 
 
-def _ranges(total: int, size: int) -> Iterator[slice]:
+def _split_into_slices(total: int, size: int) -> Iterator[slice]:
     for start in range(0, total, size):
         yield slice(start, min(total, start + size))
 
 
-def _of_tasks(value: Tensor, tasks: Tasks, s: slice, m: slice) -> Tensor:
+def _select_tasks(value: Tensor, tasks: StackedTasks, s: slice, m: slice) -> Tensor:
     """The part of something [T, ...] that belongs to a block."""
     sets, segments, _ = tasks.rows.shape
     if s == slice(0, sets) and m == slice(0, segments):
@@ -205,7 +211,7 @@ def _of_tasks(value: Tensor, tasks: Tasks, s: slice, m: slice) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _PieceStatistics:
     """Statistics of a piece: norms [T, b, G], mask, dots, losses [T, b], good [S, M * b]."""
 
     norms: Tensor
@@ -215,14 +221,14 @@ class _Seen:
     good: Tensor
 
 
-def _look(
-    core: Core, tasks: Tasks, view: View, direction: Tensor | None, s: slice, m: slice, b: slice
-) -> tuple[StackedTape | MatrixTape, _Seen]:
+def _record_piece(
+    core: StackedCore, tasks: StackedTasks, view: View, direction: Tensor | None, s: slice, m: slice, b: slice
+) -> tuple[StackedTape | MatrixTape, _PieceStatistics]:
     rows = tasks.rows[s, m, b]
     sets, segments, places = rows.shape
     mask = tasks.mask[s, m, b].flatten(0, 1)
     theta = tasks.theta[s]
-    tape = core.tape(theta, rows.flatten(1), view)
+    tape = core.record_tape(theta, rows.flatten(1), view)
     width = tasks.state["C"].shape[1]
     bare = core.problem.rule is NONE and not core.problem.diagnostics
     plain = bare and not core.how.careful
@@ -235,23 +241,25 @@ def _look(
         good = torch.isfinite(whole) & torch.isfinite(tape.losses) & mask.view_as(whole)
         norms = norms.masked_fill(~good[:, :, None], 0)
     if core.how.careful:
-        tape.zero(good)
+        tape.zero_examples(good)
     dots = None
     if direction is not None:
-        along = tape.dots(_of_tasks(direction, tasks, s, m), segments)
+        along = tape.dots(_select_tasks(direction, tasks, s, m), segments)
         dots = along.masked_fill(~good, 0).view(sets * segments, places)
     losses = tape.losses.masked_fill(~good, 0).view(sets * segments, places)
-    return tape, _Seen(norms.view(sets * segments, places, width), mask, dots, losses, good)
+    return tape, _PieceStatistics(norms.view(sets * segments, places, width), mask, dots, losses, good)
 
 
-def _piece(core: Core, tasks: Tasks, view: View, direction: Tensor | None, s: slice, m: slice, b: slice) -> Sums:
+def _sum_piece(
+    core: StackedCore, tasks: StackedTasks, view: View, direction: Tensor | None, s: slice, m: slice, b: slice
+) -> ClippedSums:
     """The contribution of one block of tasks, and of some of their places."""
-    tape, seen = _look(core, tasks, view, direction, s, m, b)
-    state = {name: _of_tasks(value, tasks, s, m) for name, value in tasks.state.items()}
+    tape, seen = _record_piece(core, tasks, view, direction, s, m, b)
+    state = {name: _select_tasks(value, tasks, s, m) for name, value in tasks.state.items()}
     numbers = (tasks.sigma, tasks.batch, tasks.lr)
     scale = None
     if tasks.scale is None:
-        sigma, batch, lr = (_of_tasks(value, tasks, s, m) for value in numbers)
+        sigma, batch, lr = (_select_tasks(value, tasks, s, m) for value in numbers)
     else:
         sigma, batch, lr = (value[s, m, b].flatten(0, 1) for value in numbers)
         scale = tasks.scale[s, m, b].flatten(0, 1)
@@ -259,29 +267,35 @@ def _piece(core: Core, tasks: Tasks, view: View, direction: Tensor | None, s: sl
     decided = core.rule.clip(
         state, seen.norms, seen.mask, seen.dots, losses, sigma, batch, lr, by_row=tasks.scale is not None
     )
-    return _sum(core, tape, seen, decided, scale)
+    return _sum_with_factors(core, tape, seen, decided, scale)
 
 
-def _sum(
-    core: Core, tape: StackedTape | MatrixTape, seen: _Seen, decided: tuple[Any, ...], scale: Tensor | None
-) -> Sums:
+def _sum_with_factors(
+    core: StackedCore,
+    tape: StackedTape | MatrixTape,
+    seen: _PieceStatistics,
+    decided: tuple[Any, ...],
+    scale: Tensor | None,
+) -> ClippedSums:
     factors, again, extra, state, C, extra_bound = decided
     clipped = ((factors < 1).float().mean(dim=2) * seen.mask).sum(dim=1)
     sizes = torch.linalg.vector_norm(seen.norms, dim=2).sum(dim=1)
     diagnostics = torch.stack([clipped, sizes, seen.losses.sum(dim=1), seen.mask.sum(dim=1).float()], dim=1)
     if scale is not None:
         extra = extra * scale[:, :, None]
-    total = _weighted(core, tape, seen, factors, scale)
+    total = _compute_weighted_sum(core, tape, seen, factors, scale)
     statistics = [extra.sum(dim=1)]
     if again.shape[2]:
-        statistics.append(_weighted(core, tape, seen, again, scale))
+        statistics.append(_compute_weighted_sum(core, tape, seen, again, scale))
     finite = torch.isfinite(total).all()
-    return Sums(total, torch.cat(statistics, dim=1), C, extra_bound, state, finite, diagnostics)
+    return ClippedSums(total, torch.cat(statistics, dim=1), C, extra_bound, state, finite, diagnostics)
 
 
-def _weighted(core: Core, tape: StackedTape | MatrixTape, seen: _Seen, factors: Tensor, scale: Tensor | None) -> Tensor:
+def _compute_weighted_sum(
+    core: StackedCore, tape: StackedTape | MatrixTape, seen: _PieceStatistics, factors: Tensor, scale: Tensor | None
+) -> Tensor:
     """Sums of the examples' gradients with these factors [T, b, G]: [T, m]."""
-    margin = MARGIN[core.how.precision]
+    margin = ROUNDING_MARGIN[core.how.precision]
     if margin and core.problem.rule.private:
         factors = factors * (1 - margin)
     if scale is not None:
@@ -293,15 +307,15 @@ def _weighted(core: Core, tape: StackedTape | MatrixTape, seen: _Seen, factors: 
     if isinstance(tape, StackedTape):
         return tape.weighted_sum(shaped, core.problem.groups, segments)
     if tape.transform is not None:
-        shaped = even(shaped, seen.norms.reshape(shaped.shape))
+        shaped = limit_group_imbalance(shaped, seen.norms.reshape(shaped.shape))
     return tape.weighted_sum(shaped, segments)
 
 
-LOPSIDED = 1e3
+MAX_GROUP_IMBALANCE = 1e3
 """Most that an example's whole gradient, at the factor of one of its groups, may weigh beside all that it adds."""
 
 
-def even(factors: Tensor, norms: Tensor) -> Tensor:
+def limit_group_imbalance(factors: Tensor, norms: Tensor) -> Tensor:
     """Factors [S, n, G] held down where an example is tiny in one group of another basis and huge in the others.
 
     Sums of each group are made of whole gradients, and all but that group falls out when the sum changes its basis. A
@@ -311,33 +325,41 @@ def even(factors: Tensor, norms: Tensor) -> Tensor:
     norms = torch.where(torch.isfinite(norms), norms, torch.zeros_like(norms))
     adds = torch.linalg.vector_norm(factors * norms, dim=2, keepdim=True)
     whole = torch.linalg.vector_norm(norms, dim=2, keepdim=True)
-    return torch.minimum(factors, LOPSIDED * adds / whole.clamp_min(1e-30))
+    return torch.minimum(factors, MAX_GROUP_IMBALANCE * adds / whole.clamp_min(1e-30))
 
 
-def _two_passes(core: Core, tasks: Tasks, view: View, direction: Tensor | None, by_row: int) -> Sums:
+def _sum_in_two_passes(
+    core: StackedCore, tasks: StackedTasks, view: View, direction: Tensor | None, by_row: int
+) -> ClippedSums:
     """A rule that is not sound may look at a task's whole batch: all statistics first, then the sums."""
     sets, segments, places = tasks.rows.shape
-    blocks: list[Sums] = []
+    blocks: list[ClippedSums] = []
     for i in range(sets):
         for j in range(segments):
             s, m = slice(i, i + 1), slice(j, j + 1)
-            looks = [_look(core, tasks, view, direction, s, m, b)[1] for b in _ranges(places, by_row)]
+            looks = [
+                _record_piece(core, tasks, view, direction, s, m, b)[1] for b in _split_into_slices(places, by_row)
+            ]
             norms, mask, losses = (torch.cat([getattr(x, n) for x in looks], 1) for n in ("norms", "mask", "losses"))
             dots = None if direction is None else torch.cat([x.dots for x in looks if x.dots is not None], 1)
-            state = {name: _of_tasks(value, tasks, s, m) for name, value in tasks.state.items()}
-            sigma, batch, lr = (_of_tasks(value, tasks, s, m) for value in (tasks.sigma, tasks.batch, tasks.lr))
+            state = {name: _select_tasks(value, tasks, s, m) for name, value in tasks.state.items()}
+            sigma, batch, lr = (_select_tasks(value, tasks, s, m) for value in (tasks.sigma, tasks.batch, tasks.lr))
             factors, again, extra, after, C, bound = core.rule.clip(
                 state, norms, mask, dots, losses if view.losses else None, sigma, batch, lr
             )
             pieces = []
-            for b in _ranges(places, by_row):
-                tape, seen = _look(core, tasks, view, direction, s, m, b)
-                pieces.append(_sum(core, tape, seen, (factors[:, b], again[:, b], extra[:, b], after, C, bound), None))
-            blocks.append(_add(pieces))
-    return _join(blocks)
+            for b in _split_into_slices(places, by_row):
+                tape, seen = _record_piece(core, tasks, view, direction, s, m, b)
+                pieces.append(
+                    _sum_with_factors(
+                        core, tape, seen, (factors[:, b], again[:, b], extra[:, b], after, C, bound), None
+                    )
+                )
+            blocks.append(_add_pieces(pieces))
+    return _concatenate_blocks(blocks)
 
 
-def _add(pieces: list[Sums]) -> Sums:
+def _add_pieces(pieces: list[ClippedSums]) -> ClippedSums:
     """Pieces of the same tasks as one."""
     if len(pieces) == 1:
         return pieces[0]
@@ -350,13 +372,13 @@ def _add(pieces: list[Sums]) -> Sums:
     )
 
 
-def _join(blocks: list[Sums]) -> Sums:
+def _concatenate_blocks(blocks: list[ClippedSums]) -> ClippedSums:
     """Blocks of different tasks as one. They come set by set, segment by segment: the order of the tasks."""
 
     def together(name: str) -> Tensor:
         return torch.cat([getattr(block, name) for block in blocks])
 
-    return Sums(
+    return ClippedSums(
         together("sum"),
         together("extra"),
         together("C"),

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fulcrum.engines.stacked import sampling
-from fulcrum.rng import Key, Randomness, Seeded
+from fulcrum.rng import Randomness, SeededRandomness, StreamKey
 
 
-class Draws:
+class RandomDraws:
     """Fills buffers with random numbers: uniform where they are float64, standard normal where they are float32.
 
     Where all sources are seeded and the device is a GPU, the device draws, from a generator keyed by the seeds of all
@@ -26,21 +26,21 @@ class Draws:
 
     def __init__(self, device: torch.device, sources: Sequence[Randomness]) -> None:
         self.device = device
-        self.on_device = sampling.draws_on_device(device, sources)
-        self._seeds = tuple(dict.fromkeys(source.seed for source in sources if isinstance(source, Seeded)))
-        self._repeats = all(isinstance(source, Seeded) for source in sources)
+        self.on_device = sampling.can_draw_on_device(device, sources)
+        self._seeds = tuple(dict.fromkeys(source.seed for source in sources if isinstance(source, SeededRandomness)))
+        self._repeats = all(isinstance(source, SeededRandomness) for source in sources)
         self._generator = torch.Generator(device)
         self._round = -1
-        self._kept: dict[Key, list[Tensor]] = {}
+        self._kept: dict[StreamKey, list[Tensor]] = {}
 
-    def begin(self, t: int) -> None:
+    def begin_round(self, t: int) -> None:
         """Round t begins, for the first time or again."""
         if t != self._round:
             self._round = t
             self._kept.clear()
 
     def fill(
-        self, buffers: Sequence[Tensor], key: Key, from_streams: Callable[[], Sequence[Tensor]]
+        self, buffers: Sequence[Tensor], key: StreamKey, from_streams: Callable[[], Sequence[Tensor]]
     ) -> Sequence[Tensor] | None:
         """Fill the buffers with the numbers that `key` names within the round.
 
@@ -48,7 +48,7 @@ class Draws:
         returned too, for what the host can tell from them; None where the device drew.
         """
         if self.on_device:
-            seed = sampling.device_seed(self._seeds[0], (*self._seeds, *_in_round(key, self._round)))
+            seed = sampling.derive_device_seed(self._seeds[0], (*self._seeds, *_make_round_key(key, self._round)))
             self._generator.manual_seed(seed)
             for buffer in buffers:
                 (buffer.uniform_ if buffer.dtype == torch.float64 else buffer.normal_)(generator=self._generator)
@@ -61,6 +61,6 @@ class Draws:
         return drawn
 
 
-def _in_round(key: Key, t: int) -> Key:
+def _make_round_key(key: StreamKey, t: int) -> StreamKey:
     """The purpose first, then the round, as streams are named on the host."""
     return (key[0], t, *key[1:])

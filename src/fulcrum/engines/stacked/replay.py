@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fulcrum.engines.stacked.core import Core
+from fulcrum.engines.stacked.core import StackedCore
 from fulcrum.errors import RunError
 
-Inputs = dict[str, Any]
+ProgramInputs = dict[str, Any]
 """Named tensors, and dictionaries of them."""
 
 
 @contextmanager
-def precision(name: str, device: torch.device) -> Iterator[None]:
+def use_matmul_precision(name: str, device: torch.device) -> Iterator[None]:
     """On a GPU: products in full float32 or, for tf32, of inputs rounded to 10 bits; deterministic library calls."""
     if device.type != "cuda":
         yield
@@ -36,7 +36,7 @@ def precision(name: str, device: torch.device) -> Iterator[None]:
 
 
 @dataclass
-class _Graph:
+class _RecordedGraph:
     graph: Any
     inputs: list[Tensor]
     outputs: Any
@@ -44,7 +44,7 @@ class _Graph:
     """What each input was last copied from, and in which version: unchanged ones are not copied again."""
 
 
-class Replayer:
+class GraphReplayer:
     """Runs programs: the first call of a shape records a CUDA graph, later calls replay it.
 
     `program(**inputs)` must be a function of its tensors alone. A program that cannot be recorded (a rule that
@@ -52,33 +52,33 @@ class Replayer:
     halved and the program starts again.
     """
 
-    def __init__(self, core: Core, graphs: bool = True) -> None:
+    def __init__(self, core: StackedCore, graphs: bool = True) -> None:
         self.core = core
         self.device = core.problem.device
         self.graphs = graphs and self.device.type == "cuda"
         self.notes: list[str] = []
-        self._recorded: dict[Hashable, _Graph] = {}
+        self._recorded: dict[Hashable, _RecordedGraph] = {}
         self._pool: Any = None
 
     def run(
-        self, key: Hashable, program: Callable[..., Any], inputs: Inputs, undo: Callable[[], None] = lambda: None
+        self, key: Hashable, program: Callable[..., Any], inputs: ProgramInputs, undo: Callable[[], None] = lambda: None
     ) -> Any:
         """The program's outputs. They may be overwritten by the next call with the same key: copy what is kept.
 
         A program that changes tensors of its own in place gives `undo`, which puts them back: it is called after
         a trial run and when memory ran out.
         """
-        with torch.no_grad(), precision(self.core.how.precision, self.device):
+        with torch.no_grad(), use_matmul_precision(self.core.how.precision, self.device):
             while True:
                 try:
                     return self._run((key, self.core.how, self.core.rows_limit), program, inputs, undo)
                 except torch.OutOfMemoryError as error:
                     undo()
-                    self._shrink(error)
+                    self._halve_rows_limit(error)
 
-    def change(self, key: Hashable, program: Callable[[], None], changes: list[Tensor]) -> None:
+    def run_in_place(self, key: Hashable, program: Callable[[], None], changes: list[Tensor]) -> None:
         """Runs a program that changes tensors of its own in place; after a trial run they are put back."""
-        held = [] if self.knows(key) else changes
+        held = [] if self.has_recorded_graph(key) else changes
         before = [value.clone() for value in held]
 
         def undo() -> None:
@@ -87,11 +87,11 @@ class Replayer:
 
         self.run(key, program, {}, undo)
 
-    def knows(self, key: Hashable) -> bool:
+    def has_recorded_graph(self, key: Hashable) -> bool:
         """Whether a graph of this key is recorded, so that a call changes nothing twice."""
         return (key, self.core.how, self.core.rows_limit) in self._recorded
 
-    def _shrink(self, error: torch.OutOfMemoryError) -> None:
+    def _halve_rows_limit(self, error: torch.OutOfMemoryError) -> None:
         if self.core.rows_limit <= 1:
             raise RunError(f"the GPU's memory does not hold a single example of this model: {error}") from error
         self.core.rows_limit //= 2
@@ -102,12 +102,12 @@ class Replayer:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run(self, key: Hashable, program: Callable[..., Any], inputs: Inputs, undo: Callable[[], None]) -> Any:
+    def _run(self, key: Hashable, program: Callable[..., Any], inputs: ProgramInputs, undo: Callable[[], None]) -> Any:
         if not self.graphs:
             return program(**inputs)
         known = self._recorded.get(key)
         if known is None:
-            known = self._record(program, inputs, undo)
+            known = self._record_graph(program, inputs, undo)
             if known is None:
                 return program(**inputs)
             self._recorded[key] = known
@@ -119,7 +119,9 @@ class Replayer:
         known.graph.replay()
         return known.outputs
 
-    def _record(self, program: Callable[..., Any], inputs: Inputs, undo: Callable[[], None]) -> _Graph | None:
+    def _record_graph(
+        self, program: Callable[..., Any], inputs: ProgramInputs, undo: Callable[[], None]
+    ) -> _RecordedGraph | None:
         """A graph of the program, after one plain run on a side stream, as PyTorch asks."""
         static = tree_map(torch.clone, inputs)
         stream = torch.cuda.Stream(self.device)
@@ -129,7 +131,7 @@ class Replayer:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         undo()
         if self.core.rule.looped:
-            self._plain(self.core.rule.looped)
+            self._disable_graphs(self.core.rule.looped)
             return None
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
@@ -142,11 +144,11 @@ class Replayer:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self._plain(str(error).strip().splitlines()[0])
+            self._disable_graphs(str(error).strip().splitlines()[0])
             return None
         leaves = tree_leaves(static)
-        return _Graph(graph, leaves, outputs, [(value, -1) for value in leaves])
+        return _RecordedGraph(graph, leaves, outputs, [(value, -1) for value in leaves])
 
-    def _plain(self, why: str) -> None:
+    def _disable_graphs(self, why: str) -> None:
         self.graphs = False
         self.notes.append(f"no CUDA graph: {why}")

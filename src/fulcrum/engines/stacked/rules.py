@@ -18,16 +18,16 @@ from fulcrum.clipping.rule import ClipRule
 from fulcrum.privacy.mechanism import apply_rule
 from fulcrum.types import Released, State, Stats, View
 
-Stacked = dict[str, Tensor]
+StackedState = dict[str, Tensor]
 """A rule's state for T tasks: each tensor [T, ...]."""
 
 
-def stack_states(states: Sequence[State], device: torch.device) -> Stacked:
+def stack_states(states: Sequence[State], device: torch.device) -> StackedState:
     """[T] states -> one, on the device."""
     return {name: torch.stack([s[name].to(device) for s in states]) for name in states[0]}
 
 
-def unstack(state: Mapping[str, Tensor], task: int) -> Stacked:
+def unstack_state(state: Mapping[str, Tensor], task: int) -> StackedState:
     """One task's state, in tensors of its own."""
     return {name: value[task].clone() for name, value in state.items()}
 
@@ -39,23 +39,23 @@ class StackedRule:
         self.rule = rule
         self.looped = ""
 
-    def view(self, state: Stacked, t: Any, rounds: int) -> tuple[View, Tensor | None]:
+    def view(self, state: StackedState, t: Any, rounds: int) -> tuple[View, Tensor | None]:
         """What the rule looks at, and its direction for each task [T, d] (None where it has none)."""
         first = {name: value[0] for name, value in state.items()}
         view = self.rule.view(first, t, rounds)
         if view.direction is None:
             return view, None
 
-        def direction(own: Stacked) -> Tensor:
+        def direction(own: StackedState) -> Tensor:
             found = self.rule.view(own, t, rounds).direction
             assert found is not None
             return found
 
-        return view, self._map(direction, (state,), ())
+        return view, self._map_over_tasks(direction, (state,), ())
 
     def clip(
         self,
-        state: Stacked,
+        state: StackedState,
         norms: Tensor,
         mask: Tensor,
         dots: Tensor | None,
@@ -64,7 +64,7 @@ class StackedRule:
         batch: Tensor,
         lr: Tensor,
         by_row: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Stacked, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, StackedState, Tensor, Tensor]:
         """What the rule decides, held to its bounds.
 
         Factors [T, n, G]; factors of a second sum [T, n, G], or [T, n, 0] where there is none; extra rows
@@ -75,10 +75,10 @@ class StackedRule:
         given: dict[str, Tensor] = {"norms": norms, "mask": mask}
         given |= {name: v for name, v in (("dots", dots), ("losses", losses)) if v is not None}
 
-        def one(own: Stacked, rows: dict[str, Any], sigma: Any, batch: Any, lr: Any) -> tuple[Any, ...]:
+        def one(own: StackedState, rows: dict[str, Any], sigma: Any, batch: Any, lr: Any) -> tuple[Any, ...]:
             stats = Stats(sigma=sigma, batch=batch, lr=lr, **rows)
             decided = apply_rule(rule, stats, own)
-            limit = _number(decided.bounds.extra, norms)
+            limit = _to_scalar_tensor(decided.bounds.extra, norms)
             return (
                 decided.factors,
                 decided.second_factors,
@@ -89,22 +89,22 @@ class StackedRule:
             )
 
         if not by_row:
-            return self._map(one, (state, given), (sigma, batch, lr))  # type: ignore[no-any-return]
+            return self._map_over_tasks(one, (state, given), (sigma, batch, lr))  # type: ignore[no-any-return]
 
-        def row(own: Stacked, rows: dict[str, Tensor], *numbers: Any) -> tuple[Tensor, ...]:
+        def row(own: StackedState, rows: dict[str, Tensor], *numbers: Any) -> tuple[Tensor, ...]:
             found = one(own, {name: value[None] for name, value in rows.items()}, *numbers)
             return tuple(value[0] for value in found[:3])
 
-        def rows(own: Stacked, given: dict[str, Tensor], *numbers: Any) -> tuple[Any, ...]:
+        def rows(own: StackedState, given: dict[str, Tensor], *numbers: Any) -> tuple[Any, ...]:
             bounds = rule.bounds(own)
             found = vmap(row, in_dims=(None, 0, 0, 0, 0))(own, given, *numbers)
-            return *found, own, bounds.C, _number(bounds.extra, norms)
+            return *found, own, bounds.C, _to_scalar_tensor(bounds.extra, norms)
 
         return vmap(rows)(state, given, sigma, batch, lr)
 
     def adapt(
         self,
-        state: Stacked,
+        state: StackedState,
         aggregate: Tensor,
         extra: Tensor,
         lr: Tensor,
@@ -113,22 +113,24 @@ class StackedRule:
         rounds: int,
         noise: Tensor | None = None,
         asked: Tensor | None = None,
-    ) -> tuple[Tensor, Stacked]:
+    ) -> tuple[Tensor, StackedState]:
         """Each task's update for the server optimiser [T, d], and its state moved by its own release.
 
         aggregate [T, d], extra [T, J]; lr, steps, noise (None: 0) and asked (None: 1) [T], as in `Released`.
         """
 
-        def one(own: Stacked, aggregate: Tensor, extra: Tensor, lr: Any, steps: Any, noise: Any, asked: Any) -> Any:
+        def one(
+            own: StackedState, aggregate: Tensor, extra: Tensor, lr: Any, steps: Any, noise: Any, asked: Any
+        ) -> Any:
             now = int(t) if self.looped else t
             released = Released(aggregate, extra, lr, steps, now, rounds, noise, asked)
             return self.rule.apply(own, released), dict(self.rule.adapt(own, released))
 
         noise = torch.zeros_like(lr) if noise is None else noise
         asked = torch.ones_like(lr) if asked is None else asked
-        return self._map(one, (state, aggregate, extra), (lr, steps, noise, asked))  # type: ignore[no-any-return]
+        return self._map_over_tasks(one, (state, aggregate, extra), (lr, steps, noise, asked))  # type: ignore[no-any-return]
 
-    def stacks(self, state: Stacked, d: int, t: Any, rounds: int) -> bool:
+    def can_be_stacked(self, state: StackedState, d: int, t: Any, rounds: int) -> bool:
         """Whether the whole rule can be stacked, rows of several clients included; tried on made-up numbers."""
         C = state["C"]
         view, direction = self.view(state, t, rounds)
@@ -145,10 +147,12 @@ class StackedRule:
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:
-            self.looped = _why(self.rule, problem)
+            self.looped = _explain_looping(self.rule, problem)
         return not self.looped and view.transform is None
 
-    def _map(self, function: Callable[..., Any], stacked: tuple[Any, ...], numbers: tuple[Tensor, ...]) -> Any:
+    def _map_over_tasks(
+        self, function: Callable[..., Any], stacked: tuple[Any, ...], numbers: tuple[Tensor, ...]
+    ) -> Any:
         """The function over tasks. In a loop `numbers` [T] are Python's, as the reference passes them."""
         if not self.looped:
             try:
@@ -156,7 +160,7 @@ class StackedRule:
             except torch.OutOfMemoryError:
                 raise
             except Exception as problem:  # whatever a rule does that cannot be stacked, it can do alone
-                self.looped = _why(self.rule, problem)
+                self.looped = _explain_looping(self.rule, problem)
         values = [own.tolist() for own in numbers]
         count = len(tree_leaves(stacked)[0])
         results = [
@@ -165,11 +169,11 @@ class StackedRule:
         return tree_map(lambda *found: torch.stack(found), *results)
 
 
-def _number(value: Any, like: Tensor) -> Tensor:
+def _to_scalar_tensor(value: Any, like: Tensor) -> Tensor:
     """A number as a tensor, without a copy from the host: that could not be recorded in a graph."""
     return value.to(like) if isinstance(value, Tensor) else like.new_full((), float(value))
 
 
-def _why(rule: ClipRule, problem: Exception) -> str:
+def _explain_looping(rule: ClipRule, problem: Exception) -> str:
     first = (str(problem).strip().splitlines() or [""])[0]
     return f"rule {rule.name} is called client by client ({type(problem).__name__}: {first})"

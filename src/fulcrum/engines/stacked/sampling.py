@@ -13,39 +13,42 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fulcrum.rng import Key, Randomness, Seeded, stream_seed
+from fulcrum.rng import Randomness, SeededRandomness, StreamKey, derive_stream_seed
 
-ROOM = 8.0
+PAD_DEVIATIONS = 8.0
 """Standard deviations above the mean for which a row has room: one in 10^15 samples is larger."""
 
-STEP = 8
+PAD_MULTIPLE = 8
 """Pads are multiples of this: matrix units like it, and fewer shapes are recorded."""
 
-LONG = 1024
+LONG_PAD = 1024
 """Pads from here on are multiples of a sixteenth of it."""
 
 
-def pad_for(units: float, rate: float) -> int:
+def compute_pad_size(units: float, rate: float) -> int:
     """Places for a Poisson sample of `units` at `rate`: the mean and eight standard deviations, at most all."""
-    places = math.ceil(units * rate + ROOM * math.sqrt(units * rate * (1 - rate)))
+    places = math.ceil(units * rate + PAD_DEVIATIONS * math.sqrt(units * rate * (1 - rate)))
     # Long rows have many divisors, for sums that are cut into equal parts.
-    return min(round_up(places, STEP if places < LONG else LONG // 16), round_up(math.ceil(units)))
+    return min(
+        round_up_to_multiple(places, PAD_MULTIPLE if places < LONG_PAD else LONG_PAD // 16),
+        round_up_to_multiple(math.ceil(units)),
+    )
 
 
-def round_up(count: int, step: int = STEP) -> int:
+def round_up_to_multiple(count: int, step: int = PAD_MULTIPLE) -> int:
     """The next multiple, at least one step."""
     return max(step, -(-count // step) * step)
 
 
-def bucket(units: int) -> int:
+def compute_bucket_size(units: int) -> int:
     """The size that parties of this size are padded to: at most a quarter more, so that few sizes occur."""
     if units <= 32:
-        return round_up(units)
+        return round_up_to_multiple(units)
     step = 1 << (units.bit_length() - 3)
     return -(-units // step) * step
 
 
-def compact(joins: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
+def compact_rows(joins: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
     """Moves the True entries of each row to the front: joins [m, U] -> places [m, pad], mask [m, pad], count [m].
 
     Where count > pad the row does not hold them all.
@@ -59,16 +62,16 @@ def compact(joins: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
     return table[:, :pad].masked_fill(~mask, 0), mask, count
 
 
-def at(table: Tensor, t: Tensor) -> Tensor:
+def select_row_on_device(table: Tensor, t: Tensor) -> Tensor:
     """Row t of a table, for a t that lies on the device; plain indexing would fetch it to the host."""
     return table.index_select(0, t.view(1)).squeeze(0)
 
 
-def draws_on_device(device: torch.device, sources: Sequence[Randomness]) -> bool:
+def can_draw_on_device(device: torch.device, sources: Sequence[Randomness]) -> bool:
     """Whether the device's own generator may stand in for these: on a GPU, where all of them are seeded."""
-    return device.type != "cpu" and all(isinstance(source, Seeded) for source in sources)
+    return device.type != "cpu" and all(isinstance(source, SeededRandomness) for source in sources)
 
 
-def device_seed(seed: int, key: Key) -> int:
+def derive_device_seed(seed: int, key: StreamKey) -> int:
     """The seed of the device's generator for one key."""
-    return stream_seed(seed, ("stacked", *key))
+    return derive_stream_seed(seed, ("stacked", *key))

@@ -12,20 +12,20 @@ from torch import Tensor
 
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.engines.stacked import sampling
-from fulcrum.engines.stacked.core import Core
-from fulcrum.engines.stacked.draws import Draws
-from fulcrum.engines.stacked.replay import Replayer
-from fulcrum.engines.stacked.rules import Stacked
-from fulcrum.engines.stacked.sampling import bucket, round_up
-from fulcrum.engines.stacked.step import Numbers, Stepped, local_step
+from fulcrum.engines.stacked.core import StackedCore
+from fulcrum.engines.stacked.draws import RandomDraws
+from fulcrum.engines.stacked.replay import GraphReplayer
+from fulcrum.engines.stacked.rules import StackedState
+from fulcrum.engines.stacked.sampling import compute_bucket_size, round_up_to_multiple
+from fulcrum.engines.stacked.step import StepResult, StepTerms, run_local_step
 from fulcrum.privacy.events import Event, Unprotected
 from fulcrum.privacy.mechanism import refuse_bare_statistics, scales
-from fulcrum.rng import Key, Randomness
+from fulcrum.rng import Randomness, StreamKey
 from fulcrum.types import Assignment, Bounds
 
 
 @dataclass(frozen=True)
-class Job:
+class ClientJob:
     """One client's task. start and size: its part of the trainer's order. run: which set of weights it starts from."""
 
     task: Assignment
@@ -37,7 +37,7 @@ class Job:
 
 
 @dataclass
-class Part:
+class BucketResult:
     """What a bucket of jobs brought back, still on the device: one `Stepped` a local step.
 
     members are the jobs' positions; tensors may have more rows than members, for padding. events: of each member
@@ -46,7 +46,7 @@ class Part:
 
     members: list[int]
     start: Tensor = field(repr=False)
-    steps: list[Stepped] = field(repr=False)
+    steps: list[StepResult] = field(repr=False)
     events: list[tuple[Event, ...]]
     asked: list[int]
     pad: int
@@ -66,102 +66,110 @@ class Part:
         return found / torch.tensor(self.asked, device=found.device).clamp_min(1)[:, None]
 
 
-class Trainer:
+class StackedTrainer:
     """Runs jobs on a core. order: rows of the data set, of one run or of several one after the other."""
 
-    def __init__(self, core: Core, order: Tensor) -> None:
+    def __init__(self, core: StackedCore, order: Tensor) -> None:
         self.core = core
         self.device = core.problem.device
         self.order = order.to(self.device)
-        self.replayer = Replayer(core)
+        self.replayer = GraphReplayer(core)
         self._pads: dict[tuple[int, float], int] = {}
-        self._terms: dict[tuple[Any, ...], tuple[Numbers, list[tuple[Event, Event]]]] = {}
+        self._terms: dict[tuple[Any, ...], tuple[StepTerms, list[tuple[Event, Event]]]] = {}
         self._flags: dict[tuple[bool, ...], Tensor] = {}
         self._width: int | None = None
 
     def train(
-        self, jobs: Sequence[Job], thetas: Tensor, states: Callable[[list[int]], Stacked], t: int, rounds: int
-    ) -> list[Part]:
+        self,
+        jobs: Sequence[ClientJob],
+        thetas: Tensor,
+        states: Callable[[list[int]], StackedState],
+        t: int,
+        rounds: int,
+    ) -> list[BucketResult]:
         """All local steps of all jobs in round t. thetas [R, d]; states(members) gives the members' states, stacked.
 
         A round whose sample did not fit, or whose sums were not finite, is done again on the same random numbers.
         """
-        draws = Draws(self.device, [job.randomness for job in jobs])
-        draws.begin(t)
+        draws = RandomDraws(self.device, [job.randomness for job in jobs])
+        draws.begin_round(t)
         while True:
-            parts = [self._bucket(jobs, members, thetas, states, t, rounds, draws) for members in _buckets(jobs)]
-            if self._settled(parts):
+            parts = [
+                self._train_bucket(jobs, members, thetas, states, t, rounds, draws)
+                for members in _group_into_buckets(jobs)
+            ]
+            if self._round_is_complete(parts):
                 return parts
 
-    def _bucket(
+    def _train_bucket(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[ClientJob],
         members: list[int],
         thetas: Tensor,
-        states: Callable[[list[int]], Stacked],
+        states: Callable[[list[int]], StackedState],
         t: int,
         rounds: int,
-        draws: Draws,
-    ) -> Part:
+        draws: RandomDraws,
+    ) -> BucketResult:
         """The local steps of one bucket. Nothing is read back from the device here."""
         mine = [jobs[i] for i in members]
         rate = mine[0].task.rate
-        width = bucket(max(job.size for job in mine))
+        width = compute_bucket_size(max(job.size for job in mine))
         count = len(members)
-        places = count if count <= 4 else round_up(count, 2 ** (count.bit_length() - 3))
+        places = count if count <= 4 else round_up_to_multiple(count, 2 ** (count.bit_length() - 3))
         tasks = [job.task for job in mine]
         asks = [[task.asks(t, step) for task in tasks] for step in range(tasks[0].steps)]  # [N][members]
-        state = _padded(states(members), places)
+        state = _pad_states(states(members), places)
         shared = len(thetas) == 1
-        start = thetas if shared else thetas[_index([job.run for job in mine], places, self.device)]
+        start = thetas if shared else thetas[_make_padded_index([job.run for job in mine], places, self.device)]
         key = (width, rate)
-        pad = self._pads.get(key) or sampling.pad_for(width, rate)
+        pad = self._pads.get(key) or sampling.compute_pad_size(width, rate)
         view, _ = self.core.rule.view(state, t, rounds)
         d = self.core.problem.layout.dim if view.transform is None else len(view.transform.groups)
         if self._width is None:
-            self._width = extra_width(self.core, state, t, rounds)
-        terms, pairs = self._terms_of(mine, places)
+            self._width = probe_statistics_width(self.core, state, t, rounds)
+        terms, pairs = self._get_step_terms(mine, places)
         theta, steps = start, []
         for step in range(mine[0].task.steps):
             uniforms = torch.ones((places, width), dtype=torch.float64, device=self.device)
             drawn = _fill_uniforms(draws, mine, t, step, uniforms)
             if drawn is not None:  # the host knows how many joined before anything starts
-                pad = max(pad, round_up(int((drawn < rate).sum(dim=1).max())))
+                pad = max(pad, round_up_to_multiple(int((drawn < rate).sum(dim=1).max())))
             noise, noise_extra = (torch.zeros((places, m), device=self.device) for m in (d, self._width))
             given = {
                 "theta": theta,
                 "state": state,
-                "terms": terms | {"asked": self._flag(asks[step], places)},
+                "terms": terms | {"asked": self._get_statistics_flags(asks[step], places)},
                 "uniforms": uniforms,
                 "noise": _fill_normals(draws, "noise", mine, t, step, noise),
                 "noise_extra": _fill_normals(draws, "noise-extra", mine, t, step, noise_extra),
                 "t": torch.tensor(t, device=self.device),
             }
             shape = (places, width, pad, len(theta), rounds)
-            done = self.replayer.run(shape, partial(local_step, self.core, pad, rounds, self.order), given)
+            done = self.replayer.run(shape, partial(run_local_step, self.core, pad, rounds, self.order), given)
             done = done.copy() if self.replayer.graphs else done
             theta, state = done.theta, done.state
             steps.append(done)
         events = [tuple(pair[not ask[i]] for ask in asks) for i, pair in enumerate(pairs)]
         asked = [sum(ask[i] for ask in asks) for i in range(count)]
-        return Part(members, start, steps, events, asked, pad, key)
+        return BucketResult(members, start, steps, events, asked, pad, key)
 
-    def _flag(self, asks: list[bool], places: int) -> Tensor:
+    def _get_statistics_flags(self, asks: list[bool], places: int) -> Tensor:
         """1 and 0 for the jobs that are asked for statistics in a step and those that are not, [places]."""
         key = (*asks, *[False] * (places - len(asks)))
         if key not in self._flags:
             self._flags[key] = torch.tensor(key, dtype=torch.float32).to(self.device)
         return self._flags[key]
 
-    def _terms_of(self, jobs: Sequence[Job], places: int) -> tuple[Numbers, list[tuple[Event, Event]]]:
+    def _get_step_terms(self, jobs: Sequence[ClientJob], places: int) -> tuple[StepTerms, list[tuple[Event, Event]]]:
         key = (places, *((job.task, job.start, job.size, job.weight_decay) for job in jobs))
         if key not in self._terms:
             if len(self._terms) > 64:
                 self._terms.clear()
-            self._terms[key] = _terms(self.core.problem.rule, jobs, places, self.device, bool(self._width))
+            self._terms[key] = _build_step_terms(self.core.problem.rule, jobs, places, self.device, bool(self._width))
         return self._terms[key]
 
-    def _settled(self, parts: Sequence[Part]) -> bool:
+    def _round_is_complete(self, parts: Sequence[BucketResult]) -> bool:
         """Whether every sample fitted and every sum was finite; if not, what is needed to repeat is noted."""
         counts = torch.stack([step.counts.max() for part in parts for step in part.steps])
         finite = torch.stack([step.finite for part in parts for step in part.steps]).all()
@@ -171,7 +179,7 @@ class Trainer:
             largest = int(max(most[at : at + len(part.steps)]))
             at += len(part.steps)
             if largest > part.pad:
-                self._pads[part.key] = round_up(largest)
+                self._pads[part.key] = round_up_to_multiple(largest)
                 good = False
         if not fine and not self.core.how.careful:
             self.core.careful()
@@ -179,7 +187,7 @@ class Trainer:
         return good
 
 
-def extra_width(core: Core, state: Stacked, t: Any, rounds: int) -> int:
+def probe_statistics_width(core: StackedCore, state: StackedState, t: Any, rounds: int) -> int:
     """J, the statistics a rule releases beside the gradient, tried on made-up numbers."""
     C = state["C"][:1]
     view, direction = core.rule.view(state, t, rounds)
@@ -191,19 +199,19 @@ def extra_width(core: Core, state: Stacked, t: Any, rounds: int) -> int:
     return int(extra.shape[2]) + (whole if again.shape[2] else 0)
 
 
-def _buckets(jobs: Sequence[Job]) -> list[list[int]]:
+def _group_into_buckets(jobs: Sequence[ClientJob]) -> list[list[int]]:
     """Positions of jobs that train side by side: similar size, the same rate, as many steps."""
     found: dict[tuple[int, int, float], list[int]] = {}
     for position, job in enumerate(jobs):
-        found.setdefault((bucket(job.size), job.task.steps, job.task.rate), []).append(position)
+        found.setdefault((compute_bucket_size(job.size), job.task.steps, job.task.rate), []).append(position)
     return [found[key] for key in sorted(found)]
 
 
-def _index(values: list[int], places: int, device: torch.device) -> Tensor:
+def _make_padded_index(values: list[int], places: int, device: torch.device) -> Tensor:
     return torch.tensor([*values, *[values[0]] * (places - len(values))], device=device)
 
 
-def _padded(state: Stacked, places: int) -> Stacked:
+def _pad_states(state: StackedState, places: int) -> StackedState:
     """Jobs that do not exist have the first one's state; their size is 0."""
     spare = places - len(state["C"])
     if not spare:
@@ -211,9 +219,9 @@ def _padded(state: Stacked, places: int) -> Stacked:
     return {name: torch.cat([value, value[:1].expand(spare, *value.shape[1:])]) for name, value in state.items()}
 
 
-def _terms(
-    rule: ClipRule, jobs: Sequence[Job], places: int, device: torch.device, statistics: bool
-) -> tuple[Numbers, list[tuple[Event, Event]]]:
+def _build_step_terms(
+    rule: ClipRule, jobs: Sequence[ClientJob], places: int, device: torch.device, statistics: bool
+) -> tuple[StepTerms, list[tuple[Event, Event]]]:
     """The public terms of the jobs as tensors, and the event of each one's step with statistics and without.
 
     statistics: whether the rule releases any beside the gradient.
@@ -247,7 +255,7 @@ def _terms(
     }, [(s.event, other.event) for s, other in zip(noise, without, strict=True)]
 
 
-def _fill_uniforms(draws: Draws, jobs: Sequence[Job], t: int, step: int, table: Tensor) -> Tensor | None:
+def _fill_uniforms(draws: RandomDraws, jobs: Sequence[ClientJob], t: int, step: int, table: Tensor) -> Tensor | None:
     """A number in [0, 1) for each unit of the jobs: table [places, width], float64.
 
     Returns those of the jobs [jobs, width] where they come from the host: 1 where a job has no unit.
@@ -259,11 +267,13 @@ def _fill_uniforms(draws: Draws, jobs: Sequence[Job], t: int, step: int, table: 
             row[: job.size] = job.randomness.uniform(("sample", t, job.task.client, step), job.size)
         return [rows]
 
-    drawn = draws.fill([table], _key("sample", jobs, step), from_streams)
+    drawn = draws.fill([table], _make_draw_key("sample", jobs, step), from_streams)
     return drawn[0] if drawn else None
 
 
-def _fill_normals(draws: Draws, purpose: str, jobs: Sequence[Job], t: int, step: int, table: Tensor) -> Tensor:
+def _fill_normals(
+    draws: RandomDraws, purpose: str, jobs: Sequence[ClientJob], t: int, step: int, table: Tensor
+) -> Tensor:
     """Standard normal numbers: table [places, count]; left as it is where no job is noised."""
 
     def from_streams() -> list[Tensor]:
@@ -274,11 +284,11 @@ def _fill_normals(draws: Draws, purpose: str, jobs: Sequence[Job], t: int, step:
         return [rows]
 
     if table.shape[1] and any(job.task.sigma > 0 for job in jobs):
-        draws.fill([table], _key(purpose, jobs, step), from_streams)
+        draws.fill([table], _make_draw_key(purpose, jobs, step), from_streams)
     return table
 
 
-def _key(purpose: str, jobs: Sequence[Job], step: int) -> Key:
+def _make_draw_key(purpose: str, jobs: Sequence[ClientJob], step: int) -> StreamKey:
     """What tells the numbers of a bucket's step from all others of the round: who is first in it, and in which run."""
     first = jobs[0]
     return (purpose, step, first.task.client, *((first.run,) if first.run else ()))

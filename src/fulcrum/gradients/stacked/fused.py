@@ -15,38 +15,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulcrum.gradients.haar import level_norms
-from fulcrum.gradients.stacked.geometry import Window
+from fulcrum.gradients.haar import haar_level_norms
+from fulcrum.gradients.stacked.geometry import SlidingWindow
 
-BLOCK = 1024
+BLOCK_SIZE = 1024
 """Numbers that one program writes."""
 
-trouble: list[str] = []
+kernel_failures: list[str] = []
 """Why the kernels are not used although they are wanted; empty while all is well."""
 
 
 @cache
-def _wanted() -> tuple[bool, bool]:
+def _triton_status() -> tuple[bool, bool]:
     """(there and not turned off, run by triton's interpreter): asked once a process."""
     there = os.environ.get("FULCRUM_TRITON", "1") != "0" and importlib.util.find_spec("triton") is not None
     return there, there and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def ready(values: Tensor) -> bool:
+def can_use_kernels(values: Tensor) -> bool:
     """Whether the kernels take this tensor."""
-    there, interpreted = _wanted()
+    there, interpreted = _triton_status()
     fits = values.dtype in (torch.float32, torch.bfloat16) and values.numel() > 0
-    return there and not trouble and fits and (values.is_cuda or interpreted)
+    return there and not kernel_failures and fits and (values.is_cuda or interpreted)
 
 
-def _launch(name: str, size: int, images: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
+def _launch_per_image(name: str, size: int, images: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
     """Runs a kernel that writes `size` numbers for each image; False if it could not be compiled."""
-    block = min(BLOCK, max(64, 1 << (size - 1).bit_length()))
+    block = min(BLOCK_SIZE, max(64, 1 << (size - 1).bit_length()))
     blocks = -(-size // block)
-    return _start(name, images * blocks, tensors, {**given, "BLOCKS": blocks, "BLOCK": block})
+    return _launch_kernel(name, images * blocks, tensors, {**given, "BLOCKS": blocks, "BLOCK": block})
 
 
-def _start(name: str, programs: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
+def _launch_kernel(name: str, programs: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
     try:
         from fulcrum.gradients.stacked import kernels
 
@@ -56,108 +56,117 @@ def _start(name: str, programs: int, tensors: tuple[Any, ...], given: dict[str, 
         raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        trouble.append(f"no fused kernels: {name}: {type(error).__name__}: {first}")
+        kernel_failures.append(f"no fused kernels: {name}: {type(error).__name__}: {first}")
         return False
     return True
 
 
-def _shape(window: Window) -> dict[str, int]:
+def _window_constants(window: SlidingWindow) -> dict[str, int]:
     (oh, ow), (kh, kw), (sh, sw) = window.out, window.kernel, window.stride
     sides = {"H": window.height, "W": window.width, "C": window.channels, "OH": oh, "OW": ow}
     return {**sides, "KH": kh, "KW": kw, "SH": sh, "SW": sw}
 
 
-def patches(h: Tensor, window: Window) -> Tensor | None:
+def fused_extract_patches(h: Tensor, window: SlidingWindow) -> Tensor | None:
     """As `geometry.patches`."""
-    if not ready(h):
+    if not can_use_kernels(h):
         return None
     sets, n = h.shape[:2]
     out = h.new_empty((sets, n, window.positions, window.size))
     (ph, pw), (dh, dw) = window.padding, window.dilation
-    given = {**_shape(window), "PH": ph, "PW": pw, "DH": dh, "DW": dw}
-    done = _launch("patches", window.positions * window.size, sets * n, (h.contiguous(), out), given)
+    given = {**_window_constants(window), "PH": ph, "PW": pw, "DH": dh, "DW": dw}
+    done = _launch_per_image("patches", window.positions * window.size, sets * n, (h.contiguous(), out), given)
     return out if done else None
 
 
-def unpatch(g: Tensor, window: Window) -> Tensor | None:
+def fused_fold_patches(g: Tensor, window: SlidingWindow) -> Tensor | None:
     """As `geometry.unpatch`; sums of bf16 are kept in float32."""
-    if not ready(g) or window.dilation != (1, 1):
+    if not can_use_kernels(g) or window.dilation != (1, 1):
         return None
     out = g.new_empty((*g.shape[:2], window.height, window.width, window.channels))
-    given = {**_shape(window), "PH": window.padding[0], "PW": window.padding[1]}
+    given = {**_window_constants(window), "PH": window.padding[0], "PW": window.padding[1]}
     size = window.height * window.width * window.channels
-    return out if _launch("unpatch", size, g.shape[0] * g.shape[1], (g.contiguous(), out), given) else None
+    return out if _launch_per_image("unpatch", size, g.shape[0] * g.shape[1], (g.contiguous(), out), given) else None
 
 
-def pool(h: Tensor, window: Window, mean: bool, relu: bool, bias: Tensor | None) -> tuple[Tensor, Any] | None:
+def fused_pool(
+    h: Tensor, window: SlidingWindow, mean: bool, relu: bool, bias: Tensor | None
+) -> tuple[Tensor, Any] | None:
     """Bias [S, C] added, relu, then the largest or the mean of each window; and a note for `unpool`."""
     area = window.kernel[0] * window.kernel[1]
-    if not ready(h) or area > (31 if mean and relu else 255):
+    if not can_use_kernels(h) or area > (31 if mean and relu else 255):
         return None
     sets, n = h.shape[:2]
     out = h.new_empty((sets, n, *window.out, window.channels))
     kind = torch.int32 if mean and area > 8 else torch.uint8
     noted = relu or not mean
     note = torch.empty_like(out, dtype=kind) if noted else out
-    given = {**_shape(window), "BIAS": bias is not None, "RELU": relu, "MEAN": mean}
+    given = {**_window_constants(window), "BIAS": bias is not None, "RELU": relu, "MEAN": mean}
     tensors = (h.contiguous(), out if bias is None else bias.to(h.dtype).contiguous(), out, note, n)
-    done = _launch("pool", window.positions * window.channels, sets * n, tensors, given)
+    done = _launch_per_image("pool", window.positions * window.channels, sets * n, tensors, given)
     return (out, note if noted else None) if done else None
 
 
-def unpool(g: Tensor, note: Tensor | None, window: Window, mean: bool, relu: bool) -> Tensor | None:
+def fused_pool_backward(g: Tensor, note: Tensor | None, window: SlidingWindow, mean: bool, relu: bool) -> Tensor | None:
     """The gradient of `pool`, from its note."""
-    if not ready(g) or (note is None and (relu or not mean)):
+    if not can_use_kernels(g) or (note is None and (relu or not mean)):
         return None
     out = g.new_empty((*g.shape[:2], window.height, window.width, window.channels))
     g = g.contiguous()
     size = window.height * window.width * window.channels
-    given = {**_shape(window), "RELU": relu, "MEAN": mean}
+    given = {**_window_constants(window), "RELU": relu, "MEAN": mean}
     tensors = (g, g if note is None else note.contiguous(), out)
-    return out if _launch("unpool", size, g.shape[0] * g.shape[1], tensors, given) else None
+    return out if _launch_per_image("unpool", size, g.shape[0] * g.shape[1], tensors, given) else None
 
 
-def ghost(a: Tensor, g: Tensor) -> Tensor | None:
+def fused_ghost_squared_norms(a: Tensor, g: Tensor) -> Tensor | None:
     """Squared norm of each example's g^T a from its two Gram matrices: [X, P, k], [X, P, o] -> [X], float32.
 
     Up to 64 positions, where products need not be float32's own: three products of tf32 are as exact as its rounding.
     """
     positions = a.shape[1]
     exact = a.is_cuda and a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
-    if not ready(a) or exact or positions > 64:
+    if not can_use_kernels(a) or exact or positions > 64:
         return None
     out = a.new_empty(len(a), dtype=torch.float32)
     k, o = a.shape[2], g.shape[2]
     tall = max(16, 1 << (positions - 1).bit_length())
     wide, narrow = (min(64, max(16, 1 << (width - 1).bit_length())) for width in (k, o))
     given = {"P": positions, "K": k, "OUT": o, "TALL": tall, "WIDE": wide, "NARROW": narrow}
-    return out if _start("ghost", len(a), (a.contiguous(), g.contiguous(), out), given) else None
+    return out if _launch_kernel("ghost", len(a), (a.contiguous(), g.contiguous(), out), given) else None
 
 
-DEPTH, STRETCH = 6, 2048
+HAAR_LEVELS_PER_KERNEL, HAAR_BLOCK_SIZE = 6, 2048
 """Haar levels that one kernel takes, and the numbers a program of one warp holds: 64 a thread, 32 left at the end."""
 
 
-def levels(x: Tensor, count: int) -> Tensor | None:
+def fused_haar_level_norms(x: Tensor, count: int) -> Tensor | None:
     """As `clip.wav.level_norms` of rows [B, d] in float32: each launch reads them once and leaves 1 number of 64."""
-    if not ready(x) or x.dtype != torch.float32 or x.shape[1] <= 1 << DEPTH:
+    if not can_use_kernels(x) or x.dtype != torch.float32 or x.shape[1] <= 1 << HAAR_LEVELS_PER_KERNEL:
         return None
     finer: list[Tensor] = []  # squared norms, from fine to coarse
-    while x.shape[1] > 1 << DEPTH:
+    while x.shape[1] > 1 << HAAR_LEVELS_PER_KERNEL:
         n, d = x.shape
         x = x if x.stride(1) == 1 else x.contiguous()
-        blocks = -(-d // STRETCH)
-        energies = x.new_empty((n, blocks, DEPTH))
-        rest = x.new_empty((n, blocks * (STRETCH >> DEPTH)))
-        given = {"BLOCKS": blocks, "BLOCK": STRETCH, "DEPTH": DEPTH, "D": d, "WIDE": _wide(x), "STRIDE": x.stride(0)}
-        if not _start("levels", n * blocks, (x, energies, rest), {**given, "num_warps": 1}):
+        blocks = -(-d // HAAR_BLOCK_SIZE)
+        energies = x.new_empty((n, blocks, HAAR_LEVELS_PER_KERNEL))
+        rest = x.new_empty((n, blocks * (HAAR_BLOCK_SIZE >> HAAR_LEVELS_PER_KERNEL)))
+        given = {
+            "BLOCKS": blocks,
+            "BLOCK": HAAR_BLOCK_SIZE,
+            "DEPTH": HAAR_LEVELS_PER_KERNEL,
+            "D": d,
+            "WIDE": _readable_row_length(x),
+            "STRIDE": x.stride(0),
+        }
+        if not _launch_kernel("levels", n * blocks, (x, energies, rest), {**given, "num_warps": 1}):
             return None
         finer += energies.sum(dim=1).unbind(1)
-        x, count = rest[:, : -(-d // (1 << DEPTH))], count - DEPTH
-    return torch.cat([level_norms(x, count), torch.stack(finer[::-1], dim=1).sqrt()], dim=1)
+        x, count = rest[:, : -(-d // (1 << HAAR_LEVELS_PER_KERNEL))], count - HAAR_LEVELS_PER_KERNEL
+    return torch.cat([haar_level_norms(x, count), torch.stack(finer[::-1], dim=1).sqrt()], dim=1)
 
 
-def _wide(x: Tensor) -> int:
+def _readable_row_length(x: Tensor) -> int:
     """How many numbers of each row [B, d] may be read: d rounded up to 16, if the memory goes on after the last row."""
     n, d = x.shape
     rounded = -(-d // 16) * 16

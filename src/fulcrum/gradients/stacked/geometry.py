@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Pair = tuple[int, int]
+IntPair = tuple[int, int]
 
-STOPPED = 255
+NO_GRADIENT = 255
 """In place of which pixel was the largest: none of them gets a gradient."""
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """A sliding window over images of height x width pixels and `channels` channels."""
 
     height: int
     width: int
     channels: int
-    kernel: Pair
-    stride: Pair
-    padding: Pair = (0, 0)
-    dilation: Pair = (1, 1)
+    kernel: IntPair
+    stride: IntPair
+    padding: IntPair = (0, 0)
+    dilation: IntPair = (1, 1)
 
     @property
-    def out(self) -> Pair:
+    def out(self) -> IntPair:
         """Height and width of what comes out."""
         sides = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
         first, second = ((side + 2 * p - d * (k - 1) - 1) // s + 1 for side, k, s, p, d in sides)
@@ -48,7 +48,7 @@ class Window:
         return self.kernel[0] * self.kernel[1] * self.channels
 
 
-def patches(h: Tensor, window: Window) -> Tensor:
+def extract_patches(h: Tensor, window: SlidingWindow) -> Tensor:
     """What each window position sees: [S, n, H, W, C] -> [S, n, P, k], in the order (kh, kw, C)."""
     (ph, pw), (sh, sw), (dh, dw) = window.padding, window.stride, window.dilation
     if ph or pw:
@@ -62,7 +62,7 @@ def patches(h: Tensor, window: Window) -> Tensor:
     return view.reshape(sets, n, window.positions, window.size)
 
 
-def unpatch(g: Tensor, window: Window) -> Tensor:
+def fold_patches(g: Tensor, window: SlidingWindow) -> Tensor:
     """The transpose of `patches`: adds each patch entry to the pixel it came from, [S, n, P, k] -> [S, n, H, W, C].
 
     Where the stride divides the kernel, one addition serves stride x stride taps at once.
@@ -87,17 +87,17 @@ def unpatch(g: Tensor, window: Window) -> Tensor:
     return out[:, :, ph : ph + window.height, pw : pw + window.width]
 
 
-def _tap(h: Tensor, window: Window, i: int, j: int) -> Tensor:
+def _view_window_pixel(h: Tensor, window: SlidingWindow, i: int, j: int) -> Tensor:
     """The pixel (i, j) of every window, a view [S, n, oh, ow, C]."""
     (sh, sw), (oh, ow) = window.stride, window.out
     return h[:, :, i : i + sh * (oh - 1) + 1 : sh, j : j + sw * (ow - 1) + 1 : sw]
 
 
-def max_pool(h: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+def max_pool_forward(h: Tensor, window: SlidingWindow) -> tuple[Tensor, Tensor]:
     """The largest pixel of each window, and which it was (the first in reading order, as PyTorch takes it)."""
-    best, which = _tap(h, window, 0, 0), None
+    best, which = _view_window_pixel(h, window, 0, 0), None
     for tap in range(1, window.kernel[0] * window.kernel[1]):
-        other = _tap(h, window, tap // window.kernel[1], tap % window.kernel[1])
+        other = _view_window_pixel(h, window, tap // window.kernel[1], tap % window.kernel[1])
         highest = torch.maximum(best, other)  # NaN stays NaN, and differs from itself
         larger = highest != best
         best = highest
@@ -107,23 +107,23 @@ def max_pool(h: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     return best, which
 
 
-def max_unpool(g: Tensor, which: Tensor, window: Window) -> Tensor:
+def max_pool_backward(g: Tensor, which: Tensor, window: SlidingWindow) -> Tensor:
     """The gradient of `max_pool`, [S, n, oh, ow, C] -> [S, n, H, W, C]. Without atomics, so always the same bits."""
     out = g.new_zeros((*g.shape[:2], window.height, window.width, window.channels))
     for tap in range(window.kernel[0] * window.kernel[1]):
-        target = _tap(out, window, tap // window.kernel[1], tap % window.kernel[1])
+        target = _view_window_pixel(out, window, tap // window.kernel[1], tap % window.kernel[1])
         target += g * (which == tap)
     return out
 
 
-def avg_pool(h: Tensor, window: Window) -> Tensor:
+def avg_pool_forward(h: Tensor, window: SlidingWindow) -> Tensor:
     """The mean of each window."""
     images = h.flatten(0, 1).permute(0, 3, 1, 2)
     pooled = F.avg_pool2d(images, window.kernel, window.stride)
     return pooled.permute(0, 2, 3, 1).reshape(*h.shape[:2], *window.out, window.channels)
 
 
-def avg_unpool(g: Tensor, window: Window) -> Tensor:
+def avg_pool_backward(g: Tensor, window: SlidingWindow) -> Tensor:
     """The gradient of `avg_pool`."""
     (kh, kw), (oh, ow) = window.kernel, window.out
     share = g / (kh * kw)
@@ -133,17 +133,17 @@ def avg_unpool(g: Tensor, window: Window) -> Tensor:
         return spread.reshape(sets, n, window.height, window.width, window.channels)
     out = g.new_zeros((*g.shape[:2], window.height, window.width, window.channels))
     for tap in range(kh * kw):
-        target = _tap(out, window, tap // kw, tap % kw)
+        target = _view_window_pixel(out, window, tap // kw, tap % kw)
         target += share
     return out
 
 
-def masked_unpool(g: Tensor, bits: Tensor, window: Window) -> Tensor:
+def relu_avg_pool_backward(g: Tensor, bits: Tensor, window: SlidingWindow) -> Tensor:
     """The gradient of relu and then `avg_pool`. Bit i * kw + j of `bits` [S, n, oh, ow, C]: the pixel was positive."""
     (kh, kw) = window.kernel
     share = g / (kh * kw)
     out = g.new_zeros((*g.shape[:2], window.height, window.width, window.channels))
     for tap in range(kh * kw):
-        target = _tap(out, window, tap // kw, tap % kw)
+        target = _view_window_pixel(out, window, tap // kw, tap % kw)
         target += share * ((bits >> tap) & 1)
     return out

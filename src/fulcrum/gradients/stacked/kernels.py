@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def patches(
+def extract_patches_kernel(
     h, out, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
@@ -36,7 +36,7 @@ def patches(
 
 
 @triton.jit
-def unpatch(
+def fold_patches_kernel(
     g, out, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PH: tl.constexpr, PW: tl.constexpr,
@@ -64,7 +64,7 @@ def unpatch(
 
 
 @triton.jit
-def pool(
+def pool_kernel(
     h, bias, out, note, per_set, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr,
     SW: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, MEAN: tl.constexpr,
@@ -115,7 +115,7 @@ def pool(
 
 
 @triton.jit
-def unpool(
+def pool_backward_kernel(
     g, note, out, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
     OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     RELU: tl.constexpr, MEAN: tl.constexpr,
@@ -154,7 +154,7 @@ def unpool(
 
 
 @triton.jit
-def _gram(rows, P: tl.constexpr, K: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
+def _gram_matrix(rows, P: tl.constexpr, K: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
     """All inner products of rows [P, K], padded to [TALL, TALL] with zeros, in float32."""
     p = tl.arange(0, TALL)
     total = tl.zeros([TALL, TALL], dtype=tl.float32)
@@ -167,19 +167,19 @@ def _gram(rows, P: tl.constexpr, K: tl.constexpr, TALL: tl.constexpr, WIDE: tl.c
 
 
 @triton.jit
-def ghost(
+def ghost_norm_kernel(
     a, g, out, P: tl.constexpr, K: tl.constexpr, OUT: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
     NARROW: tl.constexpr,
 ):  # fmt: skip
     """Squared norm of g^T a for each example: a [example, P, K], g [example, P, OUT] -> out [example]."""
     example = tl.program_id(0).to(tl.int64)
-    inputs = _gram(a + example * (P * K), P, K, TALL, WIDE)
-    slopes = _gram(g + example * (P * OUT), P, OUT, TALL, NARROW)
+    inputs = _gram_matrix(a + example * (P * K), P, K, TALL, WIDE)
+    slopes = _gram_matrix(g + example * (P * OUT), P, OUT, TALL, NARROW)
     tl.store(out + example, tl.sum(inputs * slopes))
 
 
 @triton.jit
-def levels(
+def haar_levels_kernel(
     x, energies, rest, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, D: tl.constexpr,
     WIDE: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip

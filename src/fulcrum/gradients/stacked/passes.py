@@ -20,22 +20,22 @@ from torch.func import grad_and_value, vmap
 from fulcrum.data.records import Inputs, map_inputs
 from fulcrum.data.tasks import Task
 from fulcrum.gradients.stacked import fused
-from fulcrum.gradients.stacked.layers import Program, Site, Weights
-from fulcrum.gradients.stacked.plain import Plain
-from fulcrum.models.layout import Layout, call
+from fulcrum.gradients.stacked.layers import StackedProgram, StackedSite, StackedWeights
+from fulcrum.gradients.stacked.plain import ParameterlessLayer
+from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 PRECISIONS: dict[str, torch.dtype] = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 """What activations are held in. Norms, sums, noise and weights are float32 always."""
 
-MARGIN = {"float32": 0.0, "tf32": 2.0**-9, "bf16": 2.0**-6}
+ROUNDING_MARGIN = {"float32": 0.0, "tf32": 2.0**-9, "bf16": 2.0**-6}
 """Factors are shrunk by this part, so that rounding in a product does not carry a contribution over its bound."""
 
-ROUND = 32
+ROW_ALIGNMENT = 32
 """Numbers in 128 bytes: rows of gradients that start there are read and written in wide words, whatever d is."""
 
 
 @dataclass(frozen=True)
-class How:
+class PassOptions:
     """Speed choices of a pass. native: convolutions by the library where all examples share weights.
 
     careful: examples that count as zero have their activations and gradients zeroed too, since 0 * NaN is NaN;
@@ -47,13 +47,13 @@ class How:
     careful: bool = False
 
 
-def unpack(layout: Layout, theta: Tensor) -> Weights:
+def unflatten_stacked(layout: ParameterLayout, theta: Tensor) -> StackedWeights:
     """[S, d] -> each parameter tensor [S, ...]."""
     pieces = theta.split(layout.sizes, dim=1)
     return tuple(p.unflatten(1, s) if len(s) else p[:, 0] for p, s in zip(pieces, layout.shapes, strict=True))
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def batched_matmul(a: Tensor, b: Tensor) -> Tensor:
     """A batched product with a float32 result, whatever its inputs are held in."""
     if a.dtype == torch.float32:
         return torch.bmm(a, b)
@@ -62,17 +62,17 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.float(), b.float())
 
 
-STRETCH = 1024
+MIN_SUM_TERMS = 1024
 """Terms that a sum of many may be cut into, and no fewer."""
 
 
-def pieces(rows: int, positions: int) -> int:
+def count_sum_splits(rows: int, positions: int) -> int:
     """Equal parts of a sum over examples and positions: as many as divide the examples and keep STRETCH terms."""
-    most = rows * positions // STRETCH
+    most = rows * positions // MIN_SUM_TERMS
     return next((count for count in range(min(rows, most), 1, -1) if rows % count == 0), 1)
 
 
-def squares(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+def sum_of_squares(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     """The sum of squares over some dimensions, in float32 and without a copy in float32."""
     norms: Tensor = torch.linalg.vector_norm(values, dim=dims, dtype=torch.float32)
     return norms.square()
@@ -82,10 +82,10 @@ def squares(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
 
 
 @dataclass
-class _Use:
+class _StackedSiteUse:
     """A site's input h, its patches a [S, n, P, k] (made when first asked for) and output gradient g [S, n, P, o]."""
 
-    site: Site
+    site: StackedSite
     h: Tensor
     a: Tensor | None
     g: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -95,7 +95,7 @@ class _Use:
     added: Tensor | None = None
     """g added up over the positions, when first asked for."""
 
-    def over_positions(self) -> Tensor:
+    def bias_gradients(self) -> Tensor:
         """The bias gradient of each example, [S, n, o] in float32."""
         if self.added is None:
             g = self.g
@@ -104,40 +104,40 @@ class _Use:
 
     def seen(self) -> Tensor:
         if self.a is None:
-            self.a = self.site.see(self.h)
+            self.a = self.site.extract_input_patches(self.h)
         return self.a
 
-    def squares(self) -> Tensor:
+    def squared_norms(self) -> Tensor:
         """Squared norm of each example's weight gradient [S, n]."""
         site, a, g = self.site, self.seen(), self.g
         if site.positions == 1:
-            return squares(a, (2, 3)) * squares(g, (2, 3))
+            return sum_of_squares(a, (2, 3)) * sum_of_squares(g, (2, 3))
         sets, n = a.shape[:2]
         rows, slopes = a.flatten(0, 1), g.flatten(0, 1)
         if site.ghost:
-            found = fused.ghost(rows, slopes)
+            found = fused.fused_ghost_squared_norms(rows, slopes)
             if found is not None:
                 return found.view(sets, n)
-            grams = product(rows, rows.transpose(1, 2)), product(slopes, slopes.transpose(1, 2))
+            grams = batched_matmul(rows, rows.transpose(1, 2)), batched_matmul(slopes, slopes.transpose(1, 2))
             return (grams[0] * grams[1]).sum(dim=(1, 2)).view(sets, n)
-        self.written = product(slopes.transpose(1, 2), rows).view(sets, n, site.outputs, site.inputs)
-        return squares(self.written, (2, 3))
+        self.written = batched_matmul(slopes.transpose(1, 2), rows).view(sets, n, site.outputs, site.inputs)
+        return sum_of_squares(self.written, (2, 3))
 
     def write(self, place: Tensor) -> None:
         """Puts the weight gradient of each example into place [S * n, o * k], in the layout's order."""
         site, a, g = self.site, self.seen().flatten(0, 1), self.g.flatten(0, 1).transpose(1, 2)
-        if site.reorders and site.positions >= site.outputs:
-            found = site.ordered(product(g, a))
+        if site.needs_reordering and site.positions >= site.outputs:
+            found = site.to_layout_order(batched_matmul(g, a))
             place.view(found.shape).copy_(found)
             return
-        a = site.ordered(a).reshape(a.shape)  # fewer numbers to reorder than the gradient has, or none
+        a = site.to_layout_order(a).reshape(a.shape)  # fewer numbers to reorder than the gradient has, or none
         place = place.view(len(a), site.outputs, site.inputs)
         if a.dtype == place.dtype:
             torch.bmm(g, a, out=place)
         else:
-            place.copy_(product(g, a))
+            place.copy_(batched_matmul(g, a))
 
-    def total(self, factors: Tensor, segments: int, weights: Weights, how: How) -> Tensor:
+    def total(self, factors: Tensor, segments: int, weights: StackedWeights, how: PassOptions) -> Tensor:
         """Sum over each segment of factor times weight gradient: factors [S, n] -> [S * M, o * k]."""
         site = self.site
         sets, n = factors.shape
@@ -145,17 +145,17 @@ class _Use:
         if self.written is not None:
             table = self.written.view(groups, rows, site.outputs * site.inputs)
             flat = torch.bmm(factors.view(groups, 1, rows), table)
-            return site.natural(flat.view(groups, site.outputs, site.inputs))
+            return site.flatten_gradient(flat.view(groups, site.outputs, site.inputs))
         scaled = self.g * factors[:, :, None, None].to(self.g.dtype)
-        if how.native and groups == 1 and site.convolves:
+        if how.native and groups == 1 and site.is_convolution:
             assert site.window is not None
             shaped = scaled.view(1, n, *site.window.out, site.outputs)
-            return site.natural(site.native_backward(shaped, self.h, weights, "weight").float())
+            return site.flatten_gradient(site.library_backward(shaped, self.h, weights, "weight").float())
         # A small matrix that is a very long sum keeps few of a GPU's processors busy: many shorter sums, then theirs.
-        parts = pieces(rows, site.positions)
+        parts = count_sum_splits(rows, site.positions)
         a = self.seen().reshape(groups * parts, -1, site.inputs)
         g = scaled.reshape(groups * parts, -1, site.outputs)
-        return site.natural(product(g.transpose(1, 2), a).unflatten(0, (groups, parts)).sum(dim=1))
+        return site.flatten_gradient(batched_matmul(g.transpose(1, 2), a).unflatten(0, (groups, parts)).sum(dim=1))
 
     def dots(self, direction: Tensor, segments: int) -> Tensor:
         """Inner product of each example's weight gradient with a direction [S * M, o, k]: [S, n]."""
@@ -163,10 +163,10 @@ class _Use:
         a, g = self.seen(), self.g
         sets, n = a.shape[:2]
         groups, rows = sets * segments, n // segments
-        through = product(g.reshape(groups, rows * site.positions, site.outputs), direction.to(g.dtype))
+        through = batched_matmul(g.reshape(groups, rows * site.positions, site.outputs), direction.to(g.dtype))
         return (through.view(sets, n, -1) * a.reshape(sets, n, -1)).sum(dim=2)
 
-    def zero(self, good: Tensor) -> None:
+    def zero_examples(self, good: Tensor) -> None:
         """Examples where good [S, n] is False take no part, whatever they hold."""
         bad = ~good[:, :, None, None]
         self.a = self.seen().masked_fill(bad, 0)
@@ -180,115 +180,124 @@ class _Use:
 class StackedTape:
     """What a hand-written pass can answer. losses [S, n], float32, as they came (padding and NaN included)."""
 
-    layout: Layout
-    weights: Weights
-    how: How
-    uses: list[_Use]
+    layout: ParameterLayout
+    weights: StackedWeights
+    how: PassOptions
+    uses: list[_StackedSiteUse]
     losses: Tensor
 
     def norms(self, groups: tuple[int, ...]) -> Tensor:
         """[S, n, G]; not finite where the gradient is not."""
         table: list[list[Tensor]] = [[] for _ in range(max(groups, default=0) + 1)]
         for use in self.uses:
-            table[_group(groups, use.site.weight)].append(use.squares())
+            table[_find_group(groups, use.site.weight)].append(use.squared_norms())
             if use.site.bias is not None:
-                table[_group(groups, use.site.bias)].append(squares(use.over_positions(), 2))
+                table[_find_group(groups, use.site.bias)].append(sum_of_squares(use.bias_gradients(), 2))
         return torch.stack([torch.stack(parts).sum(dim=0) for parts in table], dim=2).sqrt()
 
     def dots(self, direction: Tensor, segments: int) -> Tensor:
         """Inner products with a direction [S * M, d]: [S, n]."""
-        parts = unpack(self.layout, direction)
+        parts = unflatten_stacked(self.layout, direction)
         total = torch.zeros_like(self.losses)
         for use in self.uses:
             total = total + use.dots(use.site.matrix(parts), segments)
             if use.site.bias is not None:
                 along = parts[use.site.bias].view(len(self.losses), segments, 1, -1)
-                slopes = use.over_positions().view(len(self.losses), segments, -1, use.site.outputs)
+                slopes = use.bias_gradients().view(len(self.losses), segments, -1, use.site.outputs)
                 total = total + (slopes * along).sum(dim=3).flatten(1)
         return total
 
     def matrix(self) -> Tensor:
         """Every example's gradient, [S * n, d], in rows that start a multiple of ROUND numbers apart."""
         dim = self.layout.dim
-        whole = self.losses.new_empty((self.losses.numel(), -(-dim // ROUND) * ROUND))[:, :dim]
+        whole = self.losses.new_empty((self.losses.numel(), -(-dim // ROW_ALIGNMENT) * ROW_ALIGNMENT))[:, :dim]
         places = whole.split(self.layout.sizes, dim=1)
         for use in self.uses:
             use.write(places[use.site.weight])
             if use.site.bias is not None:
-                places[use.site.bias].copy_(use.over_positions().flatten(0, 1))
+                places[use.site.bias].copy_(use.bias_gradients().flatten(0, 1))
         return whole
 
-    def zero(self, good: Tensor) -> None:
+    def zero_examples(self, good: Tensor) -> None:
         """Take the examples where good [S, n] is False out of all sums."""
         for use in self.uses:
-            use.zero(good)
+            use.zero_examples(good)
 
     def weighted_sum(self, factors: Tensor, groups: tuple[int, ...], segments: int) -> Tensor:
         """Sum over each segment of factor times gradient: factors [S, n, G] -> [S * M, d], float32."""
         table: list[Tensor] = [self.losses] * len(self.layout.names)
         sets, n = factors.shape[:2]
         for use in self.uses:
-            own = factors[:, :, _group(groups, use.site.weight)].contiguous()
+            own = factors[:, :, _find_group(groups, use.site.weight)].contiguous()
             table[use.site.weight] = use.total(own, segments, self.weights, self.how)
             if use.site.bias is not None:
-                own = factors[:, :, _group(groups, use.site.bias)].reshape(sets * segments, 1, n // segments)
-                slopes = use.over_positions().view(sets * segments, n // segments, -1)
+                own = factors[:, :, _find_group(groups, use.site.bias)].reshape(sets * segments, 1, n // segments)
+                slopes = use.bias_gradients().view(sets * segments, n // segments, -1)
                 table[use.site.bias] = torch.bmm(own, slopes).squeeze(1)
         return torch.cat(table, dim=1)
 
 
-def _group(groups: tuple[int, ...], tensor: int) -> int:
+def _find_group(groups: tuple[int, ...], tensor: int) -> int:
     return groups[tensor] if groups else 0
 
 
-def forward(program: Program, weights: Weights, x: Tensor, how: How, keep: bool) -> tuple[Tensor, list[Any]]:
+def forward_stacked(
+    program: StackedProgram, weights: StackedWeights, x: Tensor, how: PassOptions, keep: bool
+) -> tuple[Tensor, list[Any]]:
     """Outputs [S, n, O], and what the backward pass needs of each step (nothing unless `keep`)."""
     h = x.to(PRECISIONS[how.precision])
     kept: list[Any] = []
     bias: Tensor | None = None
     for i, step in enumerate(program.steps):
-        if not isinstance(step, Site):
+        if not isinstance(step, StackedSite):
             h, note = step.forward(h) if bias is None else step.forward(h, bias)
             bias = None
         else:
-            bias = _handed_on(program, i, weights, h)
+            bias = _find_deferred_bias(program, i, weights, h)
             bare = bias is not None
-            if how.native and len(h) == 1 and step.convolves:
-                note, h = _Use(step, h, None), step.native(h, weights, bare)
+            if how.native and len(h) == 1 and step.is_convolution:
+                note, h = _StackedSiteUse(step, h, None), step.native(h, weights, bare)
             else:
-                a = step.see(h)
-                note, h = _Use(step, h, a), step.forward(a, weights, bare)
+                a = step.extract_input_patches(h)
+                note, h = _StackedSiteUse(step, h, a), step.forward(a, weights, bare)
         kept.append(note if keep else None)
     return h, kept
 
 
-def _handed_on(program: Program, i: int, weights: Weights, h: Tensor) -> Tensor | None:
+def _find_deferred_bias(program: StackedProgram, i: int, weights: StackedWeights, h: Tensor) -> Tensor | None:
     """A convolution's bias [S, C] where the pooling kernel that follows adds it in passing; else None."""
     step, after = program.steps[i], program.steps[i + 1] if i + 1 < len(program.steps) else None
-    if not isinstance(step, Site) or step.bias is None or not isinstance(after, Plain) or after.pool is None:
+    if (
+        not isinstance(step, StackedSite)
+        or step.bias is None
+        or not isinstance(after, ParameterlessLayer)
+        or after.pool is None
+    ):
         return None
-    return weights[step.bias] if fused.ready(h) else None
+    return weights[step.bias] if fused.can_use_kernels(h) else None
 
 
-def run_pass(program: Program, theta: Tensor, x: Tensor, y: Tensor, task: Task, how: How) -> StackedTape:
+def run_stacked_pass(
+    program: StackedProgram, theta: Tensor, x: Tensor, y: Tensor, task: Task, how: PassOptions
+) -> StackedTape:
     """Forward and backward for x [S, n, ...] and targets y [S, n, ...] with weights theta [S, d]."""
-    weights = unpack(program.layout, theta)
-    outputs, kept = forward(program, weights, x, how, keep=True)
+    weights = unflatten_stacked(program.layout, theta)
+    outputs, kept = forward_stacked(program, weights, x, how, keep=True)
     losses, g = task.losses_and_slopes(outputs.float(), y)
     g = g.to(outputs.dtype)
-    sites = [i for i, step in enumerate(program.steps) if isinstance(step, Site)]
-    uses: list[_Use] = []
+    sites = [i for i, step in enumerate(program.steps) if isinstance(step, StackedSite)]
+    uses: list[_StackedSiteUse] = []
     for i in range(len(program.steps) - 1, sites[0] - 1, -1):
         step, note = program.steps[i], kept[i]
-        if not isinstance(step, Site):
+        if not isinstance(step, StackedSite):
             g = step.backward(g, note)
             continue
         note.g = g.reshape(*g.shape[:2], step.positions, step.outputs)
         uses.append(note)
         if i == sites[0]:
             break
-        by_library = how.native and len(g) == 1 and step.convolves
-        g = step.native_backward(g, note.h, weights, "input") if by_library else step.backward(g, weights)
+        by_library = how.native and len(g) == 1 and step.is_convolution
+        g = step.library_backward(g, note.h, weights, "input") if by_library else step.backward(g, weights)
     return StackedTape(program.layout, weights, how, uses, losses)
 
 
@@ -296,12 +305,12 @@ def run_pass(program: Program, theta: Tensor, x: Tensor, y: Tensor, task: Task, 
 
 
 def functional_pass(
-    model: nn.Module, layout: Layout, theta: Tensor, x: Inputs, y: Tensor, task: Task
+    model: nn.Module, layout: ParameterLayout, theta: Tensor, x: Inputs, y: Tensor, task: Task
 ) -> tuple[Tensor, Tensor]:
     """Gradients [S * n, d] and losses [S, n] of any model that torch.func can follow."""
 
     def loss(flat: Tensor, one: Inputs, target: Tensor) -> Tensor:
-        outputs = call(model, layout.unflatten(flat), map_inputs(lambda value: value[None], one))
+        outputs = call_with_parameters(model, layout.unflatten(flat), map_inputs(lambda value: value[None], one))
         return task.loss(outputs, target[None]).reshape(())
 
     each: Callable[..., Any] = vmap(vmap(grad_and_value(loss), in_dims=(None, 0, 0)))
@@ -309,13 +318,22 @@ def functional_pass(
     return gradients.flatten(0, 1), losses
 
 
-def functional_outputs(model: nn.Module, layout: Layout, theta: Tensor, x: Inputs) -> Tensor:
+def functional_outputs(model: nn.Module, layout: ParameterLayout, theta: Tensor, x: Inputs) -> Tensor:
     """Outputs [S, n, ...] of any model."""
 
     def one_set(flat: Tensor, rows: Inputs) -> Tensor:
-        return call(model, layout.unflatten(flat), rows)  # type: ignore[no-any-return]
+        return call_with_parameters(model, layout.unflatten(flat), rows)  # type: ignore[no-any-return]
 
     return vmap(one_set)(theta, x)
 
 
-__all__ = ["MARGIN", "PRECISIONS", "How", "StackedTape", "functional_outputs", "functional_pass", "run_pass", "unpack"]
+__all__ = [
+    "PRECISIONS",
+    "ROUNDING_MARGIN",
+    "PassOptions",
+    "StackedTape",
+    "functional_outputs",
+    "functional_pass",
+    "run_stacked_pass",
+    "unflatten_stacked",
+]

@@ -12,23 +12,23 @@ from torch import Tensor, nn
 
 from fulcrum.gradients.stacked import fused
 from fulcrum.gradients.stacked import geometry as geo
-from fulcrum.gradients.stacked.geometry import Window
-from fulcrum.models.builtin import Tempered
-from fulcrum.models.whitening import Centre
+from fulcrum.gradients.stacked.geometry import SlidingWindow
+from fulcrum.models.builtin import TemperedSigmoid
+from fulcrum.models.whitening import CentringLayer
 
 
 @dataclass(frozen=True)
-class Pool:
+class PoolSpec:
     """What a pooling does, mean or largest of each window, and its torch form (as in `Plain`)."""
 
-    window: Window
+    window: SlidingWindow
     mean: bool
     forward: Callable[[Tensor], tuple[Tensor, Any]]
     backward: Callable[[Tensor, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Plain:
+class ParameterlessLayer:
     """A layer without parameters. forward(h) -> (out, kept); backward(g, kept) -> gradient of h.
 
     A pooling says so in `pool`; its forward(h, bias) adds a bias [S, C] first.
@@ -37,34 +37,34 @@ class Plain:
     name: str
     forward: Callable[..., tuple[Tensor, Any]]
     backward: Callable[[Tensor, Any], Tensor]
-    pool: Pool | None = None
+    pool: PoolSpec | None = None
 
 
-def _relu(layer: nn.Module) -> Plain:
+def _build_relu(layer: nn.Module) -> ParameterlessLayer:
     def forward(h: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.relu(h)
         return out, out
 
-    return Plain("relu", forward, lambda g, out: torch.ops.aten.threshold_backward(g, out, 0))
+    return ParameterlessLayer("relu", forward, lambda g, out: torch.ops.aten.threshold_backward(g, out, 0))
 
 
-def _tanh(layer: nn.Module) -> Plain:
+def _build_tanh(layer: nn.Module) -> ParameterlessLayer:
     def forward(h: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.tanh(h)
         return out, out
 
-    return Plain("tanh", forward, lambda g, out: torch.ops.aten.tanh_backward(g, out))
+    return ParameterlessLayer("tanh", forward, lambda g, out: torch.ops.aten.tanh_backward(g, out))
 
 
-def _sigmoid(layer: nn.Module) -> Plain:
+def _build_sigmoid(layer: nn.Module) -> ParameterlessLayer:
     def forward(h: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.sigmoid(h)
         return out, out
 
-    return Plain("sigmoid", forward, lambda g, out: torch.ops.aten.sigmoid_backward(g, out))
+    return ParameterlessLayer("sigmoid", forward, lambda g, out: torch.ops.aten.sigmoid_backward(g, out))
 
 
-def _tempered(layer: Any) -> Plain:
+def _build_tempered_sigmoid(layer: Any) -> ParameterlessLayer:
     def forward(h: Tensor) -> tuple[Tensor, Tensor]:
         inner = torch.sigmoid(layer.temperature * h)
         return layer.scale * inner - layer.offset, inner
@@ -73,35 +73,42 @@ def _tempered(layer: Any) -> Plain:
         slope = layer.scale * layer.temperature
         return torch.ops.aten.sigmoid_backward(g, inner) * slope  # type: ignore[no-any-return]
 
-    return Plain(f"tempered {layer.extra_repr()}", forward, backward)
+    return ParameterlessLayer(f"tempered {layer.extra_repr()}", forward, backward)
 
 
-ACTIVATIONS: dict[type[nn.Module], Callable[[Any], Plain]] = {
-    nn.ReLU: _relu,
-    nn.Tanh: _tanh,
-    nn.Sigmoid: _sigmoid,
-    Tempered: _tempered,
+ACTIVATION_BUILDERS: dict[type[nn.Module], Callable[[Any], ParameterlessLayer]] = {
+    nn.ReLU: _build_relu,
+    nn.Tanh: _build_tanh,
+    nn.Sigmoid: _build_sigmoid,
+    TemperedSigmoid: _build_tempered_sigmoid,
 }
 
 
-def max_pool(window: Window) -> Plain:
-    backward = partial(geo.max_unpool, window=window)
-    return _pool(Pool(window, False, lambda h: geo.max_pool(h, window), backward))
+def build_max_pool(window: SlidingWindow) -> ParameterlessLayer:
+    backward = partial(geo.max_pool_backward, window=window)
+    return _build_pool(PoolSpec(window, False, lambda h: geo.max_pool_forward(h, window), backward))
 
 
-def avg_pool(window: Window) -> Plain:
-    return _pool(Pool(window, True, lambda h: (geo.avg_pool(h, window), None), lambda g, _: geo.avg_unpool(g, window)))
+def build_avg_pool(window: SlidingWindow) -> ParameterlessLayer:
+    return _build_pool(
+        PoolSpec(
+            window,
+            True,
+            lambda h: (geo.avg_pool_forward(h, window), None),
+            lambda g, _: geo.avg_pool_backward(g, window),
+        )
+    )
 
 
-def global_pool(height: int, width: int, channels: int) -> Plain:
+def build_global_pool(height: int, width: int, channels: int) -> ParameterlessLayer:
     def backward(g: Tensor, _: Any) -> Tensor:
         return (g / (height * width)).expand(*g.shape[:2], height, width, g.shape[-1])
 
-    window = Window(height, width, channels, (height, width), (height, width))
-    return _pool(Pool(window, True, lambda h: (h.mean(dim=(2, 3), keepdim=True), None), backward))
+    window = SlidingWindow(height, width, channels, (height, width), (height, width))
+    return _build_pool(PoolSpec(window, True, lambda h: (h.mean(dim=(2, 3), keepdim=True), None), backward))
 
 
-def _pool(pool: Pool, relu: bool = False) -> Plain:
+def _build_pool(pool: PoolSpec, relu: bool = False) -> ParameterlessLayer:
     """Pooling, after relu or not: one kernel where there is one, else by torch. Either reads the other's notes."""
     window, mean = pool.window, pool.mean
 
@@ -114,48 +121,53 @@ def _pool(pool: Pool, relu: bool = False) -> Plain:
             out = torch.relu(h)
             return pool.forward(out)[0], out
         best, which = pool.forward(h)  # relu of the largest is the largest relu, and there are fewer of them
-        return torch.relu(best), which.masked_fill_(best <= 0, geo.STOPPED)
+        return torch.relu(best), which.masked_fill_(best <= 0, geo.NO_GRADIENT)
 
     def forward(h: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Any]:
-        return fused.pool(h, window, mean, relu, bias) or by_torch(h, bias)
+        return fused.fused_pool(h, window, mean, relu, bias) or by_torch(h, bias)
 
     def backward(g: Tensor, note: Any) -> Tensor:
         if note is None or not note.is_floating_point():
-            found = fused.unpool(g, note, window, mean, relu)
+            found = fused.fused_pool_backward(g, note, window, mean, relu)
             if found is not None:
                 return found
         if not mean or note is None:
             return pool.backward(g, note)
         if note.is_floating_point():
             return torch.ops.aten.threshold_backward(pool.backward(g, None), note, 0)  # type: ignore[no-any-return]
-        return geo.masked_unpool(g, note, window)
+        return geo.relu_avg_pool_backward(g, note, window)
 
     kind = "avg-pool" if mean else "max-pool"
-    return Plain(f"relu+{kind}" if relu else kind, forward, backward, pool)
+    return ParameterlessLayer(f"relu+{kind}" if relu else kind, forward, backward, pool)
 
 
-def joined(steps: list[Any]) -> list[Any]:
+def fuse_relu_into_pools(steps: list[Any]) -> list[Any]:
     """Steps with each relu before a pooling taken into it, so that one pass over the numbers does both."""
     out: list[Any] = []
     for step in steps:
         last = out[-1] if out else None
-        if isinstance(step, Plain) and step.pool and isinstance(last, Plain) and last.name == "relu":
-            out[-1] = _pool(step.pool, relu=True)
+        if (
+            isinstance(step, ParameterlessLayer)
+            and step.pool
+            and isinstance(last, ParameterlessLayer)
+            and last.name == "relu"
+        ):
+            out[-1] = _build_pool(step.pool, relu=True)
         else:
             out.append(step)
     return out
 
 
-def flatten(height: int, width: int, channels: int) -> Plain:
+def build_flatten(height: int, width: int, channels: int) -> ParameterlessLayer:
     """To PyTorch's order (C, H, W)."""
 
     def backward(g: Tensor, _: Any) -> Tensor:
         return g.view(*g.shape[:2], channels, height, width).permute(0, 1, 3, 4, 2)
 
-    return Plain("flatten", lambda h: (h.permute(0, 1, 4, 2, 3).flatten(2), None), backward)
+    return ParameterlessLayer("flatten", lambda h: (h.permute(0, 1, 4, 2, 3).flatten(2), None), backward)
 
 
-def centre(layer: Centre, here: tuple[int, ...]) -> tuple[Plain, tuple[int, ...]] | None:
+def build_centring(layer: CentringLayer, here: tuple[int, ...]) -> tuple[ParameterlessLayer, tuple[int, ...]] | None:
     """Zeros around an image, then less the mean; and the shape after it. None if the mean is not of such inputs."""
     mean, (down, across) = layer.mean.detach().float(), layer.padding
     if mean.dim() != len(here) or (len(here) == 1 and (down or across)):
@@ -177,7 +189,7 @@ def centre(layer: Centre, here: tuple[int, ...]) -> tuple[Plain, tuple[int, ...]
         def forward(h: Tensor) -> tuple[Tensor, None]:
             return mixed(torch.sub(h, mean, out=torch.empty_like(h, memory_format=torch.contiguous_format))), None
 
-        return Plain("centre", forward, lambda g, _: mixed(g)), here
+        return ParameterlessLayer("centre", forward, lambda g, _: mixed(g)), here
     height, width, channels = here
     if mean.shape[:2] != (1, 1):
         return None
@@ -192,4 +204,4 @@ def centre(layer: Centre, here: tuple[int, ...]) -> tuple[Plain, tuple[int, ...]
     def crop(g: Tensor, _: Any) -> Tensor:
         return mixed(g[:, :, down : down + height, across : across + width])
 
-    return Plain("centre", padded, crop), (height + 2 * down, width + 2 * across, channels)
+    return ParameterlessLayer("centre", padded, crop), (height + 2 * down, width + 2 * across, channels)

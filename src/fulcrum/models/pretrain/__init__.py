@@ -15,30 +15,30 @@ import torch
 from torch import Tensor
 
 from fulcrum.errors import ModelError
-from fulcrum.models.whitening import MEAN, MIX
+from fulcrum.models.whitening import MEAN_SUFFIX, MIX_SUFFIX
 
-FOLDER = Path(__file__).parent
-PAINTED = "painted"
+WEIGHTS_FOLDER = Path(__file__).parent
+SYNTHETIC = "painted"
 
 
-def kept(model: str, activation: str) -> Path:
+def find_shipped_weights(model: str, activation: str) -> Path:
     """The file of a built-in model's painted weights; it need not exist."""
-    return FOLDER / f"{model}-{activation}.npz"
+    return WEIGHTS_FOLDER / f"{model}-{activation}.npz"
 
 
-def read(init: str, model: str, activation: str) -> dict[str, Tensor]:
+def load_weights(init: str, model: str, activation: str) -> dict[str, Tensor]:
     """The weights that model.init names, by parameter name, as float32.
 
     init: "painted", or a path to an .npz file of arrays or a .safetensors file (such as a run's model.safetensors).
     """
-    file = kept(model, activation) if init == PAINTED else Path(init)
-    if init == PAINTED and not file.is_file():
-        known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.npz")))
+    file = find_shipped_weights(model, activation) if init == SYNTHETIC else Path(init)
+    if init == SYNTHETIC and not file.is_file():
+        known = ", ".join(sorted(path.stem for path in WEIGHTS_FOLDER.glob("*.npz")))
         raise ModelError(
             f"model.init = 'painted' has no weights for {model} with activation {activation}; there are {known}. "
             "Use random, or a file that `fulcrum prior` made."
         )
-    readers = {".npz": _npz, ".safetensors": _safetensors}
+    readers = {".npz": _read_npz, ".safetensors": _read_safetensors}
     if file.suffix not in readers:
         raise ModelError(f"model.init = {init!r} is not known; use random, painted, or an .npz or .safetensors file.")
     if not file.is_file():
@@ -49,31 +49,33 @@ def read(init: str, model: str, activation: str) -> dict[str, Tensor]:
         raise ModelError(f"model.init = {init!r} cannot be read as {file.suffix}: {error}.") from error
 
 
-def _npz(file: Path) -> dict[str, Tensor]:
+def _read_npz(file: Path) -> dict[str, Tensor]:
     with np.load(file, allow_pickle=False) as arrays:
         return {name: torch.from_numpy(arrays[name].astype(np.float32)) for name in arrays.files}
 
 
-def _safetensors(file: Path) -> dict[str, Tensor]:
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
     load = importlib.import_module("safetensors.torch").load_file  # the core does without it
     return {name: value.float() for name, value in load(file).items()}
 
 
-def write(file: Path, weights: Mapping[str, Tensor]) -> None:
+def save_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
     """Keeps weights as half-precision numbers, which is finer than any noise that will be added to them."""
     arrays: dict[str, Any] = {name: value.detach().cpu().half().numpy() for name, value in weights.items()}
     np.savez_compressed(file, **arrays)
 
 
-def parted(model: torch.nn.Module, found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split_input_statistics(
+    model: torch.nn.Module, found: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What a file holds as (weights, facts about layers' inputs): "3.mean", "3.mix" for a layer that has 3.weight."""
     own = dict(model.named_parameters())
     layers = {name.removesuffix(".weight") for name in own if name.endswith(".weight")}
-    facts = {layer + what for layer in layers for what in (MEAN, MIX)} - set(own)
+    facts = {layer + what for layer in layers for what in (MEAN_SUFFIX, MIX_SUFFIX)} - set(own)
     return {k: v for k, v in found.items() if k not in facts}, {k: v for k, v in found.items() if k in facts}
 
 
-def put(model: torch.nn.Module, weights: Mapping[str, Tensor], name: str) -> None:
+def assign_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], name: str) -> None:
     """Writes weights into a model, in place. Layers whose weights are not given keep what they have.
 
     ModelError where a name is not the model's, a shape is another, or nothing fits. A last layer for another number

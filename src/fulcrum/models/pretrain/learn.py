@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fulcrum.data.synthetic_images import Recipes, invent, paint
+from fulcrum.data.synthetic_images import ImageRecipes, render_images, sample_recipes
 from fulcrum.models import whitening as coordinates
 
-RECORDED = 20
+GRAPH_WARMUP_STEPS = 20
 """Steps before a GPU's work is recorded."""
-SEEN = 8000
+NUM_EVALUATION_IMAGES = 8000
 """Fresh pictures that a lesson ends with: to see what was learned, and for what is to be known of layers' inputs."""
 
 
 @dataclass(frozen=True)
-class Lesson:
+class PretrainSettings:
     """How a network is taught.
 
     kinds: of pictures to tell apart. pool: pictures painted beforehand, each seen several times; 0: every batch is
@@ -43,8 +43,12 @@ class Lesson:
     seed: int = 0
 
 
-def teach(
-    model: nn.Sequential, shape: tuple[int, ...], lesson: Lesson, device: torch.device, say: Callable[[str], None]
+def pretrain_model(
+    model: nn.Sequential,
+    shape: tuple[int, ...],
+    lesson: PretrainSettings,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> float:
     """Trains all layers but the last of a model for pictures of `shape` (channels, side, side), in place.
 
@@ -53,13 +57,13 @@ def teach(
     """
     last = model[-1]
     assert isinstance(last, nn.Linear)
-    head = _head(last.in_features, lesson)
+    head = _build_head(last.in_features, lesson)
     pupil = nn.Sequential(*list(model)[:-1], head).to(device)
     pupil.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as `seen` lays pictures out
-    recipes = invent(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
+    recipes = sample_recipes(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
     generator = torch.Generator(device).manual_seed(lesson.seed + 1)
     if lesson.pool:
-        pictures, kinds = _pool(recipes, shape[1], lesson, generator, lesson.pool)
+        pictures, kinds = _render_batch(recipes, shape[1], lesson, generator, lesson.pool)
         say(f"painted {len(kinds)} pictures of {lesson.kinds} kinds")
     decayed = [p for p in pupil.parameters() if p.dim() > 1]
     plain = [p for p in pupil.parameters() if p.dim() <= 1]
@@ -74,9 +78,9 @@ def teach(
             batch = torch.randint(lesson.pool, (lesson.batch,), generator=generator, device=device)
             x, y = pictures[batch], kinds[batch]
         else:
-            x, y = _pool(recipes, shape[1], lesson, generator, lesson.batch)
+            x, y = _render_batch(recipes, shape[1], lesson, generator, lesson.batch)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
-            logits = pupil(seen(x, generator, lesson.colours))
+            logits = pupil(augment_images(x, generator, lesson.colours))
         found = nn.functional.cross_entropy(logits.float(), y, label_smoothing=lesson.smoothing)
         optimiser.zero_grad(set_to_none=True)
         found.backward()
@@ -85,20 +89,20 @@ def teach(
 
     go = study
     for step in range(lesson.steps):
-        rate.fill_(_rate(step, lesson))
-        if step == RECORDED and device.type == "cuda" and lesson.pool:
-            go = _recorded(study, generator)
+        rate.fill_(_compute_learning_rate(step, lesson))
+        if step == GRAPH_WARMUP_STEPS and device.type == "cuda" and lesson.pool:
+            go = _record_cuda_graph(study, generator)
         go()
         if (step + 1) % max(1, lesson.steps // 10) == 0:
             say(f"step {step + 1}/{lesson.steps}: loss {float(loss):.2f}")
-    fresh, labels = _pool(recipes, shape[1], lesson, generator, SEEN)
+    fresh, labels = _render_batch(recipes, shape[1], lesson, generator, NUM_EVALUATION_IMAGES)
     with torch.no_grad():
-        right = float((pupil(_scaled(fresh)).argmax(dim=1) == labels).float().mean())
-    rescale(model, lesson.scale)
+        right = float((pupil(_scale_pixels(fresh)).argmax(dim=1) == labels).float().mean())
+    rescale_weights(model, lesson.scale)
     return right
 
 
-def _head(width: int, lesson: Lesson) -> nn.Linear:
+def _build_head(width: int, lesson: PretrainSettings) -> nn.Linear:
     # Its own draw would move the global generator.
     head: nn.Linear = nn.utils.skip_init(nn.Linear, width, lesson.kinds)
     generator = torch.Generator().manual_seed(lesson.seed + 2)
@@ -108,23 +112,25 @@ def _head(width: int, lesson: Lesson) -> nn.Linear:
     return head
 
 
-def _pool(recipes: Recipes, side: int, lesson: Lesson, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+def _render_batch(
+    recipes: ImageRecipes, side: int, lesson: PretrainSettings, generator: torch.Generator, count: int
+) -> tuple[Tensor, Tensor]:
     """Pictures as bytes [count, c, side, side] and their kinds [count]."""
     kinds = torch.randint(lesson.kinds, (count,), generator=generator, device=generator.device)
-    parts = [paint(recipes, part, side, generator, lesson.jitter, lesson.scene) for part in kinds.split(2048)]
+    parts = [render_images(recipes, part, side, generator, lesson.jitter, lesson.scene) for part in kinds.split(2048)]
     return torch.cat([(255 * part).round().to(torch.uint8) for part in parts]), kinds
 
 
-def _rate(step: int, lesson: Lesson) -> float:
+def _compute_learning_rate(step: int, lesson: PretrainSettings) -> float:
     """Of a step: up over the first 200, then down to zero along a cosine."""
     return lesson.lr * min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / lesson.steps))
 
 
-def _scaled(pictures: Tensor) -> Tensor:
+def _scale_pixels(pictures: Tensor) -> Tensor:
     return pictures.float() / 127.5 - 1
 
 
-def seen(pictures: Tensor, generator: torch.Generator, colours: float = 0.0) -> Tensor:
+def augment_images(pictures: Tensor, generator: torch.Generator, colours: float = 0.0) -> Tensor:
     """Bytes [B, c, side, side] as a network sees them, in -1..1: each picture shifted by up to two pixels and perhaps
     mirrored; with `colours` above 0 in another light and with stronger or weaker colours, too."""
     count, channels, side, _ = pictures.shape
@@ -133,7 +139,7 @@ def seen(pictures: Tensor, generator: torch.Generator, colours: float = 0.0) -> 
     def uniform(*shape: int) -> Tensor:
         return 2 * torch.rand(count, *shape, generator=generator, device=device) - 1
 
-    moved = nn.functional.pad(_scaled(pictures), (2, 2, 2, 2), mode="replicate")
+    moved = nn.functional.pad(_scale_pixels(pictures), (2, 2, 2, 2), mode="replicate")
     line = torch.arange(side, device=device)
     down, across = (torch.randint(5, (count, 1), generator=generator, device=device) + line for _ in range(2))
     across = torch.where(uniform(1) > 0, across, across.flip(1))
@@ -148,7 +154,7 @@ def seen(pictures: Tensor, generator: torch.Generator, colours: float = 0.0) -> 
     return moved
 
 
-def _recorded(study: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+def _record_cuda_graph(study: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
     """The same step as a CUDA graph: the small network would wait for Python otherwise."""
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(generator)
@@ -163,7 +169,7 @@ def _recorded(study: Callable[[], None], generator: torch.Generator) -> Callable
 
 
 @torch.no_grad()
-def rescale(model: nn.Sequential, scale: float) -> None:
+def rescale_weights(model: nn.Sequential, scale: float) -> None:
     """Multiplies every weight tensor but the last layer's by `scale`, in place, and biases to match.
 
     With an activation for which f(a x) = a f(x), the network computes the same features at another size. Why it
@@ -179,22 +185,24 @@ def rescale(model: nn.Sequential, scale: float) -> None:
                 layer.bias *= total
 
 
-def lessons(model: nn.Sequential) -> dict[str, Tensor]:
+def get_trunk_weights(model: nn.Sequential) -> dict[str, Tensor]:
     """What is kept: all parameters but those of the last layer."""
     last = f"{len(model) - 1}."
     return {name: value.detach().cpu() for name, value in model.named_parameters() if not name.startswith(last)}
 
 
-def facts(model: nn.Sequential, shape: tuple[int, ...], lesson: Lesson, device: torch.device) -> dict[str, Tensor]:
+def compute_input_statistics(
+    model: nn.Sequential, shape: tuple[int, ...], lesson: PretrainSettings, device: torch.device
+) -> dict[str, Tensor]:
     """What model.coordinates needs: mean ("3.mean") and whitening matrix ("3.mix") of layers' inputs, over SEEN fresh
     painted pictures of a lesson.
 
     Call it after `teach`, on the weights that are kept. The files that come along were given theirs by this on a CPU,
     with the pictures of their own lessons. The model's layers are moved to the device.
     """
-    recipes = invent(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
+    recipes = sample_recipes(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
     generator = torch.Generator(device).manual_seed(lesson.seed + 3)
-    pictures, _ = _pool(recipes, shape[1], lesson, generator, SEEN)
-    model, x = model.to(device), _scaled(pictures)
-    found = {**coordinates.means(model, x), **coordinates.mixes(model, x)}
+    pictures, _ = _render_batch(recipes, shape[1], lesson, generator, NUM_EVALUATION_IMAGES)
+    model, x = model.to(device), _scale_pixels(pictures)
+    found = {**coordinates.compute_input_means(model, x), **coordinates.compute_whitening_matrices(model, x)}
     return {name: value.cpu() for name, value in found.items()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fulcrum.clipping.rule import alone, no_share
+from fulcrum.clipping.rule import gradient_multiplier, no_statistics_share
 from fulcrum.privacy.client_level import Terms
 from fulcrum.privacy.plan.party_group import Group
 
@@ -41,7 +41,7 @@ def in_all(direction: float, dim: int, C: float) -> Noise:
 def of_step(group: Group, units: int, t: int = 0) -> float:
     """Of what a party of this group with so many units adds in a step of round t (from 0)."""
     batch = group.rate * units
-    return alone(group.share, group.sigma * group.factors[t], batch) / batch / math.sqrt(group.shares)
+    return gradient_multiplier(group.share, group.sigma * group.factors[t], batch) / batch / math.sqrt(group.shares)
 
 
 def of_aggregate(
@@ -55,7 +55,7 @@ def of_aggregate(
 
     group_of [K]: the number of each party's group. sizes [K]: their units.
     """
-    if groups[0].share is no_share:  # all at once, since there may be a million of them
+    if groups[0].share is no_statistics_share:  # all at once, since there may be a million of them
         rates, sigmas = np.array([g.rate for g in groups]), np.array([g.sigma for g in groups])
         each = sigmas[group_of] / (rates[group_of] * sizes) / math.sqrt(groups[0].shares)
     else:
@@ -67,4 +67,4 @@ def of_aggregate(
 def of_server(groups: Sequence[Group], central: Terms) -> float:
     """Of a trusted server's mean update in the first round: the loudest group's, since one noise serves all."""
     loudest = max(group.sigma for group in groups)
-    return alone(groups[0].share, loudest, central.cohort) * central.sensitivity
+    return gradient_multiplier(groups[0].share, loudest, central.cohort) * central.sensitivity

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fulcrum.clipping.fixed import FIXED
-from fulcrum.clipping.rule import ClipRule, Share, no_share
+from fulcrum.clipping.rule import ClipRule, ShareFn, no_statistics_share
 from fulcrum.errors import ConfigError
 from fulcrum.privacy.accounting import Spend, calibrate
 from fulcrum.privacy.client_level import has_trusted_server
@@ -56,7 +56,7 @@ class Group:
         return Assignment(k, self.rate, self.sigma * self.factors[t], self.steps, lr, self.every, self.shares)
 
     @property
-    def share(self) -> Share:
+    def share(self) -> ShareFn:
         """The part of the precision that the rule's statistics take."""
         return self.rule.share
 
@@ -169,11 +169,11 @@ def grouped(
 
 def _every(settings: Settings, rule: ClipRule) -> int:
     """Steps between two releases of the rule's statistics; the server of unit client releases them every round."""
-    paid = rule.private and rule.share is not no_share and not has_trusted_server(settings)
+    paid = rule.private and rule.share is not no_statistics_share and not has_trusted_server(settings)
     return max(1, round(settings.clip.refresh / settings.train.rate)) if paid else 1
 
 
-def _depends_on_batch(share: Share, few: float, many: float) -> bool:
+def _depends_on_batch(share: ShareFn, few: float, many: float) -> bool:
     """Whether parties with expected batches between these give their statistics different shares, at any noise."""
     return any(share(float(sigma), few) != share(float(sigma), many) for sigma in np.geomspace(0.05, 1000.0, 200))
 

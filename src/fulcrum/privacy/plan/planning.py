@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fulcrum.clipping.rule import ClipRule, Shape, no_share
+from fulcrum.clipping.rule import ClipRule, ModelFacts, no_statistics_share
 from fulcrum.errors import ConfigError
 from fulcrum.privacy.accounting import ACCOUNTANTS, Spend, most
 from fulcrum.privacy.client_level import ESTIMATORS, make_terms
@@ -80,12 +80,12 @@ def make_plan(
 
 def _check_sharing(settings: Settings, rule: ClipRule, groups: Sequence[Group]) -> None:
     """Refuse what one dose of noise over the parties' sum does not cover; `config.check` has looked at the settings."""
-    view = rule.view(rule.init(settings.clip, Shape(2, (2,))), 0, settings.train.rounds)
+    view = rule.view(rule.init(settings.clip, ModelFacts(2, (2,))), 0, settings.train.rounds)
     reasons = {
         "adds no noise, so there is none to share": not rule.private,
         "sets C from raw private values": not rule.sound,
         "keeps a C at each party, and shared noise needs a common one": rule.where != "server",
-        "releases statistics beside the gradients": rule.share is not no_share,
+        "releases statistics beside the gradients": rule.share is not no_statistics_share,
         "clips in another basis and may reshape each party's own sum": view.transform is not None,
     }
     for reason, true in reasons.items():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fulcrum.clipping.rule import no_share
+from fulcrum.clipping.rule import no_statistics_share
 from fulcrum.privacy.client_level import FEW
 from fulcrum.privacy.plan.party_group import Group
 
@@ -77,7 +77,7 @@ def group_row(group: Group, parties: int, ends: Mapping[str, float], spent: floa
         "participations": group.participations,
         "sigma": group.sigma,
         "sigma_last": group.sigmas()[1],
-        "statistics_every": group.every if group.share is not no_share else 0,
+        "statistics_every": group.every if group.share is not no_statistics_share else 0,
         "budget": group.budget,
         "spent_before": plain(spent),
         **epsilon_keys(ends),

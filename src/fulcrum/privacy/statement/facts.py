@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fulcrum.clipping.rule import ClipRule, no_share
+from fulcrum.clipping.rule import ClipRule, no_statistics_share
 from fulcrum.privacy.accounting import ACCOUNTANTS, Accountant, Spend, epsilons, reported_accountants, software
 from fulcrum.privacy.client_level import Terms
 from fulcrum.privacy.plan import Plan
@@ -179,7 +179,7 @@ def _releases(run: AccountedRun, spends: Sequence[Spend]) -> list[dict[str, Any]
         else "computed from raw private values: THEY REVEAL MORE than the epsilon says"
     )
     found = [_item(what, max(counts), text)]
-    if rule.private and rule.share is not no_share:
+    if rule.private and rule.share is not no_statistics_share:
         group = plan.groups[0]
         asked = sum(group.assignment(0, t, 1.0).asked(t) for t in range(rounds_done))
         every = "each sum" if group.every == 1 else f"the sum of every {group.every}th step"

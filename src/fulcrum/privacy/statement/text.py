@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fulcrum.clipping.rule import ClipRule
-from fulcrum.models.pretrain import PAINTED
+from fulcrum.models.pretrain import SYNTHETIC
 from fulcrum.privacy.plan import Plan
 from fulcrum.privacy.statement.units import words_for
 from fulcrum.settings.schema import Settings
@@ -78,7 +78,7 @@ def warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finished
         found.append("The run is not finished: this statement covers what has been reserved so far.")
     if mode != "secure" and rule.private:
         found.append(f"The randomness is {mode}: for real data use privacy.randomness = secure.")
-    if settings.model.init not in ("random", PAINTED):
+    if settings.model.init not in ("random", SYNTHETIC):
         what = "weights" if settings.model.coordinates == "plain" else "weights and facts about layers"
         found.append(
             f"Training starts from the {what} in {settings.model.init}, which are taken to be public. If private data "

@@ -9,14 +9,16 @@ import zlib
 from pathlib import Path
 
 from fulcrum.data.sources.public import registry
-from fulcrum.data.sources.public.download import on_disk
-from fulcrum.data.sources.public.registry import Archive, File
+from fulcrum.data.sources.public.download import translate_disk_errors
+from fulcrum.data.sources.public.registry import DataArchive, DataFile
 from fulcrum.errors import DownloadError
 
-MEMBER_LIMIT = 64 << 20  # a batch has 31 MB
+MAX_MEMBER_BYTES = 64 << 20  # a batch has 31 MB
 
 
-def unpack(path: Path, archive: Archive, files: tuple[File, ...], wanted: set[str], place: Path) -> None:
+def unpack_archive(
+    path: Path, archive: DataArchive, files: tuple[DataFile, ...], wanted: set[str], place: Path
+) -> None:
     """Write the wanted members of a tar.gz into `place`, each checked and renamed in one step.
 
     The archive may hold its own folder, the data set's files and the known extras as plain files, each
@@ -33,7 +35,7 @@ def unpack(path: Path, archive: Archive, files: tuple[File, ...], wanted: set[st
                     continue
                 if member.name not in allowed or member.name in seen or not member.isreg():
                     raise DownloadError(f"{path} holds {member.name!r}, which does not belong there; it is not used.")
-                if member.size > MEMBER_LIMIT:
+                if member.size > MAX_MEMBER_BYTES:
                     raise DownloadError(f"{path} holds {member.name!r} with {member.size:,} bytes, far too many.")
                 seen.add(member.name)
                 file = members.get(member.name)
@@ -41,7 +43,7 @@ def unpack(path: Path, archive: Archive, files: tuple[File, ...], wanted: set[st
                     continue
                 handle = tar.extractfile(member)
                 contents[file.name] = handle.read() if handle else b""
-                if registry.digest(contents[file.name], file.digest) != file.digest:
+                if registry.compute_content_digest(contents[file.name], file.digest) != file.digest:
                     raise DownloadError(f"{path} holds {member.name!r} with a wrong checksum; it is not used.")
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise DownloadError(f"{path} cannot be unpacked: {error}.") from error
@@ -49,12 +51,12 @@ def unpack(path: Path, archive: Archive, files: tuple[File, ...], wanted: set[st
         raise DownloadError(f"{path} lacks {', '.join(lacking)}.")
     for name, content in contents.items():
         part = place / f"{name}.part"
-        with on_disk(part):
+        with translate_disk_errors(part):
             part.write_bytes(content)
             os.replace(part, place / name)
 
 
-def file_digest(path: Path, like: str) -> str:
+def compute_file_digest(path: Path, like: str) -> str:
     """The digest of a whole file, in the "algorithm:hex" form of `like`."""
     algorithm = like.split(":", 1)[0]
     with path.open("rb") as file:

@@ -8,26 +8,32 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fulcrum.data.sources.public import registry
-from fulcrum.data.sources.public.archive import file_digest, unpack
-from fulcrum.data.sources.public.download import Accept, Job, Report, download, on_disk
-from fulcrum.data.sources.public.registry import Archive, File, Known
-from fulcrum.data.sources.public.verify import file_status, find
+from fulcrum.data.sources.public.archive import compute_file_digest, unpack_archive
+from fulcrum.data.sources.public.download import (
+    AcceptFn,
+    DownloadRequest,
+    ReportFn,
+    download_from_mirrors,
+    translate_disk_errors,
+)
+from fulcrum.data.sources.public.registry import DataArchive, DataFile, PublicDataset
+from fulcrum.data.sources.public.verify import check_file_status, find_public_dataset
 from fulcrum.errors import ConfigError, DataError, DownloadError
 
-Progress = Callable[[int, int], None]
+ProgressFn = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) of the whole data set; done falls when a mirror's bytes are discarded."""
 
-Bring = Callable[[Path, int, Accept, Report], None]
+FetchFileFn = Callable[[Path, int, AcceptFn, ReportFn], None]
 """(target, expected bytes, accept, report): downloads one file."""
 
-SLACK = 1 << 20  # bytes above the expected size before a mirror is called a liar
+SIZE_SLACK_BYTES = 1 << 20  # bytes above the expected size before a mirror is called a liar
 
 
 def fetch(
     name: str,
     folder: str | Path | None = None,
     mirrors: Sequence[str] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressFn | None = None,
     *,
     pause: float = 0.5,
     timeout: float = 30.0,
@@ -42,21 +48,21 @@ def fetch(
     """
     if name == "digits":
         raise DataError("digits comes with scikit-learn; there is nothing to fetch.")
-    known = find(name)
+    known = find_public_dataset(name)
     bases = tuple(mirrors) if mirrors is not None else known.mirrors
     if not bases or not all(base.startswith(("http://", "https://")) for base in bases):
         raise ConfigError(f"mirrors = {list(bases)} must be one or more addresses with http:// or https://.")
-    root = Path(folder).expanduser() if folder else registry.user_cache()
+    root = Path(folder).expanduser() if folder else registry.user_cache_folder()
     place = root / known.folders[0]
-    with on_disk(place):
+    with translate_disk_errors(place):
         place.mkdir(parents=True, exist_ok=True)
 
-    def bring(target: Path, limit: int, accept: Accept, report: Report) -> None:
+    def bring(target: Path, limit: int, accept: AcceptFn, report: ReportFn) -> None:
         urls = [f"{base.rstrip('/')}/{target.name}" for base in bases]
-        download(urls, Job(target, limit + SLACK, accept, report, pause, timeout))
+        download_from_mirrors(urls, DownloadRequest(target, limit + SIZE_SLACK_BYTES, accept, report, pause, timeout))
 
-    with _locked(place):
-        wanted = [file for file in known.files if _is_wanted(known, file, place)]
+    with _exclusive_download(place):
+        wanted = [file for file in known.files if _needs_download(known, file, place)]
         if known.archive is None:
             _fetch_files(known, wanted, place, progress, bring)
         elif wanted:
@@ -64,20 +70,20 @@ def fetch(
     return place
 
 
-def _is_wanted(known: Known, file: File, place: Path) -> bool:
-    path = registry.file_path(known, file, place) or place / file.name
-    status = file_status(known, file, path)
+def _needs_download(known: PublicDataset, file: DataFile, place: Path) -> bool:
+    path = registry.find_data_file(known, file, place) or place / file.name
+    status = check_file_status(known, file, path)
     if status == "changed":
         raise DataError(f"{path} is not the public file and would be overwritten; move it away, or fetch elsewhere.")
     return status != "public"
 
 
 def _fetch_files(
-    known: Known,
-    wanted: list[File],
+    known: PublicDataset,
+    wanted: list[DataFile],
     place: Path,
-    progress: Progress | None,
-    bring: Bring,
+    progress: ProgressFn | None,
+    bring: FetchFileFn,
 ) -> None:
     expected = {file.name: file.download for file in known.files}
     done = {file.name: file.download for file in known.files if file not in wanted}
@@ -89,48 +95,48 @@ def _fetch_files(
             if progress:
                 progress(sum(done.values()), sum(expected.values()))
 
-        def accept(path: Path, file: File = file) -> bool:
-            return file_status(known, file, path) == "public"
+        def accept(path: Path, file: DataFile = file) -> bool:
+            return check_file_status(known, file, path) == "public"
 
         target = place / (file.name + known.suffixes[0])
         bring(target, known.limit(file.shape), accept, report)
 
 
 def _fetch_archive(
-    known: Known,
-    archive: Archive,
-    wanted: list[File],
+    known: PublicDataset,
+    archive: DataArchive,
+    wanted: list[DataFile],
     place: Path,
-    progress: Progress | None,
-    bring: Bring,
+    progress: ProgressFn | None,
+    bring: FetchFileFn,
 ) -> None:
     def report(received: int, total: int | None) -> None:
         if progress:
             progress(received, max(received, archive.download if total is None else total))
 
     def accept(path: Path) -> bool:
-        return file_digest(path, archive.digest) == archive.digest
+        return compute_file_digest(path, archive.digest) == archive.digest
 
     target = place / archive.name
     if not (target.is_file() and accept(target)):
         bring(target, archive.download, accept, report)
-    unpack(target, archive, known.files, {file.name for file in wanted}, place)
-    with on_disk(target):
+    unpack_archive(target, archive, known.files, {file.name for file in wanted}, place)
+    with translate_disk_errors(target):
         target.unlink()
 
 
 @contextmanager
-def _locked(place: Path) -> Iterator[None]:
+def _exclusive_download(place: Path) -> Iterator[None]:
     """One download at a time: two processes that append to one `.part` file would spoil it."""
-    with on_disk(place):
+    with translate_disk_errors(place):
         handle = (place / ".fetch.lock").open("wb")
     with handle:
-        if not _lock(handle):
+        if not _try_lock_file(handle):
             raise DownloadError(f"another process is downloading into {place}; wait for it to end.")
         yield
 
 
-def _lock(handle: BinaryIO) -> bool:
+def _try_lock_file(handle: BinaryIO) -> bool:
     try:
         import fcntl
     except ImportError:  # Windows refuses to replace a file that another process has open

@@ -12,12 +12,12 @@ import numpy as np
 from fulcrum.data.tasks.builtin import Array
 from fulcrum.errors import DataError
 
-GZIP = b"\x1f\x8b"
-BYTES = 0x08  # idx's code for unsigned bytes, the only type these data sets use
-CLASSES = 10
+GZIP_MAGIC = b"\x1f\x8b"
+UNSIGNED_BYTE_CODE = 0x08  # idx's code for unsigned bytes, the only type these data sets use
+IDX_CLASSES = 10
 
 
-def content(path: Path, limit: int) -> bytes:
+def read_maybe_gzipped(path: Path, limit: int) -> bytes:
     """The file's bytes, unzipped when they are gzipped (whatever the file is called).
 
     At most `limit` bytes plus one are read, so that a hostile file cannot fill the memory; the extra
@@ -25,7 +25,7 @@ def content(path: Path, limit: int) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            zipped = file.read(2) == GZIP
+            zipped = file.read(2) == GZIP_MAGIC
             file.seek(0)
             if not zipped:
                 return file.read(limit + 1)
@@ -37,19 +37,19 @@ def content(path: Path, limit: int) -> bytes:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def size(shape: tuple[int, ...]) -> int:
+def compute_idx_size(shape: tuple[int, ...]) -> int:
     """Bytes of an idx file with this shape: magic number, one length a dimension, the values."""
     return 4 + 4 * len(shape) + math.prod(shape)
 
 
-def parse(data: bytes, shape: tuple[int, ...], path: Path) -> Array:
+def parse_idx_array(data: bytes, shape: tuple[int, ...], path: Path) -> Array:
     """The array [shape] of uint8 in the content of an idx file; `path` is for the error message.
 
     The magic number, every dimension and the length must be exactly right. One-dimensional files are
     labels and must lie in 0..9.
     """
     header = 4 + 4 * len(shape)
-    magic = bytes((0, 0, BYTES, len(shape)))
+    magic = bytes((0, 0, UNSIGNED_BYTE_CODE, len(shape)))
     if data[:4] != magic:
         raise DataError(f"{path} is corrupt: it starts with {data[:4].hex() or 'nothing'} instead of {magic.hex()}.")
     if len(data) < header:
@@ -57,10 +57,10 @@ def parse(data: bytes, shape: tuple[int, ...], path: Path) -> Array:
     found = tuple(int(v) for v in np.frombuffer(data, dtype=">u4", count=len(shape), offset=4))
     if found != shape:
         raise DataError(f"{path} is corrupt: its header says shape {list(found)}, it should be {list(shape)}.")
-    if len(data) != size(shape):
-        problem = f"ends after {len(data):,} of" if len(data) < size(shape) else "is longer than"
-        raise DataError(f"{path} is corrupt: it {problem} {size(shape):,} bytes.")
+    if len(data) != compute_idx_size(shape):
+        problem = f"ends after {len(data):,} of" if len(data) < compute_idx_size(shape) else "is longer than"
+        raise DataError(f"{path} is corrupt: it {problem} {compute_idx_size(shape):,} bytes.")
     values = np.frombuffer(data, dtype=np.uint8, offset=header).reshape(shape)
-    if len(shape) == 1 and values.size and int(values.max()) >= CLASSES:
-        raise DataError(f"{path} is corrupt: it holds label {int(values.max())}; labels lie in 0..{CLASSES - 1}.")
+    if len(shape) == 1 and values.size and int(values.max()) >= IDX_CLASSES:
+        raise DataError(f"{path} is corrupt: it holds label {int(values.max())}; labels lie in 0..{IDX_CLASSES - 1}.")
     return values

@@ -14,7 +14,7 @@ from fulcrum.errors import DataError
 
 
 @dataclass(frozen=True)
-class File:
+class DataFile:
     """One file as it lies on disk. digest is "algorithm:hex" of the content after gunzip."""
 
     name: str
@@ -25,7 +25,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Archive:
+class DataArchive:
     """A tar.gz that holds the files. digest is of the archive itself."""
 
     name: str
@@ -37,13 +37,13 @@ class Archive:
 
 
 @dataclass(frozen=True)
-class Known:
+class PublicDataset:
     """A data set with public files. `read(content, shape, path)` gives the arrays of one file."""
 
     name: str
     examples: int
     classes: int
-    files: tuple[File, ...]
+    files: tuple[DataFile, ...]
     test_files: tuple[str, ...]
     folders: tuple[str, ...]
     """Where its files may lie within a data folder, in this order; fetched files go to the first."""
@@ -51,28 +51,32 @@ class Known:
     read: Callable[[bytes, tuple[int, ...], Path], tuple[Array, ...]]
     limit: Callable[[tuple[int, ...]], int]
     suffixes: tuple[str, ...]
-    archive: Archive | None = None
+    archive: DataArchive | None = None
 
 
-def _idx_read(content: bytes, shape: tuple[int, ...], path: Path) -> tuple[Array, ...]:
-    return (idx.parse(content, shape, path),)
+def _read_idx_arrays(content: bytes, shape: tuple[int, ...], path: Path) -> tuple[Array, ...]:
+    return (idx.parse_idx_array(content, shape, path),)
 
 
-def _mnist_like(
+def _build_mnist_like(
     name: str,
     torchvision: str,
     digests: tuple[str, str, str, str],
     downloads: tuple[int, int, int, int],
     mirrors: tuple[str, ...],
-) -> Known:
+) -> PublicDataset:
     names = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
     shapes: tuple[tuple[int, ...], ...] = ((60_000, 28, 28), (60_000,), (10_000, 28, 28), (10_000,))
-    files = tuple(File(n, f"sha256:{d}", s, b) for n, d, s, b in zip(names, digests, shapes, downloads, strict=True))
+    files = tuple(
+        DataFile(n, f"sha256:{d}", s, b) for n, d, s, b in zip(names, digests, shapes, downloads, strict=True)
+    )
     folders = (name, f"{torchvision}/raw", "")
-    return Known(name, 70_000, 10, files, names[2:], folders, mirrors, _idx_read, idx.size, (".gz", ""))
+    return PublicDataset(
+        name, 70_000, 10, files, names[2:], folders, mirrors, _read_idx_arrays, idx.compute_idx_size, (".gz", "")
+    )
 
 
-MNIST = _mnist_like(
+MNIST = _build_mnist_like(
     "mnist",
     "MNIST",
     (
@@ -89,7 +93,7 @@ MNIST = _mnist_like(
     ),
 )
 
-FASHION = _mnist_like(
+FASHION_MNIST = _build_mnist_like(
     "fashion-mnist",
     "FashionMNIST",
     (
@@ -106,7 +110,7 @@ FASHION = _mnist_like(
     ),
 )
 
-_BATCHES = {
+_CIFAR10_BATCH_DIGESTS = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
     "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
     "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
@@ -115,11 +119,11 @@ _BATCHES = {
     "test_batch": "40351d587109b95175f43aff81a1287e",
 }
 
-CIFAR10 = Known(
+CIFAR10 = PublicDataset(
     name="cifar10",
     examples=60_000,
     classes=10,
-    files=tuple(File(name, f"md5:{digest}", (10_000, 3072)) for name, digest in _BATCHES.items()),
+    files=tuple(DataFile(name, f"md5:{digest}", (10_000, 3072)) for name, digest in _CIFAR10_BATCH_DIGESTS.items()),
     test_files=("test_batch",),
     folders=("cifar-10-batches-py", "cifar10/cifar-10-batches-py", ""),
     # The authors' own server is last: it has been slow (an hour for this file) since 2026.
@@ -129,10 +133,10 @@ CIFAR10 = Known(
         "https://dataset.bj.bcebos.com/cifar/",
         "https://www.cs.toronto.edu/~kriz/",
     ),
-    read=cifar.parse,
-    limit=lambda shape: cifar.LIMIT,
+    read=cifar.parse_cifar_batch,
+    limit=lambda shape: cifar.MAX_BATCH_BYTES,
     suffixes=("",),
-    archive=Archive(
+    archive=DataArchive(
         "cifar-10-python.tar.gz",
         "md5:c58f30108f718f92721af3b95e74349a",
         170_498_071,
@@ -141,25 +145,25 @@ CIFAR10 = Known(
     ),
 )
 
-KNOWN: dict[str, Known] = {known.name: known for known in (MNIST, FASHION, CIFAR10)}
+PUBLIC_DATASETS: dict[str, PublicDataset] = {known.name: known for known in (MNIST, FASHION_MNIST, CIFAR10)}
 
 
-def digest(content: bytes, like: str) -> str:
+def compute_content_digest(content: bytes, like: str) -> str:
     """The content's digest by the algorithm of `like`, in the same "algorithm:hex" form."""
     algorithm = like.split(":", 1)[0]
     return f"{algorithm}:{hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()}"
 
 
-def read(known: Known, file: File, path: Path) -> tuple[tuple[Array, ...], bool]:
+def read_data_file(known: PublicDataset, file: DataFile, path: Path) -> tuple[tuple[Array, ...], bool]:
     """(the arrays in the file, whether its content is the public one); DataError when it is corrupt."""
-    content = idx.content(path, known.limit(file.shape))
-    return known.read(content, file.shape, path), digest(content, file.digest) == file.digest
+    content = idx.read_maybe_gzipped(path, known.limit(file.shape))
+    return known.read(content, file.shape, path), compute_content_digest(content, file.digest) == file.digest
 
 
 # --- where to look ----------------------------------------------------------------------------
 
 
-def user_cache() -> Path:
+def user_cache_folder() -> Path:
     """The user's own data folder: %LOCALAPPDATA% on Windows, $XDG_CACHE_HOME or ~/.cache elsewhere, / fulcrum."""
     base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "")
     # The XDG specification says that a relative path is to be ignored.
@@ -170,23 +174,23 @@ def search_folders(folder: str | Path = "") -> list[Path]:
     """Data folders in the order they are searched: the one given, FULCRUM_DATA (a path list), the user's cache."""
     listed = [part for part in os.environ.get("FULCRUM_DATA", "").split(os.pathsep) if part.strip()]
     named = [str(folder)] if str(folder) else []
-    return [Path(part).expanduser() for part in (*named, *listed)] + [user_cache()]
+    return [Path(part).expanduser() for part in (*named, *listed)] + [user_cache_folder()]
 
 
-def file_path(known: Known, file: File, folder: Path) -> Path | None:
+def find_data_file(known: PublicDataset, file: DataFile, folder: Path) -> Path | None:
     """The file in this very folder, gzipped or not, or None."""
     candidates = (folder / (file.name + suffix) for suffix in known.suffixes)
     return next((path for path in candidates if path.is_file()), None)
 
 
-def locate(known: Known, folder: str | Path = "") -> tuple[Path | None, list[Path]]:
+def locate_dataset(known: PublicDataset, folder: str | Path = "") -> tuple[Path | None, list[Path]]:
     """(the first folder that holds all files, or None; folders that hold only some of them)."""
     partial: list[Path] = []
     for base in search_folders(folder):
         for inner in known.folders:
             place = base / inner
-            present = [path for file in known.files if (path := file_path(known, file, place))]
-            if not present or (not inner and _holds_another(known, place)):
+            present = [path for file in known.files if (path := find_data_file(known, file, place))]
+            if not present or (not inner and _holds_other_dataset(known, place)):
                 continue
             if len(present) == len(known.files):
                 return place, partial
@@ -194,23 +198,25 @@ def locate(known: Known, folder: str | Path = "") -> tuple[Path | None, list[Pat
     return None, partial
 
 
-def _holds_another(known: Known, place: Path) -> bool:
+def _holds_other_dataset(known: PublicDataset, place: Path) -> bool:
     """Whether files that lie loose in a folder are another data set's: MNIST and Fashion-MNIST share their names."""
     smallest = min(known.files, key=lambda file: (len(file.shape), file.shape))
-    path = file_path(known, smallest, place)
+    path = find_data_file(known, smallest, place)
     if path is None:
         return False
     try:
-        content = idx.content(path, known.limit(smallest.shape))
+        content = idx.read_maybe_gzipped(path, known.limit(smallest.shape))
     except DataError:
         return False
-    rivals = (file for other in KNOWN.values() if other.name != known.name for file in other.files)
-    return any(file.name == smallest.name and digest(content, file.digest) == file.digest for file in rivals)
+    rivals = (file for other in PUBLIC_DATASETS.values() if other.name != known.name for file in other.files)
+    return any(
+        file.name == smallest.name and compute_content_digest(content, file.digest) == file.digest for file in rivals
+    )
 
 
-def require(known: Known, folder: str | Path = "") -> Path:
+def require_dataset(known: PublicDataset, folder: str | Path = "") -> Path:
     """The folder that holds the data set, or a DataError that says where it was looked for."""
-    place, partial = locate(known, folder)
+    place, partial = locate_dataset(known, folder)
     if place is not None:
         return place
     looked = ", ".join(map(str, search_folders(folder)))
