@@ -75,7 +75,9 @@ def fused_extract_patches(h: Tensor, window: SlidingWindow) -> Tensor | None:
     out = h.new_empty((sets, n, window.positions, window.size))
     (ph, pw), (dh, dw) = window.padding, window.dilation
     given = {**_window_constants(window), "PH": ph, "PW": pw, "DH": dh, "DW": dw}
-    done = _launch_per_image("extract_patches_kernel", window.positions * window.size, sets * n, (h.contiguous(), out), given)
+    done = _launch_per_image(
+        "extract_patches_kernel", window.positions * window.size, sets * n, (h.contiguous(), out), given
+    )
     return out if done else None
 
 
@@ -86,7 +88,11 @@ def fused_fold_patches(g: Tensor, window: SlidingWindow) -> Tensor | None:
     out = g.new_empty((*g.shape[:2], window.height, window.width, window.channels))
     given = {**_window_constants(window), "PH": window.padding[0], "PW": window.padding[1]}
     size = window.height * window.width * window.channels
-    return out if _launch_per_image("fold_patches_kernel", size, g.shape[0] * g.shape[1], (g.contiguous(), out), given) else None
+    return (
+        out
+        if _launch_per_image("fold_patches_kernel", size, g.shape[0] * g.shape[1], (g.contiguous(), out), given)
+        else None
+    )
 
 
 def fused_pool(
