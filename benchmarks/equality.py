@@ -5,7 +5,8 @@
     PYTHONPATH=src python benchmarks/equality.py --against baseline.json --cases 'engine/*' --json rows.json
 
 Prints, for each case, whether weights, C and epsilon are equal bit for bit, and otherwise how far the final weights are
-apart. Exits with 1 where a case failed or differs by more than rounding, unless EXPECTED has the reason. Both runs belong on the same machine with the same
+apart. Exits with 1 where a case failed or differs by more than rounding, unless EXPECTED has the reason. Both runs
+belong on the same machine with the same
 PyTorch: other processors add in another order. One thread, no downloads, under a minute.
 
 Uses `fulcrum.train`, `fulcrum.prepare`, `fulcrum.Settings`, `fulcrum.data.from_arrays` and `run_many` alone. Settings
