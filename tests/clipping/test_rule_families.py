@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats as scistats
-from test_client_level import Silent, client_federation, play
 from torch import nn
 from torch.func import functional_call
 
@@ -28,7 +27,8 @@ from fulcrum.rng import Randomness, SeededRandomness, StreamKey
 from fulcrum.settings.schema import Clip
 from fulcrum.training.clipped_sum import contribute
 from fulcrum.types import Released, State, Stats
-from helpers import one_client, toy_problem
+from support.federations import client_federation, one_client, play, toy_problem
+from support.randomness import Silent
 
 FLAT = ModelFacts(2, (2,))
 SOUND = [name for name, rule in RULES.items() if rule.sound and rule.private]

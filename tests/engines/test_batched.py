@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import play, toy_settings
 
 from fulcrum.clipping import RULES
 from fulcrum.clipping.rule import no_statistics_share
@@ -15,7 +14,7 @@ from fulcrum.engines.stacked import sampling
 from fulcrum.errors import ConfigError
 from fulcrum.runs import prepare
 from fulcrum.training.federation import Federation
-from helpers import toy_data
+from support.federations import play, toy_data, toy_settings
 
 DATA = toy_data()
 PAID = [name for name, rule in RULES.items() if rule.share is not no_statistics_share]

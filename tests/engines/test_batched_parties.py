@@ -17,7 +17,7 @@ from fulcrum.settings.schema import Settings
 from fulcrum.training.loop import EPSILONS, federate, invite, reserve
 from fulcrum.training.round import round_events
 from fulcrum.training.run_account import RunAccount
-from helpers import toy_data
+from support.federations import toy_data
 
 
 def settings(parties: int, participation: float, rounds: int = 4) -> Settings:

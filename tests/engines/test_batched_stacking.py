@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import play, toy_settings
 
 from fulcrum.engines.batched import can_stack, run_many, stack_key
 from fulcrum.engines.batched.runs import group_runs
@@ -17,7 +16,7 @@ from fulcrum.runs import prepare
 from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.federation import Federation
 from fulcrum.training.server import SERVERS, ServerOptimiser
-from helpers import toy_data
+from support.federations import play, toy_data, toy_settings
 
 DATA = toy_data()
 SECTIONS = [f.name for f in dataclasses.fields(Settings) if dataclasses.is_dataclass(getattr(Settings(), f.name))]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import play, toy_settings
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,7 +31,7 @@ from fulcrum.settings.schema import Clip, Model, TaskSettings
 from fulcrum.training.evaluate import evaluate, evaluate_all, mean_over_parties
 from fulcrum.training.problem import Problem
 from fulcrum.types import Assignment, ClientReply, RoundRequest
-from helpers import toy_problem
+from support.federations import play, toy_problem, toy_settings
 
 N, TEST, LENGTH, WORDS = 36, 20, 4, 7
 

@@ -28,7 +28,7 @@ from fulcrum.settings.schema import Clip, Data
 from fulcrum.training.client import by_matrix, train_client
 from fulcrum.training.problem import Problem
 from fulcrum.types import Assignment, ClientReply, RoundRequest, State, Stats, Transform, View
-from helpers import CLASSES, toy_data, toy_problem
+from support.federations import CLASSES, toy_data, toy_problem
 
 SIZES = (3, 12, 1, 20, 9)
 """Examples of the five parties: unequal, so that the largest is not the first to be asked."""

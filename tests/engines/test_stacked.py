@@ -26,43 +26,11 @@ from fulcrum.models.builtin import ACTIVATIONS
 from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.runs.choices import check_choices
 from fulcrum.settings.schema import Clip, Model, Settings
-from fulcrum.training.problem import Problem
-from fulcrum.types import Assignment, ClientReply, RoundRequest, State, Stats
-from helpers import toy_data, toy_model, toy_problem
+from fulcrum.types import Assignment, RoundRequest, State, Stats
+from support.federations import toy_data, toy_model, toy_problem
+from support.rounds import assert_equal, images, request, stacked
 
 CPU = torch.device("cpu")
-
-
-def images(*shape: int, n: int = 24, seed: int = 0) -> Dataset:
-    generator = torch.Generator().manual_seed(seed)
-    x, x_test = (torch.randn((count, *shape), generator=generator) for count in (n, 6))
-    return from_arrays(x, torch.arange(n) % 3, x_test, torch.arange(6) % 3)
-
-
-def request(problem: Problem, steps: int = 2, sigma: float = 0.3, clients: int = 3, **changes: Any) -> RoundRequest:
-    state = problem.rule.init(Clip(C0=0.5), problem.shape)
-    params = problem.layout.flatten(problem.model)
-    tasks = tuple(Assignment(k, 0.5, sigma, steps, 0.3 + 0.1 * k) for k in range(clients))
-    return dataclasses.replace(RoundRequest(1, 10, params, tasks, (state,) * clients, 0.01), **changes)
-
-
-def stacked(problem: Problem, wanted: RoundRequest, limit: int = 0, native: bool = False) -> list[ClientReply]:
-    engine = StackedEngine(problem, limit)
-    if engine.trainer is not None:
-        own = engine.trainer.core
-        own.how = dataclasses.replace(own.how, native=native)
-    return list(engine.run(wanted))
-
-
-def assert_equal(one: list[ClientReply], two: list[ClientReply], tolerance: float = 2e-5) -> None:
-    assert len(one) == len(two)
-    for a, b in zip(one, two, strict=True):
-        assert (a.client, a.events) == (b.client, b.events)
-        torch.testing.assert_close(b.delta, a.delta, rtol=tolerance, atol=tolerance * float(a.delta.abs().max()))
-        torch.testing.assert_close(b.extra, a.extra, rtol=tolerance, atol=1e-6)
-        for name, value in a.state.items():
-            torch.testing.assert_close(b.state[name], torch.as_tensor(value), rtol=tolerance, atol=1e-6)
-        assert a.diagnostics == pytest.approx(dict(b.diagnostics), rel=1e-4)
 
 
 # --- equality -------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_loop import play, toy_federation
 
 from fulcrum.clipping import RULES, ClipRule
 from fulcrum.clipping.fixed import FIXED
@@ -26,7 +25,7 @@ from fulcrum.settings.files import dump, parse
 from fulcrum.settings.schema import Privacy, Settings
 from fulcrum.training.loop import federate
 from fulcrum.types import Assignment
-from helpers import one_client, toy_data, toy_problem
+from support.federations import one_client, play, toy_data, toy_federation, toy_problem
 
 DELTA = 1e-5
 

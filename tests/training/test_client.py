@@ -14,7 +14,7 @@ from fulcrum.data import poisson_sample_units
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.rng import SeededRandomness
 from fulcrum.training.problem import Problem
-from helpers import CLASSES, one_client, toy_data, toy_model, toy_problem
+from support.federations import CLASSES, one_client, toy_data, toy_model, toy_problem
 
 
 def _sampled(problem: Problem, rate: float, step: int = 0, client: int = 0) -> torch.Tensor:

@@ -27,51 +27,20 @@ from fulcrum.privacy import accounting
 from fulcrum.privacy.client_level import ESTIMATORS, Estimator, Terms, party_weights
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.rng import SecureRandomness, SeededRandomness, StreamKey
+from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.runs import execute, prepare, resume
 from fulcrum.runs import folder as record
-from fulcrum.settings.schema import Clip, Settings
+from fulcrum.settings.schema import Clip
 from fulcrum.training import client_level as central
 from fulcrum.training.client_level import average, draw_cohort
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
 from fulcrum.training.problem import Problem
 from fulcrum.types import Bounds, ClientReply, Released, RoundResult, State, Stats
-from helpers import toy_data, toy_problem
+from support.federations import client_federation, client_settings, play, toy_data, toy_problem
+from support.randomness import Silent
 
 CHANCE = 1 / 3
-
-
-class Silent:
-    """Randomness without noise: what is released is the mean itself."""
-
-    mode = "recorded"
-
-    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.float64)
-
-    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
-        return torch.zeros(count)
-
-
-def client_settings(parties: int = 6, **sections: dict[str, Any]) -> Settings:
-    base = Settings().replace(
-        data={"source": "toy", "parties": parties, "partition": "iid", "min_examples": 1},
-        model={"name": "linear"},
-        train={"rounds": 6, "rate": 1.0, "lr": 0.3, "participation": 0.5, "weights": "uniform"},
-        clip={"rule": "fixed"},
-        privacy={"sigma": 1.0, "unit": "client"},
-    )
-    return base.replace(**sections)
-
-
-def client_federation(parties: int = 6, examples: int = 3, **sections: dict[str, Any]) -> Federation:
-    return prepare(client_settings(parties, **sections), toy_data(examples * parties))
-
-
-def play(federation: Federation, path: Path | str = ":memory:", run: str = "r") -> list[RoundResult]:
-    with Ledger.open(path) as ledger:
-        return [result for result, _ in federate(federation, ledger, run)]
 
 
 def updates_of(deltas: torch.Tensor, clients: list[int]) -> list[ClientReply]:

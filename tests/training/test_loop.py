@@ -17,36 +17,15 @@ from fulcrum.errors import BudgetError
 from fulcrum.privacy import accounting
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.runs import prepare
 from fulcrum.settings.derived import learning_rate
-from fulcrum.settings.schema import Settings, Train
+from fulcrum.settings.schema import Train
 from fulcrum.training.engine import Engine
-from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate, is_evaluated, participants
 from fulcrum.training.run_account import RunAccount
 from fulcrum.training.server import SERVERS, client_weights, moving_average, weighted_mean
 from fulcrum.training.snapshot import Snapshot
-from fulcrum.types import ClientReply, RoundRequest, RoundResult
-from helpers import toy_data
-
-
-def toy_settings(**sections: dict[str, Any]) -> Settings:
-    base = Settings().replace(
-        data={"source": "toy", "parties": 3, "partition": "iid", "min_examples": 5},
-        model={"name": "linear"},
-        train={"rounds": 6, "rate": 0.2, "lr": 0.5},
-        privacy={"sigma": 1.0},
-    )
-    return base.replace(**sections)
-
-
-def toy_federation(**sections: dict[str, Any]) -> Federation:
-    return prepare(toy_settings(**sections), toy_data())
-
-
-def play(federation: Federation, path: Path | str = ":memory:", run: str = "r") -> list[RoundResult]:
-    with Ledger.open(path) as ledger:
-        return [result for result, _ in federate(federation, ledger, run)]
+from fulcrum.types import ClientReply, RoundRequest
+from support.federations import play, toy_data, toy_federation
 
 
 def _reply(delta: list[float]) -> ClientReply:
