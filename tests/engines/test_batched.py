@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {
             "run": {"seed": i},
             "clip": {"rule": rule},
-            "privacy": {"sigma": 1.0, **noise},
+            "privacy": {"sigma": 1.0, **cast("dict[str, Any]", noise)},
             "train": {"participation": p},
         }
         for i, (rule, noise, p) in enumerate(

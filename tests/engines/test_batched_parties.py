@@ -111,4 +111,4 @@ def test_every_party_is_listed_each_round_up_to_a_limit(parties: int, listed: bo
     assert len(results[-1].epsilons) == (parties if listed else 0)
     if listed:
         paid = {k for k, epsilon in enumerate(results[-1].epsilons) if epsilon > 0}
-        assert paid == {k for result in results for k in result.participants}
+        assert paid == {k for result in results for k in result.participants or ()}

@@ -136,7 +136,8 @@ def test_runs_that_differ_in_a_field_have_their_own_value_or_are_not_stacked(sec
     for found, wanted in zip(models, alone, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
     # So that the first run's value, given to the second, would have been noticed.
-    assert torch.allclose(*alone, rtol=1e-3, atol=1e-5) == ((section, name) in IDLE)
+    first, second = alone
+    assert torch.allclose(first, second, rtol=1e-3, atol=1e-5) == ((section, name) in IDLE)
 
 
 def test_only_fields_that_exist_are_listed() -> None:

@@ -317,7 +317,12 @@ def test_the_model_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = CASES["tokens"].problem()
     looks: list[object] = []
     found = fulcrum.gradients.analyse_model
-    monkeypatch.setattr(fulcrum.gradients, "analyse_model", lambda *given: looks.append(given) or found(*given))
+
+    def counted(*given: Any) -> Any:
+        looks.append(given)
+        return found(*given)
+
+    monkeypatch.setattr(fulcrum.gradients, "analyse_model", counted)
     for _ in range(3):
         evaluate(problem, problem.layout.flatten(problem.model))
     assert len(looks) == 1
@@ -387,15 +392,16 @@ def test_mixing_is_seen_on_words_too() -> None:
 
 
 def test_initial_weights_of_norms_and_embeddings() -> None:
-    model = nn.Sequential(nn.Embedding(400, 50, padding_idx=0), nn.LayerNorm(50), nn.GroupNorm(5, 50), nn.Linear(50, 2))
-    initialise_weights(model, drawn())
-    table, norm, groups = model[0], model[1], model[2]
+    table, norm, groups = nn.Embedding(400, 50, padding_idx=0), nn.LayerNorm(50), nn.GroupNorm(5, 50)
+    last = nn.Linear(50, 2)
+    initialise_weights(nn.Sequential(table, norm, groups, last), drawn())
     assert float(table.weight.detach()[1:].std()) == pytest.approx(1.0, abs=0.05)
     assert not table.weight[0].any()
-    for layer in (norm, groups):
+    layers: tuple[nn.LayerNorm | nn.GroupNorm, ...] = (norm, groups)
+    for layer in layers:
         assert torch.equal(layer.weight, torch.ones(50))
         assert torch.equal(layer.bias, torch.zeros(50))
-    assert float(model[3].weight.detach().abs().max()) <= 50**-0.5
+    assert float(last.weight.detach().abs().max()) <= 50**-0.5
 
 
 def test_a_vocabulary_does_not_count_as_outputs() -> None:

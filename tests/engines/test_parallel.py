@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -323,6 +323,7 @@ def test_a_round_that_is_given_up_leaves_nobody_at_work() -> None:
     engine = ParallelEngine(dataclasses.replace(problem, workers=2))
     round_ = engine.run(request(problem, steps=300))
     assert next(round_).client == 0
+    assert isinstance(round_, Generator)
     round_.close()
     done = len(calls)
     assert done < 5 * 300

@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,7 +150,7 @@ def test_any_weights_fold_back_into_the_plain_network(name: str, mixed: bool) ->
     plain, moved, x = _pair(name, mixed)
     with torch.no_grad():
         for parameter in moved.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9))
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)))
     wanted = moved(x)
     plain.load_state_dict(fold_centring(moved))
     torch.testing.assert_close(plain(x), wanted, rtol=1e-3, atol=1e-3)
@@ -242,7 +243,7 @@ def test_activations_of_half_the_width_come_close() -> None:
 # --- several runs at once ---------------------------------------------------------------------------
 
 
-def _settings(**changes: object) -> Settings:
+def _settings(**changes: Any) -> Settings:
     settings = Settings().replace(
         privacy={"sigma": 0.5},
         data={"parties": 2, "partition": "iid", "min_examples": 1},
@@ -452,11 +453,11 @@ class Own(nn.Module):
     ],
 )
 def test_what_cannot_be_centred_is_told_why(
-    tmp_path: Path, settings: dict[str, str], arrays: dict[str, np.ndarray], words: str
+    tmp_path: Path, settings: dict[str, Any], arrays: dict[str, Any], words: str
 ) -> None:
     np.savez(tmp_path / "w.npz", **arrays)
     given = {"init": str(tmp_path / "w.npz"), "coordinates": "centred", **settings}
-    wanted = config.Model(**given)  # type: ignore[arg-type]
+    wanted = config.Model(**given)
     with pytest.raises(ModelError) as caught:
         models.build_model(wanted, (1, 28, 28), 10, 0)
     assert words in str(caught.value)

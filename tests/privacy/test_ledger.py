@@ -26,7 +26,7 @@ from fulcrum.privacy.ledger.rows import read_events
 
 DELTA = 1e-5
 STEP = (Gaussian(0.05, 1.0),)
-TERMS = {"delta": DELTA, "accountant": "rdp", "unit": "example", "population": "digits"}
+TERMS: dict[str, Any] = {"delta": DELTA, "accountant": "rdp", "unit": "example", "population": "digits"}
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def _plain_steps(problem: Problem, rate: float, lr: float, steps: int, weight_de
         gradients = torch.autograd.grad(loss / (rate * problem.party(0).units), list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= lr * (gradient + weight_decay * parameter)
+                parameter.sub_(lr * (gradient + weight_decay * parameter))
     return problem.layout.flatten(model) - problem.layout.flatten(problem.model)
 
 
