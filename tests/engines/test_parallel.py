@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -298,6 +298,15 @@ def test_an_error_in_a_worker_arrives_with_its_words_and_the_others_stop() -> No
     assert len(list(engine.run(request(problem)))) == 5  # and the next one works
 
 
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """Python's own answer to SIGINT, also where the tests run in the background and their shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_stops_the_workers_after_the_step_they_are_in() -> None:
     calls: list[int] = []
 

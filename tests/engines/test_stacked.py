@@ -307,7 +307,7 @@ def test_a_sample_that_does_not_fit_is_never_cut(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sampling, "PAD_DEVIATIONS", -4.0)
     assert sampling.compute_pad_size(100, 0.5) < 40
     assert_equal(roomy, stacked(problem, wanted))
-    monkeypatch.setattr("fulcrum.engines.stacked.trainer.StackedTrainer._settled", lambda self, parts: True)
+    monkeypatch.setattr("fulcrum.engines.stacked.trainer.StackedTrainer._round_is_complete", lambda self, parts: True)
     cut = stacked(problem, wanted)
     assert not torch.allclose(cut[0].delta, roomy[0].delta, rtol=1e-2)
 
