@@ -170,5 +170,5 @@ def test_a_kernel_that_does_not_compile_leaves_the_work_to_torch(monkeypatch: py
     h = numbers(1, 2, 14, 14, 16, dtype=torch.float32)
     assert fused.fused_pool(h, POOLS[0], False, True, None) is None
     assert len(fused.kernel_failures) == 1
-    assert fused.kernel_failures[0].startswith("no fused kernels: pool: ")
+    assert fused.kernel_failures[0].startswith("no fused kernels: pool_kernel: ")
     assert not fused.can_use_kernels(h)

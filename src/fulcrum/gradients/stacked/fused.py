@@ -75,7 +75,9 @@ def fused_extract_patches(h: Tensor, window: SlidingWindow) -> Tensor | None:
     out = h.new_empty((sets, n, window.positions, window.size))
     (ph, pw), (dh, dw) = window.padding, window.dilation
     given = {**_window_constants(window), "PH": ph, "PW": pw, "DH": dh, "DW": dw}
-    done = _launch_per_image("patches", window.positions * window.size, sets * n, (h.contiguous(), out), given)
+    done = _launch_per_image(
+        "extract_patches_kernel", window.positions * window.size, sets * n, (h.contiguous(), out), given
+    )
     return out if done else None
 
 
@@ -86,7 +88,11 @@ def fused_fold_patches(g: Tensor, window: SlidingWindow) -> Tensor | None:
     out = g.new_empty((*g.shape[:2], window.height, window.width, window.channels))
     given = {**_window_constants(window), "PH": window.padding[0], "PW": window.padding[1]}
     size = window.height * window.width * window.channels
-    return out if _launch_per_image("unpatch", size, g.shape[0] * g.shape[1], (g.contiguous(), out), given) else None
+    return (
+        out
+        if _launch_per_image("fold_patches_kernel", size, g.shape[0] * g.shape[1], (g.contiguous(), out), given)
+        else None
+    )
 
 
 def fused_pool(
@@ -103,7 +109,7 @@ def fused_pool(
     note = torch.empty_like(out, dtype=kind) if noted else out
     given = {**_window_constants(window), "BIAS": bias is not None, "RELU": relu, "MEAN": mean}
     tensors = (h.contiguous(), out if bias is None else bias.to(h.dtype).contiguous(), out, note, n)
-    done = _launch_per_image("pool", window.positions * window.channels, sets * n, tensors, given)
+    done = _launch_per_image("pool_kernel", window.positions * window.channels, sets * n, tensors, given)
     return (out, note if noted else None) if done else None
 
 
@@ -116,7 +122,7 @@ def fused_pool_backward(g: Tensor, note: Tensor | None, window: SlidingWindow, m
     size = window.height * window.width * window.channels
     given = {**_window_constants(window), "RELU": relu, "MEAN": mean}
     tensors = (g, g if note is None else note.contiguous(), out)
-    return out if _launch_per_image("unpool", size, g.shape[0] * g.shape[1], tensors, given) else None
+    return out if _launch_per_image("pool_backward_kernel", size, g.shape[0] * g.shape[1], tensors, given) else None
 
 
 def fused_ghost_squared_norms(a: Tensor, g: Tensor) -> Tensor | None:
@@ -133,7 +139,7 @@ def fused_ghost_squared_norms(a: Tensor, g: Tensor) -> Tensor | None:
     tall = max(16, 1 << (positions - 1).bit_length())
     wide, narrow = (min(64, max(16, 1 << (width - 1).bit_length())) for width in (k, o))
     given = {"P": positions, "K": k, "OUT": o, "TALL": tall, "WIDE": wide, "NARROW": narrow}
-    return out if _launch_kernel("ghost", len(a), (a.contiguous(), g.contiguous(), out), given) else None
+    return out if _launch_kernel("ghost_norm_kernel", len(a), (a.contiguous(), g.contiguous(), out), given) else None
 
 
 HAAR_LEVELS_PER_KERNEL, HAAR_BLOCK_SIZE = 6, 2048
@@ -159,7 +165,7 @@ def fused_haar_level_norms(x: Tensor, count: int) -> Tensor | None:
             "WIDE": _readable_row_length(x),
             "STRIDE": x.stride(0),
         }
-        if not _launch_kernel("levels", n * blocks, (x, energies, rest), {**given, "num_warps": 1}):
+        if not _launch_kernel("haar_levels_kernel", n * blocks, (x, energies, rest), {**given, "num_warps": 1}):
             return None
         finer += energies.sum(dim=1).unbind(1)
         x, count = rest[:, : -(-d // (1 << HAAR_LEVELS_PER_KERNEL))], count - HAAR_LEVELS_PER_KERNEL
