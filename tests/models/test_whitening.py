@@ -529,10 +529,10 @@ def test_the_command_line_teaches_means_and_trains_with_them(tmp_path: Path) -> 
 
 def test_machines_agree_on_the_means(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="parties sign with cryptography: pip install 'fulcrum-fl[flower]'")
-    from flower_helpers import toy_terms
     from fulcrum.flower.messages import model_fingerprint
     from fulcrum.flower.prepare import public_problem
     from fulcrum.flower.terms import read_terms, write_terms
+    from support.flower import toy_terms
 
     settings = _settings(clip={"rule": "moo"})
     problem = public_problem(settings, _data(SHAPES["mnist-cnn"]), torch.device("cpu"))
