@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 LOSSES = re.compile(r"cross_entropy|log_softmax")
-PRIVATE_WORDS = tuple(
-    """
-    judge hold hold_both Desk Vault Roll Card Post Purse painted paint invent teach Lesson pupil alone heard
-    keep as_released go_on Underway sum_up state_privacy Follower settle twin Pooled Locals Cohorts Apart How
-    """.split()
+WORDS = (
+    "judge hold hold_both Desk Vault Roll Card Post Purse painted paint invent teach Lesson pupil alone heard "
+    "keep as_released go_on Underway sum_up state_privacy Follower settle twin Pooled Locals Cohorts Apart How"
 )
+PRIVATE_WORDS = tuple(WORDS.split())
 """Names that HOUSE calls private vocabulary: how many of them are still defined."""
 
 
