@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import time
 import traceback
@@ -80,7 +81,7 @@ def equality(bench: Bench) -> None:
         data = images(work, 60 if bench.tiny else 400, 10, seed=7)
         for rule in RULES:
             for steps in (1, 2):
-                given = {"rule": rule, "parties": 4, "randomness": Host(), "steps": steps, "rate": 0.3}
+                given: dict[str, Any] = {"rule": rule, "parties": 4, "randomness": Host(), "steps": steps, "rate": 0.3}
                 slow = federation(data, f"{work}-cnn", cpu, engine="reference", **given)
                 fast = federation(data, f"{work}-cnn", bench.device, **given)
                 error = _compare(slow, fast)
@@ -238,7 +239,7 @@ def growth(bench: Bench) -> None:
             rate=min(1.0, 0.05 * max(1, parties // 100)),
         )  # fmt: skip
         snapshot, who = first_snapshot(fed), list(range(min(parties, 100)))
-        seconds = clock.time(lambda f=fed, s=snapshot, w=who: play_round(f, s, w, 0), 5, 2)
+        seconds = clock.time(functools.partial(play_round, fed, snapshot, who, 0), 5, 2)
         units = sum(fed.plan.assignment(k, 0, 1.0).rate * fed.plan.units(k) for k in who)
         bench.add(
             work="mnist", method=f"{parties} parties, {len(who)} take part", seconds_per_round=seconds,
@@ -257,7 +258,7 @@ def growth(bench: Bench) -> None:
                 rate=rate,
             )
             snapshot = first_snapshot(fed)
-            seconds = clock.time(lambda f=fed, s=snapshot: play_round(f, s, range(10), 0), 5, 2)
+            seconds = clock.time(functools.partial(play_round, fed, snapshot, range(10), 0), 5, 2)
             batch = rate * len(bench.data[work].y) / 10
             bench.add(
                 work=work, method=f"N={steps}, expected batch {batch:.0f}", precision=precision,
@@ -382,7 +383,7 @@ def main() -> None:
         except Exception:  # the sections are independent: one that breaks must not cost the others
             bench.say(f"{section} FAILED:\n{traceback.format_exc()}")
             bench.rows.append({"method": f"{section} FAILED"})
-        facts = {"device": name, "torch": torch.__version__, "date": datetime.date.today().isoformat()}
+        facts: dict[str, Any] = {"device": name, "torch": torch.__version__, "date": datetime.date.today().isoformat()}
         facts |= {"seconds": time.perf_counter() - bench.began, "ceilings": bench.peaks}
         rows = [{**row, "device": name, "date": facts["date"]} for row in bench.rows]
         (out / "bench-gpu.json").write_text(json.dumps([*rows, {"method": "facts", **facts}], indent=1))

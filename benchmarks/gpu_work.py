@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -85,12 +86,14 @@ def wide_cnn(work: str, width: int) -> nn.Module:
     """The paper's CNN with `width` times as many filters."""
     name = f"{work}-cnn"
     model = build_model(Model(name=name), SHAPES[work], 10, 0)
+    assert isinstance(model, nn.Sequential)
     layers: list[nn.Module] = []
     channels = SHAPES[work][0]
-    last = next(m for m in reversed(model) if isinstance(m, nn.Linear))
+    last = next(m for m in reversed(list(model)) if isinstance(m, nn.Linear))
     for layer in model:
         if isinstance(layer, nn.Conv2d):
-            wide = nn.Conv2d(channels, layer.out_channels * width, layer.kernel_size, layer.stride, layer.padding)
+            geometry: Any = (layer.kernel_size, layer.stride, layer.padding)
+            wide = nn.Conv2d(channels, layer.out_channels * width, *geometry)
             channels = wide.out_channels
             layers.append(wide)
         elif isinstance(layer, nn.Linear):
@@ -159,7 +162,7 @@ def ceilings(device: torch.device, clock: Clock, side: int) -> dict[str, float]:
     for name in ("float32", "tf32", "bf16"):
         x, y = (a.bfloat16(), b.bfloat16()) if name == "bf16" else (a, b)
         with use_matmul_precision(name, device):
-            found[name] = 2 * side**3 / clock.time(lambda x=x, y=y: torch.mm(x, y), 10, 3) / 1e12
+            found[name] = 2 * side**3 / clock.time(functools.partial(torch.mm, x, y), 10, 3) / 1e12
     big = torch.randn(side * side * 4, device=device)
     other = torch.empty_like(big)
     found["copy"] = 2 * big.numel() * 4 / clock.time(lambda: other.copy_(big), 10, 3) / 1e12

@@ -1,4 +1,4 @@
-"""Which tests run where: `slow` in CI and on request, `gpu` where PyTorch has one, `flower` with real processes.
+"""Which tests run where: `slow` in CI and on request, `gpu` where kernels run, `flower` with real processes.
 
 make test                      # all but slow and flower, in under five minutes on two cores
 make test-slow                 # the slow ones
@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
+
+from support.devices import KERNELS_RUN
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why."""
-    gpu = pytest.mark.skip(reason="needs a GPU that PyTorch can use")
+    gpu = pytest.mark.skip(reason="needs a GPU, or triton and TRITON_INTERPRET=1")
     flower = pytest.mark.skip(reason="takes minutes: make test-flower, or FULCRUM_FLOWER=1 pytest")
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not KERNELS_RUN:
             item.add_marker(gpu)
         if item.get_closest_marker("flower") and not os.environ.get("FULCRUM_FLOWER"):
             item.add_marker(flower)

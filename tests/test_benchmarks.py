@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_cpu_benchmark_checks_equality_and_writes_its_files(tmp_path: Path) -> None:
     words = ["--quick", "--works", "mnist", "--methods", "plain", "fulcrum", "--out", str(tmp_path)]
     done = subprocess.run(

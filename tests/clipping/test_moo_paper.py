@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import toy_federation
 
 from fulcrum.cli import main
 from fulcrum.clipping import RULES, ModelFacts
@@ -20,7 +19,7 @@ from fulcrum.settings.schema import Clip
 from fulcrum.training.loop import federate
 from fulcrum.training.problem import Problem
 from fulcrum.types import Stats
-from helpers import one_client, toy_problem
+from support.federations import one_client, toy_federation, toy_problem
 
 EXACT, BATCH = RULES["moo-paper"], RULES["moo-paper-batch"]
 READINGS = ("loss", "hypergradient", "derivative")

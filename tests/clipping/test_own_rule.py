@@ -18,7 +18,7 @@ from fulcrum.clipping.rule import resolve_rule_options
 from fulcrum.clipping.testing import check_rule
 from fulcrum.errors import ConfigError
 from fulcrum.settings.schema import Clip
-from helpers import toy_data
+from support.federations import toy_data
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-rule.md"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ WRONG = {
         "cannot be stacked",
     ),
     "keeps something that is not a tensor": (
-        dataclasses.replace(FIXED, init=lambda settings, shape: {"C": torch.ones(shape.count), "t": 0}),
+        dataclasses.replace(FIXED, init=lambda settings, shape: {"C": torch.ones(shape.count), "t": 0}),  # type: ignore[dict-item]
         "not a tensor",
     ),
     "changes the shape of its state": (
@@ -190,7 +191,7 @@ def test_a_rule_of_ones_own_is_found_by_module_and_name() -> None:
 DIM = 400
 
 
-def _start(C0: float = 1.0, lr: float = 1.0, noise: float = 0.02, **settings: float) -> dict[str, torch.Tensor]:
+def _start(C0: float = 1.0, lr: float = 1.0, noise: float = 0.02, **settings: Any) -> dict[str, torch.Tensor]:
     shape = ModelFacts(DIM, (DIM,), start=5.0, noise=noise, rounds=100, lr=lr)
     return dict(MOO.init(Clip(C0=C0, **settings), shape))
 

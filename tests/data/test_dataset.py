@@ -191,6 +191,8 @@ def test_holdout_keeps_people_whole():
     person = np.arange(100) // 7
     part = holdout(numbered(person=person, party=np.arange(100) % 4), 0.25, seed=0)
     held = {int(v) // 7 for v in part.x_test.flatten()}
+    assert part.person is not None
+    assert part.party is not None
     assert held.isdisjoint(part.person.tolist())
     assert len(part.x_test) >= 25
     assert torch.equal(part.person, part.x.flatten().long() // 7)

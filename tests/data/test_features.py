@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,7 +198,7 @@ def left(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     return variances[kept], across.diag()[kept]
 
 
-@pytest.mark.parametrize("power", [0.25, 0.5])
+@pytest.mark.parametrize("power", [pytest.param(0.25, marks=pytest.mark.slow), 0.5])
 def test_painted_pictures_come_out_with_their_covariance_to_the_power_that_is_left(power: float) -> None:
     pictures = make_synthetic_images((1, 8, 8))
     few = torch.zeros(2, dtype=torch.long)
@@ -228,6 +230,14 @@ def test_directions_that_pictures_hardly_have_are_not_blown_up() -> None:
     assert float(gains[1] / gains[2]) == pytest.approx(10, rel=0.05)
 
 
+@pytest.fixture
+def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whitening from 300 painted pictures instead of thousands, where their number does not matter."""
+    few = functools.partial(make_synthetic_images, count=300)
+    monkeypatch.setattr("fulcrum.data.features.make_synthetic_images", few)
+
+
+@pytest.mark.usefixtures("few_pictures")
 def test_a_whitened_record_depends_on_no_other() -> None:
     data, whitened = toy_images(), dataclasses.replace(ON, feature_whiten=0.25)
     x = data.x.clone()
@@ -241,6 +251,7 @@ def test_a_whitened_record_depends_on_no_other() -> None:
     torch.testing.assert_close(alone.x, one.x[3:4], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.usefixtures("few_pictures")
 def test_without_whitening_features_fingerprints_and_ids_are_as_they_were() -> None:
     data = dataclasses.replace(toy_images(), fingerprint="toy")
     off = compute_features(data, dataclasses.replace(ON, feature_whiten=0.0), CPU)
@@ -303,8 +314,13 @@ def test_a_run_trains_on_features_and_studies_make_them_once(monkeypatch: pytest
     assert made.problem.layout.dim == 2 * (SCATTERING_CHANNELS * 4 + 1)
 
     kept, calls = Datasets(), []
+
+    def counted(*given: Any) -> Any:
+        calls.append(1)
+        return compute_features(*given)
+
     monkeypatch.setattr("fulcrum.study.run_job.load", lambda source, folder: data)
-    monkeypatch.setattr("fulcrum.study.run_job.compute_features", lambda *a: calls.append(1) or compute_features(*a))
+    monkeypatch.setattr("fulcrum.study.run_job.compute_features", counted)
     first = kept.get(settings(), "cpu")
     assert kept.get(settings(), "cpu") is first
     torch.testing.assert_close(first.x, made.problem.dataset.x)

@@ -8,6 +8,7 @@ import struct
 import tarfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,13 @@ import pytest
 from fulcrum.data import fetch, load, verify_dataset
 from fulcrum.data.sources.public import archive, download, registry
 from fulcrum.errors import ConfigError, DataError, DownloadError
+
+
+class QuietServer(ThreadingHTTPServer):
+    """Says nothing when a client hangs up, which is part of the play."""
+
+    def handle_error(self, request, client_address):
+        pass
 
 
 class Server:
@@ -34,9 +42,8 @@ class Server:
             def log_message(self, *_):
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = QuietServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
-        self.http.handle_error = lambda *_: None  # a client that hangs up is part of the play
         self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01})
         self.thread.start()
 
@@ -307,7 +314,7 @@ def test_nobody_listens(tmp_path, server, mirrors):
 
 
 def test_pauses_grow(server, mirrors, tmp_path, monkeypatch):
-    waits = []
+    waits: list[float] = []
     monkeypatch.setattr(download.time, "sleep", waits.append)
     server.moods[f"/a/{IMAGES}"] = ["500"]
     fetch("mnist", tmp_path, mirrors, pause=0.5)
@@ -328,7 +335,7 @@ def test_corrupt_files_are_replaced_and_changed_ones_kept(server, mirrors, tmp_p
 
 def test_one_download_at_a_time(server, mirrors, tmp_path):
     pytest.importorskip("fcntl")
-    seen = []
+    seen: list[Any] = []
 
     def second(*_):
         if not seen:
@@ -426,6 +433,7 @@ def cifar(server, monkeypatch):
         dataclasses.replace(file, digest=f"md5:{hashlib.md5(BATCHES[file.name]).hexdigest()}")
         for file in registry.CIFAR10.files
     )
+    assert registry.CIFAR10.archive is not None
     packed = dataclasses.replace(
         registry.CIFAR10.archive, digest=f"md5:{hashlib.md5(data).hexdigest()}", download=len(data)
     )

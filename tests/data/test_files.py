@@ -8,6 +8,7 @@ import os
 import pickle
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,7 +139,7 @@ def python2_batch(pixels=PIXELS, module=b"numpy.core.multiarray", fortran=False,
 
 def python3_batch(protocol=4, **changes):
     """A batch as today's Python and NumPy write it."""
-    batch = {b"batch_label": b"test_batch", b"labels": list(NUMBERS), b"data": PIXELS, **changes}
+    batch: dict[Any, Any] = {b"batch_label": b"test_batch", b"labels": list(NUMBERS), b"data": PIXELS, **changes}
     return pickle.dumps(batch, protocol=protocol)
 
 

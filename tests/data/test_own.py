@@ -43,6 +43,7 @@ def test_npz_with_people_parties_and_classes(tmp_path):
         classes=np.array(7),
     )
     data = load(path)
+    assert data.person is not None
     assert len(data.person.unique()) == 10
     assert data.party_names == ("north", "south")
     assert data.classes == 7
@@ -112,6 +113,7 @@ def test_training_alone_test_alone_and_both(tmp_path):
 def test_test_records_name_their_party(tmp_path):
     party, of_test = np.array(["north", "south"] * 15), np.array(["south"] * 9 + ["north"])
     data = load(save(tmp_path / "p.npz", party=party, party_test=of_test))
+    assert data.public.party is not None
     assert [data.party_names[k] for k in data.public.party] == of_test.tolist()
     public = load(save(tmp_path / "t.npz", x=None, y=None, classes=3, party_test=of_test), need=("test",))
     assert public.party_names == ("north", "south")

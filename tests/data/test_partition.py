@@ -94,10 +94,10 @@ def test_without_ids_people_would_be_torn():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_seed_decides_and_no_global_generator_is_touched(kind):
     data = dataset(np.arange(300) % 5)
-    before = np.random.get_state()[1].copy(), torch.get_rng_state()
+    before = np.random.get_state(legacy=False)["state"]["key"].copy(), torch.get_rng_state()
     first, other = (split(data, Data(partition=kind, parties=5), seed) for seed in (0, 1))
     assert not torch.equal(first.order, other.order)
-    assert np.array_equal(before[0], np.random.get_state()[1])
+    assert np.array_equal(before[0], np.random.get_state(legacy=False)["state"]["key"])
     assert torch.equal(before[1], torch.get_rng_state())
 
 

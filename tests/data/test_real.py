@@ -1,20 +1,10 @@
 """The public data sets themselves, where FULCRUM_DATA has them."""
 
-import os
-
 import pytest
 import torch
 
 from fulcrum.data import load, verify_dataset
-from fulcrum.data.sources.public import registry
-
-
-def need(name):
-    """Skip, saying why, unless FULCRUM_DATA (not the user's cache) holds the data set."""
-    folders = [part for part in os.environ.get("FULCRUM_DATA", "").split(os.pathsep) if part]
-    place, _ = registry.locate_dataset(registry.PUBLIC_DATASETS[name]) if folders else (None, [])
-    if place is None:
-        pytest.skip(f"FULCRUM_DATA has no {name}")
+from support.datasets import need
 
 
 @pytest.mark.parametrize(

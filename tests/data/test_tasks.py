@@ -247,7 +247,7 @@ def test_metrics_are_those_of_scikit_learn(case: str) -> None:
     found, at_once = made.results(merged), made.results(made.sums(outputs, targets))
     for name, oracle in oracles.items():
         wanted = oracle(outputs, targets)
-        close = {"abs": 1e-4} if name in ("auc", "average_precision") else {"rel": 1e-5}
+        close: dict[str, Any] = {"abs": 1e-4} if name in ("auc", "average_precision") else {"rel": 1e-5}
         assert found[name] == pytest.approx(wanted, **close), name
         assert found[name] == pytest.approx(at_once[name], rel=1e-9)
         worse = oracle(-outputs, targets)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from test_loop import play, toy_settings
 
 from fulcrum.clipping import RULES
 from fulcrum.clipping.rule import no_statistics_share
@@ -15,7 +14,7 @@ from fulcrum.engines.stacked import sampling
 from fulcrum.errors import ConfigError
 from fulcrum.runs import prepare
 from fulcrum.training.federation import Federation
-from helpers import toy_data
+from support.federations import play, toy_data, toy_settings
 
 DATA = toy_data()
 PAID = [name for name, rule in RULES.items() if rule.share is not no_statistics_share]
@@ -41,7 +40,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {
             "run": {"seed": i},
             "clip": {"rule": rule},
-            "privacy": {"sigma": 1.0, **noise},
+            "privacy": {"sigma": 1.0, **cast("dict[str, Any]", noise)},
             "train": {"participation": p},
         }
         for i, (rule, noise, p) in enumerate(

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_batched_local_steps import NoHost, Once
-from test_client_level import client_settings, play
 
 from fulcrum.data import Dataset
 from fulcrum.engines.batched import ManyRound, chunks, local_steps, run_many, runs
@@ -21,7 +19,9 @@ from fulcrum.engines.stacked.replay import GraphReplayer
 from fulcrum.rng import SeededRandomness
 from fulcrum.runs import prepare
 from fulcrum.training.federation import Federation
-from helpers import toy_data
+from support.devices import NoHost
+from support.federations import client_settings, play, toy_data
+from support.randomness import Once
 
 DATA = toy_data()
 

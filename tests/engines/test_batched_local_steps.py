@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import play, toy_settings
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fulcrum.engines.batched import ManyRound, chunks, local_steps, run_many, runs
 from fulcrum.engines.batched.chunks import Units, add_up, choose, chunked, expect, fill
@@ -18,11 +16,13 @@ from fulcrum.engines.batched.noise_at import NoiseAtParties
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import sampling
 from fulcrum.engines.stacked.replay import GraphReplayer
-from fulcrum.rng import RecordedRandomness, SeededRandomness, StreamKey
+from fulcrum.rng import RecordedRandomness, SeededRandomness
 from fulcrum.runs import prepare
 from fulcrum.training.federation import Federation
 from fulcrum.types import RoundResult
-from helpers import toy_data
+from support.devices import NoHost
+from support.federations import play, toy_data, toy_settings
+from support.randomness import Once, Recorder
 
 DATA = toy_data()
 
@@ -82,15 +82,6 @@ def test_each_run_equals_itself_alone(case: str, steps: int, limit: int, monkeyp
     assert_as_alone(feds, list(run_many(feds, limit)))
 
 
-class NoHost(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: numbers from or for the host, and shapes that values decide."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in {"_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "unique_dim"}, name
-        return func(*args, **(kwargs or {}))
-
-
 PARTIAL: dict[str, dict[str, Any]] = {
     "some parties": {"train": {"participation": 0.4, "rounds": 8}},
     "rounds that nobody joins": {"train": {"participation": 0.1, "rounds": 8, "server": "momentum", "ema": 0.3}},
@@ -102,21 +93,6 @@ PARTIAL: dict[str, dict[str, Any]] = {
         "privacy": {"noise_schedule": "growth", "rho_mu": 0.3},
     },
 }
-
-
-class Recorder:
-    """Seeded numbers, written down as they are drawn."""
-
-    def __init__(self, seed: int) -> None:
-        self.inner, self.mode = SeededRandomness(seed), "recorded"
-        self.uniforms: dict[StreamKey, torch.Tensor] = {}
-        self.normals: dict[StreamKey, torch.Tensor] = {}
-
-    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
-        return self.uniforms.setdefault(key, self.inner.uniform(key, count))
-
-    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
-        return self.normals.setdefault(key, self.inner.normal(key, count))
 
 
 def recorded(feds: list[Federation]) -> tuple[list[Federation], list[list[RoundResult]]]:
@@ -241,26 +217,6 @@ def test_another_basis_for_a_model_that_torch_func_follows(steps: int, monkeypat
     monkeypatch.setattr(runs, "PerJobRounds", never)
     feds = [prepare(toy_settings(clip={"rule": "wav"}, train={"steps": steps}), DATA, Wave())]
     assert_as_alone(feds, list(run_many(feds)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Once:
-    """Numbers that cannot be drawn a second time."""
-
-    inner: SeededRandomness
-    seen: set[StreamKey]
-    mode: str = "secure"
-
-    def _first(self, key: StreamKey) -> StreamKey:
-        assert key not in self.seen
-        self.seen.add(key)
-        return key
-
-    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
-        return self.inner.uniform(self._first(key), count)
-
-    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
-        return self.inner.normal(self._first(key), count)
 
 
 def test_a_round_that_is_repeated_draws_nothing_twice() -> None:

@@ -17,7 +17,7 @@ from fulcrum.settings.schema import Settings
 from fulcrum.training.loop import EPSILONS, federate, invite, reserve
 from fulcrum.training.round import round_events
 from fulcrum.training.run_account import RunAccount
-from helpers import toy_data
+from support.federations import toy_data
 
 
 def settings(parties: int, participation: float, rounds: int = 4) -> Settings:
@@ -111,4 +111,4 @@ def test_every_party_is_listed_each_round_up_to_a_limit(parties: int, listed: bo
     assert len(results[-1].epsilons) == (parties if listed else 0)
     if listed:
         paid = {k for k, epsilon in enumerate(results[-1].epsilons) if epsilon > 0}
-        assert paid == {k for result in results for k in result.participants}
+        assert paid == {k for result in results for k in result.participants or ()}

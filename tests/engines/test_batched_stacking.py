@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import play, toy_settings
 
 from fulcrum.engines.batched import can_stack, run_many, stack_key
 from fulcrum.engines.batched.runs import group_runs
@@ -17,7 +16,7 @@ from fulcrum.runs import prepare
 from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.federation import Federation
 from fulcrum.training.server import SERVERS, ServerOptimiser
-from helpers import toy_data
+from support.federations import play, toy_data, toy_settings
 
 DATA = toy_data()
 SECTIONS = [f.name for f in dataclasses.fields(Settings) if dataclasses.is_dataclass(getattr(Settings(), f.name))]
@@ -137,7 +136,8 @@ def test_runs_that_differ_in_a_field_have_their_own_value_or_are_not_stacked(sec
     for found, wanted in zip(models, alone, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
     # So that the first run's value, given to the second, would have been noticed.
-    assert torch.allclose(*alone, rtol=1e-3, atol=1e-5) == ((section, name) in IDLE)
+    first, second = alone
+    assert torch.allclose(first, second, rtol=1e-3, atol=1e-5) == ((section, name) in IDLE)
 
 
 def test_only_fields_that_exist_are_listed() -> None:

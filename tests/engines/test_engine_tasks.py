@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import play, toy_settings
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +22,7 @@ from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine
 from fulcrum.errors import ModelError
 from fulcrum.gradients import GradientRecorder
+from fulcrum.gradients.tape import ChunkedTape
 from fulcrum.models.build import build_model
 from fulcrum.models.builtin import initialise_weights
 from fulcrum.models.checks import validate_model
@@ -32,7 +32,7 @@ from fulcrum.settings.schema import Clip, Model, TaskSettings
 from fulcrum.training.evaluate import evaluate, evaluate_all, mean_over_parties
 from fulcrum.training.problem import Problem
 from fulcrum.types import Assignment, ClientReply, RoundRequest
-from helpers import toy_problem
+from support.federations import play, toy_problem, toy_settings
 
 N, TEST, LENGTH, WORDS = 36, 20, 4, 7
 
@@ -272,7 +272,7 @@ def test_pieces_of_several_inputs_and_tokens_are_one_batch(monkeypatch: pytest.M
         with monkeypatch.context() as small:
             small.setattr("fulcrum.gradients.PASS_MEMORY_BYTES", {"cpu": 2000, "cuda": 2000})
             parts = GradientRecorder(problem.model, problem.layout, data.task)(params, data.x, data.y)
-        assert type(parts).__name__ == "Chunks"
+        assert isinstance(parts, ChunkedTape)
         torch.testing.assert_close(parts.matrix(), whole.matrix())
         torch.testing.assert_close(parts.losses, whole.losses)
 
@@ -318,7 +318,12 @@ def test_the_model_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = CASES["tokens"].problem()
     looks: list[object] = []
     found = fulcrum.gradients.analyse_model
-    monkeypatch.setattr(fulcrum.gradients, "analyse_model", lambda *given: looks.append(given) or found(*given))
+
+    def counted(*given: Any) -> Any:
+        looks.append(given)
+        return found(*given)
+
+    monkeypatch.setattr(fulcrum.gradients, "analyse_model", counted)
     for _ in range(3):
         evaluate(problem, problem.layout.flatten(problem.model))
     assert len(looks) == 1
@@ -388,15 +393,16 @@ def test_mixing_is_seen_on_words_too() -> None:
 
 
 def test_initial_weights_of_norms_and_embeddings() -> None:
-    model = nn.Sequential(nn.Embedding(400, 50, padding_idx=0), nn.LayerNorm(50), nn.GroupNorm(5, 50), nn.Linear(50, 2))
-    initialise_weights(model, drawn())
-    table, norm, groups = model[0], model[1], model[2]
+    table, norm, groups = nn.Embedding(400, 50, padding_idx=0), nn.LayerNorm(50), nn.GroupNorm(5, 50)
+    last = nn.Linear(50, 2)
+    initialise_weights(nn.Sequential(table, norm, groups, last), drawn())
     assert float(table.weight.detach()[1:].std()) == pytest.approx(1.0, abs=0.05)
     assert not table.weight[0].any()
-    for layer in (norm, groups):
+    layers: tuple[nn.LayerNorm | nn.GroupNorm, ...] = (norm, groups)
+    for layer in layers:
         assert torch.equal(layer.weight, torch.ones(50))
         assert torch.equal(layer.bias, torch.zeros(50))
-    assert float(model[3].weight.detach().abs().max()) <= 50**-0.5
+    assert float(last.weight.detach().abs().max()) <= 50**-0.5
 
 
 def test_a_vocabulary_does_not_count_as_outputs() -> None:

@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from fulcrum.settings.schema import Clip, Data
 from fulcrum.training.client import by_matrix, train_client
 from fulcrum.training.problem import Problem
 from fulcrum.types import Assignment, ClientReply, RoundRequest, State, Stats, Transform, View
-from helpers import CLASSES, toy_data, toy_problem
+from support.federations import CLASSES, toy_data, toy_problem
 
 SIZES = (3, 12, 1, 20, 9)
 """Examples of the five parties: unequal, so that the largest is not the first to be asked."""
@@ -298,6 +298,15 @@ def test_an_error_in_a_worker_arrives_with_its_words_and_the_others_stop() -> No
     assert len(list(engine.run(request(problem)))) == 5  # and the next one works
 
 
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """Python's own answer to SIGINT, also where the tests run in the background and their shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_stops_the_workers_after_the_step_they_are_in() -> None:
     calls: list[int] = []
 
@@ -323,6 +332,7 @@ def test_a_round_that_is_given_up_leaves_nobody_at_work() -> None:
     engine = ParallelEngine(dataclasses.replace(problem, workers=2))
     round_ = engine.run(request(problem, steps=300))
     assert next(round_).client == 0
+    assert isinstance(round_, Generator)
     round_.close()
     done = len(calls)
     assert done < 5 * 300

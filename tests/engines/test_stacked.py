@@ -26,43 +26,12 @@ from fulcrum.models.builtin import ACTIVATIONS
 from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.runs.choices import check_choices
 from fulcrum.settings.schema import Clip, Model, Settings
-from fulcrum.training.problem import Problem
-from fulcrum.types import Assignment, ClientReply, RoundRequest, State, Stats
-from helpers import toy_data, toy_model, toy_problem
+from fulcrum.types import Assignment, RoundRequest, State, Stats
+from support.events import as_gaussian
+from support.federations import toy_data, toy_model, toy_problem
+from support.rounds import assert_equal, images, request, stacked
 
 CPU = torch.device("cpu")
-
-
-def images(*shape: int, n: int = 24, seed: int = 0) -> Dataset:
-    generator = torch.Generator().manual_seed(seed)
-    x, x_test = (torch.randn((count, *shape), generator=generator) for count in (n, 6))
-    return from_arrays(x, torch.arange(n) % 3, x_test, torch.arange(6) % 3)
-
-
-def request(problem: Problem, steps: int = 2, sigma: float = 0.3, clients: int = 3, **changes: Any) -> RoundRequest:
-    state = problem.rule.init(Clip(C0=0.5), problem.shape)
-    params = problem.layout.flatten(problem.model)
-    tasks = tuple(Assignment(k, 0.5, sigma, steps, 0.3 + 0.1 * k) for k in range(clients))
-    return dataclasses.replace(RoundRequest(1, 10, params, tasks, (state,) * clients, 0.01), **changes)
-
-
-def stacked(problem: Problem, wanted: RoundRequest, limit: int = 0, native: bool = False) -> list[ClientReply]:
-    engine = StackedEngine(problem, limit)
-    if engine.trainer is not None:
-        own = engine.trainer.core
-        own.how = dataclasses.replace(own.how, native=native)
-    return list(engine.run(wanted))
-
-
-def assert_equal(one: list[ClientReply], two: list[ClientReply], tolerance: float = 2e-5) -> None:
-    assert len(one) == len(two)
-    for a, b in zip(one, two, strict=True):
-        assert (a.client, a.events) == (b.client, b.events)
-        torch.testing.assert_close(b.delta, a.delta, rtol=tolerance, atol=tolerance * float(a.delta.abs().max()))
-        torch.testing.assert_close(b.extra, a.extra, rtol=tolerance, atol=1e-6)
-        for name, value in a.state.items():
-            torch.testing.assert_close(b.state[name], torch.as_tensor(value), rtol=tolerance, atol=1e-6)
-        assert a.diagnostics == pytest.approx(dict(b.diagnostics), rel=1e-4)
 
 
 # --- equality -------------------------------------------------------------------------------------
@@ -89,7 +58,10 @@ def test_statistics_now_and_then_equal_the_reference(rule: str, every: int) -> N
     wanted = dataclasses.replace(wanted, assignments=tasks)
     replies = list(ReferenceEngine(problem).run(wanted))
     assert_equal(replies, stacked(problem, wanted))
-    assert [len({event.sigma for event in reply.events}) for reply in replies] == [2 if every == 2 else 1] * 2 + [1]  # type: ignore[union-attr]
+    assert [len({as_gaussian(event).sigma for event in reply.events}) for reply in replies] == [
+        *([2 if every == 2 else 1] * 2),
+        1,
+    ]
     assert [bool(reply.extra.any()) for reply in replies] == [every == 2] * 2 + [True]
 
 
@@ -258,9 +230,9 @@ def test_memory_that_runs_out_halves_the_pieces_and_changes_nothing(monkeypatch:
         return passes.run_stacked_pass(program, theta, x, *rest)
 
     monkeypatch.setattr(core, "run_stacked_pass", scarce)
-    engine = StackedEngine(problem, rows_limit=64)
+    engine = StackedEngine(problem, rows_limit=16)  # each halving collects garbage, which takes a while
     assert_equal(plain, list(engine.run(wanted)))
-    assert max(seen) > 6
+    assert max(seen) > 12
     assert "memory ran out" in engine.notes[-1]
 
     def none_left(*given: Any) -> Any:
@@ -268,7 +240,7 @@ def test_memory_that_runs_out_halves_the_pieces_and_changes_nothing(monkeypatch:
 
     monkeypatch.setattr(core, "run_stacked_pass", none_left)
     with pytest.raises(RunError, match="single example"):
-        list(StackedEngine(problem).run(wanted))
+        list(StackedEngine(problem, rows_limit=4).run(wanted))
 
 
 def test_an_unsound_rule_sees_its_whole_batch_even_in_pieces() -> None:
@@ -303,7 +275,12 @@ def test_compact_reports_a_row_that_is_too_short() -> None:
 def test_long_sums_may_be_cut_into_parts(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = toy_problem(rule, toy_data(300), 3)
     whole, wanted = [], request(problem)
-    monkeypatch.setattr(passes, "count_sum_splits", lambda rows, positions: whole.append(rows) or 1)
+
+    def in_one_piece(rows: int, positions: int) -> int:
+        whole.append(rows)
+        return 1
+
+    monkeypatch.setattr(passes, "count_sum_splits", in_one_piece)
     in_one = stacked(problem, wanted)
     assert whole, "there are such sums"
     monkeypatch.setattr(passes, "count_sum_splits", lambda rows, positions: rows)  # an example each

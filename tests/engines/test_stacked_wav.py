@@ -6,8 +6,6 @@ The kernel runs on a GPU, or by triton's interpreter: TRITON_INTERPRET=1 pytest 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 from collections.abc import Callable
 
 import pytest
@@ -27,13 +25,10 @@ from fulcrum.gradients.stacked.layers import compile_model
 from fulcrum.gradients.stacked.passes import ROW_ALIGNMENT, PassOptions, functional_pass, run_stacked_pass
 from fulcrum.settings.schema import Clip
 from fulcrum.types import Assignment, RoundRequest, Transform
-from helpers import toy_problem
+from support.devices import DEVICE, INTERPRETED
+from support.federations import toy_problem
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-THERE = importlib.util.find_spec("triton") is not None and (INTERPRETED or DEVICE.type == "cuda")
-interpreted = pytest.mark.skipif(not (THERE and INTERPRETED), reason="needs triton and TRITON_INTERPRET=1")
-kernel = pytest.mark.skipif(not THERE, reason="needs triton and a GPU or TRITON_INTERPRET=1")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")
 
 
 def rows(n: int, d: int, seed: int = 0) -> Tensor:
@@ -54,7 +49,7 @@ def close(found: Tensor | None, wanted: Tensor) -> None:
 # --- the kernel -----------------------------------------------------------------------------------
 
 
-@kernel
+@pytest.mark.gpu
 @pytest.mark.parametrize("d", [65, 100, 128, 2047, 2048, 2049, 4095, 26010, 131466])
 def test_one_read_gives_the_norms_of_all_levels(d: int) -> None:
     x, count = rows(3, d, seed=d), levels_of(d)
@@ -65,7 +60,7 @@ def test_one_read_gives_the_norms_of_all_levels(d: int) -> None:
     assert not torch.allclose(found.flip(1).double(), wanted, rtol=1e-2), "coarse to fine, not the other way round"
 
 
-@kernel
+@pytest.mark.gpu
 @pytest.mark.parametrize("apart", [1, 6, 22])
 def test_what_lies_between_rows_is_not_theirs(apart: int) -> None:
     """Rows that start a round number apart, and those that do not, with NaN in between."""
@@ -82,7 +77,7 @@ def test_what_lies_between_rows_is_not_theirs(apart: int) -> None:
     close(fused.fused_haar_level_norms(columns, levels_of(d)), haar_level_norms(columns.double(), levels_of(d)))
 
 
-@kernel
+@pytest.mark.gpu
 def test_fine_levels_of_a_huge_constant_row_are_not_lost_in_it() -> None:
     d = 5000
     x = 1000 + 1e-2 * rows(2, d)
@@ -96,7 +91,7 @@ def test_fine_levels_of_a_huge_constant_row_are_not_lost_in_it() -> None:
     assert not torch.allclose(by_difference.double(), exact[:, -1], rtol=1e-2), "energies would cancel"
 
 
-@kernel
+@pytest.mark.gpu
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_stays_so_and_alone(bad: float) -> None:
     d = 2500

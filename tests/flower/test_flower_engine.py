@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("cryptography", reason="parties sign with cryptography: pip install 'fulcrum-fl[flower]'")
 
-from flower_helpers import NAMES, serve, toy_federation, toy_settings, toy_terms
 from fulcrum import runs as api
 from fulcrum.clipping import RULES
 from fulcrum.engines.parallel import ParallelEngine
@@ -26,7 +25,8 @@ from fulcrum.privacy.ledger import Ledger
 from fulcrum.settings.presets import METHODS
 from fulcrum.settings.schema import Settings
 from fulcrum.types import Assignment
-from helpers import toy_data
+from support.federations import toy_data
+from support.flower import NAMES, serve, toy_federation, toy_settings, toy_terms
 
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}
 """In-process against Flower on one machine: the arithmetic is the same, so are the bits up to threading."""

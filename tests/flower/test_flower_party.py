@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("cryptography", reason="parties sign with cryptography: pip install 'fulcrum-fl[flower]'")
 
-from flower_helpers import EVENT, NAMES, toy_party, toy_request, toy_settings, toy_terms
 from fulcrum.errors import ConfigError
 from fulcrum.flower import keys, party, party_training
 from fulcrum.flower.messages import Envelope, pack, read_header
@@ -26,6 +25,7 @@ from fulcrum.flower.terms import (
 )
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.types import Assignment
+from support.flower import EVENT, NAMES, toy_party, toy_request, toy_settings, toy_terms
 
 SETTINGS = toy_settings()
 

@@ -8,9 +8,6 @@ told before triton is imported:
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
 from torch import Tensor
@@ -27,11 +24,7 @@ from fulcrum.gradients.stacked.plain import (
     build_max_pool,
     fuse_relu_into_pools,
 )
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-THERE = importlib.util.find_spec("triton") is not None and (INTERPRETED or DEVICE.type == "cuda")
-kernels = pytest.mark.skipif(not THERE, reason="needs triton and a GPU or TRITON_INTERPRET=1")
+from support.devices import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16]
 CONVOLUTIONS = [
@@ -67,7 +60,7 @@ def same(found: Tensor | None, wanted: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.float(), wanted, rtol=bound, atol=single)
 
 
-@kernels
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", CONVOLUTIONS)
 def test_patches_and_their_transpose(window: SlidingWindow, dtype: torch.dtype) -> None:
@@ -93,7 +86,7 @@ def two_steps(window: SlidingWindow, mean: bool, relu: bool, h: Tensor, g: Tenso
     return out, torch.ops.aten.threshold_backward(back, kept, 0) if relu else back
 
 
-@kernels
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("mean", [False, True])
@@ -114,7 +107,7 @@ def test_pooling(window: SlidingWindow, mean: bool, relu: bool, dtype: torch.dty
         same(with_bias[0], two_steps(window, mean, relu, shifted, g.float())[0], dtype)
 
 
-@kernels
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("positions", "inputs", "outputs"), [(25, 256, 32), (16, 576, 128), (64, 90, 7), (2, 5, 3)])
 def test_ghost_norms(positions: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
@@ -130,7 +123,7 @@ def test_ghost_norms(positions: int, inputs: int, outputs: int, dtype: torch.dty
     assert fused.fused_ghost_squared_norms(a.repeat(1, 65, 1), g.repeat(1, 65, 1)) is None
 
 
-@kernels
+@pytest.mark.gpu
 def test_a_number_that_is_not_one_goes_through() -> None:
     window = POOLS[0]
     for mean in (False, True):
@@ -142,7 +135,9 @@ def test_a_number_that_is_not_one_goes_through() -> None:
         assert int(found[0].isnan().sum()) == 4
 
 
-@pytest.mark.parametrize("taken", ["by torch", "by torch alone backwards", pytest.param("fused", marks=kernels)])
+@pytest.mark.parametrize(
+    "taken", ["by torch", "by torch alone backwards", pytest.param("fused", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("window", POOLS)
 def test_relu_goes_into_the_pooling(window: SlidingWindow, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if taken == "by torch":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ IMAGES = {
 
 
 def make(
-    name: str, shape: tuple[int, ...] | None = None, classes: int = 10, seed: int = 0, **more: object
-) -> nn.Module:
-    return build_model(config.Model(name=name, **more), shape or IMAGES[name], classes, seed)
+    name: str, shape: tuple[int, ...] | None = None, classes: int = 10, seed: int = 0, **more: Any
+) -> nn.Sequential:
+    model = build_model(config.Model(name=name, **more), shape or IMAGES[name], classes, seed)
+    assert isinstance(model, nn.Sequential)
+    return model
 
 
 # --- the built-in models --------------------------------------------------------------------------
@@ -125,8 +128,10 @@ def test_the_seed_alone_decides(name: str) -> None:
 def test_initialisation_is_pytorchs_default() -> None:
     model = make("cifar-cnn")
     for layer in (model[6], model[9]):
+        assert isinstance(layer, nn.Conv2d)
         bound = 1 / math.sqrt(layer.in_channels * 9)
         for other in (layer, nn.Conv2d(layer.in_channels, layer.out_channels, 3)):
+            assert other.bias is not None
             weight, bias = other.weight.detach(), other.bias.detach()
             assert float(weight.abs().max()) <= bound
             assert float(bias.abs().max()) <= bound
@@ -148,7 +153,7 @@ def test_layout_flattens_and_writes_back() -> None:
     assert all(torch.equal(tensors[name], p) for name, p in model.named_parameters())
     tensors["0.bias"].fill_(7.0)  # a view
     assert bool((params[1024:1040] == 7.0).all())
-    assert not bool((model[0].bias == 7.0).any())
+    assert not bool((model.get_parameter("0.bias") == 7.0).any())
     layout.write(model, params)
     assert torch.equal(layout.flatten(model), params)
 

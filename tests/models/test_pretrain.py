@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,7 +129,7 @@ def test_weights_come_back_from_both_kinds_of_file(tmp_path: Path) -> None:
         ({"1.bias": np.array([{}], dtype=object)}, "cannot be read"),
     ],
 )
-def test_a_wrong_file_is_refused_in_a_sentence(tmp_path: Path, arrays: dict[str, np.ndarray], words: str) -> None:
+def test_a_wrong_file_is_refused_in_a_sentence(tmp_path: Path, arrays: dict[str, Any], words: str) -> None:
     np.savez(tmp_path / "w.npz", **arrays)
     with pytest.raises(ModelError, match=r"model\.init") as caught:
         models.build_model(config.Model(name="linear", init=str(tmp_path / "w.npz")), (1, 4, 4), 3, 0)

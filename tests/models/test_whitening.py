@@ -8,13 +8,12 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_loop import play
-from test_stacked import assert_equal, images, request, stacked
 from torch import nn
 
 from fulcrum import models
@@ -50,7 +49,8 @@ from fulcrum.settings.schema import Settings
 from fulcrum.study.job import job_from_json
 from fulcrum.training.federation import public_shape
 from fulcrum.types import RoundResult
-from helpers import toy_problem
+from support.federations import play, toy_problem
+from support.rounds import assert_equal, images, request, stacked
 
 TASK = make_task(config.TaskSettings(classes=3), [])
 
@@ -150,7 +150,7 @@ def test_any_weights_fold_back_into_the_plain_network(name: str, mixed: bool) ->
     plain, moved, x = _pair(name, mixed)
     with torch.no_grad():
         for parameter in moved.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9))
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)))
     wanted = moved(x)
     plain.load_state_dict(fold_centring(moved))
     torch.testing.assert_close(plain(x), wanted, rtol=1e-3, atol=1e-3)
@@ -243,7 +243,7 @@ def test_activations_of_half_the_width_come_close() -> None:
 # --- several runs at once ---------------------------------------------------------------------------
 
 
-def _settings(**changes: object) -> Settings:
+def _settings(**changes: Any) -> Settings:
     settings = Settings().replace(
         privacy={"sigma": 0.5},
         data={"parties": 2, "partition": "iid", "min_examples": 1},
@@ -453,11 +453,11 @@ class Own(nn.Module):
     ],
 )
 def test_what_cannot_be_centred_is_told_why(
-    tmp_path: Path, settings: dict[str, str], arrays: dict[str, np.ndarray], words: str
+    tmp_path: Path, settings: dict[str, Any], arrays: dict[str, Any], words: str
 ) -> None:
     np.savez(tmp_path / "w.npz", **arrays)
     given = {"init": str(tmp_path / "w.npz"), "coordinates": "centred", **settings}
-    wanted = config.Model(**given)  # type: ignore[arg-type]
+    wanted = config.Model(**given)
     with pytest.raises(ModelError) as caught:
         models.build_model(wanted, (1, 28, 28), 10, 0)
     assert words in str(caught.value)
@@ -529,10 +529,10 @@ def test_the_command_line_teaches_means_and_trains_with_them(tmp_path: Path) -> 
 
 def test_machines_agree_on_the_means(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="parties sign with cryptography: pip install 'fulcrum-fl[flower]'")
-    from flower_helpers import toy_terms
     from fulcrum.flower.messages import model_fingerprint
     from fulcrum.flower.prepare import public_problem
     from fulcrum.flower.terms import read_terms, write_terms
+    from support.flower import toy_terms
 
     settings = _settings(clip={"rule": "moo"})
     problem = public_problem(settings, _data(SHAPES["mnist-cnn"]), torch.device("cpu"))

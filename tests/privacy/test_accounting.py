@@ -385,7 +385,7 @@ def test_two_releases_on_one_sample_combine():
         (lambda: epsilon([Gaussian(0.1, -1.0)], DELTA), "sigma = -1.0"),
         (lambda: epsilon([Gaussian(0.1, math.nan)], DELTA), "sigma = nan"),
         (lambda: epsilon([Gaussian(0.1, 1.0, -1)], DELTA), "count = -1"),
-        (lambda: epsilon([Gaussian(0.1, 1.0, 1.5)], DELTA), "count = 1.5"),
+        (lambda: epsilon([Gaussian(0.1, 1.0, 1.5)], DELTA), "count = 1.5"),  # type: ignore[arg-type]
         (lambda: calibrate(lambda s: [Gaussian(0.1, s)], 0.0, DELTA), "epsilon = 0.0"),
         (lambda: calibrate(lambda s: [Gaussian(0.1, s)], math.inf, DELTA), "epsilon = inf"),
         (lambda: steps_for(0.1, 1.0, -1.0, DELTA), "epsilon = -1.0"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import play, toy_settings
 
 from fulcrum.cli import show
 from fulcrum.engines.batched import run_many
@@ -22,7 +21,7 @@ from fulcrum.settings.checks import check
 from fulcrum.training.federation import Federation, public_shape
 from fulcrum.training.round import aggregate_noise, play_round
 from fulcrum.training.snapshot import first_snapshot
-from helpers import toy_data
+from support.federations import play, toy_data, toy_settings
 
 DATA = toy_data()
 SHARED = {"aggregation": "ideal-secagg"}

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_real import need
 
 import fulcrum
 from fulcrum.data import Dataset, from_arrays, load
 from fulcrum.settings.presets import METHODS
-from helpers import toy_data
+from support.datasets import need
+from support.federations import toy_data
 
 SMALL: dict[str, Any] = {"epsilon": 3.61, "parties": 4, "rounds": 20, "rate": 0.1, "lr": 0.2, "model": "linear"}
 EXAMPLE_LEVEL = [name for name, method in METHODS.items() if method.unit != "client"]

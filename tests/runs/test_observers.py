@@ -17,7 +17,7 @@ from fulcrum.runs import OBSERVERS, Observer, RunInfo, find_observer
 from fulcrum.runs import folder as record
 from fulcrum.runs.observers import ProgressLines
 from fulcrum.training.snapshot import Snapshot
-from helpers import toy_data
+from support.federations import toy_data
 
 WORDS: dict[str, Any] = {"model": "linear", "sigma": 1.0, "rounds": 5, "parties": 3, "partition": "iid"}
 

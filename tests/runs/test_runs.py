@@ -168,7 +168,7 @@ def test_when_files_can_grow_no_further_it_is_one_sentence_and_the_run_goes_on_l
 
 
 def test_other_data_than_the_run_had_is_refused(tmp_path: Path) -> None:
-    from helpers import toy_data
+    from support.federations import toy_data
 
     names: dict[str, Any] = {"parties": 2, "partition": "iid", "rounds": 3, "rate": 0.5, "sigma": 1.0}
     fulcrum.train(toy_data(), out=tmp_path / "run", **names)
@@ -178,7 +178,7 @@ def test_other_data_than_the_run_had_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
-    from helpers import toy_data
+    from support.federations import toy_data
 
     names: dict[str, Any] = {"parties": 2, "partition": "iid", "rounds": 8, "rate": 0.5, "sigma": 1.0}
     names["run"] = {"checkpoint_every": 2}
@@ -201,7 +201,7 @@ def test_a_run_in_use_is_not_resumed_twice(tmp_path: Path) -> None:
 
 def test_a_secure_run_pays_again_for_a_round_it_must_draw_anew(tmp_path: Path) -> None:
     """Kill between release and checkpoint: the new draw is a new release, and the ledger shows both."""
-    from helpers import toy_data
+    from support.federations import toy_data
 
     names: dict[str, Any] = {"parties": 2, "partition": "iid", "rounds": 4, "rate": 0.5, "sigma": 1.0}
     fulcrum.train(toy_data(), out=tmp_path / "run", randomness="secure", **names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_a_registry_is_a_mapping_in_the_order_of_adding():
 
 
 def test_a_decorator_adds_a_function():
-    registry = Registry("basket.fruit", noun="fruit")
+    registry: Registry[Callable[[], str]] = Registry("basket.fruit", noun="fruit")
 
     @registry.register("plum")
     def plum() -> str:

@@ -6,10 +6,12 @@ import dataclasses
 import importlib.util
 import json
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -290,6 +292,8 @@ def test_every_setting_is_explained_once():
 
 def test_settings_page_is_in_step_with_the_settings():
     spec = importlib.util.spec_from_file_location("settings_page", DOCS / "settings_page.py")
+    assert spec is not None
+    assert spec.loader is not None
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
     assert (DOCS / "settings.md").read_text(encoding="utf-8") == page.page(), "run: make docs"
@@ -332,7 +336,7 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
     from fulcrum.training.server import SERVERS, WEIGHTINGS
 
     special = {"data.partition": {"auto", "given"}, "data.features": {"none"}, "run.engine": {"auto"}}
-    registries = {
+    registries: dict[str, Collection[str]] = {
         "data.partition": PARTITIONERS,
         "data.features": FEATURE_MAPS,
         "model.activation": ACTIVATIONS,
@@ -374,7 +378,7 @@ def test_a_server_optimiser_of_ones_own(tmp_path, monkeypatch):
 
     settings = parse({}, {"train.server": "halved:HALVED"})
     assert check_choices(settings).train.server == "halved:HALVED"
-    change, _ = SERVERS.find("halved:HALVED").step(np.float64(3.0), {}, settings.train)
+    change, _ = SERVERS.find("halved:HALVED").step(torch.tensor(3.0), {}, settings.train)
     assert change == 1.5
     assert "not a fulcrum.training.server.ServerOptimiser" in refusal({}, {"train.server": "halved:WRONG"})
     monkeypatch.setattr(

@@ -25,7 +25,7 @@ from fulcrum.study.calibrate import calibrated, noise
 from fulcrum.study.experiment import paper_jobs, read_experiment, tuning_jobs
 from fulcrum.study.job import READS, Job, Shard, distinct, identity, job_from_json, parse_shard, settings_from_json
 from fulcrum.study.search import find
-from study_helpers import experiments, record, small
+from support.studies import experiments, record, small
 
 EXPERIMENTS = Path(__file__).parents[2] / "src" / "fulcrum" / "study" / "experiments"
 

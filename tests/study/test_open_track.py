@@ -15,7 +15,7 @@ from fulcrum.study import report, worker
 from fulcrum.study.choosing import choose, keep
 from fulcrum.study.experiment import find_folder, paper_jobs, read_experiment, tuning_jobs
 from fulcrum.study.table_cells import make_cells
-from study_helpers import experiments, record
+from support.studies import experiments, record
 
 OPEN = """
 title = "The open track"

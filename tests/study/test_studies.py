@@ -12,7 +12,7 @@ from fulcrum.cli import main
 from fulcrum.errors import ConfigError
 from fulcrum.study.experiment import BUILT_IN, study_files
 from fulcrum.study.studies import Part, read_study, stage_jobs, study_names
-from study_helpers import GRID, experiments
+from support.studies import GRID, experiments
 
 OWN = """
 datasets = ["digits"]

@@ -30,7 +30,7 @@ from fulcrum.study.robustness import Map, findings, maps, read_grid, robustness_
 from fulcrum.study.search import Choice, find, read_search, trials
 from fulcrum.study.stats import Interval, interval, paired, t_quantile
 from fulcrum.study.table_cells import PAPER, Cell, make_cells, paper_figure, standing
-from study_helpers import experiments, record, small
+from support.studies import experiments, record, small
 
 # --- statistics -----------------------------------------------------------------------------------
 

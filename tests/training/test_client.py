@@ -14,7 +14,7 @@ from fulcrum.data import poisson_sample_units
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.rng import SeededRandomness
 from fulcrum.training.problem import Problem
-from helpers import CLASSES, one_client, toy_data, toy_model, toy_problem
+from support.federations import CLASSES, one_client, toy_data, toy_model, toy_problem
 
 
 def _sampled(problem: Problem, rate: float, step: int = 0, client: int = 0) -> torch.Tensor:
@@ -31,7 +31,7 @@ def _plain_steps(problem: Problem, rate: float, lr: float, steps: int, weight_de
         gradients = torch.autograd.grad(loss / (rate * problem.party(0).units), list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= lr * (gradient + weight_decay * parameter)
+                parameter.sub_(lr * (gradient + weight_decay * parameter))
     return problem.layout.flatten(model) - problem.layout.flatten(problem.model)
 
 

@@ -22,56 +22,28 @@ from fulcrum.clipping.fixed import FIXED, NONE, equal_shares, plain_view, shrink
 from fulcrum.clipping.median import MEDIAN
 from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.clipping.testing import check_rule
+from fulcrum.engines.parallel import ParallelEngine
+from fulcrum.engines.reference import ReferenceEngine
+from fulcrum.engines.stacked import StackedEngine
 from fulcrum.errors import BudgetError, ConfigError
 from fulcrum.privacy import accounting
 from fulcrum.privacy.client_level import ESTIMATORS, Estimator, Terms, party_weights
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.rng import SecureRandomness, SeededRandomness, StreamKey
+from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.runs import execute, prepare, resume
 from fulcrum.runs import folder as record
-from fulcrum.settings.schema import Clip, Settings
+from fulcrum.settings.schema import Clip
 from fulcrum.training import client_level as central
 from fulcrum.training.client_level import average, draw_cohort
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
 from fulcrum.training.problem import Problem
 from fulcrum.types import Bounds, ClientReply, Released, RoundResult, State, Stats
-from helpers import toy_data, toy_problem
+from support.federations import client_federation, client_settings, play, toy_data, toy_problem
+from support.randomness import Silent
 
 CHANCE = 1 / 3
-
-
-class Silent:
-    """Randomness without noise: what is released is the mean itself."""
-
-    mode = "recorded"
-
-    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.float64)
-
-    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
-        return torch.zeros(count)
-
-
-def client_settings(parties: int = 6, **sections: dict[str, Any]) -> Settings:
-    base = Settings().replace(
-        data={"source": "toy", "parties": parties, "partition": "iid", "min_examples": 1},
-        model={"name": "linear"},
-        train={"rounds": 6, "rate": 1.0, "lr": 0.3, "participation": 0.5, "weights": "uniform"},
-        clip={"rule": "fixed"},
-        privacy={"sigma": 1.0, "unit": "client"},
-    )
-    return base.replace(**sections)
-
-
-def client_federation(parties: int = 6, examples: int = 3, **sections: dict[str, Any]) -> Federation:
-    return prepare(client_settings(parties, **sections), toy_data(examples * parties))
-
-
-def play(federation: Federation, path: Path | str = ":memory:", run: str = "r") -> list[RoundResult]:
-    with Ledger.open(path) as ledger:
-        return [result for result, _ in federate(federation, ledger, run)]
 
 
 def updates_of(deltas: torch.Tensor, clients: list[int]) -> list[ClientReply]:
@@ -333,6 +305,7 @@ def test_participants_are_in_no_result_and_no_file(tmp_path: Path) -> None:
         assert all(("participants" in line) == told for line in lines)
         with closing(record.RunFolder.open(tmp_path / unit)) as folder:
             last = folder.last_snapshot(torch.device("cpu"))
+        assert last is not None
         assert bool(last.participations.any()) == told
     summary = record.load_summary(tmp_path / "client")
     assert summary["unit"] == "client"
@@ -355,8 +328,9 @@ def test_a_round_of_many_parties_is_few_transactions() -> None:
 def test_a_release_that_was_not_reserved_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     federation = client_federation()
 
-    def quieter(*arguments: Any) -> ClientReply:
-        return average(*arguments[:-1], arguments[-1] / 2)
+    def quieter(problem: Problem, *arguments: Any) -> Any:
+        terms, state, replies, t, rounds, sigma = arguments
+        return average(problem, terms, state, replies, t, rounds, sigma / 2)
 
     monkeypatch.setattr("fulcrum.training.round.average", quieter)
     with pytest.raises(BudgetError, match=r"the server released .* was reserved"):
@@ -402,6 +376,7 @@ def test_a_party_without_budget_leaves_the_draw_and_pays_no_more(tmp_path: Path)
 
 def test_an_engine_is_asked_for_plain_training() -> None:
     federation = client_federation(train={"participation": 1.0, "steps": 3, "rate": 0.4})
+    assert isinstance(federation.engine, ReferenceEngine | StackedEngine | ParallelEngine)
     assert federation.engine.problem.rule is NONE
     task = federation.plan.assignment(2, 0, 0.1)
     assert (task.rate, task.sigma, task.steps) == (0.4, 0.0, 3)

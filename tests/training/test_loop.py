@@ -17,36 +17,21 @@ from fulcrum.errors import BudgetError
 from fulcrum.privacy import accounting
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.runs import prepare
 from fulcrum.settings.derived import learning_rate
-from fulcrum.settings.schema import Settings, Train
+from fulcrum.settings.schema import Train
 from fulcrum.training.engine import Engine
-from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate, is_evaluated, participants
 from fulcrum.training.run_account import RunAccount
 from fulcrum.training.server import SERVERS, client_weights, moving_average, weighted_mean
 from fulcrum.training.snapshot import Snapshot
 from fulcrum.types import ClientReply, RoundRequest, RoundResult
-from helpers import toy_data
+from support.federations import play, toy_data, toy_federation
 
 
-def toy_settings(**sections: dict[str, Any]) -> Settings:
-    base = Settings().replace(
-        data={"source": "toy", "parties": 3, "partition": "iid", "min_examples": 5},
-        model={"name": "linear"},
-        train={"rounds": 6, "rate": 0.2, "lr": 0.5},
-        privacy={"sigma": 1.0},
-    )
-    return base.replace(**sections)
-
-
-def toy_federation(**sections: dict[str, Any]) -> Federation:
-    return prepare(toy_settings(**sections), toy_data())
-
-
-def play(federation: Federation, path: Path | str = ":memory:", run: str = "r") -> list[RoundResult]:
-    with Ledger.open(path) as ledger:
-        return [result for result, _ in federate(federation, ledger, run)]
+def named(result: RoundResult) -> tuple[int, ...]:
+    """The participants of a round that tells who they were."""
+    assert result.participants is not None
+    return result.participants
 
 
 def _reply(delta: list[float]) -> ClientReply:
@@ -117,7 +102,7 @@ def test_a_party_pays_for_the_rounds_it_took_part_in_and_sampling_parties_amplif
     federation = toy_federation(train={"participation": 0.5, "rounds": 12})
     results = play(federation)
     for k in range(3):
-        times = sum(k in r.participants for r in results)
+        times = sum(k in named(r) for r in results)
         assert 0 < times < 12
         assert results[-1].epsilons[k] == pytest.approx(accounting.epsilon([Gaussian(0.2, 1.0, times)], 1e-5))
     full, sampled = (
@@ -131,7 +116,7 @@ def test_a_cap_on_participations_is_kept_and_lowers_the_noise() -> None:
     settings = {"privacy": {"sigma": None, "epsilon": 2.0, "max_participations": 2}}
     capped = toy_federation(**settings)
     results = play(capped)
-    assert [len(r.participants) for r in results] == [3, 3, 0, 0, 0, 0]
+    assert [len(named(r)) for r in results] == [3, 3, 0, 0, 0, 0]
     assert results[-1].epsilon <= 2.0
     assert capped.plan.group(0).sigma < toy_federation(privacy={"sigma": None, "epsilon": 2.0}).plan.group(0).sigma
 
@@ -175,7 +160,7 @@ def test_parties_with_a_smaller_budget_sit_out_while_the_others_go_on() -> None:
     late = play(cheap)  # the same noise for all, so party-1's money runs out early
     assert late[-1].epsilons[1] <= 1.6
     assert len(late) == 6
-    assert 1 in late[0].participants
+    assert 1 in named(late[0])
     assert late[-1].participants == (0, 2)
 
 
@@ -232,11 +217,11 @@ def test_train_and_rounds_from_python_take_objects_and_names() -> None:
     assert isinstance(result.model, torch.nn.Module)
     flat = torch.cat([p.flatten() for p in result.model.parameters()])
     assert torch.equal(flat, steps[-1].averaged)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 3))
-    before = model[0].weight.clone()
+    layer = torch.nn.Linear(6, 3)
+    model, before = torch.nn.Sequential(layer), layer.weight.clone()
     own = fulcrum.train(data, model, **names)
-    assert torch.equal(model[0].weight, before), "the model that was given is the public start and stays as it is"
-    assert not torch.equal(own.model[0].weight, before)
+    assert torch.equal(layer.weight, before), "the model that was given is the public start and stays as it is"
+    assert not torch.equal(next(own.model.parameters()), before)
 
 
 def test_without_a_ledger_the_rounds_are_the_same_and_no_epsilon_is_claimed() -> None:

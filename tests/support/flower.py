@@ -22,7 +22,7 @@ from fulcrum.flower.terms import Terms, accept, propose
 from fulcrum.privacy.events import Gaussian
 from fulcrum.settings.schema import Clip, Data, Model, Privacy, Run, Settings, Train
 from fulcrum.types import Assignment
-from helpers import toy_data
+from support.federations import toy_data
 
 NAMES = ("party-0", "party-1", "party-2")
 WAIT_POLICY = WaitPolicy(round_timeout=1.0, join_timeout=1.0, min_parties=1)

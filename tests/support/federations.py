@@ -1,8 +1,9 @@
-"""Small federations for tests."""
+"""Small data sets, problems and federations that most tests train on."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,15 @@ from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.data import Dataset, from_arrays, split
 from fulcrum.models.layout import ParameterLayout
+from fulcrum.privacy.ledger import Ledger
 from fulcrum.rng import Randomness, SeededRandomness
-from fulcrum.settings.schema import Data
+from fulcrum.runs import prepare
+from fulcrum.settings.schema import Clip, Data, Settings
 from fulcrum.training.client import train_client
+from fulcrum.training.federation import Federation
+from fulcrum.training.loop import federate
 from fulcrum.training.problem import Problem
-from fulcrum.types import Assignment, ClientReply, RoundRequest
+from fulcrum.types import Assignment, ClientReply, RoundRequest, RoundResult
 
 FEATURES, CLASSES = 6, 3
 
@@ -74,10 +79,47 @@ def one_client(
     **settings: Any,
 ) -> ClientReply:
     """One client's round from the model's own weights."""
-    from fulcrum.settings.schema import Clip
-
     state = problem.rule.init(Clip(C0=C0, **settings), problem.shape)
     params = problem.layout.flatten(problem.model)
     task = Assignment(client, rate, sigma, steps, lr)
     request = RoundRequest(0, 10, params, (task,), (state,), weight_decay)
     return train_client(problem, request, task, state)
+
+
+def toy_settings(**sections: dict[str, Any]) -> Settings:
+    """Three parties, six rounds and sigma 1, at example level; `sections` change it."""
+    base = Settings().replace(
+        data={"source": "toy", "parties": 3, "partition": "iid", "min_examples": 5},
+        model={"name": "linear"},
+        train={"rounds": 6, "rate": 0.2, "lr": 0.5},
+        privacy={"sigma": 1.0},
+    )
+    return base.replace(**sections)
+
+
+def toy_federation(**sections: dict[str, Any]) -> Federation:
+    """The federation of these settings over the toy data."""
+    return prepare(toy_settings(**sections), toy_data())
+
+
+def client_settings(parties: int = 6, **sections: dict[str, Any]) -> Settings:
+    """Half of the parties in each of six rounds and sigma 1, at client level; `sections` change it."""
+    base = Settings().replace(
+        data={"source": "toy", "parties": parties, "partition": "iid", "min_examples": 1},
+        model={"name": "linear"},
+        train={"rounds": 6, "rate": 1.0, "lr": 0.3, "participation": 0.5, "weights": "uniform"},
+        clip={"rule": "fixed"},
+        privacy={"sigma": 1.0, "unit": "client"},
+    )
+    return base.replace(**sections)
+
+
+def client_federation(parties: int = 6, examples: int = 3, **sections: dict[str, Any]) -> Federation:
+    """The federation of these settings, with the given number of examples per party."""
+    return prepare(client_settings(parties, **sections), toy_data(examples * parties))
+
+
+def play(federation: Federation, path: Path | str = ":memory:", run: str = "r") -> list[RoundResult]:
+    """Every round of the federation, charged to the ledger at `path`."""
+    with Ledger.open(path) as ledger:
+        return [result for result, _ in federate(federation, ledger, run)]

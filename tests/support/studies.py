@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fulcrum.study.experiment import Experiment, read_experiment
 from fulcrum.study.job import Job
@@ -95,7 +96,7 @@ def small(folder: Path, rounds: int = 2) -> Experiment:
     return read_experiment(experiments(folder, rounds))
 
 
-def record(job: Job, accuracy: float, **changes: object) -> dict[str, object]:
+def record(job: Job, accuracy: float, **changes: Any) -> dict[str, Any]:
     """A finished run as the store keeps it, without training anything."""
     return {
         **job.to_json(),
