@@ -16,6 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fulcrum.study.records import Score
+
 if TYPE_CHECKING:
     from fulcrum.runs import Observer, Result, RunInfo
     from fulcrum.types import RoundResult
@@ -86,9 +88,12 @@ def percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.1f}%"
 
 
-def metric(name: str, value: float | None) -> str:
-    """A metric's value: 91.2% for accuracies, four digits for what is no part of 1."""
-    return percent(value) if name.endswith("accuracy") else show(value)
+def metric(name: str, value: float | str | None) -> str:
+    """A metric's value as people read it: 91.2% for fractions of records, four digits for others, - for none."""
+    number = math.nan if value is None else float(value)  # our JSON has infinity as the text "inf"
+    if math.isnan(number):
+        return show(None)
+    return percent(number) if Score(name).is_fraction else show(number)
 
 
 def few(values: Sequence[float], count: int = 4) -> str:
@@ -129,17 +134,19 @@ def progress_observer(title: str, rounds: int, quiet: bool = False) -> Observer:
     )
 
     class ProgressBar(Observer):
-        """The bar, with the speed, the last value of the task's first metric, C and epsilon behind it."""
+        """The bar, with the speed, the last value of the task's score, C and epsilon behind it."""
 
         def started(self, run: RunInfo) -> None:
             self.task = bar.add_task(title, total=rounds, facts="")
             self.began, self.seen, self.score = time.perf_counter(), 0, ""
+            self.name = run.score if run else ""
             bar.start()
 
         def round(self, result: RoundResult) -> None:
             self.seen += 1
-            for name, value in list(result.metrics.items())[:1]:
-                self.score = f"{name} {metric(name, value)}  "
+            for name in [self.name, *result.metrics][: 1 if self.name else 2]:
+                if name in result.metrics:
+                    self.score = f"{name} {metric(name, result.metrics[name])}  "
             speed = self.seen / max(time.perf_counter() - self.began, 1e-9)
             norm = f"C {show(total_C(result.C))}"
             facts = f"{speed:.1f} rounds/s  {self.score}{norm}  epsilon {epsilon(result.epsilon)}"
