@@ -46,7 +46,7 @@ def show(
         return
     last, judged = lines[-1] if lines else {}, last_evaluated(lines)
     score = score_of_record(run)
-    seen = [(score.name, f"{score_text(score, judged)} after round {judged['round']}")] if judged["metrics"] else []
+    seen = [(score.name, score_text(score, judged, f"after round {judged['round']}"))] if judged["metrics"] else []
     view.print_facts(
         [
             ("rounds done", len(lines)),
@@ -81,15 +81,18 @@ def score_line(summary: Mapping[str, Any]) -> list[tuple[str, view.Cell]]:
     score, metrics = score_of_record(summary), metrics_of_record(summary)
     if not summary.get("metrics", metrics):
         return [("score", "none: there is no test set" if "no test set" in summary["evaluated_on"] else "none")]
-    return [(score.name, f"{score_text(score, summary)} on {summary['evaluated_on']}")]
+    return [(score.name, score_text(score, summary, f"on {summary['evaluated_on']}"))]
 
 
-def score_text(score: Score, record: Mapping[str, Any]) -> str:
-    """The score's value in a record, with its direction where lower is better, and its mean over parties."""
+def score_text(score: Score, record: Mapping[str, Any], where: str) -> str:
+    """The score's value in a record, with its direction where lower is better, and its mean over parties.
+
+    where: what it was measured on, or when.
+    """
     value = view.metric(score.name, metrics_of_record(record).get(score.name))
     mean = record.get("mean_over_parties", {})
     of_parties = f"; mean over parties {view.metric(score.name, mean[score.name])}" if score.name in mean else ""
-    return f"{value}{'' if score.higher_is_better else ' (lower is better)'}{of_parties}"
+    return f"{value}{'' if score.higher_is_better else ' (lower is better)'} {where}{of_parties}"
 
 
 def print_parties(summary: Mapping[str, Any]) -> None:

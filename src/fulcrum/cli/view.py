@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,28 @@ BARS = "▁▂▃▄▅▆▇█"
 def say(line: str, quiet: bool = False) -> None:
     """A message to the person, not part of the result."""
     if not quiet:
-        print(line, file=sys.stderr)
+        print(fitted(line, Console(stderr=True)), file=sys.stderr)
+
+
+def print_line(line: str) -> None:
+    """A sentence of the result; broken between words where a terminal is narrow, whole in a pipe."""
+    print(fitted(line, Console()))
+
+
+def fitted(line: str, console: Console, indent: int = 0) -> str:
+    """The line broken between words for a terminal, further lines indented; in a pipe as it is.
+
+    Long words stay whole: paths and commands are copied.
+    """
+    if not console.is_terminal:
+        return line
+    return textwrap.fill(
+        line,
+        max(console.width, indent + 20),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def print_json(value: Any) -> None:
@@ -44,9 +66,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: s
     cells = [[show(cell) for cell in row] for row in rows]
     console = Console()
     if console.is_terminal:
-        table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        # Narrow padding: tables of eight columns fit into 80 characters.
+        table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for name in columns:
-            table.add_column(name)
+            table.add_column(name, min_width=max(map(len, name.split())))  # no word of a heading is cut
         for row in cells:
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)
@@ -59,10 +82,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: s
 
 
 def print_facts(facts: Sequence[tuple[str, Cell]]) -> None:
-    """Name and value, one a line."""
-    width = max(len(name) for name, _ in facts)
+    """Name and value, one per line; on a terminal long values go on in further lines below their beginning."""
+    width, console = max(len(name) for name, _ in facts), Console()
     for name, value in facts:
-        print(f"{name.ljust(width)}  {show(value)}")
+        print(fitted(f"{name.ljust(width)}  {show(value)}", console, width + 2))
 
 
 def show(value: Cell) -> str:

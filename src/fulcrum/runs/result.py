@@ -26,8 +26,8 @@ class Result:
     metrics are those of the last evaluation on public test data, by name; accuracy (a fraction) and loss are two of
     them, NaN where there is none. Where test records name their party, party_metrics are those on each party's records,
     by its name (up to 100 parties), and mean_over_parties their mean, each party counting the same. epsilon is the
-    largest over the parties, epsilons each party's, delta theirs all; where `sound` is False epsilon is nominal, and where
-    `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
+    largest over the parties, epsilons each party's, delta theirs all; where `sound` is False epsilon is nominal, and
+    where `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
     clipping norm of every round. model is an ordinary nn.Module with the trained weights. summary is
     what summary.json holds; folder is where it lies, None where nothing was kept.
     """

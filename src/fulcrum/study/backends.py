@@ -176,8 +176,8 @@ def processes(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
 def _play_stack(federations: Sequence[Federation], check: Callable[[int, int], None]) -> list[Outcome]:
     """Outcomes of runs trained together, in order. THE ONE PLACE that knows `run_many`: adjust here if it changes.
 
-    It yields one value per round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), and .metrics by name, [R]
-    each (NaN where a run was not evaluated, or has no such metric).
+    It yields one value per round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), and .metrics by name,
+    [R] each (NaN where a run was not evaluated, or has no such metric).
     """
     began = time.monotonic()
     Cs: list[list[tuple[int, float]]] = [[] for _ in federations]

@@ -84,8 +84,8 @@ def score_of_records(records: Iterable[Mapping[str, Any]]) -> Score:
 
 
 def metrics_of_record(record: Mapping[str, Any]) -> dict[str, float]:
-    """All metrics of a record after its last round."""
-    former = {name: record[name] for name in FORMER_KEYS if name in record}
+    """All metrics of a record after its last round; a run's summary.json is one, too."""
+    former = {name: record[name] for name in FORMER_KEYS if record.get(name) is not None}
     return {**former, **record.get("metrics", {})}
 
 
