@@ -2,7 +2,7 @@
 
     import fulcrum
     result = fulcrum.train(data="digits", parties=5, epsilon=4.0, rounds=50)
-    result.accuracy, result.epsilon, result.model
+    result.metrics, result.epsilon, result.model
 
 Names are imported when first used, so that `import fulcrum` costs nothing and the core runs with
 torch and numpy alone.

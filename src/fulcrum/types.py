@@ -6,6 +6,7 @@ apart (1 for flat clipping), J extra statistics that a rule releases beside the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -178,8 +179,8 @@ class RoundResult:
     the clipping norm in use in this round (one a group; for client rules the mean over the
     participants). epsilon is the largest spent by any party so far, epsilons each party's (empty where
     there are more than 1000: ask the ledger). Without a ledger epsilon is NaN and epsilons is empty.
-    metrics are on public test data, by name; empty in rounds without evaluation. party_metrics are each party's own, by
-    its name. participants is None
+    metrics are on public test data, by name; empty in rounds without evaluation. party_metrics are those on
+    each party's test records, by its name; empty where test records name no party. participants is None
     where who took part is secret (unit client); out_of_budget then names the parties that neither took
     part nor paid, because their budget is spent.
     """
@@ -199,6 +200,11 @@ class RoundResult:
     out_of_budget: tuple[int, ...] = ()
 
     @property
+    def mean_over_parties(self) -> dict[str, float]:
+        """Each metric's mean over the parties, each counting the same; empty where test records name no party."""
+        return mean_over_parties(self.party_metrics)
+
+    @property
     def accuracy(self) -> float | None:
         """The metric of that name; None in rounds without evaluation, and for tasks that have no accuracy."""
         return self.metrics.get("accuracy")
@@ -207,3 +213,15 @@ class RoundResult:
     def loss(self) -> float | None:
         """The mean loss; None in rounds without evaluation."""
         return self.metrics.get("loss")
+
+
+def mean_over_parties(parties: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the parties that have a value of it, each counting the same; NaN where none has one.
+
+    parties: metrics of each party by its name.
+    """
+    found: dict[str, float] = {}
+    for name in next(iter(parties.values()), {}):
+        values = [metrics[name] for metrics in parties.values() if not math.isnan(metrics[name])]
+        found[name] = sum(values) / len(values) if values else math.nan
+    return found

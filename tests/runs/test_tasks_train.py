@@ -123,6 +123,8 @@ def test_every_kind_of_task_trains_privately_from_the_command_line(here: Path, t
     better = (lambda a, b: a > b) if summary["higher_is_better"] else (lambda a, b: a < b)
     assert better(found["private"], before), (found, before)
     assert better(found["open"], before)
+    kept = (found["private"] - before) / (found["open"] - before)
+    assert kept > 0.9, f"beside the same training without privacy: {found}, before {before}"
     assert load_summary(here / "private")["epsilon"] == pytest.approx(8, rel=0.02)
     assert "epsilon = " in (here / "private" / "PRIVACY.md").read_text()
 

@@ -673,7 +673,7 @@ def test_a_table_is_headed_by_its_score_and_moo_is_ahead_where_its_error_is_lowe
     assert cells["dp-sgd"].ahead.mean == pytest.approx(2.0)
     report.write_table(tmp_path / "out", experiment, done)
     page = (tmp_path / "out" / "table.md").read_text()
-    assert "Test rmse, mean over seeds" in page
+    assert "Test rmse (lower is better), mean over seeds" in page
     assert "accuracy" not in page
     assert list((tmp_path / "out" / "figures").glob("*-rmse.svg"))
 

@@ -42,9 +42,13 @@ def demo(
     view.print_table(columns, [(method, *row(summary)) for method, summary in summaries.items()])
     terms = summaries["moo"]
     unit = UNITS[terms["unit"]].short
-    print(f"epsilon is that of one {unit}, the largest of any party, at delta {terms['delta']:g};", end=" ")
-    print(f"{score} is on {terms['evaluated_on']}.")
-    print("dp-sgd and none are comparisons that only public data allows: with private data every run spends again.")
+    view.print_line(
+        f"epsilon is that of one {unit}, the largest of any party, at delta {terms['delta']:g}; "
+        f"{score} is on {terms['evaluated_on']}."
+    )
+    view.print_line(
+        "dp-sgd and none are comparisons that only public data allows: with private data every run spends again."
+    )
     print(f"folder of the private run  {folder / 'moo'}")
 
 

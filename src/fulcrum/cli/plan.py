@@ -61,15 +61,17 @@ def plan(
         rows = by_party(made, dim) if made.parties <= MANY else by_group(made, dim)
         view.print_table(with_accountants(COLUMNS, made), rows)
     for line in schedule(made):
-        print(line)
+        view.print_line(line)
     whole = made.noise_to_signal(dim)
-    print(f"all parties together  noise / C {view.show(whole.ratio)}, along one direction {view.show(whole.direction)}")
-    curve = [f"{rounds}: {view.epsilon(epsilon)}" for rounds, epsilon in made.curve(made.costliest)]
+    view.print_line(
+        f"all parties together  noise / C {view.show(whole.ratio)}, along one direction {view.show(whole.direction)}"
+    )
+    curve = [f"{rounds}: {view.epsilon(epsilon)}" for rounds, epsilon in made.curve(made.costliest) if rounds]
     unit = UNITS[made.unit].short
     terms = f"epsilon of one {unit} ({made.accountant}) at delta {made.delta:g}"
     terms += f" [{show.ASSUMED}]" if made.shared else ""
-    print(f"{terms} by rounds, costliest party  {', '.join(curve)}")
-    print(
+    view.print_line(f"{terms} by rounds, costliest party  {', '.join(curve)}")
+    view.print_line(
         f"noise / C is the noise of one {'round' if made.trusted_server else 'step'}'s mean "
         f"{'update' if made.trusted_server else 'gradient'} over its {dim:,} parameters, as a multiple of the "
         "clipping norm; along v, its part in any one direction."
@@ -98,7 +100,7 @@ def print_engine(words: dict[str, Any]) -> None:
         chosen = [layer for layer in words["layers"] if layer["path"] == path]
         if chosen:
             listed = ", ".join(f"{layer['layer']} ({layer['because']})" for layer in chosen)
-            print(f"per-example gradients {way}  {listed}")
+            view.print_line(f"per-example gradients {way}  {listed}")
 
 
 def schedule(made: Plan) -> list[str]:
@@ -141,7 +143,7 @@ def of_the_server(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
 
 
 def by_party(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
-    """One line a party."""
+    """One line per party."""
     rows: list[tuple[view.Cell, ...]] = []
     for k in range(made.parties):
         party, noise = made.party(k), made.noise_to_signal(dim, k)

@@ -12,7 +12,7 @@ import typer
 from fulcrum.cli import view
 from fulcrum.cli.options import Debug, Json
 from fulcrum.privacy.statement.units import UNITS
-from fulcrum.study.records import metrics_of_record, score_of_record
+from fulcrum.study.records import Score, metrics_of_record, score_of_record
 
 if TYPE_CHECKING:
     from fulcrum.training.federation import Federation
@@ -21,6 +21,8 @@ NOMINAL = "nominal: this rule looks at private values to set C, so no epsilon ho
 ASSUMED = "‡ assumes an ideal secure aggregation, simulated: the server sees only sums; no single update is private"
 MANY = 8
 """More parties than this are summed up as a range."""
+LISTED = 20
+"""Of more parties than this, only the best and the worst have their metrics printed."""
 
 
 def show(
@@ -30,6 +32,7 @@ def show(
 ) -> None:
     """Show a run: its score, what it cost each party, and how C moved."""
     from fulcrum.runs import folder as record
+    from fulcrum.runs.result import last_evaluated
 
     run = record.load_json(folder, "run.json")
     if (folder / "summary.json").is_file():
@@ -41,12 +44,13 @@ def show(
             {"finished": False, "rounds_done": len(lines), "run": run, "last": lines[-1] if lines else None}
         )
         return
-    last = lines[-1] if lines else {}
-    metrics = last.get("metrics") or {"accuracy": last.get("accuracy")}
+    last, judged = lines[-1] if lines else {}, last_evaluated(lines)
+    score = score_of_record(run)
+    seen = [(score.name, score_text(score, judged, f"after round {judged['round']}"))] if judged["metrics"] else []
     view.print_facts(
         [
             ("rounds done", len(lines)),
-            *((name, view.metric(name, value)) for name, value in list(metrics.items())[:1]),
+            *seen,
             ("epsilon so far", f"{view.epsilon(last.get('epsilon'))}{whose(run.get('unit'))}{assumed(run)}"),
             ("folder", folder),
         ]
@@ -69,14 +73,56 @@ def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool
         facts.append(("by party", spread(summary["epsilons"])))
     facts += [("C", course(summary["C"])), ("folder", folder)]
     view.print_facts(facts)
+    print_parties(summary)
 
 
 def score_line(summary: Mapping[str, Any]) -> list[tuple[str, view.Cell]]:
-    """The score of a run's task by its name; nothing where there was no test set to evaluate on."""
+    """The score of a run's task under its name, or that there is none, since nothing was evaluated."""
     score, metrics = score_of_record(summary), metrics_of_record(summary)
     if not summary.get("metrics", metrics):
-        return []
-    return [(score.name, f"{view.metric(score.name, metrics.get(score.name))} on {summary['evaluated_on']}")]
+        return [("score", "none: there is no test set" if "no test set" in summary["evaluated_on"] else "none")]
+    return [(score.name, score_text(score, summary, f"on {summary['evaluated_on']}"))]
+
+
+def score_text(score: Score, record: Mapping[str, Any], where: str) -> str:
+    """The score's value in a record, with its direction where lower is better, and its mean over parties.
+
+    where: what it was measured on, or when.
+    """
+    value = view.metric(score.name, metrics_of_record(record).get(score.name))
+    mean = record.get("mean_over_parties", {})
+    of_parties = f"; mean over parties {view.metric(score.name, mean[score.name])}" if score.name in mean else ""
+    return f"{value}{'' if score.higher_is_better else ' (lower is better)'} {where}{of_parties}"
+
+
+def print_parties(summary: Mapping[str, Any]) -> None:
+    """The score and up to two more metrics on each party's test records; nothing where they name no party."""
+    parties, mean = summary.get("party_metrics", {}), summary.get("mean_over_parties", {})
+    if not parties:
+        return
+    score, metrics = score_of_record(summary), metrics_of_record(summary)
+    others = [name for name in metrics if name not in (score.name, "loss")]
+    names = [score.name, *others[:2]]
+
+    def row(title: str, values: Mapping[str, Any]) -> tuple[view.Cell, ...]:
+        return title, *(view.metric(name, values.get(name)) for name in names)
+
+    rows = [row(f"  {party}", values) for party, values in shown_parties(parties, score)]
+    rows += [row("mean over parties", mean), row("all records", metrics)]
+    view.print_table(("test records of", *names), rows)
+
+
+def shown_parties(parties: Mapping[str, Mapping[str, Any]], score: Score) -> list[tuple[str, Mapping[str, Any]]]:
+    """(name, metrics) of each party; of many parties, the best and the worst by the score."""
+    if len(parties) <= LISTED:
+        return list(parties.items())
+    known = {party: float(own[score.name]) for party, own in parties.items() if own[score.name] is not None}
+    picked = (("best", score.best), ("worst", score.worst)) if known else ()
+    found = []
+    for which, pick in picked:
+        party = next(party for party, value in known.items() if value == pick(known.values()))
+        found.append((f"{party} ({which} of {len(parties)})", parties[party]))
+    return found
 
 
 def named(method: str, sound: bool) -> str:

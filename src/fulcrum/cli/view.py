@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from fulcrum.study.records import Score
 
 if TYPE_CHECKING:
     from fulcrum.runs import Observer, Result, RunInfo
@@ -27,7 +30,28 @@ BARS = "▁▂▃▄▅▆▇█"
 def say(line: str, quiet: bool = False) -> None:
     """A message to the person, not part of the result."""
     if not quiet:
-        print(line, file=sys.stderr)
+        print(fitted(line, Console(stderr=True)), file=sys.stderr)
+
+
+def print_line(line: str) -> None:
+    """A sentence of the result; broken between words where a terminal is narrow, whole in a pipe."""
+    print(fitted(line, Console()))
+
+
+def fitted(line: str, console: Console, indent: int = 0) -> str:
+    """The line broken between words for a terminal, further lines indented; in a pipe as it is.
+
+    Long words stay whole: paths and commands are copied.
+    """
+    if not console.is_terminal:
+        return line
+    return textwrap.fill(
+        line,
+        max(console.width, indent + 20),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def print_json(value: Any) -> None:
@@ -42,9 +66,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: s
     cells = [[show(cell) for cell in row] for row in rows]
     console = Console()
     if console.is_terminal:
-        table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        # Narrow padding: tables of eight columns fit into 80 characters.
+        table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for name in columns:
-            table.add_column(name)
+            table.add_column(name, min_width=max(map(len, name.split())))  # no word of a heading is cut
         for row in cells:
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)
@@ -57,10 +82,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: s
 
 
 def print_facts(facts: Sequence[tuple[str, Cell]]) -> None:
-    """Name and value, one a line."""
-    width = max(len(name) for name, _ in facts)
+    """Name and value, one per line; on a terminal long values go on in further lines below their beginning."""
+    width, console = max(len(name) for name, _ in facts), Console()
     for name, value in facts:
-        print(f"{name.ljust(width)}  {show(value)}")
+        print(fitted(f"{name.ljust(width)}  {show(value)}", console, width + 2))
 
 
 def show(value: Cell) -> str:
@@ -86,9 +111,12 @@ def percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.1f}%"
 
 
-def metric(name: str, value: float | None) -> str:
-    """A metric's value: 91.2% for accuracies, four digits for what is no part of 1."""
-    return percent(value) if name.endswith("accuracy") else show(value)
+def metric(name: str, value: float | str | None) -> str:
+    """A metric's value as people read it: 91.2% for fractions of records, four digits for others, - for none."""
+    number = math.nan if value is None else float(value)  # our JSON has infinity as the text "inf"
+    if math.isnan(number):
+        return show(None)
+    return percent(number) if Score(name).is_fraction else show(number)
 
 
 def few(values: Sequence[float], count: int = 4) -> str:
@@ -129,17 +157,19 @@ def progress_observer(title: str, rounds: int, quiet: bool = False) -> Observer:
     )
 
     class ProgressBar(Observer):
-        """The bar, with the speed, the last value of the task's first metric, C and epsilon behind it."""
+        """The bar, with the speed, the last value of the task's score, C and epsilon behind it."""
 
         def started(self, run: RunInfo) -> None:
             self.task = bar.add_task(title, total=rounds, facts="")
             self.began, self.seen, self.score = time.perf_counter(), 0, ""
+            self.name = run.score if run else ""
             bar.start()
 
         def round(self, result: RoundResult) -> None:
             self.seen += 1
-            for name, value in list(result.metrics.items())[:1]:
-                self.score = f"{name} {metric(name, value)}  "
+            for name in [self.name, *result.metrics][: 1 if self.name else 2]:
+                if name in result.metrics:
+                    self.score = f"{name} {metric(name, result.metrics[name])}  "
             speed = self.seen / max(time.perf_counter() - self.began, 1e-9)
             norm = f"C {show(total_C(result.C))}"
             facts = f"{speed:.1f} rounds/s  {self.score}{norm}  epsilon {epsilon(result.epsilon)}"

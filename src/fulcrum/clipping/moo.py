@@ -122,7 +122,7 @@ LONG_RUN_ROUNDS = 200
 """Runs of at least so many rounds can afford first rounds that overshoot."""
 WHITENED_NOISE_FACTOR = 0.5
 """How many times the noise that `balance` says a network in whitened coordinates bears: noise reaches the directions in
-which features hardly vary, and the same accuracy takes a shorter way."""
+which features hardly vary, and the same loss takes a shorter way."""
 C_SEARCH_FACTOR = 3.0
 """C falls or rises by this in one round of the search."""
 SIGNAL_CHANGE_RATIO = 1.5

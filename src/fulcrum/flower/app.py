@@ -78,7 +78,9 @@ def coordinate(grid: Grid, context: Context) -> None:
         result = serve(
             settings, out, where, public_keys, wait_policy=wait_policy, simulation=simulation, open_transport=transport
         )
-    print(f"accuracy {result.accuracy:.4f}, epsilon {result.epsilon:.4g}, folder {out}")
+    score = result.summary["score"]
+    value = f"{score} {result.metrics[score]:.4f}, " if score in result.metrics else ""
+    print(f"{value}epsilon {result.epsilon:.4g}, folder {out}")
 
 
 def _configured(context: Context) -> AbstractContextManager[PartyService]:

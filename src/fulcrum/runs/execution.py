@@ -110,6 +110,8 @@ def _write_start(folder: RunFolder, federation: Federation, run: str, facts: Map
             "parameters": problem.layout.dim,
             "buffers": compute_buffer_digest(problem.model),
             "unit": problem.unit,
+            "score": problem.task.score,
+            "higher_is_better": problem.task.higher_is_better,
             "aggregation": federation.plan.aggregation,
             **facts,
         },
@@ -152,7 +154,8 @@ def _finish(
     observers = Observers(recorder, watching, on_round)
     state_privacy(run, len(lines), finished=False)
     try:
-        observers.started(RunInfo(run.id, settings, run.folder.path if run.folder else None, run.federation.plan))
+        where, score = run.folder.path if run.folder else None, run.federation.problem.task.score
+        observers.started(RunInfo(run.id, settings, where, run.federation.plan, score))
         for result, snapshot in federate(run.federation, run.ledger, run.id, start):
             observers.round(result, snapshot)
         recorder.ended(None)  # the last checkpoint lies in the folder before the summary does

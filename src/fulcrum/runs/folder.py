@@ -30,7 +30,7 @@ from fulcrum.types import RoundResult
 KEEP = 2
 """Checkpoints kept; the one before the last is for the case that the disk lost the last."""
 PARTIES_PER_LINE = 100
-"""Federations up to this size have every party's epsilon in every line of metrics.jsonl."""
+"""Federations up to this size have every party's epsilon and metrics in the lines of metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,8 @@ def metrics_line(result: RoundResult) -> dict[str, Any]:
     if 0 < len(result.epsilons) <= PARTIES_PER_LINE:
         line["epsilons"] = list(result.epsilons)
     if result.party_metrics:
+        line["mean_over_parties"] = result.mean_over_parties
+    if 0 < len(result.party_metrics) <= PARTIES_PER_LINE:
         line["party_metrics"] = {name: dict(metrics) for name, metrics in result.party_metrics.items()}
     if result.diagnostics:
         line["non_private_diagnostics"] = dict(result.diagnostics)

@@ -35,12 +35,16 @@ OnRound = Callable[[RoundResult], None]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that begins or goes on. id: its name in ledgers. folder: None where nothing is kept."""
+    """The run that begins or goes on. id: its name in ledgers. folder: None where nothing is kept.
+
+    score: the name of the metric that the run is judged by.
+    """
 
     id: str
     settings: Settings
     folder: Path | None
     plan: Plan
+    score: str = ""
 
     @property
     def parties(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def train(
     """Train one model over several parties, privately.
 
         result = fulcrum.train(data="mnist", epsilon=1.64, parties=10, rounds=200)
-        result.accuracy, result.epsilon, result.model
+        result.metrics, result.epsilon, result.model
 
     data: a source's name, or a `Dataset` (`fulcrum.data.from_arrays` makes one). model: a name, or an
     nn.Module whose weights are the public start. Other names are those of the command line and the
@@ -55,7 +55,7 @@ def rounds(
     """As `train`, one round at a time, for notebooks. Nothing is kept; stop whenever you like.
 
     for r in fulcrum.rounds(data="digits", epsilon=4.0):
-        print(r.round, r.accuracy, r.C, r.epsilon)
+        print(r.round, r.metrics, r.C, r.epsilon)
     """
     federation = prepare(*_from_names(data, model, settings, names))
     with open_ledger(federation.settings) as ledger:

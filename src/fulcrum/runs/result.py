@@ -24,9 +24,10 @@ class Result:
     """A finished (or stopped) run.
 
     metrics are those of the last evaluation on public test data, by name; accuracy (a fraction) and loss are two of
-    them, NaN where there is none. epsilon is the largest over the parties,
-    epsilons each party's, delta theirs all; where `sound` is False epsilon is nominal, and where
-    `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
+    them, NaN where there is none. Where test records name their party, party_metrics are those on each party's records,
+    by its name (up to 100 parties), and mean_over_parties their mean, each party counting the same. epsilon is the
+    largest over the parties, epsilons each party's, delta theirs all; where `sound` is False epsilon is nominal, and
+    where `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
     clipping norm of every round. model is an ordinary nn.Module with the trained weights. summary is
     what summary.json holds; folder is where it lies, None where nothing was kept.
     """
@@ -43,6 +44,8 @@ class Result:
     summary: dict[str, Any]
     folder: Path | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    party_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    mean_over_parties: Mapping[str, float] = field(default_factory=dict)
 
 
 def sum_up(run: Underway, snapshot: Snapshot | None, lines: Sequence[Mapping[str, Any]]) -> Result:
@@ -72,6 +75,8 @@ def sum_up(run: Underway, snapshot: Snapshot | None, lines: Sequence[Mapping[str
         summary=summary,
         folder=run.folder.path if run.folder else None,
         metrics=summary["metrics"],
+        party_metrics=summary.get("party_metrics", {}),
+        mean_over_parties=summary.get("mean_over_parties", {}),
     )
 
 
@@ -79,14 +84,15 @@ def _summary(run: Underway, lines: Sequence[Mapping[str, Any]], privacy: Mapping
     """What summary.json holds."""
     settings, problem, plan = run.federation.settings, run.federation.problem, run.federation.plan
     finished = len(lines) == settings.train.rounds
-    metrics = _last_metrics(lines)
+    last = last_evaluated(lines)
+    metrics = _numbers(last["metrics"])
     summary: dict[str, Any] = {
         "status": "finished" if finished else "stopped: too few parties have budget left",
         "accuracy": metrics.get("accuracy"),
         "loss": metrics.get("loss"),
         "score": problem.task.score,
         "higher_is_better": problem.task.higher_is_better,
-        "metrics": dict(metrics),
+        "metrics": metrics,
         "evaluated_on": _evaluated_on(run),
         "epsilon": lines[-1]["epsilon"] if lines else 0.0,
         "epsilon_pld": _worst_pld(run.ledger, run.id, settings.privacy.delta),
@@ -110,6 +116,10 @@ def _summary(run: Underway, lines: Sequence[Mapping[str, Any]], privacy: Mapping
     }
     if lines and "epsilons" in lines[-1]:
         summary["epsilons"] = dict(zip(map(plan.name, range(plan.parties)), lines[-1]["epsilons"], strict=True))
+    if "mean_over_parties" in last:
+        summary["mean_over_parties"] = _numbers(last["mean_over_parties"])
+    if "party_metrics" in last:
+        summary["party_metrics"] = {name: _numbers(values) for name, values in last["party_metrics"].items()}
     return summary
 
 
@@ -120,13 +130,22 @@ def _evaluated_on(run: Underway) -> str:
     return "a held-out part of the training data" if run.federation.settings.data.validation else "public test data"
 
 
-def _last_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The metrics of the last round that was evaluated; older lines of metrics.jsonl have accuracy and loss alone."""
+def last_evaluated(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The last line of metrics.jsonl whose round was evaluated; its `metrics` are empty where there is none.
+
+    Lines of the first versions have accuracy and loss alone.
+    """
     for line in reversed(lines):
-        metrics = line.get("metrics", {name: line[name] for name in ("accuracy", "loss") if line[name] is not None})
+        former = {name: line[name] for name in ("accuracy", "loss") if line.get(name) is not None}
+        metrics = line.get("metrics", former)
         if metrics:
-            return {name: math.nan if value is None else float(value) for name, value in metrics.items()}
-    return {}
+            return {**line, "metrics": metrics}
+    return {"metrics": {}}
+
+
+def _numbers(metrics: Mapping[str, float | str | None]) -> dict[str, float]:
+    """Metrics as numbers: our JSON has null for NaN and "inf" for infinity."""
+    return {name: math.nan if value is None else float(value) for name, value in metrics.items()}
 
 
 def _worst_pld(ledger: Ledger, run: str, delta: float) -> float:

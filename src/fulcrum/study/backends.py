@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,6 @@ import torch
 from fulcrum.engines.batched import can_stack, run_many, stack_key
 from fulcrum.errors import ConfigError, FulcrumError
 from fulcrum.study.job import Job
-from fulcrum.study.records import FORMER_KEYS
 from fulcrum.study.run_job import Datasets, Outcome, Stopped, make, outcome, play, score_of
 from fulcrum.training.federation import Federation
 
@@ -176,21 +176,22 @@ def processes(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
 def _play_stack(federations: Sequence[Federation], check: Callable[[int, int], None]) -> list[Outcome]:
     """Outcomes of runs trained together, in order. THE ONE PLACE that knows `run_many`: adjust here if it changes.
 
-    It yields one value a round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), and the
-    metrics of `FORMER_KEYS` [R] each (NaN where not evaluated).
+    It yields one value per round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), and .metrics by name,
+    [R] each (NaN where a run was not evaluated, or has no such metric).
     """
     began = time.monotonic()
     Cs: list[list[tuple[int, float]]] = [[] for _ in federations]
     curves: list[list[tuple[int, float]]] = [[] for _ in federations]
     scores = [score_of(federation).name for federation in federations]
+    names = [tuple(federation.problem.task.metrics) for federation in federations]
     last: list[dict[str, float]] = [{} for _ in federations]
     for step in run_many(list(federations)):
         C = step.C.double().nan_to_num(nan=0.0, posinf=float("inf")).square().sum(dim=1).sqrt().tolist()
-        found = {name: getattr(step, name).tolist() for name in FORMER_KEYS}
+        found = {name: values.tolist() for name, values in step.metrics.items()}
         for i in range(len(federations)):
             Cs[i].append((step.round, C[i]))
-            metrics = {name: values[i] for name, values in found.items()}
-            if metrics[scores[i]] == metrics[scores[i]]:
+            metrics = {name: found[name][i] for name in names[i]}
+            if not math.isnan(metrics[scores[i]]):
                 curves[i].append((step.round, metrics[scores[i]]))
                 last[i] = metrics
         check(step.round, step.rounds)

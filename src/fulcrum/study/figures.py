@@ -77,22 +77,32 @@ def heat(
     high: float = 100.0,
     corner: str = "",
     note: str = "",
+    digits: int | None = 1,
 ) -> str:
-    """A heat map with its numbers written in: values[i][j] belongs to rows[i] and columns[j]; NaN is left grey."""
+    """A heat map with its numbers written in: values[i][j] belongs to rows[i] and columns[j]; NaN is left grey.
+
+    low and high: the values with the darkest and the brightest colour; low is the larger one where a lower value is
+    better. digits: decimals of the numbers; None: three digits in all.
+    """
     size, tall, left, top = 62, 30, 70, 52
+    span = high - low
+
+    def shown(value: float) -> str:
+        return f"{value:.3g}" if digits is None else f"{value:.{digits}f}"
+
     parts = [_text(8, 18, title, "start", 'font-weight="bold"'), _text(8, top - 8, corner, "start")]
     parts += [_text(left + size * (j + 0.5), top - 8, name, "middle") for j, name in enumerate(columns)]
     for i, row in enumerate(values):
         parts.append(_text(left - 8, top + tall * i + 19, rows[i], "end"))
         for j, value in enumerate(row):
-            share = math.nan if math.isnan(value) else min(max((value - low) / max(high - low, 1e-9), 0.0), 1.0)
+            share = math.nan if math.isnan(value) else min(max((value - low) / (span or 1e-9), 0.0), 1.0)
             ink = "#fff" if share < 0.55 else "#222"
             parts.append(
                 f'<rect x="{left + size * j}" y="{top + tall * i}" width="{size - 2}" height="{tall - 2}" '
                 f'fill="{_shade(share)}"/>'
             )
             if not math.isnan(value):
-                parts.append(_text(left + size * (j + 0.5), top + tall * i + 19, f"{value:.1f}", "middle", ink=ink))
+                parts.append(_text(left + size * (j + 0.5), top + tall * i + 19, shown(value), "middle", ink=ink))
     return _svg(left + size * len(columns) + 10, top + tall * len(rows) + 10, parts, note)
 
 

@@ -36,8 +36,9 @@ class Score:
 
     @property
     def title(self) -> str:
-        """Name and unit, for headings: "accuracy in %"."""
-        return f"{self.name} in %" if self.is_fraction else self.name
+        """Name, unit and direction, for headings: "accuracy in %", "rmse (lower is better)"."""
+        named = f"{self.name} in %" if self.is_fraction else self.name
+        return named if self.higher_is_better else f"{named} (lower is better)"
 
     def scaled(self, value: float) -> float:
         """The value as tables show it."""
@@ -50,6 +51,14 @@ class Score:
     def number(self, value: float) -> str:
         """The value as a table shows it, whose heading has the unit."""
         return f"{100 * value:.2f}" if self.is_fraction else f"{value:.4g}"
+
+    def cell(self, scaled: float, sign: str = "") -> str:
+        """A value of a table, `scaled` already: two decimals of a percentage, else four digits. sign: "+" or ""."""
+        return f"{scaled:{sign}.2f}" if self.is_fraction else f"{scaled:{sign}.4g}"
+
+    def rounded(self, scaled: float) -> float:
+        """A value of a table as its JSON file keeps it: four decimals of a percentage, else six digits."""
+        return round(scaled, 4) if self.is_fraction else float(f"{scaled:.6g}")
 
     def best(self, values: Iterable[float]) -> float:
         """The best of the values."""
@@ -75,8 +84,8 @@ def score_of_records(records: Iterable[Mapping[str, Any]]) -> Score:
 
 
 def metrics_of_record(record: Mapping[str, Any]) -> dict[str, float]:
-    """All metrics of a record after its last round."""
-    former = {name: record[name] for name in FORMER_KEYS if name in record}
+    """All metrics of a record after its last round; a run's summary.json is one, too."""
+    former = {name: record[name] for name in FORMER_KEYS if record.get(name) is not None}
     return {**former, **record.get("metrics", {})}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def write(file: Path, text: str) -> None:
 def write_json(file: Path, value: Any) -> None:
     """Write a JSON file whole or not at all."""
     write(file, json.dumps(plain(value), indent=1) + "\n")
+
+
+def file_stem(dataset: str) -> str:
+    """A data set as part of a file's name: mnist, patients (for a/patients.npz)."""
+    name = Path(dataset).stem if dataset.endswith(".npz") else dataset
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
 
 
 def used(jobs: Iterable[Job], done: Mapping[str, Record]) -> list[Record]:
@@ -78,7 +85,12 @@ def _of(cells: Iterable[Cell], dataset: str, epsilon: float | None = None) -> li
 
 def score_title(cells: Iterable[Cell]) -> str:
     """What the numbers of a table are, with the unit; several where data sets have scores of their own."""
-    return " or ".join(dict.fromkeys(cell.score.title for cell in cells)) or Score().title
+    return " or ".join(dict.fromkeys(cell.score.title for cell in cells if cell.values)) or Score().title
+
+
+def score_of_cells(cells: Iterable[Cell]) -> Score:
+    """The score of the first cell that has results; that of old records where none has."""
+    return next((cell.score for cell in cells if cell.values), Score())
 
 
 def described(experiment: Experiment) -> dict[str, Any]:
@@ -107,7 +119,11 @@ def table_page(
         ]
         ahead = tables.ahead_rows(own, experiment.epsilons)
         if len(ahead) > 1:
-            parts += ["Points by which `moo` is ahead, paired by seed:\n", tables.markdown(ahead)]
+            score = score_of_cells(own)
+            by = (
+                "Points by which `moo` is ahead" if score.is_fraction else f"By how much `moo` is ahead in {score.name}"
+            )
+            parts += [f"{by}, paired by seed:\n", tables.markdown(ahead)]
     good, all_, behind = standing(cells)
     if all_:
         lost = f" Behind: {'; '.join(behind)}." if behind else ""
@@ -125,7 +141,8 @@ def against_paper(cells: Sequence[Cell]) -> list[str]:
     if not own:
         return []
     below = [
-        f"{tables.dataset_label(c.dataset, cells)} at {c.epsilon:g}, {tables.number(c.stats)} against {c.paper:.2f}"
+        f"{tables.dataset_label(c.dataset, cells)} at {c.epsilon:g}, {tables.number(c.stats, c.score)} "
+        f"against {c.paper:.2f}"
         for c in own
         if c.paper is not None and c.stats.mean < c.paper
     ]
@@ -165,7 +182,9 @@ def _own_ranges(own: Mapping[str, Any]) -> str:
 
 def choices_table(cells: Sequence[Cell]) -> str:
     """What was chosen for each cell, from how many trials."""
-    rows = [["data", "ε", "method", "trial", "of", "validation %", "worst trial %", "tuned at ε", "settings"]]
+    unit = " %" if all(cell.score.is_fraction for cell in cells if cell.values) else ""
+    judged_on = [f"validation{unit}", f"worst trial{unit}"]
+    rows = [["data", "ε", "method", "trial", "of", *judged_on, "tuned at ε", "settings"]]
     for cell in cells:
         c, at = cell.choice, _shown(cell.epsilon)
         if c is None:
@@ -258,10 +277,10 @@ def write_curves(folder: Path, name: str, cells: Sequence[Cell], note: str) -> N
         if not own:
             continue
         where = f"{tables.dataset_label(dataset, cells)}, ε = {epsilon:g}"
-        score = own[0].score
+        score = score_of_cells(own)
         scores = {c.label: [(t, score.scaled(v)) for t, v in mean_curve(c.curves, "curve")] for c in own}
         clip = {c.label: mean_curve(c.curves, "C") for c in own if c.unit}
-        stem = f"{name}-{dataset}-{epsilon:g}"
+        stem = f"{name}-{file_stem(dataset)}-{epsilon:g}"
         shown = figures.lines(
             scores, f"{score.name.capitalize()}, {where}", "round", score.unit, note=note, order=order
         )
@@ -287,7 +306,7 @@ def write_parties(folder: Path, experiment: Experiment, done: Mapping[str, Recor
     counts = [int(k) for k in experiment.parties["counts"]]
     facts = provenance(described(experiment), sorted({job.seed for job in jobs}), used(jobs, done))
     write_json(folder / "parties.json", [cell.to_json() for cell in cells if cell.values])
-    score = cells[0].score if cells else Score()
+    score = score_of_cells(cells)
     heading = score.name.capitalize()
     changed = ", ".join(f"{path} = {value}" for path, value in experiment.parties.get("set", {}).items())
     but = f", but for {changed}" if changed else ""
@@ -304,7 +323,7 @@ def write_parties(folder: Path, experiment: Experiment, done: Mapping[str, Recor
                 for first, by in tables.grid(own, lambda c: c.parties)
             }
             if any(series.values()):
-                file = folder / "figures" / f"parties-{dataset}-{epsilon:g}.svg"
+                file = folder / "figures" / f"parties-{file_stem(dataset)}-{epsilon:g}.svg"
                 order, note = [row.label for row in experiment.rows], one_line(facts)
                 shown = figures.lines(
                     series, f"{heading}, {title}", "parties K", score.unit, note=note, order=order, log_x=True

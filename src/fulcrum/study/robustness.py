@@ -136,11 +136,16 @@ class Map:
 
 def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
     """The maps of all rules with at least one result."""
-    score = score_of_records(done[job.id] for job in robustness_jobs(grid) if job.id in done)
+    scores = {
+        dataset: score_of_records(
+            done[job.id] for job in robustness_jobs(grid) if job.dataset == dataset and job.id in done
+        )
+        for dataset in grid.datasets
+    }
 
     def mean(dataset: str, epsilon: float, rule: str, C0: float, lr: float) -> float:
         ids = [grid_job(grid, dataset, epsilon, rule, C0, lr, seed).id for seed in grid.seeds_of(dataset)]
-        found = [score.scaled(score_value(done[i])) for i in ids if i in done]
+        found = [scores[dataset].scaled(score_value(done[i])) for i in ids if i in done]
         return sum(found) / len(found) if len(found) == len(ids) else math.nan
 
     made = [
@@ -149,7 +154,7 @@ def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
             epsilon,
             rule,
             tuple(tuple(mean(dataset, epsilon, rule, C0, lr) for lr in grid.lr) for C0 in grid.C0),
-            score,
+            scores[dataset],
         )
         for dataset in grid.datasets
         for epsilon in grid.epsilons
@@ -180,7 +185,7 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """The entry of summary.json."""
         names = ("dataset", "epsilon", "rule", "worst_gap_default_lr", "worst_gap_grid", "best_fixed")
-        return {n: round(v, 4) if isinstance(v := getattr(self, n), float) else v for n in names}
+        return {n: self.score.rounded(v) if isinstance(v := getattr(self, n), float) else v for n in names}
 
 
 def findings(grid: Grid, found: Iterable[Map]) -> list[Finding]:

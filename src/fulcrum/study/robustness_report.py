@@ -11,7 +11,7 @@ from typing import Any
 from fulcrum.study import figures, tables
 from fulcrum.study.provenance import markdown, one_line, provenance
 from fulcrum.study.records import Score
-from fulcrum.study.report import used, write, write_json
+from fulcrum.study.report import file_stem, used, write, write_json
 from fulcrum.study.robustness import Finding, Grid, Map, findings, maps, robustness_jobs
 from fulcrum.study.store import Record
 
@@ -29,10 +29,10 @@ def write_robustness(folder: Path, grid: Grid, done: Mapping[str, Record]) -> li
     for one in found:
         best = [f.best_fixed for f in shown if (f.dataset, f.epsilon) == (one.dataset, one.epsilon)]
         score, measured = one.score, [value for value in one.flat if math.isfinite(value)]
-        low, high = (10.0, 100.0) if score.is_fraction else (min(measured), max(measured))
+        low, high = (10.0, 100.0) if score.is_fraction else (score.worst([*measured, *best]), score.best(measured))
         name = f"{one.rule}, {tables.NAMES.get(one.dataset, one.dataset)}, ε = {one.epsilon:g}"
         write(
-            folder / "figures" / f"{one.dataset}-{one.epsilon:g}-{one.rule}.svg",
+            folder / "figures" / f"{file_stem(one.dataset)}-{one.epsilon:g}-{one.rule}.svg",
             figures.heat(
                 one.values,
                 [f"{C0:g}" for C0 in grid.C0],
@@ -42,6 +42,7 @@ def write_robustness(folder: Path, grid: Grid, done: Mapping[str, Record]) -> li
                 high=best[0] if best else high,
                 corner="C0 \\ lr",
                 note=one_line(facts),
+                digits=1 if score.is_fraction else None,
             ),
         )
     return shown
@@ -49,11 +50,12 @@ def write_robustness(folder: Path, grid: Grid, done: Mapping[str, Record]) -> li
 
 def page(grid: Grid, found: Sequence[Map], shown: Sequence[Finding], facts: dict[str, Any]) -> str:
     """The Markdown page: one table a data set and epsilon, and whether the promise holds."""
-    title = found[0].score.title if found else Score().title
+    title = " or ".join(dict.fromkeys(one.score.title for one in found)) or Score().title
+    below = "points below" if all(one.score.is_fraction for one in found) else "how much worse a rule is than"
     parts = [
         "# Does a rule need C0 and the learning rate tuned?\n",
         f"Every rule from C0 in {list(grid.C0)} at learning rates {list(grid.lr)}. Test {title}, mean over seeds "
-        f"({_seeds(grid)}). `best fixed` is the best cell of `{grid.fixed}`; gaps are points below it, of the worst "
+        f"({_seeds(grid)}). `best fixed` is the best cell of `{grid.fixed}`; gaps are {below} it, of the worst "
         f"C0 at the default learning rate {grid.default_lr:g}, and of the worst cell of the grid.\n",
     ]
     for dataset in grid.datasets:
@@ -63,10 +65,14 @@ def page(grid: Grid, found: Sequence[Map], shown: Sequence[Finding], facts: dict
                 continue
             rows = [["rule", "worst", "mean", "best", "gap, default lr", "gap, whole grid"]]
             rows += [
-                [f.rule, *(f"{v:.2f}" for v in (f.worst, f.mean, f.best, f.worst_gap_default_lr, f.worst_gap_grid))]
+                [
+                    f.rule,
+                    *map(f.score.cell, (f.worst, f.mean, f.best, f.worst_gap_default_lr, f.worst_gap_grid)),
+                ]
                 for f in here
             ]
-            title = f"{tables.NAMES.get(dataset, dataset)}, ε = {epsilon:g}; best fixed {here[0].best_fixed:.2f}"
+            best = here[0].score.cell(here[0].best_fixed)
+            title = f"{tables.NAMES.get(dataset, dataset)}, ε = {epsilon:g}; best fixed {best}"
             parts += [f"## {title}\n", tables.markdown(rows), verdict(grid, here)]
     holes = sum(1 for one in found if not one.complete)
     if holes:
@@ -88,6 +94,13 @@ def verdict(grid: Grid, here: Sequence[Finding]) -> str:
         return ""
     rivals = [f for f in here if f.rule != grid.default]
     nearest = max(rivals, key=lambda f: f.score.lead(f.worst, 0.0), default=None)
+    if not own.score.is_fraction:  # the bar is in points of a percentage
+        if nearest is None:
+            return ""
+        lead = own.score.lead(own.worst, nearest.worst)
+        side = "better" if lead >= 0 else "worse"
+        amount = own.score.cell(abs(lead))
+        return f"`{grid.default}`: its worst case is {amount} {side} than that of the best rival, `{nearest.rule}`.\n"
     words = [
         f"`{grid.default}`: {'within' if own.worst_gap_default_lr <= 1 else 'NOT within'} 1 point at the default rate",
         f"{'within' if own.worst_gap_grid <= 5 else 'NOT within'} 5 points over the grid",

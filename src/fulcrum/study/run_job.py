@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from fulcrum.data import Dataset, compute_features, from_arrays, holdout, load
 from fulcrum.data.features import feature_signature
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.runs import folder as record
-from fulcrum.settings.schema import Settings
+from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.study.job import Job
 from fulcrum.study.records import Score, score_entries
 from fulcrum.training.federation import Federation
@@ -71,8 +71,8 @@ class Datasets:
     """Data sets by name, loaded once; also with a part held out, or as features: a stack must share one copy."""
 
     folder: str = ""
-    _whole: dict[str, Dataset] = field(default_factory=dict)
-    _held: dict[tuple[str, float, int], Dataset] = field(default_factory=dict)
+    _whole: dict[Hashable, Dataset] = field(default_factory=dict)
+    _held: dict[Hashable, Dataset] = field(default_factory=dict)
     _made: dict[Hashable, Dataset] = field(default_factory=dict)
 
     def get(self, settings: Settings, device: str = "auto") -> Dataset:
@@ -87,21 +87,21 @@ class Datasets:
         return self._made[key]
 
     def _records(self, settings: Settings) -> Dataset:
-        source, part = settings.data.source, settings.data.validation
-        if source not in self._whole:
-            self._whole[source] = self._load(source, settings.data.dir)
+        part, records = settings.data.validation, (settings.data.source, settings.task)
+        if records not in self._whole:
+            self._whole[records] = self._load(settings.data.source, settings.data.dir, settings.task)
         if part == 0:
-            return self._whole[source]
-        key = (source, part, settings.run.seed)
+            return self._whole[records]
+        key = (*records, part, settings.run.seed)
         if key not in self._held:
             self._held.clear()  # a copy of the whole data; studies come one split after the other
-            self._held[key] = holdout(self._whole[source], part, settings.run.seed)
+            self._held[key] = holdout(self._whole[records], part, settings.run.seed)
         return self._held[key]
 
-    def _load(self, source: str, folder: str) -> Dataset:
+    def _load(self, source: str, folder: str, task: TaskSettings) -> Dataset:
         packed = Path(self.folder) / "digits.npz"
         try:
-            return load(source, self.folder or folder)
+            return load(source, self.folder or folder, task=task)
         except DataError:
             # Where scikit-learn is missing, its digits may have been brought along (see `pack_digits`).
             if source != "digits" or not packed.is_file():
@@ -131,15 +131,17 @@ def make(job: Job, datasets: Datasets, device: str = "auto", precision: str = ""
     if precision:
         run["precision"] = precision
     ready = settings.replace(data={"validation": 0.0, "features": "none"}, run=run)
-    return api.prepare(ready, datasets.get(settings, device))
+    dataset = datasets.get(settings, device)
+    if dataset.test is None:
+        raise DataError(f"{dataset.name} has no test set (x_test, y_test), and a study compares results on one.")
+    # The data has its task already; another check would make a copy of it for each run of a stack.
+    return api.prepare(replace(ready, task=TaskSettings()), dataset)
 
 
 def score_of(federation: Federation) -> Score:
     """The score of a federation's task: the metric that a study judges its runs by."""
-    task = getattr(federation.problem.dataset, "task", None)
-    if task is None:
-        return Score()
-    return Score(task.score, task.metrics[task.score].higher_is_better)
+    task = federation.problem.task
+    return Score(task.score, task.higher_is_better)
 
 
 def rounds(federation: Federation) -> Iterator[tuple[int, float, Mapping[str, float] | None]]:
@@ -174,7 +176,7 @@ def outcome(
 ) -> Outcome:
     """Sum up a run from all its rounds."""
     return Outcome(
-        metrics=metrics,
+        metrics=dict(metrics),
         score=score_of(federation),
         C=[(t, float(f"{value:.4g}")) for t, value in thin(C)],
         curve=[(t, round(value, 5)) for t, value in thin(curve)],

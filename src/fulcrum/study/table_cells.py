@@ -99,8 +99,8 @@ class Cell:
             "unit": self.unit or "none",
             "parties": self.parties,
             "sound": self.sound,
-            "mean": round(stats.mean, 4),
-            "ci95": round(stats.half, 4) if stats.half == stats.half else None,
+            "mean": self.score.rounded(stats.mean),
+            "ci95": self.score.rounded(stats.half) if stats.half == stats.half else None,
             "seeds": sorted(self.values),
         }
 
@@ -111,7 +111,7 @@ class Cell:
             **self.to_json(),
             "label": self.label,
             "aggregation": self.aggregation,
-            "accuracies": {str(seed): round(self.values[seed], 4) for seed in sorted(self.values)},
+            "accuracies": {str(seed): self.score.rounded(self.values[seed]) for seed in sorted(self.values)},
             "paper": self.paper,
             "moo_ahead": None if ahead is None else {"mean": ahead.mean, "ci95": ahead.half, "seeds": ahead.n},
             "tuned_at": self.choice.epsilon if self.choice else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from fulcrum.study.records import Score
 from fulcrum.study.stats import Interval
 from fulcrum.study.table_cells import Cell
 
@@ -23,20 +24,20 @@ def dataset_label(dataset: str, cells: Iterable[Cell]) -> str:
     return f"{name} (JPEG copy)" if dataset == "cifar10" else f"{name} (changed copy)"
 
 
-def number(stats: Interval, digits: int = 2) -> str:
-    """97.31 ± 0.20; the interval only where there are two values or more."""
+def number(stats: Interval, score: Score, sign: str = "") -> str:
+    """97.31 ± 0.20, or 0.8123 ± 0.0101 where the score is no percentage; the interval from two values on."""
     if stats.n == 0:
         return "-"
-    half = "" if math.isnan(stats.half) else f" ± {stats.half:.{digits}f}"
-    return f"{stats.mean:.{digits}f}{half}"
+    return score.cell(stats.mean, sign) + ("" if math.isnan(stats.half) else f" ± {_half_width(stats.half, score)}")
 
 
-def signed(stats: Interval | None) -> str:
-    """+0.31 ± 0.20."""
-    if stats is None:
-        return ""
-    half = "" if math.isnan(stats.half) else f" ± {stats.half:.2f}"
-    return f"{stats.mean:+.2f}{half}"
+def _half_width(half: float, score: Score) -> str:
+    return score.cell(half) if score.is_fraction else f"{half:.2g}"
+
+
+def signed(cell: Cell | None) -> str:
+    """By how much moo is ahead of a cell: +0.31 ± 0.20."""
+    return "" if cell is None or cell.ahead is None else number(cell.ahead, cell.score, "+")
 
 
 def grid(cells: Sequence[Cell], column: Callable[[Cell], float | int | None]) -> list[tuple[Cell, dict[object, Cell]]]:
@@ -80,14 +81,14 @@ def _with_paper(cell: Cell | None) -> str:
         return "-"
     paper = f" (paper {cell.paper:.2f})" if cell.paper is not None else ""
     short = f" [{cell.stats.n} of {cell.wanted} seeds]" if 0 < cell.stats.n < cell.wanted else ""
-    return number(cell.stats) + short + paper
+    return number(cell.stats, cell.score) + short + paper
 
 
 def ahead_rows(cells: Sequence[Cell], epsilons: Sequence[float]) -> list[list[str]]:
-    """By how many points moo is ahead of each row, paired by seed."""
+    """By how much moo is ahead of each row, paired by seed; in points where the score is a percentage."""
     rows = [["moo ahead of", *(f"ε = {e:g}" for e in epsilons)]]
     for first, by in grid([c for c in cells if c.ahead is not None], lambda c: c.epsilon):
-        rows.append([marked(first), *(signed(by[e].ahead) if e in by else "" for e in epsilons)])
+        rows.append([marked(first), *(signed(by.get(e)) for e in epsilons)])
     return rows
 
 
@@ -96,7 +97,7 @@ def parties_rows(cells: Sequence[Cell], counts: Sequence[int]) -> list[list[str]
     rows = [["method", *(f"K = {k}" for k in counts), "paper (K not stated)"]]
     for first, by in grid(cells, lambda c: c.parties):
         paper = f"{first.paper:.2f}" if first.paper is not None else ""
-        rows.append([first.label, *(number(by[k].stats) if k in by else "-" for k in counts), paper])
+        rows.append([first.label, *(number(by[k].stats, by[k].score) if k in by else "-" for k in counts), paper])
     return rows
 
 

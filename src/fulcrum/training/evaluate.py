@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from fulcrum.data.records import Records, move_inputs, take_rows
 from fulcrum.data.tasks import merge_sums
 from fulcrum.training.problem import Problem
+from fulcrum.types import mean_over_parties
 
 BATCH = {"cpu": 250, "cuda": 2000}
 """Examples at a time: on a CPU few enough to stay near the cache."""
@@ -64,15 +64,6 @@ def evaluate_all(problem: Problem, params: Tensor, batch: int = 0) -> Evaluation
     if of_party is not None:
         parties[names[current]] = task.results(of_party)
     return Evaluation(task.results(pooled or {}), parties)
-
-
-def mean_over_parties(parties: Mapping[str, Metrics]) -> Metrics:
-    """Each metric's mean over the parties that have a value of it; NaN where none has."""
-    found: Metrics = {}
-    for name in next(iter(parties.values()), {}):
-        values = [metrics[name] for metrics in parties.values() if not math.isnan(metrics[name])]
-        found[name] = sum(values) / len(values) if values else math.nan
-    return found
 
 
 def _sums_by_party(problem: Problem, params: Tensor, test: Records, step: int) -> Iterator[tuple[int, Sums]]:

@@ -2,7 +2,7 @@
 
     task = make_task(settings.task, y_train, y_test)
     losses, slopes = task.losses_and_slopes(outputs, targets)
-    task.results(task.sums(outputs, targets))     # {"accuracy": 0.93, "loss": 0.2}
+    task.results(task.sums(outputs, targets))     # {"auc": 0.93, "loss": 0.2}
 
 Nothing outside this folder knows a loss or a metric by name.
 """

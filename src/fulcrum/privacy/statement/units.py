@@ -74,7 +74,7 @@ NOT_COVERED = (
     "draws); the proof is about real numbers.",
     "Choosing settings: if several runs were made on the same data and the best was kept, the others count too. Only a "
     "ledger kept over all of them adds them up.",
-    "Test data: it is taken to be public, and accuracy and loss on it are not protected.",
+    "Test data: it is taken to be public, and metrics on it are not protected.",
     "A malicious server or party that departs from the protocol, poisons the model, or changes the code.",
     "What the model teaches about the population: the guarantee bounds what one unit adds, not what can be inferred "
     "about people in general.",
