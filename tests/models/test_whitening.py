@@ -297,7 +297,8 @@ def test_runs_with_other_means_are_not_mixed(tmp_path: Path) -> None:
 def test_painted_weights_have_means_and_compute_the_same_features(name: str, activation: str, coordinates: str) -> None:
     settings = config.Model(name=name, activation=activation, init="painted")
     plain, moved = (
-        models.build_model(dataclasses.replace(settings, coordinates=c), SHAPES[name], 10, 0) for c in ("plain", coordinates)
+        models.build_model(dataclasses.replace(settings, coordinates=c), SHAPES[name], 10, 0)
+        for c in ("plain", coordinates)
     )
     assert isinstance(plain, nn.Sequential)
     assert isinstance(moved, nn.Sequential)
@@ -336,7 +337,9 @@ def test_part_of_the_way_to_whitened(power: float) -> None:
 def test_half_whitened_networks_compute_the_same_and_are_told_apart() -> None:
     settings = config.Model(name="cifar-cnn", init="painted", coordinates="whitened")
     x = _data(SHAPES["cifar-cnn"]).x
-    nets = [models.build_model(dataclasses.replace(settings, whiten=w), SHAPES["cifar-cnn"], 10, 0) for w in (0.5, 0.25)]
+    nets = [
+        models.build_model(dataclasses.replace(settings, whiten=w), SHAPES["cifar-cnn"], 10, 0) for w in (0.5, 0.25)
+    ]
     torch.testing.assert_close(nets[0](x), nets[1](x), rtol=1e-3, atol=1e-3)
     assert compute_buffer_digest(nets[0]) != compute_buffer_digest(nets[1])
     inner = [net.get_parameter("3.weight") for net in nets]
