@@ -142,6 +142,9 @@ def party(
     def load_records(task: TaskSettings) -> Dataset:
         return own_data(data, task=task)
 
+    if agreed is not None:
+        load_records(agreed.agreed_task)  # records that do not fit the terms end this here, with a sentence
+
     def consent(proposed: Terms) -> bool:
         task = proposed.agreed_task
         # A task of the form package.module:task is code, and none of it runs before somebody agreed.
@@ -165,8 +168,6 @@ def party(
         device=api.find_device(device),
         say=lambda words: view.say(f"[{name}] {words}", quiet),
     ) as service:
-        if agreed is not None:
-            service.prepare()  # records that do not fit the terms end this here, with a sentence
         try:
             run_party(
                 service,
