@@ -6,6 +6,7 @@ import importlib.util
 import stat
 import subprocess
 
+import numpy as np
 import pytest
 
 from fulcrum.cli import main
@@ -65,6 +66,19 @@ def test_terms_are_written_once_and_can_be_read(flower, capsys):
     assert "rounds = 5" in text
     assert "not overwritten" in refused(capsys, *words)
     assert "not sound" in refused(capsys, "terms", "--party", "a", "--method", "none", "--out", "other.toml")
+
+
+@needs_keys
+def test_terms_carry_the_task_of_the_settings_and_records_outside_it_end_a_party(flower, capsys):
+    (flower / "config.toml").write_text(
+        '[task]\nname = "classification"\nclasses = 2\nclass_weights = [1.0, 6.0]\n[privacy]\nsigma = 2.0\n'
+    )
+    assert main(["terms", "config.toml", "--party", "a"]) == 0
+    text = (flower / "terms.toml").read_text()
+    assert 'name = "classification"\nclasses = 2\nclass_weights = [1.0, 6.0]' in text
+    np.savez(flower / "d.npz", x=np.zeros((4, 3)), y=np.array([0, 1, 2, 1]))
+    assert "the labels hold 2; with classes = 2" in refused(capsys, *PARTY, "--ca", "x")
+    assert not (flower / "l").exists(), "no ledger is opened for records that do not fit"
 
 
 PARTY = ["party", "--data", "d.npz", "--server", "h:1", "--key", "a", "--ledger", "l/ledger.sqlite"]

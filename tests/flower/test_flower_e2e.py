@@ -36,7 +36,7 @@ from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Data
 
 pytestmark = [
-    pytest.mark.skipif(not os.environ.get("FULCRUM_FLOWER"), reason="takes minutes: make test-flower"),
+    pytest.mark.flower,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 

@@ -310,6 +310,7 @@ def test_a_spent_budget_ends_the_run_when_too_few_are_left(tmp_path, monkeypatch
     settings = toy_settings(4, min_parties=3)
     with toy_federation(tmp_path, settings) as bus:
         terms = toy_terms(settings, "party-1", rounds=2)
+        bus.services[1].prepare()  # opens its account
         bus.services[1].ledger.set_budget("party-1", terms.planned_epsilon() * 1.0001)
         result = serve(bus, settings, tmp_path / "run", monkeypatch, wait_policy=WaitPolicy(1.0, 1.0, 3))
     assert "too few parties have budget left" in result.summary["status"]

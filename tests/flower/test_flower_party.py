@@ -51,6 +51,7 @@ BEYOND = {
     "another unit": ({"unit": "person"}, "unit"),
     "other groups": ({"groups": "layer"}, "groups"),
     "another model": ({"model": "0" * 16}, "model"),
+    "another task": ({"task": "0" * 16}, "task"),
     "more rounds": ({"rounds": 5}, "rounds"),
     "a round beyond the last": ({"round": 4}, "rounds"),
     "a larger learning rate": ({"lr": 0.6}, "lr"),
@@ -244,7 +245,7 @@ def test_without_terms_nothing_is_answered_until_somebody_agrees(tmp_path):
 
 HEADER_OF_A_ROUND = {
     "kind": "round",
-    **dict.fromkeys(("run", "nonce", "party", "rule", "groups", "unit", "model"), "x"),
+    **dict.fromkeys(("run", "nonce", "party", "rule", "groups", "unit", "model", "task"), "x"),
     **dict.fromkeys(("round", "rounds", "weight_decay"), 1),
     "assignment": {},
     "seeds": [],

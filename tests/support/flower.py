@@ -12,11 +12,13 @@ import torch
 
 from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ModelFacts
-from fulcrum.data import Dataset, from_arrays, split
+from fulcrum.data import Dataset, split
+from fulcrum.data.dataset import recheck
 from fulcrum.flower import keys, run
 from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.messages import Envelope, assignment_schema, model_fingerprint, pack, state_arrays, write_assignment
 from fulcrum.flower.party import PartyService, open_party_service
+from fulcrum.flower.party_data import take_part
 from fulcrum.flower.registry import Delivery
 from fulcrum.flower.terms import Terms, accept, propose
 from fulcrum.privacy.events import Gaussian
@@ -43,8 +45,7 @@ def toy_settings(rounds: int = 4, rule: str = "moo", **train: Any) -> Settings:
 
 def part(data: Dataset, settings: Settings, k: int) -> Dataset:
     """Party k's own records, and no others."""
-    rows = split(data, settings.data, settings.run.seed).indices(k)
-    return from_arrays(data.x[rows], data.y[rows], data.x[:1], data.y[:1], classes=data.classes, name=f"part-{k}")
+    return take_part(data, split(data, settings.data, settings.run.seed).indices(k), f"part-{k}")
 
 
 def toy_terms(settings: Settings, name: str = "party-0", **changes: Any) -> Terms:
@@ -58,10 +59,16 @@ def toy_party(folder: Path, settings: Settings, k: int = 0, **options: Any) -> I
     if not (folder / "keys" / name).exists():
         keys.make_pair(folder / "keys", name)
     options = {"terms": toy_terms(settings, name), "say": lambda words: None, **options}
-    data = part(toy_data(120), settings, k)
+    data = part(options.pop("data", None) or toy_data(120), settings, k)
     terms = options.pop("terms")
     with open_party_service(
-        name, data, folder / "keys" / name, folder / f"{name}.sqlite", terms, folder / f"{name}.toml", **options
+        name,
+        lambda task: recheck(data, data.name, task),
+        folder / "keys" / name,
+        folder / f"{name}.sqlite",
+        terms,
+        folder / f"{name}.toml",
+        **options,
     ) as service:
         yield service
 
@@ -83,6 +90,7 @@ def toy_request(service: PartyService, settings: Settings, round: int = 0, C: fl
         "groups": "flat",
         "unit": "example",
         "model": model_fingerprint(model, layout),
+        "task": service.trainer.task_fingerprint,
         "round": round,
         "rounds": settings.train.rounds,
         "weight_decay": 0.0,
@@ -135,20 +143,31 @@ class Bus:
 
 @contextlib.contextmanager
 def toy_federation(
-    folder: Path, settings: Settings, simulation: bool = True, terms: Callable[[str], Terms] | None = None
+    folder: Path,
+    settings: Settings,
+    simulation: bool = True,
+    terms: Callable[[str], Terms] | None = None,
+    data: Dataset | None = None,
 ) -> Iterator[Bus]:
-    """Three parties on a bus. terms: what each agreed to, by name; by default the settings with a large budget."""
+    """Three parties on a bus. terms: what each agreed to, by name; by default the settings with a large budget.
+
+    data: the records of all three, by default toy data.
+    """
     with contextlib.ExitStack() as stack:
         services = {}
         for k, name in enumerate(NAMES):
             options = {} if terms is None else {"terms": terms(name)}
-            services[k] = stack.enter_context(toy_party(folder, settings, k, simulation=simulation, **options))
+            services[k] = stack.enter_context(
+                toy_party(folder, settings, k, simulation=simulation, data=data, **options)
+            )
         yield Bus(services)
 
 
 def serve(bus: Bus, settings: Settings, folder: Path, monkeypatch: Any, **options: Any) -> Any:
-    """`fulcrum serve` over the bus; "resume" continues the run in `folder`."""
-    monkeypatch.setattr(run, "public_data", lambda source, place: toy_data(120))
+    """`fulcrum serve` over the bus; "resume" continues the run in `folder`. data: holds the public test records."""
+    data = options.pop("data", None) or toy_data(120)
+    public = dataclasses.replace(data, train=None)  # a coordinator has no training records
+    monkeypatch.setattr(run, "public_data", lambda source, place, task: recheck(public, data.name, task))
     address = run.Address("nowhere", 1, None, None)
     register = {name: keys.load_public(folder.parent / "keys" / f"{name}.pub") for name in NAMES}
     said = options.pop("said", [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import signal
 import sys
@@ -15,9 +16,10 @@ from fulcrum.cli.failures import Interrupted
 from fulcrum.cli.options import Debug, Json, Quiet, with_settings
 from fulcrum.cli.run import free_folder, slug
 from fulcrum.errors import ConfigError
-from fulcrum.settings.schema import Settings
+from fulcrum.settings.schema import Settings, TaskSettings
 
 if TYPE_CHECKING:
+    from fulcrum.data import Dataset
     from fulcrum.flower.terms import Terms
 
 PLAINTEXT = (
@@ -66,7 +68,9 @@ def terms(
     budget: Annotated[
         float | None, typer.Option("--budget", help="Epsilon over all runs; default: what one such run costs.")
     ] = None,
-    classes: Annotated[int, typer.Option("--classes", help="Number of classes; 0: what the party's labels show.")] = 0,
+    classes: Annotated[
+        int, typer.Option("--classes", help="Number of classes, where the settings do not say; 0: what labels show.")
+    ] = 0,
     out: Annotated[Path, typer.Option("--out", help="File to write; - prints it.")] = Path("terms.toml"),
     debug: Debug = False,
 ) -> None:
@@ -116,7 +120,7 @@ def party(
     from fulcrum.flower.consent import consent_text
     from fulcrum.flower.keys import check_name
     from fulcrum.flower.party import open_party_service
-    from fulcrum.flower.party_data import own_data
+    from fulcrum.flower.party_data import count_units, own_data
     from fulcrum.flower.run import run_party
     from fulcrum.flower.terms import read_terms
 
@@ -133,10 +137,19 @@ def party(
     agreed = read_terms(terms) if terms.is_file() else None
     if agreed is None and not sys.stdin.isatty():
         raise ConfigError(f"there is no {terms}; agree on a terminal, or write it with fulcrum terms and read it.")
-    dataset = own_data(data, classes=agreed.classes if agreed else 0)
+
+    @functools.cache
+    def load_records(task: TaskSettings) -> Dataset:
+        return own_data(data, task=task)
+
+    if agreed is not None:
+        load_records(agreed.agreed_task)  # records that do not fit the terms end this here, with a sentence
 
     def consent(proposed: Terms) -> bool:
-        view.say(consent_text(proposed, len(dataset.y)))
+        task = proposed.agreed_task
+        # A task of the form package.module:task is code, and none of it runs before somebody agreed.
+        units = None if ":" in task.name else count_units(load_records(task), proposed.unit)
+        view.say(consent_text(proposed, units))
         return typer.confirm(f"Agree, and write this to {terms}?", default=False, err=True)
 
     def end(number: int, frame: Any) -> None:
@@ -145,7 +158,7 @@ def party(
     signal.signal(signal.SIGTERM, end)
     with open_party_service(
         name,
-        dataset,
+        load_records,
         key,
         ledger,
         agreed,

@@ -194,7 +194,7 @@ def from_arrays(
     if train is not None and party is not None:
         parties, names = _parties(party, len(train), names)
         train = dataclasses.replace(train, party=parties)
-    elif names and train is not None:
+    elif names and train is not None and party_test is None:
         raise DataError("party_names is given without party; add the party of each record.")
     if test is not None and party_test is not None:
         of_test, names = _test_parties(party_test, len(test), names)

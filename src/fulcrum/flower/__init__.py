@@ -3,6 +3,7 @@
 messages.py         what travels: a header and arrays, checked before use; nothing is unpickled
 keys.py             a party's key pair: it signs every reply
 terms.py            what a party agreed to, pinned on its own disk; whatever goes beyond is refused
+task_terms.py       the task that is agreed on: the settings that decide the loss, and their fingerprint
 consent.py          the proposed terms as a person reads them before agreeing
 reply_store.py      replies on the party's disk, stored before they are sent
 party_data.py       a party's own records

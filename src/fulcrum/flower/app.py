@@ -23,13 +23,14 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fulcrum.data import from_arrays, load, split
+from fulcrum.data import load, split
 from fulcrum.errors import ConfigError
 from fulcrum.flower import keys
 from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.party import PartyService, open_party_service
-from fulcrum.flower.party_data import own_data
+from fulcrum.flower.party_data import own_data, take_part
 from fulcrum.flower.run import Address, resume_serving, serve
+from fulcrum.flower.task_terms import declare_task
 from fulcrum.flower.terms import accept, propose, read_terms
 from fulcrum.flower.transport import GridTransport, to_envelope, to_record
 from fulcrum.settings import files as settings_file
@@ -88,10 +89,10 @@ def _configured(context: Context) -> AbstractContextManager[PartyService]:
     given = context.node_config
     key, terms = Path(_text(given, "key")), Path(_text(given, "terms"))
     agreed = read_terms(terms)
-    data = own_data(_text(given, "data"), classes=agreed.classes)
+    source = _text(given, "data")
     return open_party_service(
         key.name,
-        data,
+        lambda task: own_data(source, task=task),
         key,
         Path(_text(given, "ledger")),
         agreed,
@@ -106,14 +107,13 @@ def _simulated(context: Context) -> AbstractContextManager[PartyService]:
     settings = settings_file.read(Path(_text(given, "config")))
     settings = _with_parties(settings, int(context.node_config["num-partitions"]))
     k, home = int(context.node_config["partition-id"]), Path(_text(given, "home"))
-    data = load(settings.data.source, settings.data.dir)
-    rows = split(data, settings.data, settings.run.seed).indices(k)
-    own = from_arrays(data.x[rows], data.y[rows], data.x[:1], data.y[:1], classes=data.classes, name=f"part {k}")
+    data = load(settings.data.source, settings.data.dir, task=settings.task)
+    own = take_part(data, split(data, settings.data, settings.run.seed).indices(k), f"part {k}")
     name = f"party-{k}"
-    terms = accept(name, propose(settings, data.classes))
+    terms = accept(name, propose(settings, data.task.outputs, declare_task(data)))
     key = Path(_text(given, "keys")) / name
     return open_party_service(
-        name, own, key, home / name / "ledger.sqlite", terms, home / name / "terms.toml", simulation=True
+        name, lambda task: own, key, home / name / "ledger.sqlite", terms, home / name / "terms.toml", simulation=True
     )
 
 

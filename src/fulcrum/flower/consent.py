@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from fulcrum.flower.terms import Terms
+from fulcrum.settings.schema import TaskSettings
 
 
-def consent_text(terms: Terms, units: int) -> str:
-    """The terms in sentences, with what they cost; units: the party's number of units n_k."""
-    limit = f"1/{units}"
-    warning = "" if terms.delta < 1 / units else f" WARNING: not below {limit}, so the guarantee means little."
+def consent_text(terms: Terms, units: int | None) -> str:
+    """The terms in sentences, with what they cost; units: the party's number of units n_k, None where not counted."""
+    holds = f"{units} {terms.unit}s" if units else f"{terms.unit}s that are counted once the task's code may run"
+    much = units is not None and terms.delta >= 1 / units
+    warning = f" WARNING: not below 1/{units}, so the guarantee means little." if much else ""
     interval, privacy = terms.statistics_interval, f"at delta {terms.delta:g} ({terms.accountant})"
     lines = [
-        f"The coordinator proposes, for party {terms.party} with {units} {terms.unit}s:",
+        f"The coordinator proposes, for party {terms.party} with {holds}:",
         f"  up to {terms.rounds} rounds of {terms.steps} step(s), each on a {terms.rate:g} sample of the {terms.unit}s",
         f"  noise multiplier of at least {terms.sigma:.5g}, clipping rule {', '.join(terms.rules)} ({terms.groups})",
         *([f"  the clipping rule's own statistics at most every {interval} steps"] if interval > 1 else []),
         f"  clipping norm within {terms.C_min:g} to {terms.C_max:g}, learning rate up to {terms.lr:g}",
+        f"  task {task_text(terms)}",
         f"  model {terms.model.name}, built by this party's own software",
         f"  epsilon of at most {terms.budget:.4g} {privacy}, over all runs.{warning}",
     ]
     return "\n".join(lines)
+
+
+def task_text(terms: Terms) -> str:
+    """The task's name and every setting of it that is not the default: "regression: loss huber, low 0, high 40"."""
+    task, default = terms.agreed_task, dataclasses.asdict(TaskSettings())
+    chosen = {field: value for field, value in dataclasses.asdict(task).items() if value != default[field]}
+    chosen.pop("name", None)
+    words = ", ".join(
+        f"{field} {list(value) if isinstance(value, tuple) else value}" for field, value in chosen.items()
+    )
+    return f"{task.name}: {words}" if words else task.name

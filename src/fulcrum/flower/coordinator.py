@@ -33,6 +33,7 @@ from fulcrum.flower.messages import (
     write_assignment,
 )
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, refusal_text, verify_reply
+from fulcrum.flower.task_terms import task_fingerprint
 from fulcrum.privacy.mechanism import planned_events
 from fulcrum.settings.schema import Settings
 from fulcrum.training.clipped_sum import contribute
@@ -77,6 +78,7 @@ class FlowerEngine(Engine):
         self.wait_policy, self.secret, self.seed = wait_policy, secret, seed
         self._spent: set[int] = set()
         self._model = model_fingerprint(problem.model, problem.layout)
+        self._task = task_fingerprint(problem.dataset)
 
     # --- who is there -----------------------------------------------------------------------------
 
@@ -202,6 +204,7 @@ class FlowerEngine(Engine):
             "groups": self.settings.clip.groups,
             "unit": self.settings.privacy.unit,
             "model": self._model,
+            "task": self._task,
             "round": request.round,
             "rounds": request.rounds,
             "weight_decay": request.weight_decay,

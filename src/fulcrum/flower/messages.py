@@ -30,7 +30,7 @@ from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.privacy.events import Event, Unprotected, events_from_json, events_to_json
 from fulcrum.types import Assignment, State
 
-VERSION = 2
+VERSION = 3
 """Version of the messages; a message of another version is refused."""
 HEADER_LIMIT = 64 * 1024
 """Bytes of the longest header that is read."""
@@ -92,14 +92,19 @@ HEADERS: dict[str, dict[str, str]] = {
     "hello": {**_COMMON, "proposal": TABLE},
     "round": {
         **_COMMON,
-        **dict.fromkeys(("party", "rule", "groups", "unit", "model"), TEXT),
+        **dict.fromkeys(("party", "rule", "groups", "unit", "model", "task"), TEXT),
         **dict.fromkeys(("round", "rounds"), WHOLE),
         "assignment": TABLE,
         "weight_decay": NUMBER,
         "seeds": LIST,
     },
     "done": {**_COMMON, "rounds": WHOLE},
-    "welcome": {**_REPLY, "units": WHOLE, "classes": WHOLE, "shape": LIST, "model": TEXT, "randomness": TEXT},
+    "welcome": {
+        **_REPLY,
+        **dict.fromkeys(("units", "classes"), WHOLE),
+        **dict.fromkeys(("model", "task", "randomness"), TEXT),
+        "shape": LIST,
+    },
     "update": {**_REPLY, "round": WHOLE, "events": LIST},
     "noted": _REPLY,
     "refused": {**_REPLY, "code": TEXT},
@@ -214,6 +219,13 @@ def model_fingerprint(model: nn.Module, layout: ParameterLayout) -> str:
     held = compute_buffer_digest(model)
     words += [held] if held else []
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+
+
+def write_shape(shape: Any) -> list[Any]:
+    """The shape of one record's input for a header; [name, shape] of each where a record has several inputs."""
+    if isinstance(shape, Mapping):
+        return [[name, list(sides)] for name, sides in sorted(shape.items())]
+    return list(shape)
 
 
 def write_events(events: Sequence[Event]) -> list[list[Any]]:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from safetensors.torch import load as load_arrays
 
 from fulcrum.data import Dataset
-from fulcrum.errors import BudgetError, ConfigError
+from fulcrum.errors import BudgetError, ConfigError, DataError
 from fulcrum.flower import keys
 from fulcrum.flower.messages import (
     ArraySpec,
@@ -32,7 +32,9 @@ from fulcrum.flower.messages import (
     state_from_arrays,
     state_spec,
     write_events,
+    write_shape,
 )
+from fulcrum.flower.party_data import LoadRecords, check_task, population_fingerprint
 from fulcrum.flower.party_statement import party_statement
 from fulcrum.flower.party_training import LocalTrainer, RunFacts
 from fulcrum.flower.reply_store import ReplyStore
@@ -54,12 +56,13 @@ Consent = Callable[[Terms], bool]
 class PartyService:
     """Answers the coordinator's requests for one party. Make one with `open_party_service`.
 
+    load_records: loads this party's records for the task of the terms, once they are agreed.
     terms is None until somebody agreed to a proposal. simulation: use the seeds that requests carry,
     and say so in the privacy statement.
     """
 
     name: str
-    dataset: Dataset
+    load_records: LoadRecords
     key: ec.EllipticCurvePrivateKey
     ledger: Ledger
     replies: ReplyStore
@@ -73,9 +76,8 @@ class PartyService:
     """Whether the coordinator has said that the run is over."""
 
     def __post_init__(self) -> None:
+        self._dataset: Dataset | None = None
         self._trainer: LocalTrainer | None = None
-        if self.terms is not None:
-            self._enroll(self.terms)
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -92,6 +94,9 @@ class PartyService:
         except Refusal as error:
             self.say(f"refused: {error}")
             code = error.code
+        except DataError as error:  # its text says what the records hold, so it stays here
+            self.say(f"refused: {error}")
+            code = "data"
         except Exception as error:  # the text of an unforeseen error may hold data, so it stays here
             self.say(f"failed: {type(error).__name__}: {error}")
             code = "internal"
@@ -111,15 +116,17 @@ class PartyService:
             self._agree(proposal)
         assert self.terms is not None  # _agree has set it or raised
         check_proposal(self.terms, proposal)
+        self.prepare()
         return self._reply(
             "welcome",
             header["nonce"],
             header["run"],
             request,
             units=self.trainer.units,
-            classes=self.dataset.classes,
-            shape=list(self.dataset.shape),
+            classes=self.dataset.task.outputs,
+            shape=write_shape(self.dataset.shape),
             model=self.trainer.fingerprint,
+            task=self.trainer.task_fingerprint,
             randomness="seeded" if self.simulation else "secure",
         )
 
@@ -127,9 +134,10 @@ class PartyService:
         """One round: check the terms, reserve, train, store the reply; in this order."""
         if self.terms is None:
             raise Refusal("no-terms")
+        self.prepare()
         terms, trainer, run, t = self.terms, self.trainer, header["run"], header["round"]
         task = read_assignment(header["assignment"])
-        check_request(terms, header, task, trainer.fingerprint, self.simulation)
+        check_request(terms, header, task, trainer.fingerprint, trainer.task_fingerprint, self.simulation)
         seed = int(header["seeds"][0]) if self.simulation else None
         facts = RunFacts(run, task.client, header["rule"], header["groups"], seed)
         rule, shape = trainer.problem(facts).rule, trainer.problem(facts).shape
@@ -173,6 +181,8 @@ class PartyService:
 
     def finish(self, header: dict[str, Any], request: Envelope) -> Envelope:
         """The run is over; the coordinator asks for nothing more."""
+        if self.terms is not None:
+            self.prepare()
         self.done = True
         self.say(f"the coordinator has finished after {header['rounds']} rounds")
         return self._reply("noted", header["nonce"], header["run"], request)
@@ -190,6 +200,24 @@ class PartyService:
         return keys.sign(self.key, pack(header, arrays))
 
     # --- what answers need ------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Load this party's records and open its account in the ledger, once the terms are agreed.
+
+        Raises DataError where the records do not fit the task of the terms; every answer but a refusal needs them.
+        """
+        assert self.terms is not None
+        if self._dataset is None:
+            dataset = self._load(self.terms)
+            self._enroll(self.terms, dataset)
+            self._dataset = dataset
+
+    @property
+    def dataset(self) -> Dataset:
+        """This party's own records, with the task of its terms."""
+        self.prepare()
+        assert self._dataset is not None
+        return self._dataset
 
     @property
     def trainer(self) -> LocalTrainer:
@@ -209,19 +237,22 @@ class PartyService:
             raise Refusal("message", str(error)) from error
         if not self.consent(terms):
             raise Refusal("consent")
+        self._load(terms)  # terms that the records do not fit are not pinned
         with self.terms_path.open("x", encoding="utf-8") as file:
             file.write(write_terms(terms))
-        self._enroll(terms)
         self.terms = terms
 
-    def _enroll(self, terms: Terms) -> None:
+    def _load(self, terms: Terms) -> Dataset:
+        return check_task(self.load_records(terms.agreed_task), terms.agreed_task)
+
+    def _enroll(self, terms: Terms, dataset: Dataset) -> None:
         self.ledger.enroll(
             self.name,
             budget=terms.budget,
             delta=terms.delta,
             accountant=terms.accountant,
             unit=terms.unit,
-            population=f"{self.dataset.name}, {self.dataset.fingerprint}",
+            population=f"{dataset.name}, {population_fingerprint(dataset)}",
         )
         if self.ledger.accounts()[self.name].budget != terms.budget:
             self.ledger.set_budget(self.name, terms.budget)
@@ -270,7 +301,7 @@ def stored_digest(reply: Envelope) -> str:
 @contextlib.contextmanager
 def open_party_service(
     name: str,
-    dataset: Dataset,
+    load_records: LoadRecords,
     key: Path,
     ledger: Path,
     terms: Terms | None,
@@ -290,7 +321,7 @@ def open_party_service(
             raise ConfigError(f"ledger {ledger} is in use by another party process; stop that one first.")
         service = PartyService(
             name=name,
-            dataset=dataset,
+            load_records=load_records,
             key=keys.load_private(key),
             ledger=Ledger.open(ledger),
             replies=ReplyStore(ledger.with_name(ledger.name + ".replies")),

@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
+from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from fulcrum.data import Dataset, Partition, from_arrays, load
+from fulcrum.data import Dataset, Partition, build_party_data, load
+from fulcrum.data.dataset import fingerprint
 from fulcrum.errors import DataError
+from fulcrum.flower.task_terms import declare_task, same_task
+from fulcrum.settings.schema import TaskSettings
+
+LoadRecords = Callable[[TaskSettings], Dataset]
+"""Loads a party's own records, with targets checked by the task of its terms."""
 
 
-def own_data(source: str, folder: str = "", classes: int = 0) -> Dataset:
-    """A party's own records: what `fulcrum run --data` takes, or an .npz with x and y alone (no test data)."""
-    if source.endswith(".npz") and Path(source).is_file():
-        with np.load(source, allow_pickle=False) as archive:
-            if "x_test" not in archive.files:
-                missing = {"x", "y"} - set(archive.files)
-                if missing:
-                    raise DataError(f"{source} has no array named {missing.pop()}; a party's data needs x and y.")
-                x, y = archive["x"], archive["y"]
-                person = archive["person"] if "person" in archive.files else None
-                known = int(archive["classes"]) if "classes" in archive.files else None
-                # A party never evaluates; a Dataset has test data, so one record stands in for it.
-                return from_arrays(x, y, x[:1], y[:1], person=person, name=Path(source).name, classes=classes or known)
-    return load(source, folder)
+def own_data(source: str, folder: str = "", task: TaskSettings | None = None) -> Dataset:
+    """A party's own records: what `fulcrum run --data` takes; an .npz needs x and y, no test records.
+
+    task: what the party agreed to. Raises DataError, for the party alone, where the records do not fit it.
+    """
+    return check_task(load(source, folder, task=task, need=("train",)), task or TaskSettings())
+
+
+def check_task(dataset: Dataset, agreed: TaskSettings) -> Dataset:
+    """The records, or a DataError where they declare another task than the agreed one."""
+    declared = declare_task(dataset)
+    if not same_task(declared, agreed):
+        raise DataError(
+            f"{dataset.name} declares the task {declared}, and the terms say {agreed}; leave the task to the terms."
+        )
+    return dataset
+
+
+def population_fingerprint(dataset: Dataset) -> str:
+    """The fingerprint by which a party's ledger knows the records.
+
+    Version 0.1 had the first training record in the test set's place where there was none; the fingerprint is still
+    taken that way, so that its ledgers go on.
+    """
+    if dataset.test is not None:
+        return dataset.fingerprint
+    first = dataclasses.replace(dataset.records.take(torch.arange(1)), person=None, party=None)
+    return fingerprint(dataclasses.replace(dataset, test=first))
+
+
+def take_part(dataset: Dataset, rows: torch.Tensor, name: str) -> Dataset:
+    """The training records of one simulated party, out of the data of all; no test records."""
+    own = dataclasses.replace(dataset.records.take(rows), party=None)
+    part = dataclasses.replace(dataset, name=name, train=own, test=None, party_names=())
+    return dataclasses.replace(part, fingerprint=fingerprint(part))
+
+
+def count_units(dataset: Dataset, unit: str) -> int:
+    """The number of units n_k: this party's examples or persons."""
+    return build_party_data(dataset, single_party_partition(len(dataset.y), 0, dataset.name), 0, unit).units
 
 
 def single_party_partition(records: int, client: int, name: str) -> Partition:

@@ -7,16 +7,15 @@ from functools import cached_property
 
 import torch
 
-from fulcrum.data import Dataset, build_party_data
-from fulcrum.data.records import take_rows
+from fulcrum.data import Dataset
 from fulcrum.engines import Engine, find_engine
 from fulcrum.flower.messages import model_fingerprint
-from fulcrum.flower.party_data import single_party_partition
-from fulcrum.flower.terms import Terms, allowed_rule
-from fulcrum.models.build import build_model, is_built_in
-from fulcrum.models.checks import validate_model
+from fulcrum.flower.party_data import count_units, single_party_partition
+from fulcrum.flower.task_terms import task_fingerprint
+from fulcrum.flower.terms import Terms, allowed_rule, to_settings
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import SecureRandomness, SeededRandomness
+from fulcrum.runs.preparation import find_model
 from fulcrum.training.problem import Problem
 from fulcrum.types import ClientReply, RoundRequest
 
@@ -41,22 +40,30 @@ class LocalTrainer:
 
     def __init__(self, name: str, dataset: Dataset, terms: Terms, device: torch.device) -> None:
         self.name, self.terms, self.device = name, terms, device
-        self.dataset = dataset.with_float_inputs() if is_built_in(terms.model) else dataset
+        # One client trains here, so a second worker would have nothing to do.
+        self.settings = to_settings(terms).replace(run={"workers": 1})
+        self._given = dataset
         self._current: tuple[RunFacts, Problem, Engine] | None = None
 
     @cached_property
     def units(self) -> int:
         """The number of units n_k: this party's examples or persons."""
-        partition = single_party_partition(len(self.dataset.y), 0, self.name)
-        return build_party_data(self.dataset, partition, 0, self.terms.unit).units
+        return count_units(self._given, self.terms.unit)
 
     @cached_property
+    def _model_and_records(self) -> tuple[torch.nn.Module, Dataset]:
+        model, dataset = find_model(self.settings, self._given, None)
+        return model.to(self.device), dataset
+
+    @property
     def model(self) -> torch.nn.Module:
         """The model that the terms name, built by this party's own software; each round brings its weights."""
-        task, sample = self.dataset.task, take_rows(self.dataset.sample.x, slice(0, 8))
-        model = build_model(self.terms.model, self.dataset.shape, task.outputs, 0, sample, task=task)
-        validate_model(model, take_rows(sample, slice(0, 2)))
-        return model.to(self.device)
+        return self._model_and_records[0]
+
+    @property
+    def dataset(self) -> Dataset:
+        """This party's records, as the model takes them."""
+        return self._model_and_records[1]
 
     @cached_property
     def layout(self) -> ParameterLayout:
@@ -67,6 +74,11 @@ class LocalTrainer:
     def fingerprint(self) -> str:
         """The fingerprint of this party's own model."""
         return model_fingerprint(self.model, self.layout)
+
+    @cached_property
+    def task_fingerprint(self) -> str:
+        """The fingerprint of the task that this party trains on."""
+        return task_fingerprint(self._given)
 
     def problem(self, facts: RunFacts) -> Problem:
         """The training problem of a run, over this party's own records and no others."""
@@ -80,17 +92,14 @@ class LocalTrainer:
     def _prepared(self, facts: RunFacts) -> tuple[Problem, Engine]:
         """Problem and engine of a run, kept until another run asks."""
         if self._current is None or self._current[0] != facts:
-            problem = Problem(
-                dataset=self.dataset,
-                partition=single_party_partition(len(self.dataset.y), facts.client, self.name),
-                model=self.model,
-                layout=self.layout,
+            problem = Problem.of(
+                self.settings.replace(clip={"groups": facts.groups}),
+                self.dataset,
+                single_party_partition(len(self.dataset.y), facts.client, self.name),
+                self.model,
+                self.device,
                 rule=allowed_rule(self.terms, facts.rule),
                 randomness=SecureRandomness() if facts.seed is None else SeededRandomness(facts.seed),
-                unit=self.terms.unit,
-                groups=self.layout.layers if facts.groups == "layer" else (),
-                device=self.device,
-                workers=1,  # one client trains here, so a second worker would have nothing to do
             )
             self._current = facts, problem, find_engine("auto", problem)
         return self._current[1:]

@@ -5,43 +5,29 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum.clipping import find_rule
-from fulcrum.data import Dataset, Partition, from_arrays, load
-from fulcrum.data.records import take_rows
-from fulcrum.errors import ConfigError, DataError, RunError
+from fulcrum.data import Dataset, Partition, load
+from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
-from fulcrum.flower.messages import model_fingerprint
+from fulcrum.flower.messages import model_fingerprint, write_shape
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, Report, Transport
+from fulcrum.flower.task_terms import declare_task, task_fingerprint
 from fulcrum.flower.terms import propose
-from fulcrum.models.build import build_model, is_built_in
-from fulcrum.models.checks import validate_model
 from fulcrum.privacy.plan import make_plan
+from fulcrum.runs.preparation import find_model
 from fulcrum.settings.checks import check
-from fulcrum.settings.schema import Settings
+from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import Problem
 
 
-def public_data(source: str, folder: str = "") -> Dataset:
-    """What the coordinator evaluates on: an .npz with x_test, y_test and classes alone, or any data source."""
-    if source.endswith(".npz") and Path(source).is_file():
-        with np.load(source, allow_pickle=False) as archive:
-            if "x" not in archive.files:
-                missing = {"x_test", "y_test"} - set(archive.files)
-                if missing:
-                    raise DataError(
-                        f"{source} has no array named {missing.pop()}; the coordinator needs x_test, y_test."
-                    )
-                x, y = archive["x_test"], archive["y_test"]
-                classes = int(archive["classes"]) if "classes" in archive.files else None
-                return from_arrays(x[:1], y[:1], x, y, name=Path(source).name, classes=classes)
-    return load(source, folder)
+def public_data(source: str, folder: str = "", task: TaskSettings | None = None) -> Dataset:
+    """What the coordinator evaluates on: any data source with test records; an .npz needs x_test and y_test alone."""
+    return load(source, folder, task=task, need=("test",))
 
 
 def served_settings(settings: Settings, parties: int, simulation: bool) -> Settings:
@@ -78,10 +64,7 @@ def public_problem(settings: Settings, public: Dataset, device: torch.device) ->
         raise ConfigError(
             f"clip.rule = {rule.name!r} is not sound and private: parties across machines refuse it; use moo or fixed."
         )
-    public = public.with_float_inputs() if is_built_in(settings.model) else public
-    task, sample = public.task, take_rows(public.sample.x, slice(0, 8))
-    model = build_model(settings.model, public.shape, task.outputs, settings.run.seed, sample, task=task)
-    validate_model(model, take_rows(sample, slice(0, 2)))
+    model, public = find_model(settings, public, None)
     nobody = Partition(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     return Problem.of(settings, public, nobody, model, device, rule=rule)
 
@@ -96,12 +79,14 @@ def make_registry(
 ) -> PartyRegistry:
     """The registry of a run, with what every party's greeting must say."""
     required = {
-        "classes": problem.dataset.classes,
-        "shape": list(problem.dataset.shape),
+        "classes": problem.task.outputs,
+        "shape": write_shape(problem.dataset.shape),
         "model": model_fingerprint(problem.model, problem.layout),
+        "task": task_fingerprint(problem.dataset),
         "randomness": settings.privacy.randomness,
     }
-    return PartyRegistry(transport, public_keys, run, propose(settings, problem.dataset.classes), required, report)
+    proposal = propose(settings, problem.task.outputs, declare_task(problem.dataset))
+    return PartyRegistry(transport, public_keys, run, proposal, required, report)
 
 
 def wait_for_parties(registry: PartyRegistry, expected: int, wait_policy: WaitPolicy) -> tuple[PartyInfo, ...]:

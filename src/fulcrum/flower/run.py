@@ -101,7 +101,9 @@ def serve(
     """
     wait_policy = wait_policy or WaitPolicy(min_parties=settings.train.min_parties)
     settings = served_settings(settings, len(public_keys), simulation)
-    problem = public_problem(settings, public_data(settings.data.source, settings.data.dir), _device(settings))
+    problem = public_problem(
+        settings, public_data(settings.data.source, settings.data.dir, settings.task), _device(settings)
+    )
     run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"folder {out} exists and is not empty; choose another --out, or --resume {out}.")
@@ -140,7 +142,9 @@ def resume_serving(
     missing = [party.name for party in parties if party.name not in public_keys]
     if missing:
         raise ConfigError(f"the keys of {', '.join(missing)} are missing; bring their NAME.pub back.")
-    problem = public_problem(settings, public_data(settings.data.source, settings.data.dir), _device(settings))
+    problem = public_problem(
+        settings, public_data(settings.data.source, settings.data.dir, settings.task), _device(settings)
+    )
     party_log = PartyLog(say)
     party_log.folder = folder
     wait_policy = WaitPolicy(**kept["wait_policy"])

@@ -24,12 +24,13 @@ from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.errors import ConfigError, FulcrumError
 from fulcrum.flower.keys import check_name
+from fulcrum.flower.task_terms import same_task, training_settings
 from fulcrum.privacy.accounting import Spend, check_terms
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.plan import make_plan
 from fulcrum.settings.checks import check
 from fulcrum.settings.derived import local_steps
-from fulcrum.settings.schema import FORBID, Clip, Model, Privacy, Settings, Train
+from fulcrum.settings.schema import FORBID, Clip, Model, Privacy, Settings, TaskSettings, Train
 from fulcrum.types import Assignment, State
 
 REFUSALS: dict[str, str] = {
@@ -42,6 +43,8 @@ REFUSALS: dict[str, str] = {
     "unit": "the unit of privacy is not the agreed one",
     "groups": "the grouping of parameters is not the agreed one",
     "model": "the model's parameters are not the agreed ones",
+    "task": "the task (its loss, classes or ranges) is not the agreed one",
+    "data": "the party's records do not fit the agreed task; its own log says why",
     "rate": "the sampling rate is above the agreed one",
     "steps": "the local steps are more than agreed, or none",
     "sigma": "the noise multiplier is below the agreed one",
@@ -113,9 +116,16 @@ class Terms:
     weight_decay: float = 0.0
     """The largest weight decay."""
     classes: int = 0
-    """The number of classes, where this party's labels do not show them all; 0: what the labels show."""
+    """The number of the model's outputs (of classes, in a classification); 0: what the task and the labels show."""
+    task: TaskSettings = field(default_factory=TaskSettings)
+    """What is predicted, and its loss. Without a [task]: classification. Metrics are the coordinator's own matter."""
     model: Model = field(default_factory=Model)
     """The model, built by this party's own software: its parameters must be those of the requests."""
+
+    @property
+    def agreed_task(self) -> TaskSettings:
+        """The task that this party trains on. Terms without a [task] mean a classification with `classes` classes."""
+        return training_settings(self.task, self.classes if self.classes > 1 else 0)
 
     def planned_epsilon(self) -> float:
         """The most that one run can cost: every agreed step at the smallest sigma, with statistics in each of them."""
@@ -195,13 +205,16 @@ def check_assignment(terms: Terms, task: Assignment) -> None:
             raise Refusal(code)
 
 
-def check_request(terms: Terms, header: Mapping[str, Any], task: Assignment, model: str, simulation: bool) -> None:
-    """Refuse a round that goes beyond the terms. `model` is the fingerprint of this party's own model."""
+def check_request(
+    terms: Terms, header: Mapping[str, Any], assignment: Assignment, model: str, task: str, simulation: bool
+) -> None:
+    """Refuse a round that goes beyond the terms. model, task: fingerprints of this party's own model and task."""
     checks: tuple[tuple[str, bool], ...] = (
         ("party", header["party"] == terms.party),
         ("unit", header["unit"] == terms.unit),
         ("groups", header["groups"] == terms.groups),
         ("model", header["model"] == model),
+        ("task", header["task"] == task),
         ("rounds", header["round"] < header["rounds"] <= terms.rounds),
         ("lr", 0 <= header["weight_decay"] <= terms.weight_decay * (1 + ROUNDING)),
         ("seed", simulation or not header["seeds"]),
@@ -210,7 +223,7 @@ def check_request(terms: Terms, header: Mapping[str, Any], task: Assignment, mod
     for code, fine in checks:
         if not fine:
             raise Refusal(code)
-    check_assignment(terms, task)
+    check_assignment(terms, assignment)
     allowed_rule(terms, header["rule"])
 
 
@@ -237,10 +250,11 @@ ANY_SIZE = tuple(10**n for n in range(10))
 """Numbers of units from one to a thousand million: a proposal is made before the parties' sizes are known."""
 
 
-def propose(settings: Settings, classes: int = 0) -> dict[str, Any]:
+def propose(settings: Settings, classes: int = 0, task: TaskSettings | None = None) -> dict[str, Any]:
     """What a run's settings ask of every party, as plain values: a coordinator sends it, `fulcrum terms` prints it.
 
-    classes: the number of classes (public), where known. sigma is the smallest of all rounds, and of parties of any
+    classes: the model's outputs, or the number of classes (public), where known. task: the task as public data declare
+    it; None: as the settings do. sigma is the smallest of all rounds, and of parties of any
     size and budget: a party may be asked for more noise, never for less. budget is what one run costs, the noise
     schedule and the statistics interval included.
     """
@@ -252,6 +266,7 @@ def propose(settings: Settings, classes: int = 0) -> dict[str, Any]:
     train = settings.train
     rule = find_rule(settings.clip.rule)
     plan = make_plan(dataclasses.replace(settings, privacy=privacy), len(ANY_SIZE), ANY_SIZE, rule)
+    agreed = training_settings(task or settings.task, classes if classes > 1 else 0)
     proposal = {
         "delta": settings.privacy.delta,
         "rate": train.rate,
@@ -269,6 +284,7 @@ def propose(settings: Settings, classes: int = 0) -> dict[str, Any]:
         "lr": train.lr,
         "weight_decay": train.weight_decay,
         "model": dataclasses.asdict(settings.model),
+        "task": dataclasses.asdict(agreed),
     }
     cost = max(group.epsilon(train.rounds, plan.delta, plan.accountant) for group in plan.groups)
     return {**proposal, "budget": cost} if math.isfinite(cost) else proposal
@@ -294,6 +310,7 @@ def check_proposal(terms: Terms, proposal: Mapping[str, Any]) -> None:
         ("unit", asked.unit == terms.unit),
         ("groups", asked.groups == terms.groups),
         ("model", asked.model == terms.model),
+        ("task", same_task(asked.agreed_task, terms.agreed_task)),
         ("rate", asked.rate <= terms.rate * (1 + ROUNDING)),
         ("steps", asked.steps <= terms.steps),
         ("sigma", asked.sigma >= terms.sigma * (1 - ROUNDING)),
@@ -326,11 +343,14 @@ def write_terms(terms: Terms) -> str:
     lines = ["# What this party agreed to. The coordinator cannot change it; edit it only if you mean it.", ""]
     docs = _field_docs()
     for each in dataclasses.fields(Terms):
-        if each.name != "model":
+        if each.name not in ("task", "model"):
             lines += [f"# {docs[each.name]}", f"{each.name} = {json.dumps(getattr(terms, each.name))}", ""]
-    lines += [f"# {docs['model']}", "[model]"]
-    lines += [f"{name} = {json.dumps(value)}" for name, value in dataclasses.asdict(terms.model).items()]
-    return "\n".join(lines) + "\n"
+    for section in ("task", "model"):  # tables come last in TOML
+        values = dataclasses.asdict(getattr(terms, section))
+        lines += [f"# {docs[section]}", f"[{section}]"]
+        lines += [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
+        lines += [""]
+    return "\n".join(lines)
 
 
 def _validate(raw: Mapping[str, Any]) -> Terms:
@@ -356,9 +376,10 @@ def _field_docs() -> dict[str, str]:
 
 
 def to_settings(terms: Terms) -> Settings:
-    """The terms as settings, for a party's own privacy statement."""
+    """The terms as settings, for a party's own training and privacy statement."""
     return Settings(
         method="terms",
+        task=terms.agreed_task,
         model=terms.model,
         train=Train(rounds=terms.rounds, steps=terms.steps, rate=terms.rate, lr=terms.lr),
         clip=Clip(
