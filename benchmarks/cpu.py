@@ -32,9 +32,9 @@ import cpu_work
 import torch
 from cpu_work import FULL, QUICK, Round, Work
 
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 
-METHODS: dict[str, Callable[[Problem, Work], Round]] = {
+METHODS: dict[str, Callable[[TrainingProblem, Work], Round]] = {
     "plain": cpu_work.plain,
     "fulcrum": cpu_work.fulcrum,
     "opacus-hooks": cpu_peers.hooks,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fulcrum.models.build import build_model
 from fulcrum.settings import schema as config
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 
 NOTES = {
     "flower": "Flower's simulation starts clients through Ray and clips whole updates: no per-example privacy.",
@@ -32,7 +32,7 @@ def _model(work: Work) -> nn.Module:
     return build_model(config.Model(), work.shape, 10, seed=0)
 
 
-def hooks(made: Problem, work: Work) -> Round:
+def hooks(made: TrainingProblem, work: Work) -> Round:
     """Opacus' default: backward hooks that write every gradient out."""
     from opacus.grad_sample import GradSampleModule
 
@@ -40,7 +40,7 @@ def hooks(made: Problem, work: Work) -> Round:
     return _samples(made, work, model, GradSampleModule(model))
 
 
-def expanded_weights(made: Problem, work: Work) -> Round:
+def expanded_weights(made: TrainingProblem, work: Work) -> Round:
     """The same by PyTorch's ExpandedWeights."""
     from opacus.grad_sample import GradSampleModuleExpandedWeights
 
@@ -48,7 +48,7 @@ def expanded_weights(made: Problem, work: Work) -> Round:
     return _samples(made, work, model, GradSampleModuleExpandedWeights(model))
 
 
-def _samples(made: Problem, work: Work, model: nn.Module, wrapped: nn.Module) -> Round:
+def _samples(made: TrainingProblem, work: Work, model: nn.Module, wrapped: nn.Module) -> Round:
     from opacus.optimizers import DPOptimizer
 
     optimiser = DPOptimizer(
@@ -67,7 +67,7 @@ def _samples(made: Problem, work: Work, model: nn.Module, wrapped: nn.Module) ->
     return loop(made, work, model, train)
 
 
-def ghost(made: Problem, work: Work) -> Round:
+def ghost(made: TrainingProblem, work: Work) -> Round:
     """Opacus' ghost clipping: norms in a first backward pass, the clipped sum in a second."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping

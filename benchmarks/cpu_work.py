@@ -20,8 +20,8 @@ from fulcrum.models.build import build_model
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import SeededRandomness
 from fulcrum.settings import schema as config
-from fulcrum.training.problem import Problem
-from fulcrum.training.server import weighted_mean
+from fulcrum.training.problem import TrainingProblem
+from fulcrum.training.server import average_replies
 from fulcrum.types import Assignment, RoundRequest
 
 BATCH, C, LR = 64, 1.0, 0.1
@@ -56,7 +56,7 @@ Round = Callable[[int], Tensor]
 """Plays round t from the initial weights and returns the averaged update [d]."""
 
 
-def problem(work: Work, rule: str = "fixed") -> Problem:
+def problem(work: Work, rule: str = "fixed") -> TrainingProblem:
     """Random images of the right shape: for time and memory, pixels are pixels."""
     generator = torch.Generator().manual_seed(1)
     count = work.parties * work.examples
@@ -65,10 +65,10 @@ def problem(work: Work, rule: str = "fixed") -> Problem:
     data = from_arrays(x, y, x[:10], y[:10], classes=10, name=work.name)
     partition = split(data, config.Data(parties=work.parties, partition="iid"), 0)
     model = build_model(config.Model(), work.shape, 10, seed=0)
-    return Problem(data, partition, model, ParameterLayout.of(model), find_rule(rule), SeededRandomness(7))
+    return TrainingProblem(data, partition, model, ParameterLayout.of(model), find_rule(rule), SeededRandomness(7))
 
 
-def batches(made: Problem, work: Work, t: int, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(made: TrainingProblem, work: Work, t: int, client: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The client's Poisson samples of round t, as Fulcrum draws them."""
     index = made.partition.indices(client)
     for step in range(work.steps):
@@ -77,7 +77,7 @@ def batches(made: Problem, work: Work, t: int, client: int) -> Iterator[tuple[Te
         yield made.dataset.x[rows], made.dataset.y[rows]
 
 
-def loop(made: Problem, work: Work, model: nn.Module, train: Callable[[Tensor, Tensor], None]) -> Round:
+def loop(made: TrainingProblem, work: Work, model: nn.Module, train: Callable[[Tensor, Tensor], None]) -> Round:
     """FedAvg by a sequential loop over the clients: `train` takes one step of `model` on one batch."""
     start = made.layout.flatten(made.model)
 
@@ -94,7 +94,7 @@ def loop(made: Problem, work: Work, model: nn.Module, train: Callable[[Tensor, T
     return play
 
 
-def plain(made: Problem, work: Work) -> Round:
+def plain(made: TrainingProblem, work: Work) -> Round:
     """No privacy: model, autograd, SGD, all of PyTorch's threads. The mean is over the expected batch, as elsewhere."""
     model = build_model(config.Model(), work.shape, 10, seed=0)
     optimiser = torch.optim.SGD(model.parameters(), lr=LR)
@@ -107,7 +107,7 @@ def plain(made: Problem, work: Work) -> Round:
     return loop(made, work, model, train)
 
 
-def fulcrum(made: Problem, work: Work, engine: str = "auto") -> Round:
+def fulcrum(made: TrainingProblem, work: Work, engine: str = "auto") -> Round:
     """Clip, noise, FedAvg by one of Fulcrum's engines."""
     trainer = find_engine(engine, made)
     state = made.rule.init(config.Clip(C0=C), made.shape)
@@ -116,6 +116,6 @@ def fulcrum(made: Problem, work: Work, engine: str = "auto") -> Round:
 
     def play(t: int) -> Tensor:
         asked = RoundRequest(t, 1000, start, tasks, (state,) * work.parties)
-        return weighted_mean(list(trainer.run(asked)), weights)[0]
+        return average_replies(list(trainer.run(asked)), weights)[0]
 
     return play

@@ -26,8 +26,8 @@ from fulcrum import runs as api
 from fulcrum.data import load, split
 from fulcrum.flower import certs, keys, run
 from fulcrum.flower.coordinator import WaitPolicy
-from fulcrum.flower.flwr141 import Link, Tls, free_port
-from fulcrum.flower.terms import accept, propose, write_terms
+from fulcrum.flower.flwr141 import LocalSuperlink, TlsFiles, find_free_port
+from fulcrum.flower.terms import accept_proposal, make_proposal, terms_to_toml
 from fulcrum.flower.transport import GridTransport
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.runs import folder as record
@@ -52,11 +52,13 @@ def start_parties(folder: Path, settings: Settings, port: int) -> list[subproces
     for k in range(settings.data.parties):
         name, rows = f"party-{k}", parts.indices(k)
         home = folder / name
-        _, public = keys.make_pair(home, name)
+        _, public = keys.make_key_pair(home, name)
         (folder / "register").mkdir(exist_ok=True)
         (folder / "register" / public.name).write_bytes(public.read_bytes())
         np.savez(home / "data.npz", x=data.x[rows], y=data.y[rows], classes=data.classes)
-        (home / "terms.toml").write_text(write_terms(accept(name, propose(settings, data.classes), 1e3)))
+        (home / "terms.toml").write_text(
+            terms_to_toml(accept_proposal(name, make_proposal(settings, data.classes), 1e3))
+        )
         words = ["party", "--data", "data.npz", "--key", name, "--ledger", "ledger.sqlite", "--terms", "terms.toml"]
         words += ["--server", f"127.0.0.1:{port}", "--ca", str(folder / "ca.crt"), "--simulation", "--until-done"]
         with (home / "log").open("wb") as log:
@@ -68,18 +70,18 @@ def start_parties(folder: Path, settings: Settings, port: int) -> list[subproces
 
 def over_flower(folder: Path, settings: Settings) -> tuple[api.Result, list[float], list[int], list[int]]:
     """The result, and seconds, bytes in and bytes out of every round."""
-    port = free_port()
-    certs.make_authority(folder, ["127.0.0.1"])
+    port = find_free_port()
+    certs.make_certificate_authority(folder, ["127.0.0.1"])
     parties = start_parties(folder, settings, port)
     seconds: list[float] = []
     received: list[int] = []
     sent: list[int] = []
-    links: list[Link] = []
+    links: list[LocalSuperlink] = []
 
     @contextlib.contextmanager
     def counted(address: Any, register: Any) -> Any:
-        nodes = {name: keys.public_bytes(key) for name, key in register.items()}
-        with Link("127.0.0.1", port, Tls(folder / "server.crt", folder / "server.key"), nodes) as link:
+        nodes = {name: keys.public_key_to_pem(key) for name, key in register.items()}
+        with LocalSuperlink("127.0.0.1", port, TlsFiles(folder / "server.crt", folder / "server.key"), nodes) as link:
             links.append(link)
             yield GridTransport(link.grid, link.restarted)
 
@@ -90,10 +92,10 @@ def over_flower(folder: Path, settings: Settings) -> tuple[api.Result, list[floa
         sent.append(gate.sent - sum(sent))
 
     try:
-        result = run.serve(
+        result = run.serve_run(
             settings,
             folder / "run",
-            run.Address("127.0.0.1", port, None, None),
+            run.ListenAddress("127.0.0.1", port, None, None),
             keys.load_public_keys(folder / "register"),
             wait_policy=WaitPolicy(120, 400, settings.data.parties),
             simulation=True,
@@ -143,7 +145,7 @@ def main() -> None:
         "largest_difference_of_parameters": float((flat[0] - flat[1]).abs().max()),
         "same_C": alone.C == result.C,
         "load_average_before": load_before,
-        "environment": record.environment(torch.device("cpu")),
+        "environment": record.describe_environment(torch.device("cpu")),
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(found, indent=2) + "\n")

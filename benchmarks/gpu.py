@@ -26,13 +26,13 @@ from gpu_work import SIGMA, Clock, ceilings, federation, flops, images, wide_cnn
 
 from fulcrum.clipping import RULES
 from fulcrum.engines.batched import run_many
-from fulcrum.engines.batched.server import Server
+from fulcrum.engines.batched.server import BatchedServer
 from fulcrum.engines.batched.single_step import SingleStepRounds
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine, build_stacked_core
 from fulcrum.rng import SecureRandomness, SeededRandomness, StreamKey
-from fulcrum.training.round import play_round
-from fulcrum.training.snapshot import first_snapshot
+from fulcrum.training.round import run_round
+from fulcrum.training.snapshot import make_first_snapshot
 from fulcrum.types import Assignment, RoundRequest
 
 Row = dict[str, Any]
@@ -140,7 +140,7 @@ def pooled(feds: list[Any], rows_limit: int = 0, **how: Any) -> SingleStepRounds
     core, _ = build_stacked_core(feds[0].problem, rows_limit)
     assert core is not None
     core.how = dataclasses.replace(core.how, **how)
-    return SingleStepRounds(Server(feds, core))
+    return SingleStepRounds(BatchedServer(feds, core))
 
 
 def round_time(bench: Bench, player: SingleStepRounds, rounds: int) -> float:
@@ -149,7 +149,7 @@ def round_time(bench: Bench, player: SingleStepRounds, rounds: int) -> float:
     def play() -> None:
         player.server.t.zero_()
         for t in range(rounds):
-            player.play(t)
+            player.run_rounds(t)
 
     seconds = bench.clock.time(play, 3) / rounds
     if not player.settled():
@@ -219,10 +219,10 @@ def single(bench: Bench) -> None:
             )  # fmt: skip
     fed = federation(bench.data["mnist"], "mnist-cnn", bench.device, "moo", 0, rounds=rounds)
     for attempt in ("first", "warm"):
-        snapshot = first_snapshot(fed)
+        snapshot = make_first_snapshot(fed)
         began = bench.clock.wait()
         for t in range(rounds):
-            snapshot, _, _ = play_round(fed, snapshot, range(10), t)
+            snapshot, _, _ = run_round(fed, snapshot, range(10), t)
         seconds = bench.clock.wait() - began
         bench.add(work="mnist", method=f"{rounds} rounds through federate's play_round, {attempt}", seconds=seconds)
     assert isinstance(fed.engine, StackedEngine)
@@ -238,8 +238,8 @@ def growth(bench: Bench) -> None:
             bench.data["mnist"], "mnist-cnn", device, "moo", parties=parties, partition="iid", participation=take,
             rate=min(1.0, 0.05 * max(1, parties // 100)),
         )  # fmt: skip
-        snapshot, who = first_snapshot(fed), list(range(min(parties, 100)))
-        seconds = clock.time(functools.partial(play_round, fed, snapshot, who, 0), 5, 2)
+        snapshot, who = make_first_snapshot(fed), list(range(min(parties, 100)))
+        seconds = clock.time(functools.partial(run_round, fed, snapshot, who, 0), 5, 2)
         units = sum(fed.plan.assignment(k, 0, 1.0).rate * fed.plan.units(k) for k in who)
         bench.add(
             work="mnist", method=f"{parties} parties, {len(who)} take part", seconds_per_round=seconds,
@@ -257,8 +257,8 @@ def growth(bench: Bench) -> None:
                 steps=steps,
                 rate=rate,
             )
-            snapshot = first_snapshot(fed)
-            seconds = clock.time(functools.partial(play_round, fed, snapshot, range(10), 0), 5, 2)
+            snapshot = make_first_snapshot(fed)
+            seconds = clock.time(functools.partial(run_round, fed, snapshot, range(10), 0), 5, 2)
             batch = rate * len(bench.data[work].y) / 10
             bench.add(
                 work=work, method=f"N={steps}, expected batch {batch:.0f}", precision=precision,
@@ -318,7 +318,7 @@ def profile(bench: Bench) -> None:
         seconds = round_time(bench, player, 2)
         with profile(activities=kinds) as prof:
             for t in range(3):
-                player.play(t)
+                player.run_rounds(t)
             bench.clock.wait()
         bench.say(f"profile {work} runs {runs} {precision}: {seconds * 1e3:.3f} ms a round; 3 rounds below")
         key = "self_cuda_time_total" if bench.device.type == "cuda" else "self_cpu_time_total"

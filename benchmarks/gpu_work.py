@@ -21,7 +21,7 @@ from fulcrum.privacy.plan import make_plan
 from fulcrum.rng import Randomness, make_randomness
 from fulcrum.settings.schema import Model, Settings
 from fulcrum.training.federation import Federation
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 
 SHAPES = {"mnist": (1, 28, 28), "cifar": (3, 32, 32)}
 SIGMA = 2.0738
@@ -75,7 +75,7 @@ def federation(
         _parts[key] = (split(dataset, settings.data, seed), dataset)
     parts = _parts[key][0]
     source = randomness or make_randomness("seeded", seed)
-    problem = Problem(
+    problem = TrainingProblem(
         dataset, parts, model, ParameterLayout.of(model), chosen, source, device=device, precision=precision
     )
     plan = make_plan(settings, parts, count_units_per_party(dataset, parts, "example"), chosen)

@@ -6,10 +6,10 @@ import inspect
 import json
 import math
 
-from fulcrum.runs.choices import CHOICES
-from fulcrum.settings.catalogue import catalogue
-from fulcrum.settings.checks import RANGES
-from fulcrum.settings.files import SECTIONS, SHORT, Field
+from fulcrum.runs.choices import SETTING_CHOICES
+from fulcrum.settings.catalogue import list_setting_fields
+from fulcrum.settings.checks import SETTING_RANGES
+from fulcrum.settings.files import SECTION_CLASSES, SHORT_NAMES, SettingField
 
 HEAD = """# Settings
 
@@ -28,27 +28,27 @@ back the other from the layers below.
 
 def page() -> str:
     """The whole page."""
-    option = {path: f"`--{short.replace('_', '-')}`" for short, path in SHORT.items()} | {"method": "`--method`"}
+    option = {path: f"`--{short.replace('_', '-')}`" for short, path in SHORT_NAMES.items()} | {"method": "`--method`"}
     lines, section = [HEAD], None
-    for path, field in catalogue().items():
+    for path, field in list_setting_fields().items():
         if field.section != section:
             section = field.section
             title = f"[{section}]" if section else "At the top"
-            words = inspect.getdoc(SECTIONS[section]) if section else "One setting stands outside the sections."
+            words = inspect.getdoc(SECTION_CLASSES[section]) if section else "One setting stands outside the sections."
             lines += [f"\n## {title}\n", f"{words}\n", "| setting | default | option | meaning |", "|---|---|---|---|"]
         default = "none" if field.default is None else f"`{json.dumps(field.default)}`"
         lines.append(f"| `{field.name}` | {default} | {option.get(path, '')} | {meaning(field)} |")
     return "\n".join(lines) + "\n"
 
 
-def meaning(field: Field) -> str:
+def meaning(field: SettingField) -> str:
     """What a setting means, with its choices and its range."""
     parts = [field.words]
-    choices = CHOICES.get(field.path)
+    choices = SETTING_CHOICES.get(field.path)
     if choices:
         parts.append(f"One of {', '.join(f'`{choice}`' for choice in choices)}.")
-    if field.path in RANGES:
-        low, low_in, high, high_in = RANGES[field.path]
+    if field.path in SETTING_RANGES:
+        low, low_in, high, high_in = SETTING_RANGES[field.path]
         top = "" if high == math.inf else f" {'≤' if high_in else '<'} {high:g}"
         parts.append(f"Range: {'≥' if low_in else '>'} {low:g}{' and' if top else ''}{top}.")
     return " ".join(parts).replace("|", "\\|")

@@ -14,7 +14,7 @@ import torch
 
 from fulcrum.privacy.events import Event
 
-State = Mapping[str, torch.Tensor]
+RuleState = Mapping[str, torch.Tensor]
 """What a rule remembers: named tensors, so that it can be checkpointed and stacked. Holds at
 least `C`, shape [G]."""
 
@@ -131,7 +131,7 @@ class Assignment:
     """Parties that make up one dose of noise: each adds 1/shares of its variance. The events are then those of the sum
     over all of them, and a single update is not private by itself."""
 
-    def asks(self, round: int, step: int) -> bool:
+    def asks_statistics(self, round: int, step: int) -> bool:
         """Whether this step of a round (both from 0) releases the rule's statistics beside the gradient."""
         return (round * self.steps + step) % self.every == 0
 
@@ -149,7 +149,7 @@ class RoundRequest:
     rounds: int
     params: torch.Tensor
     assignments: tuple[Assignment, ...]
-    states: tuple[State, ...]
+    states: tuple[RuleState, ...]
     weight_decay: float = 0.0
 
 
@@ -166,7 +166,7 @@ class ClientReply:
     delta: torch.Tensor
     extra: torch.Tensor
     events: tuple[Event, ...]
-    state: State
+    state: RuleState
     diagnostics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fulcrum.cli import demo, failures, main, run, show, view
 from fulcrum.cli.options import with_settings
 from fulcrum.errors import BudgetError, ConfigError, DownloadError, FulcrumError
-from fulcrum.settings.files import parse, template
+from fulcrum.settings.files import make_settings_template, parse_settings
 from fulcrum.settings.presets import METHODS
 from fulcrum.settings.schema import Settings
 
@@ -56,7 +56,7 @@ def test_options_become_settings(tmp_path, capsys):
         "--data mnist --epsilon 1.64 --parties 10 --rounds 200 --method dp-sgd --set clip.kappa=0.01 --set run.seed=3"
     )
     expected = {"data.source": "mnist", "privacy.epsilon": 1.64, "data.parties": 10, "train.rounds": 200}
-    assert settings_of(tmp_path, capsys, *words.split()) == parse(
+    assert settings_of(tmp_path, capsys, *words.split()) == parse_settings(
         {}, {**expected, "clip.kappa": 0.01, "run.seed": 3}, "dp-sgd"
     )
 
@@ -144,13 +144,13 @@ def test_version_and_help(capsys):
 def test_init_writes_once(tmp_path, capsys):
     file = tmp_path / "mine.toml"
     assert said(capsys, "init", str(file))[0] == 0
-    assert parse(tomllib.loads(file.read_text(encoding="utf-8"))).privacy.epsilon == 4.0
+    assert parse_settings(tomllib.loads(file.read_text(encoding="utf-8"))).privacy.epsilon == 4.0
     file.write_text("kept")
     code, _, err = said(capsys, "init", str(file))
     assert (code, file.read_text()) == (2, "kept")
     assert "exists" in err
     assert said(capsys, "init", str(tmp_path / "no" / "x.toml"))[0] == 2
-    assert said(capsys, "init", "-")[1] == template()
+    assert said(capsys, "init", "-")[1] == make_settings_template()
 
 
 # --- failures ---------------------------------------------------------------------------------
@@ -193,34 +193,34 @@ def test_failures_are_one_sentence(error, code, sentence, capsys):
     def fail() -> None:
         raise error
 
-    assert failures.guarded(fail, ["run"]) == code
+    assert failures.run_guarded(fail, ["run"]) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(sentence)
     assert err.count("\n") == 1
-    assert failures.guarded(fail, ["run", "--debug"]) == code
+    assert failures.run_guarded(fail, ["run", "--debug"]) == code
     assert "Traceback" in capsys.readouterr().err
 
 
 def interrupt(folder: Path, error: BaseException) -> None:
-    with failures.resumable(folder):
+    with failures.explain_interruption(folder):
         raise error
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path, capsys):
     folder = tmp_path / "a run"
     folder.mkdir()
-    assert failures.guarded(lambda: interrupt(folder, KeyboardInterrupt()), []) == 130
+    assert failures.run_guarded(lambda: interrupt(folder, KeyboardInterrupt()), []) == 130
     assert "nothing was kept" in capsys.readouterr().err
     (folder / "run.json").write_text("{}")
-    assert failures.guarded(lambda: interrupt(folder, KeyboardInterrupt()), []) == 130
+    assert failures.run_guarded(lambda: interrupt(folder, KeyboardInterrupt()), []) == 130
     assert capsys.readouterr().err == f"interrupted; continue with: fulcrum resume '{folder}'\n"
 
 
 def test_a_spent_budget_before_the_first_round_is_wrong_input_and_later_is_not(tmp_path, capsys):
-    assert failures.guarded(lambda: interrupt(tmp_path, BudgetError("spent.")), []) == 2
+    assert failures.run_guarded(lambda: interrupt(tmp_path, BudgetError("spent.")), []) == 2
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert failures.guarded(lambda: interrupt(tmp_path, BudgetError("spent.")), []) == 1
+    assert failures.run_guarded(lambda: interrupt(tmp_path, BudgetError("spent.")), []) == 1
     assert capsys.readouterr().err == "error: spent.\n" * 2
 
 
@@ -334,12 +334,12 @@ def test_show_prints_a_finished_run(tmp_path, capsys):
 
 
 def test_show_never_claims_more_than_there_is():
-    assert "nominal" in show.guarantee(SUMMARY | {"sound": False})
-    assert show.guarantee(SUMMARY | {"private": False, "epsilon": "inf"}) == "none: nothing was protected"
-    assert show.course(["inf", "inf"]) == "no clipping"
-    assert show.course([1.0, 1.0]) == "1 throughout"
-    assert show.spread({f"party-{k}": 1.0 + k % 2 for k in range(16)}) == "1 to 2 over 16"
-    assert show.spread({"a": 4.0, "b": 4.0}) == "4 each of 2"
+    assert "nominal" in show.describe_guarantee(SUMMARY | {"sound": False})
+    assert show.describe_guarantee(SUMMARY | {"private": False, "epsilon": "inf"}) == "none: nothing was protected"
+    assert show.format_C_course(["inf", "inf"]) == "no clipping"
+    assert show.format_C_course([1.0, 1.0]) == "1 throughout"
+    assert show.format_epsilon_spread({f"party-{k}": 1.0 + k % 2 for k in range(16)}) == "1 to 2 over 16"
+    assert show.format_epsilon_spread({"a": 4.0, "b": 4.0}) == "4 each of 2"
 
 
 def test_show_of_an_unfinished_run_says_how_to_go_on(tmp_path, capsys):
@@ -355,24 +355,24 @@ def test_show_of_an_unfinished_run_says_how_to_go_on(tmp_path, capsys):
 
 
 def test_numbers_and_courses():
-    assert [view.show(x) for x in (None, 3, 0.12345, float("inf"), "a")] == ["-", "3", "0.1235", "inf", "a"]
-    assert view.few([]) == "-"
-    assert view.few([float(x) for x in range(101)], 3) == "0 → 50 → 100"
-    assert view.few([1.0, 2.0], 6) == "1 → 2"
-    bars = view.sparkline([2.0**x for x in range(8)], width=8)
-    assert bars == view.BARS
-    assert view.sparkline([1.0, 1.0]) == view.sparkline([]) == view.sparkline([1.0, float("inf")]) == ""
+    assert [view.format_value(x) for x in (None, 3, 0.12345, float("inf"), "a")] == ["-", "3", "0.1235", "inf", "a"]
+    assert view.format_few_values([]) == "-"
+    assert view.format_few_values([float(x) for x in range(101)], 3) == "0 → 50 → 100"
+    assert view.format_few_values([1.0, 2.0], 6) == "1 → 2"
+    bars = view.make_sparkline([2.0**x for x in range(8)], width=8)
+    assert bars == view.SPARKLINE_BARS
+    assert view.make_sparkline([1.0, 1.0]) == view.make_sparkline([]) == view.make_sparkline([1.0, float("inf")]) == ""
 
 
 @given(value=st.floats(min_value=1e-6, max_value=1e6))
 def test_a_printed_epsilon_is_never_too_small(value):
-    printed = float(view.epsilon(value))
+    printed = float(view.format_epsilon(value))
     assert value * (1 - 1e-9) <= printed <= value * 1.002
-    assert view.epsilon(printed) == view.epsilon(value)
+    assert view.format_epsilon(printed) == view.format_epsilon(value)
 
 
 def test_printed_epsilons():
-    shown = [view.epsilon(x) for x in (1.64401, 3.99999, 4.0, 0.0, float("inf"), "inf", None)]
+    shown = [view.format_epsilon(x) for x in (1.64401, 3.99999, 4.0, 0.0, float("inf"), "inf", None)]
     assert shown == ["1.645", "4", "4", "0", "inf", "inf", "-"]
 
 
@@ -389,24 +389,24 @@ def test_json_has_no_infinities(capsys):
     [("mnist", "mnist"), ("a/my patients.npz", "my-patients"), ("pkg.mod:load", "pkg.mod-load"), ("..", "data")],
 )
 def test_a_source_names_its_folder(source, name):
-    assert run.slug(source) == name
+    assert run.make_source_slug(source) == name
 
 
 def test_two_runs_of_one_second_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folders = []
     for _ in range(3):
-        folders.append(run.free_folder("digits-moo"))
+        folders.append(run.choose_free_folder("digits-moo"))
         folders[-1].mkdir(parents=True)
     assert len(set(folders)) == 3
     assert all(folder.parent == Path("runs") for folder in folders)
 
 
 def test_the_demo_compares_the_same_run():
-    private = demo.settings_of("moo")
+    private = demo.make_demo_settings("moo")
     assert (private.data.source, private.data.parties, private.data.partition) == ("digits", 5, "dirichlet")
     assert (private.privacy.epsilon, private.privacy.delta) == (4.0, 1e-5)
-    fixed, plain = demo.settings_of("dp-sgd"), demo.settings_of("none")
+    fixed, plain = demo.make_demo_settings("dp-sgd"), demo.make_demo_settings("none")
     assert fixed.replace(clip={"rule": "moo"}) == private.__class__(**{**vars(private), "method": "dp-sgd"})
     assert (plain.clip.rule, plain.privacy.epsilon, plain.train, plain.data) == (
         "none",
@@ -437,8 +437,8 @@ def test_client_level_is_planned_with_its_unit_and_a_warning(capsys):
 
 def test_the_summary_and_the_methods_say_what_epsilon_protects(capsys):
     summary = {"private": True, "sound": True, "accountant": "pld", "epsilon": 2.0, "delta": 1e-5, "unit": "client"}
-    assert "2 for one whole party at delta" in show.guarantee(summary)
-    assert "2 for one person at delta" in show.guarantee({**summary, "unit": "person"})
+    assert "2 for one whole party at delta" in show.describe_guarantee(summary)
+    assert "2 for one person at delta" in show.describe_guarantee({**summary, "unit": "person"})
     _, out, _ = said(capsys, "methods")
     rows = {line.split()[0]: line for line in out.splitlines()}
     assert " client " in rows["dp-fedavg"]
@@ -446,11 +446,11 @@ def test_the_summary_and_the_methods_say_what_epsilon_protects(capsys):
 
 
 def test_wrong_names_are_refused_with_the_nearest_before_anything_runs(tmp_path, monkeypatch, capsys):
-    from fulcrum.runs.choices import CHOICES, choice_names
+    from fulcrum.runs.choices import SETTING_CHOICES, list_choices
 
     monkeypatch.chdir(tmp_path)
-    for path in CHOICES:
-        wrong = f"{choice_names(path)[-1]}x"
+    for path in SETTING_CHOICES:
+        wrong = f"{list_choices(path)[-1]}x"
         assert main(["run", "--sigma", "1", "--set", f"{path}={wrong}", "--out", "never"]) == 2
         err = capsys.readouterr().err
         assert err.startswith(f"error: {path} = '{wrong}' is not known; "), err

@@ -17,7 +17,7 @@ from fulcrum.gradients import record_gradients
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.settings.schema import Clip
 from fulcrum.training.loop import federate
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import Stats
 from support.federations import one_client, toy_federation, toy_problem
 
@@ -26,7 +26,7 @@ READINGS = ("loss", "hypergradient", "derivative")
 
 
 def algorithm_1(
-    problem: Problem, reading: str, C: float, kappa: float, eta_C: float, eta: float, sigma: float, steps: int
+    problem: TrainingProblem, reading: str, C: float, kappa: float, eta_C: float, eta: float, sigma: float, steps: int
 ) -> tuple[torch.Tensor, float]:
     """Algorithm 1 for one client, written out with plain numbers: the update and the C it ends with."""
     theta = start = problem.layout.flatten(problem.model)

@@ -22,12 +22,12 @@ from fulcrum.clipping.wav import WAV
 from fulcrum.data import poisson_sample_units
 from fulcrum.engines.stacked.core import MatrixTape, limit_group_imbalance
 from fulcrum.gradients.haar import haar_level_norms, haar_transform, inverse_haar_transform
-from fulcrum.privacy.accounting import combine_sigma
-from fulcrum.privacy.mechanism import scales
+from fulcrum.privacy.accounting import combine_sigmas
+from fulcrum.privacy.mechanism import compute_charged_scale
 from fulcrum.rng import Randomness, SeededRandomness, StreamKey
 from fulcrum.settings.schema import Clip
-from fulcrum.training.clipped_sum import contribute
-from fulcrum.types import Released, State, Stats
+from fulcrum.training.clipped_sum import compute_contribution
+from fulcrum.types import Released, RuleState, Stats
 from support.events import as_gaussian
 from support.federations import client_federation, one_client, play, toy_problem
 from support.randomness import Silent
@@ -166,14 +166,14 @@ def test_quantile_follows_a_trajectory_computed_by_hand() -> None:
 @pytest.mark.parametrize(("sigma", "batch"), [(1.0, 60.0), (2.0, 1000.0), (8.0, 100.0), (0.5, 1.0)])
 def test_quantile_splits_the_precision_as_andrew_does(sigma: float, batch: float) -> None:
     sigma_b = max(batch / 20, 5 * sigma)
-    scale = scales(QUANTILE, QUANTILE.bounds({"C": torch.tensor([3.0])}), 0.1, sigma, batch)
+    scale = compute_charged_scale(QUANTILE, QUANTILE.bounds({"C": torch.tensor([3.0])}), 0.1, sigma, batch)
     assert scale.extra == pytest.approx(sigma_b)
     z_delta = (sigma**-2 - (2 * sigma_b) ** -2) ** -0.5
     assert float(scale.sum) == pytest.approx(3.0 * z_delta)
     assert z_delta < 1.0051 * sigma
-    assert combine_sigma(float(scale.sum) / 3.0, float(scale.extra) / 0.5) == pytest.approx(sigma)
+    assert combine_sigmas(float(scale.sum) / 3.0, float(scale.extra) / 0.5) == pytest.approx(sigma)
     # with the sensitivity of a count that is not centred the pair would cost more than sigma
-    assert combine_sigma(float(scale.sum) / 3.0, float(scale.extra)) < sigma * (1 - 1e-4)
+    assert combine_sigmas(float(scale.sum) / 3.0, float(scale.extra)) < sigma * (1 - 1e-4)
 
 
 def _follow(rule: ClipRule, C0: float, sign: float, rounds: int = 120) -> float:
@@ -267,10 +267,10 @@ def test_the_second_sum_of_oso_is_the_derivative_of_the_clipped_sum_by_C() -> No
         where = torch.repeat_interleave(torch.tensor(groups or (0, 0)), torch.tensor([8, 4]))
         start = OSO.init(Clip(C0=3.0), ModelFacts(12, (8, 4), groups))
 
-        def at(C0: float, start: State = start, where: torch.Tensor = where) -> Any:
+        def at(C0: float, start: RuleState = start, where: torch.Tensor = where) -> Any:
             state = {**start, "C": start["C"].double() * C0 / 3.0, "r": start["r"].double()}
             view = OSO.view(state, 0, 10)
-            return contribute(OSO, view, state, gradients, torch.zeros(8).double(), where)
+            return compute_contribution(OSO, view, state, gradients, torch.zeros(8).double(), where)
 
         difference = (at(3.0 + 1e-6).sum - at(3.0 - 1e-6).sum) / 2e-6
         assert difference.any()
@@ -278,9 +278,9 @@ def test_the_second_sum_of_oso_is_the_derivative_of_the_clipped_sum_by_C() -> No
 
 
 def test_oso_pays_for_its_second_vector() -> None:
-    scale = scales(OSO, OSO.bounds({"C": torch.tensor([2.0])}), 0.1, 1.5, 100.0)
+    scale = compute_charged_scale(OSO, OSO.bounds({"C": torch.tensor([2.0])}), 0.1, 1.5, 100.0)
     assert float(scale.sum) == pytest.approx(2.0 * 1.01 * 1.5)
-    assert combine_sigma(1.01 * 1.5, float(scale.extra)) == pytest.approx(1.5)
+    assert combine_sigmas(1.01 * 1.5, float(scale.extra)) == pytest.approx(1.5)
 
 
 # --- dc-sgd -------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_dc_sgd_puts_every_unit_in_one_bin_and_picks_the_C_of_least_error() -> N
 
 @pytest.mark.parametrize("sigma", [0.8, 1.2, 3.0])
 def test_dc_sgd_noises_its_histogram_with_sigma_H(sigma: float) -> None:
-    scale = scales(DC_SGD, DC_SGD.bounds({"C": torch.tensor([1.0])}), 0.1, sigma, 100.0)
+    scale = compute_charged_scale(DC_SGD, DC_SGD.bounds({"C": torch.tensor([1.0])}), 0.1, sigma, 100.0)
     sigma_H = max(6.0, 5 * sigma)
     assert scale.extra == pytest.approx(sigma_H)
     assert float(scale.sum) == pytest.approx((sigma**-2 - sigma_H**-2) ** -0.5)
@@ -384,7 +384,7 @@ def test_wav_goes_there_and_back_and_bounds_the_whole_by_C(groups: tuple[int, ..
 def test_haar_with_one_group_is_dp_sgd_in_other_coordinates() -> None:
     """Clipping is the same exactly; noise that is the same in all directions stays so under a rotation."""
 
-    def one_group(settings: Clip, shape: ModelFacts) -> State:
+    def one_group(settings: Clip, shape: ModelFacts) -> RuleState:
         state = WAV.init(settings, shape)
         return {**state, "C": torch.tensor([settings.C0]), "level": torch.zeros_like(state["level"])}
 
@@ -426,7 +426,7 @@ def test_clipping_every_level_to_C_is_rejected_as_too_little_noise() -> None:
     assert delta > 1.2 * reach
 
 
-def _rest(stats: Stats, state: State) -> tuple[torch.Tensor, State]:
+def _rest(stats: Stats, state: RuleState) -> tuple[torch.Tensor, RuleState]:
     return clip_to_C(stats, state)[1], state
 
 
@@ -534,7 +534,7 @@ def test_quantile_at_client_level_is_andrews_own() -> None:
     federation = client_federation(4, clip={"rule": "quantile", "C0": 1e-3, "eta_C": 0.2}, train={"rounds": 3})
     terms = federation.plan.central
     assert terms is not None
-    scale = scales(QUANTILE, QUANTILE.bounds({"C": torch.tensor([2.0])}), 0.5, 1.0, terms.cohort)
+    scale = compute_charged_scale(QUANTILE, QUANTILE.bounds({"C": torch.tensor([2.0])}), 0.5, 1.0, terms.cohort)
     assert scale.extra == pytest.approx(5.0)
     quiet = dataclasses.replace(
         federation, problem=dataclasses.replace(federation.problem, randomness=Silent())
@@ -548,4 +548,4 @@ def test_a_noise_schedule_moves_the_servers_noise() -> None:
     events = [federation.plan.events(0, t) for t in range(6)]
     assert [as_gaussian(event[0]).sigma for event in events] == pytest.approx([2.0 * 0.5 ** (t / 6) for t in range(6)])
     results = play(federation)
-    assert results[-1].epsilon == pytest.approx(federation.plan.epsilon_at(6, 0))
+    assert results[-1].epsilon == pytest.approx(federation.plan.compute_epsilon_at(6, 0))

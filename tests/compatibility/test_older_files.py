@@ -57,7 +57,7 @@ def test_a_kept_ledger_opens_with_what_was_spent(old: Path) -> None:
 
 
 def test_words_that_were_renamed_are_read(old: Path) -> None:
-    settings = settings_files.read(old / "old-words.toml")
+    settings = settings_files.read_settings(old / "old-words.toml")
     plain = json.dumps(json.loads(json.dumps(settings, default=lambda value: vars(value))))
     assert settings.clip.rule == "quantile"
     assert '"clipped"' in plain
@@ -66,6 +66,6 @@ def test_words_that_were_renamed_are_read(old: Path) -> None:
 
 def test_a_partys_terms_are_read(old: Path) -> None:
     pytest.importorskip("cryptography", reason="parties sign with cryptography: pip install 'fulcrum-fl[flower]'")
-    from fulcrum.flower.terms import read_terms
+    from fulcrum.flower.terms import read_terms_file
 
-    assert read_terms(old / "terms.toml").party == "site-a"
+    assert read_terms_file(old / "terms.toml").party == "site-a"

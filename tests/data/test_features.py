@@ -26,10 +26,10 @@ from fulcrum.data.features.scattering import SCATTERING_CHANNELS, compute_scatte
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.runs import prepare
 from fulcrum.runs.choices import check_choices
-from fulcrum.settings.checks import check
+from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Data, Settings
 from fulcrum.study.job import job_from_json
-from fulcrum.study.run_job import Datasets
+from fulcrum.study.run_job import DatasetCache
 
 CPU = torch.device("cpu")
 ON = Data(features="scattering")
@@ -272,13 +272,13 @@ def test_without_whitening_features_fingerprints_and_ids_are_as_they_were() -> N
 @pytest.mark.parametrize("value", [-0.1, 0.51, float("nan")])
 def test_powers_out_of_range_are_refused(value: float) -> None:
     with pytest.raises(ConfigError, match=r"data\.feature_whiten .* at least 0 and at most 0\.5"):
-        check(settings(feature_whiten=value))
-    check(settings(feature_whiten=0.5))
+        check_settings(settings(feature_whiten=value))
+    check_settings(settings(feature_whiten=0.5))
 
 
 def test_what_whitening_cannot_go_with_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.feature_center = true and data\.feature_whiten = 0\.25"):
-        check(settings(feature_whiten=0.25, feature_center=True))
+        check_settings(settings(feature_whiten=0.25, feature_center=True))
     y = torch.arange(6) % 2
     flat = from_arrays(torch.rand(6, 8), y, torch.rand(6, 8), y, name="flat", classes=2)
     with pytest.raises(DataError, match=r"data\.feature_whiten needs images"):
@@ -313,7 +313,7 @@ def test_a_run_trains_on_features_and_studies_make_them_once(monkeypatch: pytest
     assert made.problem.dataset.shape == (SCATTERING_CHANNELS, 2, 2)
     assert made.problem.layout.dim == 2 * (SCATTERING_CHANNELS * 4 + 1)
 
-    kept, calls = Datasets(), []
+    kept, calls = DatasetCache(), []
 
     def counted(*given: Any) -> Any:
         calls.append(1)

@@ -14,7 +14,7 @@ from sklearn import metrics as sk
 from torch import Tensor
 from torch.nn import functional as F
 
-from fulcrum.data.tasks import METRICS, Metric, MetricContext, Task, make_task, merge_sums, task_from_loss
+from fulcrum.data.tasks import METRICS, Metric, MetricContext, Task, make_task, merge_metric_sums, task_from_loss
 from fulcrum.data.tasks import losses as loss_functions
 from fulcrum.data.tasks.builtin import TASKS
 from fulcrum.errors import ConfigError, DataError, ModelError
@@ -43,16 +43,16 @@ def task(name: str, *targets: Any, **settings: Any) -> Task:
 # --- losses ---------------------------------------------------------------------------------------
 
 LOSSES: dict[str, tuple[Any, Tensor, Tensor]] = {
-    "classes": (loss_functions.cross_entropy(), normal(9, 4), whole(4, 9)),
-    "weighted classes": (loss_functions.cross_entropy((0.5, 1.0, 2.0, 7.0)), normal(9, 4), whole(4, 9)),
-    "binary": (loss_functions.binary_cross_entropy(), 5 * normal(9, 1), whole(2, 9)),
-    "weighted binary": (loss_functions.binary_cross_entropy((0.5, 3.0)), normal(9, 1), whole(2, 9)),
-    "labels": (loss_functions.multilabel_cross_entropy(), normal(9, 3), whole(2, 9, 3)),
-    "weighted labels": (loss_functions.multilabel_cross_entropy((1.0, 4.0, 0.2)), normal(9, 3), whole(2, 9, 3)),
-    "tokens": (loss_functions.token_cross_entropy(-100), normal(9, 5, 4), some_ignored(9, 5)),
+    "classes": (loss_functions.make_cross_entropy(), normal(9, 4), whole(4, 9)),
+    "weighted classes": (loss_functions.make_cross_entropy((0.5, 1.0, 2.0, 7.0)), normal(9, 4), whole(4, 9)),
+    "binary": (loss_functions.make_binary_cross_entropy(), 5 * normal(9, 1), whole(2, 9)),
+    "weighted binary": (loss_functions.make_binary_cross_entropy((0.5, 3.0)), normal(9, 1), whole(2, 9)),
+    "labels": (loss_functions.make_multilabel_cross_entropy(), normal(9, 3), whole(2, 9, 3)),
+    "weighted labels": (loss_functions.make_multilabel_cross_entropy((1.0, 4.0, 0.2)), normal(9, 3), whole(2, 9, 3)),
+    "tokens": (loss_functions.make_token_cross_entropy(-100), normal(9, 5, 4), some_ignored(9, 5)),
     **{
         f"{kind} {dims}": (
-            loss_functions.regression_loss(kind, 2.0, 0.5, 0.7),
+            loss_functions.make_regression_loss(kind, 2.0, 0.5, 0.7),
             normal(9, dims),
             3 * (normal(9, seed=4) if dims == 1 else normal(9, dims, seed=4)),
         )
@@ -65,7 +65,7 @@ LOSSES: dict[str, tuple[Any, Tensor, Tensor]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_slopes_are_the_derivative_of_the_loss(name: str) -> None:
     (loss, slopes), outputs, targets = LOSSES[name]
-    by_autograd = loss_functions.slopes_by_autograd(loss)
+    by_autograd = loss_functions.make_autograd_gradient(loss)
     for o, t in ((outputs, targets), (outputs.expand(2, 3, *outputs.shape), targets.expand(2, 3, *targets.shape))):
         losses, slope = slopes(o, t)
         true_losses, true_slope = by_autograd(o, t)
@@ -84,7 +84,7 @@ def test_slopes_without_weights_are_told_apart() -> None:
     for kind in ("classes", "binary", "labels"):
         (_, slopes), outputs, targets = LOSSES[kind]
         (loss, _), _, _ = LOSSES[f"weighted {kind}"]
-        true = loss_functions.slopes_by_autograd(loss)(outputs, targets)[1]
+        true = loss_functions.make_autograd_gradient(loss)(outputs, targets)[1]
         assert not torch.allclose(slopes(outputs, targets)[1], true, rtol=1e-2)
 
 
@@ -92,24 +92,26 @@ def test_losses_are_those_of_pytorch() -> None:
     weights = (0.5, 1.0, 2.0, 7.0)
     o, t = normal(9, 4), whole(4, 9)
     wanted = F.cross_entropy(o, t, torch.tensor(weights, dtype=o.dtype), reduction="none")
-    torch.testing.assert_close(loss_functions.cross_entropy(weights)[0](o, t), wanted)
+    torch.testing.assert_close(loss_functions.make_cross_entropy(weights)[0](o, t), wanted)
     logit, answer = normal(9, 1), whole(2, 9)
     wanted = F.binary_cross_entropy_with_logits(logit[:, 0], answer.double(), reduction="none")
-    torch.testing.assert_close(loss_functions.binary_cross_entropy()[0](logit, answer), wanted)
+    torch.testing.assert_close(loss_functions.make_binary_cross_entropy()[0](logit, answer), wanted)
     labels, answers = normal(9, 3), whole(2, 9, 3)
     weight = torch.tensor((1.0, 4.0, 0.2), dtype=torch.float64)
     wanted = F.binary_cross_entropy_with_logits(labels, answers.double(), pos_weight=weight, reduction="none")
-    found = loss_functions.multilabel_cross_entropy((1.0, 4.0, 0.2))[0](labels, answers)
+    found = loss_functions.make_multilabel_cross_entropy((1.0, 4.0, 0.2))[0](labels, answers)
     torch.testing.assert_close(found, wanted.mean(dim=1))
     words, tokens = normal(9, 5, 4), some_ignored(9, 5)
     each = F.cross_entropy(words.transpose(1, 2), tokens, ignore_index=-100, reduction="none").sum(dim=1)
     counts = (tokens != -100).sum(dim=1)
-    found = loss_functions.token_cross_entropy(-100)[0](words, tokens)
+    found = loss_functions.make_token_cross_entropy(-100)[0](words, tokens)
     torch.testing.assert_close(found, each / counts.clamp_min(1))
     assert float(found[0]) == 0
     numbers, wanted_numbers = normal(9, 3), normal(9, 3, seed=5)
     wanted = F.huber_loss(numbers, wanted_numbers, reduction="none", delta=0.7).mean(dim=1)
-    torch.testing.assert_close(loss_functions.regression_loss("huber", 1, 0, 0.7)[0](numbers, wanted_numbers), wanted)
+    torch.testing.assert_close(
+        loss_functions.make_regression_loss("huber", 1, 0, 0.7)[0](numbers, wanted_numbers), wanted
+    )
 
 
 def test_half_precision_is_widened() -> None:
@@ -122,8 +124,8 @@ def test_a_loss_of_ones_own_sees_one_batch() -> None:
     """F.cross_entropy takes [B, O] alone; runs and clients before the examples are folded away, and come back."""
     own = task_from_loss(lambda o, t: F.cross_entropy(o, t, reduction="none"), 4)
     o, t = normal(2, 3, 9, 4), whole(4, 2, 3, 9)
-    losses, slopes = own.losses_and_slopes(o, t)
-    wanted, wanted_slopes = loss_functions.cross_entropy()[1](o, t)
+    losses, slopes = own.compute_losses_and_gradients(o, t)
+    wanted, wanted_slopes = loss_functions.make_cross_entropy()[1](o, t)
     torch.testing.assert_close(losses, wanted)
     torch.testing.assert_close(slopes, wanted_slopes)
     with pytest.raises(ModelError, match="one value an example"):
@@ -242,7 +244,7 @@ def test_metrics_are_those_of_scikit_learn(case: str) -> None:
     cuts = [0, 1, 7, 7, len(targets) // 2, len(targets)]  # uneven batches, one of them empty
     merged: dict[str, Tensor] | None = None
     for start, stop in itertools.pairwise(cuts):
-        merged = merge_sums(merged, made.sums(outputs[start:stop], targets[start:stop]))
+        merged = merge_metric_sums(merged, made.sums(outputs[start:stop], targets[start:stop]))
     assert merged is not None
     found, at_once = made.results(merged), made.results(made.sums(outputs, targets))
     for name, oracle in oracles.items():

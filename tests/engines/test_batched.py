@@ -9,7 +9,7 @@ import torch
 
 from fulcrum.clipping import RULES
 from fulcrum.clipping.rule import no_statistics_share
-from fulcrum.engines.batched import ManyRound, run_many
+from fulcrum.engines.batched import BatchedRoundResult, run_many
 from fulcrum.engines.stacked import sampling
 from fulcrum.errors import ConfigError
 from fulcrum.runs import prepare
@@ -127,7 +127,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def last_model(feds: list[Federation]) -> torch.Tensor:
-    rounds: list[ManyRound] = list(run_many(feds))
+    rounds: list[BatchedRoundResult] = list(run_many(feds))
     assert rounds[-1].averaged is not None
     return rounds[-1].averaged
 

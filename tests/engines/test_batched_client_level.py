@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fulcrum.data import Dataset
-from fulcrum.engines.batched import ManyRound, chunks, local_steps, run_many, runs
-from fulcrum.engines.batched.jobs import JobTable, draw_cohorts, make_table
+from fulcrum.engines.batched import BatchedRoundResult, chunks, local_steps, run_many, runs
+from fulcrum.engines.batched.jobs import JobTable, draw_round_cohorts, make_job_table
 from fulcrum.engines.batched.local_steps import JobRounds
 from fulcrum.engines.batched.noise_at import NoiseAtServer
 from fulcrum.engines.stacked import sampling
@@ -76,7 +76,7 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "SeparateRuns", never)
 
 
-def assert_as_alone(feds: list[Federation], rounds: list[ManyRound]) -> None:
+def assert_as_alone(feds: list[Federation], rounds: list[BatchedRoundResult]) -> None:
     assert rounds[-1].averaged is not None
     for r, federation in enumerate(feds):
         alone = play(federation)
@@ -100,14 +100,14 @@ def test_each_run_equals_itself_alone(case: str, steps: int) -> None:
 @pytest.mark.parametrize("rule", ["quantile", "oso"])
 def test_jobs_in_groups_and_examples_in_pieces_give_the_same(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     feds = pair(clip={"rule": rule}, train={"steps": 2})
-    monkeypatch.setitem(local_steps.BUDGET, "cpu", 4 * feds[0].problem.layout.dim * 2)
+    monkeypatch.setitem(local_steps.JOB_WEIGHT_BYTES, "cpu", 4 * feds[0].problem.layout.dim * 2)
     assert table_of(feds, 6, 2)[0].groups > 2
     assert_as_alone(feds, list(run_many(feds, 5)))
 
 
 def table_of(feds: list[Federation], rounds: int, allowed: int) -> tuple[JobTable, torch.Tensor]:
-    drawn, divisor = draw_cohorts(feds, rounds)
-    return make_table(feds, drawn, allowed), divisor
+    drawn, divisor = draw_round_cohorts(feds, rounds)
+    return make_job_table(feds, drawn, allowed), divisor
 
 
 def test_the_table_is_who_was_drawn() -> None:
@@ -235,7 +235,7 @@ def test_a_burst_in_which_a_sample_did_not_fit_is_played_again(monkeypatch: pyte
     feds = pair(clip={"rule": "quantile"}, train={"steps": 3})
     roomy = last_model(feds)
     assert torch.equal(roomy, last_model(feds))
-    monkeypatch.setattr(chunks, "ROOM", -100.0)
+    monkeypatch.setattr(chunks, "CHUNK_MARGIN_DEVIATIONS", -100.0)
     torch.testing.assert_close(last_model(feds), roomy, rtol=1e-4, atol=1e-6)
     monkeypatch.setattr(JobRounds, "settled", lambda self: True)
     assert not torch.allclose(last_model(feds), roomy, rtol=1e-2)

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from fulcrum.engines.batched import ManyRound, chunks, local_steps, run_many, runs
-from fulcrum.engines.batched.chunks import Units, add_up, choose, chunked, expect, fill
+from fulcrum.engines.batched import BatchedRoundResult, chunks, local_steps, run_many, runs
+from fulcrum.engines.batched.chunks import (
+    JobUnits,
+    choose_chunk_layout,
+    count_chunks,
+    estimate_chunk_count,
+    sample_into_chunks,
+    sum_chunks_by_job,
+)
 from fulcrum.engines.batched.local_steps import JobRounds
 from fulcrum.engines.batched.noise_at import NoiseAtParties
 from fulcrum.engines.reference import ReferenceEngine
@@ -63,7 +70,7 @@ def never(server: Any) -> None:
     raise AssertionError("these runs were to be played by JobRounds")
 
 
-def assert_as_alone(feds: list[Federation], rounds: list[ManyRound]) -> None:
+def assert_as_alone(feds: list[Federation], rounds: list[BatchedRoundResult]) -> None:
     assert rounds[-1].averaged is not None
     for r, federation in enumerate(feds):
         alone = play(federation)
@@ -116,7 +123,7 @@ def test_some_parties_in_each_round_on_recorded_numbers(
     monkeypatch.setattr(runs, "PerJobRounds", never)
     feds, alone = recorded(pair(2, **PARTIAL[case]))
     if groups:
-        monkeypatch.setitem(local_steps.BUDGET, "cpu", 4 * feds[0].problem.layout.dim * 2)
+        monkeypatch.setitem(local_steps.JOB_WEIGHT_BYTES, "cpu", 4 * feds[0].problem.layout.dim * 2)
     rounds = list(run_many(feds))
     assert rounds[-1].averaged is not None
     for r, results in enumerate(alone):
@@ -249,7 +256,7 @@ def test_a_burst_in_which_a_sample_did_not_fit_is_played_again(monkeypatch: pyte
     feds = pair(3, clip={"rule": "moo"})
     roomy = last_model(feds)
     assert torch.equal(roomy, last_model(feds))
-    monkeypatch.setattr(chunks, "ROOM", -10.0)
+    monkeypatch.setattr(chunks, "CHUNK_MARGIN_DEVIATIONS", -10.0)
     torch.testing.assert_close(last_model(feds), roomy, rtol=1e-4, atol=1e-6)
     monkeypatch.setattr("fulcrum.engines.batched.local_steps.JobRounds.settled", lambda self: True)
     assert not torch.allclose(last_model(feds), roomy, rtol=1e-2)
@@ -290,11 +297,11 @@ def test_a_run_that_overflows_does_not_touch_its_neighbours() -> None:
 # --- chunks ---------------------------------------------------------------------------------------------
 
 
-def some_units(sizes: list[int], rates: list[float]) -> Units:
+def some_units(sizes: list[int], rates: list[float]) -> JobUnits:
     counts = torch.tensor(sizes)
     owner = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     rows = torch.arange(len(owner)) + 1000
-    return Units(rows, owner, torch.tensor(rates, dtype=torch.float64)[owner], counts.cumsum(0) - 1)
+    return JobUnits(rows, owner, torch.tensor(rates, dtype=torch.float64)[owner], counts.cumsum(0) - 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -303,43 +310,43 @@ def test_chunks_hold_every_sample_once_and_in_order(seed: int) -> None:
     units = some_units(sizes, rates)
     uniforms = torch.rand(sum(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     joined = [units.rows[(units.owner == j) & (uniforms < units.rate)].tolist() for j in range(4)]
-    needed = int(fill(torch.tensor([len(own) for own in joined]), length).sum())
+    needed = int(count_chunks(torch.tensor([len(own) for own in joined]), length).sum())
     for spare in (0, 3):
-        found = chunked(units, uniforms, needed + spare, length)
+        found = sample_into_chunks(units, uniforms, needed + spare, length)
         assert int(found.needed) == needed
         for j, own in enumerate(joined):
             mine = slice(int(found.starts[j]), int(found.starts[j + 1]))
             assert found.rows[mine][found.mask[mine]].tolist() == own
             assert set(found.owner[mine].tolist()) == {j}
         assert not bool(found.mask[needed:].any())
-        counts = add_up(found, found.mask.sum(dim=1, keepdim=True).float())
+        counts = sum_chunks_by_job(found, found.mask.sum(dim=1, keepdim=True).float())
         assert counts.flatten().tolist() == [len(own) for own in joined]
-    short = chunked(units, uniforms, needed - 1, length)  # too few: said, and something is missing
+    short = sample_into_chunks(units, uniforms, needed - 1, length)  # too few: said, and something is missing
     assert int(short.needed) == needed
     assert int(short.mask.sum()) < sum(map(len, joined))
 
 
 def test_chunks_that_are_not_finite_spoil_their_own_job_only() -> None:
     units = some_units([8, 8], [1.0, 1.0])
-    found = chunked(units, torch.zeros(16, dtype=torch.float64), 2, 8)
-    total = add_up(found, torch.tensor([[1.0], [torch.inf]]))
+    found = sample_into_chunks(units, torch.zeros(16, dtype=torch.float64), 2, 8)
+    total = sum_chunks_by_job(found, torch.tensor([[1.0], [torch.inf]]))
     assert float(total[0]) == 1.0
     assert float(total[1]) == torch.inf
-    assert add_up(found, torch.zeros((2, 0))).shape == (2, 0)
+    assert sum_chunks_by_job(found, torch.zeros((2, 0))).shape == (2, 0)
 
 
 def test_there_is_room_for_what_chance_brings_and_not_much_more() -> None:
     sizes, rates = [9000, 6000, 3000, 500] * 5, [0.05] * 20
-    count, length = choose(sizes, rates, 10**6, 16)
+    count, length = choose_chunk_layout(sizes, rates, 10**6, 16)
     draws = torch.distributions.Binomial(torch.tensor(sizes).double(), torch.tensor(0.05).double())
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        needed = torch.stack([fill(draws.sample().long(), length).sum() for _ in range(200)]).double()
+        needed = torch.stack([count_chunks(draws.sample().long(), length).sum() for _ in range(200)]).double()
     assert bool((needed <= count).all())
     assert count <= float(needed.mean() + 8 * needed.std())
     assert not bool((needed <= float(needed.mean())).all())  # room for the mean alone is too little
     rows = 0.05 * sum(sizes)
     assert count * length < 1.35 * rows
     assert 20 * sampling.compute_pad_size(9000, 0.05) > 2 * rows  # a row a job would be half empty
-    assert expect([7], [1.0], 8) == 1
-    assert expect([9], [1.0], 8) == 2
+    assert estimate_chunk_count([7], [1.0], 8) == 1
+    assert estimate_chunk_count([9], [1.0], 8) == 2

@@ -14,8 +14,8 @@ from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import make_plan
 from fulcrum.runs import prepare
 from fulcrum.settings.schema import Settings
-from fulcrum.training.loop import EPSILONS, federate, invite, reserve
-from fulcrum.training.round import round_events
+from fulcrum.training.loop import MAX_PARTIES_WITH_EPSILON, draw_invited_parties, federate, reserve_round
+from fulcrum.training.round import plan_round_events
 from fulcrum.training.run_account import RunAccount
 from support.federations import toy_data
 
@@ -29,7 +29,9 @@ def settings(parties: int, participation: float, rounds: int = 4) -> Settings:
 
 
 def invited_counts(participation: float, parties: int, rounds: int) -> np.ndarray:
-    chosen = Counter(k for t in range(rounds) for k in invite(settings(parties, participation, rounds), parties, t))
+    chosen = Counter(
+        k for t in range(rounds) for k in draw_invited_parties(settings(parties, participation, rounds), parties, t)
+    )
     return np.array([chosen[k] for k in range(parties)])
 
 
@@ -47,11 +49,11 @@ def test_everyone_is_invited_independently_with_the_chance_that_was_set() -> Non
     assert fits(chance)
     assert not fits(0.27)
     assert not fits(0.33)
-    first, second = (invite(settings(parties, chance), parties, t) for t in (0, 1))
+    first, second = (draw_invited_parties(settings(parties, chance), parties, t) for t in (0, 1))
     assert first != second
-    assert first == sorted(set(first)) == invite(settings(parties, chance), parties, 0)
-    assert invite(settings(5, 1.0), 5, 0) == [0, 1, 2, 3, 4]
-    assert max(invite(settings(3, 0.999), 3, 1)) <= 2
+    assert first == sorted(set(first)) == draw_invited_parties(settings(parties, chance), parties, 0)
+    assert draw_invited_parties(settings(5, 1.0), 5, 0) == [0, 1, 2, 3, 4]
+    assert max(draw_invited_parties(settings(3, 0.999), 3, 1)) <= 2
 
 
 def test_a_million_parties_plan_and_sample_without_an_object_each() -> None:
@@ -66,11 +68,11 @@ def test_a_million_parties_plan_and_sample_without_an_object_each() -> None:
         with Ledger.open(":memory:") as ledger:
             account = RunAccount(ledger, "run", 1e-5, "rdp")
             for t in range(5):
-                invited = invite(asked, million, t)
+                invited = draw_invited_parties(asked, million, t)
                 assert 30 < len(invited) < 200
-                granted = reserve(ledger, "run", t, plan, round_events(plan, invited, t), replays=True)
+                granted = reserve_round(ledger, "run", t, plan, plan_round_events(plan, invited, t), replays=True)
                 assert granted == invited
-                account.read_until(t + 1)
+                account.read_rounds_until(t + 1)
                 everyone |= set(granted)
             assert set(ledger.accounts()) == {plan.name(k) for k in everyone}
         _, peak = tracemalloc.get_traced_memory()
@@ -78,7 +80,7 @@ def test_a_million_parties_plan_and_sample_without_an_object_each() -> None:
         tracemalloc.stop()
     # The plan itself holds twelve bytes a party; a Python object each would take a hundred megabytes and more.
     assert peak < 60e6
-    assert 0 < account.largest < plan.epsilon_at(50, 0)
+    assert 0 < account.largest < plan.compute_epsilon_at(50, 0)
 
 
 def test_a_ledger_reads_new_accounts_only_and_writes_a_round_in_three_transactions() -> None:
@@ -89,19 +91,23 @@ def test_a_ledger_reads_new_accounts_only_and_writes_a_round_in_three_transactio
         for t in range(3):
             said.clear()
             invited = list(range(t, 1000, 10))
-            reserve(ledger, "run", t, plan, round_events(plan, invited, t), replays=True)
+            reserve_round(ledger, "run", t, plan, plan_round_events(plan, invited, t), replays=True)
             ledger.settle("run", t, {plan.name(k): "digest" for k in invited})
             assert sum(line.startswith("BEGIN IMMEDIATE") for line in said) == 3  # enroll, reserve, settle
         said.clear()
-        reserve(ledger, "run", 3, plan, round_events(plan, range(0, 1000, 10), 3), replays=True)  # nothing to enroll
+        reserve_round(
+            ledger, "run", 3, plan, plan_round_events(plan, range(0, 1000, 10), 3), replays=True
+        )  # nothing to enroll
         assert sum(line.startswith("BEGIN IMMEDIATE") for line in said) == 1
         ledger._store.db.set_trace_callback(None)
-        ledger.set_budget("party-10", 7.5)
+        ledger.change_budget("party-10", 7.5)
         assert ledger.accounts()["party-10"].budget == 7.5
         assert len(ledger.accounts()) == 30 * 10
 
 
-@pytest.mark.parametrize(("parties", "listed"), [(EPSILONS, True), (EPSILONS + 1, False)])
+@pytest.mark.parametrize(
+    ("parties", "listed"), [(MAX_PARTIES_WITH_EPSILON, True), (MAX_PARTIES_WITH_EPSILON + 1, False)]
+)
 def test_every_party_is_listed_each_round_up_to_a_limit(parties: int, listed: bool) -> None:
     asked = settings(parties, 10 / parties, rounds=2)
     federation = prepare(asked, toy_data(2 * parties))

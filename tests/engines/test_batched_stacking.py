@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from fulcrum.engines.batched import can_stack, run_many, stack_key
-from fulcrum.engines.batched.runs import group_runs
-from fulcrum.engines.batched.stacking import IN_PROBLEM, SPREAD, server_numbers, shared_train
+from fulcrum.engines.batched import can_stack_runs, make_stack_key, run_many
+from fulcrum.engines.batched.runs import group_stackable_runs
+from fulcrum.engines.batched.stacking import (
+    PROBLEM_FIELDS,
+    STACKABLE_FIELDS,
+    get_server_numbers,
+    get_shared_train_fields,
+)
 from fulcrum.runs import prepare
 from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.federation import Federation
@@ -120,16 +125,16 @@ def other(value: Any) -> Any:
 
 @pytest.mark.parametrize(("section", "name"), FIELDS)
 def test_runs_that_differ_in_a_field_have_their_own_value_or_are_not_stacked(section: str, name: str) -> None:
-    if name not in SPREAD.get(section, ()):
+    if name not in STACKABLE_FIELDS.get(section, ()):
         settings = toy_settings()
         changed = settings.replace(**{section: {name: other(getattr(getattr(settings, section), name))}})
-        assert stack_key(settings) != stack_key(changed)
-        if name not in IN_PROBLEM.get(section, ()):
+        assert make_stack_key(settings) != make_stack_key(changed)
+        if name not in PROBLEM_FIELDS.get(section, ()):
             one = prepare(settings, DATA)
-            assert group_runs([one, one, dataclasses.replace(one, settings=changed)]) == [[0, 1], [2]]
+            assert group_stackable_runs([one, one, dataclasses.replace(one, settings=changed)]) == [[0, 1], [2]]
         return
     feds = runs_that_differ(section, name)
-    assert group_runs(feds) == [[0, 1]]
+    assert group_stackable_runs(feds) == [[0, 1]]
     models = list(run_many(feds))[-1].averaged
     assert models is not None
     alone = [play(federation)[-1].averaged for federation in feds]
@@ -141,11 +146,11 @@ def test_runs_that_differ_in_a_field_have_their_own_value_or_are_not_stacked(sec
 
 
 def test_only_fields_that_exist_are_listed() -> None:
-    for table in (SPREAD, IN_PROBLEM):
+    for table in (STACKABLE_FIELDS, PROBLEM_FIELDS):
         for section, names in table.items():
             owner = getattr(Settings(), section) if section else Settings()
             assert names <= {f.name for f in dataclasses.fields(owner)}
-    assert not any(names & SPREAD.get(section, frozenset()) for section, names in IN_PROBLEM.items())
+    assert not any(names & STACKABLE_FIELDS.get(section, frozenset()) for section, names in PROBLEM_FIELDS.items())
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -161,15 +166,15 @@ def test_a_field_that_nobody_thought_of_keeps_runs_apart(section: str) -> None:
         return dataclasses.replace(one, settings=dataclasses.replace(one.settings, **{section: part}))
 
     feds = [with_value(value) for value in (0.5, 0.9, 0.5)]
-    assert group_runs(feds) == [[0, 2], [1]]
-    assert stack_key(feds[0].settings) == stack_key(feds[2].settings) != stack_key(feds[1].settings)
+    assert group_stackable_runs(feds) == [[0, 2], [1]]
+    assert make_stack_key(feds[0].settings) == make_stack_key(feds[2].settings) != make_stack_key(feds[1].settings)
 
 
 def test_a_section_that_nobody_thought_of_keeps_runs_apart() -> None:
     one = prepare(toy_settings(), DATA)
     longer = dataclasses.make_dataclass("Longer", [("kind", str, "a")], bases=(Settings,), frozen=True)
     feds = [dataclasses.replace(one, settings=longer(**vars(one.settings), kind=kind)) for kind in ("a", "b", "a")]
-    assert group_runs(feds) == [[0, 2], [1]]
+    assert group_stackable_runs(feds) == [[0, 2], [1]]
 
 
 def test_a_server_optimiser_never_reads_the_first_runs_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +185,7 @@ def test_a_server_optimiser_never_reads_the_first_runs_value(monkeypatch: pytest
         return (2.0 if train.schedule == "linear" else 1.0) * aggregate, state
 
     feds = [prepare(toy_settings(train={"lr": lr, "rounds": 2}), DATA) for lr in (0.5, 0.1)]
-    assert group_runs(feds) == [[0, 1]]
+    assert group_stackable_runs(feds) == [[0, 1]]
     monkeypatch.setattr(SERVERS, "find", lambda name: ServerOptimiser(lambda d: {}, by_lr))
     models = list(run_many(feds))[-1].averaged
     assert models is not None
@@ -190,9 +195,11 @@ def test_a_server_optimiser_never_reads_the_first_runs_value(monkeypatch: pytest
     with pytest.raises(AttributeError, match="schedule"):  # no number, so there is none for each run
         list(run_many(feds))
     train = Train()
-    assert set(server_numbers(train)) | set(shared_train(train)) < {f.name for f in dataclasses.fields(train)}
-    assert not set(server_numbers(train)) & set(shared_train(train))
-    assert not hasattr(SimpleNamespace(**shared_train(train)), "lr")
+    assert set(get_server_numbers(train)) | set(get_shared_train_fields(train)) < {
+        f.name for f in dataclasses.fields(train)
+    }
+    assert not set(get_server_numbers(train)) & set(get_shared_train_fields(train))
+    assert not hasattr(SimpleNamespace(**get_shared_train_fields(train)), "lr")
 
 
 def test_models_that_hold_other_numbers_are_not_stacked() -> None:
@@ -205,19 +212,19 @@ def test_models_that_hold_other_numbers_are_not_stacked() -> None:
             return self.scale * self.inner(x)
 
     feds = [prepare(toy_settings(), DATA, Scaled(scale)) for scale in (1.0, 2.0, 1.0)]
-    assert group_runs(feds) == [[0, 2], [1]]
+    assert group_stackable_runs(feds) == [[0, 2], [1]]
 
 
 def test_what_cannot_be_stacked_is_said_from_settings_alone() -> None:
-    assert can_stack(toy_settings())
-    assert not can_stack(toy_settings(privacy={"unit": "person"}))
-    assert can_stack(toy_settings(privacy={"unit": "client"}))
-    assert not can_stack(toy_settings(privacy={"unit": "client"}, clip={"rule": "median"}))
+    assert can_stack_runs(toy_settings())
+    assert not can_stack_runs(toy_settings(privacy={"unit": "person"}))
+    assert can_stack_runs(toy_settings(privacy={"unit": "client"}))
+    assert not can_stack_runs(toy_settings(privacy={"unit": "client"}, clip={"rule": "median"}))
 
 
 def test_what_is_held_out_differs_by_seed() -> None:
     def key(seed: int, validation: float) -> Any:
-        return stack_key(toy_settings(run={"seed": seed}, data={"validation": validation}))
+        return make_stack_key(toy_settings(run={"seed": seed}, data={"validation": validation}))
 
     assert key(0, 0.0) == key(1, 0.0)
     assert key(0, 0.1) == key(0, 0.1) != key(1, 0.1)

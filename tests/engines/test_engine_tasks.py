@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fulcrum
 from fulcrum.data import Dataset, from_arrays
-from fulcrum.data.records import take_rows
+from fulcrum.data.records import select_rows
 from fulcrum.data.tasks import Task, task_from_loss
 from fulcrum.engines.batched import run_many
 from fulcrum.engines.parallel import ParallelEngine
@@ -29,8 +29,8 @@ from fulcrum.models.checks import validate_model
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.runs import prepare
 from fulcrum.settings.schema import Clip, Model, TaskSettings
-from fulcrum.training.evaluate import evaluate, evaluate_all, mean_over_parties
-from fulcrum.training.problem import Problem
+from fulcrum.training.evaluate import evaluate_model, evaluate_with_parties, mean_over_parties
+from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import Assignment, ClientReply, RoundRequest
 from support.federations import play, toy_problem, toy_settings
 
@@ -98,7 +98,7 @@ class Case:
     def dataset(self) -> Dataset:
         return from_arrays(self.x(N), self.y(N), self.x(TEST), self.y(TEST), task=self.task, name="toy")
 
-    def problem(self, rule: str = "fixed", parties: int = 3) -> Problem:
+    def problem(self, rule: str = "fixed", parties: int = 3) -> TrainingProblem:
         model = self.model()
         with torch.no_grad():
             for place, parameter in enumerate(model.parameters()):
@@ -155,7 +155,7 @@ CASES: dict[str, Case] = {
 RULES = ("fixed", "moo", "psac", "quantile", "wav")
 
 
-def request(problem: Problem, steps: int = 2, sigma: float = 0.5) -> RoundRequest:
+def request(problem: TrainingProblem, steps: int = 2, sigma: float = 0.5) -> RoundRequest:
     state = problem.rule.init(Clip(C0=0.5), problem.shape)
     clients = problem.partition.parties
     assignments = tuple(Assignment(k, 0.6, sigma, steps, 0.3) for k in range(clients))
@@ -201,11 +201,11 @@ def test_runs_side_by_side_equal_the_reference(name: str) -> None:
     for place, federation in enumerate(federations):
         alone, found = play(federation)[-1].averaged, last.averaged[place]
         assert float((found - alone).norm() / (alone - start).norm()) < 1e-5
-        metrics = evaluate(federation.problem, found)
+        metrics = evaluate_model(federation.problem, found)
         assert set(last.metrics) == set(metrics)
         for metric, value in metrics.items():
             assert float(last.metrics[metric][place]) == pytest.approx(value, rel=1e-4, nan_ok=True), metric
-        assert float(last.loss[place]) != pytest.approx(evaluate(federation.problem, start)["loss"], rel=1e-3)
+        assert float(last.loss[place]) != pytest.approx(evaluate_model(federation.problem, start)["loss"], rel=1e-3)
 
 
 def test_engines_that_forget_class_weights_are_told_apart() -> None:
@@ -226,13 +226,13 @@ def test_engines_that_forget_class_weights_are_told_apart() -> None:
 # --- gradients ------------------------------------------------------------------------------------
 
 
-def by_autograd(problem: Problem, params: Tensor) -> Tensor:
+def by_autograd(problem: TrainingProblem, params: Tensor) -> Tensor:
     """The oracle: one example after the other through the model itself, in float64."""
     model, data = problem.model, problem.dataset
     problem.layout.write(model, params)
     rows = []
     for i in range(len(data.y)):
-        x = take_rows(data.x, slice(i, i + 1))
+        x = select_rows(data.x, slice(i, i + 1))
         outputs = model(x) if isinstance(x, Tensor) else model(**x)
         loss = data.task.loss(outputs, data.y[i : i + 1])
         found = torch.autograd.grad(loss.sum(), list(model.parameters()), allow_unused=True, materialize_grads=True)
@@ -240,7 +240,7 @@ def by_autograd(problem: Problem, params: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def doubled(case: Case) -> Problem:
+def doubled(case: Case) -> TrainingProblem:
     problem = case.problem()
     data = problem.dataset
     x = (
@@ -287,7 +287,7 @@ def test_evaluation_of_parties_merges_to_that_of_all() -> None:
     data = dataclasses.replace(data.with_changes(party_test=party), party_names=("a", "b", "c", "empty"))
     problem = dataclasses.replace(case.problem(), dataset=data)
     params = problem.layout.flatten(problem.model)
-    found = evaluate_all(problem, params, batch=3)  # batches that cut through parties
+    found = evaluate_with_parties(problem, params, batch=3)  # batches that cut through parties
     with torch.no_grad():
         right = (problem.model(data.x_test).argmax(dim=1) == data.y_test).double()
     assert list(found.parties) == ["a", "b", "c"]
@@ -298,14 +298,14 @@ def test_evaluation_of_parties_merges_to_that_of_all() -> None:
     assert found.mean_over_parties["accuracy"] == pytest.approx(mean)
     assert abs(mean - float(right.mean())) > 1e-3, "else the test could not tell them apart"
     without = dataclasses.replace(problem, dataset=case.dataset())
-    assert evaluate_all(without, params).parties == {}
-    assert evaluate(without, params) == pytest.approx(found.metrics)
+    assert evaluate_with_parties(without, params).parties == {}
+    assert evaluate_model(without, params) == pytest.approx(found.metrics)
 
 
 def test_no_test_records_no_metrics() -> None:
     problem = CASES["classification"].problem()
     problem = dataclasses.replace(problem, dataset=dataclasses.replace(problem.dataset, test=None))
-    assert evaluate(problem, problem.layout.flatten(problem.model)) == {}
+    assert evaluate_model(problem, problem.layout.flatten(problem.model)) == {}
 
 
 def test_parties_without_a_value_do_not_count() -> None:
@@ -325,7 +325,7 @@ def test_the_model_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fulcrum.gradients, "analyse_model", counted)
     for _ in range(3):
-        evaluate(problem, problem.layout.flatten(problem.model))
+        evaluate_model(problem, problem.layout.flatten(problem.model))
     assert len(looks) == 1
 
 

@@ -25,40 +25,40 @@ from fulcrum.gradients import GradientRecorder
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import RecordedRandomness, SeededRandomness
 from fulcrum.settings.schema import Clip, Data
-from fulcrum.training.client import by_matrix, train_client
-from fulcrum.training.problem import Problem
-from fulcrum.types import Assignment, ClientReply, RoundRequest, State, Stats, Transform, View
+from fulcrum.training.client import make_materialised_step, train_client
+from fulcrum.training.problem import TrainingProblem
+from fulcrum.types import Assignment, ClientReply, RoundRequest, RuleState, Stats, Transform, View
 from support.federations import CLASSES, toy_data, toy_problem
 
 SIZES = (3, 12, 1, 20, 9)
 """Examples of the five parties: unequal, so that the largest is not the first to be asked."""
 
 
-def uneven(problem: Problem) -> Problem:
+def uneven(problem: TrainingProblem) -> TrainingProblem:
     """The problem with its records dealt out as SIZES says."""
     starts = torch.tensor([0, *torch.tensor(SIZES).cumsum(0).tolist()])
     return dataclasses.replace(problem, partition=dataclasses.replace(problem.partition, starts=starts))
 
 
-def request(problem: Problem, t: int = 0, sigma: float = 0.7, steps: int = 3) -> RoundRequest:
+def request(problem: TrainingProblem, t: int = 0, sigma: float = 0.7, steps: int = 3) -> RoundRequest:
     tasks = tuple(Assignment(k, 0.6, sigma, steps, 0.3) for k in range(problem.partition.parties))
     state = problem.rule.init(Clip(C0=0.8, balance=0.5), problem.shape)
     params = problem.layout.flatten(problem.model)
     return RoundRequest(t, 10, params, tasks, (state,) * len(tasks), weight_decay=0.01)
 
 
-def parallel(problem: Problem, asked: RoundRequest, workers: int = 2) -> list[ClientReply]:
+def parallel(problem: TrainingProblem, asked: RoundRequest, workers: int = 2) -> list[ClientReply]:
     return list(ParallelEngine(dataclasses.replace(problem, workers=workers)).run(asked))
 
 
-def oracle(problem: Problem, asked: RoundRequest) -> list[ClientReply]:
+def oracle(problem: TrainingProblem, asked: RoundRequest) -> list[ClientReply]:
     """The reference with every gradient found by vmap: nothing of the fast path in it."""
-    work = by_matrix(GradientRecorder(problem.model, problem.layout, problem.dataset.task, how="vmap"))
+    work = make_materialised_step(GradientRecorder(problem.model, problem.layout, problem.dataset.task, how="vmap"))
     pairs = zip(asked.assignments, asked.states, strict=True)
     return [train_client(problem, asked, task, state, work) for task, state in pairs]
 
 
-def check_equal(problem: Problem, asked: RoundRequest) -> None:
+def check_equal(problem: TrainingProblem, asked: RoundRequest) -> None:
     """1, 2 and 3 workers give the same bits, and those of the reference up to rounding."""
     replies = {workers: parallel(problem, asked, workers) for workers in (1, 2, 3)}
     truth = oracle(problem, asked)
@@ -185,7 +185,7 @@ MODELS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[torch.Generator
 }
 
 
-def problem_of(name: str, rule: ClipRule = FIXED) -> Problem:
+def problem_of(name: str, rule: ClipRule = FIXED) -> TrainingProblem:
     make, draw = MODELS[name]
     x = draw(torch.Generator().manual_seed(1))
     y = torch.arange(45) % CLASSES
@@ -193,7 +193,7 @@ def problem_of(name: str, rule: ClipRule = FIXED) -> Problem:
     data: Dataset = shell.with_changes(x=x, y=y, x_test=x, y_test=y)
     model = seeded(nn.Sequential(*make()))
     partition = split(shell, Data(parties=5, partition="iid", min_examples=1), 0)
-    return uneven(Problem(data, partition, model, ParameterLayout.of(model), rule, SeededRandomness(3)))
+    return uneven(TrainingProblem(data, partition, model, ParameterLayout.of(model), rule, SeededRandomness(3)))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # the LSTM has no batching rule
@@ -209,7 +209,7 @@ def test_every_layer_equals_the_reference(name: str) -> None:
 def look(**asks: Any) -> ClipRule:
     """The fixed rule with another view; where it sees inner products or losses, they scale the gradients."""
 
-    def clip(stats: Stats, state: State) -> tuple[Tensor, Tensor, State]:
+    def clip(stats: Stats, state: RuleState) -> tuple[Tensor, Tensor, RuleState]:
         factors, extra, state = FIXED.clip(stats, state)
         seen = stats.dots if stats.dots is not None else stats.losses
         if seen is None:
@@ -270,7 +270,7 @@ def test_an_example_that_is_not_finite_counts_as_zero(rule: str) -> None:
 def failing(when: Callable[[], None]) -> ClipRule:
     """The fixed rule, which first calls `when` at every step."""
 
-    def clip(stats: Stats, state: State) -> tuple[Tensor, Tensor, State]:
+    def clip(stats: Stats, state: RuleState) -> tuple[Tensor, Tensor, RuleState]:
         when()
         return FIXED.clip(stats, state)
 
@@ -384,7 +384,7 @@ def test_a_run_is_the_same_for_any_number_of_workers() -> None:
 
 
 def test_evaluation_gives_what_the_model_itself_gives() -> None:
-    from fulcrum.training.evaluate import evaluate
+    from fulcrum.training.evaluate import evaluate_model
 
     for name in ("conv2d-strided", "group-norm", "hooked"):
         problem = problem_of(name)
@@ -392,7 +392,7 @@ def test_evaluation_gives_what_the_model_itself_gives() -> None:
         problem = dataclasses.replace(problem, dataset=problem.dataset.with_changes(x_test=x, y_test=y))
         params = problem.layout.flatten(problem.model)
         logits = problem.model(x).detach()
-        found = evaluate(problem, params, batch=7)
+        found = evaluate_model(problem, params, batch=7)
         assert found["accuracy"] == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
         assert found["loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, y)), rel=1e-5)
-        assert evaluate(problem, params * 1.5)["loss"] != pytest.approx(found["loss"], rel=1e-3)
+        assert evaluate_model(problem, params * 1.5)["loss"] != pytest.approx(found["loss"], rel=1e-3)

@@ -26,7 +26,7 @@ from fulcrum.models.builtin import ACTIVATIONS
 from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.runs.choices import check_choices
 from fulcrum.settings.schema import Clip, Model, Settings
-from fulcrum.types import Assignment, RoundRequest, State, Stats
+from fulcrum.types import Assignment, RoundRequest, RuleState, Stats
 from support.events import as_gaussian
 from support.federations import toy_data, toy_model, toy_problem
 from support.rounds import assert_equal, images, request, stacked
@@ -187,7 +187,7 @@ def test_statistics_without_a_share_of_the_noise_are_refused_as_by_the_reference
 
 
 def test_a_rule_that_cannot_be_stacked_is_called_client_by_client() -> None:
-    def clip(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+    def clip(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
         C = float(state["C"][0]) if math.isfinite(stats.sigma) else 0.0
         return (C / stats.norms.clamp_min(1e-12)).clamp(max=1.0), stats.norms.new_zeros((len(stats.norms), 0)), state
 
@@ -244,7 +244,7 @@ def test_memory_that_runs_out_halves_the_pieces_and_changes_nothing(monkeypatch:
 
 
 def test_an_unsound_rule_sees_its_whole_batch_even_in_pieces() -> None:
-    def clip(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+    def clip(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
         middle = (stats.norms * stats.mask[:, None]).sum(dim=0) / stats.mask.sum().clamp_min(1)
         return (
             torch.clamp(middle / stats.norms.clamp_min(1e-12), max=1.0),

@@ -100,7 +100,7 @@ PARTY = ["party", "--data", "d.npz", "--server", "h:1", "--key", "a", "--ledger"
     ],
 )
 def test_mistakes_are_named(flower, capsys, monkeypatch, words, wanted):
-    monkeypatch.setattr("fulcrum.cli.flower.PLAINTEXT", "")
+    monkeypatch.setattr("fulcrum.cli.flower.PLAINTEXT_WARNING", "")
     assert main(words) == 2
     assert wanted in capsys.readouterr().err
 

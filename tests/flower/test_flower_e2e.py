@@ -28,7 +28,7 @@ import httpx
 from fulcrum.data import load, split
 from fulcrum.flower import certs, keys, run
 from fulcrum.flower.coordinator import WaitPolicy
-from fulcrum.flower.flwr141 import FLEET, Link, Tls, bundle, free_port
+from fulcrum.flower.flwr141 import FLEET_PATHS, LocalSuperlink, TlsFiles, find_free_port, make_app_bundle
 from fulcrum.flower.transport import GridTransport
 from fulcrum.privacy.accounting import Spend
 from fulcrum.privacy.ledger import Ledger
@@ -62,7 +62,7 @@ class Federation:
     """A folder with everything three hospitals and a coordinator need, and the processes in it."""
 
     def __init__(self, folder: Path, config: str = CONFIG) -> None:
-        self.folder, self.port = folder, free_port()
+        self.folder, self.port = folder, find_free_port()
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         data = load("digits")
         parts = split(data, Data(source="digits", parties=3, partition="iid"), 0)
@@ -71,10 +71,10 @@ class Federation:
             np.savez(folder / f"{name}.npz", x=data.x[rows], y=data.y[rows], classes=data.classes)
         np.savez(folder / "public.npz", x_test=data.x_test, y_test=data.y_test, classes=data.classes)
         (folder / "config.toml").write_text(config)
-        certs.make_authority(folder / "certs", ["127.0.0.1"])
+        certs.make_certificate_authority(folder / "certs", ["127.0.0.1"])
         (folder / "register").mkdir()
         for name in PARTIES:
-            _, public = keys.make_pair(folder / name, name)
+            _, public = keys.make_key_pair(folder / name, name)
             shutil.copy(public, folder / "register")
             self.command("terms", "config.toml", "--party", name, "--classes", "10", "--out", f"{name}/terms.toml")
 
@@ -156,11 +156,11 @@ def played(federation):
     """The whole story, once; the tests below look at what it left."""
     folder = federation.folder
     # A node with the right CA and terms but a key that nobody knows, and one that claims to be c with another key.
-    keys.make_pair(folder / "stranger", "d")
+    keys.make_key_pair(folder / "stranger", "d")
     shutil.copy(folder / "c" / "terms.toml", folder / "stranger" / "terms.toml")
     text = (folder / "stranger" / "terms.toml").read_text().replace('party = "c"', 'party = "d"')
     (folder / "stranger" / "terms.toml").write_text(text)
-    keys.make_pair(folder / "impostor", "c")
+    keys.make_key_pair(folder / "impostor", "c")
     shutil.copy(folder / "c" / "terms.toml", folder / "impostor" / "terms.toml")
 
     federation.serve("config.toml", "--out", "run", *federation.transport)
@@ -190,7 +190,7 @@ def knock(federation) -> dict[str, int]:
     """What somebody with nothing but the public CA gets for every way in."""
     trust = ssl.create_default_context(cafile=str(federation.folder / "certs" / "ca.crt"))
     ways = ["control/start-run", "control/register-node", "runtime/acquire-task", "runtime/pull-task-input"]
-    ways += ["runtime/push-messages", "fleet/register-node", *(f"fleet/{path}" for path in FLEET)]
+    ways += ["runtime/push-messages", "fleet/register-node", *(f"fleet/{path}" for path in FLEET_PATHS)]
     headers = {"content-type": "application/protobuf", "accept": "application/protobuf"}
     with httpx.Client(verify=trust, base_url=f"https://127.0.0.1:{federation.port}/v1/") as client:
         return {way: client.post(way, content=b"", headers=headers).status_code for way in ways}
@@ -227,7 +227,7 @@ def test_every_ledger_is_right(federation, played, name):
         assert own[t].digest is not None
         assert own[t].digest == mirror[t].digest
     events = [event for entry in entries for event in entry.events]
-    assert spent == pytest.approx(Spend.none().plus(events).epsilon(1e-4, "rdp"))
+    assert spent == pytest.approx(Spend.empty().add_events(events).epsilon(1e-4, "rdp"))
     assert spent <= budget
 
 
@@ -307,9 +307,9 @@ app = ClientApp()
 
     @contextlib.contextmanager
     def evil_link(address, register):
-        tls = Tls(tmp_path / "certs" / "server.crt", tmp_path / "certs" / "server.key")
-        nodes = {name: keys.public_bytes(key) for name, key in register.items()}
-        with Link("127.0.0.1", made.port, tls, nodes, bundle({"pushed.py": pushed})) as link:
+        tls = TlsFiles(tmp_path / "certs" / "server.crt", tmp_path / "certs" / "server.key")
+        nodes = {name: keys.public_key_to_pem(key) for name, key in register.items()}
+        with LocalSuperlink("127.0.0.1", made.port, tls, nodes, make_app_bundle({"pushed.py": pushed})) as link:
             yield GridTransport(link.grid, link.restarted)
 
     os.environ["WHO"] = "ours"
@@ -317,18 +317,18 @@ app = ClientApp()
         made.party("a")
         os.environ["WHO"] = "stock"
         stock = ["flower-supernode", "--superlink", f"127.0.0.1:{made.port}", "--root-certificates", "certs/ca.crt"]
-        stock += ["--auth-supernode-private-key", "b/b", "--port", str(free_port())]
-        environment = {**os.environ, **fulcrum.flower.QUIET, "FLWR_HOME": str(tmp_path / "flwr-stock")}
+        stock += ["--auth-supernode-private-key", "b/b", "--port", str(find_free_port())]
+        environment = {**os.environ, **fulcrum.flower.FLOWER_ENVIRONMENT, "FLWR_HOME": str(tmp_path / "flwr-stock")}
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         with (tmp_path / "stock.log").open("wb") as log:
             victim = subprocess.Popen(
                 stock, cwd=tmp_path, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         try:
-            address = run.Address("127.0.0.1", made.port, None, None)
+            address = run.ListenAddress("127.0.0.1", made.port, None, None)
             register = keys.load_public_keys(tmp_path / "register")
             wait_policy = WaitPolicy(round_timeout=60, join_timeout=40, min_parties=1)
-            result = run.serve(
+            result = run.serve_run(
                 settings,
                 tmp_path / "run",
                 address,

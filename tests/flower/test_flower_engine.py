@@ -16,10 +16,10 @@ from fulcrum.engines.parallel import ParallelEngine
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
 from fulcrum.flower.coordinator import WaitPolicy
-from fulcrum.flower.messages import Envelope, pack, read_assignment
+from fulcrum.flower.messages import Envelope, assignment_from_table, pack_envelope
 from fulcrum.flower.party import load_arrays
-from fulcrum.flower.prepare import served_settings
-from fulcrum.flower.terms import accept, propose
+from fulcrum.flower.prepare import make_served_settings
+from fulcrum.flower.terms import accept_proposal, make_proposal
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.settings.presets import METHODS
@@ -118,12 +118,14 @@ def test_dc_sgd_is_paid_for_statistics_only_in_the_rounds_that_release_them(tmp_
 def test_terms_of_one_run_suffice_for_it(tmp_path, monkeypatch, name):
     """The default budget is what one run costs, with its noise schedule and its statistics interval, and no more."""
     settings = preset_settings(name, steps=2)
-    with toy_federation(tmp_path, settings, terms=lambda party: accept(party, propose(settings, 3))) as bus:
+    with toy_federation(
+        tmp_path, settings, terms=lambda party: accept_proposal(party, make_proposal(settings, 3))
+    ) as bus:
         result = serve(bus, settings, tmp_path / "served", monkeypatch)
         service = bus.services[0]
         assert result.summary["rounds"] == 3
         assert service.ledger.epsilon(NAMES[0]) <= service.terms.budget <= service.ledger.epsilon(NAMES[0]) + 2e-4
-        assert service.terms.budget < service.terms.planned_epsilon()
+        assert service.terms.budget < service.terms.compute_planned_epsilon()
 
 
 def test_a_field_that_an_assignment_gets_later_travels_too(tmp_path, monkeypatch):
@@ -140,7 +142,7 @@ def test_a_field_that_an_assignment_gets_later_travels_too(tmp_path, monkeypatch
         assert result.summary["status"] == "finished"
         assert len(tasks) == 6
         assert all(task["padding"] == 0 for task in tasks)
-        assert all(read_assignment({**task, "padding": 3}).padding == 3 for task in tasks)
+        assert all(assignment_from_table({**task, "padding": 3}).padding == 3 for task in tasks)
 
 
 def test_another_seed_is_another_run(tmp_path, monkeypatch):
@@ -159,11 +161,11 @@ def test_another_seed_is_another_run(tmp_path, monkeypatch):
 
 def resigned(tmp_path, k: int, header: bytes, body: bytes) -> Envelope:
     """What a party with a key but without manners sends."""
-    return keys.sign(keys.load_private(tmp_path / "keys" / NAMES[k]), Envelope(header, body))
+    return keys.sign_envelope(keys.load_private_key(tmp_path / "keys" / NAMES[k]), Envelope(header, body))
 
 
 def changed(reply: Envelope, **arrays) -> bytes:
-    return pack({}, {**load_arrays(reply.body), **arrays}).body
+    return pack_envelope({}, {**load_arrays(reply.body), **arrays}).body
 
 
 def delta(reply: Envelope) -> torch.Tensor:
@@ -311,7 +313,7 @@ def test_a_spent_budget_ends_the_run_when_too_few_are_left(tmp_path, monkeypatch
     with toy_federation(tmp_path, settings) as bus:
         terms = toy_terms(settings, "party-1", rounds=2)
         bus.services[1].prepare()  # opens its account
-        bus.services[1].ledger.set_budget("party-1", terms.planned_epsilon() * 1.0001)
+        bus.services[1].ledger.change_budget("party-1", terms.compute_planned_epsilon() * 1.0001)
         result = serve(bus, settings, tmp_path / "run", monkeypatch, wait_policy=WaitPolicy(1.0, 1.0, 3))
     assert "too few parties have budget left" in result.summary["status"]
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -381,8 +383,8 @@ def test_only_a_party_in_the_register_can_join(tmp_path, monkeypatch):
     settings = toy_settings(1)
     with toy_federation(tmp_path, settings) as bus:
         (tmp_path / "other").mkdir()
-        keys.make_pair(tmp_path / "other", "party-1")  # the name is right, the key is not
-        bus.services[1].key = keys.load_private(tmp_path / "other" / "party-1")
+        keys.make_key_pair(tmp_path / "other", "party-1")  # the name is right, the key is not
+        bus.services[1].key = keys.load_private_key(tmp_path / "other" / "party-1")
         said: list[str] = []
         result = serve(bus, settings, tmp_path / "run", monkeypatch, said=said)
     assert result.summary["parties"] == 2
@@ -399,13 +401,13 @@ def test_a_party_that_does_not_simulate_does_not_join_a_simulation(tmp_path, mon
 
 def test_what_only_makes_sense_in_one_process_is_refused():
     settings = toy_settings()
-    assert served_settings(settings, 3, False).privacy.randomness == "secure"
-    assert served_settings(settings, 3, True).privacy.randomness == "seeded"
+    assert make_served_settings(settings, 3, False).privacy.randomness == "secure"
+    assert make_served_settings(settings, 3, True).privacy.randomness == "seeded"
     with pytest.raises(ConfigError, match="diagnostics"):
-        served_settings(
+        make_served_settings(
             dataclasses.replace(settings, run=dataclasses.replace(settings.run, diagnostics=True)), 3, False
         )
     with pytest.raises(ConfigError, match="validation"):
-        served_settings(
+        make_served_settings(
             dataclasses.replace(settings, data=dataclasses.replace(settings.data, validation=0.1)), 3, False
         )

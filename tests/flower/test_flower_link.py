@@ -29,8 +29,8 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from fulcrum.errors import ConfigError
 from fulcrum.flower import certs, keys
 from fulcrum.flower import flwr141 as inside
-from fulcrum.flower.messages import BadMessage, Envelope, pack
-from fulcrum.flower.transport import GridTransport, to_envelope, to_record
+from fulcrum.flower.messages import BadMessage, Envelope, pack_envelope
+from fulcrum.flower.transport import GridTransport, envelope_to_record, record_to_envelope
 
 # Flower 1.41 uses what httpx calls old.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -59,28 +59,30 @@ EVERYTHING = (
 def federation(tmp_path_factory):
     """A link with TLS that knows party a, not party b."""
     folder = tmp_path_factory.mktemp("link")
-    certs.make_authority(folder, ["127.0.0.1"])
+    certs.make_certificate_authority(folder, ["127.0.0.1"])
     for name in ("a", "b"):
-        keys.make_pair(folder, name)
-    port = inside.free_port()
-    known = {"a": keys.public_bytes(keys.load_public(folder / "a.pub"))}
-    with inside.Link("127.0.0.1", port, inside.Tls(folder / "server.crt", folder / "server.key"), known) as link:
+        keys.make_key_pair(folder, name)
+    port = inside.find_free_port()
+    known = {"a": keys.public_key_to_pem(keys.load_public_key(folder / "a.pub"))}
+    with inside.LocalSuperlink(
+        "127.0.0.1", port, inside.TlsFiles(folder / "server.crt", folder / "server.key"), known
+    ) as link:
         yield folder, port, link
 
 
 def connect(folder, port, name):
     """A SuperNode's connection with party `name`'s key."""
-    key = keys.load_private(folder / name)
+    key = keys.load_private_key(folder / name)
     return http_request_response(
         f"127.0.0.1:{port}", False, str(folder / "ca.crt"), (key, key.public_key()), max_retries=0
     )
 
 
 def test_flower_is_the_version_that_the_insides_were_written_for(monkeypatch):
-    inside.check_version()
+    inside.check_flower_version()
     monkeypatch.setattr(flwr, "__version__", "1.42.0")
     with pytest.raises(ConfigError, match=r"flwr==1\.41\.0"):
-        inside.check_version()
+        inside.check_flower_version()
 
 
 def test_what_is_changed_in_flower_is_where_it_was():
@@ -126,7 +128,7 @@ def test_a_fleet_call_without_a_known_key_is_turned_away(federation):
     folder, port, _ = federation
     with httpx.Client(verify=ssl.create_default_context(cafile=str(folder / "ca.crt"))) as client:
         headers = {"content-type": PROTOBUF_MEDIA_TYPE, "accept": PROTOBUF_MEDIA_TYPE}
-        for path in inside.FLEET:
+        for path in inside.FLEET_PATHS:
             answer = client.post(f"https://127.0.0.1:{port}/v1/fleet/{path}", content=b"", headers=headers)
             assert answer.status_code == 401, path
 
@@ -134,16 +136,16 @@ def test_a_fleet_call_without_a_known_key_is_turned_away(federation):
 def test_an_unknown_key_is_not_let_in_and_a_known_one_is_also_after_a_kill(federation):
     folder, port, link = federation
     # Not through `connect`: when it is turned away, Flower ends the whole process five seconds later.
-    key = keys.load_private(folder / "b")
+    key = keys.load_private_key(folder / "b")
     with FleetHttpClient.from_server_address(
         f"127.0.0.1:{port}", False, str(folder / "ca.crt"), [NodeAuthHttpInterceptor(key, key.public_key())]
     ) as stranger:
-        own = keys.public_bytes(key.public_key())
+        own = keys.public_key_to_pem(key.public_key())
         with pytest.raises(httpx.HTTPStatusError):
             stranger.ActivateNode(ActivateNodeRequest(public_key=own, heartbeat_interval=30))
         with pytest.raises(httpx.HTTPStatusError, match="404"):
             stranger.RegisterNode(RegisterNodeFleetRequest(public_key=own))
-        known = keys.public_bytes(keys.load_public(folder / "a.pub"))
+        known = keys.public_key_to_pem(keys.load_public_key(folder / "a.pub"))
         with pytest.raises(httpx.HTTPStatusError, match="401"):  # another's key, signed with its own
             stranger.ActivateNode(ActivateNodeRequest(public_key=known, heartbeat_interval=30))
     with connect(folder, port, "a") as first:
@@ -159,7 +161,7 @@ def test_an_unknown_key_is_not_let_in_and_a_known_one_is_also_after_a_kill(feder
 def test_an_envelope_reaches_a_node_and_its_waiting_message_expires(federation):
     folder, port, link = federation
     post = GridTransport(link.grid, link.restarted)
-    envelope = Envelope(pack({"kind": "done"}).header, b"\1\2\3", b"")
+    envelope = Envelope(pack_envelope({"kind": "done"}).header, b"\1\2\3", b"")
     with connect(folder, port, "a") as (node, receive, *_):
         sent = post.send(node, envelope, 1.0, "1")
         assert sent
@@ -174,15 +176,17 @@ def test_an_envelope_reaches_a_node_and_its_waiting_message_expires(federation):
 
 def test_an_envelope_survives_flowers_records():
     envelope = Envelope(b"{}", b"\0\1\2", b"sig")
-    assert to_envelope(to_record(envelope)) == envelope
-    record = to_record(envelope)
+    assert record_to_envelope(envelope_to_record(envelope)) == envelope
+    record = envelope_to_record(envelope)
     del record["arrays"]
     with pytest.raises(BadMessage):
-        to_envelope(record)
+        record_to_envelope(record)
 
 
 def test_telemetry_and_update_checks_are_off():
     from flwr.supercore import telemetry
 
     assert telemetry.FLWR_TELEMETRY_ENABLED == "0"
-    assert fulcrum.flower.QUIET["FLWR_DISABLE_UPDATE_CHECK"] == os.environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    assert (
+        fulcrum.flower.FLOWER_ENVIRONMENT["FLWR_DISABLE_UPDATE_CHECK"] == os.environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    )

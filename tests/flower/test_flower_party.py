@@ -12,16 +12,16 @@ pytest.importorskip("cryptography", reason="parties sign with cryptography: pip 
 
 from fulcrum.errors import ConfigError
 from fulcrum.flower import keys, party, party_training
-from fulcrum.flower.messages import Envelope, pack, read_header
+from fulcrum.flower.messages import Envelope, pack_envelope, read_message_header
 from fulcrum.flower.terms import (
     ASSIGNMENT_LIMITS,
-    REFUSALS,
-    Refusal,
-    accept,
+    REFUSAL_TEXTS,
+    TermsRefusal,
+    accept_proposal,
     check_proposal,
-    propose,
-    read_terms,
-    write_terms,
+    make_proposal,
+    read_terms_file,
+    terms_to_toml,
 )
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.types import Assignment
@@ -32,7 +32,7 @@ SETTINGS = toy_settings()
 
 def code(reply: Envelope) -> str:
     """ "" for an update, otherwise why it was refused."""
-    header = read_header(reply, ("update", "refused", "welcome", "noted"))
+    header = read_message_header(reply, ("update", "refused", "welcome", "noted"))
     return header.get("code", "")
 
 
@@ -87,7 +87,7 @@ def test_a_state_with_numbers_that_would_overflow_is_refused(tmp_path):
             n for n, v in arrays.items() if n.startswith("state.") and n != "state.C" and v.dtype.is_floating_point
         ]
         arrays[name] = torch.full_like(arrays[name], 3e38)
-        assert code(service.answer(Envelope(honest.header, pack({}, arrays).body))) == "state"
+        assert code(service.answer(Envelope(honest.header, pack_envelope({}, arrays).body))) == "state"
         assert service.ledger.entries(service.name) == []
         assert code(service.answer(honest)) == ""
 
@@ -150,9 +150,9 @@ def test_the_engine_is_made_once_per_run(tmp_path, monkeypatch):
 
 def test_terms_from_before_the_statistics_interval_still_read(tmp_path):
     terms = toy_terms(SETTINGS)
-    lines = [line for line in write_terms(terms).splitlines() if not line.startswith("statistics_interval")]
+    lines = [line for line in terms_to_toml(terms).splitlines() if not line.startswith("statistics_interval")]
     (tmp_path / "terms.toml").write_text("\n".join(lines))
-    assert read_terms(tmp_path / "terms.toml") == terms
+    assert read_terms_file(tmp_path / "terms.toml") == terms
     assert terms.statistics_interval == 1
 
 
@@ -175,8 +175,8 @@ def test_a_rule_is_not_even_looked_up_unless_it_was_agreed(tmp_path):
 
 def test_terms_come_back_from_their_file_as_they_went(tmp_path):
     terms = toy_terms(SETTINGS)
-    (tmp_path / "terms.toml").write_text(write_terms(terms))
-    assert read_terms(tmp_path / "terms.toml") == terms
+    (tmp_path / "terms.toml").write_text(terms_to_toml(terms))
+    assert read_terms_file(tmp_path / "terms.toml") == terms
 
 
 @pytest.mark.parametrize(
@@ -193,16 +193,16 @@ def test_terms_come_back_from_their_file_as_they_went(tmp_path):
     ],
 )
 def test_terms_that_make_no_sense_are_named(tmp_path, old, new, words):
-    text = write_terms(toy_terms(SETTINGS))
+    text = terms_to_toml(toy_terms(SETTINGS))
     assert old in text
     (tmp_path / "terms.toml").write_text(text.replace(old, new))
     with pytest.raises(ConfigError, match=words):
-        read_terms(tmp_path / "terms.toml")
+        read_terms_file(tmp_path / "terms.toml")
 
 
 def test_a_proposal_is_checked_as_a_whole_before_the_run():
     terms = toy_terms(SETTINGS)
-    check_proposal(terms, propose(SETTINGS, 3))
+    check_proposal(terms, make_proposal(SETTINGS, 3))
     for change in (
         {"rate": 0.9},
         {"sigma": 0.1},
@@ -211,27 +211,27 @@ def test_a_proposal_is_checked_as_a_whole_before_the_run():
         {"rate": "x"},
         {"statistics_interval": 0},
     ):
-        with pytest.raises(Refusal):
-            check_proposal(terms, {**propose(SETTINGS, 3), **change})
+        with pytest.raises(TermsRefusal):
+            check_proposal(terms, {**make_proposal(SETTINGS, 3), **change})
 
 
 def test_the_budget_of_accepted_terms_is_what_one_run_costs():
-    terms = accept("party-0", propose(SETTINGS, 3))
-    assert terms.planned_epsilon() <= terms.budget < terms.planned_epsilon() * 1.001
+    terms = accept_proposal("party-0", make_proposal(SETTINGS, 3))
+    assert terms.compute_planned_epsilon() <= terms.budget < terms.compute_planned_epsilon() * 1.001
 
 
 # --- consent ------------------------------------------------------------------------------------
 
 
 def hello(**changes) -> Envelope:
-    proposal = {**propose(SETTINGS, 3), **changes}
-    return pack({"kind": "hello", "run": "run-1", "nonce": "n", "proposal": proposal})
+    proposal = {**make_proposal(SETTINGS, 3), **changes}
+    return pack_envelope({"kind": "hello", "run": "run-1", "nonce": "n", "proposal": proposal})
 
 
 def test_without_terms_nothing_is_answered_until_somebody_agrees(tmp_path):
     asked = []
     with toy_party(tmp_path, SETTINGS, terms=None, consent=lambda terms: bool(asked.append(terms))) as service:
-        assert code(service.answer(pack({**HEADER_OF_A_ROUND}))) == "no-terms"
+        assert code(service.answer(pack_envelope({**HEADER_OF_A_ROUND}))) == "no-terms"
         assert code(service.answer(hello())) == "consent"
         assert asked[0].sigma == 1.1
         assert not (tmp_path / "party-0.toml").exists()
@@ -240,7 +240,7 @@ def test_without_terms_nothing_is_answered_until_somebody_agrees(tmp_path):
         # From now on they hold: a later proposal that asks for more is refused without asking anybody.
         service.consent = lambda terms: pytest.fail("asked again")
         assert code(service.answer(hello(rate=0.9))) == "rate"
-    assert read_terms(tmp_path / "party-0.toml").rate == 0.2
+    assert read_terms_file(tmp_path / "party-0.toml").rate == 0.2
 
 
 HEADER_OF_A_ROUND = {
@@ -303,7 +303,7 @@ def test_it_is_paid_before_it_is_computed_and_stored_before_it_is_settled(tmp_pa
         assert stored is not None
         assert service.answer(request) == stored.reply
         (entry,) = service.ledger.entries(service.name)
-        assert entry.digest == party.stored_digest(stored.reply)
+        assert entry.digest == party.compute_stored_digest(stored.reply)
 
 
 def _crash(*args, **kwargs):
@@ -322,7 +322,7 @@ def test_an_answer_that_was_released_and_lost_is_not_made_again(tmp_path):
 
 def test_the_budget_holds_over_runs_whatever_the_server_asks(tmp_path):
     terms = toy_terms(SETTINGS)
-    two = dataclasses.replace(terms, rounds=2).planned_epsilon()
+    two = dataclasses.replace(terms, rounds=2).compute_planned_epsilon()
     terms = dataclasses.replace(terms, budget=two * 1.0001)
     with toy_party(tmp_path, SETTINGS, terms=terms) as service:
         codes = [code(service.answer(toy_request(service, SETTINGS, round=0, run=f"run-{i}"))) for i in range(4)]
@@ -338,9 +338,9 @@ def test_an_error_never_carries_its_text_to_the_server(tmp_path, monkeypatch):
         monkeypatch.setattr(service.trainer, "train", _crash)
         reply = service.answer(toy_request(service, SETTINGS))
     assert code(reply) == "internal"
-    assert b"42" not in reply.header.replace(read_header(reply, ("refused",))["request"].encode(), b"")
+    assert b"42" not in reply.header.replace(read_message_header(reply, ("refused",))["request"].encode(), b"")
     assert any("secret: 42" in words for words in heard), "the party itself is told"
-    assert code(reply) in REFUSALS
+    assert code(reply) in REFUSAL_TEXTS
 
 
 def test_two_processes_cannot_share_a_ledger(tmp_path):
@@ -370,7 +370,7 @@ def test_a_simulation_needs_a_seed(tmp_path):
 
 def test_every_answer_is_signed_and_names_its_request(tmp_path):
     with toy_party(tmp_path, SETTINGS) as service:
-        public = keys.load_public(tmp_path / "keys" / "party-0.pub")
+        public = keys.load_public_key(tmp_path / "keys" / "party-0.pub")
         for request in (
             toy_request(service, SETTINGS),
             hello(),
@@ -378,18 +378,18 @@ def test_every_answer_is_signed_and_names_its_request(tmp_path):
             toy_request(service, SETTINGS, rate=1),
         ):
             reply = service.answer(request)
-            assert keys.is_signed(public, reply)
-            assert read_header(reply, ("update", "refused", "welcome"))["request"] == request.digest
+            assert keys.has_valid_signature(public, reply)
+            assert read_message_header(reply, ("update", "refused", "welcome"))["request"] == request.digest
 
 
 def test_a_party_says_its_public_facts_and_writes_its_own_statement(tmp_path):
     with toy_party(tmp_path, SETTINGS) as service:
-        welcome = read_header(service.answer(hello()), ("welcome",))
+        welcome = read_message_header(service.answer(hello()), ("welcome",))
         assert (welcome["units"], welcome["classes"], welcome["randomness"]) == (40, 3, "secure")
         service.answer(toy_request(service, SETTINGS))
-        service.answer(pack({"kind": "done", "run": "run-1", "nonce": "n", "rounds": 4}))
+        service.answer(pack_envelope({"kind": "done", "run": "run-1", "nonce": "n", "rounds": 4}))
         assert service.done
-        service.write_statement(tmp_path / "out")
+        service.write_party_statement(tmp_path / "out")
         epsilon = service.ledger.epsilon(service.name)
     words = (tmp_path / "out" / "PRIVACY.md").read_text()
     assert f"epsilon = {epsilon:.4g}"[:12] in words
@@ -402,7 +402,7 @@ def test_what_is_sent_has_the_noise_that_the_terms_ask_for(tmp_path, monkeypatch
     """Against the same rounds without noise: the difference has sigma C lr / batch, and not half or twice it."""
     noisy = deltas(tmp_path / "a")
     monkeypatch.setattr(
-        "fulcrum.training.client.release", lambda clipped, extra, scale, randomness, key: (clipped, extra)
+        "fulcrum.training.client.release_with_noise", lambda clipped, extra, scale, randomness, key: (clipped, extra)
     )
     clean = deltas(tmp_path / "b")
     found = float(torch.cat([a - b for a, b in zip(noisy, clean, strict=True)]).std())

@@ -17,15 +17,15 @@ from helpers import toy_data
 
 from fulcrum import runs as api
 from fulcrum.data import Dataset, from_arrays
-from fulcrum.data.dataset import fingerprint
+from fulcrum.data.dataset import compute_dataset_fingerprint
 from fulcrum.data.tasks import task_from_loss
 from fulcrum.errors import ConfigError, DataError
-from fulcrum.flower.consent import consent_text
-from fulcrum.flower.messages import Envelope, pack, read_header
-from fulcrum.flower.party_data import own_data, population_fingerprint
-from fulcrum.flower.prepare import public_data
+from fulcrum.flower.consent import make_consent_text
+from fulcrum.flower.messages import Envelope, pack_envelope, read_message_header
+from fulcrum.flower.party_data import load_party_data, population_fingerprint
+from fulcrum.flower.prepare import load_public_data
 from fulcrum.flower.task_terms import declare_task, same_task, task_fingerprint
-from fulcrum.flower.terms import accept, propose, read_terms, write_terms
+from fulcrum.flower.terms import accept_proposal, make_proposal, read_terms_file, terms_to_toml
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.settings.schema import Settings, TaskSettings
 
@@ -91,8 +91,8 @@ def settings_of(data: Dataset, **changes) -> Settings:
 
 def terms_of(settings: Settings, data: Dataset):
     """What each party agrees to: the settings' task as public data declare it, and a large budget."""
-    proposal = propose(settings, data.task.outputs, declare_task(data))
-    return lambda name: accept(name, proposal, 50.0)
+    proposal = make_proposal(settings, data.task.outputs, declare_task(data))
+    return lambda name: accept_proposal(name, proposal, 50.0)
 
 
 @pytest.mark.parametrize("kind", ["regression", "binary", "multilabel", "classification", "next-token", "own"])
@@ -119,12 +119,12 @@ def test_every_task_gives_the_same_across_machines(tmp_path, monkeypatch, own_co
 
 
 def code(reply: Envelope) -> str:
-    return read_header(reply, ("update", "refused", "welcome", "noted")).get("code", "")
+    return read_message_header(reply, ("update", "refused", "welcome", "noted")).get("code", "")
 
 
 def hello(settings: Settings, task: TaskSettings, outputs: int = 0) -> Envelope:
-    proposal = propose(settings, outputs, task)
-    return pack({"kind": "hello", "run": "run-1", "nonce": "n", "proposal": proposal})
+    proposal = make_proposal(settings, outputs, task)
+    return pack_envelope({"kind": "hello", "run": "run-1", "nonce": "n", "proposal": proposal})
 
 
 OUTSIDE = {
@@ -138,7 +138,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("agreed", [True, False])
 def test_a_label_outside_the_declared_range_is_said_to_the_party_alone(tmp_path, task, data, words, agreed):
     settings, said = toy_settings(), []
-    terms = accept("party-0", propose(settings, 0, task), 50.0) if agreed else None
+    terms = accept_proposal("party-0", make_proposal(settings, 0, task), 50.0) if agreed else None
     options = {"terms": terms, "data": data, "say": said.append, "consent": lambda terms: True}
     with toy_party(tmp_path, settings, **options) as service:
         reply = service.answer(hello(settings, task))
@@ -149,7 +149,7 @@ def test_a_label_outside_the_declared_range_is_said_to_the_party_alone(tmp_path,
         assert reply.body == b""
         assert not (tmp_path / "party-0.toml").exists(), "terms that the records do not fit are not pinned"
         if agreed:
-            assert code(service.answer(pack(header))) == "data"
+            assert code(service.answer(pack_envelope(header))) == "data"
             with pytest.raises(DataError, match=words):
                 service.prepare()
         assert service.ledger.accounts() == {}
@@ -170,7 +170,7 @@ OTHER_TASKS = {
 def test_a_proposal_with_another_task_than_agreed_is_refused(tmp_path, task):
     data = toy_targets("regression")
     settings = toy_settings()
-    terms = accept("party-0", propose(settings, 1, REGRESSION), 50.0)
+    terms = accept_proposal("party-0", make_proposal(settings, 1, REGRESSION), 50.0)
     with toy_party(tmp_path, settings, terms=terms, data=data) as service:
         assert code(service.answer(hello(settings, REGRESSION, 1))) == ""
         assert code(service.answer(hello(settings, task, 1))) == "task"
@@ -181,7 +181,7 @@ def test_a_round_with_another_loss_than_agreed_is_refused_and_costs_nothing(tmp_
     """Two losses with the same model: the model's fingerprint cannot tell them apart, the task's can."""
     plain, weighted = TaskSettings("binary"), TaskSettings("binary", class_weights=(1.0, 6.0))
     data, settings = toy_targets("binary"), toy_settings()
-    terms = accept("party-0", propose(settings, 1, plain), 50.0)
+    terms = accept_proposal("party-0", make_proposal(settings, 1, plain), 50.0)
     with toy_party(tmp_path, settings, terms=terms, data=dataclasses.replace(data, task_settings=plain)) as service:
         assert service.dataset.task_settings == plain
         other = task_fingerprint(data)
@@ -195,7 +195,9 @@ def test_parties_with_another_task_do_not_join(tmp_path, monkeypatch):
     data = toy_targets("binary")
     settings = settings_of(data)
     other = dataclasses.replace(settings, task=TaskSettings("binary"))
-    with toy_federation(tmp_path, settings, terms=lambda name: accept(name, propose(other, 1), 50.0), data=data) as bus:
+    with toy_federation(
+        tmp_path, settings, terms=lambda name: accept_proposal(name, make_proposal(other, 1), 50.0), data=data
+    ) as bus:
         said: list[str] = []
         with pytest.raises(Exception, match="joined"):
             serve(bus, settings, tmp_path / "run", monkeypatch, data=data, said=said)
@@ -205,7 +207,7 @@ def test_parties_with_another_task_do_not_join(tmp_path, monkeypatch):
 def test_records_that_declare_another_task_than_the_terms_are_refused(tmp_path):
     """A source of the party's own that sets a range must not change the loss that was agreed."""
     agreed = TaskSettings("regression", scale=5.0)
-    terms = accept("party-0", propose(toy_settings(), 1, agreed), 50.0)
+    terms = accept_proposal("party-0", make_proposal(toy_settings(), 1, agreed), 50.0)
     said: list[str] = []
     with toy_party(tmp_path, toy_settings(), terms=terms, data=toy_targets("regression"), say=said.append) as service:
         assert code(service.answer(hello(toy_settings(), agreed, 1))) == "data"
@@ -217,20 +219,20 @@ def test_records_that_declare_another_task_than_the_terms_are_refused(tmp_path):
 
 def test_terms_keep_the_task(tmp_path):
     task = TaskSettings("regression", loss="huber", huber_width=0.5, low=0.0, high=40.0, metrics=("rmse",), score="mae")
-    terms = accept("party-0", propose(toy_settings(), 1, task), 50.0)
-    (tmp_path / "terms.toml").write_text(write_terms(terms))
-    assert read_terms(tmp_path / "terms.toml") == terms
+    terms = accept_proposal("party-0", make_proposal(toy_settings(), 1, task), 50.0)
+    (tmp_path / "terms.toml").write_text(terms_to_toml(terms))
+    assert read_terms_file(tmp_path / "terms.toml") == terms
     assert terms.agreed_task == dataclasses.replace(task, metrics=(), score=""), "parties do not evaluate"
-    text = consent_text(terms, 40)
+    text = make_consent_text(terms, 40)
     assert "task regression: loss huber, huber_width 0.5, low 0.0, high 40.0" in text
 
 
 def test_terms_without_a_task_are_a_classification_with_their_classes(tmp_path):
-    terms = accept("party-0", propose(toy_settings(), 3), 50.0)
-    text = write_terms(terms)
+    terms = accept_proposal("party-0", make_proposal(toy_settings(), 3), 50.0)
+    text = terms_to_toml(terms)
     before, _, after = text.partition("# What is predicted")
     (tmp_path / "terms.toml").write_text(before + "[model]" + after.partition("[model]")[2])
-    old = read_terms(tmp_path / "terms.toml")
+    old = read_terms_file(tmp_path / "terms.toml")
     assert old.task == TaskSettings()
     assert old.agreed_task == terms.agreed_task == TaskSettings("classification", classes=3)
     with toy_party(tmp_path, toy_settings(), terms=old) as service:
@@ -241,9 +243,9 @@ def test_terms_without_a_task_are_a_classification_with_their_classes(tmp_path):
 def test_a_party_without_a_class_learns_its_number_from_the_terms(tmp_path):
     data = toy_data(120)
     few = from_arrays(data.x[data.y < 2], data.y[data.y < 2], data.x_test, data.y_test, classes=3)
-    terms = accept("party-0", propose(toy_settings(), 3), 50.0)
+    terms = accept_proposal("party-0", make_proposal(toy_settings(), 3), 50.0)
     with toy_party(tmp_path, toy_settings(), terms=terms, data=few) as service:
-        welcome = read_header(service.answer(hello(toy_settings(), TaskSettings(), 3)), ("welcome",))
+        welcome = read_message_header(service.answer(hello(toy_settings(), TaskSettings(), 3)), ("welcome",))
     assert welcome["classes"] == 3
     assert welcome["task"] == task_fingerprint(data)
 
@@ -251,16 +253,16 @@ def test_a_party_without_a_class_learns_its_number_from_the_terms(tmp_path):
 def test_no_code_of_a_task_runs_before_somebody_agreed(tmp_path, monkeypatch):
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    proposal = propose(toy_settings(), 1, TaskSettings("evil:task"))
+    proposal = make_proposal(toy_settings(), 1, TaskSettings("evil:task"))
     proposal["task"]["metrics"] = ["evil:metric"]
-    ask = pack({"kind": "hello", "run": "run-1", "nonce": "n", "proposal": proposal})
+    ask = pack_envelope({"kind": "hello", "run": "run-1", "nonce": "n", "proposal": proposal})
     with toy_party(tmp_path, toy_settings(), terms=None, consent=lambda terms: False) as service:
         assert code(service.answer(ask)) == "consent"
     proposal["task"]["name"] = "binary"
-    terms = accept("party-0", proposal)
-    assert "evil" not in write_terms(dataclasses.replace(terms, task=terms.agreed_task))
+    terms = accept_proposal("party-0", proposal)
+    assert "evil" not in terms_to_toml(dataclasses.replace(terms, task=terms.agreed_task))
     assert "evil" not in sys.modules
-    assert "counted once" in consent_text(terms, None)
+    assert "counted once" in make_consent_text(terms, None)
 
 
 def test_a_task_that_parties_cannot_find_is_refused_by_the_coordinator():
@@ -283,14 +285,14 @@ def test_a_party_needs_training_records_alone_and_the_coordinator_test_records(t
     data = toy_data(30)
     np.savez(tmp_path / "own.npz", x=data.x, y=data.y)
     np.savez(tmp_path / "public.npz", x_test=data.x_test, y_test=data.y_test, classes=3)
-    own = own_data(str(tmp_path / "own.npz"), task=TaskSettings("classification", classes=5))
+    own = load_party_data(str(tmp_path / "own.npz"), task=TaskSettings("classification", classes=5))
     assert (own.test, own.task.outputs, len(own.y)) == (None, 5, 30)
-    public = public_data(str(tmp_path / "public.npz"), task=TaskSettings())
+    public = load_public_data(str(tmp_path / "public.npz"), task=TaskSettings())
     assert (public.train, public.task.outputs, len(public.y_test)) == (None, 3, 90)
     with pytest.raises(DataError, match="no training records"):
-        own_data(str(tmp_path / "public.npz"))
+        load_party_data(str(tmp_path / "public.npz"))
     with pytest.raises(DataError, match="no test set"):
-        public_data(str(tmp_path / "own.npz"))
+        load_public_data(str(tmp_path / "own.npz"))
 
 
 def test_a_ledger_of_version_0_1_still_knows_the_records():
@@ -298,5 +300,5 @@ def test_a_ledger_of_version_0_1_still_knows_the_records():
     own = part(toy_data(30), toy_settings(), 0)
     before = from_arrays(own.x, own.y, own.x[:1], own.y[:1], classes=3)
     assert population_fingerprint(own) == before.fingerprint != own.fingerprint
-    assert own.fingerprint == fingerprint(own)
+    assert own.fingerprint == compute_dataset_fingerprint(own)
     assert population_fingerprint(toy_data(30)) == toy_data(30).fingerprint

@@ -20,7 +20,7 @@ from fulcrum.models.pretrain import learn
 from fulcrum.runs import prepare
 from fulcrum.settings import schema as config
 from fulcrum.settings.schema import Settings
-from fulcrum.training.federation import public_shape
+from fulcrum.training.federation import make_model_facts
 
 SHAPES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
 
@@ -148,7 +148,7 @@ def test_a_rule_is_told_when_weights_are_larger_than_random_ones(init: str, larg
     settings = Settings().replace(
         privacy={"sigma": 1.0}, model={"init": init}, data={"parties": 2, "partition": "iid"}, train={"server_lr": 0.5}
     )
-    shape = public_shape(prepare(settings, data))
+    shape = make_model_facts(prepare(settings, data))
     assert (shape.larger > 2) == larger
     assert (shape.larger == 1) == (not larger)
     assert shape.first == 0.5

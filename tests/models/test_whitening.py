@@ -23,7 +23,7 @@ from fulcrum.data import Dataset, from_arrays
 from fulcrum.data.features.covariance import compute_whitening_matrix
 from fulcrum.data.tasks import make_task
 from fulcrum.engines.batched import run_many
-from fulcrum.engines.batched.runs import group_runs
+from fulcrum.engines.batched.runs import group_stackable_runs
 from fulcrum.engines.parallel import ParallelEngine
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine
@@ -42,12 +42,12 @@ from fulcrum.models.whitening import (
     fold_centring,
     whiten_partially,
 )
-from fulcrum.runs import execute, go_on, prepare, resume
+from fulcrum.runs import execute, prepare, resume, resume_prepared
 from fulcrum.settings import schema as config
-from fulcrum.settings.checks import check
+from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import job_from_json
-from fulcrum.training.federation import public_shape
+from fulcrum.training.federation import make_model_facts
 from fulcrum.types import RoundResult
 from support.federations import play, toy_problem
 from support.rounds import assert_equal, images, request, stacked
@@ -268,7 +268,7 @@ def test_stacked_runs_equal_themselves_alone(name: str, steps: int, coordinates:
     data = _data(SHAPES[name])
     settings = _settings(train={"steps": steps}, model={"init": "painted", "coordinates": coordinates})
     feds = [prepare(settings.replace(run={"seed": s, "device": "cpu", "engine": "reference"}), data) for s in (0, 1)]
-    assert len(group_runs(feds)) == 1
+    assert len(group_stackable_runs(feds)) == 1
     rounds = list(run_many(feds))
     for r, federation in enumerate(feds):
         alone = play(federation)
@@ -284,7 +284,7 @@ def test_runs_with_other_means_are_not_mixed(tmp_path: Path) -> None:
     inits = ["painted", str(tmp_path / "same.npz"), str(tmp_path / "other.npz")]
     feds = [prepare(_settings(model={"init": init, "coordinates": "centred"}), data) for init in inits]
     plain = prepare(_settings(model={"coordinates": "plain"}), data)
-    assert group_runs([*feds, plain]) == [[0, 1], [2], [3]]
+    assert group_stackable_runs([*feds, plain]) == [[0, 1], [2], [3]]
     assert compute_buffer_digest(plain.problem.model) == ""
 
 
@@ -349,8 +349,8 @@ def test_half_whitened_networks_compute_the_same_and_are_told_apart() -> None:
 @pytest.mark.parametrize("value", [0.0, -0.1, 0.51, float("nan")])
 def test_how_far_to_whiten_has_bounds(value: float) -> None:
     with pytest.raises(ConfigError, match=r"model\.whiten .* greater than 0 and at most 0\.5"):
-        check(Settings().replace(model={"whiten": value}))
-    check(Settings().replace(model={"whiten": 0.5}))
+        check_settings(Settings().replace(model={"whiten": value}))
+    check_settings(Settings().replace(model={"whiten": 0.5}))
 
 
 def test_means_are_those_of_the_inputs() -> None:
@@ -399,10 +399,10 @@ def test_the_means_that_come_along_are_those_of_painted_pictures(name: str, monk
 
 def test_a_rule_is_told_the_size_of_the_weights_not_of_the_means() -> None:
     data = _data(SHAPES["mnist-cnn"])
-    plain, moved = (public_shape(prepare(_settings(model={"coordinates": c}), data)) for c in ("plain", "centred"))
+    plain, moved = (make_model_facts(prepare(_settings(model={"coordinates": c}), data)) for c in ("plain", "centred"))
     assert moved.larger == pytest.approx(plain.larger, rel=0.02)
     assert dataclasses.replace(moved, larger=plain.larger) == plain
-    mixed = public_shape(prepare(_settings(model={"init": "painted", "coordinates": "whitened"}), data))
+    mixed = make_model_facts(prepare(_settings(model={"init": "painted", "coordinates": "whitened"}), data))
     assert mixed.mixed
     assert not moved.mixed
     steps = [
@@ -508,7 +508,7 @@ def test_a_run_leaves_a_plain_network_and_resumes_to_the_bit(tmp_path: Path) -> 
     with torch.no_grad():
         next(iter(other.problem.model.buffers())).add_(1e-3)
     with pytest.raises(RunError, match=r"model\.init = 'painted'"):
-        go_on(other, tmp_path / "cut")
+        resume_prepared(other, tmp_path / "cut")
     resume(tmp_path / "cut", dataset=data)
     assert all(torch.equal(value, weights[n]) for n, value in load_file(tmp_path / "cut" / "model.safetensors").items())
 
@@ -529,21 +529,21 @@ def test_the_command_line_teaches_means_and_trains_with_them(tmp_path: Path) -> 
 
 def test_machines_agree_on_the_means(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="parties sign with cryptography: pip install 'fulcrum-fl[flower]'")
-    from fulcrum.flower.messages import model_fingerprint
-    from fulcrum.flower.prepare import public_problem
-    from fulcrum.flower.terms import read_terms, write_terms
+    from fulcrum.flower.messages import compute_model_fingerprint
+    from fulcrum.flower.prepare import make_public_problem
+    from fulcrum.flower.terms import read_terms_file, terms_to_toml
     from support.flower import toy_terms
 
     settings = _settings(clip={"rule": "moo"})
-    problem = public_problem(settings, _data(SHAPES["mnist-cnn"]), torch.device("cpu"))
+    problem = make_public_problem(settings, _data(SHAPES["mnist-cnn"]), torch.device("cpu"))
     party = models.build_model(settings.model, SHAPES["mnist-cnn"], 10, 0)  # as a party builds it
-    agreed = model_fingerprint(problem.model, problem.layout)
-    assert model_fingerprint(party, ParameterLayout.of(party)) == agreed
+    agreed = compute_model_fingerprint(problem.model, problem.layout)
+    assert compute_model_fingerprint(party, ParameterLayout.of(party)) == agreed
     with torch.no_grad():
         next(iter(party.buffers())).add_(1e-3)
-    assert model_fingerprint(party, ParameterLayout.of(party)) != agreed
-    (tmp_path / "terms.toml").write_text(write_terms(toy_terms(settings)))
-    assert read_terms(tmp_path / "terms.toml").model.coordinates == "centred"
+    assert compute_model_fingerprint(party, ParameterLayout.of(party)) != agreed
+    (tmp_path / "terms.toml").write_text(terms_to_toml(toy_terms(settings)))
+    assert read_terms_file(tmp_path / "terms.toml").model.coordinates == "centred"
 
 
 def test_results_that_were_kept_before_are_still_found() -> None:

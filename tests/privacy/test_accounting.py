@@ -19,12 +19,12 @@ from fulcrum.privacy import accounting
 from fulcrum.privacy.accounting import (
     ORDERS,
     Spend,
-    calibrate,
-    combine_sigma,
-    epsilon,
+    calibrate_sigma,
+    combine_sigmas,
+    compute_epsilon,
+    compute_max_steps,
+    compute_step_rdp,
     reported_accountants,
-    step_rdp,
-    steps_for,
 )
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
 
@@ -90,18 +90,18 @@ CHECKED = (1.1, 1.5, 2.0, 3.7, 8.0, 10.9, 16.0, 45.0)
     ("rate", "sigma"), [(0.001, 1.0), (0.05, 2.07), (0.05, 0.6), (0.3, 5.0), (0.9, 1.5), (0.01, 20.0)]
 )
 def test_rdp_of_a_step_is_an_upper_bound_at_whole_and_broken_orders(rate: float, sigma: float):
-    curve = step_rdp(rate, sigma)
+    curve = compute_step_rdp(rate, sigma)
     assert below(curve, rate, sigma, CHECKED) == []
     for order in (2.0, 8.0, 16.0):  # and a tight one where the sum is finite
         truth = renyi(rate, sigma, order, removed=True)
         assert curve[order == ORDERS][0] == pytest.approx(truth, rel=1e-6, abs=2e-12)
     # the same check rejects a curve for a little more noise, or a little less sampling, than there was
-    assert below(step_rdp(rate, 1.05 * sigma), rate, sigma, CHECKED)
-    assert below(step_rdp(0.9 * rate, sigma), rate, sigma, CHECKED)
+    assert below(compute_step_rdp(rate, 1.05 * sigma), rate, sigma, CHECKED)
+    assert below(compute_step_rdp(0.9 * rate, sigma), rate, sigma, CHECKED)
 
 
 def test_without_sampling_it_is_the_plain_gaussian():
-    np.testing.assert_allclose(step_rdp(1.0, 3.0), ORDERS / 18, rtol=1e-9)
+    np.testing.assert_allclose(compute_step_rdp(1.0, 3.0), ORDERS / 18, rtol=1e-9)
 
 
 def test_conversion_to_epsilon_is_that_of_dp_accounting():
@@ -110,7 +110,9 @@ def test_conversion_to_epsilon_is_that_of_dp_accounting():
     random = np.random.default_rng(0)
     for scale in (1e-12, 1e-6, 1e-2, 1.0, 50.0):
         curve = np.sort(random.random(len(ORDERS))) * scale
-        assert accounting.rdp_to_epsilon(curve, 1e-5) == pytest.approx(rdp.compute_epsilon(ORDERS, curve, 1e-5)[0])
+        assert accounting.convert_rdp_to_epsilon(curve, 1e-5) == pytest.approx(
+            rdp.compute_epsilon(ORDERS, curve, 1e-5)[0]
+        )
 
 
 @pytest.mark.parametrize("rate", [1e-4, 0.01, 0.05, 0.5, 0.99])
@@ -125,29 +127,31 @@ def test_rdp_is_that_of_dp_accounting_at_whole_orders_and_never_above_it(rate: f
         theirs = rdp.RdpAccountant(orders=list(ORDERS))
         with np.errstate(all="ignore"):
             theirs.compose(dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma)))
-        curve, other = step_rdp(rate, sigma), np.asarray(theirs._rdp)
+        curve, other = compute_step_rdp(rate, sigma), np.asarray(theirs._rdp)
         np.testing.assert_allclose(curve[whole], other[whole], rtol=1e-9, atol=2e-12)
         assert np.isfinite(curve).all()
         if sigma >= 0.05:  # below, a chord between whole orders: an upper bound that may lie above
             assert (curve <= other * (1 + 1e-9) + 2e-12 / (ORDERS - 1)).all()
-        assert not np.allclose(step_rdp(rate, 1.001 * sigma)[whole], other[whole], rtol=1e-9, atol=2e-12)
+        assert not np.allclose(compute_step_rdp(rate, 1.001 * sigma)[whole], other[whole], rtol=1e-9, atol=2e-12)
 
 
 def test_below_the_finest_sigma_broken_orders_are_bounded_by_their_neighbours():
-    curve = step_rdp(0.05, 0.04) * (ORDERS - 1)
+    curve = compute_step_rdp(0.05, 0.04) * (ORDERS - 1)
     assert (np.diff(curve) > 0).all()
     assert curve[ORDERS == 1.5][0] >= 0.5 * renyi(0.05, 0.04, 1.5, removed=True)
 
 
 def test_many_sigmas_by_pld_are_an_upper_bound_and_hardly_above(monkeypatch: pytest.MonkeyPatch):
     events = [Gaussian(0.05, 1.5 * 0.8 ** (t / 20)) for t in range(20)]
-    rounded = epsilon(events, DELTA, "pld")
-    monkeypatch.setattr(accounting, "KINDS", 20)
-    accounting._pld_epsilon.cache_clear()
-    exact = epsilon(events, DELTA, "pld")
-    accounting._pld_epsilon.cache_clear()
+    rounded = compute_epsilon(events, DELTA, "pld")
+    monkeypatch.setattr(accounting, "MAX_EXACT_PLD_KINDS", 20)
+    accounting._compute_pld_epsilon.cache_clear()
+    exact = compute_epsilon(events, DELTA, "pld")
+    accounting._compute_pld_epsilon.cache_clear()
     assert exact < rounded < 1.006 * exact
-    assert epsilon([Gaussian(e.rate, e.sigma * 1.005) for e in events], DELTA, "pld") < exact  # rounding up is caught
+    assert (
+        compute_epsilon([Gaussian(e.rate, e.sigma * 1.005) for e in events], DELTA, "pld") < exact
+    )  # rounding up is caught
 
 
 # --- epsilon against exact values ---------------------------------------------------------------
@@ -156,19 +160,19 @@ def test_many_sigmas_by_pld_are_an_upper_bound_and_hardly_above(monkeypatch: pyt
 @pytest.mark.parametrize(("sigma", "steps"), [(1.0, 1), (4.0, 1), (20.0, 200), (0.5, 2)])
 def test_plain_gaussian_against_the_exact_formula(sigma: float, steps: int):
     exact = exact_epsilon(lambda eps: gaussian_delta(sigma / math.sqrt(steps), eps), DELTA)
-    pld, rdp = (epsilon([Gaussian(1.0, sigma, steps)], DELTA, how) for how in ("pld", "rdp"))
+    pld, rdp = (compute_epsilon([Gaussian(1.0, sigma, steps)], DELTA, how) for how in ("pld", "rdp"))
     assert exact <= pld <= 1.002 * exact
     assert pld < rdp < 1.2 * exact
-    assert epsilon([Gaussian(1.0, 1.05 * sigma, steps)], DELTA, "pld") < exact  # 5% less noise is caught
+    assert compute_epsilon([Gaussian(1.0, 1.05 * sigma, steps)], DELTA, "pld") < exact  # 5% less noise is caught
 
 
 @pytest.mark.parametrize(("rate", "sigma"), [(0.05, 0.7), (0.01, 0.5), (0.5, 2.0)])
 def test_one_sampled_step_against_the_exact_tails(rate: float, sigma: float):
     exact = exact_epsilon(lambda eps: sampled_delta(rate, sigma, eps), DELTA)
-    pld, rdp = (epsilon([Gaussian(rate, sigma)], DELTA, how) for how in ("pld", "rdp"))
+    pld, rdp = (compute_epsilon([Gaussian(rate, sigma)], DELTA, how) for how in ("pld", "rdp"))
     assert exact <= pld <= 1.005 * exact
     assert rdp >= pld
-    assert epsilon([Gaussian(rate, 1.05 * sigma)], DELTA, "pld") < exact
+    assert compute_epsilon([Gaussian(rate, 1.05 * sigma)], DELTA, "pld") < exact
 
 
 def simulated_delta(rate: float, sigma: float, steps: int, eps: float, draws: int = 100_000) -> tuple[float, float]:
@@ -192,20 +196,20 @@ def admissible(accountant: Accountant, rate: float, sigma: float, steps: int, de
 def test_composition_against_a_simulation_that_rejects_wrong_accountants():
     run = (0.1, 1.0, 40)
     wrong: dict[str, Accountant] = {
-        "a new accountant each round": lambda events, delta: max(epsilon([e], delta) for e in events),
-        "half of the rounds forgotten": lambda events, delta: epsilon(events[::2], delta, "pld"),
-        "noise said to be a third larger": lambda events, delta: epsilon(
+        "a new accountant each round": lambda events, delta: max(compute_epsilon([e], delta) for e in events),
+        "half of the rounds forgotten": lambda events, delta: compute_epsilon(events[::2], delta, "pld"),
+        "noise said to be a third larger": lambda events, delta: compute_epsilon(
             [Gaussian(e.rate, e.sigma * 4 / 3) for e in events if isinstance(e, Gaussian)], delta, "pld"
         ),
-        "amplified once more by client sampling": lambda events, delta: epsilon(
+        "amplified once more by client sampling": lambda events, delta: compute_epsilon(
             [Gaussian(e.rate / 2, e.sigma) for e in events if isinstance(e, Gaussian)], delta, "pld"
         ),
     }
-    assert admissible(lambda events, delta: epsilon(events, delta, "rdp"), *run)
-    assert admissible(lambda events, delta: epsilon(events, delta, "pld"), *run)
+    assert admissible(lambda events, delta: compute_epsilon(events, delta, "rdp"), *run)
+    assert admissible(lambda events, delta: compute_epsilon(events, delta, "pld"), *run)
     assert [name for name, accountant in wrong.items() if admissible(accountant, *run)] == []
     # and PLD is not merely safe: simulated delta at its epsilon is delta
-    found, error = simulated_delta(*run, epsilon([Gaussian(*run)], 0.01, "pld"))
+    found, error = simulated_delta(*run, compute_epsilon([Gaussian(*run)], 0.01, "pld"))
     assert found == pytest.approx(0.01, abs=5 * error + 2e-4)
 
 
@@ -224,9 +228,11 @@ def test_shuffled_batches_accounted_as_poisson_are_rejected():
         with_unit, without = (-np.expm1(others + norm.logcdf((c - shift) / sigma)) for shift in (2, 1))
         return float(np.max(with_unit - math.exp(eps) * without))
 
-    assert delta_at_least(epsilon([Gaussian(1 / batches, sigma, batches)], DELTA, "rdp")) > 10 * DELTA
-    assert delta_at_least(epsilon([Gaussian(1 / batches, sigma, batches)], DELTA, "pld")) > 50 * DELTA
-    assert delta_at_least(epsilon([Gaussian(1.0, sigma)], DELTA, "pld")) <= DELTA  # an epoch without amplification
+    assert delta_at_least(compute_epsilon([Gaussian(1 / batches, sigma, batches)], DELTA, "rdp")) > 10 * DELTA
+    assert delta_at_least(compute_epsilon([Gaussian(1 / batches, sigma, batches)], DELTA, "pld")) > 50 * DELTA
+    assert (
+        delta_at_least(compute_epsilon([Gaussian(1.0, sigma)], DELTA, "pld")) <= DELTA
+    )  # an epoch without amplification
 
 
 # --- composition --------------------------------------------------------------------------------
@@ -236,17 +242,17 @@ def test_rounds_compose_and_nothing_is_forgotten():
     import dp_accounting
     from dp_accounting import rdp
 
-    spend = Spend.none()
+    spend = Spend.empty()
     costs = []
     for _ in range(50):
-        spend = spend.plus([Gaussian(0.05, 1.2, 2), Gaussian(0.01, 3.0)])
+        spend = spend.add_events([Gaussian(0.05, 1.2, 2), Gaussian(0.01, 3.0)])
         costs.append(spend.epsilon(DELTA))
     assert all(a < b for a, b in itertools.pairwise(costs))
     assert costs[-1] > 2 * costs[0]
     assert spend.counts == {(0.05, 1.2): 100, (0.01, 3.0): 50}
-    assert spend == Spend.none().plus([Gaussian(0.01, 3.0, 50), Gaussian(0.05, 1.2, 100)])
-    assert spend == Spend.none().plus([Gaussian(0.01, 3.0), Gaussian(0.05, 1.2, 2)], times=50)
-    assert spend == Spend.none().plus(spend.events)
+    assert spend == Spend.empty().add_events([Gaussian(0.01, 3.0, 50), Gaussian(0.05, 1.2, 100)])
+    assert spend == Spend.empty().add_events([Gaussian(0.01, 3.0), Gaussian(0.05, 1.2, 2)], times=50)
+    assert spend == Spend.empty().add_events(spend.events)
     assert spend.releases == 150
 
     theirs = rdp.RdpAccountant(orders=list(ORDERS))
@@ -257,34 +263,34 @@ def test_rounds_compose_and_nothing_is_forgotten():
 
 
 def test_spends_do_not_change_when_added_to():
-    first = Spend.none().plus([Gaussian(0.1, 1.0)])
+    first = Spend.empty().add_events([Gaussian(0.1, 1.0)])
     before = first.rdp.copy()
-    first.plus([Gaussian(0.1, 1.0), Unprotected()])
+    first.add_events([Gaussian(0.1, 1.0), Unprotected()])
     assert first.counts == {(0.1, 1.0): 1}
-    assert first.unprotected == 0
+    assert first.num_unprotected == 0
     np.testing.assert_array_equal(first.rdp, before)
 
 
 @pytest.mark.parametrize("how", ["rdp", "pld"])
 def test_extremes(how: str):
-    assert epsilon([], DELTA, how) == 0
-    assert epsilon([Gaussian(0.1, 1.0, 0)], DELTA, how) == 0
-    assert epsilon([Gaussian(0.1, 1.0), Unprotected()], DELTA, how) == math.inf
-    assert epsilon([Gaussian(0.1, 0.0)], DELTA, how) == math.inf
-    assert 1e4 < epsilon([Gaussian(1.0, 0.005)], DELTA, how) < math.inf
-    tiny = epsilon([Gaussian(1e-4, 50.0, 10**4)], DELTA, how)
+    assert compute_epsilon([], DELTA, how) == 0
+    assert compute_epsilon([Gaussian(0.1, 1.0, 0)], DELTA, how) == 0
+    assert compute_epsilon([Gaussian(0.1, 1.0), Unprotected()], DELTA, how) == math.inf
+    assert compute_epsilon([Gaussian(0.1, 0.0)], DELTA, how) == math.inf
+    assert 1e4 < compute_epsilon([Gaussian(1.0, 0.005)], DELTA, how) < math.inf
+    tiny = compute_epsilon([Gaussian(1e-4, 50.0, 10**4)], DELTA, how)
     assert 0 <= tiny < 0.01
 
 
 def test_pld_is_tighter_also_where_each_step_loses_almost_nothing():
     # On a grid of 1e-3 this run would be charged 0.44 by PLD, twice what it costs.
     events = [Gaussian(0.001, 5.0, 100_000)]
-    assert 0.2090 < epsilon(events, DELTA, "pld") < 0.2105 < epsilon(events, DELTA, "rdp")
+    assert 0.2090 < compute_epsilon(events, DELTA, "pld") < 0.2105 < compute_epsilon(events, DELTA, "rdp")
 
 
 def test_pld_gives_way_to_rdp_where_its_arithmetic_ends():
     events = [Gaussian(0.001, 1.0, 10**6)]
-    assert epsilon(events, 1e-8, "pld") == epsilon(events, 1e-8, "rdp")
+    assert compute_epsilon(events, 1e-8, "pld") == compute_epsilon(events, 1e-8, "rdp")
 
 
 # --- monotone -----------------------------------------------------------------------------------
@@ -301,20 +307,20 @@ def test_pld_gives_way_to_rdp_where_its_arithmetic_ends():
 def test_more_data_less_noise_or_more_steps_never_cost_less(
     rate: float, sigma: float, count: int, more: float, how: str
 ):
-    base = epsilon([Gaussian(rate, sigma, count)], DELTA, how)
+    base = compute_epsilon([Gaussian(rate, sigma, count)], DELTA, how)
     # These are bounds, and how loose they are varies a little: with the order for RDP, the grid for PLD.
     least = base * 0.99 - 1e-6
-    assert epsilon([Gaussian(min(1.0, rate * more), sigma, count)], DELTA, how) >= least
-    assert epsilon([Gaussian(rate, sigma / more, count)], DELTA, how) >= least
-    assert epsilon([Gaussian(rate, sigma, math.ceil(count * more))], DELTA, how) >= least
-    assert epsilon([Gaussian(rate, sigma, count)], DELTA / 10, how) >= base
+    assert compute_epsilon([Gaussian(min(1.0, rate * more), sigma, count)], DELTA, how) >= least
+    assert compute_epsilon([Gaussian(rate, sigma / more, count)], DELTA, how) >= least
+    assert compute_epsilon([Gaussian(rate, sigma, math.ceil(count * more))], DELTA, how) >= least
+    assert compute_epsilon([Gaussian(rate, sigma, count)], DELTA / 10, how) >= base
 
 
 # --- searches -----------------------------------------------------------------------------------
 
 
 def test_calibration_meets_the_known_value():
-    assert calibrate(lambda s: [Gaussian(0.05, s, 200)], 1.64, DELTA) == pytest.approx(2.0738, rel=2e-4)
+    assert calibrate_sigma(lambda s: [Gaussian(0.05, s, 200)], 1.64, DELTA) == pytest.approx(2.0738, rel=2e-4)
 
 
 def falling(sigma: float) -> list[Event]:
@@ -333,62 +339,62 @@ def falling(sigma: float) -> list[Event]:
     ],
 )
 def test_calibration_is_safe_and_nearly_the_smallest(planned: Callable[[float], list[Event]], target: float, how: str):
-    sigma = calibrate(planned, target, DELTA, how)
-    assert epsilon(planned(sigma), DELTA, how) <= target
-    assert epsilon(planned(sigma / 1.0003), DELTA, how) > target
+    sigma = calibrate_sigma(planned, target, DELTA, how)
+    assert compute_epsilon(planned(sigma), DELTA, how) <= target
+    assert compute_epsilon(planned(sigma / 1.0003), DELTA, how) > target
 
 
 def test_calibration_counts_what_was_spent_before():
     past = Gaussian(0.05, 2.0, 100)
-    fresh = calibrate(lambda s: [Gaussian(0.05, s, 100)], 2.0, DELTA)
-    later = calibrate(lambda s: [past, Gaussian(0.05, s, 100)], 2.0, DELTA)
+    fresh = calibrate_sigma(lambda s: [Gaussian(0.05, s, 100)], 2.0, DELTA)
+    later = calibrate_sigma(lambda s: [past, Gaussian(0.05, s, 100)], 2.0, DELTA)
     assert later > fresh
     with pytest.raises(ConfigError, match=r"epsilon = 0.5 .* cannot be reached.*larger epsilon"):
-        calibrate(lambda s: [past, Gaussian(0.05, s, 100)], 0.5, DELTA)
+        calibrate_sigma(lambda s: [past, Gaussian(0.05, s, 100)], 0.5, DELTA)
     with pytest.raises(ConfigError, match="cannot be reached"):
-        calibrate(lambda s: [Unprotected()], 0.5, DELTA)
+        calibrate_sigma(lambda s: [Unprotected()], 0.5, DELTA)
 
 
 def test_an_enormous_budget_still_gets_some_noise():
-    assert calibrate(lambda s: [Gaussian(1.0, s)], 1e8, DELTA) == accounting.SIGMA_MIN
+    assert calibrate_sigma(lambda s: [Gaussian(1.0, s)], 1e8, DELTA) == accounting.SIGMA_MIN
 
 
 @pytest.mark.parametrize("how", ["rdp", "pld"])
 def test_steps_for_is_the_inverse(how: str):
-    count = steps_for(0.05, 2.0738, 1.64, DELTA, how)
+    count = compute_max_steps(0.05, 2.0738, 1.64, DELTA, how)
     assert count == 200 if how == "rdp" else count > 200
-    assert epsilon([Gaussian(0.05, 2.0738, count)], DELTA, how) <= 1.64
-    assert epsilon([Gaussian(0.05, 2.0738, count + 1)], DELTA, how) > 1.64
-    assert steps_for(1.0, 0.5, 1.0, DELTA, how) == 0
+    assert compute_epsilon([Gaussian(0.05, 2.0738, count)], DELTA, how) <= 1.64
+    assert compute_epsilon([Gaussian(0.05, 2.0738, count + 1)], DELTA, how) > 1.64
+    assert compute_max_steps(1.0, 0.5, 1.0, DELTA, how) == 0
 
 
 def test_steps_for_stops_at_its_limit():
-    assert steps_for(1e-6, 1e5, 1.0, DELTA) == accounting.STEPS_MAX
+    assert compute_max_steps(1e-6, 1e5, 1.0, DELTA) == accounting.MAX_STEPS
 
 
 def test_two_releases_on_one_sample_combine():
-    both = combine_sigma(2.0, 3.0)
+    both = combine_sigmas(2.0, 3.0)
     assert both == pytest.approx((1 / 4 + 1 / 9) ** -0.5)
-    apart = epsilon([Gaussian(1.0, 2.0), Gaussian(1.0, 3.0)], DELTA)
-    assert epsilon([Gaussian(1.0, both)], DELTA) == pytest.approx(apart)
+    apart = compute_epsilon([Gaussian(1.0, 2.0), Gaussian(1.0, 3.0)], DELTA)
+    assert compute_epsilon([Gaussian(1.0, both)], DELTA) == pytest.approx(apart)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: epsilon([], 0.0), "delta = 0.0"),
-        (lambda: epsilon([], 1.0), "delta = 1.0"),
-        (lambda: epsilon([], math.nan), "delta = nan"),
-        (lambda: epsilon([], DELTA, "zcdp"), "accountant = 'zcdp' is not known; choose one of rdp, pld"),
-        (lambda: epsilon([Gaussian(0.0, 1.0)], DELTA), "rate = 0.0"),
-        (lambda: epsilon([Gaussian(1.1, 1.0)], DELTA), "rate = 1.1"),
-        (lambda: epsilon([Gaussian(0.1, -1.0)], DELTA), "sigma = -1.0"),
-        (lambda: epsilon([Gaussian(0.1, math.nan)], DELTA), "sigma = nan"),
-        (lambda: epsilon([Gaussian(0.1, 1.0, -1)], DELTA), "count = -1"),
-        (lambda: epsilon([Gaussian(0.1, 1.0, 1.5)], DELTA), "count = 1.5"),  # type: ignore[arg-type]
-        (lambda: calibrate(lambda s: [Gaussian(0.1, s)], 0.0, DELTA), "epsilon = 0.0"),
-        (lambda: calibrate(lambda s: [Gaussian(0.1, s)], math.inf, DELTA), "epsilon = inf"),
-        (lambda: steps_for(0.1, 1.0, -1.0, DELTA), "epsilon = -1.0"),
+        (lambda: compute_epsilon([], 0.0), "delta = 0.0"),
+        (lambda: compute_epsilon([], 1.0), "delta = 1.0"),
+        (lambda: compute_epsilon([], math.nan), "delta = nan"),
+        (lambda: compute_epsilon([], DELTA, "zcdp"), "accountant = 'zcdp' is not known; choose one of rdp, pld"),
+        (lambda: compute_epsilon([Gaussian(0.0, 1.0)], DELTA), "rate = 0.0"),
+        (lambda: compute_epsilon([Gaussian(1.1, 1.0)], DELTA), "rate = 1.1"),
+        (lambda: compute_epsilon([Gaussian(0.1, -1.0)], DELTA), "sigma = -1.0"),
+        (lambda: compute_epsilon([Gaussian(0.1, math.nan)], DELTA), "sigma = nan"),
+        (lambda: compute_epsilon([Gaussian(0.1, 1.0, -1)], DELTA), "count = -1"),
+        (lambda: compute_epsilon([Gaussian(0.1, 1.0, 1.5)], DELTA), "count = 1.5"),  # type: ignore[arg-type]
+        (lambda: calibrate_sigma(lambda s: [Gaussian(0.1, s)], 0.0, DELTA), "epsilon = 0.0"),
+        (lambda: calibrate_sigma(lambda s: [Gaussian(0.1, s)], math.inf, DELTA), "epsilon = inf"),
+        (lambda: compute_max_steps(0.1, 1.0, -1.0, DELTA), "epsilon = -1.0"),
     ],
 )
 def test_wrong_input_is_named(call: Callable[[], object], message: str):
@@ -405,12 +411,12 @@ OWN = accounting.Accountant(
 
 def test_an_own_accountant_is_found_by_its_place_and_bounds_what_it_supports():
     place = f"{__name__}:OWN"
-    assert epsilon([Gaussian(0.1, 1.0, 4)], DELTA, place) == 2.0
-    assert math.isinf(epsilon([Gaussian(0.1, 1.0, 100)], DELTA, place))  # it does not support this event
-    assert math.isinf(epsilon([Unprotected()], DELTA, "rdp"))
-    assert math.isinf(epsilon([Unprotected()], DELTA, "pld"))
+    assert compute_epsilon([Gaussian(0.1, 1.0, 4)], DELTA, place) == 2.0
+    assert math.isinf(compute_epsilon([Gaussian(0.1, 1.0, 100)], DELTA, place))  # it does not support this event
+    assert math.isinf(compute_epsilon([Unprotected()], DELTA, "rdp"))
+    assert math.isinf(compute_epsilon([Unprotected()], DELTA, "pld"))
     with pytest.raises(ConfigError, match=r"is a int, not a fulcrum\.privacy\.accounting\.Accountant"):
-        epsilon([], DELTA, f"{__name__}:NOT_ONE")
+        compute_epsilon([], DELTA, f"{__name__}:NOT_ONE")
 
 
 NOT_ONE = 7

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fulcrum.errors import BudgetError, ConfigError, InputError
-from fulcrum.privacy.accounting import Spend, epsilon, steps_for
+from fulcrum.privacy.accounting import Spend, compute_epsilon, compute_max_steps
 from fulcrum.privacy.events import EVENT_KINDS, Event, Gaussian, Unprotected
-from fulcrum.privacy.ledger import Account, Ledger
-from fulcrum.privacy.ledger.rows import read_events
+from fulcrum.privacy.ledger import Ledger, LedgerAccount
+from fulcrum.privacy.ledger.rows import read_events_text
 
 DELTA = 1e-5
 STEP = (Gaussian(0.05, 1.0),)
@@ -52,7 +52,7 @@ def raw(path: Path) -> closing[sqlite3.Connection]:
 
 def test_enrolling_again_changes_nothing_and_other_terms_are_refused(ledger: Ledger, path: Path):
     ledger.enroll("a", 5.0, **TERMS)
-    assert ledger.accounts()["a"] == Account("a", 2.0, DELTA, "rdp", "example", "digits")
+    assert ledger.accounts()["a"] == LedgerAccount("a", 2.0, DELTA, "rdp", "example", "digits")
     for field, other in (("unit", "person"), ("delta", 1e-6), ("accountant", "pld"), ("population", "mnist")):
         with pytest.raises(ConfigError, match=f"party 'a' is in the ledger with {field} = "):
             ledger.enroll("a", 2.0, **{**TERMS, field: other})
@@ -62,9 +62,11 @@ def test_enrolling_again_changes_nothing_and_other_terms_are_refused(ledger: Led
 
 def test_one_refusal_enrolls_nobody(ledger: Ledger):
     with pytest.raises(ConfigError):
-        ledger.enroll_all([Account("new", 1.0, **TERMS), Account("a", 1.0, **{**TERMS, "unit": "person"})])
+        ledger.enroll_parties(
+            [LedgerAccount("new", 1.0, **TERMS), LedgerAccount("a", 1.0, **{**TERMS, "unit": "person"})]
+        )
     assert set(ledger.accounts()) == {"a", "b"}
-    ledger.enroll_all([Account("new", 1.0, **TERMS), Account("new", 1.0, **TERMS)])
+    ledger.enroll_parties([LedgerAccount("new", 1.0, **TERMS), LedgerAccount("new", 1.0, **TERMS)])
     assert set(ledger.accounts()) == {"a", "b", "new"}
 
 
@@ -73,12 +75,12 @@ def test_impossible_budgets_are_refused(ledger: Ledger, budget: float):
     with pytest.raises(ConfigError, match="budget of party 'c'"):
         ledger.enroll("c", budget, **TERMS)
     with pytest.raises(ConfigError, match="budget of party 'a'"):
-        ledger.set_budget("a", budget)
+        ledger.change_budget("a", budget)
 
 
 def test_a_budget_is_changed_only_on_purpose(ledger: Ledger, path: Path):
     assert ledger.reserve("r", 0, {"a": [Gaussian(1.0, 1.0)]}) == {"a": False}
-    ledger.set_budget("a", 50.0)
+    ledger.change_budget("a", 50.0)
     assert ledger.reserve("r", 0, {"a": [Gaussian(1.0, 1.0)]}) == {"a": True}
     with raw(path) as db:
         rows = db.execute("SELECT epsilon FROM budgets ORDER BY id").fetchall()
@@ -89,7 +91,7 @@ def test_a_budget_is_changed_only_on_purpose(ledger: Ledger, path: Path):
 
 
 def test_hard_stop_before_the_budget_over_runs(path: Path):
-    fit = steps_for(*((STEP[0].rate, STEP[0].sigma)), 2.0, DELTA)
+    fit = compute_max_steps(*((STEP[0].rate, STEP[0].sigma)), 2.0, DELTA)
     granted = 0
     for run in ("first", "second"):  # a new process each: nothing may be forgotten in between
         with Ledger.open(path) as ledger:
@@ -97,18 +99,21 @@ def test_hard_stop_before_the_budget_over_runs(path: Path):
             granted += sum(ledger.reserve(run, t, {"a": STEP})["a"] for t in range(fit * 2 // 3))
     assert granted == fit > 5
     with Ledger.open(path) as ledger:
-        assert ledger.epsilon("a") == pytest.approx(epsilon([Gaussian(0.05, 1.0, fit)], DELTA))
-        assert ledger.epsilon("a") <= 2.0 < epsilon([Gaussian(0.05, 1.0, fit + 1)], DELTA)
+        assert ledger.epsilon("a") == pytest.approx(compute_epsilon([Gaussian(0.05, 1.0, fit)], DELTA))
+        assert ledger.epsilon("a") <= 2.0 < compute_epsilon([Gaussian(0.05, 1.0, fit + 1)], DELTA)
 
 
 def test_a_budget_that_is_met_exactly_is_granted(ledger: Ledger):
-    ledger.enroll("exact", epsilon(STEP, DELTA), **TERMS)
-    ledger.enroll("short", epsilon(STEP, DELTA) * (1 - 1e-8), **TERMS)
+    ledger.enroll("exact", compute_epsilon(STEP, DELTA), **TERMS)
+    ledger.enroll("short", compute_epsilon(STEP, DELTA) * (1 - 1e-8), **TERMS)
     assert ledger.reserve("r", 0, {"exact": STEP, "short": STEP}) == {"exact": True, "short": False}
 
 
 def test_the_accountant_of_the_party_decides(ledger: Ledger):
-    between = (epsilon([Gaussian(0.05, 1.0, 50)], DELTA, "rdp") + epsilon([Gaussian(0.05, 1.0, 50)], DELTA, "pld")) / 2
+    between = (
+        compute_epsilon([Gaussian(0.05, 1.0, 50)], DELTA, "rdp")
+        + compute_epsilon([Gaussian(0.05, 1.0, 50)], DELTA, "pld")
+    ) / 2
     ledger.enroll("rdp", between, **TERMS)
     ledger.enroll("pld", between, **{**TERMS, "accountant": "pld"})
     wanted = [Gaussian(0.05, 1.0, 50)]
@@ -117,7 +122,7 @@ def test_the_accountant_of_the_party_decides(ledger: Ledger):
         "a": 0.0,
         "b": 0.0,
         "rdp": 0.0,
-        "pld": pytest.approx(epsilon(wanted, DELTA, "pld")),
+        "pld": pytest.approx(compute_epsilon(wanted, DELTA, "pld")),
     }
 
 
@@ -131,14 +136,14 @@ def test_the_same_reservation_again_is_free(ledger: Ledger):
     assert ledger.reserve("r", 3, {"a": STEP}) == {"a": True}
     spent = ledger.spent("a")
     assert ledger.reserve("r", 3, {"a": STEP, "b": STEP}) == {"a": True, "b": True}
-    assert ledger.spent("a") == spent == Spend.none().plus(STEP)
+    assert ledger.spent("a") == spent == Spend.empty().add_events(STEP)
     with pytest.raises(BudgetError, match="already reserved other events for round 3 of run 'r'"):
         ledger.reserve("r", 3, {"a": [Gaussian(0.05, 2.0)]})
     assert ledger.spent("a") == spent
 
 
 def test_again_is_free_even_when_the_budget_is_gone(ledger: Ledger):
-    ledger.enroll("c", epsilon(STEP, DELTA), **TERMS)
+    ledger.enroll("c", compute_epsilon(STEP, DELTA), **TERMS)
     assert ledger.reserve("r", 0, {"c": STEP})["c"]
     assert not ledger.reserve("r", 1, {"c": STEP})["c"]
     assert ledger.reserve("r", 0, {"c": STEP})["c"]
@@ -147,13 +152,13 @@ def test_again_is_free_even_when_the_budget_is_gone(ledger: Ledger):
 def test_another_attempt_is_paid_again(ledger: Ledger):
     ledger.reserve("r", 0, {"a": STEP})
     ledger.reserve("r", 0, {"a": STEP}, attempt=1)
-    assert ledger.spent("a") == Spend.none().plus(STEP, 2)
+    assert ledger.spent("a") == Spend.empty().add_events(STEP, 2)
 
 
 def test_an_unknown_party_stops_the_whole_round(ledger: Ledger):
     with pytest.raises(InputError, match="party 'z' is not in the ledger"):
         ledger.reserve("r", 0, {"a": STEP, "z": STEP})
-    assert ledger.spent("a") == Spend.none()
+    assert ledger.spent("a") == Spend.empty()
     for ask in (ledger.spent, ledger.epsilon, ledger.entries):
         with pytest.raises(InputError, match="'z'"):
             ask("z")
@@ -164,12 +169,12 @@ def test_events_keep_every_digit(ledger: Ledger, path: Path):
     ledger.reserve("r", 0, {"b": events})
     with Ledger.open(path) as again:
         assert again.entries("b")[0].events == events
-        assert again.spent("b") == Spend.none().plus(events)
+        assert again.spent("b") == Spend.empty().add_events(events)
 
 
 def test_a_round_of_ten_thousand_is_one_transaction(ledger: Ledger):
     names = [f"p{k}" for k in range(10_000)]
-    ledger.enroll_all(Account(name, 2.0, **TERMS) for name in names)
+    ledger.enroll_parties(LedgerAccount(name, 2.0, **TERMS) for name in names)
     statements: list[str] = []
     ledger._store.db.set_trace_callback(statements.append)
     assert all(ledger.reserve("r", 0, dict.fromkeys(names, STEP)).values())
@@ -183,7 +188,7 @@ def test_two_open_ledgers_see_each_other(ledger: Ledger, path: Path):
         ledger.reserve("r", 0, {"a": STEP})
         other.reserve("s", 0, {"a": STEP})
         ledger.reserve("r", 1, {"a": STEP})
-        assert other.spent("a") == ledger.spent("a") == Spend.none().plus(STEP, 3)
+        assert other.spent("a") == ledger.spent("a") == Spend.empty().add_events(STEP, 3)
         other.enroll("late", 1.0, **TERMS)
         assert "late" in ledger.accounts()
 
@@ -214,11 +219,11 @@ def test_any_order_of_calls_matches_a_plain_dictionary(asked: list[tuple[int, in
                     ledger.reserve("r", round, {"a": events}, attempt)
                 continue
             after = [event for other in {**held, key: events}.values() for event in other]
-            fits = key in held or epsilon(after, DELTA) <= 2.0
+            fits = key in held or compute_epsilon(after, DELTA) <= 2.0
             assert ledger.reserve("r", round, {"a": events}, attempt) == {"a": fits}
             if fits:
                 held[key] = events
-        total = Spend.none().plus(e for events in held.values() for e in events)
+        total = Spend.empty().add_events(e for events in held.values() for e in events)
         assert first.spent("a") == second.spent("a") == total
 
 
@@ -227,16 +232,16 @@ def test_any_order_of_calls_matches_a_plain_dictionary(asked: list[tuple[int, in
 
 def test_settling_twice_with_another_digest_needs_a_new_attempt(ledger: Ledger):
     ledger.reserve("r", 0, {"a": STEP})
-    assert ledger.settled_attempts("r", 0) == 0
+    assert ledger.count_settled_attempts("r", 0) == 0
     ledger.settle("r", 0, {"a": "x"})
     ledger.settle("r", 0, {"a": "x"})
-    assert ledger.settled_attempts("r", 0) == 1
+    assert ledger.count_settled_attempts("r", 0) == 1
     with pytest.raises(BudgetError, match="already released something else in round 0"):
         ledger.settle("r", 0, {"a": "y"})
     ledger.reserve("r", 0, {"a": STEP}, attempt=1)
     ledger.settle("r", 0, {"a": "y"})
     assert [(e.attempt, e.digest) for e in ledger.entries("a")] == [(0, "x"), (1, "y")]
-    assert ledger.settled_attempts("r", 0) == 2
+    assert ledger.count_settled_attempts("r", 0) == 2
 
 
 def test_settling_what_was_never_reserved_is_refused(ledger: Ledger):
@@ -251,13 +256,13 @@ def test_history_and_spends_sum_up_each_run(ledger: Ledger):
         for t in range(rounds):
             ledger.reserve(run, t, {"a": STEP, "b": STEP})
     ledger.settle("one", 0, {"a": "x"})
-    lines = {(line.party, line.run): line for line in ledger.history()}
+    lines = {(line.party, line.run): line for line in ledger.list_run_costs()}
     assert set(lines) == {("a", "one"), ("a", "two"), ("b", "one"), ("b", "two")}
     line = lines["a", "one"]
     assert (line.first_round, line.last_round, line.reservations, line.settled, line.releases) == (0, 2, 3, 1, 3)
-    assert line.epsilon == pytest.approx(epsilon([Gaussian(0.05, 1.0, 3)], DELTA))
-    assert ledger.spends("two") == {"a": Spend.none().plus(STEP, 2), "b": Spend.none().plus(STEP, 2)}
-    assert ledger.spends()["a"] == Spend.none().plus(STEP, 5)
+    assert line.epsilon == pytest.approx(compute_epsilon([Gaussian(0.05, 1.0, 3)], DELTA))
+    assert ledger.get_spends("two") == {"a": Spend.empty().add_events(STEP, 2), "b": Spend.empty().add_events(STEP, 2)}
+    assert ledger.get_spends()["a"] == Spend.empty().add_events(STEP, 5)
 
 
 # --- the file -----------------------------------------------------------------------------------
@@ -307,7 +312,7 @@ def test_a_ledger_of_format_1_is_read_and_continued(ledger: Ledger, path: Path):
                 (round, text),
             )
     with Ledger.open(path) as old:
-        assert old.spent("a") == Spend.none().plus([Gaussian(0.05, 1.0, 3), Gaussian(0.1, 3.5)])
+        assert old.spent("a") == Spend.empty().add_events([Gaussian(0.05, 1.0, 3), Gaussian(0.1, 3.5)])
         assert old.entries("a")[0].events == STEP
         assert old.reserve("r", 0, {"a": STEP}) == {"a": True}  # the same events, however they are written
         assert old.spent("a").releases == 4
@@ -353,9 +358,9 @@ def test_a_later_kind_of_event_is_kept_as_it_is_and_costs_everything(
         assert ledger.epsilon("b") == float("inf")
         with Ledger.open(path) as again:
             assert again.spent("b").events == events
-    read_events.cache_clear()
+    read_events_text.cache_clear()
     with Ledger.open(path) as older, pytest.raises(InputError, match="kind 'correlated' is not known"):
-        older.spends()
+        older.get_spends()
 
 
 def test_a_locked_ledger_is_waited_for_and_then_explained(ledger: Ledger, path: Path):
@@ -369,21 +374,21 @@ def test_a_locked_ledger_is_waited_for_and_then_explained(ledger: Ledger, path: 
 
 def test_a_full_disk_is_one_sentence_and_nothing_is_half_written(ledger: Ledger, path: Path):
     names = [f"p{k}" for k in range(500)]
-    ledger.enroll_all(Account(name, 2.0, **TERMS) for name in names)
+    ledger.enroll_parties(LedgerAccount(name, 2.0, **TERMS) for name in names)
     (pages,) = ledger._store.db.execute("PRAGMA page_count").fetchone()
     ledger._store.db.execute(f"PRAGMA max_page_count = {pages + 2}")
     with pytest.raises(InputError, match=r"^ledger .* the disk is full; free some space"):
         ledger.reserve("r", 0, dict.fromkeys(names, STEP))
-    assert {spend.releases for spend in ledger.spends().values()} == {0}
+    assert {spend.releases for spend in ledger.get_spends().values()} == {0}
     ledger._store.db.execute(f"PRAGMA max_page_count = {pages * 10}")
     assert all(ledger.reserve("r", 0, dict.fromkeys(names, STEP)).values())
     with Ledger.open(path) as again:
-        assert again.spends() == ledger.spends()
+        assert again.get_spends() == ledger.get_spends()
 
 
 def test_a_damaged_ledger_is_said_to_be_damaged(path: Path):
     with Ledger.open(path) as ledger:
-        ledger.enroll_all(Account(f"p{k}", 2.0, **TERMS) for k in range(2000))
+        ledger.enroll_parties(LedgerAccount(f"p{k}", 2.0, **TERMS) for k in range(2000))
     content = bytearray(path.read_bytes())
     content[4096:] = os.urandom(len(content) - 4096)
     path.write_bytes(content)
@@ -489,7 +494,7 @@ print(granted)
 def test_two_processes_together_never_overspend(path: Path):
     rivals = [run_script(RIVAL, path, name) for name in ("x", "y")]
     granted = [int(rival.communicate(timeout=120)[0].split()[1]) for rival in rivals]
-    assert sum(granted) == steps_for(0.05, 1.0, 2.0, DELTA)
+    assert sum(granted) == compute_max_steps(0.05, 1.0, 2.0, DELTA)
     with Ledger.open(path) as ledger:
         assert ledger.epsilon("a") <= 2.0
         assert len(ledger.entries("a")) == sum(granted)
@@ -502,6 +507,6 @@ def test_the_reservations_of_one_round_are_those_of_the_party_the_run_and_the_ro
     ledger.settle("one", 1, {"b": "digest"})
     ledger.reserve("one", 1, {"b": STEP}, attempt=1)
     wanted = [entry for entry in ledger.entries("b") if (entry.run, entry.round) == ("one", 1)]
-    assert ledger.round_entries("b", "one", 1) == wanted
+    assert ledger.list_round_entries("b", "one", 1) == wanted
     assert [entry.digest for entry in wanted] == ["digest", None]
-    assert ledger.round_entries("b", "three", 1) == []
+    assert ledger.list_round_entries("b", "three", 1) == []

@@ -13,19 +13,19 @@ from fulcrum.clipping.quantile import QUANTILE
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.privacy.mechanism import (
     GAUSSIAN_MECHANISM,
+    ChargedNoiseScale,
     NoiseMultipliers,
     NoiseScale,
-    Scales,
     add_noise,
     apply_rule,
+    compute_charged_scale,
+    compute_planned_events,
     enforce_bounds,
-    planned_events,
-    release,
+    release_with_noise,
     scale_noise,
-    scales,
 )
 from fulcrum.rng import Randomness, SecureRandomness, SeededRandomness
-from fulcrum.types import Assignment, Bounds, State, Stats
+from fulcrum.types import Assignment, Bounds, RuleState, Stats
 from support.events import as_gaussian
 
 SIGMA, C = 1.5, 0.7
@@ -36,8 +36,8 @@ def _p_value(sample: torch.Tensor, sd: float) -> float:
 
 
 def _noised(randomness: Randomness, d: int = 200_000) -> torch.Tensor:
-    scale = scales(FIXED, Bounds(torch.tensor([C])), 0.1, SIGMA, 10.0)
-    noisy, _ = release(torch.zeros(d), torch.zeros(0), scale, randomness, (0, 0, 0))
+    scale = compute_charged_scale(FIXED, Bounds(torch.tensor([C])), 0.1, SIGMA, 10.0)
+    noisy, _ = release_with_noise(torch.zeros(d), torch.zeros(0), scale, randomness, (0, 0, 0))
     return noisy
 
 
@@ -87,21 +87,23 @@ def test_no_global_generator_is_touched() -> None:
 
 def test_extra_statistics_take_their_share_and_the_sum_pays_for_it() -> None:
     rule = dataclasses.replace(FIXED, share=lambda sigma, batch: 0.36)
-    scale = scales(rule, Bounds(torch.tensor([3.0, 4.0]), extra=2.0), 0.1, SIGMA, 10.0)
+    scale = compute_charged_scale(rule, Bounds(torch.tensor([3.0, 4.0]), extra=2.0), 0.1, SIGMA, 10.0)
     assert float(scale.sum) == pytest.approx(5.0 * SIGMA / 0.8)
     assert scale.extra == pytest.approx(2.0 * SIGMA / 0.6)
     assert scale.event == Gaussian(0.1, SIGMA)
 
 
 def test_extra_statistics_without_a_share_are_never_released() -> None:
-    scale = scales(FIXED, Bounds(torch.tensor([1.0]), extra=1.0), 0.1, SIGMA, 10.0)
+    scale = compute_charged_scale(FIXED, Bounds(torch.tensor([1.0]), extra=1.0), 0.1, SIGMA, 10.0)
     with pytest.raises(ValueError, match="no share"):
-        release(torch.zeros(3), torch.zeros(1), scale, SeededRandomness(0), (0, 0, 0))
+        release_with_noise(torch.zeros(3), torch.zeros(1), scale, SeededRandomness(0), (0, 0, 0))
 
 
 def test_no_noise_is_called_by_its_name() -> None:
-    assert scales(FIXED, Bounds(torch.tensor([1.0])), 0.1, 0.0, 10.0) == Scales(0.0, 0.0, event=Unprotected())
-    assert scales(NONE, Bounds(torch.tensor([torch.inf])), 0.1, SIGMA, 10.0).event == Unprotected()
+    assert compute_charged_scale(FIXED, Bounds(torch.tensor([1.0])), 0.1, 0.0, 10.0) == ChargedNoiseScale(
+        0.0, 0.0, event=Unprotected()
+    )
+    assert compute_charged_scale(NONE, Bounds(torch.tensor([torch.inf])), 0.1, SIGMA, 10.0).event == Unprotected()
 
 
 def test_the_mechanism_holds_a_lying_rule_to_its_own_bounds() -> None:
@@ -122,7 +124,7 @@ def _row_of(batch: int) -> Stats:
 
 
 def test_one_step_clips_masks_and_enforces_bounds_alone_and_under_vmap() -> None:
-    def lying_clip(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+    def lying_clip(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
         return torch.ones_like(stats.norms), 7 * torch.ones_like(stats.norms), state
 
     rule = dataclasses.replace(FIXED, clip=lying_clip, bounds=lambda state: Bounds(state["C"], 0.5))
@@ -200,18 +202,20 @@ def test_a_mechanism_may_keep_a_state() -> None:
 def test_what_is_planned_is_what_the_steps_release(every: int, round: int) -> None:
     task, batch = Assignment(0, 0.1, SIGMA, steps=4, lr=1.0, every=every), 500.0
     events = [
-        scales(QUANTILE, Bounds(torch.ones(1), 1.0), 0.1, SIGMA, batch, task.asks(round, step)).event
+        compute_charged_scale(
+            QUANTILE, Bounds(torch.ones(1), 1.0), 0.1, SIGMA, batch, task.asks_statistics(round, step)
+        ).event
         for step in range(4)
     ]
-    planned = planned_events(task, QUANTILE, batch, round)
+    planned = compute_planned_events(task, QUANTILE, batch, round)
     assert {(as_gaussian(e).sigma, e.count) for e in planned} == {
         (as_gaussian(e).sigma, events.count(e)) for e in events
     }
     if every > 1 and task.asked(round) < 4:  # another batch is another share: the plan must know the right one
-        assert planned != planned_events(task, QUANTILE, 1.0, round)
+        assert planned != compute_planned_events(task, QUANTILE, 1.0, round)
 
 
 def test_planned_without_noise_is_unprotected() -> None:
-    assert planned_events(Assignment(0, 0.1, 0.0, 4, 1.0), FIXED, 32.0, 0) == (Unprotected(4),)
-    assert planned_events(Assignment(0, 0.1, SIGMA, 4, 1.0), NONE, 32.0, 0) == (Unprotected(4),)
-    assert planned_events(Assignment(0, 0.1, SIGMA, 4, 1.0), FIXED, 32.0, 0) == (Gaussian(0.1, SIGMA, 4),)
+    assert compute_planned_events(Assignment(0, 0.1, 0.0, 4, 1.0), FIXED, 32.0, 0) == (Unprotected(4),)
+    assert compute_planned_events(Assignment(0, 0.1, SIGMA, 4, 1.0), NONE, 32.0, 0) == (Unprotected(4),)
+    assert compute_planned_events(Assignment(0, 0.1, SIGMA, 4, 1.0), FIXED, 32.0, 0) == (Gaussian(0.1, SIGMA, 4),)

@@ -13,10 +13,10 @@ import torch
 
 from fulcrum.clipping import ClipRule, find_rule
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.accounting import Spend, epsilon
+from fulcrum.privacy.accounting import Spend, compute_epsilon
 from fulcrum.privacy.events import Gaussian, Unprotected
-from fulcrum.privacy.ledger import Account, Ledger
-from fulcrum.privacy.plan import Plan, make_plan, party_group, rounds_for_budget
+from fulcrum.privacy.ledger import Ledger, LedgerAccount
+from fulcrum.privacy.plan import Plan, compute_rounds_for_budget, make_plan, party_group
 from fulcrum.settings.schema import Settings
 from fulcrum.types import Assignment
 
@@ -40,7 +40,7 @@ def test_each_party_gets_the_sigma_of_its_own_budget():
         assert party.budget == budget
         assert party.epsilon_pld < party.epsilon_rdp <= budget
         assert party.epsilon_rdp == pytest.approx(budget, rel=1e-3)
-        assert party.epsilon_rdp == epsilon([Gaussian(0.05, party.sigma, 20)], 1e-5)
+        assert party.epsilon_rdp == compute_epsilon([Gaussian(0.05, party.sigma, 20)], 1e-5)
     assert plan.party(1).sigma > plan.party(0).sigma == plan.party(2).sigma
     assert plan.party(1).batch == pytest.approx(2.0)
     assert plan.assignment(1, 3, 0.7) == Assignment(1, 0.05, plan.party(1).sigma, 1, 0.7)
@@ -50,12 +50,12 @@ def test_steps_and_epochs_are_all_paid_for():
     for train, steps in (({"steps": 4}, 4), ({"steps": 0, "epochs": 0.5}, 10)):
         plan = make_plan(settings_of(train=train), 1, [300], MOO)
         assert plan.events(0) == (Gaussian(0.05, plan.party(0).sigma, steps),)
-        assert plan.party(0).epsilon_rdp == epsilon([Gaussian(0.05, plan.party(0).sigma, 20 * steps)], 1e-5)
+        assert plan.party(0).epsilon_rdp == compute_epsilon([Gaussian(0.05, plan.party(0).sigma, 20 * steps)], 1e-5)
 
 
 def overspends(sigma: float, rounds_taken: int) -> bool:
     """Whether a party that took part in that many rounds passed epsilon = 2."""
-    return epsilon([Gaussian(0.05, sigma)] * rounds_taken, 1e-5) > 2.0
+    return compute_epsilon([Gaussian(0.05, sigma)] * rounds_taken, 1e-5) > 2.0
 
 
 def test_client_sampling_gives_no_amplification():
@@ -73,7 +73,7 @@ def test_a_public_cap_on_participations_is_what_is_paid_for():
     sigma = plan.party(0).sigma
     assert not overspends(sigma, 5)
     assert overspends(sigma, 6)
-    assert plan.epsilon_at(20, 0) == plan.epsilon_at(5, 0) > plan.epsilon_at(4, 0)
+    assert plan.compute_epsilon_at(20, 0) == plan.compute_epsilon_at(5, 0) > plan.compute_epsilon_at(4, 0)
     assert make_plan(settings_of(privacy={"max_participations": 99}), 3, UNITS, MOO).participations(0) == 20
 
 
@@ -81,18 +81,18 @@ def test_a_public_cap_on_participations_is_what_is_paid_for():
 def test_the_ledger_grants_exactly_what_was_planned(accountant: str):
     plan = make_plan(settings_of(privacy={"accountant": accountant}), 2, [300, 400], MOO)
     with Ledger.open(":memory:") as ledger:
-        ledger.enroll_all(Account(plan.name(k), **plan.terms(k)) for k in range(2))
+        ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in range(2))
         wanted = {plan.name(k): plan.events(k) for k in range(2)}
         granted = [all(ledger.reserve("run", t, wanted).values()) for t in range(21)]
         assert granted == [True] * 20 + [False]
-        assert ledger.epsilon("party-0") == pytest.approx(plan.epsilon_at(20, 0))
+        assert ledger.epsilon("party-0") == pytest.approx(plan.compute_epsilon_at(20, 0))
 
 
 def test_with_sigma_epsilon_is_reported_and_nothing_is_limited():
     plan = make_plan(settings_of(privacy={"epsilon": None, "sigma": 1.3}), 3, UNITS, MOO)
     assert plan.party(0).sigma == 1.3
     assert plan.party(0).budget is None
-    assert plan.party(0).epsilon_rdp == epsilon([Gaussian(0.05, 1.3, 20)], 1e-5)
+    assert plan.party(0).epsilon_rdp == compute_epsilon([Gaussian(0.05, 1.3, 20)], 1e-5)
     assert plan.terms(0)["budget"] is None
 
 
@@ -106,20 +106,23 @@ def test_a_rule_without_privacy_promises_none():
     party = plan.party(0)
     assert (party.sigma, party.epsilon_rdp, party.epsilon_pld, party.budget) == (0.0, math.inf, math.inf, None)
     assert plan.events(0) == (Unprotected(1),)
-    assert plan.epsilon_at(0, 0) == 0
+    assert plan.compute_epsilon_at(0, 0) == 0
     assert "no privacy guarantee" in plan.warnings[0]
     text = json.dumps(plan.to_json(), allow_nan=False)
     assert json.loads(text)["epsilon"] == "inf"
 
 
 def test_what_was_spent_before_counts_against_the_same_budget():
-    past = {"party-1": Spend.none().plus([Gaussian(0.05, 1.5, 20)]), "stranger": Spend.none().plus([Unprotected()])}
+    past = {
+        "party-1": Spend.empty().add_events([Gaussian(0.05, 1.5, 20)]),
+        "stranger": Spend.empty().add_events([Unprotected()]),
+    }
     fresh = make_plan(settings_of(), 3, UNITS, MOO)
     plan = make_plan(settings_of(), 3, UNITS, MOO, past)
     assert plan.party(0).sigma == fresh.party(0).sigma
     assert plan.party(1).sigma > fresh.party(1).sigma
-    assert plan.epsilon_at(0, 1) == past["party-1"].epsilon(1e-5) > 0
-    together = past["party-1"].plus(plan.events(1), 20).epsilon(1e-5)
+    assert plan.compute_epsilon_at(0, 1) == past["party-1"].epsilon(1e-5) > 0
+    together = past["party-1"].add_events(plan.events(1), 20).epsilon(1e-5)
     assert plan.party(1).epsilon_rdp == together <= 2.0
     with pytest.raises(ConfigError, match=r"party-1 has spent epsilon = .* of its budget 0.5 already"):
         make_plan(settings_of(privacy={"epsilon": 0.5}), 3, UNITS, MOO, past)
@@ -167,7 +170,7 @@ def test_a_million_parties_are_calibrated_once_a_group(monkeypatch: pytest.Monke
         calls.append(arguments)
         return 1.0 + len(calls)
 
-    monkeypatch.setattr(party_group, "calibrate", counted)
+    monkeypatch.setattr(party_group, "calibrate_sigma", counted)
     units = torch.full((1_000_000,), 60)
     plan = make_plan(settings_of(privacy={"budgets": {"party-7": 1.0, "party-999999": 1.0}}), 1_000_000, units, MOO)
     assert len(calls) == len(plan.groups) == 2
@@ -217,31 +220,31 @@ def test_noise_of_the_aggregate_against_drawn_noise(weights: str):
     units = np.array([300, 40, 500, 200, 200, 90])
     settings = settings_of(train={"weights": weights}, privacy={"budgets": {"party-2": 1.0}})
     plan = make_plan(settings, len(units), units, MOO)
-    noise = plan.noise_to_signal(25)
+    noise = plan.compute_noise_to_signal(25)
     shares = units.astype(float) if weights == "examples" else np.ones(len(units))
     norm, along = simulated(plan, shares, 25, 1.0)
     assert noise.ratio == pytest.approx(norm, rel=0.05)
     assert noise.direction == pytest.approx(along, rel=0.15)
     # the same check rejects the noise of one party, and that of a single trusted curator
-    assert plan.noise_to_signal(25, 0).ratio != pytest.approx(norm, rel=0.05)
+    assert plan.compute_noise_to_signal(25, 0).ratio != pytest.approx(norm, rel=0.05)
     assert plan.party(0).sigma * 5 / (0.05 * units.sum()) != pytest.approx(norm, rel=0.05)
 
 
 def test_noise_with_client_sampling_is_that_of_the_expected_cohort():
     plan = make_plan(settings_of(train={"participation": 0.5}), 40, np.full(40, 100), MOO)
     norm, _ = simulated(plan, np.ones(40), 25, 0.5)
-    assert plan.noise_to_signal(25).ratio == pytest.approx(norm, rel=0.05)
+    assert plan.compute_noise_to_signal(25).ratio == pytest.approx(norm, rel=0.05)
 
 
 def test_noise_of_one_party_follows_the_formula():
     plan = make_plan(settings_of(clip={"C0": 0.5}), 3, UNITS, MOO)
     sigma = plan.party(1).sigma
-    noise = plan.noise_to_signal(100, 1)
+    noise = plan.compute_noise_to_signal(100, 1)
     assert noise.coordinate == pytest.approx(sigma * 0.5 / (0.05 * 40))
     assert noise.norm == pytest.approx(sigma * 0.5 * 10 / (0.05 * 40))
     assert noise.ratio == pytest.approx(noise.norm / 0.5)
     assert noise.direction == pytest.approx(sigma / (0.05 * 40))
-    assert plan.noise_to_signal(100, 1, C=2.0).coordinate == pytest.approx(4 * noise.coordinate)
+    assert plan.compute_noise_to_signal(100, 1, C=2.0).coordinate == pytest.approx(4 * noise.coordinate)
 
 
 # --- questions ----------------------------------------------------------------------------------
@@ -255,21 +258,21 @@ def test_epsilon_over_the_rounds_grows_to_the_end():
     assert costs[0] == 0
     assert costs == sorted(set(costs))
     assert costs[-1] == plan.party(0).epsilon_rdp
-    assert plan.epsilon_at(20, 0, "pld") == plan.party(0).epsilon_pld
+    assert plan.compute_epsilon_at(20, 0, "pld") == plan.party(0).epsilon_pld
 
 
 def test_rounds_for_a_budget_is_the_inverse_of_the_plan():
     settings = settings_of(train={"steps": 3})
     sigma = make_plan(settings, 1, [300], MOO).party(0).sigma
-    assert rounds_for_budget(settings, sigma=sigma) == 20
-    assert rounds_for_budget(settings, epsilon=1.0, sigma=sigma) < 20
-    half = Spend.none().plus([Gaussian(0.05, sigma, 30)])
-    assert rounds_for_budget(settings, sigma=sigma, spent=half) == 10
-    assert rounds_for_budget(settings, epsilon=0.01, sigma=0.5) == 0
+    assert compute_rounds_for_budget(settings, sigma=sigma) == 20
+    assert compute_rounds_for_budget(settings, epsilon=1.0, sigma=sigma) < 20
+    half = Spend.empty().add_events([Gaussian(0.05, sigma, 30)])
+    assert compute_rounds_for_budget(settings, sigma=sigma, spent=half) == 10
+    assert compute_rounds_for_budget(settings, epsilon=0.01, sigma=0.5) == 0
     with pytest.raises(ConfigError, match="give an epsilon as budget and a sigma"):
-        rounds_for_budget(settings)
+        compute_rounds_for_budget(settings)
     with pytest.raises(ConfigError, match="epsilon = -1"):
-        rounds_for_budget(settings, epsilon=-1, sigma=1.0)
+        compute_rounds_for_budget(settings, epsilon=-1, sigma=1.0)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +327,7 @@ def test_client_level_calibrates_one_release_a_round_at_the_clients_rate():
     plan = client_plan()
     z = plan.party(0).sigma
     assert plan.events(0) == (Gaussian(0.1, z, 1),)
-    assert plan.party(0).epsilon_rdp == epsilon([Gaussian(0.1, z, 20)], 1e-5) == pytest.approx(2.0, rel=1e-3)
+    assert plan.party(0).epsilon_rdp == compute_epsilon([Gaussian(0.1, z, 20)], 1e-5) == pytest.approx(2.0, rel=1e-3)
     # local steps cost nothing, the secret draw lowers the noise, and a round more costs more
     assert client_plan(train={"steps": 1}).party(0).sigma == z
     assert client_plan(train={"participation": 1.0}).party(0).sigma > 1.5 * z
@@ -345,10 +348,10 @@ def test_client_level_has_one_noise_and_the_strictest_budget_sets_it():
 def test_client_level_noise_follows_the_estimators_sensitivity(estimator: str, reach: float):
     plan = client_plan(central={"estimator": estimator, "min_weight": 0.8})
     z = plan.party(0).sigma
-    assert plan.noise_to_signal(25).direction == pytest.approx(z * reach)
-    assert plan.noise_to_signal(25, 3).ratio == pytest.approx(5 * z * reach)
+    assert plan.compute_noise_to_signal(25).direction == pytest.approx(z * reach)
+    assert plan.compute_noise_to_signal(25, 3).ratio == pytest.approx(5 * z * reach)
     light = client_plan(train={"weights": "examples"}, central={"weight_cap": 60.0, "estimator": estimator})
-    assert light.noise_to_signal(25).direction > plan.noise_to_signal(25).direction  # W = K / 2
+    assert light.compute_noise_to_signal(25).direction > plan.compute_noise_to_signal(25).direction  # W = K / 2
 
 
 @pytest.mark.parametrize(
@@ -370,7 +373,7 @@ def test_client_level_warnings(parties: int, change: dict[str, Any], words: list
 def test_client_level_rounds_for_a_budget_and_json():
     plan = client_plan()
     settings = settings_of(privacy={"unit": "client"}, train={"participation": 0.1, "steps": 7})
-    assert rounds_for_budget(settings, sigma=plan.party(0).sigma) == 20
+    assert compute_rounds_for_budget(settings, sigma=plan.party(0).sigma) == 20
     facts = json.loads(json.dumps(plan.to_json(650), allow_nan=False))
     assert (facts["unit"], facts["groups"][0]["rate"], facts["groups"][0]["steps"]) == ("client", 0.1, 1)
     assert facts["noise"]["aggregate"] == facts["noise"]["parties"][0]

@@ -15,13 +15,13 @@ import torch
 from fulcrum.clipping import RULES, ClipRule
 from fulcrum.clipping.fixed import FIXED
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.accounting import Spend, epsilon
+from fulcrum.privacy.accounting import Spend, compute_epsilon
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.privacy.plan import Plan, check_names, make_plan, rounds_for_budget
-from fulcrum.privacy.schedule import factors
+from fulcrum.privacy.plan import Plan, check_privacy_names, compute_rounds_for_budget, make_plan
+from fulcrum.privacy.schedule import compute_noise_factors
 from fulcrum.runs import prepare
-from fulcrum.settings.files import dump, parse
+from fulcrum.settings.files import dump_settings, parse_settings
 from fulcrum.settings.schema import Privacy, Settings
 from fulcrum.training.loop import federate
 from fulcrum.types import Assignment
@@ -48,12 +48,12 @@ def planned(rule: ClipRule = FIXED, units: tuple[int, ...] = (300, 40), **sectio
 
 
 def test_schedules_by_hand() -> None:
-    assert factors(Privacy(), 3) == (1.0, 1.0, 1.0)
-    growth = factors(Privacy(noise_schedule="growth", rho_mu=0.8), 4)
+    assert compute_noise_factors(Privacy(), 3) == (1.0, 1.0, 1.0)
+    growth = compute_noise_factors(Privacy(noise_schedule="growth", rho_mu=0.8), 4)
     assert growth == pytest.approx([1.0, 0.8**0.25, 0.8**0.5, 0.8**0.75])
     mus = [1 / (2.0 * s) for s in growth]  # mu_t = mu_0 rho_mu^(-t/T): the budget of a round grows
     assert all(a < b for a, b in itertools.pairwise(mus))
-    phases = factors(Privacy(noise_schedule="phases", phases=(1.0, 4.0)), 5)
+    phases = compute_noise_factors(Privacy(noise_schedule="phases", phases=(1.0, 4.0)), 5)
     assert phases == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.5])
 
 
@@ -70,15 +70,15 @@ def test_schedules_by_hand() -> None:
 )
 def test_wrong_schedules_are_named(privacy: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_names(parse({"train": {"rounds": 12}, "privacy": {"epsilon": 1.0, **privacy}}))
+        check_privacy_names(parse_settings({"train": {"rounds": 12}, "privacy": {"epsilon": 1.0, **privacy}}))
 
 
 def test_a_schedule_survives_its_settings_file() -> None:
     import tomllib
 
-    settings = parse({"privacy": {"epsilon": 1.0, "noise_schedule": "phases", "phases": [1, 2.5]}})
+    settings = parse_settings({"privacy": {"epsilon": 1.0, "noise_schedule": "phases", "phases": [1, 2.5]}})
     assert settings.privacy.phases == (1.0, 2.5)
-    assert parse(tomllib.loads(dump(settings))) == settings
+    assert parse_settings(tomllib.loads(dump_settings(settings))) == settings
 
 
 # --- calibration --------------------------------------------------------------------------------
@@ -107,13 +107,13 @@ def google(events: list[Gaussian], delta: float = DELTA) -> float:
 )
 def test_mu_0_is_solved_so_that_the_rounds_together_cost_epsilon(schedule: dict[str, Any]) -> None:
     plan = planned(privacy={"epsilon": 2.0, **schedule}, train={"rounds": 12, "steps": 3})
-    shape = factors(Privacy(**schedule), 12)
+    shape = compute_noise_factors(Privacy(**schedule), 12)
     sigma = plan.party(0).sigma
     one_by_one = [Gaussian(0.05, sigma * s, 3) for s in shape]
     assert google(one_by_one) == pytest.approx(2.0, rel=5e-3)
     assert [plan.events(0, t) for t in range(12)] == [(event,) for event in one_by_one]
     assert [plan.assignment(0, t, 0.1).sigma for t in range(12)] == [e.sigma for e in one_by_one]
-    assert plan.party(0).epsilon_rdp == epsilon(one_by_one, DELTA) <= 2.0
+    assert plan.party(0).epsilon_rdp == compute_epsilon(one_by_one, DELTA) <= 2.0
     assert plan.party(0).epsilon_pld < plan.party(0).epsilon_rdp
     # the same judge rejects noise calibrated as if it did not move, and as if it were its mean
     constant = make_plan(settings_of(privacy={"noise_schedule": "constant"}, train={"steps": 3}), 1, [300], FIXED)
@@ -125,51 +125,52 @@ def test_with_sigma_it_is_that_of_the_first_round() -> None:
     plan = planned(privacy={"epsilon": None, "sigma": 1.4})
     assert plan.party(0).sigma == plan.assignment(0, 0, 1.0).sigma == 1.4
     assert plan.party(0).sigma_last == pytest.approx(1.4 * 0.5 ** (11 / 12))
-    assert plan.step_noise(0, 6) == pytest.approx(1.4 * 0.5**0.5 / 15)
+    assert plan.compute_step_noise(0, 6) == pytest.approx(1.4 * 0.5**0.5 / 15)
 
 
 def test_two_hundred_rounds_plan_with_few_sigmas_asked_for() -> None:
     """Time is not tested; how often RDP is computed anew is."""
-    from fulcrum.privacy.accounting import step_rdp
+    from fulcrum.privacy.accounting import compute_step_rdp
 
-    step_rdp.cache_clear()
+    compute_step_rdp.cache_clear()
     make_plan(settings_of(train={"rounds": 200}), 1, [300], FIXED)
-    assert step_rdp.cache_info().misses < 200 * 15
+    assert compute_step_rdp.cache_info().misses < 200 * 15
 
 
 def test_epsilon_on_the_way_is_that_of_the_rounds_so_far() -> None:
     plan = planned()
     curve = plan.curve(0, points=13)
     for (t, cost), events in zip(curve, itertools.accumulate(plan.events(0, t) for t in range(12)), strict=False):
-        assert cost == (epsilon(events[:t], DELTA) if t else 0.0)
+        assert cost == (compute_epsilon(events[:t], DELTA) if t else 0.0)
     steps = np.diff([cost for _, cost in curve])
     assert steps[-1] > steps[2]  # clearer rounds cost more
 
 
 def test_a_cap_is_planned_for_the_costliest_rounds() -> None:
     plan = planned(privacy={"epsilon": 2.0, "max_participations": 4})
-    worst = epsilon([event for t in range(8, 12) for event in plan.events(0, t)], DELTA)
+    worst = compute_epsilon([event for t in range(8, 12) for event in plan.events(0, t)], DELTA)
     assert plan.party(0).epsilon_rdp == pytest.approx(worst)
     assert worst <= 2.0
     for chosen in itertools.combinations(range(12), 4):
-        assert epsilon([event for t in chosen for event in plan.events(0, t)], DELTA) <= worst * (1 + 1e-12)
+        assert compute_epsilon([event for t in chosen for event in plan.events(0, t)], DELTA) <= worst * (1 + 1e-12)
     # a plan for the first rounds would be overspent by the last
     naive = make_plan(settings_of(train={"rounds": 4}, privacy={"noise_schedule": "constant"}), 1, [300], FIXED)
     late = [
-        Gaussian(0.05, naive.party(0).sigma * s) for s in factors(Privacy(noise_schedule="growth", rho_mu=0.5), 12)[8:]
+        Gaussian(0.05, naive.party(0).sigma * s)
+        for s in compute_noise_factors(Privacy(noise_schedule="growth", rho_mu=0.5), 12)[8:]
     ]
-    assert epsilon(late, DELTA) > 2.0
+    assert compute_epsilon(late, DELTA) > 2.0
 
 
 def test_rounds_for_a_budget_counts_the_schedules_own_rounds() -> None:
     settings = settings_of()
     sigma = make_plan(settings, 1, [300], FIXED).party(0).sigma
-    assert rounds_for_budget(settings, sigma=sigma) == 12
-    fewer = rounds_for_budget(settings, epsilon=1.5, sigma=sigma)
+    assert compute_rounds_for_budget(settings, sigma=sigma) == 12
+    fewer = compute_rounds_for_budget(settings, epsilon=1.5, sigma=sigma)
     assert 0 < fewer < 12
     plan = planned()
-    assert plan.epsilon_at(fewer, 0) <= 1.5 < plan.epsilon_at(fewer + 1, 0)
-    assert rounds_for_budget(settings, epsilon=99.0, sigma=sigma) == 12  # the schedule ends there
+    assert plan.compute_epsilon_at(fewer, 0) <= 1.5 < plan.compute_epsilon_at(fewer + 1, 0)
+    assert compute_rounds_for_budget(settings, epsilon=99.0, sigma=sigma) == 12  # the schedule ends there
 
 
 def test_the_ledger_and_the_purse_charge_each_round_its_own_noise() -> None:
@@ -179,10 +180,10 @@ def test_the_ledger_and_the_purse_charge_each_round_its_own_noise() -> None:
     )
     with Ledger.open(":memory:") as ledger:
         results = [result for result, _ in federate(federation, ledger, "r")]
-        spent = ledger.spends("r")["party-0"]
+        spent = ledger.get_spends("r")["party-0"]
     plan = federation.plan
-    assert spent == Spend.none().plus([event for t in range(6) for event in plan.events(0, t)])
-    assert [r.epsilon for r in results] == pytest.approx([plan.epsilon_at(t + 1, 0) for t in range(6)])
+    assert spent == Spend.empty().add_events([event for t in range(6) for event in plan.events(0, t)])
+    assert [r.epsilon for r in results] == pytest.approx([plan.compute_epsilon_at(t + 1, 0) for t in range(6)])
     assert results[-1].epsilon == pytest.approx(3.0, rel=1e-3)
     assert [r.C[0] for r in results] == pytest.approx([1.5 * 0.3 ** (t / 6) for t in range(6)])
 
@@ -203,7 +204,7 @@ def test_the_noise_that_is_drawn_is_the_schedules() -> None:
 @pytest.mark.parametrize(("steps", "every"), [(1, 1), (1, 4), (3, 4), (5, 2), (4, 4), (7, 20)])
 def test_asked_steps_are_counted_over_the_whole_run(steps: int, every: int) -> None:
     task = Assignment(0, 0.1, 1.0, steps, 1.0, every)
-    asked = [task.asks(t, step) for t in range(9) for step in range(steps)]
+    asked = [task.asks_statistics(t, step) for t in range(9) for step in range(steps)]
     assert [i for i, ask in enumerate(asked) if ask] == list(range(0, 9 * steps, every))
     assert [task.asked(t) for t in range(9)] == [sum(asked[t * steps : (t + 1) * steps]) for t in range(9)]
 
@@ -283,11 +284,11 @@ def test_equal_parties_release_what_a_batch_dependent_share_planned(steps: int) 
         results = [result for result, _ in federate(federation, ledger, "r")]  # stops where events differ
         for k in range(3):
             planned_here = [event for t in range(4) for event in plan.events(k, t)]
-            assert ledger.spends("r")[plan.name(k)] == Spend.none().plus(planned_here)
+            assert ledger.get_spends("r")[plan.name(k)] == Spend.empty().add_events(planned_here)
     assert results[-1].epsilon == pytest.approx(5.0, rel=1e-3)
     # as it was planned before, with a batch of 1: other events, for which the run stopped after it had paid
     wrong = dataclasses.replace(plan.groups[0], batch=1.0)
-    assert [wrong.round_events(t) for t in range(4)] != [plan.events(0, t) for t in range(4)]
+    assert [wrong.compute_round_events(t) for t in range(4)] != [plan.events(0, t) for t in range(4)]
 
 
 def test_an_own_schedule_must_give_one_factor_per_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,9 +297,9 @@ def test_an_own_schedule_must_give_one_factor_per_round(tmp_path: Path, monkeypa
         "def short(privacy, rounds):\n    return [1.0]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert factors(Privacy(noise_schedule="own_schedules:falling"), 3) == (1.0, 1 / 2, 1 / 3)
+    assert compute_noise_factors(Privacy(noise_schedule="own_schedules:falling"), 3) == (1.0, 1 / 2, 1 / 3)
     with pytest.raises(ConfigError, match=r"own_schedules:short.*one factor per round"):
-        factors(Privacy(noise_schedule="own_schedules:short"), 3)
+        compute_noise_factors(Privacy(noise_schedule="own_schedules:short"), 3)
 
 
 def test_free_rules_and_rules_without_privacy_know_no_refresh() -> None:

@@ -15,12 +15,12 @@ from fulcrum.engines.stacked import sampling
 from fulcrum.errors import BudgetError, ConfigError
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.privacy.statement import to_markdown
+from fulcrum.privacy.statement import statement_to_markdown
 from fulcrum.runs import execute, prepare
-from fulcrum.settings.checks import check
-from fulcrum.training.federation import Federation, public_shape
-from fulcrum.training.round import aggregate_noise, play_round
-from fulcrum.training.snapshot import first_snapshot
+from fulcrum.settings.checks import check_settings
+from fulcrum.training.federation import Federation, make_model_facts
+from fulcrum.training.round import compute_aggregate_noise, run_round
+from fulcrum.training.snapshot import make_first_snapshot
 from support.federations import play, toy_data, toy_settings
 
 DATA = toy_data()
@@ -43,8 +43,8 @@ def federation(engine: str = "reference", seed: int = 0, **changes: Any) -> Fede
 
 def update(made: Federation) -> torch.Tensor:
     """The first round's released aggregate [d]."""
-    before = first_snapshot(made)
-    return play_round(made, before, range(made.plan.parties), 0)[0].params - before.params
+    before = make_first_snapshot(made)
+    return run_round(made, before, range(made.plan.parties), 0)[0].params - before.params
 
 
 # --- the noise on the sum ---------------------------------------------------------------------------
@@ -97,12 +97,14 @@ def test_rules_and_plans_are_told_the_smaller_noise() -> None:
     made, plain = federation(), federation(privacy={"aggregation": "plain"})
     whole = sum(made.plan.units(k) for k in range(3))
     expected = 1.0 / (RATE * whole)
-    assert made.plan.noise_to_signal(21).direction == pytest.approx(expected)
-    assert public_shape(made).noise == pytest.approx(expected)
+    assert made.plan.compute_noise_to_signal(21).direction == pytest.approx(expected)
+    assert make_model_facts(made).noise == pytest.approx(expected)
     tasks = [made.plan.assignment(k, 0, LR) for k in range(3)]
     weights = torch.tensor([made.plan.units(k) / whole for k in range(3)])
-    assert aggregate_noise(tasks, [made.plan.step_noise(k) for k in range(3)], weights) == pytest.approx(expected)
-    assert plain.plan.noise_to_signal(21).direction == pytest.approx(expected * math.sqrt(3))
+    assert compute_aggregate_noise(
+        tasks, [made.plan.compute_step_noise(k) for k in range(3)], weights
+    ) == pytest.approx(expected)
+    assert plain.plan.compute_noise_to_signal(21).direction == pytest.approx(expected * math.sqrt(3))
 
 
 @pytest.mark.parametrize("rule", ["fixed", "moo"])
@@ -127,7 +129,7 @@ def test_every_party_is_charged_what_the_sum_costs(tmp_path: Path) -> None:
     made = federation(train={"rounds": 3})
     with Ledger.open(tmp_path / "ledger") as ledger:
         execute_into(made, ledger)
-        spends = ledger.spends("r")
+        spends = ledger.get_spends("r")
         assert {spend.events for spend in spends.values()} == {(Gaussian(RATE, 1.0, 3),)}  # sigma, not sigma / sqrt(3)
     same = federation(privacy={"sigma": None, "epsilon": 2.0})
     plain = federation(privacy={"sigma": None, "epsilon": 2.0, "aggregation": "plain"})
@@ -158,7 +160,7 @@ def test_the_run_ends_when_one_party_cannot_pay(tmp_path: Path) -> None:
 def test_a_sum_that_lacks_somebodys_noise_is_not_made() -> None:
     made = federation()
     with pytest.raises(BudgetError, match="2 of 3 parties"):
-        play_round(made, first_snapshot(made), [0, 2], 0)
+        run_round(made, make_first_snapshot(made), [0, 2], 0)
 
 
 REFUSED: dict[str, dict[str, dict[str, Any]]] = {
@@ -176,8 +178,8 @@ REFUSED: dict[str, dict[str, dict[str, Any]]] = {
 def test_what_one_dose_does_not_cover_is_refused_by_name(field: str) -> None:
     changes = REFUSED[field]
     with pytest.raises(ConfigError, match=rf"^{field} = .*privacy\.aggregation = 'ideal-secagg'"):
-        check(toy_settings(**{**changes, "privacy": {**changes.get("privacy", {}), **SHARED}}))
-    check(toy_settings(**changes))
+        check_settings(toy_settings(**{**changes, "privacy": {**changes.get("privacy", {}), **SHARED}}))
+    check_settings(toy_settings(**changes))
 
 
 @pytest.mark.parametrize("rule", ["none", "moo-client", "moo-scalar", "moo-paper", "quantile", "oso", "wav"])
@@ -199,29 +201,29 @@ def test_the_assumption_stands_wherever_an_epsilon_does(tmp_path: Path) -> None:
         assert words in page, words
     assert "sees every update of every party" not in page
     assert result.summary["aggregation"] == "ideal-secagg"
-    assert "ideal secure aggregation" in show.guarantee(result.summary)
+    assert "ideal secure aggregation" in show.describe_guarantee(result.summary)
     assert any("NOT private" in warning for warning in result.summary["warnings"])
     plain = execute(federation(privacy={"aggregation": "plain"}, train={"rounds": 2}), tmp_path / "plain")
     other = (tmp_path / "plain" / "PRIVACY.md").read_text(encoding="utf-8")
     assert "secure aggregation" not in other.lower()
-    assert "secure aggregation" not in show.guarantee(plain.summary)
+    assert "secure aggregation" not in show.describe_guarantee(plain.summary)
 
 
 def test_a_statement_without_the_assumption_would_be_noticed() -> None:
-    from fulcrum.runs.active_run import Underway, state_privacy
+    from fulcrum.runs.active_run import ActiveRun, write_privacy_statement
 
     made = federation()
     with Ledger.open(":memory:") as ledger:
-        facts = state_privacy(Underway(made, None, ledger, "r"), 0, finished=True)
+        facts = write_privacy_statement(ActiveRun(made, None, ledger, "r"), 0, finished=True)
     assert (facts["guarantee"], facts["aggregation"]) == ("assumed", "ideal-secagg")
-    assert "WARNING" in to_markdown(facts)
-    assert "WARNING: SIMULATED" not in to_markdown({**facts, "guarantee": "yes"})
+    assert "WARNING" in statement_to_markdown(facts)
+    assert "WARNING: SIMULATED" not in statement_to_markdown({**facts, "guarantee": "yes"})
 
 
 def test_parties_across_machines_are_not_told_to_share(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="parties sign with cryptography")
-    from fulcrum.flower.prepare import served_settings
+    from fulcrum.flower.prepare import make_served_settings
 
     for changes in ({"privacy": SHARED}, {"data": {"features": "scattering"}}):
         with pytest.raises(ConfigError, match=r"^(privacy\.aggregation|data\.features)"):
-            served_settings(toy_settings(**changes), 3, simulation=True)
+            make_served_settings(toy_settings(**changes), 3, simulation=True)

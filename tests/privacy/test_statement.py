@@ -13,11 +13,11 @@ from scipy.stats import norm
 
 from fulcrum.clipping import ClipRule, find_rule
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.accounting import Accountant, Spend, epsilon
+from fulcrum.privacy.accounting import Accountant, Spend, compute_epsilon
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.privacy.plan import Plan, make_plan
-from fulcrum.privacy.statement import AccountedRun, statement, to_markdown
-from fulcrum.settings.checks import check
+from fulcrum.privacy.statement import AccountedRun, make_statement, statement_to_markdown
+from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Settings
 
 MOO, NONE = find_rule("moo"), find_rule("none")
@@ -39,7 +39,7 @@ def state(rule: ClipRule = MOO, rounds: tuple[int, ...] = (20, 20, 7), **section
 
 
 def told(settings: Settings, plan: Plan, rule: ClipRule, rounds: tuple[int, ...], **more: Any) -> dict[str, Any]:
-    spent = {plan.name(k): Spend.none().plus(plan.events(k), times) for k, times in enumerate(rounds) if times}
+    spent = {plan.name(k): Spend.empty().add_events(plan.events(k), times) for k, times in enumerate(rounds) if times}
     arguments: dict[str, Any] = {
         "run_id": "f00d",
         "scope": "run",
@@ -50,15 +50,15 @@ def told(settings: Settings, plan: Plan, rule: ClipRule, rounds: tuple[int, ...]
         "version": "0.1.0",
         "date": "2025-06-01",
     }
-    return statement(AccountedRun(settings, plan, rule, spent, **{**arguments, **more}))
+    return make_statement(AccountedRun(settings, plan, rule, spent, **{**arguments, **more}))
 
 
 def test_the_numbers_are_those_of_what_was_released():
     facts = state(rounds=(20, 5, 0))
     assert set(facts) == KEYS
     for party, times in zip(facts["parties"], (20, 5, 0), strict=True):
-        assert party["epsilon_rdp"] == epsilon([Gaussian(0.05, 1.2, times)], 1e-5)
-        assert party["epsilon_pld"] == epsilon([Gaussian(0.05, 1.2, times)], 1e-5, "pld")
+        assert party["epsilon_rdp"] == compute_epsilon([Gaussian(0.05, 1.2, times)], 1e-5)
+        assert party["epsilon_pld"] == compute_epsilon([Gaussian(0.05, 1.2, times)], 1e-5, "pld")
         assert party["releases"] == times
     assert facts["epsilon"] == facts["parties"][0]["epsilon_rdp"] > facts["epsilon_pld"] > 0
     assert facts["planned"]["epsilon"] == facts["epsilon"]
@@ -67,7 +67,7 @@ def test_the_numbers_are_those_of_what_was_released():
 
 
 def test_every_release_and_term_is_on_the_page():
-    page = to_markdown(state())
+    page = statement_to_markdown(state())
     for words in (
         "zero-out", "add-or-remove", "honest-but-curious", "who takes part", "dp-accounting 0.6", "RDP is enforced",
         "This run only", "operating system's entropy", "updates (20)", "C (20)", "models (20)", "sigma = 1.2",
@@ -83,7 +83,7 @@ def test_every_release_and_term_is_on_the_page():
 def test_the_other_accountant_is_named_when_it_is_the_one_enforced():
     facts = state(privacy={"accountant": "pld"})
     assert facts["accountant"]["enforced"] == "pld"
-    assert "PLD is enforced, RDP is shown beside it" in to_markdown(facts)
+    assert "PLD is enforced, RDP is shown beside it" in statement_to_markdown(facts)
 
 
 OWN = Accountant("own", lambda spends, delta: np.array([0.1 * s.releases for s in spends]), lambda event: True)
@@ -95,7 +95,7 @@ def test_an_own_accountant_is_the_headline_when_it_is_enforced():
     assert facts["epsilon_rdp"] == state()["epsilon"]
     assert facts["planned"] == {key: pytest.approx(facts[key]) for key in ("epsilon", "epsilon_rdp", "epsilon_pld")}
     assert facts["accountant"]["enforced"] == "own"
-    page = to_markdown(facts)
+    page = statement_to_markdown(facts)
     assert "OWN is enforced, RDP, PLD is shown beside it; all are upper bounds" in page
     assert "epsilon (OWN) | epsilon (RDP) | epsilon (PLD)" in page
     assert f"epsilon = 2 (OWN; {facts['epsilon_rdp']:.4g} by RDP, {facts['epsilon_pld']:.4g} by PLD)" in page
@@ -106,7 +106,7 @@ def test_no_privacy_is_said_first_and_loudly():
     assert (facts["epsilon"], facts["epsilon_pld"], facts["guarantee"]) == ("inf", "inf", "none")
     assert facts["private"] is False
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    page = to_markdown(facts)
+    page = statement_to_markdown(facts)
     assert "NOT PRIVATE" in page.splitlines()[2]
     assert "without noise" in page
     assert "infinite" in page
@@ -116,7 +116,7 @@ def test_an_unsound_rule_has_a_nominal_epsilon_and_no_guarantee():
     facts = state(replace(MOO, name="paper", sound=False))
     assert (facts["guarantee"], facts["sound"], facts["nominal"]) == ("nominal", False, True)
     assert facts["guarantee_text"].startswith("NOT A GUARANTEE")
-    page = to_markdown(facts)
+    page = statement_to_markdown(facts)
     assert "NOMINAL" in page.splitlines()[2]
     assert "THEY REVEAL MORE" in page
 
@@ -127,23 +127,23 @@ def test_a_seeded_run_says_that_it_hangs_on_the_seed():
     assert "only while the seed is secret" in facts["guarantee_text"]
     assert "simulation" in facts["randomness"]["text"]
     assert any("secure" in warning for warning in facts["warnings"])
-    assert "seed is secret" not in to_markdown(state())
+    assert "seed is secret" not in statement_to_markdown(state())
 
 
 def test_a_ledger_covers_all_its_runs_and_tells_this_one_apart():
     settings, plan = planned()
-    own = {"party-0": Spend.none().plus(plan.events(0), 2)}
+    own = {"party-0": Spend.empty().add_events(plan.events(0), 2)}
     facts = told(settings, plan, MOO, (20, 20, 20), scope="ledger", run_spent=own)
     assert facts["scope"]["run_epsilon"] == own["party-0"].epsilon(1e-5) < facts["epsilon"]
-    page = to_markdown(facts)
+    page = statement_to_markdown(facts)
     assert "All runs on record in this ledger" in page
     assert "This run alone" in page
 
 
 def test_something_unprotected_in_an_earlier_run_makes_the_total_infinite():
     settings, plan = planned()
-    spent = {"party-1": Spend.none().plus(plan.events(1), 3).plus([Unprotected()])}
-    facts = statement(
+    spent = {"party-1": Spend.empty().add_events(plan.events(1), 3).add_events([Unprotected()])}
+    facts = make_statement(
         AccountedRun(
             settings, plan, MOO, spent, run_id="x", scope="ledger", randomness_mode="secure", dataset_name="digits",
             finished=True, rounds_done=3, version="0", date="today",
@@ -152,7 +152,7 @@ def test_something_unprotected_in_an_earlier_run_makes_the_total_infinite():
     assert facts["epsilon"] == "inf"
     assert facts["parties"][0]["epsilon_rdp"] == 0
     json.dumps(facts, allow_nan=False)
-    assert "infinite" in to_markdown(facts)
+    assert "infinite" in statement_to_markdown(facts)
 
 
 def test_warnings_reach_the_page():
@@ -160,10 +160,10 @@ def test_warnings_reach_the_page():
     facts = told(
         settings, plan, MOO, (5, 5, 5), finished=False, rounds_done=5, dataset_warnings=("The copy is a JPEG.",)
     )
-    page = to_markdown(facts)
+    page = statement_to_markdown(facts)
     for words in ("not below 1/n", "not finished", "5 of 20", "The copy is a JPEG.", "must not leave a party"):
         assert words in page, words
-    quiet = to_markdown(state())
+    quiet = statement_to_markdown(state())
     assert "not finished" not in quiet
     assert "diagnostics" not in quiet
 
@@ -180,10 +180,10 @@ def test_a_noise_schedule_and_statistics_now_and_then_are_told():
     moving = state(rounds=(1,), train={"rounds": 8}, privacy={"sigma": 1.2, "noise_schedule": "growth", "rho_mu": 0.5})
     low = 1.2 * 0.5 ** (7 / 8)
     assert moving["schedule"] == {"name": "growth", "sigma_min": pytest.approx(low), "sigma_max": 1.2}
-    page = to_markdown(moving)
+    page = statement_to_markdown(moving)
     assert f"sigma = {low:.5g} to 1.2, moving over the rounds by the public schedule 'growth'" in page
     assert "sigma (first round)" in page
-    assert "schedule" not in to_markdown(still)
+    assert "schedule" not in statement_to_markdown(still)
     rare = state(find_rule("dc-sgd"), clip={"refresh": 0.5})
     statistics = next(item for item in rare["releases"] if item["kind"] == "statistics")
     assert statistics["times"] == 2  # steps 0 and 10 of 20
@@ -204,12 +204,12 @@ def test_group_privacy_is_true_for_the_gaussian():
         assert exact_delta(8.0 / m, group["epsilon"]) <= group["delta"]
         # the same check rejects leaving delta or epsilon as they were
         assert exact_delta(8.0 / m, facts["epsilon"]) > facts["delta"]
-    assert "| 2 |" in to_markdown(facts)
+    assert "| 2 |" in statement_to_markdown(facts)
 
 
 def test_persons_need_no_group_privacy():
     facts = state(privacy={"unit": "person"})
-    page = to_markdown(facts)
+    page = statement_to_markdown(facts)
     assert "One person at one party" in page
     assert "all records of one person" in page
     assert "examples of one person" not in page
@@ -219,7 +219,7 @@ def test_many_parties_are_summed_up_on_the_page_and_listed_in_the_file():
     settings, plan = planned(parties=1500)
     facts = told(settings, plan, MOO, tuple(1 + k % 3 for k in range(1500)))
     assert len(facts["parties"]) == 1500
-    page = to_markdown(facts)
+    page = statement_to_markdown(facts)
     assert "1500 parties with 300 to 1799 examples each" in page
     assert page.count("| party-") == 10
     assert "| party-2 |" in page  # the smallest of those that spent most
@@ -228,7 +228,7 @@ def test_many_parties_are_summed_up_on_the_page_and_listed_in_the_file():
 def test_names_cannot_break_the_table():
     settings = Settings().replace(train={"rounds": 20}, privacy={"sigma": 1.2})
     plan = make_plan(settings, ["a|b", "c\nd"], [30, 40], MOO)
-    lines = to_markdown(told(settings, plan, MOO, (1, 1))).splitlines()
+    lines = statement_to_markdown(told(settings, plan, MOO, (1, 1))).splitlines()
     assert any(line.startswith("| a\\|b | 30 |") for line in lines)
     assert any(line.startswith("| c d | 40 |") for line in lines)
 
@@ -248,9 +248,9 @@ def test_client_level_names_its_own_unit_and_adversary():
     facts = client_facts()
     assert set(facts) == KEYS
     assert facts["unit"] == "client"
-    assert facts["epsilon"] == epsilon([Gaussian(0.1, 1.2, 20)], 1e-5)
+    assert facts["epsilon"] == compute_epsilon([Gaussian(0.1, 1.2, 20)], 1e-5)
     assert [item["kind"] for item in facts["releases"]] == ["means", "C", "models", "participation"]
-    page = to_markdown(facts)
+    page = statement_to_markdown(facts)
     for words in (
         "Each whole party has epsilon", "THE SERVER IS TRUSTED", "NOT who took part", "adds the noise",
         "EVERY party is charged", "must not be published", "must not be compared", "parties together",
@@ -266,15 +266,15 @@ def test_client_level_names_its_own_unit_and_adversary():
         "who takes part in which round, the",
     ):
         assert words not in page, words
-        assert words in to_markdown(state()), words
+        assert words in statement_to_markdown(state()), words
     assert page.count("| party-") == 0
 
 
 def test_client_level_tells_the_estimator_and_lists_those_who_differ():
-    page = to_markdown(client_facts(central={"estimator": "clipped", "min_weight": 0.5}))
+    page = statement_to_markdown(client_facts(central={"estimator": "clipped", "min_weight": 0.5}))
     assert "at least q_c W_min = 10; one party moves it by at most 0.2 times C" in page
     settings, plan = planned(find_rule("fixed"), 3, privacy={"unit": "client"})
-    page = to_markdown(told(settings, plan, find_rule("fixed"), (20, 20, 5)))
+    page = statement_to_markdown(told(settings, plan, find_rule("fixed"), (20, 20, 5)))
     assert "| 2 parties |" in page
     assert "| party-2 |" in page
     assert "among 3" in page
@@ -284,18 +284,20 @@ def test_client_level_with_the_median_is_nominal():
     facts = client_facts("median")
     assert (facts["guarantee"], facts["nominal"]) == ("nominal", True)
     assert "statistics" not in [item["kind"] for item in facts["releases"]]
-    assert "THEY REVEAL MORE" in to_markdown(facts)
+    assert "THEY REVEAL MORE" in statement_to_markdown(facts)
 
 
 def test_weights_from_a_file_are_said_to_be_taken_as_public():
-    assert "weights in start.npz, which are taken to be public" in to_markdown(state(model={"init": "start.npz"}))
-    assert "starts from the weights" not in to_markdown(state(model={"init": "painted"}))
+    assert "weights in start.npz, which are taken to be public" in statement_to_markdown(
+        state(model={"init": "start.npz"})
+    )
+    assert "starts from the weights" not in statement_to_markdown(state(model={"init": "painted"}))
 
 
 def test_reduced_precision_is_said_and_never_goes_with_secure_randomness():
-    page = to_markdown(state(run={"precision": "tf32"}))
+    page = statement_to_markdown(state(run={"precision": "tf32"}))
     assert "proved for float32 only" in page
-    assert "proved for float32 only" not in to_markdown(state())
-    check(Settings().replace(run={"precision": "bf16"}, privacy={"sigma": 1.0}))
+    assert "proved for float32 only" not in statement_to_markdown(state())
+    check_settings(Settings().replace(run={"precision": "bf16"}, privacy={"sigma": 1.0}))
     with pytest.raises(ConfigError, match="only float32 keeps"):
-        check(Settings().replace(run={"precision": "bf16"}, privacy={"sigma": 1.0, "randomness": "secure"}))
+        check_settings(Settings().replace(run={"precision": "bf16"}, privacy={"sigma": 1.0, "randomness": "secure"}))

@@ -14,7 +14,7 @@ import torch
 import fulcrum
 from fulcrum.cli import main, show
 from fulcrum.data import from_arrays
-from fulcrum.runs.folder import PARTIES_PER_LINE, load_metrics, load_summary, metrics_line
+from fulcrum.runs.folder import MAX_PARTIES_PER_LINE, load_metrics, load_summary, make_metrics_line
 from fulcrum.settings.schema import TaskSettings
 from fulcrum.types import RoundResult, mean_over_parties
 
@@ -170,11 +170,11 @@ def round_of(parties: int) -> RoundResult:
 
 
 def test_many_parties_are_left_out_of_the_lines_and_their_mean_is_not() -> None:
-    few, many = metrics_line(round_of(PARTIES_PER_LINE)), metrics_line(round_of(PARTIES_PER_LINE + 1))
-    assert len(few["party_metrics"]) == PARTIES_PER_LINE
+    few, many = make_metrics_line(round_of(MAX_PARTIES_PER_LINE)), make_metrics_line(round_of(MAX_PARTIES_PER_LINE + 1))
+    assert len(few["party_metrics"]) == MAX_PARTIES_PER_LINE
     assert "party_metrics" not in many
-    assert many["mean_over_parties"]["rmse"] == PARTIES_PER_LINE / 2
-    assert "mean_over_parties" not in metrics_line(round_of(0))
+    assert many["mean_over_parties"]["rmse"] == MAX_PARTIES_PER_LINE / 2
+    assert "mean_over_parties" not in make_metrics_line(round_of(0))
 
 
 def test_of_many_parties_the_best_and_the_worst_are_shown_by_the_direction_of_the_score(capsys) -> None:

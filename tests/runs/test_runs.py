@@ -215,4 +215,4 @@ def test_a_secure_run_pays_again_for_a_round_it_must_draw_anew(tmp_path: Path) -
         assert all(len(ledger.entries(party)) == 5 for party in twice)
     assert all(twice[party] > once[party] for party in once)
     assert json.loads((tmp_path / "run" / "privacy.json").read_text())["epsilon"] == pytest.approx(max(twice.values()))
-    assert settings_file.read(tmp_path / "run" / "settings.toml").privacy.randomness == "secure"
+    assert settings_file.read_settings(tmp_path / "run" / "settings.toml").privacy.randomness == "secure"

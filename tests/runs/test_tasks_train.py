@@ -17,9 +17,9 @@ from fulcrum.data import Dataset, from_arrays
 from fulcrum.errors import ConfigError, ModelError
 from fulcrum.runs import prepare
 from fulcrum.runs.folder import load_summary
-from fulcrum.settings.files import from_names
+from fulcrum.settings.files import settings_from_keywords
 from fulcrum.settings.schema import TaskSettings
-from fulcrum.training.evaluate import evaluate
+from fulcrum.training.evaluate import evaluate_model
 
 N, TEST, LENGTH, TOKENS = 360, 120, 6, 8
 QUICK = {"parties": 3, "rounds": 30, "rate": 0.2, "lr": 0.5, "device": "cpu"}
@@ -96,9 +96,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def untrained_score(task: str, **names: object) -> float:
-    federation = prepare(from_names({**QUICK, **OPEN, **names, "task": task}))
+    federation = prepare(settings_from_keywords({**QUICK, **OPEN, **names, "task": task}))
     problem = federation.problem
-    return evaluate(problem, problem.layout.flatten(problem.model))[problem.task.score]
+    return evaluate_model(problem, problem.layout.flatten(problem.model))[problem.task.score]
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -148,7 +148,7 @@ def test_several_inputs_reach_the_model_by_name(here: Path) -> None:
     result = fulcrum.train(data="two.npz", model="my_task_models:two_inputs", **{**QUICK, **PRIVATE, "rounds": 2})
     assert 0 <= result.accuracy <= 1
     with pytest.raises(ModelError, match="several inputs"):
-        prepare(from_names({"data": "two.npz", **QUICK, **OPEN}))
+        prepare(settings_from_keywords({"data": "two.npz", **QUICK, **OPEN}))
 
 
 def test_a_run_without_a_test_set_trains_and_says_so(here: Path, capsys) -> None:
@@ -176,17 +176,17 @@ def test_numbers_for_labels_are_refused_with_the_option_that_helps(here: Path, c
 def test_a_split_by_class_needs_classes(here: Path, partition: str) -> None:
     wanted = {"data": "regression.npz", "task": "regression", **QUICK, **OPEN}
     with pytest.raises(ConfigError, match=f"data.partition = '{partition}' splits by class"):
-        prepare(from_names({**wanted, "partition": partition}))
-    assert prepare(from_names({**wanted, "partition": "quantity"})).settings.data.partition == "quantity"
+        prepare(settings_from_keywords({**wanted, "partition": partition}))
+    assert prepare(settings_from_keywords({**wanted, "partition": "quantity"})).settings.data.partition == "quantity"
 
 
 def test_the_default_split_of_classes_is_dirichlet(here: Path) -> None:
     names = {"data": "digits", "parties": 3, "method": "none", "device": "cpu"}
-    chosen, named = (prepare(from_names({**names, **more})) for more in ({}, {"partition": "dirichlet"}))
+    chosen, named = (prepare(settings_from_keywords({**names, **more})) for more in ({}, {"partition": "dirichlet"}))
     assert chosen.settings == named.settings
     assert torch.equal(chosen.problem.partition.order, named.problem.partition.order)
     assert not any("partition" in words for words in chosen.problem.dataset.warnings)
-    even = prepare(from_names({**names, "partition": "iid"}))
+    even = prepare(settings_from_keywords({**names, "partition": "iid"}))
     assert not torch.equal(chosen.problem.partition.order, even.problem.partition.order)
 
 
@@ -198,7 +198,7 @@ def data(**more: object) -> Dataset:
 
 
 def task_of(dataset: Dataset, **names: object) -> Dataset:
-    return prepare(from_names({**QUICK, **OPEN, **names}), dataset).problem.dataset
+    return prepare(settings_from_keywords({**QUICK, **OPEN, **names}), dataset).problem.dataset
 
 
 def test_a_dataset_keeps_its_task_unless_the_settings_say_otherwise() -> None:
@@ -228,7 +228,7 @@ def test_a_task_of_ones_own_is_found_in_the_current_folder(here: Path) -> None:
 
 
 def test_a_model_whose_outputs_do_not_fit_the_task_is_refused() -> None:
-    settings, flat = from_names({**QUICK, **OPEN}), nn.Sequential(nn.Linear(5, 1), nn.Flatten(0))
+    settings, flat = settings_from_keywords({**QUICK, **OPEN}), nn.Sequential(nn.Linear(5, 1), nn.Flatten(0))
     with pytest.raises(ModelError, match=r"outputs of shape \[2\] for 2 examples; the task 'regression' needs"):
         prepare(settings, data(task="regression"), flat)
     with pytest.raises(ModelError, match=r"needs \[2, 1\]"):
@@ -248,5 +248,5 @@ def test_built_in_models_take_integers_as_numbers() -> None:
     assert prepared.x.dtype == torch.float32
     assert prepared.fingerprint == as_floats.fingerprint != as_integers.fingerprint
     with pytest.raises(ModelError, match="save x as float32"):
-        prepare(from_names({**QUICK, **OPEN}), as_integers, nn.Linear(4, 2))
-    prepare(from_names({**QUICK, **OPEN}), as_floats, nn.Linear(4, 2))
+        prepare(settings_from_keywords({**QUICK, **OPEN}), as_integers, nn.Linear(4, 2))
+    prepare(settings_from_keywords({**QUICK, **OPEN}), as_floats, nn.Linear(4, 2))

@@ -16,21 +16,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulcrum.errors import ConfigError
-from fulcrum.runs.choices import CHOICES, check_choices, choice_names
-from fulcrum.settings.catalogue import WORDS, _docstrings, catalogue
-from fulcrum.settings.checks import RANGES
-from fulcrum.settings.files import SECTIONS, SHORT, dump, from_names, parse, read, read_word, template
+from fulcrum.runs.choices import SETTING_CHOICES, check_choices, list_choices
+from fulcrum.settings.catalogue import FIELD_TEXTS, _read_field_docstrings, list_setting_fields
+from fulcrum.settings.checks import SETTING_RANGES
+from fulcrum.settings.files import (
+    SECTION_CLASSES,
+    SHORT_NAMES,
+    dump_settings,
+    make_settings_template,
+    parse_assignment_option,
+    parse_settings,
+    read_settings,
+    settings_from_keywords,
+)
 from fulcrum.settings.presets import METHODS
-from fulcrum.settings.reading import RIVALS, WANTED
+from fulcrum.settings.reading import EXCLUSIVE_SETTINGS, EXPECTED_TYPE_TEXTS
 from fulcrum.settings.schema import Data, Model, Privacy, Run, Settings, Train
-from fulcrum.settings.writing import STARTERS
+from fulcrum.settings.writing import TEMPLATE_VALUES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def refusal(raw=None, overrides=None, method=None) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_choices(parse(raw or {}, overrides, method))
+        check_choices(parse_settings(raw or {}, overrides, method))
     sentence = str(caught.value)
     assert "\n" not in sentence
     return sentence
@@ -40,31 +49,31 @@ def refusal(raw=None, overrides=None, method=None) -> str:
 
 
 def test_nothing_given_is_the_defaults():
-    assert parse({}) == Settings()
+    assert parse_settings({}) == Settings()
 
 
 def test_file_wins_over_the_preset_of_its_own_method():
-    settings = parse({"method": "dp-sgd", "clip": {"rule": "moo"}})
+    settings = parse_settings({"method": "dp-sgd", "clip": {"rule": "moo"}})
     assert (settings.method, settings.clip.rule) == ("dp-sgd", "moo")
 
 
 def test_method_of_the_command_line_wins_over_the_file_and_keeps_the_rest():
-    settings = parse({"clip": {"rule": "moo", "C0": 0.5}}, method="dp-sgd")
+    settings = parse_settings({"clip": {"rule": "moo", "C0": 0.5}}, method="dp-sgd")
     assert (settings.method, settings.clip.rule, settings.clip.C0) == ("dp-sgd", "fixed", 0.5)
 
 
 def test_values_of_the_command_line_win_over_everything():
-    settings = parse({"clip": {"rule": "none"}}, {"clip.rule": "moo", "clip.C0": 2}, method="dp-sgd")
+    settings = parse_settings({"clip": {"rule": "none"}}, {"clip.rule": "moo", "clip.C0": 2}, method="dp-sgd")
     assert (settings.method, settings.clip.rule, settings.clip.C0) == ("dp-sgd", "moo", 2.0)
 
 
 def test_set_method_is_the_same_as_method():
-    assert parse({}, {"method": "dp-sgd"}) == parse({}, method="dp-sgd")
+    assert parse_settings({}, {"method": "dp-sgd"}) == parse_settings({}, method="dp-sgd")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_parses_and_remembers_its_name(method):
-    settings = parse({}, method=method)
+    settings = parse_settings({}, method=method)
     assert settings.method == method
     for section, values in METHODS[method].parts.items():
         for name, value in values.items():
@@ -72,8 +81,8 @@ def test_every_method_parses_and_remembers_its_name(method):
 
 
 def test_the_later_of_epsilon_and_sigma_wins():
-    assert parse({"privacy": {"epsilon": 4.0}}, {"privacy.sigma": 2.0}).privacy == Privacy(sigma=2.0)
-    assert parse({"privacy": {"sigma": 4.0}}, {"privacy.epsilon": 2.0}).privacy == Privacy(epsilon=2.0)
+    assert parse_settings({"privacy": {"epsilon": 4.0}}, {"privacy.sigma": 2.0}).privacy == Privacy(sigma=2.0)
+    assert parse_settings({"privacy": {"sigma": 4.0}}, {"privacy.epsilon": 2.0}).privacy == Privacy(epsilon=2.0)
 
 
 def test_epsilon_and_sigma_in_one_layer_contradict():
@@ -82,46 +91,48 @@ def test_epsilon_and_sigma_in_one_layer_contradict():
 
 
 def test_epochs_take_the_place_of_steps_and_back():
-    assert parse({"train": {"epochs": 2.0}}).train == Train(steps=0, epochs=2.0)
-    assert parse({"train": {"epochs": 2.0}}, {"train.steps": 3}).train == Train(steps=3, epochs=0.0)
+    assert parse_settings({"train": {"epochs": 2.0}}).train == Train(steps=0, epochs=2.0)
+    assert parse_settings({"train": {"epochs": 2.0}}, {"train.steps": 3}).train == Train(steps=3, epochs=0.0)
     assert "exactly one" in refusal({"train": {"epochs": 2.0, "steps": 3}})
 
 
 def test_rivals_name_each_other():
-    for path, (rival, cleared) in RIVALS.items():
+    for path, (rival, cleared) in EXCLUSIVE_SETTINGS.items():
         section = path.partition(".")[0]
-        assert f"{section}.{RIVALS[f'{section}.{rival}'][0]}" == path
+        assert f"{section}.{EXCLUSIVE_SETTINGS[f'{section}.{rival}'][0]}" == path
         assert not cleared
 
 
 def test_tables_of_budgets_merge():
-    settings = parse({"privacy": {"epsilon": 4.0, "budgets": {"a": 1.0}}}, {"privacy.budgets.b.c": 2})
+    settings = parse_settings({"privacy": {"epsilon": 4.0, "budgets": {"a": 1.0}}}, {"privacy.budgets.b.c": 2})
     assert settings.privacy.budgets == {"a": 1.0, "b.c": 2.0}
 
 
 def test_keywords_are_short_names_unique_fields_or_sections():
-    settings = from_names({"data": "mnist", "epsilon": 1.64, "kappa": 0.01, "train": {"server": "adam"}})
+    settings = settings_from_keywords({"data": "mnist", "epsilon": 1.64, "kappa": 0.01, "train": {"server": "adam"}})
     expected = {"data.source": "mnist", "privacy.epsilon": 1.64, "clip.kappa": 0.01, "train.server": "adam"}
-    assert settings == parse({}, expected)
+    assert settings == parse_settings({}, expected)
 
 
 def test_keywords_take_numpy_numbers_and_paths(tmp_path):
-    settings = from_names({"rounds": np.int64(3), "lr": np.float64(0.5), "data_dir": tmp_path, "hidden": (8, 4)})
+    settings = settings_from_keywords(
+        {"rounds": np.int64(3), "lr": np.float64(0.5), "data_dir": tmp_path, "hidden": (8, 4)}
+    )
     assert (settings.train.rounds, settings.train.lr, settings.data.dir) == (3, 0.5, str(tmp_path))
     assert settings.model.hidden == (8, 4)
 
 
 def test_unknown_keyword_gets_the_nearest():
     with pytest.raises(ConfigError, match="epsilom is not a setting; did you mean epsilon"):
-        from_names({"epsilom": 1.0})
+        settings_from_keywords({"epsilom": 1.0})
 
 
 def test_short_names_exist_and_no_bare_name_is_ambiguous():
-    assert set(SHORT.values()) <= set(catalogue())
-    names = [field.name for field in catalogue().values()]
-    several = {name for name in names if names.count(name) > 1} - set(SHORT)
-    short = set(SHORT.values())  # a name that several sections have: each of them has a short name of its own
-    assert all(field.path in short for field in catalogue().values() if field.name in several)
+    assert set(SHORT_NAMES.values()) <= set(list_setting_fields())
+    names = [field.name for field in list_setting_fields().values()]
+    several = {name for name in names if names.count(name) > 1} - set(SHORT_NAMES)
+    short = set(SHORT_NAMES.values())  # a name that several sections have: each of them has a short name of its own
+    assert all(field.path in short for field in list_setting_fields().values() if field.name in several)
 
 
 # --- words ------------------------------------------------------------------------------------
@@ -141,13 +152,13 @@ def test_short_names_exist_and_no_bare_name_is_ambiguous():
     ],
 )
 def test_set_reads_toml_and_falls_back_to_text(text, path, value):
-    assert read_word(text) == (path, value)
+    assert parse_assignment_option(text) == (path, value)
 
 
 @pytest.mark.parametrize("text", ["clip.kappa", "=3", ""])
 def test_set_without_a_value_says_how(text):
     with pytest.raises(ConfigError, match=r"section\.name=value"):
-        read_word(text)
+        parse_assignment_option(text)
 
 
 # --- mistakes ---------------------------------------------------------------------------------
@@ -211,18 +222,18 @@ def write(path: Path, content: bytes) -> Path:
 
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.toml does not exist; .*fulcrum init"):
-        read(tmp_path / "none.toml")
+        read_settings(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="is a folder"):
-        read(tmp_path)
+        read_settings(tmp_path)
     with pytest.raises(ConfigError, match="not text in UTF-8"):
-        read(write(tmp_path / "latin.toml", b"method = 'caf\xe9'"))
+        read_settings(write(tmp_path / "latin.toml", b"method = 'caf\xe9'"))
     with pytest.raises(ConfigError, match=r"not valid TOML: .*line 2"):
-        read(write(tmp_path / "torn.toml", b"[train]\nrounds = = 3\n"))
+        read_settings(write(tmp_path / "torn.toml", b"[train]\nrounds = = 3\n"))
 
 
 def test_read_takes_a_file_and_words(tmp_path):
     file = write(tmp_path / "run.toml", b"[train]\nrounds = 3\n")
-    assert read(file, {"train.lr": 2.0}).train == Train(rounds=3, lr=2.0)
+    assert read_settings(file, {"train.lr": 2.0}).train == Train(rounds=3, lr=2.0)
 
 
 # --- writing ----------------------------------------------------------------------------------
@@ -244,7 +255,7 @@ def test_read_takes_a_file_and_words(tmp_path):
     ],
 )
 def test_dump_reruns_to_equal_settings(settings):
-    assert parse(tomllib.loads(dump(settings))) == settings
+    assert parse_settings(tomllib.loads(dump_settings(settings))) == settings
 
 
 @given(
@@ -254,23 +265,27 @@ def test_dump_reruns_to_equal_settings(settings):
     ledger=st.text(alphabet=st.characters(exclude_categories=["Cs"])),
 )
 def test_dump_keeps_every_number_and_text(method, lr, delta, ledger):
-    settings = parse({}, {"train.lr": lr, "privacy.delta": delta, "run.ledger": ledger}, method)
-    assert parse(tomllib.loads(dump(settings))) == settings
+    settings = parse_settings({}, {"train.lr": lr, "privacy.delta": delta, "run.ledger": ledger}, method)
+    assert parse_settings(tomllib.loads(dump_settings(settings))) == settings
 
 
 def test_template_is_the_defaults_and_an_epsilon():
-    assert parse(tomllib.loads(template())) == parse({}, {"privacy.epsilon": STARTERS["privacy.epsilon"]})
+    assert parse_settings(tomllib.loads(make_settings_template())) == parse_settings(
+        {}, {"privacy.epsilon": TEMPLATE_VALUES["privacy.epsilon"]}
+    )
 
 
 def test_template_shows_every_setting_at_its_default_when_uncommented():
-    lines = template().splitlines()
+    lines = make_settings_template().splitlines()
     uncommented = [line[1:] if line.startswith("#") and not line.startswith("# ") else line for line in lines]
     raw = tomllib.loads("\n".join(uncommented))
-    assert set(catalogue()) == {"method"} | {f"{section}.{name}" for section in SECTIONS for name in raw[section]}
-    for field in catalogue().values():
+    assert set(list_setting_fields()) == {"method"} | {
+        f"{section}.{name}" for section in SECTION_CLASSES for name in raw[section]
+    }
+    for field in list_setting_fields().values():
         if field.default is None:
             del raw[field.section][field.name]
-    assert parse(raw) == Settings()
+    assert parse_settings(raw) == Settings()
     assert max(len(line) for line in lines) <= 120
 
 
@@ -278,16 +293,16 @@ def test_template_shows_every_setting_at_its_default_when_uncommented():
 
 
 def test_catalogue_covers_the_dataclasses():
-    fields = {f"{name}.{field.name}" for name, owner in SECTIONS.items() for field in dataclasses.fields(owner)}
-    assert set(catalogue()) == fields | {"method"}
-    assert set(CHOICES) | set(RANGES) <= set(catalogue())
-    assert all(field.kind in WANTED for field in catalogue().values())
+    fields = {f"{name}.{field.name}" for name, owner in SECTION_CLASSES.items() for field in dataclasses.fields(owner)}
+    assert set(list_setting_fields()) == fields | {"method"}
+    assert set(SETTING_CHOICES) | set(SETTING_RANGES) <= set(list_setting_fields())
+    assert all(field.kind in EXPECTED_TYPE_TEXTS for field in list_setting_fields().values())
 
 
 def test_every_setting_is_explained_once():
-    assert [path for path, field in catalogue().items() if not field.words] == []
-    assert WORDS.keys() & _docstrings().keys() == set()
-    assert WORDS.keys() <= catalogue().keys()
+    assert [path for path, field in list_setting_fields().items() if not field.words] == []
+    assert FIELD_TEXTS.keys() & _read_field_docstrings().keys() == set()
+    assert FIELD_TEXTS.keys() <= list_setting_fields().keys()
 
 
 def test_settings_page_is_in_step_with_the_settings():
@@ -304,11 +319,11 @@ def test_settings_page_is_in_step_with_the_settings():
 
 
 def test_every_setting_with_choices_refuses_a_wrong_name_with_the_nearest():
-    from fulcrum.settings.checks import lookup
+    from fulcrum.settings.checks import get_setting
 
-    for path in CHOICES:
-        names = choice_names(path)
-        assert lookup(Settings(), path) in names, path
+    for path in SETTING_CHOICES:
+        names = list_choices(path)
+        assert get_setting(Settings(), path) in names, path
         section, name = path.split(".")
         wrong = f"{names[-1]}x"
         with pytest.raises(ConfigError) as caught:
@@ -330,7 +345,7 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
     from fulcrum.privacy.accounting import ACCOUNTANTS
     from fulcrum.privacy.client_level import ESTIMATORS
     from fulcrum.privacy.schedule import SCHEDULES
-    from fulcrum.privacy.statement.units import UNITS
+    from fulcrum.privacy.statement.units import UNIT_TEXTS
     from fulcrum.rng import RANDOMNESS
     from fulcrum.settings.derived import LR_SCHEDULES
     from fulcrum.training.server import SERVERS, WEIGHTINGS
@@ -344,7 +359,7 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
         "train.weights": WEIGHTINGS,
         "train.server": SERVERS,
         "clip.rule": RULES,
-        "privacy.unit": UNITS,
+        "privacy.unit": UNIT_TEXTS,
         "privacy.accountant": ACCOUNTANTS,
         "privacy.randomness": RANDOMNESS,
         "privacy.noise_schedule": SCHEDULES,
@@ -354,17 +369,19 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
         "task.loss": REGRESSION_LOSSES,
     }
     for path, registry in registries.items():
-        assert set(choice_names(path)) == set(registry) | special.get(path, set()), path
+        assert set(list_choices(path)) == set(registry) | special.get(path, set()), path
     others = {"model.coordinates", "clip.groups", "clip.phi", "clip.reading", "privacy.aggregation"}
-    assert set(CHOICES) == set(registries) | others, "these have no values, only names, where they are implemented"
+    assert set(SETTING_CHOICES) == set(registries) | others, (
+        "these have no values, only names, where they are implemented"
+    )
 
 
 def test_every_name_in_the_settings_words_is_a_choice():
     """A choice that is added must be added to the words of its setting, or the docs would leave it out."""
-    for path in CHOICES:
+    for path in SETTING_CHOICES:
         if path not in ("clip.rule",):
-            words = catalogue()[path].words
-            assert all(name in words for name in choice_names(path)), path
+            words = list_setting_fields()[path].words
+            assert all(name in words for name in list_choices(path)), path
 
 
 def test_a_server_optimiser_of_ones_own(tmp_path, monkeypatch):
@@ -376,7 +393,7 @@ def test_a_server_optimiser_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     from fulcrum.training.server import SERVERS
 
-    settings = parse({}, {"train.server": "halved:HALVED"})
+    settings = parse_settings({}, {"train.server": "halved:HALVED"})
     assert check_choices(settings).train.server == "halved:HALVED"
     change, _ = SERVERS.find("halved:HALVED").step(torch.tensor(3.0), {}, settings.train)
     assert change == 1.5
@@ -384,7 +401,7 @@ def test_a_server_optimiser_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "importlib.metadata.entry_points", lambda group: [Point] if group == "fulcrum.server_optimisers" else []
     )
-    assert check_choices(parse({}, {"train.server": "half"}))
+    assert check_choices(parse_settings({}, {"train.server": "half"}))
     assert "did you mean 'half'?" in refusal({}, {"train.server": "halff"})
 
 
@@ -398,45 +415,45 @@ class Point:
 def test_old_words_are_translated_with_a_note(monkeypatch, capsys):
     from fulcrum.settings import renamed
 
-    monkeypatch.setitem(renamed.RENAMED, "clip.price", "clip.kappa")
+    monkeypatch.setitem(renamed.RENAMED_PATHS, "clip.price", "clip.kappa")
     monkeypatch.setitem(renamed.RENAMED_VALUES, "train.server", {"plain": "sgd"})
-    monkeypatch.setitem(renamed.REMOVED, "run.colour", "take it away.")
+    monkeypatch.setitem(renamed.REMOVED_PATHS, "run.colour", "take it away.")
     old = {"clip": {"price": 0.5}, "train": {"server": "plain"}}
-    assert parse(old) == parse({"clip": {"kappa": 0.5}, "train": {"server": "sgd"}})
+    assert parse_settings(old) == parse_settings({"clip": {"kappa": 0.5}, "train": {"server": "sgd"}})
     err = capsys.readouterr().err
     assert "note: clip.price is called clip.kappa today\n" in err
     assert "note: train.server = 'plain' is called 'sgd' today\n" in err
-    assert parse({}, {"clip.price": 0.5}).clip.kappa == 0.5
-    assert from_names({"price": 0.5}).clip.kappa == 0.5
+    assert parse_settings({}, {"clip.price": 0.5}).clip.kappa == 0.5
+    assert settings_from_keywords({"price": 0.5}).clip.kappa == 0.5
     capsys.readouterr()
     assert "both are given" in refusal({"clip": {"price": 0.5, "kappa": 0.1}})
     assert refusal({"run": {"colour": 1}}) == "run.colour is no longer a setting; take it away."
-    assert parse({"clip": {"kappa": 0.5}}).clip.kappa == 0.5
+    assert parse_settings({"clip": {"kappa": 0.5}}).clip.kappa == 0.5
     assert capsys.readouterr().err == "", "no note where nothing is old"
 
 
 def test_a_rename_changes_no_id_of_a_kept_result(monkeypatch):
     from fulcrum.settings import renamed
-    from fulcrum.study.job import identity, settings_from_json
+    from fulcrum.study.job import compute_job_id, settings_from_json
 
     settings = Settings().replace(clip={"kappa": 0.5})
     old = dataclasses.asdict(settings)
     old["clip"]["price"] = old["clip"].pop("kappa")
-    before = renamed.former_words(dataclasses.asdict(settings))
+    before = renamed.to_original_names(dataclasses.asdict(settings))
     assert before == dataclasses.asdict(settings)
-    monkeypatch.setitem(renamed.RENAMED, "clip.price", "clip.kappa")
+    monkeypatch.setitem(renamed.RENAMED_PATHS, "clip.price", "clip.kappa")
     assert settings_from_json(old) == settings
-    assert renamed.former_words(dataclasses.asdict(settings)) == old, "ids are made from the first version's words"
-    assert identity(settings, 1.0) != identity(settings.replace(clip={"kappa": 0.6}), 1.0)
+    assert renamed.to_original_names(dataclasses.asdict(settings)) == old, "ids are made from the first version's words"
+    assert compute_job_id(settings, 1.0) != compute_job_id(settings.replace(clip={"kappa": 0.6}), 1.0)
 
 
 def test_settings_written_before_options_are_read_and_keep_their_id():
-    from fulcrum.study.job import identity, settings_from_json
+    from fulcrum.study.job import compute_job_id, settings_from_json
 
     old = dataclasses.asdict(Settings())
     del old["clip"]["options"]
-    assert settings_from_json(old) == parse(old) == Settings()
-    assert identity(Settings(), 1.0) != identity(Settings().replace(clip={"options": {"speed": 1.0}}), 1.0)
+    assert settings_from_json(old) == parse_settings(old) == Settings()
+    assert compute_job_id(Settings(), 1.0) != compute_job_id(Settings().replace(clip={"options": {"speed": 1.0}}), 1.0)
 
 
 def test_clip_settings_stay_a_key_with_options_in_them():

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from fulcrum.cli import app
 from fulcrum.study import report, worker
-from fulcrum.study.choosing import choose, keep
-from fulcrum.study.experiment import find_folder, paper_jobs, read_experiment, tuning_jobs
-from fulcrum.study.table_cells import make_cells
+from fulcrum.study.choosing import choose_settings, save_choices
+from fulcrum.study.experiment import find_study_folder, list_paper_jobs, list_tuning_jobs, read_experiment
+from fulcrum.study.table_cells import make_table_cells
 from support.studies import experiments, record
 
 OPEN = """
@@ -59,10 +59,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_committed_study_is_what_it_says() -> None:
-    experiment = read_experiment(find_folder(), "open")
+    experiment = read_experiment(find_study_folder(), "open")
     assert experiment.datasets == ("mnist", "fashion-mnist", "cifar10")
     assert (len(experiment.epsilons), len(experiment.seeds), len(experiment.rows)) == (3, 5, 5)
-    jobs = paper_jobs(experiment)
+    jobs = list_paper_jobs(experiment)
     assert len({job.id for job in jobs}) == len(jobs) == 225
     for job in jobs:
         settings = job.settings
@@ -112,25 +112,27 @@ def test_prepare_work_merge_and_report(folder: Path, tmp_path: Path) -> None:
 
 def test_rows_are_compared_only_under_the_same_adversary(folder: Path) -> None:
     experiment = read_experiment(folder, "open")
-    jobs = paper_jobs(experiment)
+    jobs = list_paper_jobs(experiment)
     done = {job.id: record(job, 0.9 if job.row == "moo-shared" else 0.8) for job in jobs}
-    cells = {cell.row: cell for cell in make_cells(experiment, jobs, done)}
+    cells = {cell.row: cell for cell in make_table_cells(experiment, jobs, done)}
     ahead = cells["dp-sgd-shared"].ahead
     assert ahead is not None
     assert ahead.mean == pytest.approx(10.0)
     assert cells["moo-shared"].ahead is None  # own noise against shared noise would compare adversaries
     assert cells["moo"].ahead is None
-    assert not report.notes([cells["moo"]], {}) or "ADVERSARY" not in "".join(report.notes([cells["moo"]], {}))
+    assert not report.make_table_notes([cells["moo"]], {}) or "ADVERSARY" not in "".join(
+        report.make_table_notes([cells["moo"]], {})
+    )
 
 
 def test_its_settings_are_chosen_apart_from_the_papers(folder: Path) -> None:
     experiment = read_experiment(folder, "open")
-    trials = tuning_jobs(experiment)
+    trials = list_tuning_jobs(experiment)
     assert {job.study for job in trials} == {"open-tune"}
     done = {job.id: record(job, 0.5 + 0.01 * (job.trial or 0)) for job in trials}
-    made, lacking = choose(experiment, done)
+    made, lacking = choose_settings(experiment, done)
     assert (len(made), lacking) == (3, {})
-    keep(experiment, made)
+    save_choices(experiment, made)
     assert (folder / "open-chosen.toml").is_file()
     assert not (folder / "chosen.toml").exists()
     assert read_experiment(folder).choices == ()

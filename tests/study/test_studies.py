@@ -10,8 +10,8 @@ import pytest
 
 from fulcrum.cli import main
 from fulcrum.errors import ConfigError
-from fulcrum.study.experiment import BUILT_IN, study_files
-from fulcrum.study.studies import Part, read_study, stage_jobs, study_names
+from fulcrum.study.experiment import BUILT_IN_FOLDER, list_study_files
+from fulcrum.study.studies import StudyPart, list_stage_jobs, list_study_names, read_study
 from support.studies import GRID, experiments
 
 OWN = """
@@ -44,15 +44,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_studies_of_the_package_are_found_after_installation(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert study_files(BUILT_IN) == ["open", "paper", "robustness"]
-    assert study_names() == ["open", "paper", "robustness", "protocol", "parties"]
+    assert list_study_files(BUILT_IN_FOLDER) == ["open", "paper", "robustness"]
+    assert list_study_names() == ["open", "paper", "robustness", "protocol", "parties"]
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     data = project["tool"]["setuptools"]["package-data"]["fulcrum"]
-    assert any(f.parent.name == "experiments" for pattern in data for f in BUILT_IN.parents[1].glob(pattern))
+    assert any(f.parent.name == "experiments" for pattern in data for f in BUILT_IN_FOLDER.parents[1].glob(pattern))
 
 
 def test_a_study_of_ones_own_runs_by_its_name_and_by_its_path(folder: Path, capsys) -> None:
-    assert "mine" in study_names()
+    assert "mine" in list_study_names()
     end = ["--seeds", "1", "--backend", "sequential", "-q"]
     assert main(["study", "mine", *end]) == 0
     assert "| MOO | example | 2 |" in capsys.readouterr().out
@@ -68,16 +68,16 @@ def test_a_study_of_ones_own_runs_by_its_name_and_by_its_path(folder: Path, caps
 
 def test_a_grid_of_ones_own(folder: Path) -> None:
     (folder / "starts.toml").write_text(GRID)
-    jobs, unknown = stage_jobs("starts")
+    jobs, unknown = list_stage_jobs("starts")
     assert ({job.study for job in jobs}, len(jobs), unknown) == ({"starts"}, 8, ())
     assert read_study("starts").results == Path("results/starts")
     with pytest.raises(ConfigError, match="nothing to tune"):
-        stage_jobs("starts-tune")
+        list_stage_jobs("starts-tune")
 
 
 def test_a_study_without_a_search_file_cannot_be_tuned(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"mine-search\.toml does not exist"):
-        stage_jobs("mine-tune")
+        list_stage_jobs("mine-tune")
     (folder / "broken.toml").write_text("datasets = []")
     with pytest.raises(ConfigError, match=r"broken\.toml has no epsilons"):
         read_study("broken")
@@ -85,12 +85,16 @@ def test_a_study_without_a_search_file_cannot_be_tuned(folder: Path) -> None:
 
 def test_stages_are_studies_and_their_trials(tmp_path: Path) -> None:
     place = experiments(tmp_path)
-    part = Part(methods=["moo"], epsilons=[4.0], seeds=1)
-    studies = {stage: {job.study for job in stage_jobs(stage, place, part)[0]} for stage in ("paper", "paper-tune")}
+    part = StudyPart(methods=["moo"], epsilons=[4.0], seeds=1)
+    studies = {
+        stage: {job.study for job in list_stage_jobs(stage, place, part)[0]} for stage in ("paper", "paper-tune")
+    }
     assert studies == {"paper": {"paper"}, "paper-tune": {"tune"}}
-    studies = {stage: {job.study for job in stage_jobs(stage, place, part)[0]} for stage in ("protocol", "parties")}
+    studies = {
+        stage: {job.study for job in list_stage_jobs(stage, place, part)[0]} for stage in ("protocol", "parties")
+    }
     assert studies == {"protocol": {"protocol"}, "parties": {"parties"}}
-    assert {job.study for job in stage_jobs("protocol-tune", place, part)[0]} == {"tune-protocol"}
+    assert {job.study for job in list_stage_jobs("protocol-tune", place, part)[0]} == {"tune-protocol"}
 
 
 @pytest.mark.parametrize(

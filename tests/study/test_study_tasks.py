@@ -11,11 +11,11 @@ import pytest
 
 from fulcrum.cli import main
 from fulcrum.errors import DataError
-from fulcrum.study.backends import How, run_jobs
-from fulcrum.study.calibrate import calibrated
-from fulcrum.study.experiment import paper_jobs, read_experiment
-from fulcrum.study.run_job import Datasets, make
-from fulcrum.study.store import load
+from fulcrum.study.backends import BackendOptions, run_jobs
+from fulcrum.study.calibrate import calibrate_jobs
+from fulcrum.study.experiment import list_paper_jobs, read_experiment
+from fulcrum.study.run_job import DatasetCache, prepare_job
+from fulcrum.study.store import load_results
 
 N, TEST = 240, 120
 STUDY = """
@@ -98,11 +98,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_study_of_any_task_gives_the_same_in_every_way_of_running(folder: Path, task: str) -> None:
     write_study(folder, task)
     score, higher = SCORES[task]
-    jobs = calibrated(paper_jobs(read_experiment(name="mine")))
+    jobs = calibrate_jobs(list_paper_jobs(read_experiment(name="mine")))
     found = {}
     for backend in ("sequential", "stacked") if task == "binary" else ("sequential", "processes", "stacked"):
         said: list[str] = []
-        outcomes = {job.id: result for job, result in run_jobs(jobs, backend, How(workers=2, say=said.append))}
+        outcomes = {
+            job.id: result for job, result in run_jobs(jobs, backend, BackendOptions(workers=2, say=said.append))
+        }
         assert len(outcomes) == len(jobs)
         assert not said, "nothing failed, and every run that can be stacked was"
         found[backend] = outcomes
@@ -126,7 +128,7 @@ def test_a_regression_study_from_the_command_line_is_judged_by_its_error(folder:
     assert "rmse" in said.err
     assert "accuracy" not in said.out + said.err
     assert "%" not in "".join(line for line in said.out.splitlines() if line.startswith("|"))
-    records = load(Path("results/mine")).values()
+    records = load_results(Path("results/mine")).values()
     assert all(set(record["metrics"]) == {"rmse", "mae", "r2", "loss"} for record in records)
     assert {(record["score"], record["higher_is_better"]) for record in records} == {("rmse", False)}
     means = {cell["method"]: cell["mean"] for cell in json.loads(Path("results/mine/table.json").read_text())}
@@ -147,7 +149,7 @@ def test_trials_of_a_regression_are_chosen_by_the_lower_error(folder: Path, caps
     assert worker.main([str(jobs), "--out", "results/mine", "--backend", "sequential"]) == 0
     assert main(["study", "choose", "--study", "mine", "--methods", "dp-sgd"]) == 0
     choice = read_experiment(name="mine").choices[0]
-    errors = {record["trial"]: record["metrics"]["rmse"] for record in load(Path("results/mine")).values()}
+    errors = {record["trial"]: record["metrics"]["rmse"] for record in load_results(Path("results/mine")).values()}
     assert len(errors) == 2
     assert choice.trial == min(errors, key=errors.__getitem__)
     assert choice.worst == pytest.approx(max(errors.values()), abs=1e-4)
@@ -160,7 +162,7 @@ def test_a_grid_of_a_regression_has_gaps_in_its_own_units(folder: Path, capsys) 
     assert "Test rmse (lower is better)" in out
     assert "point" not in out
     entries = json.loads(Path("results/grid/summary.json").read_text())
-    errors = [r["metrics"]["rmse"] for r in load(Path("results/grid")).values() if r["row"] == "dp-sgd"]
+    errors = [r["metrics"]["rmse"] for r in load_results(Path("results/grid")).values() if r["row"] == "dp-sgd"]
     assert entries[0]["best_fixed"] == pytest.approx(min(errors), rel=1e-5)
     assert entries[0]["worst_gap_grid"] == pytest.approx(max(errors) - min(errors), rel=1e-4)
 
@@ -170,8 +172,8 @@ def test_a_study_without_a_test_set_is_refused_in_a_sentence(folder: Path) -> No
     with np.load("made/up.npz") as arrays:
         kept = {name: arrays[name] for name in ("x", "y")}
     np.savez("made/up.npz", **kept)
-    job = calibrated(paper_jobs(read_experiment(name="mine"))[:1])[0]
+    job = calibrate_jobs(list_paper_jobs(read_experiment(name="mine"))[:1])[0]
     with pytest.raises(DataError, match="has no test set"):
-        make(job, Datasets(), "cpu")
+        prepare_job(job, DatasetCache(), "cpu")
     held = dataclasses.replace(job, settings=job.settings.replace(data={"validation": 0.2}))
-    assert make(held, Datasets(), "cpu").problem.dataset.test is not None
+    assert prepare_job(held, DatasetCache(), "cpu").problem.dataset.test is not None

@@ -20,7 +20,7 @@ from fulcrum.settings.schema import Clip, Data, Settings
 from fulcrum.training.client import train_client
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import Assignment, ClientReply, RoundRequest, RoundResult
 
 FEATURES, CLASSES = 6, 3
@@ -57,18 +57,20 @@ def toy_problem(
     randomness: Randomness | None = None,
     model: nn.Module | None = None,
     **changes: Any,
-) -> Problem:
+) -> TrainingProblem:
     """A problem over a toy data set, split evenly."""
     dataset = dataset or toy_data()
     model = model or toy_model()
     partition = split(dataset, Data(parties=parties, partition="iid", min_examples=1), 0)
     chosen = find_rule(rule) if isinstance(rule, str) else rule
-    problem = Problem(dataset, partition, model, ParameterLayout.of(model), chosen, randomness or SeededRandomness(3))
+    problem = TrainingProblem(
+        dataset, partition, model, ParameterLayout.of(model), chosen, randomness or SeededRandomness(3)
+    )
     return dataclasses.replace(problem, **changes)
 
 
 def one_client(
-    problem: Problem,
+    problem: TrainingProblem,
     C0: float = 1.0,
     rate: float = 0.5,
     sigma: float = 0.0,

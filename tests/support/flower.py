@@ -13,14 +13,21 @@ import torch
 from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ModelFacts
 from fulcrum.data import Dataset, split
-from fulcrum.data.dataset import recheck
+from fulcrum.data.dataset import recheck_dataset
 from fulcrum.flower import keys, run
 from fulcrum.flower.coordinator import WaitPolicy
-from fulcrum.flower.messages import Envelope, assignment_schema, model_fingerprint, pack, state_arrays, write_assignment
+from fulcrum.flower.messages import (
+    Envelope,
+    assignment_to_table,
+    compute_model_fingerprint,
+    make_assignment_schema,
+    pack_envelope,
+    state_to_arrays,
+)
 from fulcrum.flower.party import PartyService, open_party_service
 from fulcrum.flower.party_data import take_part
-from fulcrum.flower.registry import Delivery
-from fulcrum.flower.terms import Terms, accept, propose
+from fulcrum.flower.registry import MessageDelivery
+from fulcrum.flower.terms import PartyTerms, accept_proposal, make_proposal
 from fulcrum.privacy.events import Gaussian
 from fulcrum.settings.schema import Clip, Data, Model, Privacy, Run, Settings, Train
 from fulcrum.types import Assignment
@@ -48,8 +55,8 @@ def part(data: Dataset, settings: Settings, k: int) -> Dataset:
     return take_part(data, split(data, settings.data, settings.run.seed).indices(k), f"part-{k}")
 
 
-def toy_terms(settings: Settings, name: str = "party-0", **changes: Any) -> Terms:
-    return dataclasses.replace(accept(name, propose(settings, 3), 50.0), **changes)
+def toy_terms(settings: Settings, name: str = "party-0", **changes: Any) -> PartyTerms:
+    return dataclasses.replace(accept_proposal(name, make_proposal(settings, 3), 50.0), **changes)
 
 
 @contextlib.contextmanager
@@ -57,13 +64,13 @@ def toy_party(folder: Path, settings: Settings, k: int = 0, **options: Any) -> I
     """Party k's service; its key, ledger and terms lie in `folder`, so that it can be opened again."""
     name = NAMES[k]
     if not (folder / "keys" / name).exists():
-        keys.make_pair(folder / "keys", name)
+        keys.make_key_pair(folder / "keys", name)
     options = {"terms": toy_terms(settings, name), "say": lambda words: None, **options}
     data = part(options.pop("data", None) or toy_data(120), settings, k)
     terms = options.pop("terms")
     with open_party_service(
         name,
-        lambda task: recheck(data, data.name, task),
+        lambda task: recheck_dataset(data, data.name, task),
         folder / "keys" / name,
         folder / f"{name}.sqlite",
         terms,
@@ -78,8 +85,8 @@ def toy_request(service: PartyService, settings: Settings, round: int = 0, C: fl
     assert service.terms is not None
     model, layout = service.trainer.model, service.trainer.layout
     task = Assignment(client=NAMES.index(service.name), rate=0.2, sigma=1.1, steps=1, lr=0.5)
-    assignment = {**write_assignment(task), **changes.pop("assignment", {})}
-    assignment |= {name: changes.pop(name) for name in assignment_schema() if name in changes}
+    assignment = {**assignment_to_table(task), **changes.pop("assignment", {})}
+    assignment |= {name: changes.pop(name) for name in make_assignment_schema() if name in changes}
     header = {
         "kind": "round",
         "run": "run-1",
@@ -89,7 +96,7 @@ def toy_request(service: PartyService, settings: Settings, round: int = 0, C: fl
         "rule": settings.clip.rule,
         "groups": "flat",
         "unit": "example",
-        "model": model_fingerprint(model, layout),
+        "model": compute_model_fingerprint(model, layout),
         "task": service.trainer.task_fingerprint,
         "round": round,
         "rounds": settings.train.rounds,
@@ -99,7 +106,7 @@ def toy_request(service: PartyService, settings: Settings, round: int = 0, C: fl
     }
     state = {**find_rule(settings.clip.rule).init(settings.clip, ModelFacts(layout.dim, layout.sizes))}
     state["C"] = torch.full_like(state["C"], C)
-    return pack(header, {"params": layout.flatten(model), **state_arrays(state)})
+    return pack_envelope(header, {"params": layout.flatten(model), **state_to_arrays(state)})
 
 
 EVENT = Gaussian(0.2, 1.1, 1)
@@ -130,14 +137,14 @@ class Bus:
             self._open[number] = (node, envelope)
         return number
 
-    def collect(self, ids: set[str]) -> list[Delivery]:
+    def collect(self, ids: set[str]) -> list[MessageDelivery]:
         """Parties compute here, so that no deadline of a test is a race against a busy machine."""
         found = []
         for number in sorted(ids & self._open.keys()):
             node, envelope = self._open.pop(number)
             reply = self.tamper(node, envelope, self.services[node].answer(envelope))
             if reply is not None:
-                found.append(Delivery(number, reply))
+                found.append(MessageDelivery(number, reply))
         return found
 
 
@@ -146,7 +153,7 @@ def toy_federation(
     folder: Path,
     settings: Settings,
     simulation: bool = True,
-    terms: Callable[[str], Terms] | None = None,
+    terms: Callable[[str], PartyTerms] | None = None,
     data: Dataset | None = None,
 ) -> Iterator[Bus]:
     """Three parties on a bus. terms: what each agreed to, by name; by default the settings with a large budget.
@@ -167,12 +174,12 @@ def serve(bus: Bus, settings: Settings, folder: Path, monkeypatch: Any, **option
     """`fulcrum serve` over the bus; "resume" continues the run in `folder`. data: holds the public test records."""
     data = options.pop("data", None) or toy_data(120)
     public = dataclasses.replace(data, train=None)  # a coordinator has no training records
-    monkeypatch.setattr(run, "public_data", lambda source, place, task: recheck(public, data.name, task))
-    address = run.Address("nowhere", 1, None, None)
-    register = {name: keys.load_public(folder.parent / "keys" / f"{name}.pub") for name in NAMES}
+    monkeypatch.setattr(run, "load_public_data", lambda source, place, task: recheck_dataset(public, data.name, task))
+    address = run.ListenAddress("nowhere", 1, None, None)
+    register = {name: keys.load_public_key(folder.parent / "keys" / f"{name}.pub") for name in NAMES}
     said = options.pop("said", [])
     common = {"open_transport": lambda *_: contextlib.nullcontext(bus), "say": said.append}
     if options.pop("resume", False):
-        return run.resume_serving(folder, address, register, **common, **options)
+        return run.resume_served_run(folder, address, register, **common, **options)
     options = {"wait_policy": WAIT_POLICY, "simulation": True, **options}
-    return run.serve(settings, folder, address, register, **common, **options)
+    return run.serve_run(settings, folder, address, register, **common, **options)

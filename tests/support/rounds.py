@@ -11,7 +11,7 @@ import torch
 from fulcrum.data import Dataset, from_arrays
 from fulcrum.engines.stacked import StackedEngine
 from fulcrum.settings.schema import Clip
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import Assignment, ClientReply, RoundRequest
 
 
@@ -22,7 +22,9 @@ def images(*shape: int, n: int = 24, seed: int = 0) -> Dataset:
     return from_arrays(x, torch.arange(n) % 3, x_test, torch.arange(6) % 3)
 
 
-def request(problem: Problem, steps: int = 2, sigma: float = 0.3, clients: int = 3, **changes: Any) -> RoundRequest:
+def request(
+    problem: TrainingProblem, steps: int = 2, sigma: float = 0.3, clients: int = 3, **changes: Any
+) -> RoundRequest:
     """The second round of ten for the first clients, each with a learning rate of its own."""
     state = problem.rule.init(Clip(C0=0.5), problem.shape)
     params = problem.layout.flatten(problem.model)
@@ -30,7 +32,7 @@ def request(problem: Problem, steps: int = 2, sigma: float = 0.3, clients: int =
     return dataclasses.replace(RoundRequest(1, 10, params, tasks, (state,) * clients, 0.01), **changes)
 
 
-def stacked(problem: Problem, wanted: RoundRequest, limit: int = 0, native: bool = False) -> list[ClientReply]:
+def stacked(problem: TrainingProblem, wanted: RoundRequest, limit: int = 0, native: bool = False) -> list[ClientReply]:
     """What the stacked engine replies within a memory limit; native: with its own matrix products."""
     engine = StackedEngine(problem, limit)
     if engine.trainer is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.study.experiment import Experiment, read_experiment
-from fulcrum.study.job import Job
+from fulcrum.study.job import StudyJob
 
 PAPER = """
 datasets = ["digits"]
@@ -96,7 +96,7 @@ def small(folder: Path, rounds: int = 2) -> Experiment:
     return read_experiment(experiments(folder, rounds))
 
 
-def record(job: Job, accuracy: float, **changes: Any) -> dict[str, Any]:
+def record(job: StudyJob, accuracy: float, **changes: Any) -> dict[str, Any]:
     """A finished run as the store keeps it, without training anything."""
     return {
         **job.to_json(),

@@ -13,16 +13,18 @@ from fulcrum.clipping.fixed import FIXED, no_extra
 from fulcrum.data import poisson_sample_units
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.rng import SeededRandomness
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 from support.federations import CLASSES, one_client, toy_data, toy_model, toy_problem
 
 
-def _sampled(problem: Problem, rate: float, step: int = 0, client: int = 0) -> torch.Tensor:
+def _sampled(problem: TrainingProblem, rate: float, step: int = 0, client: int = 0) -> torch.Tensor:
     rows, _, _ = poisson_sample_units(problem.randomness, ("sample", 0, client, step), problem.party(client), rate)
     return rows
 
 
-def _plain_steps(problem: Problem, rate: float, lr: float, steps: int, weight_decay: float = 0.0) -> torch.Tensor:
+def _plain_steps(
+    problem: TrainingProblem, rate: float, lr: float, steps: int, weight_decay: float = 0.0
+) -> torch.Tensor:
     """Ordinary SGD by autograd over the same samples, divided by the expected batch."""
     model = toy_model()
     for step in range(steps):
@@ -49,7 +51,7 @@ def test_with_clipping_or_noise_it_is_not_plain_sgd() -> None:
     assert not torch.allclose(one_client(problem, C0=1e3, sigma=1.0, steps=3).delta, plain, rtol=1e-2)
 
 
-def _without(problem: Problem, row: int) -> Problem:
+def _without(problem: TrainingProblem, row: int) -> TrainingProblem:
     """The neighbour in which one example contributes nothing: its input is not a number, so it counts as zero."""
     x = problem.dataset.x.clone()
     x[row] = torch.nan

@@ -27,7 +27,7 @@ from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine
 from fulcrum.errors import BudgetError, ConfigError
 from fulcrum.privacy import accounting
-from fulcrum.privacy.client_level import ESTIMATORS, Estimator, Terms, party_weights
+from fulcrum.privacy.client_level import ESTIMATORS, ClientLevelTerms, MeanEstimator, compute_party_weights
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.rng import SecureRandomness, SeededRandomness
@@ -35,11 +35,11 @@ from fulcrum.runs import execute, prepare, resume
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Clip
 from fulcrum.training import client_level as central
-from fulcrum.training.client_level import average, draw_cohort
+from fulcrum.training.client_level import average_client_updates, draw_cohort
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
-from fulcrum.training.problem import Problem
-from fulcrum.types import Bounds, ClientReply, Released, RoundResult, State, Stats
+from fulcrum.training.problem import TrainingProblem
+from fulcrum.types import Bounds, ClientReply, Released, RoundResult, RuleState, Stats
 from support.federations import client_federation, client_settings, play, toy_data, toy_problem
 from support.randomness import Silent
 
@@ -50,22 +50,26 @@ def updates_of(deltas: torch.Tensor, clients: list[int]) -> list[ClientReply]:
     return [ClientReply(k, deltas[k], torch.zeros(0), (), {}) for k in clients]
 
 
-def server(rule: ClipRule = FIXED, **changes: Any) -> Problem:
+def server(rule: ClipRule = FIXED, **changes: Any) -> TrainingProblem:
     """A problem as the server has it, without noise."""
     return toy_problem(rule, randomness=Silent(), unit="client", **changes)
 
 
-def terms_of(weights: list[float], rate: float = 0.5, estimator: str = "fixed", floor: float = 1.0) -> Terms:
+def terms_of(weights: list[float], rate: float = 0.5, estimator: str = "fixed", floor: float = 1.0) -> ClientLevelTerms:
     total = sum(weights)
     w = torch.tensor(weights, dtype=torch.float64)
-    return Terms(rate, w, total, rate * total * floor, estimator, 1.0, 1)
+    return ClientLevelTerms(rate, w, total, rate * total * floor, estimator, 1.0, 1)
 
 
 def mean_of(
-    problem: Problem, terms: Terms, deltas: torch.Tensor, clients: list[int], state: State | None = None
+    problem: TrainingProblem,
+    terms: ClientLevelTerms,
+    deltas: torch.Tensor,
+    clients: list[int],
+    state: RuleState | None = None,
 ) -> torch.Tensor:
     state = state or problem.rule.init(Clip(C0=1.5), problem.shape)
-    return average(problem, terms, state, updates_of(deltas, clients), 0, 5, 1.0).delta
+    return average_client_updates(problem, terms, state, updates_of(deltas, clients), 0, 5, 1.0).delta
 
 
 # --- sensitivity, by neighbouring federations -----------------------------------------------------
@@ -90,7 +94,7 @@ def federations(dim: int) -> Iterator[torch.Tensor]:
     yield torch.zeros(8, dim)
 
 
-def largest_change(problem: Problem, terms: Terms, C0: float = 1.5) -> float:
+def largest_change(problem: TrainingProblem, terms: ClientLevelTerms, C0: float = 1.5) -> float:
     """The most that leaving out one party moves the mean, over many cohorts."""
     state = problem.rule.init(Clip(C0=C0), problem.shape)
     found = 0.0
@@ -145,20 +149,20 @@ def test_a_model_with_a_0d_parameter_is_clipped_like_any_other() -> None:
 
 
 WRONG = {
-    "plain mean's sensitivity for a weighted mean": Estimator(
+    "plain mean's sensitivity for a weighted mean": MeanEstimator(
         ESTIMATORS["fixed"].divisor, lambda terms: 1 / (terms.rate * terms.clients)
     ),
-    "divides by the realised cohort": Estimator(
+    "divides by the realised cohort": MeanEstimator(
         lambda terms, weight: max(weight, 1e-9), lambda terms: 1 / (terms.rate * terms.total)
     ),
-    "half the sensitivity of the clipped denominator": Estimator(
+    "half the sensitivity of the clipped denominator": MeanEstimator(
         ESTIMATORS["clipped"].divisor, lambda terms: 1 / terms.floor
     ),
 }
 
 
 @pytest.mark.parametrize("estimator", WRONG.values(), ids=WRONG.keys())
-def test_wrong_sensitivities_are_rejected(estimator: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_sensitivities_are_rejected(estimator: MeanEstimator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ESTIMATORS._values, "wrong", estimator)
     terms = terms_of(WEIGHTS["heavy and light"], 0.5, "wrong")
     assert largest_change(server(), terms) > 1.5 * terms.sensitivity * 1.05
@@ -208,10 +212,10 @@ def test_the_mean_is_weighted_and_points_where_the_updates_point() -> None:
 
 def test_weights_are_capped_at_one() -> None:
     sizes = torch.tensor([10, 20, 40])
-    assert party_weights(sizes, "uniform").tolist() == [1, 1, 1]
-    assert party_weights(sizes, "examples", 40).tolist() == [0.25, 0.5, 1]
-    assert party_weights(sizes, "examples").tolist() == [0.5, 1, 1]  # the median size is the cap
-    assert party_weights(sizes, "examples", 1e6).sum() < 1e-3  # a cap far above the sizes only makes noise
+    assert compute_party_weights(sizes, "uniform").tolist() == [1, 1, 1]
+    assert compute_party_weights(sizes, "examples", 40).tolist() == [0.25, 0.5, 1]
+    assert compute_party_weights(sizes, "examples").tolist() == [0.5, 1, 1]  # the median size is the cap
+    assert compute_party_weights(sizes, "examples", 1e6).sum() < 1e-3  # a cap far above the sizes only makes noise
 
 
 # --- noise ----------------------------------------------------------------------------------------
@@ -222,7 +226,7 @@ def test_the_noise_of_a_mean_has_z_times_its_sensitivity(estimator: str) -> None
     terms = terms_of([1.0, 1.0, 0.5, 0.5], 0.5, estimator, 0.8)
     problem = toy_problem(FIXED, randomness=SeededRandomness(4), unit="client")
     state = problem.rule.init(Clip(C0=2.0), problem.shape)
-    noise = torch.cat([average(problem, terms, state, [], t, 99, 1.3).delta for t in range(60)])
+    noise = torch.cat([average_client_updates(problem, terms, state, [], t, 99, 1.3).delta for t in range(60)])
     scale = 1.3 * 2.0 * (1 / 1.5 if estimator == "fixed" else 2 / 1.2)
     assert kstest(noise.numpy() / scale, "norm").pvalue > 1e-3
     for wrong in (2 / 3, 3 / 2):
@@ -282,7 +286,7 @@ def test_everyone_is_charged_every_round_whether_drawn_or_not() -> None:
     federation = client_federation(5, train={"participation": 0.3, "rounds": 7})
     with Ledger.open(":memory:") as ledger:
         results = [result for result, _ in federate(federation, ledger, "r")]
-        spent = accounting.epsilon([Gaussian(0.3, 1.0, 7)], 1e-5)
+        spent = accounting.compute_epsilon([Gaussian(0.3, 1.0, 7)], 1e-5)
         for k in range(5):
             entries = ledger.entries(federation.plan.name(k))
             assert [(e.round, e.events) for e in entries] == [(t, (Gaussian(0.3, 1.0, 1),)) for t in range(7)]
@@ -291,7 +295,7 @@ def test_everyone_is_charged_every_round_whether_drawn_or_not() -> None:
         by_round = zip(*(ledger.entries(federation.plan.name(k)) for k in range(5)), strict=True)
         assert all(len({entry.digest for entry in entries}) == 1 for entries in by_round)  # one release for all
     assert results[-1].epsilons == pytest.approx([spent] * 5)
-    assert spent < accounting.epsilon([Gaussian(1.0, 1.0, 7)], 1e-5)  # the secret draw does amplify
+    assert spent < accounting.compute_epsilon([Gaussian(1.0, 1.0, 7)], 1e-5)  # the secret draw does amplify
 
 
 def test_participants_are_in_no_result_and_no_file(tmp_path: Path) -> None:
@@ -304,7 +308,7 @@ def test_participants_are_in_no_result_and_no_file(tmp_path: Path) -> None:
         lines = record.load_metrics(tmp_path / unit)
         assert all(("participants" in line) == told for line in lines)
         with closing(record.RunFolder.open(tmp_path / unit)) as folder:
-            last = folder.last_snapshot(torch.device("cpu"))
+            last = folder.load_last_snapshot(torch.device("cpu"))
         assert last is not None
         assert bool(last.participations.any()) == told
     summary = record.load_summary(tmp_path / "client")
@@ -328,18 +332,18 @@ def test_a_round_of_many_parties_is_few_transactions() -> None:
 def test_a_release_that_was_not_reserved_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     federation = client_federation()
 
-    def quieter(problem: Problem, *arguments: Any) -> Any:
+    def quieter(problem: TrainingProblem, *arguments: Any) -> Any:
         terms, state, replies, t, rounds, sigma = arguments
-        return average(problem, terms, state, replies, t, rounds, sigma / 2)
+        return average_client_updates(problem, terms, state, replies, t, rounds, sigma / 2)
 
-    monkeypatch.setattr("fulcrum.training.round.average", quieter)
+    monkeypatch.setattr("fulcrum.training.round.average_client_updates", quieter)
     with pytest.raises(BudgetError, match=r"the server released .* was reserved"):
         play(federation)
 
 
 def test_the_run_stops_before_a_kept_budget_is_overspent(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    budget = accounting.epsilon([Gaussian(0.5, 1.0, 8)], 1e-5)
+    budget = accounting.compute_epsilon([Gaussian(0.5, 1.0, 8)], 1e-5)
     lengths = [len(play(client_federation(privacy={"budget": budget}), path, run)) for run in ("a", "b", "c")]
     assert lengths == [6, 2, 0]
     with Ledger.open(path) as ledger:
@@ -352,7 +356,7 @@ def test_a_party_without_budget_leaves_the_draw_and_pays_no_more(tmp_path: Path)
     """And a run that is resumed after that knows it."""
     settings = client_settings(train={"rounds": 8, "participation": 0.9}, run={"checkpoint_every": 2})
     data = toy_data(18)
-    poor = accounting.epsilon([Gaussian(0.9, 1.0, 3)], 1e-5)
+    poor = accounting.compute_epsilon([Gaussian(0.9, 1.0, 3)], 1e-5)
 
     def spoil(federation: Federation) -> Federation:
         account = federation.plan.terms
@@ -363,7 +367,7 @@ def test_a_party_without_budget_leaves_the_draw_and_pays_no_more(tmp_path: Path)
     results = play(spoil(prepare(settings, data)))
     assert [r.out_of_budget for r in results] == [()] * 3 + [(0,)] * 5
     assert results[-1].epsilons[0] == pytest.approx(poor)
-    assert results[-1].epsilons[1] == pytest.approx(accounting.epsilon([Gaussian(0.9, 1.0, 8)], 1e-5))
+    assert results[-1].epsilons[1] == pytest.approx(accounting.compute_epsilon([Gaussian(0.9, 1.0, 8)], 1e-5))
 
     folder = tmp_path / "run"
     execute(spoil(prepare(settings, data)), folder)
@@ -431,17 +435,17 @@ def test_a_secure_run_draws_anew_and_everyone_pays_again(tmp_path: Path) -> None
 # --- rules over updates ---------------------------------------------------------------------------
 
 
-def _init_quantile(settings: Clip, shape: ModelFacts) -> State:
+def _init_quantile(settings: Clip, shape: ModelFacts) -> RuleState:
     return {"C": equal_shares(settings.C0, shape.count), "eta_C": torch.tensor(0.2), "gamma": torch.tensor(0.5)}
 
 
-def _clip_quantile(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_quantile(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     whole = torch.linalg.vector_norm(stats.norms, dim=1)
     below = (whole <= torch.linalg.vector_norm(state["C"])).to(stats.norms) - 0.5
     return shrink(stats.norms, state["C"]), below[:, None] * stats.mask[:, None], state
 
 
-def _adapt_quantile(state: State, released: Released) -> State:
+def _adapt_quantile(state: RuleState, released: Released) -> RuleState:
     below = released.extra[0] + 0.5
     return {**state, "C": state["C"] * torch.exp(-state["eta_C"] * (below - state["gamma"]))}
 
@@ -464,9 +468,9 @@ def test_a_rule_with_statistics_moves_C_by_hand_computed_steps() -> None:
     state = problem.rule.init(Clip(C0=1.0), problem.shape)
     deltas = torch.zeros(4, problem.layout.dim)
     deltas[:, 0] = torch.tensor([0.5, 0.8, 3.0, 0.1])
-    reply = average(problem, terms, state, updates_of(deltas, [0, 1, 2]), 0, 5, 1.0)
+    reply = average_client_updates(problem, terms, state, updates_of(deltas, [0, 1, 2]), 0, 5, 1.0)
     assert reply.extra.tolist() == pytest.approx([(0.5 + 0.5 - 0.5) / 2])  # unweighted, over q_c K and not over 3
-    moved = problem.rule.adapt(reply.state, central.released_of(reply, terms, 1.0, 0, 5))
+    moved = problem.rule.adapt(reply.state, central.make_server_release(reply, terms, 1.0, 0, 5))
     assert float(moved["C"]) == pytest.approx(math.exp(-0.2 * (0.25 + 0.5 - 0.5)))
     assert float(moved["C"]) < 1  # more than half lie below C, so C shrinks
     assert reply.delta[0].item() == pytest.approx((0.5 + 0.5 * 0.8 + 0.5 * 1.0) / 1.5)
@@ -478,7 +482,7 @@ def test_statistics_and_mean_share_one_event() -> None:
     terms, z = terms_of([1.0] * 40, rate=0.5), 0.8
     problem = toy_problem(QUANTILE, randomness=SeededRandomness(2), unit="client")
     state = problem.rule.init(Clip(C0=2.0), problem.shape)
-    replies = [average(problem, terms, state, [], t, 99, z) for t in range(1500)]
+    replies = [average_client_updates(problem, terms, state, [], t, 99, z) for t in range(1500)]
     sigma_b = max(20 / 20, 5 * z)
     count_noise = torch.cat([reply.extra for reply in replies]) * 20
     mean_noise = torch.cat([reply.delta[:10] for reply in replies])
@@ -525,7 +529,7 @@ def test_the_median_is_not_sound_and_says_so_everywhere(tmp_path: Path) -> None:
     state = problem.rule.init(Clip(), problem.shape)
     deltas = torch.ones(3, problem.layout.dim) * torch.tensor([[1.0], [1.0], [1e4]])
     with_it, without = (
-        average(problem, terms_of([1.0] * 3), state, updates_of(deltas, who), 0, 5, 1.0).state["C"]
+        average_client_updates(problem, terms_of([1.0] * 3), state, updates_of(deltas, who), 0, 5, 1.0).state["C"]
         for who in ([1, 2], [1])
     )
     assert float(with_it - without) > 100

@@ -17,12 +17,12 @@ from fulcrum.errors import BudgetError
 from fulcrum.privacy import accounting
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.settings.derived import learning_rate
+from fulcrum.settings.derived import compute_learning_rate
 from fulcrum.settings.schema import Train
 from fulcrum.training.engine import Engine
-from fulcrum.training.loop import federate, is_evaluated, participants
+from fulcrum.training.loop import federate, is_evaluation_round, select_participants
 from fulcrum.training.run_account import RunAccount
-from fulcrum.training.server import SERVERS, client_weights, moving_average, weighted_mean
+from fulcrum.training.server import SERVERS, average_replies, compute_client_weights, update_moving_average
 from fulcrum.training.snapshot import Snapshot
 from fulcrum.types import ClientReply, RoundRequest, RoundResult
 from support.federations import play, toy_data, toy_federation
@@ -39,9 +39,9 @@ def _reply(delta: list[float]) -> ClientReply:
 
 
 def test_weights_follow_the_declared_sizes_of_those_who_took_part() -> None:
-    assert client_weights([30, 10], "examples").tolist() == pytest.approx([0.75, 0.25])
-    assert client_weights([30, 10], "uniform").tolist() == pytest.approx([0.5, 0.5])
-    mean, _ = weighted_mean([_reply([4.0, 0.0]), _reply([0.0, 8.0])], torch.tensor([0.75, 0.25]))
+    assert compute_client_weights([30, 10], "examples").tolist() == pytest.approx([0.75, 0.25])
+    assert compute_client_weights([30, 10], "uniform").tolist() == pytest.approx([0.5, 0.5])
+    mean, _ = average_replies([_reply([4.0, 0.0]), _reply([0.0, 8.0])], torch.tensor([0.75, 0.25]))
     assert mean.tolist() == pytest.approx([3.0, 2.0])
 
 
@@ -65,9 +65,9 @@ def test_server_optimisers_follow_trajectories_computed_by_hand() -> None:
 
 def test_the_moving_average_forgets_the_start_and_is_the_model_itself_when_off() -> None:
     start, now = torch.zeros(1), torch.ones(1)
-    assert moving_average(start, now, 0.0, 5) is now
-    assert float(moving_average(start, now, 0.99, 0)) == 1.0
-    assert float(moving_average(start, now, 0.5, 1000)) == pytest.approx(0.5)
+    assert update_moving_average(start, now, 0.0, 5) is now
+    assert float(update_moving_average(start, now, 0.99, 0)) == 1.0
+    assert float(update_moving_average(start, now, 0.5, 1000)) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("server", ["sgd", "momentum", "adam"])
@@ -80,21 +80,21 @@ def test_every_server_optimiser_and_the_average_run_to_the_end(server: str) -> N
 
 def test_learning_rate_schedules() -> None:
     train = Train(rounds=10, lr=2.0)
-    assert [learning_rate(train, t) for t in (0, 9)] == [2.0, 2.0]
+    assert [compute_learning_rate(train, t) for t in (0, 9)] == [2.0, 2.0]
     linear = dataclasses.replace(train, schedule="linear")
-    assert learning_rate(linear, 5) == pytest.approx(1.0)
+    assert compute_learning_rate(linear, 5) == pytest.approx(1.0)
     cosine = dataclasses.replace(train, schedule="cosine", warmup=4)
-    assert learning_rate(cosine, 0) == pytest.approx(0.5)
-    assert learning_rate(cosine, 5) == pytest.approx(1.0)
+    assert compute_learning_rate(cosine, 0) == pytest.approx(0.5)
+    assert compute_learning_rate(cosine, 5) == pytest.approx(1.0)
     step = dataclasses.replace(train, schedule="step", decay_rounds=(3, 6), decay=0.1)
-    assert [learning_rate(step, t) for t in (2, 3, 6)] == pytest.approx([2.0, 0.2, 0.02])
+    assert [compute_learning_rate(step, t) for t in (2, 3, 6)] == pytest.approx([2.0, 0.2, 0.02])
 
 
 def test_epsilon_grows_with_every_round_and_composes_all_of_them() -> None:
     results = play(toy_federation(train={"steps": 2}))
     epsilons = [r.epsilon for r in results]
     assert all(a < b for a, b in itertools.pairwise(epsilons))
-    assert epsilons[-1] == pytest.approx(accounting.epsilon([Gaussian(0.2, 1.0, 12)], 1e-5))
+    assert epsilons[-1] == pytest.approx(accounting.compute_epsilon([Gaussian(0.2, 1.0, 12)], 1e-5))
     assert epsilons[-1] > 1.2 * epsilons[0]  # an accountant made anew each round would report the first one for ever
 
 
@@ -104,7 +104,7 @@ def test_a_party_pays_for_the_rounds_it_took_part_in_and_sampling_parties_amplif
     for k in range(3):
         times = sum(k in named(r) for r in results)
         assert 0 < times < 12
-        assert results[-1].epsilons[k] == pytest.approx(accounting.epsilon([Gaussian(0.2, 1.0, times)], 1e-5))
+        assert results[-1].epsilons[k] == pytest.approx(accounting.compute_epsilon([Gaussian(0.2, 1.0, times)], 1e-5))
     full, sampled = (
         toy_federation(train={"participation": q}, privacy={"sigma": None, "epsilon": 2.0}).plan.group(0).sigma
         for q in (1.0, 0.1)
@@ -132,7 +132,7 @@ def test_a_round_without_participants_changes_nothing_and_costs_nothing() -> Non
 
 def test_the_run_stops_before_a_kept_budget_is_overspent(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    budget = accounting.epsilon([Gaussian(0.2, 1.0, 8)], 1e-5)
+    budget = accounting.compute_epsilon([Gaussian(0.2, 1.0, 8)], 1e-5)
     first = play(toy_federation(privacy={"budget": budget}), path, "first")
     second = play(toy_federation(privacy={"budget": budget}), path, "second")
     assert len(first) == 6
@@ -239,14 +239,14 @@ def test_without_a_ledger_the_rounds_are_the_same_and_no_epsilon_is_claimed() ->
 
 def test_who_takes_part_is_invited_within_its_cap_and_not_excluded() -> None:
     federation = toy_federation(privacy={"max_participations": 2})
-    assert participants(federation, 0, [0, 0, 0]) == [0, 1, 2]
-    assert participants(federation, 0, [0, 2, 1]) == [0, 2]
-    assert participants(federation, 0, torch.tensor([0, 2, 1]), {0}) == [2]
+    assert select_participants(federation, 0, [0, 0, 0]) == [0, 1, 2]
+    assert select_participants(federation, 0, [0, 2, 1]) == [0, 2]
+    assert select_participants(federation, 0, torch.tensor([0, 2, 1]), {0}) == [2]
 
 
 def test_the_last_round_is_always_evaluated() -> None:
     settings = toy_federation(train={"rounds": 5}, run={"evaluate_every": 2}).settings
-    assert [t for t in range(5) if is_evaluated(settings, t)] == [1, 3, 4]
+    assert [t for t in range(5) if is_evaluation_round(settings, t)] == [1, 3, 4]
 
 
 def test_what_was_spent_is_what_the_ledger_says_and_nothing_else() -> None:
@@ -259,12 +259,12 @@ def test_what_was_spent_is_what_the_ledger_says_and_nothing_else() -> None:
         ledger.reserve("r", 0, {"a": step}, attempt=1)
         ledger.reserve("r", 1, {"b": step})
         ledger.reserve("other", 0, {"b": step})
-        assert ledger.round_reservations("r", range(1, 2)) == [("b", tuple(step))]
+        assert ledger.list_round_reservations("r", range(1, 2)) == [("b", tuple(step))]
         account = RunAccount(ledger, "r", 1e-5, "rdp")
-        account.read_until(1)
-        one, two = (accounting.epsilon(step * times, 1e-5) for times in (1, 2))
+        account.read_rounds_until(1)
+        one, two = (accounting.compute_epsilon(step * times, 1e-5) for times in (1, 2))
         assert account.largest == pytest.approx(two)
-        account.read_until(2)
+        account.read_rounds_until(2)
         plan = toy_federation().plan
         named = dataclasses.replace(plan, name=["a", "b", "c"].__getitem__)
         assert account.epsilons(named) == pytest.approx((two, two, 0.0))

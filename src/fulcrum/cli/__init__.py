@@ -52,21 +52,21 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"fulcrum {__version__}")
         raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
-def _top(
+def _show_help_or_version(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Private federated learning that finds its own balance."""
-    options.help_without_command(context)
+    options.show_help_without_command(context)
 
 
 app.command("run")(run.run)
@@ -92,4 +92,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 2 wrong input, 1 other failures, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = typer.main.get_command(app)
-    return failures.guarded(lambda: command.main(words, prog_name="fulcrum", standalone_mode=False), words)
+    return failures.run_guarded(lambda: command.main(words, prog_name="fulcrum", standalone_mode=False), words)

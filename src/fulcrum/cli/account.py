@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fulcrum.cli import view
-from fulcrum.cli.options import Debug, Json
+from fulcrum.cli.options import DebugOption, JsonOption
 from fulcrum.errors import ConfigError
 
 
@@ -18,8 +18,8 @@ def account(
     steps: Annotated[int | None, typer.Option("--steps", help="Number of noised steps, all rounds together.")] = None,
     delta: Annotated[float, typer.Option("--delta", help="Failure probability.")] = 1e-5,
     accountant: Annotated[str | None, typer.Option("--accountant", help="rdp or pld; without it both.")] = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """What steps of Poisson-sampled Gaussian noise cost.
 
@@ -27,20 +27,22 @@ def account(
     """
     if [sigma, epsilon, steps].count(None) != 1:
         raise ConfigError("give exactly two of --sigma, --epsilon and --steps; the third is the answer.")
-    check(q, sigma, epsilon, steps)
+    check_account_options(q, sigma, epsilon, steps)
     from fulcrum.privacy import accounting
 
     names = list(accounting.ACCOUNTANTS) if accountant is None else [accountant]
-    rows = {name: answer(q, sigma, epsilon, steps, delta, name) for name in names}
+    rows = {name: compute_account_row(q, sigma, epsilon, steps, delta, name) for name in names}
     if as_json:
         view.print_json({"q": q, "delta": delta, "accountants": rows})
         return
     columns = ("accountant", "sigma", "steps", "epsilon", "delta")
-    shown = [(name, row["sigma"], row["steps"], view.epsilon(row["epsilon"]), delta) for name, row in rows.items()]
+    shown = [
+        (name, row["sigma"], row["steps"], view.format_epsilon(row["epsilon"]), delta) for name, row in rows.items()
+    ]
     view.print_table(columns, shown)
 
 
-def check(q: float, sigma: float | None, epsilon: float | None, steps: int | None) -> None:
+def check_account_options(q: float, sigma: float | None, epsilon: float | None, steps: int | None) -> None:
     """Refuse what no accountant can answer."""
     if not 0 < q <= 1:
         raise ConfigError(f"--q {q:g} is out of range; it must be greater than 0 and at most 1.")
@@ -49,7 +51,7 @@ def check(q: float, sigma: float | None, epsilon: float | None, steps: int | Non
             raise ConfigError(f"{name} {value:g} is out of range; it must be greater than 0.")
 
 
-def answer(
+def compute_account_row(
     q: float, sigma: float | None, epsilon: float | None, steps: int | None, delta: float, accountant: str
 ) -> dict[str, Any]:
     """The complete row by one accountant: what was missing, and what the whole then costs."""
@@ -60,12 +62,12 @@ def answer(
         assert epsilon is not None
         assert steps is not None
         length = steps
-        sigma = accounting.calibrate(lambda noise: [Gaussian(q, noise, length)], epsilon, delta, accountant)
+        sigma = accounting.calibrate_sigma(lambda noise: [Gaussian(q, noise, length)], epsilon, delta, accountant)
     if steps is None:
         assert epsilon is not None
-        steps = accounting.steps_for(q, sigma, epsilon, delta, accountant)
+        steps = accounting.compute_max_steps(q, sigma, epsilon, delta, accountant)
     return {
         "sigma": sigma,
         "steps": steps,
-        "epsilon": accounting.epsilon([Gaussian(q, sigma, steps)], delta, accountant),
+        "epsilon": accounting.compute_epsilon([Gaussian(q, sigma, steps)], delta, accountant),
     }

@@ -12,24 +12,24 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from fulcrum.cli import view
-from fulcrum.cli.failures import FAILED
-from fulcrum.cli.options import Debug, Json, Quiet, help_without_command
+from fulcrum.cli.failures import EXIT_FAILED
+from fulcrum.cli.options import DebugOption, JsonOption, QuietOption, show_help_without_command
 
 app = typer.Typer(help="Which data sets are on this machine: list, fetch, verify.")
 
-Folder = Annotated[
+FolderOption = Annotated[
     str, typer.Option("--data-dir", help="Folder to look in first; then FULCRUM_DATA, then the user's cache.")
 ]
 
 
 @app.callback(invoke_without_command=True)
-def _top(context: typer.Context) -> None:
+def _show_help(context: typer.Context) -> None:
     """Which data sets are on this machine: list, fetch, verify."""
-    help_without_command(context)
+    show_help_without_command(context)
 
 
 @app.command("list")
-def list_(folder: Folder = "", as_json: Json = False, debug: Debug = False) -> None:
+def list_(folder: FolderOption = "", as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """List the data sets that have a name, and where each was found."""
     from fulcrum import data
 
@@ -40,7 +40,7 @@ def list_(folder: Folder = "", as_json: Json = False, debug: Debug = False) -> N
     columns = ("data", "examples", "status", "where")
     view.print_table(columns, [(row.name, row.examples, row.status, row.where) for row in rows])
     if any(row.status == "missing" for row in rows):
-        view.say("Get a missing one with: fulcrum data fetch NAME")
+        view.print_message("Get a missing one with: fulcrum data fetch NAME")
 
 
 @app.command()
@@ -51,21 +51,21 @@ def fetch(
         list[str],
         typer.Option("--mirror", help="Address to download from in place of the public ones; repeat for more."),
     ] = [],  # noqa: B006  typer only reads it
-    as_json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Download data sets, checked against the public checksums; goes on where an earlier try stopped."""
     from fulcrum import data
 
     places: dict[str, Path] = {}
     for name in names:
-        with bytes_bar(name, quiet) as report:
+        with show_download_progress(name, quiet) as report:
             places[name] = data.fetch(name, folder or None, mirror or None, report)
     if as_json:
         view.print_json({name: str(place) for name, place in places.items()})
         return
-    view.print_facts(list(places.items()))
+    view.print_name_value_lines(list(places.items()))
 
 
 @app.command()
@@ -73,9 +73,9 @@ def verify(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME...]", help="Data sets; default: those that are here.")
     ] = None,
-    folder: Folder = "",
-    as_json: Json = False,
-    debug: Debug = False,
+    folder: FolderOption = "",
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Check files against the public checksums. Exits with 1 unless all are the public ones."""
     from fulcrum import data
@@ -87,11 +87,11 @@ def verify(
     else:
         view.print_table(("data", "status", "file"), rows)
     if any(status != "public" for _, status, _ in rows):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(EXIT_FAILED)
 
 
 @contextlib.contextmanager
-def bytes_bar(name: str, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+def show_download_progress(name: str, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A live bar of bytes on stderr; nothing where that is not a terminal."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:

@@ -17,38 +17,38 @@ import typer
 
 from fulcrum.errors import BudgetError, FulcrumError, InputError
 
-OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
-FULL = {errno.ENOSPC, errno.EDQUOT}
+EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 # typer brings its own copy of click in some versions and imports click in others; both have this tree.
 UsageError = typer.BadParameter.__bases__[0]
 ClickException = UsageError.__bases__[0]
 
 
-class Interrupted(Exception):
+class RunInterrupted(Exception):
     """Ctrl-C during a run; carries the sentence that says how to go on."""
 
 
-class Stopped(FulcrumError):
+class RunStopped(FulcrumError):
     """A run that had begun ended early; what was released before stays released."""
 
 
 @contextlib.contextmanager
-def resumable(folder: Path) -> Iterator[None]:
+def explain_interruption(folder: Path) -> Iterator[None]:
     """Around a run: Ctrl-C ends it with the command that continues it."""
     try:
         yield
     except BudgetError as error:
         metrics = folder / "metrics.jsonl"
         if metrics.is_file() and metrics.stat().st_size:
-            raise Stopped(str(error)) from error
+            raise RunStopped(str(error)) from error
         raise
     except KeyboardInterrupt:
         if (folder / "run.json").is_file():
-            raise Interrupted(f"interrupted; continue with: fulcrum resume {shlex.quote(str(folder))}") from None
-        raise Interrupted("interrupted before the first round; nothing was kept.") from None
+            raise RunInterrupted(f"interrupted; continue with: fulcrum resume {shlex.quote(str(folder))}") from None
+        raise RunInterrupted("interrupted before the first round; nothing was kept.") from None
 
 
-def guarded(call: Callable[[], Any], words: Sequence[str]) -> int:
+def run_guarded(call: Callable[[], Any], words: Sequence[str]) -> int:
     """Call, and turn whatever happens into an exit code and at most one sentence on stderr."""
     try:
         code = call()
@@ -56,70 +56,73 @@ def guarded(call: Callable[[], Any], words: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader (head, less) has gone; Python would complain once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return EXIT_FAILED
     except (Exception, KeyboardInterrupt) as error:
         if "--debug" in words:
             traceback.print_exc()
-        code, sentence = explain(error)
+        code, sentence = explain_failure(error)
         print(sentence, file=sys.stderr)
         return code
-    if code == INTERRUPTED:  # some versions of typer turn Ctrl-C into this code, others into Abort
+    if code == EXIT_INTERRUPTED:  # some versions of typer turn Ctrl-C into this code, others into Abort
         print("interrupted.", file=sys.stderr)
-    return code if isinstance(code, int) else OK
+    return code if isinstance(code, int) else EXIT_OK
 
 
-def explain(error: BaseException) -> tuple[int, str]:
+def explain_failure(error: BaseException) -> tuple[int, str]:
     """Exit code and sentence of a failure; the first row that fits."""
-    for kind, (code, words) in SENTENCES.items():
+    for kind, (code, words) in FAILURE_SENTENCES.items():
         if isinstance(error, kind):
-            return (WRONG_INPUT if is_full(error.__cause__) else code), words(error)
-    if is_full(error):
+            return (EXIT_WRONG_INPUT if is_disk_full(error.__cause__) else code), words(error)
+    if is_disk_full(error):
         return (
-            WRONG_INPUT,
+            EXIT_WRONG_INPUT,
             "error: the disk is full; free some space, then start again or continue with fulcrum resume.",
         )
     if isinstance(error, OSError) and error.filename is not None:
-        return WRONG_INPUT, f"error: {error.filename}: {error.strerror}."
-    return FAILED, f"internal error: {type(error).__name__}: {_one_line(error)}; run again with --debug to see where."
+        return EXIT_WRONG_INPUT, f"error: {error.filename}: {error.strerror}."
+    return (
+        EXIT_FAILED,
+        f"internal error: {type(error).__name__}: {_to_one_line(error)}; run again with --debug to see where.",
+    )
 
 
-def is_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException | None) -> bool:
     """Whether the disk (or the user's share of it) is full, whichever library noticed."""
     return (
-        (isinstance(error, OSError) and error.errno in FULL)
+        (isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS)
         or getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
         or "No space left on device" in str(error)
     )
 
 
-def _said(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"error: {error}"
 
 
-def _usage(error: Any) -> str:
+def _format_usage_error(error: Any) -> str:
     """What typer says, with one suggestion in place of its list."""
     near = difflib.get_close_matches(
         getattr(error, "option_name", ""), getattr(error, "possibilities", None) or [], n=1
     )
     if near:
         return f"error: no such option: {error.option_name}; did you mean {near[0]}?"
-    said = _one_line(error.format_message())
+    said = _to_one_line(error.format_message())
     context = getattr(error, "ctx", None)
     more = "" if context is None or said.endswith("?") else f" (see {context.command_path} --help)"
     return f"error: {said.rstrip('.')}{more}" + ("" if said.endswith("?") else ".")
 
 
-def _one_line(error: object) -> str:
+def _to_one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
-SENTENCES: dict[type[BaseException], tuple[int, Callable[[Any], str]]] = {
-    Interrupted: (INTERRUPTED, str),
-    KeyboardInterrupt: (INTERRUPTED, lambda _: "interrupted."),
-    typer.Abort: (INTERRUPTED, lambda _: "interrupted."),
-    UsageError: (WRONG_INPUT, _usage),
-    ClickException: (WRONG_INPUT, _usage),
-    InputError: (WRONG_INPUT, _said),
-    BudgetError: (WRONG_INPUT, _said),
-    FulcrumError: (FAILED, _said),
+FAILURE_SENTENCES: dict[type[BaseException], tuple[int, Callable[[Any], str]]] = {
+    RunInterrupted: (EXIT_INTERRUPTED, str),
+    KeyboardInterrupt: (EXIT_INTERRUPTED, lambda _: "interrupted."),
+    typer.Abort: (EXIT_INTERRUPTED, lambda _: "interrupted."),
+    UsageError: (EXIT_WRONG_INPUT, _format_usage_error),
+    ClickException: (EXIT_WRONG_INPUT, _format_usage_error),
+    InputError: (EXIT_WRONG_INPUT, _format_error),
+    BudgetError: (EXIT_WRONG_INPUT, _format_error),
+    FulcrumError: (EXIT_FAILED, _format_error),
 }

@@ -12,24 +12,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fulcrum.cli import show, view
-from fulcrum.cli.failures import Interrupted
-from fulcrum.cli.options import Debug, Json, Quiet, with_settings
-from fulcrum.cli.run import free_folder, slug
+from fulcrum.cli.failures import RunInterrupted
+from fulcrum.cli.options import DebugOption, JsonOption, QuietOption, with_settings
+from fulcrum.cli.run import choose_free_folder, make_source_slug
 from fulcrum.errors import ConfigError
 from fulcrum.settings.schema import Settings, TaskSettings
 
 if TYPE_CHECKING:
     from fulcrum.data import Dataset
-    from fulcrum.flower.terms import Terms
+    from fulcrum.flower.terms import PartyTerms
 
-PLAINTEXT = (
+PLAINTEXT_WARNING = (
     "warning: --insecure: everything travels readable and changeable by whoever is on the way, and no node proves "
     "who it is; updates are still signed. For tests on one machine only."
 )
-SIMULATED = "warning: --simulation: randomness comes from a seed that the coordinator knows; this protects nobody."
+SIMULATION_WARNING = (
+    "warning: --simulation: randomness comes from a seed that the coordinator knows; this protects nobody."
+)
 
 
-def need_flower() -> None:
+def require_flower() -> None:
     """One sentence in place of an ImportError."""
     if importlib.util.find_spec("flwr") is None:
         raise ConfigError("this needs Flower: pip install 'fulcrum-fl[flower]'.")
@@ -42,22 +44,22 @@ def certs(
         typer.Option("--host", help="Make a development CA and a server certificate for this name or address; repeat."),
     ] = None,
     party: Annotated[list[str] | None, typer.Option("--party", help="Make a key pair for this party; repeat.")] = None,
-    debug: Debug = False,
+    debug: DebugOption = False,
 ) -> None:
     """Make a development CA with a server certificate (--host), and key pairs for parties (--party).
 
     A party makes its own pair and sends NAME.pub to the coordinator; the private key stays with it.
     """
-    need_flower()
+    require_flower()
     from fulcrum.flower import certs as authority
     from fulcrum.flower import keys
 
     if not host and not party:
         raise ConfigError("nothing to make; give --host NAME for a server certificate or --party NAME for a key pair.")
-    for path in authority.make_authority(folder, host) if host else []:
+    for path in authority.make_certificate_authority(folder, host) if host else []:
         typer.echo(path)
     for name in party or []:
-        for path in keys.make_pair(folder, name):
+        for path in keys.make_key_pair(folder, name):
             typer.echo(path)
 
 
@@ -72,13 +74,13 @@ def terms(
         int, typer.Option("--classes", help="Number of classes, where the settings do not say; 0: what labels show.")
     ] = 0,
     out: Annotated[Path, typer.Option("--out", help="File to write; - prints it.")] = Path("terms.toml"),
-    debug: Debug = False,
+    debug: DebugOption = False,
 ) -> None:
     """Write the terms that a party would agree to for a configuration; read them before you use them."""
-    need_flower()
-    from fulcrum.flower.terms import accept, propose, write_terms
+    require_flower()
+    from fulcrum.flower.terms import accept_proposal, make_proposal, terms_to_toml
 
-    text = write_terms(accept(party, propose(settings, classes), budget))
+    text = terms_to_toml(accept_proposal(party, make_proposal(settings, classes), budget))
     if str(out) == "-":
         typer.echo(text, nl=False)
         return
@@ -111,45 +113,45 @@ def party(
     ] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext, for tests on one machine.")] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    quiet: Quiet = False,
-    debug: Debug = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Take part in a federation: train on this party's own data, within its own terms and budget."""
-    need_flower()
+    require_flower()
     from fulcrum import runs as api
-    from fulcrum.flower.consent import consent_text
-    from fulcrum.flower.keys import check_name
+    from fulcrum.flower.consent import make_consent_text
+    from fulcrum.flower.keys import check_party_name
     from fulcrum.flower.party import open_party_service
-    from fulcrum.flower.party_data import count_units, own_data
-    from fulcrum.flower.run import run_party
-    from fulcrum.flower.terms import read_terms
+    from fulcrum.flower.party_data import count_units, load_party_data
+    from fulcrum.flower.run import run_party_service
+    from fulcrum.flower.terms import read_terms_file
 
-    name = check_name(key.name)
+    name = check_party_name(key.name)
     if insecure == (ca is not None):
         raise ConfigError("give --ca FILE (the CA of the coordinator's certificate), or --insecure, and not both.")
-    for flag, words in ((insecure, PLAINTEXT), (simulation, SIMULATED)):
+    for flag, words in ((insecure, PLAINTEXT_WARNING), (simulation, SIMULATION_WARNING)):
         if flag:
-            view.say(words, quiet)
+            view.print_message(words, quiet)
     folder = ledger.absolute().parent
     home = home or folder / f"flower-{name}"
     if ledger.absolute().is_relative_to(home.absolute()):
         raise ConfigError(f"--ledger {ledger} lies in Flower's folder {home}; keep it elsewhere, it must outlive that.")
-    agreed = read_terms(terms) if terms.is_file() else None
+    agreed = read_terms_file(terms) if terms.is_file() else None
     if agreed is None and not sys.stdin.isatty():
         raise ConfigError(f"there is no {terms}; agree on a terminal, or write it with fulcrum terms and read it.")
 
     @functools.cache
     def load_records(task: TaskSettings) -> Dataset:
-        return own_data(data, task=task)
+        return load_party_data(data, task=task)
 
     if agreed is not None:
         load_records(agreed.agreed_task)  # records that do not fit the terms end this here, with a sentence
 
-    def consent(proposed: Terms) -> bool:
+    def consent(proposed: PartyTerms) -> bool:
         task = proposed.agreed_task
         # A task of the form package.module:task is code, and none of it runs before somebody agreed.
         units = None if ":" in task.name else count_units(load_records(task), proposed.unit)
-        view.say(consent_text(proposed, units))
+        view.print_message(make_consent_text(proposed, units))
         return typer.confirm(f"Agree, and write this to {terms}?", default=False, err=True)
 
     def end(number: int, frame: Any) -> None:
@@ -166,10 +168,10 @@ def party(
         consent=consent if sys.stdin.isatty() else None,
         simulation=simulation,
         device=api.find_device(device),
-        say=lambda words: view.say(f"[{name}] {words}", quiet),
+        say=lambda words: view.print_message(f"[{name}] {words}", quiet),
     ) as service:
         try:
-            run_party(
+            run_party_service(
                 service,
                 server,
                 home,
@@ -179,7 +181,7 @@ def party(
                 until_done=until_done,
             )
         except KeyboardInterrupt:
-            raise Interrupted(f"stopped; {(statement or folder) / 'PRIVACY.md'} says what was released.") from None
+            raise RunInterrupted(f"stopped; {(statement or folder) / 'PRIVACY.md'} says what was released.") from None
     typer.echo((statement or folder) / "PRIVACY.md")
 
 
@@ -200,12 +202,12 @@ def serve(
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Continue the run in this folder; other options as it began.")
     ] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Coordinate a federation: rounds over parties that run `fulcrum party` elsewhere. Sees no party's data."""
-    need_flower()
+    require_flower()
     from fulcrum.flower import run as runs
     from fulcrum.flower.coordinator import WaitPolicy
     from fulcrum.flower.keys import load_public_keys
@@ -213,26 +215,26 @@ def serve(
     from fulcrum.settings import files as settings_file
 
     if resume is not None:
-        kept = record.load_json(resume, "run.json").get("flower") or {}
-        settings = settings_file.read(resume / "settings.toml")
+        kept = record.load_run_json(resume, "run.json").get("flower") or {}
+        settings = settings_file.read_settings(resume / "settings.toml")
         keys = keys or Path(kept.get("keys", "keys"))
         listen = kept.get("listen", listen)
-        certificate = certificate or _path(kept.get("certificate"))
-        private = private or _path(kept.get("private"))
+        certificate = certificate or _to_optional_path(kept.get("certificate"))
+        private = private or _to_optional_path(kept.get("private"))
         insecure, simulation = kept.get("insecure", insecure), kept.get("simulation", simulation)
     if keys is None:
         raise ConfigError("give --keys FOLDER: one NAME.pub for each party, made by fulcrum certs --party NAME.")
     if insecure == (certificate is not None and private is not None):
         raise ConfigError("give --certificate FILE and --private-key FILE, or --insecure, and not both.")
-    for flag, words in ((insecure, PLAINTEXT), (simulation, SIMULATED)):
+    for flag, words in ((insecure, PLAINTEXT_WARNING), (simulation, SIMULATION_WARNING)):
         if flag:
-            view.say(words, quiet)
+            view.print_message(words, quiet)
     host, _, port = listen.rpartition(":")
     if not (host and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(f"--listen {listen} is not HOST:PORT, such as 0.0.0.0:9092.")
-    address = runs.Address(host.strip("[]"), int(port), certificate, private)
+    address = runs.ListenAddress(host.strip("[]"), int(port), certificate, private)
     register = load_public_keys(keys)
-    folder = resume or out or free_folder(f"{slug(settings.data.source)}-{settings.method}-flower")
+    folder = resume or out or choose_free_folder(f"{make_source_slug(settings.data.source)}-{settings.method}-flower")
     facts = {
         "keys": str(keys.absolute()),
         "listen": listen,
@@ -245,15 +247,15 @@ def serve(
         raise KeyboardInterrupt
 
     def say(words: str) -> None:
-        view.say(words, quiet)
+        view.print_message(words, quiet)
 
     signal.signal(signal.SIGTERM, end)
     try:
-        with view.progress(settings.method, settings.train.rounds, quiet) as on_round:
+        with view.show_progress(settings.method, settings.train.rounds, quiet) as on_round:
             if resume is not None:
-                result = runs.resume_serving(resume, address, register, on_round=on_round, say=say)
+                result = runs.resume_served_run(resume, address, register, on_round=on_round, say=say)
             else:
-                result = runs.serve(
+                result = runs.serve_run(
                     settings,
                     folder,
                     address,
@@ -266,10 +268,10 @@ def serve(
                 )
     except KeyboardInterrupt:
         if (folder / "run.json").is_file():
-            raise Interrupted(f"interrupted; continue with: fulcrum serve --resume {folder}") from None
-        raise Interrupted("interrupted before the first round; nothing was kept.") from None
+            raise RunInterrupted(f"interrupted; continue with: fulcrum serve --resume {folder}") from None
+        raise RunInterrupted("interrupted before the first round; nothing was kept.") from None
     show.print_summary(result.summary, folder, as_json)
 
 
-def _path(text: str | None) -> Path | None:
+def _to_optional_path(text: str | None) -> Path | None:
     return Path(text) if text else None

@@ -7,22 +7,22 @@ from typing import Annotated
 
 import typer
 
-from fulcrum.cli.options import Debug
+from fulcrum.cli.options import DebugOption
 from fulcrum.errors import ConfigError
-from fulcrum.settings.files import template
+from fulcrum.settings.files import make_settings_template
 
 
 def init(
     path: Annotated[Path, typer.Argument(help="File to write; - prints it.")] = Path("config.toml"),
-    debug: Debug = False,
+    debug: DebugOption = False,
 ) -> None:
     """Write a settings file with every setting, its default and its meaning."""
     if str(path) == "-":
-        typer.echo(template(), nl=False)
+        typer.echo(make_settings_template(), nl=False)
         return
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(template())
+            file.write(make_settings_template())
     except FileExistsError:
         raise ConfigError(f"{path} exists; choose another name, or remove it first.") from None
     except FileNotFoundError:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fulcrum.cli import view
-from fulcrum.cli.options import Debug, Json
+from fulcrum.cli.options import DebugOption, JsonOption
 from fulcrum.errors import ConfigError, InputError
 
 
@@ -20,8 +20,8 @@ def ledger(
     budget: Annotated[
         float | None, typer.Option("--budget", help="Give that party (or all) this epsilon over all runs from now on.")
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Show what every party has spent over all runs of a ledger; with --budget, change its limit."""
     from fulcrum.privacy.ledger import Ledger
@@ -37,9 +37,9 @@ def ledger(
         chosen = list(accounts) if party is None else [party]
         if budget is not None:
             for name in chosen:
-                opened.set_budget(name, budget)
+                opened.change_budget(name, budget)
             accounts = opened.accounts()
-        spent, lines = opened.epsilons(), [line for line in opened.history() if line.party in chosen]
+        spent, lines = opened.epsilons(), [line for line in opened.list_run_costs() if line.party in chosen]
     if as_json:
         view.print_json(
             {
@@ -54,8 +54,8 @@ def ledger(
             (
                 name,
                 accounts[name].unit,
-                view.epsilon(spent[name]),
-                "no limit" if accounts[name].budget is None else view.show(accounts[name].budget),
+                view.format_epsilon(spent[name]),
+                "no limit" if accounts[name].budget is None else view.format_value(accounts[name].budget),
                 f"{accounts[name].delta:g}",
                 accounts[name].accountant,
                 sum(line.party == name for line in lines),

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fulcrum.cli import show, view
-from fulcrum.cli.options import Debug, Json, with_settings
+from fulcrum.cli.options import DebugOption, JsonOption, with_settings
 from fulcrum.clipping.rule import gradient_multiplier
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.statement.units import UNITS
+from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.settings.schema import Settings
 
 if TYPE_CHECKING:
     from fulcrum.privacy.plan import Plan
     from fulcrum.training.federation import Federation
 
-MANY = 20
+MAX_PARTIES_SHOWN = 20
 """More parties than this are shown by group: those with the same terms in one line."""
-CENTRAL = (
+CLIENT_LEVEL_COLUMNS = (
     "parties",
     "protects",
     "rate q_c",
@@ -30,7 +30,7 @@ CENTRAL = (
     "noise / C",
     "along v / C",
 )
-COLUMNS = ("party", "units n", "rate q", "batch q n", "sigma", "epsilon", "noise / C", "along v / C")
+PARTY_COLUMNS = ("party", "units n", "rate q", "batch q n", "sigma", "epsilon", "noise / C", "along v / C")
 
 
 @with_settings
@@ -39,47 +39,49 @@ def plan(
     for_epsilon: Annotated[
         float | None, typer.Option("--for-epsilon", help="With --sigma: say how many rounds this budget allows.")
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Show what a run would cost and how noisy it would be, without training."""
     if for_epsilon is not None:
-        print_rounds(settings, for_epsilon, as_json)
+        print_affordable_rounds(settings, for_epsilon, as_json)
         return
     from fulcrum import runs as api
 
     federation = api.prepare(settings)
     made, dim = federation.plan, federation.problem.layout.dim
     if as_json:
-        view.print_json({**made.to_json(dim), **as_computed(federation)})
+        view.print_json({**made.to_json(dim), **describe_engine(federation)})
         return
-    for warning in show.warnings(federation):
-        view.say(f"warning: {warning}")
-    if made.trusted_server:
-        view.print_table(with_accountants(CENTRAL, made), of_the_server(made, dim))
+    for warning in show.collect_run_warnings(federation):
+        view.print_message(f"warning: {warning}")
+    if made.has_trusted_server:
+        view.print_table(add_accountant_columns(CLIENT_LEVEL_COLUMNS, made), make_server_rows(made, dim))
     else:
-        rows = by_party(made, dim) if made.parties <= MANY else by_group(made, dim)
-        view.print_table(with_accountants(COLUMNS, made), rows)
-    for line in schedule(made):
+        rows = make_party_rows(made, dim) if made.parties <= MAX_PARTIES_SHOWN else make_group_rows(made, dim)
+        view.print_table(add_accountant_columns(PARTY_COLUMNS, made), rows)
+    for line in describe_schedule(made):
         view.print_line(line)
-    whole = made.noise_to_signal(dim)
+    whole = made.compute_noise_to_signal(dim)
     view.print_line(
-        f"all parties together  noise / C {view.show(whole.ratio)}, along one direction {view.show(whole.direction)}"
+        f"all parties together  noise / C {view.format_value(whole.ratio)}, along one direction {view.format_value(whole.direction)}"
     )
-    curve = [f"{rounds}: {view.epsilon(epsilon)}" for rounds, epsilon in made.curve(made.costliest) if rounds]
-    unit = UNITS[made.unit].short
+    curve = [
+        f"{rounds}: {view.format_epsilon(epsilon)}" for rounds, epsilon in made.curve(made.costliest_party) if rounds
+    ]
+    unit = UNIT_TEXTS[made.unit].short
     terms = f"epsilon of one {unit} ({made.accountant}) at delta {made.delta:g}"
-    terms += f" [{show.ASSUMED}]" if made.shared else ""
+    terms += f" [{show.ASSUMED_NOTE}]" if made.shares_noise else ""
     view.print_line(f"{terms} by rounds, costliest party  {', '.join(curve)}")
     view.print_line(
-        f"noise / C is the noise of one {'round' if made.trusted_server else 'step'}'s mean "
-        f"{'update' if made.trusted_server else 'gradient'} over its {dim:,} parameters, as a multiple of the "
+        f"noise / C is the noise of one {'round' if made.has_trusted_server else 'step'}'s mean "
+        f"{'update' if made.has_trusted_server else 'gradient'} over its {dim:,} parameters, as a multiple of the "
         "clipping norm; along v, its part in any one direction."
     )
-    print_engine(as_computed(federation))
+    print_engine_lines(describe_engine(federation))
 
 
-def as_computed(federation: Federation) -> dict[str, Any]:
+def describe_engine(federation: Federation) -> dict[str, Any]:
     """Which engine will run, on how many cores, and how each layer's per-example gradients are found."""
     from fulcrum.engines import choose_engine
     from fulcrum.gradients import list_gradient_paths
@@ -91,7 +93,7 @@ def as_computed(federation: Federation) -> dict[str, Any]:
     return {"engine": engine, "workers": workers, "device": str(federation.problem.device), "layers": layers}
 
 
-def print_engine(words: dict[str, Any]) -> None:
+def print_engine_lines(words: dict[str, Any]) -> None:
     """The same in two lines or more."""
     at_once = f", {words['workers']} parties at a time" if words["workers"] > 1 else ""
     print(f"engine  {words['engine']} on {words['device']}{at_once}")
@@ -103,38 +105,38 @@ def print_engine(words: dict[str, Any]) -> None:
             view.print_line(f"per-example gradients {way}  {listed}")
 
 
-def schedule(made: Plan) -> list[str]:
+def describe_schedule(made: Plan) -> list[str]:
     """How the noise moves over the rounds, and when statistics go out; nothing where it is simple."""
     lines = []
     group = made.groups[0]
     if made.schedule != "constant":
         first, last = group.sigmas()
         lines.append(
-            f"noise schedule {made.schedule}  sigma {view.show(first)} in round 1, {view.show(last)} in round "
+            f"noise schedule {made.schedule}  sigma {view.format_value(first)} in round 1, {view.format_value(last)} in round "
             f"{made.rounds}; noise / C is that of round 1"
         )
     if group.every > 1:
         task = group.assignment(0, 0, 1.0)
         other = gradient_multiplier(group.share, task.sigma, group.batch)
         lines.append(
-            f"statistics  with every {group.every}th step, at sigma {view.show(task.sigma)} together with the "
-            f"gradient; other steps cost sigma {view.show(other)}"
+            f"statistics  with every {group.every}th step, at sigma {view.format_value(task.sigma)} together with the "
+            f"gradient; other steps cost sigma {view.format_value(other)}"
         )
     return lines
 
 
-def of_the_server(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
+def make_server_rows(made: Plan, dim: int) -> list[tuple[view.TableValue, ...]]:
     """One line for all parties with the same terms, where the server adds one noise for all of them."""
-    noise = made.noise_to_signal(dim)
+    noise = made.compute_noise_to_signal(dim)
     members = [int((made.group_of == number).sum()) for number in range(len(made.groups))]
     return [
         (
             count,
-            UNITS[made.unit].short,
+            UNIT_TEXTS[made.unit].short,
             group.rate,
-            made.server_terms.cohort,
-            between(*group.sigmas()),
-            *epsilon_cells(ends),
+            made.get_server_terms.cohort,
+            format_range(*group.sigmas()),
+            *make_epsilon_cells(ends),
             noise.ratio,
             noise.direction,
         )
@@ -142,14 +144,14 @@ def of_the_server(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
     ]
 
 
-def by_party(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
+def make_party_rows(made: Plan, dim: int) -> list[tuple[view.TableValue, ...]]:
     """One line per party."""
-    rows: list[tuple[view.Cell, ...]] = []
+    rows: list[tuple[view.TableValue, ...]] = []
     for k in range(made.parties):
-        party, noise = made.party(k), made.noise_to_signal(dim, k)
+        party, noise = made.party(k), made.compute_noise_to_signal(dim, k)
         costs = (
-            between(party.sigma, party.sigma_last),
-            *epsilon_cells(party.epsilons),
+            format_range(party.sigma, party.sigma_last),
+            *make_epsilon_cells(party.epsilons),
             noise.ratio,
             noise.direction,
         )
@@ -157,55 +159,55 @@ def by_party(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
     return rows
 
 
-def by_group(made: Plan, dim: int) -> list[tuple[view.Cell, ...]]:
+def make_group_rows(made: Plan, dim: int) -> list[tuple[view.TableValue, ...]]:
     """One line for all parties with the same terms; sizes and what follows from them as ranges."""
-    rows: list[tuple[view.Cell, ...]] = []
+    rows: list[tuple[view.TableValue, ...]] = []
     for number, (group, epsilons) in enumerate(zip(made.groups, made.ends, strict=True)):
         sizes = made.sizes[made.group_of == number]
         ends = [int(sizes.argmin()), int(sizes.argmax())]
         members = (made.group_of == number).nonzero()[0]
-        noises = [made.noise_to_signal(dim, int(members[end])) for end in reversed(ends)]
+        noises = [made.compute_noise_to_signal(dim, int(members[end])) for end in reversed(ends)]
         few, most = (int(sizes[end]) for end in ends)
         rows.append(
             (
                 f"{len(sizes)} parties",
-                between(few, most),
+                format_range(few, most),
                 group.rate,
-                between(group.rate * few, group.rate * most),
-                between(*group.sigmas()),
-                *epsilon_cells(epsilons),
-                between(noises[0].ratio, noises[1].ratio),
-                between(noises[0].direction, noises[1].direction),
+                format_range(group.rate * few, group.rate * most),
+                format_range(*group.sigmas()),
+                *make_epsilon_cells(epsilons),
+                format_range(noises[0].ratio, noises[1].ratio),
+                format_range(noises[0].direction, noises[1].direction),
             )
         )
     return rows
 
 
-def with_accountants(columns: tuple[str, ...], made: Plan) -> tuple[str, ...]:
+def add_accountant_columns(columns: tuple[str, ...], made: Plan) -> tuple[str, ...]:
     """The columns with one for each accountant whose epsilon the plan shows, where "epsilon" stands."""
     at = columns.index("epsilon")
     return (*columns[:at], *(f"epsilon {name}" for name in made.ends[0]), *columns[at + 1 :])
 
 
-def epsilon_cells(epsilons: Mapping[str, float]) -> list[view.Cell]:
+def make_epsilon_cells(epsilons: Mapping[str, float]) -> list[view.TableValue]:
     """One cell per accountant."""
-    return [view.epsilon(value) for value in epsilons.values()]
+    return [view.format_epsilon(value) for value in epsilons.values()]
 
 
-def between(low: float, high: float) -> str:
+def format_range(low: float, high: float) -> str:
     """A range, or the one value."""
-    return view.show(low) if low == high else f"{view.show(low)} to {view.show(high)}"
+    return view.format_value(low) if low == high else f"{view.format_value(low)} to {view.format_value(high)}"
 
 
-def print_rounds(settings: Settings, epsilon: float, as_json: bool) -> None:
+def print_affordable_rounds(settings: Settings, epsilon: float, as_json: bool) -> None:
     """The inverse question: how many rounds fit into a budget at a given noise."""
-    from fulcrum.privacy.plan import round_terms, rounds_for_budget
+    from fulcrum.privacy.plan import compute_round_terms, compute_rounds_for_budget
 
     if settings.privacy.sigma is None:
         raise ConfigError("--for-epsilon asks how many rounds a budget allows at a given noise; give --sigma too.")
-    rounds = rounds_for_budget(settings, epsilon=epsilon)
+    rounds = compute_rounds_for_budget(settings, epsilon=epsilon)
     privacy = settings.privacy
-    rate, steps = round_terms(settings)
+    rate, steps = compute_round_terms(settings)
     if as_json:
         terms = {"sigma": privacy.sigma, "schedule": privacy.noise_schedule, "rate": rate, "steps": steps}
         spent = {"epsilon": epsilon, "delta": privacy.delta, "accountant": privacy.accountant}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fulcrum.cli.options import Debug, Quiet
+from fulcrum.cli.options import DebugOption, QuietOption
 from fulcrum.errors import ConfigError
 
 
@@ -24,8 +24,8 @@ def prior(
     scale: Annotated[float, typer.Option("--scale", min=1e-3, help="Multiplies the weights at the end.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of recipes, pictures and first weights.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    quiet: Quiet = False,
-    debug: Debug = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Teach a CNN on pictures made of formulas and keep its weights, to start private training from.
 
@@ -61,7 +61,7 @@ def prior(
         kinds=kinds, pool=pool, steps=steps, jitter=jitter, scene=scene, colours=colours, scale=scale, seed=seed
     )
     place = api.find_device(device)
-    right = learn.pretrain_model(built, shapes[model], lesson, place, lambda line: view.say(line, quiet))
+    right = learn.pretrain_model(built, shapes[model], lesson, place, lambda line: view.print_message(line, quiet))
     priors.save_weights(
         out, {**learn.get_trunk_weights(built), **learn.compute_input_statistics(built, shapes[model], lesson, place)}
     )

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fulcrum.cli import view
-from fulcrum.cli.options import Json, help_without_command
-from fulcrum.cli.study_options import StudyOptions, epsilon_list, warn_unknown_methods, with_study_options
+from fulcrum.cli.options import JsonOption, show_help_without_command
+from fulcrum.cli.study_options import StudyOptions, parse_epsilon_list, warn_unknown_methods, with_study_options
 
 if TYPE_CHECKING:
-    from fulcrum.study.job import Job
+    from fulcrum.study.job import StudyJob
 
 app = typer.Typer(help="Studies of papers, done again.")
 
 
 @app.callback(invoke_without_command=True)
-def _top(context: typer.Context) -> None:
+def _show_help(context: typer.Context) -> None:
     """Studies of papers, done again."""
-    help_without_command(context)
+    show_help_without_command(context)
 
 
 @app.command("paper")
@@ -30,7 +30,7 @@ def paper(
     subset: Annotated[bool, typer.Option("--subset", help="One reduced cell, in about a minute on two cores.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Choose settings first, where none are chosen yet.")] = False,
     tune_at: Annotated[str, typer.Option("--tune-at", metavar="A,B", help="Tune at these epsilons only.")] = "",
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Reproduce the paper's table: all methods, data sets and epsilons; run it again to continue."""
     from fulcrum.study import backends, choosing, report, store
@@ -39,28 +39,32 @@ def paper(
     whole = studies.read_experiment(options.experiments)
     warn_unknown_methods(whole.unknown)
     part = options.part
-    experiment = studies.subset(whole) if subset else whole
+    experiment = studies.reduce_to_one_cell(whole) if subset else whole
     experiment = experiment.only(part.datasets, part.methods, part.epsilons, part.seeds)
     folder = options.out or Path("results/subset" if subset else "results/paper")
-    clock = backends.Clock(options.seconds)
+    clock = backends.TimeBudget(options.seconds)
 
-    def finished(jobs: list[Job]) -> bool:
-        return options.run_jobs(jobs, folder, clock) == 0
+    def finished(jobs: list[StudyJob]) -> bool:
+        return options.run_missing_jobs(jobs, folder, clock) == 0
 
     if tune and not subset:
-        at = epsilon_list(tune_at)
-        trials = [job for job in studies.tuning_jobs(experiment, at=at) if not studies.decided(whole, job)]
+        at = parse_epsilon_list(tune_at)
+        trials = [
+            job for job in studies.list_tuning_jobs(experiment, at=at) if not studies.has_choice_for_cell(whole, job)
+        ]
         if not finished(trials):
-            view.say("tuning is not finished; run the same command again to go on", options.quiet)
+            view.print_message("tuning is not finished; run the same command again to go on", options.quiet)
             return
-        made, lacking = choosing.choose(experiment, store.load(folder), at=at)
-        whole = choosing.keep(whole, [c for c in made if not studies.decided(whole, c)])
-        experiment = studies.with_choices(experiment, whole.choices)
-        view.say(f"{len(made)} cells decided, {len(lacking)} lack trials", options.quiet)
-    options.run_jobs(studies.paper_jobs(experiment), folder, clock)
-    cells = report.write_table(folder, experiment, store.load(folder))
+        made, lacking = choosing.choose_settings(experiment, store.load_results(folder), at=at)
+        whole = choosing.save_choices(whole, [c for c in made if not studies.has_choice_for_cell(whole, c)])
+        experiment = studies.replace_choices(experiment, whole.choices)
+        view.print_message(f"{len(made)} cells decided, {len(lacking)} lack trials", options.quiet)
+    options.run_missing_jobs(studies.list_paper_jobs(experiment), folder, clock)
+    cells = report.write_table(folder, experiment, store.load_results(folder))
     if as_json:
         view.print_json([cell.to_json() for cell in cells if cell.values])
         return
     print((folder / "table.md").read_text(encoding="utf-8"))
-    view.say(f"written to {folder}/: table.md, table.tex, table.json, table-cells.json, figures/", options.quiet)
+    view.print_message(
+        f"written to {folder}/: table.md, table.tex, table.json, table-cells.json, figures/", options.quiet
+    )

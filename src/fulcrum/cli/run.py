@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from fulcrum.cli import show, view
-from fulcrum.cli.failures import resumable
-from fulcrum.cli.options import Debug, Json, Quiet, with_settings
+from fulcrum.cli.failures import explain_interruption
+from fulcrum.cli.options import DebugOption, JsonOption, QuietOption, with_settings
 from fulcrum.settings.schema import Settings
 
-Observe = Annotated[
+ObserveOption = Annotated[
     list[str],
     typer.Option(
         "--observe",
@@ -30,32 +30,34 @@ def run(
     out: Annotated[
         Path | None, typer.Option("--out", help="New folder for the run; default runs/DATA-METHOD-TIME.")
     ] = None,
-    observe: Observe = [],  # noqa: B006  # typer needs a list
-    as_json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    observe: ObserveOption = [],  # noqa: B006  # typer needs a list
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Train one model privately over the data of several parties."""
     from fulcrum import runs as api
 
     watching = [api.find_observer(name) for name in observe]
     federation = api.prepare(settings)
-    folder = out if out is not None else free_folder(f"{slug(settings.data.source)}-{settings.method}")
-    for warning in [*show.warnings(federation), *api.ledger_warnings(federation)]:
+    folder = (
+        out if out is not None else choose_free_folder(f"{make_source_slug(settings.data.source)}-{settings.method}")
+    )
+    for warning in [*show.collect_run_warnings(federation), *api.collect_ledger_warnings(federation)]:
         # That nothing is guaranteed, or only under an assumption, is always said.
-        view.say(f"warning: {warning}", quiet and federation.plan.sound and not federation.plan.shared)
-    bar = view.progress_observer(settings.method, settings.train.rounds, quiet)
-    with resumable(folder):
+        view.print_message(f"warning: {warning}", quiet and federation.plan.sound and not federation.plan.shares_noise)
+    bar = view.make_progress_observer(settings.method, settings.train.rounds, quiet)
+    with explain_interruption(folder):
         result = api.execute(federation, folder, observers=[bar, *watching])
     show.print_summary(result.summary, folder, as_json)
 
 
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
-    observe: Observe = [],  # noqa: B006  # typer needs a list
-    as_json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    observe: ObserveOption = [],  # noqa: B006  # typer needs a list
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Continue a run after Ctrl-C or a crash, as if it had never stopped."""
     from fulcrum import runs as api
@@ -64,19 +66,19 @@ def resume(
     from fulcrum.settings import files as settings_file
 
     watching = [api.find_observer(name) for name in observe]
-    record.load_json(folder, "run.json")
-    settings = settings_file.read(folder / "settings.toml")
+    record.load_run_json(folder, "run.json")
+    settings = settings_file.read_settings(folder / "settings.toml")
     if not find_rule(settings.clip.rule).sound:
-        view.say(f"warning: NOT SOUND: {show.NOMINAL}.")
+        view.print_message(f"warning: NOT SOUND: {show.NOMINAL_NOTE}.")
     if settings.privacy.aggregation == "ideal-secagg":
-        view.say(f"warning: {show.ASSUMED}.")
-    bar = view.progress_observer(settings.method, settings.train.rounds, quiet)
-    with resumable(folder):
+        view.print_message(f"warning: {show.ASSUMED_NOTE}.")
+    bar = view.make_progress_observer(settings.method, settings.train.rounds, quiet)
+    with explain_interruption(folder):
         result = api.resume(folder, observers=[bar, *watching])
     show.print_summary(result.summary, folder, as_json)
 
 
-def free_folder(name: str) -> Path:
+def choose_free_folder(name: str) -> Path:
     """runs/NAME-TIME, with a number behind it where that is taken."""
     stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     number, folder = 1, Path("runs") / stem
@@ -86,7 +88,7 @@ def free_folder(name: str) -> Path:
     return folder
 
 
-def slug(source: str) -> str:
+def make_source_slug(source: str) -> str:
     """A data source as part of a folder's name: mnist, patients (for a/patients.npz), package.module-function."""
     name = Path(source).stem if source.endswith(".npz") else source
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "data"

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fulcrum.cli import view
-from fulcrum.cli.options import Debug, Json
-from fulcrum.privacy.statement.units import UNITS
-from fulcrum.study.records import Score, metrics_of_record, score_of_record
+from fulcrum.cli.options import DebugOption, JsonOption
+from fulcrum.privacy.statement.units import UNIT_TEXTS
+from fulcrum.study.records import StudyScore, get_record_metrics, get_record_score
 
 if TYPE_CHECKING:
     from fulcrum.training.federation import Federation
 
-NOMINAL = "nominal: this rule looks at private values to set C, so no epsilon holds"
-ASSUMED = "‡ assumes an ideal secure aggregation, simulated: the server sees only sums; no single update is private"
-MANY = 8
+NOMINAL_NOTE = "nominal: this rule looks at private values to set C, so no epsilon holds"
+ASSUMED_NOTE = (
+    "‡ assumes an ideal secure aggregation, simulated: the server sees only sums; no single update is private"
+)
+MAX_EPSILONS_SHOWN = 8
 """More parties than this are summed up as a range."""
 LISTED = 20
 """Of more parties than this, only the best and the worst have their metrics printed."""
@@ -27,14 +29,14 @@ LISTED = 20
 
 def show(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
-    as_json: Json = False,
-    debug: Debug = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Show a run: its score, what it cost each party, and how C moved."""
     from fulcrum.runs import folder as record
     from fulcrum.runs.result import last_evaluated
 
-    run = record.load_json(folder, "run.json")
+    run = record.load_run_json(folder, "run.json")
     if (folder / "summary.json").is_file():
         print_summary(record.load_summary(folder), folder, as_json)
         return
@@ -45,17 +47,20 @@ def show(
         )
         return
     last, judged = lines[-1] if lines else {}, last_evaluated(lines)
-    score = score_of_record(run)
+    score = get_record_score(run)
     seen = [(score.name, score_text(score, judged, f"after round {judged['round']}"))] if judged["metrics"] else []
-    view.print_facts(
+    view.print_name_value_lines(
         [
             ("rounds done", len(lines)),
             *seen,
-            ("epsilon so far", f"{view.epsilon(last.get('epsilon'))}{whose(run.get('unit'))}{assumed(run)}"),
+            (
+                "epsilon so far",
+                f"{view.format_epsilon(last.get('epsilon'))}{describe_unit(run.get('unit'))}{describe_assumption(run)}",
+            ),
             ("folder", folder),
         ]
     )
-    view.say(f"The run is not finished; continue with: fulcrum resume {folder}")
+    view.print_message(f"The run is not finished; continue with: fulcrum resume {folder}")
 
 
 def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool) -> None:
@@ -63,35 +68,38 @@ def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool
     if as_json:
         view.print_json({**summary, "folder": None if folder is None else str(folder)})
         return
-    facts: list[tuple[str, view.Cell]] = [
-        ("method", named(summary["method"], summary["sound"]) + (" ‡" if assumed(summary) else "")),
+    facts: list[tuple[str, view.TableValue]] = [
+        (
+            "method",
+            format_method_name(summary["method"], summary["sound"]) + (" ‡" if describe_assumption(summary) else ""),
+        ),
         ("rounds", f"{summary['rounds']}, {summary['status']}"),
-        *score_line(summary),
-        ("epsilon", guarantee(summary)),
+        *format_score_line(summary),
+        ("epsilon", describe_guarantee(summary)),
     ]
     if summary["private"] and summary.get("epsilons"):
-        facts.append(("by party", spread(summary["epsilons"])))
-    facts += [("C", course(summary["C"])), ("folder", folder)]
-    view.print_facts(facts)
+        facts.append(("by party", format_epsilon_spread(summary["epsilons"])))
+    facts += [("C", format_C_course(summary["C"])), ("folder", folder)]
+    view.print_name_value_lines(facts)
     print_parties(summary)
 
 
-def score_line(summary: Mapping[str, Any]) -> list[tuple[str, view.Cell]]:
+def format_score_line(summary: Mapping[str, Any]) -> list[tuple[str, view.TableValue]]:
     """The score of a run's task under its name, or that there is none, since nothing was evaluated."""
-    score, metrics = score_of_record(summary), metrics_of_record(summary)
+    score, metrics = get_record_score(summary), get_record_metrics(summary)
     if not summary.get("metrics", metrics):
         return [("score", "none: there is no test set" if "no test set" in summary["evaluated_on"] else "none")]
     return [(score.name, score_text(score, summary, f"on {summary['evaluated_on']}"))]
 
 
-def score_text(score: Score, record: Mapping[str, Any], where: str) -> str:
+def score_text(score: StudyScore, record: Mapping[str, Any], where: str) -> str:
     """The score's value in a record, with its direction where lower is better, and its mean over parties.
 
     where: what it was measured on, or when.
     """
-    value = view.metric(score.name, metrics_of_record(record).get(score.name))
+    value = view.format_metric(score.name, get_record_metrics(record).get(score.name))
     mean = record.get("mean_over_parties", {})
-    of_parties = f"; mean over parties {view.metric(score.name, mean[score.name])}" if score.name in mean else ""
+    of_parties = f"; mean over parties {view.format_metric(score.name, mean[score.name])}" if score.name in mean else ""
     return f"{value}{'' if score.higher_is_better else ' (lower is better)'} {where}{of_parties}"
 
 
@@ -100,19 +108,19 @@ def print_parties(summary: Mapping[str, Any]) -> None:
     parties, mean = summary.get("party_metrics", {}), summary.get("mean_over_parties", {})
     if not parties:
         return
-    score, metrics = score_of_record(summary), metrics_of_record(summary)
+    score, metrics = get_record_score(summary), get_record_metrics(summary)
     others = [name for name in metrics if name not in (score.name, "loss")]
     names = [score.name, *others[:2]]
 
-    def row(title: str, values: Mapping[str, Any]) -> tuple[view.Cell, ...]:
-        return title, *(view.metric(name, values.get(name)) for name in names)
+    def row(title: str, values: Mapping[str, Any]) -> tuple[view.TableValue, ...]:
+        return title, *(view.format_metric(name, values.get(name)) for name in names)
 
     rows = [row(f"  {party}", values) for party, values in shown_parties(parties, score)]
     rows += [row("mean over parties", mean), row("all records", metrics)]
     view.print_table(("test records of", *names), rows)
 
 
-def shown_parties(parties: Mapping[str, Mapping[str, Any]], score: Score) -> list[tuple[str, Mapping[str, Any]]]:
+def shown_parties(parties: Mapping[str, Mapping[str, Any]], score: StudyScore) -> list[tuple[str, Mapping[str, Any]]]:
     """(name, metrics) of each party; of many parties, the best and the worst by the score."""
     if len(parties) <= LISTED:
         return list(parties.items())
@@ -125,57 +133,57 @@ def shown_parties(parties: Mapping[str, Mapping[str, Any]], score: Score) -> lis
     return found
 
 
-def named(method: str, sound: bool) -> str:
+def format_method_name(method: str, sound: bool) -> str:
     """A method's name in a table; a dagger marks those whose epsilon is nominal."""
     return method if sound else f"{method} †"
 
 
-def guarantee(summary: Mapping[str, Any]) -> str:
+def describe_guarantee(summary: Mapping[str, Any]) -> str:
     """The epsilon of a run in words that claim no more than it gives."""
     if not summary["private"]:
         return "none: nothing was protected"
-    nominal = "" if summary["sound"] else f"; {NOMINAL}"
-    by = "by pld" if summary["accountant"] == "pld" else f"by rdp; {view.epsilon(summary['epsilon_pld'])} by pld"
+    nominal = "" if summary["sound"] else f"; {NOMINAL_NOTE}"
+    by = "by pld" if summary["accountant"] == "pld" else f"by rdp; {view.format_epsilon(summary['epsilon_pld'])} by pld"
     largest = f"at delta {summary['delta']:g}, the largest of any party"
-    return f"{view.epsilon(summary['epsilon'])}{whose(summary['unit'])} {largest} ({by}){nominal}{assumed(summary)}"
+    return f"{view.format_epsilon(summary['epsilon'])}{describe_unit(summary['unit'])} {largest} ({by}){nominal}{describe_assumption(summary)}"
 
 
-def assumed(facts: Mapping[str, Any]) -> str:
+def describe_assumption(facts: Mapping[str, Any]) -> str:
     """Behind an epsilon: that it rests on a secure aggregation which is not there; "" where it does not."""
-    return f"; {ASSUMED}" if facts.get("aggregation") == "ideal-secagg" else ""
+    return f"; {ASSUMED_NOTE}" if facts.get("aggregation") == "ideal-secagg" else ""
 
 
-def whose(unit: str | None) -> str:
+def describe_unit(unit: str | None) -> str:
     """Behind an epsilon: what it protects one of. An epsilon without its unit means nothing."""
-    return "" if unit is None else f" for one {UNITS[unit].short}"
+    return "" if unit is None else f" for one {UNIT_TEXTS[unit].short}"
 
 
-def spread(epsilons: Mapping[str, Any]) -> str:
+def format_epsilon_spread(epsilons: Mapping[str, Any]) -> str:
     """Each party's epsilon; the common one, or the range, of many."""
     known = [float(value) for value in epsilons.values()]
     if max(known) == min(known):
-        return f"{view.epsilon(known[0])} each of {len(known)}"
-    if len(known) > MANY:
-        return f"{view.epsilon(min(known))} to {view.epsilon(max(known))} over {len(known)}"
-    return ", ".join(f"{name} {view.epsilon(value)}" for name, value in zip(epsilons, known, strict=True))
+        return f"{view.format_epsilon(known[0])} each of {len(known)}"
+    if len(known) > MAX_EPSILONS_SHOWN:
+        return f"{view.format_epsilon(min(known))} to {view.format_epsilon(max(known))} over {len(known)}"
+    return ", ".join(f"{name} {view.format_epsilon(value)}" for name, value in zip(epsilons, known, strict=True))
 
 
-def course(C: Sequence[Any]) -> str:
+def format_C_course(C: Sequence[Any]) -> str:
     """How C moved: some values, and small bars where it moved at all."""
     values = [float(value) for value in C]
     if not values or values[0] == float("inf"):
         return "no clipping"
     if max(values) == min(values):
-        return f"{view.show(values[0])} throughout"
-    return f"{view.few(values)}  {view.sparkline(values)}"
+        return f"{view.format_value(values[0])} throughout"
+    return f"{view.format_few_values(values)}  {view.make_sparkline(values)}"
 
 
-def warnings(federation: Federation) -> list[str]:
+def collect_run_warnings(federation: Federation) -> list[str]:
     """What a user must know before trusting the run."""
     return [*federation.problem.dataset.warnings, *federation.plan.warnings]
 
 
-def methods(as_json: Json = False, debug: Debug = False) -> None:
+def methods(as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """List the methods that --method takes: their parts, what they protect, what they cost."""
     from fulcrum.clipping import find_rule
     from fulcrum.settings.presets import METHODS
@@ -192,8 +200,8 @@ def methods(as_json: Json = False, debug: Debug = False) -> None:
     columns = ("method", "parts", "protects", "sound", "cost", "what it does", "from")
     rows = [
         (
-            named(name, rules[name].sound),
-            parts(method.parts),
+            format_method_name(name, rules[name].sound),
+            format_preset_parts(method.parts),
             f"one {method.unit}" if method.unit else "nothing",
             ("yes" if rules[name].sound else "no") if rules[name].private else "-",
             rules[name].cost,
@@ -203,10 +211,10 @@ def methods(as_json: Json = False, debug: Debug = False) -> None:
         for name, method in METHODS.items()
     ]
     view.print_table(columns, rows)
-    view.say(f"† {NOMINAL}.")
+    view.print_message(f"† {NOMINAL_NOTE}.")
 
 
-def parts(sections: Mapping[str, Mapping[str, Any]]) -> str:
+def format_preset_parts(sections: Mapping[str, Mapping[str, Any]]) -> str:
     """The settings of a preset on one line: the rule first, by its name alone, then the others."""
     others = [
         f"{section}.{name} {value}"

@@ -12,22 +12,22 @@ import typer
 from typer.core import TyperGroup
 
 from fulcrum.cli import view
-from fulcrum.cli.options import Debug, Json, help_without_command
+from fulcrum.cli.options import DebugOption, JsonOption, show_help_without_command
 from fulcrum.cli.study_options import (
-    Datasets,
-    Epsilons,
-    Experiments,
-    Methods,
-    Seeds,
+    DatasetsOption,
+    EpsilonsOption,
+    ExperimentsOption,
+    MethodsOption,
+    SeedsOption,
     StudyOptions,
-    part_of,
+    make_study_part,
     warn_unknown_methods,
     with_study_options,
 )
 from fulcrum.errors import ConfigError
-from fulcrum.settings.registry import nearest_name
+from fulcrum.settings.registry import find_nearest_name
 
-BUILT_IN: dict[str, str] = {
+BUILT_IN_STUDIES: dict[str, str] = {
     "paper": "The paper's table under equal conditions; `fulcrum reproduce paper` can also tune.",
     "protocol": "The paper's own protocol as a further table: one shared C0 for all methods, nothing else of C tuned.",
     "parties": "The score over the number of parties, which the paper does not state, for moo and dp-sgd.",
@@ -37,7 +37,7 @@ BUILT_IN: dict[str, str] = {
 """What `fulcrum study --help` says of the studies that come with Fulcrum."""
 
 
-def study_command(name: str, commands: tuple[str, ...] = ()) -> Callable[..., None]:
+def make_study_command(name: str, commands: tuple[str, ...] = ()) -> Callable[..., None]:
     """The command that runs the study of that name and prints its page.
 
     commands: the words that a name which is no study may have been meant for.
@@ -45,21 +45,21 @@ def study_command(name: str, commands: tuple[str, ...] = ()) -> Callable[..., No
 
     def run_study(options: StudyOptions) -> None:
         from fulcrum.study import store
-        from fulcrum.study.backends import Clock
-        from fulcrum.study.studies import read_study, split_path, study_names
+        from fulcrum.study.backends import TimeBudget
+        from fulcrum.study.studies import list_study_names, read_study, split_study_path
 
-        near = nearest_name(name, commands)
-        if near and split_path(name, None)[0] == name and name not in study_names(options.experiments):
+        near = find_nearest_name(name, commands)
+        if near and split_study_path(name, None)[0] == name and name not in list_study_names(options.experiments):
             raise ConfigError(f"study {name} is neither a command nor a study; did you mean study {near}?")
-        clock = Clock(options.seconds)  # it starts before the jobs are made: the machine's limit counts that too
+        clock = TimeBudget(options.seconds)  # it starts before the jobs are made: the machine's limit counts that too
         study = read_study(name, options.experiments, options.part)
         warn_unknown_methods(study.unknown)
         folder = options.out or study.results
-        options.run_jobs(study.jobs(), folder, clock)
-        study.write(folder, store.load(folder))
+        options.run_missing_jobs(study.jobs(), folder, clock)
+        study.write(folder, store.load_results(folder))
         print((folder / study.page).read_text(encoding="utf-8"))
 
-    run_study.__doc__ = BUILT_IN.get(name, f"The study {name}.")
+    run_study.__doc__ = BUILT_IN_STUDIES.get(name, f"The study {name}.")
     return with_study_options(run_study)
 
 
@@ -68,19 +68,19 @@ class StudyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name, else the one that runs that study."""
-        return super().get_command(ctx, cmd_name) or _own_study(cmd_name, tuple(self.commands))
+        return super().get_command(ctx, cmd_name) or _make_own_study_command(cmd_name, tuple(self.commands))
 
     def list_commands(self, ctx: Any) -> list[str]:
         """For the help: the commands, and the studies of ./experiments."""
-        from fulcrum.study.experiment import WORKING, study_files
+        from fulcrum.study.experiment import WORKING_FOLDER, list_study_files
 
-        return list(dict.fromkeys([*super().list_commands(ctx), *study_files(WORKING)]))
+        return list(dict.fromkeys([*super().list_commands(ctx), *list_study_files(WORKING_FOLDER)]))
 
 
 @functools.cache
-def _own_study(name: str, commands: tuple[str, ...]) -> Any:
+def _make_own_study_command(name: str, commands: tuple[str, ...]) -> Any:
     single = typer.Typer()
-    single.command(name)(study_command(name, commands))
+    single.command(name)(make_study_command(name, commands))
     return typer.main.get_command(single)
 
 
@@ -88,9 +88,9 @@ app = typer.Typer(cls=StudyGroup, help="Grids of runs: resumable, spread over ma
 
 
 @app.callback(invoke_without_command=True)
-def _top(context: typer.Context) -> None:
+def _show_help(context: typer.Context) -> None:
     """Grids of runs: resumable, spread over machines, merged into tables."""
-    help_without_command(context)
+    show_help_without_command(context)
 
 
 @app.command("prepare")
@@ -98,37 +98,42 @@ def prepare(
     stage: Annotated[
         str,
         typer.Argument(
-            metavar="STAGE", help=f"A study ({', '.join(BUILT_IN)}, or your own), or NAME-tune for its trials."
+            metavar="STAGE", help=f"A study ({', '.join(BUILT_IN_STUDIES)}, or your own), or NAME-tune for its trials."
         ),
     ],
-    datasets: Datasets = "",
-    methods: Methods = "",
-    epsilons: Epsilons = "",
-    seeds: Seeds = 0,
+    datasets: DatasetsOption = "",
+    methods: MethodsOption = "",
+    epsilons: EpsilonsOption = "",
+    seeds: SeedsOption = 0,
     done: Annotated[
         list[Path], typer.Option("--done", help="Folder with finished runs to leave out; repeat for more.")
     ] = [Path("results/paper"), Path("results/robustness"), Path("results/open")],  # noqa: B006
     pack: Annotated[Path | None, typer.Option("--pack", help="Also write digits.npz into this folder.")] = None,
-    experiments: Experiments = None,
-    debug: Debug = False,
+    experiments: ExperimentsOption = None,
+    debug: DebugOption = False,
 ) -> None:
     """Print the jobs of a study as JSON, calibrated, for `python -m fulcrum.study.worker` on another machine."""
     from fulcrum.runs import folder as record
-    from fulcrum.study.calibrate import calibrated
-    from fulcrum.study.job import distinct
-    from fulcrum.study.run_job import pack_digits
-    from fulcrum.study.store import load, missing
-    from fulcrum.study.studies import stage_jobs
+    from fulcrum.study.calibrate import calibrate_jobs
+    from fulcrum.study.job import drop_duplicate_jobs
+    from fulcrum.study.run_job import write_digits_npz
+    from fulcrum.study.store import find_missing_jobs, load_results
+    from fulcrum.study.studies import list_stage_jobs
 
-    jobs, unknown = stage_jobs(stage, experiments, part_of(datasets, methods, epsilons, seeds))
+    jobs, unknown = list_stage_jobs(stage, experiments, make_study_part(datasets, methods, epsilons, seeds))
     warn_unknown_methods(unknown)
-    finished = load([folder for folder in done if folder.is_dir()])
-    todo = missing(distinct(jobs), finished)
-    view.say(f"{len(jobs)} jobs, {len(todo)} without a result")
-    ready = [job.to_json() for job in calibrated(todo)]
-    print(json.dumps(record.plain({"stage": stage, "date": record.now(), "jobs": ready}), separators=(",", ":")))
+    finished = load_results([folder for folder in done if folder.is_dir()])
+    todo = find_missing_jobs(drop_duplicate_jobs(jobs), finished)
+    view.print_message(f"{len(jobs)} jobs, {len(todo)} without a result")
+    ready = [job.to_json() for job in calibrate_jobs(todo)]
+    print(
+        json.dumps(
+            record.to_json_value({"stage": stage, "date": record.current_utc_time(), "jobs": ready}),
+            separators=(",", ":"),
+        )
+    )
     if pack is not None:
-        view.say(f"wrote {pack_digits(pack)}")
+        view.print_message(f"wrote {write_digits_npz(pack)}")
 
 
 @app.command("merge")
@@ -138,13 +143,13 @@ def merge(
     keep: Annotated[
         str, typer.Option("--keep", help="Where one job has two results: earliest or latest; default: an error.")
     ] = "",
-    as_json: Json = False,
-    debug: Debug = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Bring the results of several machines together; a run that lies there twice is kept once."""
     from fulcrum.study import store
 
-    counts = store.merge(folders, into or folders[0], keep)
+    counts = store.merge_results(folders, into or folders[0], keep)
     if as_json:
         view.print_json(counts)
         return
@@ -153,31 +158,33 @@ def merge(
 
 @app.command("choose")
 def choose(
-    datasets: Datasets = "",
-    methods: Methods = "",
-    epsilons: Epsilons = "",
+    datasets: DatasetsOption = "",
+    methods: MethodsOption = "",
+    epsilons: EpsilonsOption = "",
     results: Annotated[
         Path | None, typer.Option("--out", help="Folder with the finished trials; default results/STUDY.")
     ] = None,
     study: Annotated[str, typer.Option("--study", help="paper, open, or your own.")] = "paper",
     protocol: Annotated[bool, typer.Option("--protocol", help="For the paper's own protocol (one C0).")] = False,
     partial: Annotated[bool, typer.Option("--partial", help="Decide also where trials are missing.")] = False,
-    experiments: Experiments = None,
-    debug: Debug = False,
+    experiments: ExperimentsOption = None,
+    debug: DebugOption = False,
 ) -> None:
     """Choose each cell's settings from its finished trials, and write them to chosen.toml in experiments/."""
     from fulcrum.study import choosing, store
     from fulcrum.study.experiment import read_experiment
-    from fulcrum.study.records import Score
-    from fulcrum.study.studies import split_path
+    from fulcrum.study.records import StudyScore
+    from fulcrum.study.studies import split_study_path
 
-    name, folder = split_path(study, experiments)
+    name, folder = split_study_path(study, experiments)
     experiment = read_experiment(folder, name)
-    part = part_of(datasets, methods, epsilons)
+    part = make_study_part(datasets, methods, epsilons)
     wanted = experiment.only(part.datasets, part.methods, part.epsilons)
-    made, lacking = choosing.choose(wanted, store.load(results or Path("results") / name), protocol, partial=partial)
+    made, lacking = choosing.choose_settings(
+        wanted, store.load_results(results or Path("results") / name), protocol, partial=partial
+    )
     if made:
-        choosing.keep(experiment, made)
+        choosing.save_choices(experiment, made)
     rows = [
         (
             c.dataset,
@@ -185,7 +192,7 @@ def choose(
             c.row,
             c.trial,
             c.trials,
-            *map(Score(c.score).text, (c.validation_score, c.worst)),
+            *map(StudyScore(c.score).text, (c.validation_score, c.worst)),
             c.settings,
         )
         for c in made
@@ -193,8 +200,8 @@ def choose(
     ]
     view.print_table(("data", "epsilon", "row", "trial", "of", "validation", "worst trial", "settings"), rows)
     if lacking:
-        view.say(f"{len(lacking)} cells lack {sum(lacking.values())} trials, such as {next(iter(lacking))}")
+        view.print_message(f"{len(lacking)} cells lack {sum(lacking.values())} trials, such as {next(iter(lacking))}")
 
 
-for _name in BUILT_IN:
-    app.command(_name)(study_command(_name))
+for _name in BUILT_IN_STUDIES:
+    app.command(_name)(make_study_command(_name))

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fulcrum.cli import view
-from fulcrum.cli.failures import Interrupted
+from fulcrum.cli.failures import RunInterrupted
 from fulcrum.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fulcrum.study.backends import Clock
-    from fulcrum.study.job import Job
-    from fulcrum.study.studies import Part
+    from fulcrum.study.backends import TimeBudget
+    from fulcrum.study.job import StudyJob
+    from fulcrum.study.studies import StudyPart
 
-Datasets = Annotated[str, typer.Option("--datasets", metavar="A,B", help="Only these data sets.")]
-Methods = Annotated[str, typer.Option("--methods", metavar="A,B", help="Only these rows of the table.")]
-Epsilons = Annotated[str, typer.Option("--epsilons", metavar="A,B", help="Only these epsilons.")]
-Seeds = Annotated[int, typer.Option("--seeds", min=0, help="Only the first so many seeds; 0: all.")]
-Experiments = Annotated[
+DatasetsOption = Annotated[str, typer.Option("--datasets", metavar="A,B", help="Only these data sets.")]
+MethodsOption = Annotated[str, typer.Option("--methods", metavar="A,B", help="Only these rows of the table.")]
+EpsilonsOption = Annotated[str, typer.Option("--epsilons", metavar="A,B", help="Only these epsilons.")]
+SeedsOption = Annotated[int, typer.Option("--seeds", min=0, help="Only the first so many seeds; 0: all.")]
+ExperimentsOption = Annotated[
     Path | None,
     typer.Option("--experiments", help="Folder with the studies; default ./experiments, then those of the package."),
 ]
@@ -35,10 +35,10 @@ Experiments = Annotated[
 class StudyOptions:
     """Options of a study; the annotations are those of the command line."""
 
-    datasets: Datasets = ""
-    methods: Methods = ""
-    epsilons: Epsilons = ""
-    seeds: Seeds = 0
+    datasets: DatasetsOption = ""
+    methods: MethodsOption = ""
+    epsilons: EpsilonsOption = ""
+    seeds: SeedsOption = 0
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for the results; default: the study's own in results/.")
     ] = None
@@ -50,36 +50,40 @@ class StudyOptions:
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Run nothing; write the outputs from what there is.")
     ] = False
-    experiments: Experiments = None
+    experiments: ExperimentsOption = None
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages, the result only.")] = False
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False
 
     @property
-    def part(self) -> Part:
+    def part(self) -> StudyPart:
         """The part of the study that the options name."""
-        return part_of(self.datasets, self.methods, self.epsilons, self.seeds)
+        return make_study_part(self.datasets, self.methods, self.epsilons, self.seeds)
 
-    def run_jobs(self, jobs: list[Job], folder: Path, clock: Clock) -> int:
+    def run_missing_jobs(self, jobs: list[StudyJob], folder: Path, clock: TimeBudget) -> int:
         """Run the jobs that have no result in the folder; returns how many of this shard are left."""
         from fulcrum.study import backends, worker
-        from fulcrum.study.calibrate import calibrated
-        from fulcrum.study.job import distinct, parse_shard
-        from fulcrum.study.store import load, missing
+        from fulcrum.study.calibrate import calibrate_jobs
+        from fulcrum.study.job import drop_duplicate_jobs, parse_shard
+        from fulcrum.study.store import find_missing_jobs, load_results
 
         if self.report_only:
             return 0
         shard = parse_shard(self.shard)
-        every = distinct(jobs)
-        todo = [job for job in missing(every, load(folder)) if shard.holds(job)] if folder.is_dir() else every
+        every = drop_duplicate_jobs(jobs)
+        todo = (
+            [job for job in find_missing_jobs(every, load_results(folder)) if shard.contains_job(job)]
+            if folder.is_dir()
+            else every
+        )
         if not todo:
             return 0
-        how = backends.How(
-            self.data_dir, workers=self.workers, clock=clock, say=lambda line: view.say(line, self.quiet)
+        how = backends.BackendOptions(
+            self.data_dir, workers=self.workers, clock=clock, say=lambda line: view.print_message(line, self.quiet)
         )
         try:
-            return worker.work(calibrated(todo), folder, self.backend, how, shard)
+            return worker.run_missing_jobs(calibrate_jobs(todo), folder, self.backend, how, shard)
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; finished runs are in {folder}, the same command goes on.") from None
+            raise RunInterrupted(f"interrupted; finished runs are in {folder}, the same command goes on.") from None
 
 
 def with_study_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -104,22 +108,22 @@ def with_study_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def part_of(datasets: str, methods: str, epsilons: str, seeds: int = 0) -> Part:
+def make_study_part(datasets: str, methods: str, epsilons: str, seeds: int = 0) -> StudyPart:
     """The part of a study that the words of the command line name."""
-    from fulcrum.study.studies import Part
+    from fulcrum.study.studies import StudyPart
 
-    return Part(split_list(datasets), split_list(methods), epsilon_list(epsilons), seeds)
+    return StudyPart(split_comma_list(datasets), split_comma_list(methods), parse_epsilon_list(epsilons), seeds)
 
 
-def epsilon_list(text: str) -> list[float]:
+def parse_epsilon_list(text: str) -> list[float]:
     """ "6.38,1.64" -> [6.38, 1.64]."""
     try:
-        return [float(word) for word in split_list(text)]
+        return [float(word) for word in split_comma_list(text)]
     except ValueError:
         raise ConfigError(f"--epsilons {text} is not a list of numbers; write for example 6.38,1.64.") from None
 
 
-def split_list(text: str) -> list[str]:
+def split_comma_list(text: str) -> list[str]:
     """ "a, b" -> ["a", "b"]."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
@@ -127,4 +131,4 @@ def split_list(text: str) -> list[str]:
 def warn_unknown_methods(unknown: tuple[str, ...]) -> None:
     """Name the methods that a study asks for and this version does not have."""
     if unknown:
-        view.say(f"warning: {', '.join(unknown)} not built into this version; their rows stay empty.")
+        view.print_message(f"warning: {', '.join(unknown)} not built into this version; their rows stay empty.")

@@ -17,17 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from fulcrum.study.records import Score
+from fulcrum.study.records import StudyScore
 
 if TYPE_CHECKING:
     from fulcrum.runs import Observer, Result, RunInfo
     from fulcrum.types import RoundResult
 
-Cell = object
-BARS = "▁▂▃▄▅▆▇█"
+TableValue = object
+SPARKLINE_BARS = "▁▂▃▄▅▆▇█"
 
 
-def say(line: str, quiet: bool = False) -> None:
+def print_message(line: str, quiet: bool = False) -> None:
     """A message to the person, not part of the result."""
     if not quiet:
         print(fitted(line, Console(stderr=True)), file=sys.stderr)
@@ -56,14 +56,14 @@ def fitted(line: str, console: Console, indent: int = 0) -> str:
 
 def print_json(value: Any) -> None:
     """The result for a program: valid JSON, infinities as "inf"."""
-    from fulcrum.runs.folder import plain
+    from fulcrum.runs.folder import to_json_value
 
-    print(json.dumps(plain(value), indent=2))
+    print(json.dumps(to_json_value(value), indent=2))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str = "") -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[TableValue]], title: str = "") -> None:
     """A table: boxed on a terminal; plain aligned columns in a pipe, where a program may cut them."""
-    cells = [[show(cell) for cell in row] for row in rows]
+    cells = [[format_value(cell) for cell in row] for row in rows]
     console = Console()
     if console.is_terminal:
         # Narrow padding: tables of eight columns fit into 80 characters.
@@ -81,14 +81,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: s
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
-def print_facts(facts: Sequence[tuple[str, Cell]]) -> None:
+def print_name_value_lines(facts: Sequence[tuple[str, TableValue]]) -> None:
     """Name and value, one per line; on a terminal long values go on in further lines below their beginning."""
     width, console = max(len(name) for name, _ in facts), Console()
     for name, value in facts:
-        print(fitted(f"{name.ljust(width)}  {show(value)}", console, width + 2))
+        print(fitted(f"{name.ljust(width)}  {format_value(value)}", console, width + 2))
 
 
-def show(value: Cell) -> str:
+def format_value(value: TableValue) -> str:
     """A value in a table: four digits for numbers, - for None."""
     if value is None:
         return "-"
@@ -97,29 +97,29 @@ def show(value: Cell) -> str:
     return str(value)
 
 
-def epsilon(value: float | str | None) -> str:
+def format_epsilon(value: float | str | None) -> str:
     """An epsilon to four digits, rounded up: what is printed is never less than what was spent."""
     number = math.nan if value is None else float(value)  # our JSON has infinity as the text "inf"
     if not 0 < number < math.inf:
-        return show(None if math.isnan(number) else number)
+        return format_value(None if math.isnan(number) else number)
     scale = 10.0 ** (3 - math.floor(math.log10(number)))
     return f"{math.ceil(number * scale * (1 - 1e-12)) / scale:.4g}"
 
 
-def percent(fraction: float | None) -> str:
+def format_percent(fraction: float | None) -> str:
     """0.912 -> 91.2%."""
     return "-" if fraction is None else f"{100 * fraction:.1f}%"
 
 
-def metric(name: str, value: float | str | None) -> str:
+def format_metric(name: str, value: float | str | None) -> str:
     """A metric's value as people read it: 91.2% for fractions of records, four digits for others, - for none."""
     number = math.nan if value is None else float(value)  # our JSON has infinity as the text "inf"
     if math.isnan(number):
-        return show(None)
-    return percent(number) if Score(name).is_fraction else show(number)
+        return format_value(None)
+    return format_percent(number) if StudyScore(name).is_fraction else format_value(number)
 
 
-def few(values: Sequence[float], count: int = 4) -> str:
+def format_few_values(values: Sequence[float], count: int = 4) -> str:
     """Some values from first to last, evenly spaced: 1 → 1.82 → 3.3."""
     if not values:
         return "-"
@@ -127,7 +127,7 @@ def few(values: Sequence[float], count: int = 4) -> str:
     return " → ".join(f"{values[i]:.3g}" for i in picked)
 
 
-def sparkline(values: Sequence[float], width: int = 12) -> str:
+def make_sparkline(values: Sequence[float], width: int = 12) -> str:
     """The course of positive numbers as small bars, on a log scale; empty where they do not move or are not finite."""
     if not values or not all(0 < value < math.inf for value in values):
         return ""
@@ -135,12 +135,12 @@ def sparkline(values: Sequence[float], width: int = 12) -> str:
     low, high = min(logs), max(logs)
     if high - low < 1e-9:
         return ""
-    return "".join(BARS[round((x - low) / (high - low) * (len(BARS) - 1))] for x in logs)
+    return "".join(SPARKLINE_BARS[round((x - low) / (high - low) * (len(SPARKLINE_BARS) - 1))] for x in logs)
 
 
-def progress_observer(title: str, rounds: int, quiet: bool = False) -> Observer:
+def make_progress_observer(title: str, rounds: int, quiet: bool = False) -> Observer:
     """A live bar on stderr while rounds come in; nothing where stderr is not a terminal."""
-    from fulcrum.runs.folder import total_C
+    from fulcrum.runs.folder import compute_total_C
     from fulcrum.runs.observers import Observer
 
     console = Console(stderr=True)
@@ -169,10 +169,10 @@ def progress_observer(title: str, rounds: int, quiet: bool = False) -> Observer:
             self.seen += 1
             for name in [self.name, *result.metrics][: 1 if self.name else 2]:
                 if name in result.metrics:
-                    self.score = f"{name} {metric(name, result.metrics[name])}  "
+                    self.score = f"{name} {format_metric(name, result.metrics[name])}  "
             speed = self.seen / max(time.perf_counter() - self.began, 1e-9)
-            norm = f"C {show(total_C(result.C))}"
-            facts = f"{speed:.1f} rounds/s  {self.score}{norm}  epsilon {epsilon(result.epsilon)}"
+            norm = f"C {format_value(compute_total_C(result.C))}"
+            facts = f"{speed:.1f} rounds/s  {self.score}{norm}  epsilon {format_epsilon(result.epsilon)}"
             bar.update(self.task, completed=result.round, facts=facts)
 
         def ended(self, result: Result | None) -> None:
@@ -182,9 +182,9 @@ def progress_observer(title: str, rounds: int, quiet: bool = False) -> Observer:
 
 
 @contextlib.contextmanager
-def progress(title: str, rounds: int, quiet: bool = False) -> Iterator[Callable[[RoundResult], None]]:
+def show_progress(title: str, rounds: int, quiet: bool = False) -> Iterator[Callable[[RoundResult], None]]:
     """`progress_observer` for callers that take a function per round."""
-    observer = progress_observer(title, rounds, quiet)
+    observer = make_progress_observer(title, rounds, quiet)
     observer.started(None)  # type: ignore[arg-type]  # the bar asks nothing of the run
     try:
         yield observer.round

@@ -12,15 +12,15 @@ import torch
 from fulcrum.clipping.fixed import bound_C, clip_to_C, equal_shares, plain_view
 from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
-from fulcrum.types import Released, State
+from fulcrum.types import Released, RuleState
 
 
-def _init_dynamic(settings: Clip, shape: ModelFacts) -> State:
+def _init_dynamic(settings: Clip, shape: ModelFacts) -> RuleState:
     start = equal_shares(settings.C0, shape.count)
     return {"C": start, "start": start.clone(), "rho_c": torch.tensor(settings.rho_c)}
 
 
-def _follow_schedule(state: State, released: Released) -> State:
+def _follow_schedule(state: RuleState, released: Released) -> RuleState:
     """The C of the next round. A round in which nobody takes part leaves C where it is."""
     progress = (released.round + 1) / released.rounds
     return {**state, "C": state["start"] * state["rho_c"] ** progress}

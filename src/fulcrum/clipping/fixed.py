@@ -6,7 +6,7 @@ import torch
 
 from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
-from fulcrum.types import Bounds, State, Stats, View
+from fulcrum.types import Bounds, RuleState, Stats, View
 
 
 def equal_shares(total: float, groups: int) -> torch.Tensor:
@@ -14,7 +14,7 @@ def equal_shares(total: float, groups: int) -> torch.Tensor:
     return torch.full((groups,), total / groups**0.5)
 
 
-def plain_view(state: State, t: int, rounds: int) -> View:
+def plain_view(state: RuleState, t: int, rounds: int) -> View:
     """Norms and nothing else."""
     return View()
 
@@ -29,25 +29,25 @@ def shrink(norms: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
     return torch.clamp(C / norms.clamp_min(torch.finfo(norms.dtype).tiny), max=1.0)
 
 
-def clip_to_C(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def clip_to_C(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     """Scale each unit's gradient to norm at most C; release nothing beside it."""
     return shrink(stats.norms, state["C"]), no_extra(stats), state
 
 
-def bound_C(state: State) -> Bounds:
+def bound_C(state: RuleState) -> Bounds:
     """One unit changes the sum by at most C in each group."""
     return Bounds(state["C"])
 
 
-def _init_fixed(settings: Clip, shape: ModelFacts) -> State:
+def _init_fixed(settings: Clip, shape: ModelFacts) -> RuleState:
     return {"C": equal_shares(settings.C0, shape.count)}
 
 
-def _init_none(settings: Clip, shape: ModelFacts) -> State:
+def _init_none(settings: Clip, shape: ModelFacts) -> RuleState:
     return {"C": torch.full((shape.count,), torch.inf)}
 
 
-def _leave_unclipped(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _leave_unclipped(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     return torch.ones_like(stats.norms), no_extra(stats), state
 
 

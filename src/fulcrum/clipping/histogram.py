@@ -21,7 +21,7 @@ import torch
 from fulcrum.clipping.fixed import equal_shares, plain_view, shrink
 from fulcrum.clipping.rule import ClipRule, ModelFacts, has_statistics
 from fulcrum.settings.schema import Clip
-from fulcrum.types import Bounds, Released, State, Stats
+from fulcrum.types import Bounds, Released, RuleState, Stats
 
 NUM_BINS = 20
 HISTOGRAM_RANGE = 4.0
@@ -30,7 +30,7 @@ NUM_CANDIDATES = 97
 """Values of C that are compared, from C/32 to 4 C in equal ratios."""
 
 
-def _init_histogram(settings: Clip, shape: ModelFacts) -> State:
+def _init_histogram(settings: Clip, shape: ModelFacts) -> RuleState:
     return {
         "C": equal_shares(settings.C0, shape.count),
         "dim": torch.tensor(float(shape.dim)),
@@ -39,14 +39,14 @@ def _init_histogram(settings: Clip, shape: ModelFacts) -> State:
     }
 
 
-def _clip_and_bin_norms(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_and_bin_norms(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     total = torch.linalg.vector_norm(stats.norms, dim=1) / torch.linalg.vector_norm(state["C"])  # [B], in units of C
     bins = torch.clamp(torch.floor(total * (NUM_BINS / HISTOGRAM_RANGE)), max=NUM_BINS - 1)
     row = (bins[:, None] == torch.arange(NUM_BINS, device=bins.device)).to(total)  # [B, 20]: one 1 in each
     return shrink(stats.norms, state["C"]), row, state
 
 
-def _bound_histogram(state: State) -> Bounds:
+def _bound_histogram(state: RuleState) -> Bounds:
     return Bounds(state["C"], extra=1.0)
 
 
@@ -54,7 +54,7 @@ def _histogram_share(sigma: float, batch: float) -> float:
     return (sigma / max(6.0, 5 * sigma)) ** 2
 
 
-def _minimise_predicted_error(state: State, released: Released) -> State:
+def _minimise_predicted_error(state: RuleState, released: Released) -> RuleState:
     total = torch.linalg.vector_norm(state["C"])
     counts = released.extra.clamp_min(0.0)
     weights = counts / counts.sum().clamp_min(1e-12)

@@ -7,10 +7,10 @@ import torch
 from fulcrum.clipping.fixed import bound_C, equal_shares, no_extra, plain_view, shrink
 from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
-from fulcrum.types import State, Stats
+from fulcrum.types import RuleState, Stats
 
 
-def init_median(settings: Clip, shape: ModelFacts) -> State:
+def init_median(settings: Clip, shape: ModelFacts) -> RuleState:
     """C0 stands in until something was seen; C_min and C_max keep the median in bounds."""
     return {
         "C": equal_shares(settings.C0, shape.count),
@@ -27,7 +27,7 @@ def masked_median(norms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return ordered.index_select(0, middle).mean(dim=0)
 
 
-def clip_to_median(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def clip_to_median(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     """g / max(1, ||g|| / C) with C the median of the norms; a batch without units leaves C as it was."""
     # Two rows of padding, so that there is something to select from when the batch is empty.
     padding = stats.norms.new_zeros((2, stats.norms.shape[1]))

@@ -48,15 +48,15 @@ import torch
 from fulcrum.clipping.fixed import bound_C, clip_to_C, equal_shares, plain_view
 from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
-from fulcrum.types import Released, State
+from fulcrum.types import Released, RuleState
 
-PHIS = ("sign", "identity")
+ALIGNMENT_FUNCTIONS = ("sign", "identity")
 """What clip.phi may be: how the alignment becomes a step."""
 MAX_LOG_STEP = 0.3
 """phi = identity moves log C by at most this a round."""
 
 
-def init_moo_c(settings: Clip, shape: ModelFacts) -> State:
+def init_moo_c(settings: Clip, shape: ModelFacts) -> RuleState:
     """C0 split over the groups, an empty memory, and the settings the update needs."""
     return {
         "C": equal_shares(settings.C0, shape.count),
@@ -64,13 +64,13 @@ def init_moo_c(settings: Clip, shape: ModelFacts) -> State:
         "kappa": torch.tensor(settings.kappa),
         "eta_C": torch.tensor(settings.eta_C),
         "beta": torch.tensor(settings.beta),
-        "sign": torch.tensor(settings.phi == PHIS[0]),
+        "sign": torch.tensor(settings.phi == ALIGNMENT_FUNCTIONS[0]),
         "C_min": torch.tensor(settings.C_min),
         "C_max": torch.tensor(settings.C_max),
     }
 
 
-def compute_alignment(state: State, released: Released) -> torch.Tensor:
+def compute_alignment(state: RuleState, released: Released) -> torch.Tensor:
     """A_t: how much of a fully clipped step went along the remembered direction. 0 with no memory."""
     total = torch.linalg.vector_norm(state["C"])
     memory = state["memory"]
@@ -79,7 +79,7 @@ def compute_alignment(state: State, released: Released) -> torch.Tensor:
     return torch.where(length > 0, along / (released.lr * released.steps * total), 0.0)
 
 
-def compute_log_step(state: State, seen: torch.Tensor) -> torch.Tensor:
+def compute_log_step(state: RuleState, seen: torch.Tensor) -> torch.Tensor:
     """How far a round with this A_t moves the logarithm of what is learned: eta_C phi(A_t - kappa C_t).
 
     0 with no memory.
@@ -93,7 +93,7 @@ def compute_log_step(state: State, seen: torch.Tensor) -> torch.Tensor:
     return torch.where(state["memory"].any(), step, torch.zeros_like(step))
 
 
-def adapt_moo_c(state: State, released: Released) -> State:
+def adapt_moo_c(state: RuleState, released: Released) -> RuleState:
     """Move C along the alignment, then remember this round's release."""
     total = torch.linalg.vector_norm(state["C"])
     step = compute_log_step(state, compute_alignment(state, released))
@@ -166,7 +166,7 @@ def compute_max_first_step(settings: Clip, shape: ModelFacts) -> float:
     return settings.reach * max(one, several)
 
 
-def init_balanced_moo(settings: Clip, shape: ModelFacts) -> State:
+def init_balanced_moo(settings: Clip, shape: ModelFacts) -> RuleState:
     """The first step length from public facts, and C0 cut down to it."""
     full = shape.lr * shape.steps
     spread = shape.noise * (shape.dim * shape.rounds) ** 0.5
@@ -192,13 +192,13 @@ def init_balanced_moo(settings: Clip, shape: ModelFacts) -> State:
     }
 
 
-def apply_balanced_moo(state: State, released: Released) -> torch.Tensor:
+def apply_balanced_moo(state: RuleState, released: Released) -> torch.Tensor:
     """The release at length s: s u_t, times what a schedule has left of the learning rate."""
     reach = state["lr"] * released.steps * torch.linalg.vector_norm(state["C"])
     return torch.mul(released.aggregate, state["step"] / reach)
 
 
-def estimate_signal(state: State, released: Released) -> tuple[torch.Tensor, torch.Tensor]:
+def estimate_signal(state: RuleState, released: Released) -> tuple[torch.Tensor, torch.Tensor]:
     """(|u_t|^2 less its noise, what it takes to be told from none)."""
     in_C = released.aggregate / (released.lr * released.steps * torch.linalg.vector_norm(state["C"]))
     variance = torch.as_tensor(released.noise) ** 2
@@ -206,7 +206,7 @@ def estimate_signal(state: State, released: Released) -> tuple[torch.Tensor, tor
     return in_C.square().sum() - variance * dim, compute_signal_threshold(variance, dim)
 
 
-def advance_C_search(state: State, released: Released) -> State:
+def advance_C_search(state: RuleState, released: Released) -> RuleState:
     """One round of the search for C: the wished C, the phase, and the signal to compare with."""
     now, floor = estimate_signal(state, released)
     last, phase = state["signal"], state["phase"]
@@ -233,7 +233,7 @@ def advance_C_search(state: State, released: Released) -> State:
     }
 
 
-def adapt_balanced_moo(state: State, released: Released) -> State:
+def adapt_balanced_moo(state: RuleState, released: Released) -> RuleState:
     """Search C, move the step length along the alignment, remember what was applied."""
     found = advance_C_search(state, released)
     step = state["step"] * torch.exp(compute_log_step(state, compute_alignment(state, released)))

@@ -31,12 +31,12 @@ import torch
 from fulcrum.clipping.fixed import bound_C, equal_shares, no_extra, shrink
 from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
-from fulcrum.types import State, Stats, View
+from fulcrum.types import RuleState, Stats, View
 
 PAPER_READINGS = ("loss", "hypergradient", "derivative")
 
 
-def _init_moo_paper(settings: Clip, shape: ModelFacts) -> State:
+def _init_moo_paper(settings: Clip, shape: ModelFacts) -> RuleState:
     return {
         "C": equal_shares(settings.C0, shape.count),
         "kappa": torch.tensor(settings.kappa),
@@ -46,12 +46,12 @@ def _init_moo_paper(settings: Clip, shape: ModelFacts) -> State:
     }
 
 
-def _view_losses(state: State, t: int, rounds: int) -> View:
+def _view_losses(state: RuleState, t: int, rounds: int) -> View:
     return View(losses=True)
 
 
 def _compute_C_gradient(
-    loss: torch.Tensor, norm: torch.Tensor, C: torch.Tensor, lr: float, state: State
+    loss: torch.Tensor, norm: torch.Tensor, C: torch.Tensor, lr: float, state: RuleState
 ) -> torch.Tensor:
     """grad_C of examples at C, by the reading of the state."""
     over = lr * norm * (norm > C)
@@ -60,8 +60,8 @@ def _compute_C_gradient(
 
 
 def _clip_to_C_path(
-    path: torch.Tensor, last: torch.Tensor, stats: Stats, state: State
-) -> tuple[torch.Tensor, torch.Tensor, State]:
+    path: torch.Tensor, last: torch.Tensor, stats: Stats, state: RuleState
+) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     """Clip example i to path[i]; C ends at `last`. Groups keep their shares of C."""
     unit = state["C"] / torch.linalg.vector_norm(state["C"])  # [G]
     return shrink(stats.norms, path[:, None] * unit), no_extra(stats), {**state, "C": unit * last}
@@ -73,7 +73,7 @@ def _get_losses_and_norms(stats: Stats) -> tuple[torch.Tensor, torch.Tensor]:
     return stats.losses, torch.linalg.vector_norm(stats.norms, dim=1)
 
 
-def _clip_example_by_example(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_example_by_example(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     """C moves with every example, in order; padding leaves it."""
     losses, norms = _get_losses_and_norms(stats)
     C = torch.linalg.vector_norm(state["C"])
@@ -85,7 +85,7 @@ def _clip_example_by_example(stats: Stats, state: State) -> tuple[torch.Tensor, 
     return _clip_to_C_path(torch.stack(path) if path else norms, C, stats, state)
 
 
-def _clip_whole_batch(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_whole_batch(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     """C moves once, by the mean slope; an empty batch leaves it."""
     losses, norms = _get_losses_and_norms(stats)
     C = torch.linalg.vector_norm(state["C"])

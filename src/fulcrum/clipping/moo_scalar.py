@@ -28,20 +28,20 @@ from fulcrum.clipping.fixed import shrink
 from fulcrum.clipping.moo import MOO_C, compute_log_step
 from fulcrum.clipping.oso import fixed_statistics_share
 from fulcrum.clipping.rule import has_statistics
-from fulcrum.types import Bounds, Released, State, Stats, View
+from fulcrum.types import Bounds, Released, RuleState, Stats, View
 
 MOO_CLIENT = dataclasses.replace(
     MOO_C, name="moo-client", where="client", summary="as moo-c, one C a client, from its own releases"
 )
 
 
-def _view_along_memory(state: State, t: int, rounds: int) -> View:
+def _view_along_memory(state: RuleState, t: int, rounds: int) -> View:
     """v: the unit vector of the remembered gradient (updates point the other way); zero with no memory."""
     memory = state["memory"]
     return View(direction=-memory / torch.linalg.vector_norm(memory).clamp_min(1e-30))
 
 
-def _clip_and_project(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_and_project(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     assert stats.dots is not None  # the view asks for them
     norms = torch.linalg.vector_norm(stats.norms, dim=1)
     clipped = (stats.norms > state["C"]).any(dim=1)
@@ -49,11 +49,11 @@ def _clip_and_project(stats: Stats, state: State) -> tuple[torch.Tensor, torch.T
     return shrink(stats.norms, state["C"]), torch.where(clipped, part, torch.zeros_like(part))[:, None], state
 
 
-def _bound_projection(state: State) -> Bounds:
+def _bound_projection(state: RuleState) -> Bounds:
     return Bounds(state["C"], extra=1.0)
 
 
-def _adapt_to_projection(state: State, released: Released) -> State:
+def _adapt_to_projection(state: RuleState, released: Released) -> RuleState:
     total = torch.linalg.vector_norm(state["C"])
     step = torch.where(
         has_statistics(state, released), compute_log_step(state, released.extra[0]), torch.zeros_like(total)

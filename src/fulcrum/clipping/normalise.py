@@ -11,31 +11,31 @@ import torch
 from fulcrum.clipping.fixed import bound_C, equal_shares, no_extra, plain_view, shrink
 from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.settings.schema import Clip
-from fulcrum.types import Bounds, State, Stats
+from fulcrum.types import Bounds, RuleState, Stats
 
 
-def _init_normalise(settings: Clip, shape: ModelFacts) -> State:
+def _init_normalise(settings: Clip, shape: ModelFacts) -> RuleState:
     return {"C": equal_shares(settings.C0, shape.count), "stability": torch.tensor(settings.stability)}
 
 
-def _scale_by_auto_s(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _scale_by_auto_s(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     """C g / (|g| + gamma): nearly norm C, whatever the gradient's own."""
     return state["C"] / (stats.norms + state["stability"]), no_extra(stats), state
 
 
-def _scale_by_psac(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _scale_by_psac(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     """C g / (|g| + r / (|g| + r)): as auto-s for large gradients, without blowing up small ones as much."""
     r = state["stability"]
     return state["C"] / (stats.norms + r / (stats.norms + r)), no_extra(stats), state
 
 
-def _clip_in_units_of_C(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_in_units_of_C(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     """The clipped gradient divided by C, so that the noised mean is g~ / C."""
     C = state["C"]
     return shrink(stats.norms, C) / torch.linalg.vector_norm(C), no_extra(stats), state
 
 
-def _bound_by_one(state: State) -> Bounds:
+def _bound_by_one(state: RuleState) -> Bounds:
     """One unit changes a sum in units of C by at most 1 in all."""
     return Bounds(state["C"] / torch.linalg.vector_norm(state["C"]))
 

@@ -18,7 +18,7 @@ import torch
 from fulcrum.clipping.fixed import clip_to_C, equal_shares, plain_view
 from fulcrum.clipping.rule import ClipRule, ModelFacts, has_statistics
 from fulcrum.settings.schema import Clip
-from fulcrum.types import Bounds, Released, State, Stats
+from fulcrum.types import Bounds, Released, RuleState, Stats
 
 STATISTICS_SHARE = 1 - 1.01**-2
 """sigma_s = 1.01 sigma leaves this part of the precision, sigma_r = 7.1 sigma, to the second vector."""
@@ -29,7 +29,7 @@ def fixed_statistics_share(sigma: float, batch: float) -> float:
     return STATISTICS_SHARE
 
 
-def _init_oso(settings: Clip, shape: ModelFacts) -> State:
+def _init_oso(settings: Clip, shape: ModelFacts) -> RuleState:
     return {
         "C": equal_shares(settings.C0, shape.count),
         "r": torch.zeros(shape.dim),
@@ -39,18 +39,18 @@ def _init_oso(settings: Clip, shape: ModelFacts) -> State:
     }
 
 
-def compute_unit_factors(stats: Stats, state: State) -> torch.Tensor:
+def compute_unit_factors(stats: Stats, state: RuleState) -> torch.Tensor:
     """Factors [B, G] of the sum over clipped units of g / |g|: how the clipped sum moves per unit of C."""
     C = state["C"]
     each = C / torch.linalg.vector_norm(C) / stats.norms.clamp_min(torch.finfo(stats.norms.dtype).tiny)
     return torch.where(stats.norms > C, each, torch.zeros_like(each))
 
 
-def _bound_unit_sum(state: State) -> Bounds:
+def _bound_unit_sum(state: RuleState) -> Bounds:
     return Bounds(state["C"], extra=1.0)
 
 
-def _adapt_by_sign(state: State, released: Released) -> State:
+def _adapt_by_sign(state: RuleState, released: Released) -> RuleState:
     total = torch.linalg.vector_norm(state["C"])
     step = state["eta_C"] * torch.sign(-torch.dot(released.aggregate, state["r"]))
     moved = torch.clamp(total * torch.exp(step), state["C_min"], state["C_max"])

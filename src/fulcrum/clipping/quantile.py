@@ -23,10 +23,10 @@ import torch
 from fulcrum.clipping.fixed import equal_shares, plain_view, shrink
 from fulcrum.clipping.rule import ClipRule, ModelFacts, has_statistics
 from fulcrum.settings.schema import Clip
-from fulcrum.types import Bounds, Released, State, Stats
+from fulcrum.types import Bounds, Released, RuleState, Stats
 
 
-def _init_quantile(settings: Clip, shape: ModelFacts) -> State:
+def _init_quantile(settings: Clip, shape: ModelFacts) -> RuleState:
     return {
         "C": equal_shares(settings.C0, shape.count),
         "gamma": torch.tensor(settings.gamma),
@@ -36,12 +36,12 @@ def _init_quantile(settings: Clip, shape: ModelFacts) -> State:
     }
 
 
-def _clip_and_count(stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+def _clip_and_count(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
     below = (stats.norms <= state["C"]).to(stats.norms)
     return shrink(stats.norms, state["C"]), below - 0.5, state
 
 
-def _bound_count(state: State) -> Bounds:
+def _bound_count(state: RuleState) -> Bounds:
     return Bounds(state["C"], extra=0.5 * state["C"].shape[-1] ** 0.5)
 
 
@@ -50,7 +50,7 @@ def _count_share(sigma: float, batch: float) -> float:
     return sigma**2 / (2 * sigma_b) ** 2
 
 
-def _adapt_to_quantile(state: State, released: Released) -> State:
+def _adapt_to_quantile(state: RuleState, released: Released) -> RuleState:
     excess = released.extra + 0.5 - state["gamma"]
     moved = state["C"] * torch.exp((-state["eta_C"] * excess).clamp(-20.0, 20.0))  # beyond, C leaves its limits anyway
     total = torch.linalg.vector_norm(moved)

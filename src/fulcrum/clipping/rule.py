@@ -11,9 +11,9 @@ from typing import Any, get_type_hints
 import torch
 
 from fulcrum.errors import ConfigError
-from fulcrum.settings.registry import suggest_nearest
+from fulcrum.settings.registry import suggest_nearest_names
 from fulcrum.settings.schema import Clip
-from fulcrum.types import Bounds, Released, State, Stats, View
+from fulcrum.types import Bounds, Released, RuleState, Stats, View
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ CLIP_GROUPINGS = ("flat", "layer")
 """What clip.groups may be: all parameters clipped together, or each layer to its share of C."""
 RuleOptions = type[Any] | Mapping[str, bool | int | float | str] | None
 """Settings of a rule's own: a frozen dataclass, or name -> default."""
-InitFn = Callable[[Clip, ModelFacts], State]
-ViewFn = Callable[[State, int, int], View]
-ClipFn = Callable[[Stats, State], tuple[torch.Tensor, torch.Tensor, State]]
-BoundsFn = Callable[[State], Bounds]
-AdaptFn = Callable[[State, Released], State]
-ApplyFn = Callable[[State, Released], torch.Tensor]
+InitFn = Callable[[Clip, ModelFacts], RuleState]
+ViewFn = Callable[[RuleState, int, int], View]
+ClipFn = Callable[[Stats, RuleState], tuple[torch.Tensor, torch.Tensor, RuleState]]
+BoundsFn = Callable[[RuleState], Bounds]
+AdaptFn = Callable[[RuleState, Released], RuleState]
+ApplyFn = Callable[[RuleState, Released], torch.Tensor]
 ShareFn = Callable[[float, float], float]
-SecondSumFn = Callable[[Stats, State], torch.Tensor]
+SecondSumFn = Callable[[Stats, RuleState], torch.Tensor]
 
 
 def no_statistics_share(sigma: float, batch: float) -> float:
@@ -71,17 +71,17 @@ def gradient_multiplier(share: ShareFn, sigma: float, batch: float) -> float:
     return sigma / math.sqrt(1.0 - share(sigma, batch))
 
 
-def has_statistics(state: State, released: Released) -> torch.Tensor:
+def has_statistics(state: RuleState, released: Released) -> torch.Tensor:
     """Whether statistics were released this round, as a truth value on the state's device."""
     return torch.as_tensor(released.asked, device=state["C"].device) > 0
 
 
-def keep_state(state: State, released: Released) -> State:
+def keep_state(state: RuleState, released: Released) -> RuleState:
     """An `adapt` that never moves C."""
     return state
 
 
-def use_aggregate(state: State, released: Released) -> torch.Tensor:
+def use_aggregate(state: RuleState, released: Released) -> torch.Tensor:
     """The model moves by the aggregate itself."""
     return released.aggregate
 
@@ -150,7 +150,7 @@ def _add_options_to_init(rule: ClipRule) -> InitFn:
     """`init` of a rule with options, called with all of them checked and filled in."""
     original = rule.init
 
-    def init(settings: Clip, shape: ModelFacts) -> State:
+    def init(settings: Clip, shape: ModelFacts) -> RuleState:
         options = resolve_rule_options(rule, settings.options)
         return original(dataclasses.replace(settings, options=options), shape)
 
@@ -182,7 +182,7 @@ def resolve_rule_options(rule: ClipRule, given: Any) -> Any:
         kinds = {name: type(value) for name, value in defaults.items()}
     for name, value in given.items():
         if name not in kinds:
-            near = suggest_nearest(name, kinds)
+            near = suggest_nearest_names(name, kinds)
             raise ConfigError(f"clip.options.{name} is not an option of the rule {rule.name!r}; {near}")
         if not _value_fits_type(value, kinds[name]):
             raise ConfigError(f"clip.options.{name} = {value!r} is not {OPTION_KINDS[kinds[name]]}.")

@@ -18,11 +18,11 @@ import torch
 
 from fulcrum.clipping.rule import ClipRule, ModelFacts, gradient_multiplier
 from fulcrum.privacy.events import Gaussian, Unprotected
-from fulcrum.privacy.mechanism import release, scales
+from fulcrum.privacy.mechanism import compute_charged_scale, release_with_noise
 from fulcrum.rng import StreamKey
 from fulcrum.settings.schema import Clip
-from fulcrum.training.clipped_sum import Contribution, contribute
-from fulcrum.types import Bounds, Released, State, Stats
+from fulcrum.training.clipped_sum import Contribution, compute_contribution
+from fulcrum.types import Bounds, Released, RuleState, Stats
 
 TEST_MODELS = (
     ModelFacts(dim=12, tensors=(8, 4)),
@@ -168,7 +168,7 @@ def check_release_events(rule: ClipRule, settings: Clip, shape: ModelFacts) -> N
     state = rule.init(settings, shape)
     given = _compute_contribution(rule, state, shape, torch.zeros((0, shape.dim)))
     if not rule.private:
-        event = scales(rule, given.bounds, TEST_RATE, TEST_SIGMA, TEST_BATCH_SIZE).event
+        event = compute_charged_scale(rule, given.bounds, TEST_RATE, TEST_SIGMA, TEST_BATCH_SIZE).event
         assert event == Unprotected(), f"{rule.name}: is not private but claims {event}"
         return
     share = rule.share(TEST_SIGMA, TEST_BATCH_SIZE)
@@ -176,9 +176,9 @@ def check_release_events(rule: ClipRule, settings: Clip, shape: ModelFacts) -> N
     assert (share > 0) == (given.extra.numel() > 0), f"{rule.name}: a share of {share} for {given.extra.numel()} extra"
     for asked, sigma in ((True, TEST_SIGMA), (False, gradient_multiplier(rule.share, TEST_SIGMA, TEST_BATCH_SIZE))):
         event = Gaussian(TEST_RATE, sigma)
-        scale = scales(rule, given.bounds, TEST_RATE, TEST_SIGMA, TEST_BATCH_SIZE, asked)
+        scale = compute_charged_scale(rule, given.bounds, TEST_RATE, TEST_SIGMA, TEST_BATCH_SIZE, asked)
         assert scale.event == event, f"{rule.name}: releases {scale.event}, not {event}"
-        noisy, noisy_extra = release(given.sum, given.extra, scale, _ConstantRandomness(), (0, 0, 0))
+        noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, _ConstantRandomness(), (0, 0, 0))
         precision = _measure_noise_precision(given.bounds, noisy - given.sum, noisy_extra - given.extra, asked)
         assert abs(precision * sigma**2 - 1) < 1e-4, (
             f"{rule.name}: the noise released has multiplier {precision**-0.5:.6g}, the event says {sigma:.6g}"
@@ -216,7 +216,7 @@ def check_stacking(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
         if getattr(stats[0], name) is not None
     }
 
-    def clip(fields: dict[str, Any], state: State) -> tuple[torch.Tensor, torch.Tensor, State]:
+    def clip(fields: dict[str, Any], state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
         return rule.clip(dataclasses.replace(stats[0], **fields), state)
 
     try:
@@ -276,7 +276,7 @@ def _make_batches(shape: ModelFacts) -> Iterator[torch.Tensor]:
     yield torch.zeros((0, shape.dim))
 
 
-def _make_reachable_states(rule: ClipRule, settings: Clip, shape: ModelFacts) -> Iterator[State]:
+def _make_reachable_states(rule: ClipRule, settings: Clip, shape: ModelFacts) -> Iterator[RuleState]:
     """The state at the start, and after some rounds of releases."""
     state = rule.init(settings, shape)
     yield state
@@ -287,12 +287,12 @@ def _make_reachable_states(rule: ClipRule, settings: Clip, shape: ModelFacts) ->
     yield state
 
 
-def _run_history(rule: ClipRule, settings: Clip, shape: ModelFacts, size: int) -> list[State]:
+def _run_history(rule: ClipRule, settings: Clip, shape: ModelFacts, size: int) -> list[RuleState]:
     """The states, and what is applied to the model, over some rounds; releases do not depend on the batch's size."""
     batch = torch.randn(5, shape.dim, generator=torch.Generator().manual_seed(size)) * 10.0**size
     state = rule.init(settings, shape)
     generator = torch.Generator().manual_seed(3)
-    states: list[State] = []
+    states: list[RuleState] = []
     for t in range(TEST_ROUNDS):
         given = _compute_contribution(rule, state, shape, batch)
         released = _make_random_release(shape, len(given.extra), t, generator)
@@ -314,16 +314,16 @@ def _coordinate_groups(shape: ModelFacts) -> torch.Tensor:
 
 
 def _compute_contribution(
-    rule: ClipRule, state: State, shape: ModelFacts, gradients: torch.Tensor, mask: torch.Tensor | None = None
+    rule: ClipRule, state: RuleState, shape: ModelFacts, gradients: torch.Tensor, mask: torch.Tensor | None = None
 ) -> Contribution:
     view = rule.view(state, 0, TEST_ROUNDS)
     losses = torch.nan_to_num(gradients).abs().clamp_max(10.0).mean(dim=1)
-    return contribute(
+    return compute_contribution(
         rule, view, state, gradients, losses, _coordinate_groups(shape), TEST_SIGMA, TEST_BATCH_SIZE, mask
     )
 
 
-def _compute_finite_stats(rule: ClipRule, state: State, shape: ModelFacts, gradients: torch.Tensor) -> Stats:
+def _compute_finite_stats(rule: ClipRule, state: RuleState, shape: ModelFacts, gradients: torch.Tensor) -> Stats:
     clean = torch.where(torch.isfinite(gradients).all(dim=1, keepdim=True), gradients, torch.zeros(()))
     return _compute_contribution(rule, state, shape, clean).stats
 
@@ -334,12 +334,12 @@ def _select_unit(stats: Stats, i: int) -> Stats:
     return dataclasses.replace(stats, **{name: value[i : i + 1] for name, value in named if value is not None})
 
 
-def _compute_second_factors(rule: ClipRule, stats: Stats, state: State) -> torch.Tensor:
+def _compute_second_factors(rule: ClipRule, stats: Stats, state: RuleState) -> torch.Tensor:
     """Factors of the rule's second sum; zero where it has none."""
     return torch.zeros_like(stats.norms) if rule.second is None else rule.second(stats, state)
 
 
-def _compute_unit_outputs(rule: ClipRule, stats: Stats, state: State) -> dict[str, torch.Tensor]:
+def _compute_unit_outputs(rule: ClipRule, stats: Stats, state: RuleState) -> dict[str, torch.Tensor]:
     """What the rule does with each unit, a row each."""
     factors, extra, _ = rule.clip(stats, state)
     return {
@@ -349,7 +349,7 @@ def _compute_unit_outputs(rule: ClipRule, stats: Stats, state: State) -> dict[st
     }
 
 
-def _compute_unit_norms(rule: ClipRule, stats: Stats, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_unit_norms(rule: ClipRule, stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms [B] of what each unit adds to the sum and, second sum included, to the extra statistics."""
     factors, extra, _ = rule.clip(stats, state)
     second = _compute_second_factors(rule, stats, state) * stats.norms

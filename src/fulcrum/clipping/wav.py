@@ -22,13 +22,13 @@ from fulcrum.clipping.fixed import bound_C, clip_to_C
 from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.gradients.haar import haar_level_norms, haar_level_sums, haar_transform, inverse_haar_transform
 from fulcrum.settings.schema import Clip
-from fulcrum.types import State, Transform, View
+from fulcrum.types import RuleState, Transform, View
 
 NORMAL_ABS_MEDIAN = 0.6745
 """Median of the absolute value of a standard normal number."""
 
 
-def _init_wav(settings: Clip, shape: ModelFacts) -> State:
+def _init_wav(settings: Clip, shape: ModelFacts) -> RuleState:
     owner = torch.repeat_interleave(
         torch.tensor(shape.groups or (0,) * len(shape.tensors)), torch.tensor(shape.tensors)
     )  # [d]: the row of each parameter
@@ -55,12 +55,12 @@ def _init_wav(settings: Clip, shape: ModelFacts) -> State:
     }
 
 
-def _to_wavelet_domain(gradients: torch.Tensor, state: State) -> torch.Tensor:
+def _to_wavelet_domain(gradients: torch.Tensor, state: RuleState) -> torch.Tensor:
     padded = torch.cat([gradients, gradients.new_zeros((len(gradients), 1))], dim=1)
     return haar_transform(padded[:, state["take"]].unflatten(1, tuple(state["level"].shape))).flatten(1)
 
 
-def _shrink_and_invert(noised: torch.Tensor, state: State) -> torch.Tensor:
+def _shrink_and_invert(noised: torch.Tensor, state: RuleState) -> torch.Tensor:
     rows = noised.unflatten(0, tuple(state["level"].shape))
     sd = (
         rows[:, rows.shape[1] // 2 :].abs().median() / NORMAL_ABS_MEDIAN
@@ -69,7 +69,7 @@ def _shrink_and_invert(noised: torch.Tensor, state: State) -> torch.Tensor:
     return inverse_haar_transform(kept).flatten()[state["place"]]
 
 
-def _view_wavelet_levels(state: State, t: int, rounds: int) -> View:
+def _view_wavelet_levels(state: RuleState, t: int, rounds: int) -> View:
     rows, length = state["level"].shape
     levels = length.bit_length() if rows == 1 else 0  # of one row as it lies; several are laid out anew
     return View(

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulcrum.data.records import Inputs, Records, count_examples, input_tensors, map_inputs
-from fulcrum.data.tasks import Task, make_task, shifted_tokens
-from fulcrum.data.tasks.builtin import KINDS, Array, as_array
+from fulcrum.data.records import ModelInputs, Records, count_examples, list_input_tensors, map_inputs
+from fulcrum.data.tasks import Task, make_task, shift_tokens
+from fulcrum.data.tasks.builtin import DTYPE_KIND_NAMES, AnyArray, to_numpy_array
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.rng import numpy_generator
 from fulcrum.settings.schema import TaskSettings
@@ -120,12 +120,12 @@ class Dataset:
             return self
         floats = dataclasses.replace(self, train=numbers(self.train), test=numbers(self.test))
         # As if they had been saved as float32: the fingerprint says what is trained on.
-        return dataclasses.replace(floats, fingerprint=fingerprint(floats))
+        return dataclasses.replace(floats, fingerprint=compute_dataset_fingerprint(floats))
 
     @property
     def has_integers(self) -> bool:
         """Whether an input holds integers, such as token ids."""
-        return not all(part.is_floating_point() for part in input_tensors(self.sample.x))
+        return not all(part.is_floating_point() for part in list_input_tensors(self.sample.x))
 
 
 def from_arrays(
@@ -167,9 +167,9 @@ def from_arrays(
         for which, value in (("x", x), ("x_test", x_test))
     )
     if settings.name == "next-token":
-        y = shifted_tokens(_tokens(inputs), settings.ignored) if y is None and inputs is not None else y
+        y = shift_tokens(_get_token_input(inputs), settings.ignored) if y is None and inputs is not None else y
         y_test = (
-            shifted_tokens(_tokens(inputs_test), settings.ignored)
+            shift_tokens(_get_token_input(inputs_test), settings.ignored)
             if y_test is None and inputs_test is not None
             else y_test
         )
@@ -177,37 +177,37 @@ def from_arrays(
         if (value is None) != (other is None):
             missing = which if value is None else which.replace("y", "x")
             raise DataError(f"{missing} is missing; records need both inputs and targets.")
-    targets = [as_array(which, value) for which, value in (("y", y), ("y_test", y_test)) if value is not None]
+    targets = [to_numpy_array(which, value) for which, value in (("y", y), ("y_test", y_test)) if value is not None]
     made = task if isinstance(task, Task) else make_task(settings, targets)
-    train = None if inputs is None else _records("y", inputs, y, made)
-    test = None if inputs_test is None else _records("y_test", inputs_test, y_test, made)
+    train = None if inputs is None else _make_records("y", inputs, y, made)
+    test = None if inputs_test is None else _make_records("y_test", inputs_test, y_test, made)
     if train is not None and test is not None and train.shape != test.shape:
         raise DataError(
-            f"x has records of shape {_shape(train.shape)} but x_test of {_shape(test.shape)}; they must be the same."
+            f"x has records of shape {_format_shape(train.shape)} but x_test of {_format_shape(test.shape)}; they must be the same."
         )
     for which, value, records in (("person", person, train), ("party", party, train), ("party_test", party_test, test)):
         if value is not None and records is None:
             raise DataError(f"{which} is given without the records it belongs to; add them, or leave it out.")
     names = tuple(party_names)
     if train is not None and person is not None:
-        train = dataclasses.replace(train, person=_codes("person", person, len(train))[0])
+        train = dataclasses.replace(train, person=_encode_ids("person", person, len(train))[0])
     if train is not None and party is not None:
-        parties, names = _parties(party, len(train), names)
+        parties, names = _check_parties(party, len(train), names)
         train = dataclasses.replace(train, party=parties)
     elif names and train is not None and party_test is None:
         raise DataError("party_names is given without party; add the party of each record.")
     if test is not None and party_test is not None:
-        of_test, names = _test_parties(party_test, len(test), names)
+        of_test, names = _check_test_parties(party_test, len(test), names)
         test = dataclasses.replace(test, party=of_test)
     declared = None if isinstance(task, Task) else settings
     data = Dataset(name, made, train, test, names, (*notes, *made.notes), task_settings=declared)
-    return dataclasses.replace(data, fingerprint=fingerprint(data))
+    return dataclasses.replace(data, fingerprint=compute_dataset_fingerprint(data))
 
 
-def recheck(data: Dataset, name: str, task: TaskSettings | None = None) -> Dataset:
+def recheck_dataset(data: Dataset, name: str, task: TaskSettings | None = None) -> Dataset:
     """A Dataset that someone else's code made, checked like arrays; task: settings that change the data's own task."""
     train, test = data.train, data.test
-    chosen = change_task(data, task or TaskSettings())
+    chosen = apply_task_settings(data, task or TaskSettings())
     made = from_arrays(
         train.x if train else None,
         train.y if train else None,
@@ -224,7 +224,7 @@ def recheck(data: Dataset, name: str, task: TaskSettings | None = None) -> Datas
     return made if isinstance(chosen, TaskSettings) else dataclasses.replace(made, task_settings=data.task_settings)
 
 
-def change_task(data: Dataset, wanted: TaskSettings) -> Task | TaskSettings:
+def apply_task_settings(data: Dataset, wanted: TaskSettings) -> Task | TaskSettings:
     """What the data set's task becomes with these settings: another, or its own with single settings changed."""
     if wanted == TaskSettings():
         return data.task
@@ -243,11 +243,11 @@ def change_task(data: Dataset, wanted: TaskSettings) -> Task | TaskSettings:
     return wanted
 
 
-def fingerprint(data: Dataset) -> str:
+def compute_dataset_fingerprint(data: Dataset) -> str:
     """16 hexadecimal digits that change when any record, target, id, party or the task does."""
     task = "" if data.task.name == "classification" else f"|{data.task.name}"
     digest = hashlib.blake2b(f"{data.classes}|{data.party_names}{task}".encode(), digest_size=8)
-    for part in _parts(data):
+    for part in _list_dataset_tensors(data):
         if part is None:
             digest.update(b"none")
         else:
@@ -256,22 +256,22 @@ def fingerprint(data: Dataset) -> str:
     return digest.hexdigest()
 
 
-def _parts(data: Dataset) -> list[Tensor | None]:
+def _list_dataset_tensors(data: Dataset) -> list[Tensor | None]:
     """All tensors of a data set, in an order that old run folders know."""
     found: list[Tensor | None] = []
     for records in (data.train, data.test):
-        found += [None, None] if records is None else [*_tensors(records.x), records.y]
+        found += [None, None] if records is None else [*_list_input_tensors(records.x), records.y]
     train, test = data.train, data.test
     found += [train.person if train else None, train.party if train else None]
     return found if test is None or test.party is None else [*found, test.party]
 
 
-def _tensors(x: Inputs) -> list[Tensor]:
+def _list_input_tensors(x: ModelInputs) -> list[Tensor]:
     """The tensors of the inputs, in the order of their names."""
     return [x] if isinstance(x, Tensor) else [x[name] for name in sorted(x)]
 
 
-def _records(name: str, inputs: Inputs, targets: Any, task: Task) -> Records:
+def _make_records(name: str, inputs: ModelInputs, targets: Any, task: Task) -> Records:
     """Inputs with the targets that the task has checked, equally many."""
     checked = task.check_targets(name, targets)
     if len(checked) != count_examples(inputs):
@@ -283,7 +283,7 @@ def _records(name: str, inputs: Inputs, targets: Any, task: Task) -> Records:
     return Records(inputs, checked)
 
 
-def _tokens(inputs: Inputs | None) -> Tensor:
+def _get_token_input(inputs: ModelInputs | None) -> Tensor:
     """The one input of a next-token task."""
     if not isinstance(inputs, Tensor) or inputs.dim() != 2 or inputs.is_floating_point():
         raise DataError("task.name = 'next-token' needs x of shape [n, length] with token numbers.")
@@ -319,22 +319,25 @@ def holdout(dataset: Dataset, fraction: float, seed: int) -> Dataset:
         test=dataclasses.replace(train.take(out), person=None),
         warnings=(*dataset.warnings, warning),
     )
-    return dataclasses.replace(kept, fingerprint=fingerprint(kept))
+    return dataclasses.replace(kept, fingerprint=compute_dataset_fingerprint(kept))
 
 
 # --- checks of single arrays ------------------------------------------------------------------
 
-INTEGERS = (np.int32, np.int64, np.uint32, np.uint64)
+TOKEN_DTYPES = (np.int32, np.int64, np.uint32, np.uint64)
 """Types whose integers stay integers: token ids. Smaller ones are taken for numbers such as bytes of images."""
 
 
-def check_inputs(name: str, value: Any, notes: list[str], tokens: bool = False) -> Inputs:
+def check_inputs(name: str, value: Any, notes: list[str], tokens: bool = False) -> ModelInputs:
     """Inputs as tensors: one array [n, ...], or a dict of them with equally many records each."""
     if not isinstance(value, Mapping):
-        return _features(name, value, notes, tokens)
+        return _check_feature_array(name, value, notes, tokens)
     if not value:
         raise DataError(f"{name} is an empty dict; it must hold at least one named array.")
-    found = {str(key): _features(f"{name}[{key!r}]", part, notes, tokens, least_dims=1) for key, part in value.items()}
+    found = {
+        str(key): _check_feature_array(f"{name}[{key!r}]", part, notes, tokens, least_dims=1)
+        for key, part in value.items()
+    }
     sizes = {len(part) for part in found.values()}
     if len(sizes) > 1:
         counts = ", ".join(f"{key} {len(part)}" for key, part in found.items())
@@ -342,18 +345,18 @@ def check_inputs(name: str, value: Any, notes: list[str], tokens: bool = False) 
     return found
 
 
-def _features(name: str, value: Any, notes: list[str], tokens: bool = False, least_dims: int = 2) -> Tensor:
-    array = as_array(name, value)
+def _check_feature_array(name: str, value: Any, notes: list[str], tokens: bool = False, least_dims: int = 2) -> Tensor:
+    array = to_numpy_array(name, value)
     if array.dtype.kind not in "biuf":
-        held = KINDS.get(array.dtype.kind, str(array.dtype))
+        held = DTYPE_KIND_NAMES.get(array.dtype.kind, str(array.dtype))
         raise DataError(f"{name} holds {held}; it must hold real numbers.")
     if array.ndim < least_dims:
         raise DataError(
-            f"{name} has shape {_shape(array.shape)}; it must be [n, features] or [n, channels, height, width]."
+            f"{name} has shape {_format_shape(array.shape)}; it must be [n, features] or [n, channels, height, width]."
         )
     if array.size == 0:
-        raise DataError(f"{name} is empty (shape {_shape(array.shape)}); at least one record is needed.")
-    if array.dtype.kind in "iu" and (tokens or array.dtype in INTEGERS):
+        raise DataError(f"{name} is empty (shape {_format_shape(array.shape)}); at least one record is needed.")
+    if array.dtype.kind in "iu" and (tokens or array.dtype in TOKEN_DTYPES):
         return torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
     if array.dtype == np.uint8:
         notes.append(
@@ -375,29 +378,29 @@ def _features(name: str, value: Any, notes: list[str], tokens: bool = False, lea
     return tensor
 
 
-def _length(name: str, array: Array, n: int) -> None:
+def _check_length(name: str, array: AnyArray, n: int) -> None:
     if array.ndim != 1:
-        raise DataError(f"{name} has shape {_shape(array.shape)}; it must be one number a record, shape [{n}].")
+        raise DataError(f"{name} has shape {_format_shape(array.shape)}; it must be one number a record, shape [{n}].")
     if len(array) != n:
         other = "x_test" if name.endswith("test") else "x"
         raise DataError(f"{name} has {len(array)} entries but {other} has {n} records; they must be equally many.")
 
 
-def _codes(name: str, value: Any, n: int) -> tuple[Tensor, Array]:
+def _encode_ids(name: str, value: Any, n: int) -> tuple[Tensor, AnyArray]:
     """Ids as int64, and their distinct values in order. Integers stay as they are; text is numbered."""
-    array = as_array(name, value)
+    array = to_numpy_array(name, value)
     if array.dtype.kind not in "biuUS":
-        held = KINDS.get(array.dtype.kind, str(array.dtype))
+        held = DTYPE_KIND_NAMES.get(array.dtype.kind, str(array.dtype))
         raise DataError(f"{name} holds {held}; it must hold integers or text, one a record.")
-    _length(name, array, n)
+    _check_length(name, array, n)
     if array.dtype.kind in "US":
         values, codes = np.unique(array, return_inverse=True)
         return torch.from_numpy(codes.reshape(-1).astype(np.int64)), values
     return torch.from_numpy(np.array(array, dtype=np.int64)), np.unique(array)
 
 
-def _parties(value: Any, n: int, names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:
-    codes, values = _codes("party", value, n)
+def _check_parties(value: Any, n: int, names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:
+    codes, values = _encode_ids("party", value, n)
     if names:
         if len(set(names)) < len(names):
             raise DataError("party_names repeats a name; each party needs its own.")
@@ -411,12 +414,12 @@ def _parties(value: Any, n: int, names: tuple[str, ...]) -> tuple[Tensor, tuple[
     return numbered, tuple(f"party-{v}" for v in values.astype(np.int64).tolist())
 
 
-def _test_parties(value: Any, n: int, names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:
+def _check_test_parties(value: Any, n: int, names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:
     """The party of each test record, by the names of the training records' parties; those may be none."""
-    codes, own = _parties(value, n, names if _is_index(value) else ())
+    codes, own = _check_parties(value, n, names if _is_integer_array(value) else ())
     if not names:
         return codes, own
-    if _is_index(value):
+    if _is_integer_array(value):
         return codes, names
     unknown = [each for each in own if each not in names]
     if unknown:
@@ -424,11 +427,11 @@ def _test_parties(value: Any, n: int, names: tuple[str, ...]) -> tuple[Tensor, t
     return torch.tensor([names.index(each) for each in own])[codes], names
 
 
-def _is_index(value: Any) -> bool:
-    return as_array("party_test", value).dtype.kind in "iu"
+def _is_integer_array(value: Any) -> bool:
+    return to_numpy_array("party_test", value).dtype.kind in "iu"
 
 
-def _shape(shape: Any) -> str:
+def _format_shape(shape: Any) -> str:
     if isinstance(shape, Mapping):
-        return "{" + ", ".join(f"{name}: {_shape(part)}" for name, part in shape.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_format_shape(part)}" for name, part in shape.items()) + "}"
     return "[" + ", ".join(map(str, shape)) + "]"

@@ -21,7 +21,7 @@ from fulcrum.data.dataset import Dataset
 from fulcrum.data.tasks import Task
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.rng import numpy_generator
-from fulcrum.settings.registry import suggest_nearest
+from fulcrum.settings.registry import suggest_nearest_names
 from fulcrum.settings.schema import Data
 
 IntArray = npt.NDArray[np.int64]
@@ -101,7 +101,7 @@ def partition_method(settings: Data, task: Task) -> str:
     if method == "auto":
         return "dirichlet" if task.classes else "iid"
     if method not in PARTITIONS:
-        raise ConfigError(f"data.partition = {method!r} is not known; {suggest_nearest(method, PARTITIONS)}")
+        raise ConfigError(f"data.partition = {method!r} is not known; {suggest_nearest_names(method, PARTITIONS)}")
     if method in LABEL_PARTITIONS and not task.classes:
         raise ConfigError(
             f"data.partition = {method!r} splits by class, and the targets of task {task.name!r} are no classes; use "

@@ -13,42 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Inputs = Tensor | Mapping[str, Tensor]
+ModelInputs = Tensor | Mapping[str, Tensor]
 """The inputs of n examples: [n, ...], or several by name."""
 
 
-def map_inputs(change: Callable[[Tensor], Any], x: Inputs) -> Any:
+def map_inputs(change: Callable[[Tensor], Any], x: ModelInputs) -> Any:
     """The function of each tensor of the inputs."""
     return change(x) if isinstance(x, Tensor) else {name: change(value) for name, value in x.items()}
 
 
-def input_tensors(x: Inputs) -> list[Tensor]:
+def list_input_tensors(x: ModelInputs) -> list[Tensor]:
     """The tensors of the inputs, in order."""
     return [x] if isinstance(x, Tensor) else list(x.values())
 
 
-def count_examples(x: Inputs) -> int:
+def count_examples(x: ModelInputs) -> int:
     """n."""
-    return len(input_tensors(x)[0])
+    return len(list_input_tensors(x)[0])
 
 
-def take_rows(x: Inputs, rows: Any) -> Inputs:
+def select_rows(x: ModelInputs, rows: Any) -> ModelInputs:
     """The inputs of some examples."""
     return map_inputs(lambda value: value[rows], x)  # type: ignore[no-any-return]
 
 
-def move_inputs(x: Inputs, device: torch.device) -> Inputs:
+def move_inputs_to_device(x: ModelInputs, device: torch.device) -> ModelInputs:
     """The inputs on a device."""
     return map_inputs(lambda value: value.to(device), x)  # type: ignore[no-any-return]
 
 
-def split_inputs(x: Inputs, size: int) -> Iterator[Inputs]:
+def split_inputs(x: ModelInputs, size: int) -> Iterator[ModelInputs]:
     """The inputs in pieces of at most `size` examples."""
     for start in range(0, count_examples(x), size):
-        yield take_rows(x, slice(start, start + size))
+        yield select_rows(x, slice(start, start + size))
 
 
-def input_shape(x: Inputs) -> Any:
+def get_input_shape(x: ModelInputs) -> Any:
     """The shape of one example: a tuple, or one per name."""
     return map_inputs(lambda value: tuple(value.shape[1:]), x)
 
@@ -61,7 +61,7 @@ class Records:
     index into the data set's party_names (None: not given).
     """
 
-    x: Inputs
+    x: ModelInputs
     y: Tensor
     person: Tensor | None = None
     party: Tensor | None = None
@@ -72,7 +72,7 @@ class Records:
     @property
     def shape(self) -> Any:
         """The shape of one record's inputs."""
-        return input_shape(self.x)
+        return get_input_shape(self.x)
 
     def take(self, rows: Tensor) -> Records:
         """Some of the records, by index or by mask."""
@@ -80,9 +80,9 @@ class Records:
         def part(value: Tensor | None) -> Tensor | None:
             return None if value is None else value[rows]
 
-        return Records(take_rows(self.x, rows), self.y[rows], part(self.person), part(self.party))
+        return Records(select_rows(self.x, rows), self.y[rows], part(self.person), part(self.party))
 
     def tensors(self) -> Iterator[Tensor | None]:
         """Everything they hold, in a fixed order, for fingerprints."""
-        yield from input_tensors(self.x)
+        yield from list_input_tensors(self.x)
         yield from (self.y, self.person, self.party)

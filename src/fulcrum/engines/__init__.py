@@ -13,24 +13,24 @@ from fulcrum.engines.stacked import StackedEngine
 from fulcrum.errors import ConfigError
 from fulcrum.gradients import retain_freed_memory
 from fulcrum.training.engine import Engine
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 
-ENGINES: dict[str, Callable[[Problem], Engine]] = {
+ENGINES: dict[str, Callable[[TrainingProblem], Engine]] = {
     "reference": reference.ReferenceEngine,
     "stacked": StackedEngine,
     "parallel": parallel.ParallelEngine,
 }
 
-FASTEST = {"cpu": "parallel", "cuda": "stacked"}
+FASTEST_ENGINES = {"cpu": "parallel", "cuda": "stacked"}
 """What measured fastest on each kind of device; `reference` on any other."""
 
 
-def choose_engine(name: str, problem: Problem) -> str:
+def choose_engine(name: str, problem: TrainingProblem) -> str:
     """The engine that a setting names; `auto` takes what measured fastest on the problem's device."""
-    return FASTEST.get(problem.device.type, "reference") if name == "auto" else name
+    return FASTEST_ENGINES.get(problem.device.type, "reference") if name == "auto" else name
 
 
-def find_engine(name: str, problem: Problem) -> Engine:
+def find_engine(name: str, problem: TrainingProblem) -> Engine:
     """The engine of that name (or `auto`), made for a problem."""
     chosen = choose_engine(name, problem)
     if chosen not in ENGINES:

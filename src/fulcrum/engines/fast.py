@@ -5,20 +5,22 @@ from __future__ import annotations
 import torch
 
 from fulcrum.gradients import GradientRecorder
-from fulcrum.training.client import Sample, Terms, Work, by_matrix
+from fulcrum.training.client import LocalStepTerms, StepFn, StepSample, make_materialised_step
 from fulcrum.training.clipped_sum import Contribution, clip_batch
-from fulcrum.training.problem import Problem
-from fulcrum.types import State, Stats, View
+from fulcrum.training.problem import TrainingProblem
+from fulcrum.types import RuleState, Stats, View
 
 
-def by_tape(follow: GradientRecorder) -> Work:
+def make_ghost_step(follow: GradientRecorder) -> StepFn:
     """As `by_matrix`, from norms and inner products alone.
 
     Rules that look at gradients in another basis, and units of several records, need the gradients themselves.
     """
-    written_out = by_matrix(follow)
+    written_out = make_materialised_step(follow)
 
-    def work(problem: Problem, sample: Sample, view: View, state: State, terms: Terms) -> Contribution:
+    def work(
+        problem: TrainingProblem, sample: StepSample, view: View, state: RuleState, terms: LocalStepTerms
+    ) -> Contribution:
         if view.transform is not None or problem.unit != "example":
             return written_out(problem, sample, view, state, terms)
         tape = follow(sample.theta, *sample.records(problem))

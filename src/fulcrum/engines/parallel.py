@@ -14,20 +14,20 @@ from queue import SimpleQueue
 
 import torch
 
-from fulcrum.data.records import move_inputs
-from fulcrum.engines.fast import by_tape
+from fulcrum.data.records import move_inputs_to_device
+from fulcrum.engines.fast import make_ghost_step
 from fulcrum.gradients import GradientRecorder
-from fulcrum.training.client import Sample, Terms, train_client
+from fulcrum.training.client import LocalStepTerms, StepSample, train_client
 from fulcrum.training.clipped_sum import Contribution
 from fulcrum.training.engine import Engine
-from fulcrum.training.problem import Problem
-from fulcrum.types import Assignment, ClientReply, RoundRequest, State, View
+from fulcrum.training.problem import TrainingProblem
+from fulcrum.types import Assignment, ClientReply, RoundRequest, RuleState, View
 
 
 class ParallelEngine(Engine):
     """Trains the participants of a round on `problem.workers` cores; 0: as many as PyTorch would use threads."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: TrainingProblem) -> None:
         self.problem = problem
         self.workers = problem.workers or torch.get_num_threads()
         self._pool: ThreadPoolExecutor | None = None
@@ -37,8 +37,8 @@ class ParallelEngine(Engine):
         """Replies in the order of the request. An error in a client is raised here, and stops the others."""
         pool, stop = self._start(request), threading.Event()
         pairs = list(zip(request.assignments, request.states, strict=True))
-        largest_first = sorted(range(len(pairs)), key=lambda i: -self._effort(pairs[i][0]))
-        futures = {i: pool.submit(self._train, request, *pairs[i], stop) for i in largest_first}
+        largest_first = sorted(range(len(pairs)), key=lambda i: -self._estimate_effort(pairs[i][0]))
+        futures = {i: pool.submit(self._train_one_client, request, *pairs[i], stop) for i in largest_first}
         try:
             for i in range(len(pairs)):
                 yield futures.pop(i).result()
@@ -49,15 +49,19 @@ class ParallelEngine(Engine):
                 future.cancel()
             wait(futures.values())
 
-    def _effort(self, task: Assignment) -> float:
+    def _estimate_effort(self, task: Assignment) -> float:
         starts = self.problem.partition.starts
         return task.steps * task.rate * float(starts[task.client + 1] - starts[task.client])
 
-    def _train(self, request: RoundRequest, task: Assignment, state: State, stop: threading.Event) -> ClientReply:
+    def _train_one_client(
+        self, request: RoundRequest, task: Assignment, state: RuleState, stop: threading.Event
+    ) -> ClientReply:
         follow = self._followers.get()
-        step = by_tape(follow)
+        step = make_ghost_step(follow)
 
-        def work(problem: Problem, sample: Sample, view: View, state: State, terms: Terms) -> Contribution:
+        def work(
+            problem: TrainingProblem, sample: StepSample, view: View, state: RuleState, terms: LocalStepTerms
+        ) -> Contribution:
             if stop.is_set():
                 raise InterruptedError("the round was given up")
             return step(problem, sample, view, state, terms)
@@ -72,14 +76,14 @@ class ParallelEngine(Engine):
             first = self.problem.dataset.records.take(torch.zeros(1, dtype=torch.int64))
             device = self.problem.device
             follow = GradientRecorder(self.problem.model, self.problem.layout, self.problem.dataset.task)
-            follow.settle(request.params, move_inputs(first.x, device), first.y.to(device))
+            follow.settle(request.params, move_inputs_to_device(first.x, device), first.y.to(device))
             for n in range(self.workers):
                 self._followers.put(follow if n == 0 or follow.is_thread_safe else follow.clone())
-            self._pool = single_threaded(self.workers)
+            self._pool = make_single_threaded_pool(self.workers)
         return self._pool
 
 
-def single_threaded(workers: int) -> ThreadPoolExecutor:
+def make_single_threaded_pool(workers: int) -> ThreadPoolExecutor:
     """A pool of threads in which every operation of PyTorch runs on one core. It ends when it is let go of."""
     threads, everyone = torch.get_num_threads(), threading.Barrier(workers)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="fulcrum")

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fulcrum.gradients import GradientRecorder
-from fulcrum.training.client import by_matrix, train_client
+from fulcrum.training.client import make_materialised_step, train_client
 from fulcrum.training.engine import Engine
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import ClientReply, RoundRequest
 
 
@@ -16,10 +16,12 @@ from fulcrum.types import ClientReply, RoundRequest
 class ReferenceEngine(Engine):
     """Plain loop over clients."""
 
-    problem: Problem
+    problem: TrainingProblem
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Train the participants one by one, with every gradient written out."""
-        work = by_matrix(GradientRecorder(self.problem.model, self.problem.layout, self.problem.dataset.task))
+        work = make_materialised_step(
+            GradientRecorder(self.problem.model, self.problem.layout, self.problem.dataset.task)
+        )
         for task, state in zip(request.assignments, request.states, strict=True):
             yield train_client(self.problem, request, task, state, work)

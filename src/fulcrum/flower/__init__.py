@@ -27,5 +27,5 @@ from __future__ import annotations
 import os
 
 # Before anything imports flwr: it reads these once. Nothing is sent anywhere but to the coordinator.
-QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-os.environ.update(QUIET)
+FLOWER_ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+os.environ.update(FLOWER_ENVIRONMENT)

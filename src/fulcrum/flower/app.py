@@ -28,11 +28,11 @@ from fulcrum.errors import ConfigError
 from fulcrum.flower import keys
 from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.party import PartyService, open_party_service
-from fulcrum.flower.party_data import own_data, take_part
-from fulcrum.flower.run import Address, resume_serving, serve
+from fulcrum.flower.party_data import load_party_data, take_part
+from fulcrum.flower.run import ListenAddress, resume_served_run, serve_run
 from fulcrum.flower.task_terms import declare_task
-from fulcrum.flower.terms import accept, propose, read_terms
-from fulcrum.flower.transport import GridTransport, to_envelope, to_record
+from fulcrum.flower.terms import accept_proposal, make_proposal, read_terms_file
+from fulcrum.flower.transport import GridTransport, envelope_to_record, record_to_envelope
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.schema import Settings
 
@@ -41,42 +41,42 @@ server = ServerApp()
 
 
 @client.train()  # type: ignore[untyped-decorator,unused-ignore]
-def answer(message: Message, context: Context) -> Message:
+def answer_request(message: Message, context: Context) -> Message:
     """Answer one request to this party."""
     simulated = "partition-id" in context.node_config
-    with _simulated(context) if simulated else _configured(context) as service:
-        reply = service.answer(to_envelope(message.content))
+    with _open_simulated_party(context) if simulated else _open_configured_party(context) as service:
+        reply = service.answer(record_to_envelope(message.content))
         if service.done and not simulated:
-            service.write_statement(service.terms_path.parent)
-        return Message(to_record(reply), reply_to=message)
+            service.write_party_statement(service.terms_path.parent)
+        return Message(envelope_to_record(reply), reply_to=message)
 
 
 @server.main()  # type: ignore[untyped-decorator,unused-ignore]
-def coordinate(grid: Grid, context: Context) -> None:
+def run_coordinator(grid: Grid, context: Context) -> None:
     """The run of `fulcrum serve`, over Flower's own grid; an existing folder `out` is continued."""
     given = context.run_config
-    settings = settings_file.read(Path(_text(given, "config")))
-    out, simulation = Path(_text(given, "out")), bool(given.get("simulation", False))
-    folder = Path(_text(given, "keys"))
+    settings = settings_file.read_settings(Path(_get_config_text(given, "config")))
+    out, simulation = Path(_get_config_text(given, "out")), bool(given.get("simulation", False))
+    folder = Path(_get_config_text(given, "keys"))
     if simulation and "home" in given:
         for k in range(settings.data.parties):
             if not (folder / f"party-{k}").exists():
-                keys.make_pair(folder, f"party-{k}")
+                keys.make_key_pair(folder, f"party-{k}")
     public_keys = keys.load_public_keys(folder)
-    where = Address("Flower's grid", 0, None, None)
+    where = ListenAddress("Flower's grid", 0, None, None)
 
     def transport(*_: Any) -> AbstractContextManager[GridTransport]:
         return nullcontext(GridTransport(grid))
 
     if (out / "run.json").is_file():
-        result = resume_serving(out, where, public_keys, open_transport=transport)
+        result = resume_served_run(out, where, public_keys, open_transport=transport)
     else:
         wait_policy = WaitPolicy(
             round_timeout=float(given.get("deadline", 60.0)),
             join_timeout=float(given.get("wait", 600.0)),
             min_parties=settings.train.min_parties,
         )
-        result = serve(
+        result = serve_run(
             settings, out, where, public_keys, wait_policy=wait_policy, simulation=simulation, open_transport=transport
         )
     score = result.summary["score"]
@@ -84,44 +84,44 @@ def coordinate(grid: Grid, context: Context) -> None:
     print(f"{value}epsilon {result.epsilon:.4g}, folder {out}")
 
 
-def _configured(context: Context) -> AbstractContextManager[PartyService]:
+def _open_configured_party(context: Context) -> AbstractContextManager[PartyService]:
     """The party that a SuperNode's --node-config names."""
     given = context.node_config
-    key, terms = Path(_text(given, "key")), Path(_text(given, "terms"))
-    agreed = read_terms(terms)
-    source = _text(given, "data")
+    key, terms = Path(_get_config_text(given, "key")), Path(_get_config_text(given, "terms"))
+    agreed = read_terms_file(terms)
+    source = _get_config_text(given, "data")
     return open_party_service(
         key.name,
-        lambda task: own_data(source, task=task),
+        lambda task: load_party_data(source, task=task),
         key,
-        Path(_text(given, "ledger")),
+        Path(_get_config_text(given, "ledger")),
         agreed,
         terms,
         simulation=bool(given.get("simulation", False)),
     )
 
 
-def _simulated(context: Context) -> AbstractContextManager[PartyService]:
+def _open_simulated_party(context: Context) -> AbstractContextManager[PartyService]:
     """A party of Flower's simulation engine: its part of the data that the settings name, with shared seeds."""
     given = context.run_config
-    settings = settings_file.read(Path(_text(given, "config")))
-    settings = _with_parties(settings, int(context.node_config["num-partitions"]))
-    k, home = int(context.node_config["partition-id"]), Path(_text(given, "home"))
+    settings = settings_file.read_settings(Path(_get_config_text(given, "config")))
+    settings = _set_party_count(settings, int(context.node_config["num-partitions"]))
+    k, home = int(context.node_config["partition-id"]), Path(_get_config_text(given, "home"))
     data = load(settings.data.source, settings.data.dir, task=settings.task)
     own = take_part(data, split(data, settings.data, settings.run.seed).indices(k), f"part {k}")
     name = f"party-{k}"
-    terms = accept(name, propose(settings, data.task.outputs, declare_task(data)))
-    key = Path(_text(given, "keys")) / name
+    terms = accept_proposal(name, make_proposal(settings, data.task.outputs, declare_task(data)))
+    key = Path(_get_config_text(given, "keys")) / name
     return open_party_service(
         name, lambda task: own, key, home / name / "ledger.sqlite", terms, home / name / "terms.toml", simulation=True
     )
 
 
-def _with_parties(settings: Settings, parties: int) -> Settings:
+def _set_party_count(settings: Settings, parties: int) -> Settings:
     return dataclasses.replace(settings, data=dataclasses.replace(settings.data, parties=parties))
 
 
-def _text(given: Any, name: str) -> str:
+def _get_config_text(given: Any, name: str) -> str:
     value = given.get(name)
     if not isinstance(value, str):
         raise ConfigError(f"{name} is missing in the app's configuration; give it as text.")

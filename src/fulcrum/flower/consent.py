@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from fulcrum.flower.terms import Terms
+from fulcrum.flower.terms import PartyTerms
 from fulcrum.settings.schema import TaskSettings
 
 
-def consent_text(terms: Terms, units: int | None) -> str:
+def make_consent_text(terms: PartyTerms, units: int | None) -> str:
     """The terms in sentences, with what they cost; units: the party's number of units n_k, None where not counted."""
     holds = f"{units} {terms.unit}s" if units else f"{terms.unit}s that are counted once the task's code may run"
     much = units is not None and terms.delta >= 1 / units
@@ -27,7 +27,7 @@ def consent_text(terms: Terms, units: int | None) -> str:
     return "\n".join(lines)
 
 
-def task_text(terms: Terms) -> str:
+def task_text(terms: PartyTerms) -> str:
     """The task's name and every setting of it that is not the default: "regression: loss huber, low 0, high 40"."""
     task, default = terms.agreed_task, dataclasses.asdict(TaskSettings())
     chosen = {field: value for field, value in dataclasses.asdict(task).items() if value != default[field]}

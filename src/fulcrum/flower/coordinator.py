@@ -22,24 +22,24 @@ from fulcrum.flower.messages import (
     ArraySpec,
     BadMessage,
     Envelope,
+    assignment_to_table,
+    compute_model_fingerprint,
     events_agree,
-    model_fingerprint,
-    pack,
-    read_arrays,
-    read_events,
-    state_arrays,
+    events_from_rows,
+    make_state_spec,
+    pack_envelope,
+    read_message_arrays,
     state_from_arrays,
-    state_spec,
-    write_assignment,
+    state_to_arrays,
 )
-from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, refusal_text, verify_reply
+from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, describe_refusal, verify_signed_reply
 from fulcrum.flower.task_terms import task_fingerprint
-from fulcrum.privacy.mechanism import planned_events
+from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.settings.schema import Settings
-from fulcrum.training.clipped_sum import contribute
+from fulcrum.training.clipped_sum import compute_contribution
 from fulcrum.training.engine import Engine
-from fulcrum.training.problem import Problem, coordinate_groups
-from fulcrum.types import Assignment, ClientReply, RoundRequest, State
+from fulcrum.training.problem import TrainingProblem, assign_coordinate_groups
+from fulcrum.types import Assignment, ClientReply, RoundRequest, RuleState
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class FlowerEngine(Engine):
         self,
         registry: PartyRegistry,
         clients: Sequence[PartyInfo],
-        problem: Problem,
+        problem: TrainingProblem,
         settings: Settings,
         wait_policy: WaitPolicy,
         secret: bytes,
@@ -77,12 +77,12 @@ class FlowerEngine(Engine):
         self.registry, self.clients, self.problem, self.settings = registry, tuple(clients), problem, settings
         self.wait_policy, self.secret, self.seed = wait_policy, secret, seed
         self._spent: set[int] = set()
-        self._model = model_fingerprint(problem.model, problem.layout)
+        self._model = compute_model_fingerprint(problem.model, problem.layout)
         self._task = task_fingerprint(problem.dataset)
 
     # --- who is there -----------------------------------------------------------------------------
 
-    def present(self, clients: Sequence[int]) -> list[int]:
+    def list_reachable_clients(self, clients: Sequence[int]) -> list[int]:
         """Those of the clients that are online; waits until there are at least `min_parties` of them."""
         able = [k for k in clients if k not in self._spent]
         if len(able) < self.wait_policy.min_parties:
@@ -110,7 +110,7 @@ class FlowerEngine(Engine):
         """Parties whose own ledger has refused to go on."""
         return set(self._spent)
 
-    def replays(self, randomness_mode: str) -> bool:
+    def replays_rounds(self, randomness_mode: str) -> bool:
         """The parties keep the ledgers that count, and send a round's stored bytes again."""
         return True
 
@@ -119,7 +119,7 @@ class FlowerEngine(Engine):
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Ask every party, wait until all have answered or the time is over, and yield the sound replies."""
         asks = {
-            task.client: (task, state, self._round_request(request, task, state))
+            task.client: (task, state, self._make_round_request(request, task, state))
             for task, state in zip(request.assignments, request.states, strict=True)
         }
         needed = min(self.wait_policy.min_parties, len(asks))
@@ -127,7 +127,7 @@ class FlowerEngine(Engine):
         settled: set[int] = set()  # answered, well or badly
         end = time.monotonic() + max(self.wait_policy.join_timeout, self.wait_policy.round_timeout)
         while True:
-            self._collect(request, {k: ask for k, ask in asks.items() if k not in settled}, replies, settled)
+            self._collect_results(request, {k: ask for k, ask in asks.items() if k not in settled}, replies, settled)
             for k in asks.keys() - settled:
                 self.registry.report(self.clients[k].name, f"did not answer round {request.round + 1} in time")
             short = needed - len(self._spent & asks.keys()) - len(replies)
@@ -142,10 +142,10 @@ class FlowerEngine(Engine):
                 )
         yield from (replies[task.client] for task in request.assignments if task.client in replies)
 
-    def _collect(
+    def _collect_results(
         self,
         request: RoundRequest,
-        asks: Mapping[int, tuple[Assignment, State, Envelope]],
+        asks: Mapping[int, tuple[Assignment, RuleState, Envelope]],
         replies: dict[int, ClientReply],
         settled: set[int],
     ) -> None:
@@ -167,7 +167,7 @@ class FlowerEngine(Engine):
         while asks.keys() - settled and not late:
             late = time.monotonic() > end  # once more after the deadline: what has arrived by then counts
             self.registry.poll()
-            for name in self.registry.take_restarted():
+            for name in self.registry.take_restarted_parties():
                 for k in asks.keys() - settled:
                     if self.clients[k].name == name:
                         send(k)  # the same bytes: it computes once, or sends what it stored
@@ -190,7 +190,7 @@ class FlowerEngine(Engine):
                     replies[k] = reply
             time.sleep(POLL_SECONDS)
 
-    def _round_request(self, request: RoundRequest, task: Assignment, state: State) -> Envelope:
+    def _make_round_request(self, request: RoundRequest, task: Assignment, state: RuleState) -> Envelope:
         """The request to one party. The same round of the same run gives the same bytes, also after a crash."""
         name = self.clients[task.client].name
         nonce = hmac.new(self.secret, f"{self.registry.run}/{request.round}/{name}".encode(), hashlib.sha256)
@@ -199,7 +199,7 @@ class FlowerEngine(Engine):
             "run": self.registry.run,
             "nonce": nonce.hexdigest()[:32],
             "party": name,
-            "assignment": write_assignment(task),
+            "assignment": assignment_to_table(task),
             "rule": self.settings.clip.rule,
             "groups": self.settings.clip.groups,
             "unit": self.settings.privacy.unit,
@@ -210,35 +210,35 @@ class FlowerEngine(Engine):
             "weight_decay": request.weight_decay,
             "seeds": [] if self.seed is None else [self.seed],
         }
-        return pack(header, {"params": request.params, **state_arrays(state)})
+        return pack_envelope(header, {"params": request.params, **state_to_arrays(state)})
 
     def _check_reply(
-        self, request: RoundRequest, task: Assignment, state: State, ask: Envelope, envelope: Envelope
+        self, request: RoundRequest, task: Assignment, state: RuleState, ask: Envelope, envelope: Envelope
     ) -> ClientReply | None:
         """The reply as an engine returns it; None where the party refused; BadMessage where it is not sound."""
-        header = verify_reply(envelope, ("update", "refused"), ask, self.registry.run, self.registry.public_keys)
+        header = verify_signed_reply(envelope, ("update", "refused"), ask, self.registry.run, self.registry.public_keys)
         name = self.clients[task.client].name
         if header["party"] != name:
             raise BadMessage(f"it is from {header['party']}.")
         if header["kind"] == "refused":
             if header["code"] == "budget":
                 self._spent.add(task.client)
-            self.registry.report(name, f"refused round {request.round + 1}: {refusal_text(header['code'])}")
+            self.registry.report(name, f"refused round {request.round + 1}: {describe_refusal(header['code'])}")
             return None
         if header["round"] != request.round:
             raise BadMessage("it is of another round.")
         units = self.clients[task.client].units
-        events = read_events(header["events"])
-        if not events_agree(events, planned_events(task, self.problem.rule, task.rate * units, request.round)):
+        events = events_from_rows(header["events"])
+        if not events_agree(events, compute_planned_events(task, self.problem.rule, task.rate * units, request.round)):
             raise BadMessage("what it says it released is not what was asked for.")
         own = self.problem.rule.where == "client"
         spec: ArraySpec = {
             "delta": (torch.float32, (self.problem.layout.dim,)),
-            "extra": (torch.float32, (extra_width(self.problem, state),)),
-            **(state_spec(state) if own else {}),
+            "extra": (torch.float32, (measure_statistics_width(self.problem, state),)),
+            **(make_state_spec(state) if own else {}),
         }
-        arrays = read_arrays(envelope, spec)
-        limit = largest_update(self.problem, self.settings, request, task, state, units)
+        arrays = read_message_arrays(envelope, spec)
+        limit = bound_update_norm(self.problem, self.settings, request, task, state, units)
         if float(torch.linalg.vector_norm(arrays["delta"].double())) > limit:
             raise BadMessage("its update is larger than any honest one.")
         device = self.problem.device
@@ -250,11 +250,11 @@ class FlowerEngine(Engine):
             state={n: v.to(device) for n, v in state_from_arrays(arrays).items()} if own else state,
         )
 
-    def send_done(self, rounds: int, seconds: float = 5.0) -> None:
+    def send_run_finished(self, rounds: int, seconds: float = 5.0) -> None:
         """Tell every party that the run is over, so that it writes its statement; waits up to `seconds` for that."""
         online = self.registry.transport.online()
         nonce = secrets.token_hex(16)
-        done = pack({"kind": "done", "run": self.registry.run, "nonce": nonce, "rounds": rounds})
+        done = pack_envelope({"kind": "done", "run": self.registry.run, "nonce": nonce, "rounds": rounds})
         nodes = [node for node in self.registry.node_of.values() if node in online]
         waiting = {self.registry.transport.send(node, done, 10 * seconds, "done") for node in nodes} - {""}
         end = time.monotonic() + seconds
@@ -263,17 +263,17 @@ class FlowerEngine(Engine):
             time.sleep(POLL_SECONDS)
 
 
-def extra_width(problem: Problem, state: State) -> int:
+def measure_statistics_width(problem: TrainingProblem, state: RuleState) -> int:
     """The number of extra statistics J that the rule releases, measured on a batch without examples."""
     on_cpu = {name: value.cpu() for name, value in state.items()}
     nothing = torch.zeros((0, problem.layout.dim))
-    groups = coordinate_groups(problem.layout, problem.groups)
+    groups = assign_coordinate_groups(problem.layout, problem.groups)
     view = problem.rule.view(on_cpu, 0, 1)
-    return len(contribute(problem.rule, view, on_cpu, nothing, torch.zeros(0), groups, 1.0, 1.0).extra)
+    return len(compute_contribution(problem.rule, view, on_cpu, nothing, torch.zeros(0), groups, 1.0, 1.0).extra)
 
 
-def largest_update(
-    problem: Problem, settings: Settings, request: RoundRequest, task: Assignment, state: State, units: int
+def bound_update_norm(
+    problem: TrainingProblem, settings: Settings, request: RoundRequest, task: Assignment, state: RuleState, units: int
 ) -> float:
     """An upper bound on the norm of an honest update: every unit sampled and aligned, noise at ten times its size."""
     C = float(torch.linalg.vector_norm(problem.rule.bounds(state).C))

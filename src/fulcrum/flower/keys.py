@@ -17,29 +17,29 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fulcrum.errors import ConfigError
 from fulcrum.flower.messages import Envelope
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_CONTEXT = b"fulcrum reply 1:"
+PARTY_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SIGNATURE_CONTEXT = b"fulcrum reply 1:"
 """Keeps a signature over a reply from being taken for one over anything else (Flower signs timestamps)."""
 
 
-def check_name(name: str) -> str:
+def check_party_name(name: str) -> str:
     """A party's name, or a ConfigError: it becomes a file's name and a ledger's account."""
-    if not NAME.fullmatch(name):
+    if not PARTY_NAME_PATTERN.fullmatch(name):
         raise ConfigError(
             f"party name {name!r} is not usable; use up to 64 letters, digits, dots, dashes and underscores."
         )
     return name
 
 
-def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
+def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
     """Write NAME (private, readable by the owner alone) and NAME.pub; refuses to overwrite either."""
-    private, public = folder / check_name(name), folder / f"{name}.pub"
+    private, public = folder / check_party_name(name), folder / f"{name}.pub"
     for path in (private, public):
         if path.exists():
             raise ConfigError(f"{path} exists; a key is never overwritten, so choose another name or folder.")
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP384R1())
-    write_secret(
+    write_secret_file(
         private,
         key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
@@ -50,13 +50,13 @@ def make_pair(folder: Path, name: str) -> tuple[Path, Path]:
     return private, public
 
 
-def write_secret(path: Path, content: bytes) -> None:
+def write_secret_file(path: Path, content: bytes) -> None:
     """A new file that only its owner can read, from its first byte on."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
 
-def load_private(path: Path) -> ec.EllipticCurvePrivateKey:
+def load_private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     """A private key file as `make_pair` or `ssh-keygen -t ecdsa -b 384` write it, without a passphrase."""
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
@@ -69,7 +69,7 @@ def load_private(path: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def load_public(path: Path) -> ec.EllipticCurvePublicKey:
+def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
     """A public key file in OpenSSH's format."""
     try:
         key = serialization.load_ssh_public_key(path.read_bytes())
@@ -82,7 +82,7 @@ def load_public(path: Path) -> ec.EllipticCurvePublicKey:
     return key
 
 
-def public_bytes(key: ec.EllipticCurvePublicKey) -> bytes:
+def public_key_to_pem(key: ec.EllipticCurvePublicKey) -> bytes:
     """The key as Flower registers it: PEM."""
     text: bytes = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     return text
@@ -92,26 +92,26 @@ def load_public_keys(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
     """Every NAME.pub of a folder, by name: the parties that the coordinator knows."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; --keys names the folder that holds one NAME.pub for each party.")
-    found = {check_name(path.stem): load_public(path) for path in sorted(folder.glob("*.pub"))}
+    found = {check_party_name(path.stem): load_public_key(path) for path in sorted(folder.glob("*.pub"))}
     if not found:
         raise ConfigError(f"{folder} holds no NAME.pub; put the public key of every party there.")
-    if len({public_bytes(key) for key in found.values()}) < len(found):
+    if len({public_key_to_pem(key) for key in found.values()}) < len(found):
         raise ConfigError(f"{folder} holds the same key under two names; each party needs its own.")
     return found
 
 
-def sign(key: ec.EllipticCurvePrivateKey, envelope: Envelope) -> Envelope:
+def sign_envelope(key: ec.EllipticCurvePrivateKey, envelope: Envelope) -> Envelope:
     """The envelope with the party's signature over header and body."""
-    signature = key.sign(_CONTEXT + bytes.fromhex(envelope.digest), ec.ECDSA(hashes.SHA384()))
+    signature = key.sign(_SIGNATURE_CONTEXT + bytes.fromhex(envelope.digest), ec.ECDSA(hashes.SHA384()))
     return Envelope(envelope.header, envelope.body, signature)
 
 
-def is_signed(key: ec.EllipticCurvePublicKey, envelope: Envelope) -> bool:
+def has_valid_signature(key: ec.EllipticCurvePublicKey, envelope: Envelope) -> bool:
     """Whether the signature is this party's, over exactly these bytes."""
     if not 0 < len(envelope.signature) <= 256:
         return False
     try:
-        key.verify(envelope.signature, _CONTEXT + bytes.fromhex(envelope.digest), ec.ECDSA(hashes.SHA384()))
+        key.verify(envelope.signature, _SIGNATURE_CONTEXT + bytes.fromhex(envelope.digest), ec.ECDSA(hashes.SHA384()))
     except InvalidSignature:
         return False
     return True

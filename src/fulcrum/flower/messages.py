@@ -28,13 +28,13 @@ from fulcrum.errors import FulcrumError, InputError
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.privacy.events import Event, Unprotected, events_from_json, events_to_json
-from fulcrum.types import Assignment, State
+from fulcrum.types import Assignment, RuleState
 
-VERSION = 3
+MESSAGE_VERSION = 3
 """Version of the messages; a message of another version is refused."""
-HEADER_LIMIT = 64 * 1024
+MAX_HEADER_BYTES = 64 * 1024
 """Bytes of the longest header that is read."""
-SLACK = 64 * 1024
+BODY_OVERHEAD_BYTES = 64 * 1024
 """Bytes that a body may have beyond its numbers: the table of names and shapes."""
 
 ArraySpec = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -68,87 +68,94 @@ class Envelope:
         return len(self.header) + len(self.body) + len(self.signature)
 
 
-def pack(header: Mapping[str, Any], arrays: Mapping[str, Tensor] | None = None) -> Envelope:
+def pack_envelope(header: Mapping[str, Any], arrays: Mapping[str, Tensor] | None = None) -> Envelope:
     """The same content always gives the same bytes, so that a repeated request can be recognised."""
-    text = json.dumps({"v": VERSION, **header}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps({"v": MESSAGE_VERSION, **header}, sort_keys=True, separators=(",", ":"), allow_nan=False)
     own = {name: value.detach().cpu().clone().contiguous() for name, value in sorted((arrays or {}).items())}
     return Envelope(text.encode(), save(own) if own else b"")
 
 
 # --- headers ------------------------------------------------------------------------------------
 
-TEXT, WHOLE, NUMBER, FLAG, LIST, TABLE = "text", "whole", "number", "flag", "list", "table"
-_KINDS: dict[str, Any] = {
-    TEXT: lambda v: isinstance(v, str) and len(v) <= 256,
-    WHOLE: lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63,
-    NUMBER: lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v),
-    FLAG: lambda v: isinstance(v, bool),
-    LIST: lambda v: isinstance(v, list) and len(v) <= 10_000,
-    TABLE: lambda v: isinstance(v, dict) and len(v) <= 100,
+TEXT_FIELD, WHOLE_FIELD, NUMBER_FIELD, FLAG_FIELD, LIST_FIELD, TABLE_FIELD = (
+    "text",
+    "whole",
+    "number",
+    "flag",
+    "list",
+    "table",
+)
+_FIELD_CHECKS: dict[str, Any] = {
+    TEXT_FIELD: lambda v: isinstance(v, str) and len(v) <= 256,
+    WHOLE_FIELD: lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63,
+    NUMBER_FIELD: lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v),
+    FLAG_FIELD: lambda v: isinstance(v, bool),
+    LIST_FIELD: lambda v: isinstance(v, list) and len(v) <= 10_000,
+    TABLE_FIELD: lambda v: isinstance(v, dict) and len(v) <= 100,
 }
-_COMMON = {"nonce": TEXT, "run": TEXT}
-_REPLY = {**_COMMON, "party": TEXT, "request": TEXT}
-HEADERS: dict[str, dict[str, str]] = {
-    "hello": {**_COMMON, "proposal": TABLE},
+_COMMON_FIELDS = {"nonce": TEXT_FIELD, "run": TEXT_FIELD}
+_REPLY_FIELDS = {**_COMMON_FIELDS, "party": TEXT_FIELD, "request": TEXT_FIELD}
+HEADER_SCHEMAS: dict[str, dict[str, str]] = {
+    "hello": {**_COMMON_FIELDS, "proposal": TABLE_FIELD},
     "round": {
-        **_COMMON,
-        **dict.fromkeys(("party", "rule", "groups", "unit", "model", "task"), TEXT),
-        **dict.fromkeys(("round", "rounds"), WHOLE),
-        "assignment": TABLE,
-        "weight_decay": NUMBER,
-        "seeds": LIST,
+        **_COMMON_FIELDS,
+        **dict.fromkeys(("party", "rule", "groups", "unit", "model", "task"), TEXT_FIELD),
+        **dict.fromkeys(("round", "rounds"), WHOLE_FIELD),
+        "assignment": TABLE_FIELD,
+        "weight_decay": NUMBER_FIELD,
+        "seeds": LIST_FIELD,
     },
-    "done": {**_COMMON, "rounds": WHOLE},
+    "done": {**_COMMON_FIELDS, "rounds": WHOLE_FIELD},
     "welcome": {
-        **_REPLY,
-        **dict.fromkeys(("units", "classes"), WHOLE),
-        **dict.fromkeys(("model", "task", "randomness"), TEXT),
-        "shape": LIST,
+        **_REPLY_FIELDS,
+        **dict.fromkeys(("units", "classes"), WHOLE_FIELD),
+        **dict.fromkeys(("model", "task", "randomness"), TEXT_FIELD),
+        "shape": LIST_FIELD,
     },
-    "update": {**_REPLY, "round": WHOLE, "events": LIST},
-    "noted": _REPLY,
-    "refused": {**_REPLY, "code": TEXT},
+    "update": {**_REPLY_FIELDS, "round": WHOLE_FIELD, "events": LIST_FIELD},
+    "noted": _REPLY_FIELDS,
+    "refused": {**_REPLY_FIELDS, "code": TEXT_FIELD},
 }
 """Which fields each kind of message has: these and no others."""
 
 
-def read_header(envelope: Envelope, kinds: tuple[str, ...]) -> dict[str, Any]:
+def read_message_header(envelope: Envelope, kinds: tuple[str, ...]) -> dict[str, Any]:
     """The header as a dictionary, every field of the right type; `kinds` lists what is acceptable here."""
-    if len(envelope.header) > HEADER_LIMIT:
+    if len(envelope.header) > MAX_HEADER_BYTES:
         raise BadMessage("the header is too long.")
     try:
-        header = json.loads(envelope.header, parse_constant=_no_constant)
+        header = json.loads(envelope.header, parse_constant=_refuse_json_constant)
     except (ValueError, RecursionError):
         raise BadMessage("the header is not JSON.") from None
-    if not isinstance(header, dict) or header.pop("v", None) != VERSION:
+    if not isinstance(header, dict) or header.pop("v", None) != MESSAGE_VERSION:
         raise BadMessage("the header is of another version.")
     kind = header.pop("kind", None)
     if not isinstance(kind, str) or kind not in kinds:
         raise BadMessage("the message is of a kind that is not expected here.")
-    wanted = HEADERS[kind]
+    wanted = HEADER_SCHEMAS[kind]
     if set(header) != set(wanted):
         raise BadMessage("the header has missing or unknown fields.")
     for name, sort in wanted.items():
-        if not _KINDS[sort](header[name]):
+        if not _FIELD_CHECKS[sort](header[name]):
             raise BadMessage(f"the header's {name} is not of the right type or size.")
     return {"kind": kind, **header}
 
 
-def _no_constant(text: str) -> float:
+def _refuse_json_constant(text: str) -> float:
     raise ValueError(text)
 
 
 # --- arrays -------------------------------------------------------------------------------------
 
 
-def largest_body(wanted: ArraySpec) -> int:
+def compute_max_body_bytes(wanted: ArraySpec) -> int:
     """The most bytes that a body with these arrays has."""
-    return SLACK + sum(math.prod(shape) * dtype.itemsize for dtype, shape in wanted.values())
+    return BODY_OVERHEAD_BYTES + sum(math.prod(shape) * dtype.itemsize for dtype, shape in wanted.values())
 
 
-def read_arrays(envelope: Envelope, wanted: ArraySpec) -> dict[str, Tensor]:
+def read_message_arrays(envelope: Envelope, wanted: ArraySpec) -> dict[str, Tensor]:
     """The body's arrays: exactly the wanted names, types and shapes, every number finite."""
-    if len(envelope.body) > largest_body(wanted):
+    if len(envelope.body) > compute_max_body_bytes(wanted):
         raise BadMessage("the body is larger than its arrays can be.")
     try:
         found = load(envelope.body) if envelope.body else {}
@@ -165,12 +172,12 @@ def read_arrays(envelope: Envelope, wanted: ArraySpec) -> dict[str, Tensor]:
     return found
 
 
-def state_spec(state: State) -> ArraySpec:
+def make_state_spec(state: RuleState) -> ArraySpec:
     """The arrays of a clipping state, under the names they travel by."""
     return {f"state.{name}": (value.dtype, tuple(value.shape)) for name, value in state.items()}
 
 
-def state_arrays(state: State) -> dict[str, Tensor]:
+def state_to_arrays(state: RuleState) -> dict[str, Tensor]:
     """A clipping state under the names it travels by."""
     return {f"state.{name}": value for name, value in state.items()}
 
@@ -182,30 +189,30 @@ def state_from_arrays(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 # --- assignments --------------------------------------------------------------------------------
 
-_FIELD_KINDS: dict[Any, str] = {str: TEXT, int: WHOLE, float: NUMBER, bool: FLAG}
+_PYTHON_FIELD_KINDS: dict[Any, str] = {str: TEXT_FIELD, int: WHOLE_FIELD, float: NUMBER_FIELD, bool: FLAG_FIELD}
 
 
-def assignment_schema() -> dict[str, str]:
+def make_assignment_schema() -> dict[str, str]:
     """Name and type of every field of an `Assignment`: the fields of the dataclass, and no others."""
     hints = get_type_hints(Assignment)
-    return {field.name: _FIELD_KINDS[hints[field.name]] for field in dataclasses.fields(Assignment)}
+    return {field.name: _PYTHON_FIELD_KINDS[hints[field.name]] for field in dataclasses.fields(Assignment)}
 
 
-def write_assignment(task: Assignment) -> dict[str, Any]:
+def assignment_to_table(task: Assignment) -> dict[str, Any]:
     """A whole assignment as plain values for a header."""
     return dataclasses.asdict(task)
 
 
-def read_assignment(table: Mapping[str, Any]) -> Assignment:
+def assignment_from_table(table: Mapping[str, Any]) -> Assignment:
     """The assignment in a header: every field is there and of its type, and there are no others."""
-    schema = assignment_schema()
+    schema = make_assignment_schema()
     if set(table) != set(schema):
         raise BadMessage("the assignment has missing or unknown fields.")
     for name, kind in schema.items():
-        if not _KINDS[kind](table[name]):
+        if not _FIELD_CHECKS[kind](table[name]):
             raise BadMessage(f"the assignment's {name} is not of the right type or size.")
     values: dict[str, Any] = {
-        name: float(table[name]) if kind == NUMBER else table[name] for name, kind in schema.items()
+        name: float(table[name]) if kind == NUMBER_FIELD else table[name] for name, kind in schema.items()
     }
     return Assignment(**values)
 
@@ -213,7 +220,7 @@ def read_assignment(table: Mapping[str, Any]) -> Assignment:
 # --- fingerprints and events ---------------------------------------------------------------------
 
 
-def model_fingerprint(model: nn.Module, layout: ParameterLayout) -> str:
+def compute_model_fingerprint(model: nn.Module, layout: ParameterLayout) -> str:
     """16 hexadecimal digits that change when any parameter's name, shape or place does, or any buffer at all."""
     words: list[Any] = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)]
     held = compute_buffer_digest(model)
@@ -228,14 +235,14 @@ def write_shape(shape: Any) -> list[Any]:
     return list(shape)
 
 
-def write_events(events: Sequence[Event]) -> list[list[Any]]:
+def events_to_rows(events: Sequence[Event]) -> list[list[Any]]:
     """Events as JSON lists for a header; an unprotected release cannot be sent."""
     if any(isinstance(event, Unprotected) for event in events):
         raise BadMessage("an update without noise cannot be sent.")
     return events_to_json(events)
 
 
-def read_events(rows: list[Any]) -> tuple[Event, ...]:
+def events_from_rows(rows: list[Any]) -> tuple[Event, ...]:
     """The events in a header; BadMessage, in fixed words, for anything but events that happened at least once."""
     try:
         events = events_from_json(rows)
@@ -248,10 +255,10 @@ def read_events(rows: list[Any]) -> tuple[Event, ...]:
 
 def events_agree(released: Sequence[Event], planned: Sequence[Event]) -> bool:
     """Whether the same events happened equally often, in whatever order and however they are counted together."""
-    return _event_counts(released) == _event_counts(planned)
+    return _merge_event_counts(released) == _merge_event_counts(planned)
 
 
-def _event_counts(events: Sequence[Event]) -> Counter[Event]:
+def _merge_event_counts(events: Sequence[Event]) -> Counter[Event]:
     counts: Counter[Event] = Counter()
     for event in events:
         counts[event.with_count(1)] += event.count

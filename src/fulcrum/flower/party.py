@@ -23,33 +23,41 @@ from fulcrum.flower.messages import (
     ArraySpec,
     BadMessage,
     Envelope,
+    assignment_from_table,
     events_agree,
-    pack,
-    read_arrays,
-    read_assignment,
-    read_header,
-    state_arrays,
+    events_to_rows,
+    make_state_spec,
+    pack_envelope,
+    read_message_arrays,
+    read_message_header,
     state_from_arrays,
-    state_spec,
-    write_events,
+    state_to_arrays,
     write_shape,
 )
 from fulcrum.flower.party_data import LoadRecords, check_task, population_fingerprint
-from fulcrum.flower.party_statement import party_statement
-from fulcrum.flower.party_training import LocalTrainer, RunFacts
+from fulcrum.flower.party_statement import make_party_statement
+from fulcrum.flower.party_training import LocalTrainer, PartyRunFacts
 from fulcrum.flower.reply_store import ReplyStore
-from fulcrum.flower.terms import Refusal, Terms, accept, check_proposal, check_request, check_state, write_terms
+from fulcrum.flower.terms import (
+    PartyTerms,
+    TermsRefusal,
+    accept_proposal,
+    check_clipping_state,
+    check_proposal,
+    check_round_request,
+    terms_to_toml,
+)
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.privacy.mechanism import planned_events
-from fulcrum.privacy.statement import to_markdown
+from fulcrum.privacy.mechanism import compute_planned_events
+from fulcrum.privacy.statement import statement_to_markdown
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Clip
-from fulcrum.training.round import digest
+from fulcrum.training.round import compute_reply_digest
 from fulcrum.types import ClientReply, RoundRequest
 
-Say = Callable[[str], None]
-Consent = Callable[[Terms], bool]
+MessageFn = Callable[[str], None]
+ConsentFn = Callable[[PartyTerms], bool]
 
 
 @dataclass
@@ -66,12 +74,12 @@ class PartyService:
     key: ec.EllipticCurvePrivateKey
     ledger: Ledger
     replies: ReplyStore
-    terms: Terms | None
+    terms: PartyTerms | None
     terms_path: Path
-    consent: Consent | None = None
+    consent: ConsentFn | None = None
     simulation: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    say: Say = print
+    say: MessageFn = print
     done: bool = False
     """Whether the coordinator has said that the run is over."""
 
@@ -85,13 +93,13 @@ class PartyService:
         """The signed reply to a request. An error is told here in full, and sent as a fixed code."""
         nonce = run = ""
         try:
-            header = read_header(request, tuple(_ANSWERS))
+            header = read_message_header(request, tuple(_ANSWERS_BY_KIND))
             nonce, run = header["nonce"], header["run"]
-            return _ANSWERS[header["kind"]](self, header, request)
+            return _ANSWERS_BY_KIND[header["kind"]](self, header, request)
         except BadMessage as error:
             self.say(f"refused a message: {error}")
             code = "message"
-        except Refusal as error:
+        except TermsRefusal as error:
             self.say(f"refused: {error}")
             code = error.code
         except DataError as error:  # its text says what the records hold, so it stays here
@@ -100,24 +108,24 @@ class PartyService:
         except Exception as error:  # the text of an unforeseen error may hold data, so it stays here
             self.say(f"failed: {type(error).__name__}: {error}")
             code = "internal"
-        return self._reply("refused", nonce, run, request, code=code)
+        return self._make_signed_reply("refused", nonce, run, request, code=code)
 
-    def refuse(self, request: Envelope, code: str) -> Envelope:
+    def make_refusal(self, request: Envelope, code: str) -> Envelope:
         """A signed refusal, for what the transport notices (such as an expired request)."""
         with contextlib.suppress(BadMessage):
-            header = read_header(request, tuple(_ANSWERS))
-            return self._reply("refused", header["nonce"], header["run"], request, code=code)
-        return self._reply("refused", "", "", request, code=code)
+            header = read_message_header(request, tuple(_ANSWERS_BY_KIND))
+            return self._make_signed_reply("refused", header["nonce"], header["run"], request, code=code)
+        return self._make_signed_reply("refused", "", "", request, code=code)
 
-    def hello(self, header: dict[str, Any], request: Envelope) -> Envelope:
+    def answer_hello(self, header: dict[str, Any], request: Envelope) -> Envelope:
         """Send our name and what is public about our data, if the proposal is within our terms."""
         proposal = header["proposal"]
         if self.terms is None:
-            self._agree(proposal)
+            self._ask_consent(proposal)
         assert self.terms is not None  # _agree has set it or raised
         check_proposal(self.terms, proposal)
         self.prepare()
-        return self._reply(
+        return self._make_signed_reply(
             "welcome",
             header["nonce"],
             header["run"],
@@ -133,30 +141,30 @@ class PartyService:
     def round(self, header: dict[str, Any], request: Envelope) -> Envelope:
         """One round: check the terms, reserve, train, store the reply; in this order."""
         if self.terms is None:
-            raise Refusal("no-terms")
+            raise TermsRefusal("no-terms")
         self.prepare()
         terms, trainer, run, t = self.terms, self.trainer, header["run"], header["round"]
-        task = read_assignment(header["assignment"])
-        check_request(terms, header, task, trainer.fingerprint, trainer.task_fingerprint, self.simulation)
+        task = assignment_from_table(header["assignment"])
+        check_round_request(terms, header, task, trainer.fingerprint, trainer.task_fingerprint, self.simulation)
         seed = int(header["seeds"][0]) if self.simulation else None
-        facts = RunFacts(run, task.client, header["rule"], header["groups"], seed)
+        facts = PartyRunFacts(run, task.client, header["rule"], header["groups"], seed)
         rule, shape = trainer.problem(facts).rule, trainer.problem(facts).shape
         template = rule.init(Clip(C0=terms.C_min, C_min=terms.C_min, C_max=terms.C_max), shape)
-        spec: ArraySpec = {"params": (torch.float32, (trainer.layout.dim,)), **state_spec(template)}
-        arrays = read_arrays(request, spec)
+        spec: ArraySpec = {"params": (torch.float32, (trainer.layout.dim,)), **make_state_spec(template)}
+        arrays = read_message_arrays(request, spec)
         state = {name: value.to(self.device) for name, value in state_from_arrays(arrays).items()}
-        check_state(terms, state)
+        check_clipping_state(terms, state)
 
         stored = self.replies.get(run, t)
         if stored is not None:
             if stored.request != request.digest:
-                raise Refusal("repeated")
+                raise TermsRefusal("repeated")
             # Settle again, in case of a crash between storing and settling; the same digest changes nothing.
-            self.ledger.settle(run, t, {self.name: stored_digest(stored.reply)})
+            self.ledger.settle(run, t, {self.name: compute_stored_digest(stored.reply)})
             self.say(f"round {t + 1}: sent the stored reply again")
             return stored.reply
-        planned = planned_events(task, rule, task.rate * trainer.units, t)
-        self._reserve(run, t, planned)
+        planned = compute_planned_events(task, rule, task.rate * trainer.units, t)
+        self._reserve_round(run, t, planned)
 
         params = arrays["params"].to(self.device)
         update = trainer.train(
@@ -164,30 +172,30 @@ class PartyService:
         )
         if not events_agree(update.events, planned):
             raise BudgetError(f"round {t + 1} would release {update.events}, but {planned} was reserved.")
-        own_state = state_arrays(update.state) if rule.where == "client" else {}
-        reply = self._reply(
+        own_state = state_to_arrays(update.state) if rule.where == "client" else {}
+        reply = self._make_signed_reply(
             "update",
             header["nonce"],
             run,
             request,
             arrays={"delta": update.delta, "extra": update.extra, **own_state},
             round=t,
-            events=write_events(update.events),
+            events=events_to_rows(update.events),
         )
         self.replies.put(run, t, request.digest, reply)
-        self.ledger.settle(run, t, {self.name: digest(update)})
+        self.ledger.settle(run, t, {self.name: compute_reply_digest(update)})
         self.say(f"round {t + 1} of {header['rounds']}: epsilon so far {self.ledger.epsilon(self.name):.4g}")
         return reply
 
-    def finish(self, header: dict[str, Any], request: Envelope) -> Envelope:
+    def answer_finish(self, header: dict[str, Any], request: Envelope) -> Envelope:
         """The run is over; the coordinator asks for nothing more."""
         if self.terms is not None:
             self.prepare()
         self.done = True
         self.say(f"the coordinator has finished after {header['rounds']} rounds")
-        return self._reply("noted", header["nonce"], header["run"], request)
+        return self._make_signed_reply("noted", header["nonce"], header["run"], request)
 
-    def _reply(
+    def _make_signed_reply(
         self,
         kind: str,
         nonce: str,
@@ -197,7 +205,7 @@ class PartyService:
         **more: Any,
     ) -> Envelope:
         header = {"kind": kind, "nonce": nonce, "run": run, "party": self.name, "request": request.digest, **more}
-        return keys.sign(self.key, pack(header, arrays))
+        return keys.sign_envelope(self.key, pack_envelope(header, arrays))
 
     # --- what answers need ------------------------------------------------------------------------
 
@@ -209,7 +217,7 @@ class PartyService:
         assert self.terms is not None
         if self._dataset is None:
             dataset = self._load(self.terms)
-            self._enroll(self.terms, dataset)
+            self._enroll_in_ledger(self.terms, dataset)
             self._dataset = dataset
 
     @property
@@ -227,25 +235,25 @@ class PartyService:
             self._trainer = LocalTrainer(self.name, self.dataset, self.terms, self.device)
         return self._trainer
 
-    def _agree(self, proposal: dict[str, Any]) -> None:
+    def _ask_consent(self, proposal: dict[str, Any]) -> None:
         """Ask the person at this party; the terms they agree to are written to disk and hold from then on."""
         if self.consent is None:
-            raise Refusal("no-terms")
+            raise TermsRefusal("no-terms")
         try:
-            terms = accept(self.name, proposal)
+            terms = accept_proposal(self.name, proposal)
         except ConfigError as error:
-            raise Refusal("message", str(error)) from error
+            raise TermsRefusal("message", str(error)) from error
         if not self.consent(terms):
-            raise Refusal("consent")
+            raise TermsRefusal("consent")
         self._load(terms)  # terms that the records do not fit are not pinned
         with self.terms_path.open("x", encoding="utf-8") as file:
-            file.write(write_terms(terms))
+            file.write(terms_to_toml(terms))
         self.terms = terms
 
-    def _load(self, terms: Terms) -> Dataset:
+    def _load(self, terms: PartyTerms) -> Dataset:
         return check_task(self.load_records(terms.agreed_task), terms.agreed_task)
 
-    def _enroll(self, terms: Terms, dataset: Dataset) -> None:
+    def _enroll_in_ledger(self, terms: PartyTerms, dataset: Dataset) -> None:
         self.ledger.enroll(
             self.name,
             budget=terms.budget,
@@ -255,29 +263,29 @@ class PartyService:
             population=f"{dataset.name}, {population_fingerprint(dataset)}",
         )
         if self.ledger.accounts()[self.name].budget != terms.budget:
-            self.ledger.set_budget(self.name, terms.budget)
+            self.ledger.change_budget(self.name, terms.budget)
 
-    def _reserve(self, run: str, t: int, events: tuple[Event, ...]) -> None:
+    def _reserve_round(self, run: str, t: int, events: tuple[Event, ...]) -> None:
         """Pay before anything is computed. What was reserved and never released is not paid again."""
-        if any(entry.digest is not None for entry in self.ledger.round_entries(self.name, run, t)):
-            raise Refusal("lost")
+        if any(entry.digest is not None for entry in self.ledger.list_round_entries(self.name, run, t)):
+            raise TermsRefusal("lost")
         try:
             granted = self.ledger.reserve(run, t, {self.name: events})
         except BudgetError as error:  # reserved before, for something else
-            raise Refusal("repeated") from error
+            raise TermsRefusal("repeated") from error
         if not granted[self.name]:
-            raise Refusal("budget")
+            raise TermsRefusal("budget")
 
-    def write_statement(self, folder: Path) -> None:
+    def write_party_statement(self, folder: Path) -> None:
         """Write PRIVACY.md and privacy.json of this party, over all runs of its ledger."""
         if self.terms is None:
             return
-        content = party_statement(
+        content = make_party_statement(
             self.terms, self.dataset, self.trainer.units, self.ledger, simulation=self.simulation, finished=self.done
         )
         folder.mkdir(parents=True, exist_ok=True)
-        record.write_whole(folder / "PRIVACY.md", to_markdown(content).encode())
-        record.write_whole(folder / "privacy.json", record.to_json(content).encode())
+        record.write_file_atomically(folder / "PRIVACY.md", statement_to_markdown(content).encode())
+        record.write_file_atomically(folder / "privacy.json", record.to_json_text(content).encode())
 
     def close(self) -> None:
         """Close the ledger and the stored replies."""
@@ -285,17 +293,17 @@ class PartyService:
         self.replies.close()
 
 
-_ANSWERS: dict[str, Callable[[PartyService, dict[str, Any], Envelope], Envelope]] = {
-    "hello": PartyService.hello,
+_ANSWERS_BY_KIND: dict[str, Callable[[PartyService, dict[str, Any], Envelope], Envelope]] = {
+    "hello": PartyService.answer_hello,
     "round": PartyService.round,
-    "done": PartyService.finish,
+    "done": PartyService.answer_finish,
 }
 
 
-def stored_digest(reply: Envelope) -> str:
+def compute_stored_digest(reply: Envelope) -> str:
     """The ledger's fingerprint of a stored update: that of its numbers, as in a run in one process."""
     arrays = load_arrays(reply.body)
-    return digest(ClientReply(0, arrays["delta"], arrays["extra"], (), {}))
+    return compute_reply_digest(ClientReply(0, arrays["delta"], arrays["extra"], (), {}))
 
 
 @contextlib.contextmanager
@@ -304,25 +312,25 @@ def open_party_service(
     load_records: LoadRecords,
     key: Path,
     ledger: Path,
-    terms: Terms | None,
+    terms: PartyTerms | None,
     terms_path: Path,
     *,
-    consent: Consent | None = None,
+    consent: ConsentFn | None = None,
     simulation: bool = False,
     device: torch.device | None = None,
-    say: Say = print,
+    say: MessageFn = print,
 ) -> Iterator[PartyService]:
     """A party's service over its ledger and the replies beside it (LEDGER.replies); one process at a time."""
     if terms is not None and terms.party != name:
         raise ConfigError(f"{terms_path} was agreed to by party {terms.party!r}, not {name!r}; use that name.")
     ledger.parent.mkdir(parents=True, exist_ok=True)
     with ledger.with_name(ledger.name + ".lock").open("w") as lock:
-        if not _lock(lock):
+        if not _try_lock_file(lock):
             raise ConfigError(f"ledger {ledger} is in use by another party process; stop that one first.")
         service = PartyService(
             name=name,
             load_records=load_records,
-            key=keys.load_private(key),
+            key=keys.load_private_key(key),
             ledger=Ledger.open(ledger),
             replies=ReplyStore(ledger.with_name(ledger.name + ".replies")),
             terms=terms,
@@ -338,7 +346,7 @@ def open_party_service(
             service.close()
 
 
-def _lock(handle: IO[str]) -> bool:
+def _try_lock_file(handle: IO[str]) -> bool:
     """Lock a file for this process; False where another process holds it.
 
     Without a lock two processes could each release an answer to the same round under one reservation, so a system

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from fulcrum.data import Dataset, Partition, build_party_data, load
-from fulcrum.data.dataset import fingerprint
+from fulcrum.data.dataset import compute_dataset_fingerprint
 from fulcrum.errors import DataError
 from fulcrum.flower.task_terms import declare_task, same_task
 from fulcrum.settings.schema import TaskSettings
@@ -17,7 +17,7 @@ LoadRecords = Callable[[TaskSettings], Dataset]
 """Loads a party's own records, with targets checked by the task of its terms."""
 
 
-def own_data(source: str, folder: str = "", task: TaskSettings | None = None) -> Dataset:
+def load_party_data(source: str, folder: str = "", task: TaskSettings | None = None) -> Dataset:
     """A party's own records: what `fulcrum run --data` takes; an .npz needs x and y, no test records.
 
     task: what the party agreed to. Raises DataError, for the party alone, where the records do not fit it.
@@ -44,22 +44,22 @@ def population_fingerprint(dataset: Dataset) -> str:
     if dataset.test is not None:
         return dataset.fingerprint
     first = dataclasses.replace(dataset.records.take(torch.arange(1)), person=None, party=None)
-    return fingerprint(dataclasses.replace(dataset, test=first))
+    return compute_dataset_fingerprint(dataclasses.replace(dataset, test=first))
 
 
 def take_part(dataset: Dataset, rows: torch.Tensor, name: str) -> Dataset:
     """The training records of one simulated party, out of the data of all; no test records."""
     own = dataclasses.replace(dataset.records.take(rows), party=None)
     part = dataclasses.replace(dataset, name=name, train=own, test=None, party_names=())
-    return dataclasses.replace(part, fingerprint=fingerprint(part))
+    return dataclasses.replace(part, fingerprint=compute_dataset_fingerprint(part))
 
 
 def count_units(dataset: Dataset, unit: str) -> int:
     """The number of units n_k: this party's examples or persons."""
-    return build_party_data(dataset, single_party_partition(len(dataset.y), 0, dataset.name), 0, unit).units
+    return build_party_data(dataset, make_single_party_partition(len(dataset.y), 0, dataset.name), 0, unit).units
 
 
-def single_party_partition(records: int, client: int, name: str) -> Partition:
+def make_single_party_partition(records: int, client: int, name: str) -> Partition:
     """A partition in which party number `client` holds all `records`; the parties before it hold none."""
     starts = torch.zeros(client + 2, dtype=torch.int64)
     starts[-1] = records

@@ -6,26 +6,26 @@ from typing import Any
 
 import fulcrum
 from fulcrum.data import Dataset
-from fulcrum.flower.terms import Terms, allowed_rule, to_settings
+from fulcrum.flower.terms import PartyTerms, find_allowed_rule, terms_to_settings
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import make_plan
-from fulcrum.privacy.statement import AccountedRun, statement
+from fulcrum.privacy.statement import AccountedRun, make_statement
 from fulcrum.runs import folder as record
 
 
-def party_statement(
-    terms: Terms, dataset: Dataset, units: int, ledger: Ledger, *, simulation: bool, finished: bool
+def make_party_statement(
+    terms: PartyTerms, dataset: Dataset, units: int, ledger: Ledger, *, simulation: bool, finished: bool
 ) -> dict[str, Any]:
     """The contents of privacy.json for the party that agreed to the terms; units: its number of units n_k."""
-    settings = to_settings(terms)
-    rule = allowed_rule(terms, terms.rules[0])
+    settings = terms_to_settings(terms)
+    rule = find_allowed_rule(terms, terms.rules[0])
     plan = make_plan(settings, [terms.party], [units], rule, population=dataset.name)
     entries = ledger.entries(terms.party)
     accounted = AccountedRun(
         settings=settings,
         plan=plan,
         rule=rule,
-        spent=ledger.spends(),
+        spent=ledger.get_spends(),
         run_id=entries[-1].run if entries else "none yet",
         scope="ledger",
         randomness_mode="seeded" if simulation else "secure",
@@ -34,8 +34,8 @@ def party_statement(
         finished=finished,
         rounds_done=len({(entry.run, entry.round) for entry in entries}),
         version=fulcrum.__version__,
-        date=record.now(),
+        date=record.current_utc_time(),
     )
-    content = statement(accounted)
+    content = make_statement(accounted)
     content["parties"][0]["budget"] = terms.budget
     return content

@@ -13,24 +13,24 @@ from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, Partition, load
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
-from fulcrum.flower.messages import model_fingerprint, write_shape
-from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, Report, Transport
+from fulcrum.flower.messages import compute_model_fingerprint, write_shape
+from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, PartyReportFn, Transport
 from fulcrum.flower.task_terms import declare_task, task_fingerprint
-from fulcrum.flower.terms import propose
+from fulcrum.flower.terms import make_proposal
 from fulcrum.privacy.plan import make_plan
-from fulcrum.runs.preparation import find_model
-from fulcrum.settings.checks import check
+from fulcrum.runs.preparation import build_checked_model
+from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.federation import Federation
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 
 
-def public_data(source: str, folder: str = "", task: TaskSettings | None = None) -> Dataset:
+def load_public_data(source: str, folder: str = "", task: TaskSettings | None = None) -> Dataset:
     """What the coordinator evaluates on: any data source with test records; an .npz needs x_test and y_test alone."""
     return load(source, folder, task=task, need=("test",))
 
 
-def served_settings(settings: Settings, parties: int, simulation: bool) -> Settings:
+def make_served_settings(settings: Settings, parties: int, simulation: bool) -> Settings:
     """The settings as a coordinator uses them: real randomness unless it simulates, a checkpoint every round."""
     if settings.run.diagnostics:
         raise ConfigError("run.diagnostics = true shows private values; parties never send them, so turn it off.")
@@ -54,38 +54,38 @@ def served_settings(settings: Settings, parties: int, simulation: bool) -> Setti
     privacy = dataclasses.replace(settings.privacy, randomness="seeded" if simulation else "secure")
     run = dataclasses.replace(settings.run, checkpoint_every=1)
     data = dataclasses.replace(settings.data, parties=parties)
-    return check(dataclasses.replace(settings, privacy=privacy, run=run, data=data))
+    return check_settings(dataclasses.replace(settings, privacy=privacy, run=run, data=data))
 
 
-def public_problem(settings: Settings, public: Dataset, device: torch.device) -> Problem:
+def make_public_problem(settings: Settings, public: Dataset, device: torch.device) -> TrainingProblem:
     """The coordinator's view of the problem: public data and the model, no party's records."""
     rule = find_rule(settings.clip.rule)
     if not (rule.sound and rule.private):
         raise ConfigError(
             f"clip.rule = {rule.name!r} is not sound and private: parties across machines refuse it; use moo or fixed."
         )
-    model, public = find_model(settings, public, None)
+    model, public = build_checked_model(settings, public, None)
     nobody = Partition(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    return Problem.of(settings, public, nobody, model, device, rule=rule)
+    return TrainingProblem.of(settings, public, nobody, model, device, rule=rule)
 
 
-def make_registry(
+def make_party_registry(
     transport: Transport,
     public_keys: Mapping[str, ec.EllipticCurvePublicKey],
     run: str,
     settings: Settings,
-    problem: Problem,
-    report: Report,
+    problem: TrainingProblem,
+    report: PartyReportFn,
 ) -> PartyRegistry:
     """The registry of a run, with what every party's greeting must say."""
     required = {
         "classes": problem.task.outputs,
         "shape": write_shape(problem.dataset.shape),
-        "model": model_fingerprint(problem.model, problem.layout),
+        "model": compute_model_fingerprint(problem.model, problem.layout),
         "task": task_fingerprint(problem.dataset),
         "randomness": settings.privacy.randomness,
     }
-    proposal = propose(settings, problem.task.outputs, declare_task(problem.dataset))
+    proposal = make_proposal(settings, problem.task.outputs, declare_task(problem.dataset))
     return PartyRegistry(transport, public_keys, run, proposal, required, report)
 
 
@@ -104,14 +104,14 @@ def wait_for_parties(registry: PartyRegistry, expected: int, wait_policy: WaitPo
     return tuple(registry.parties[name] for name in sorted(registry.parties))
 
 
-def add_parties(problem: Problem, parties: Sequence[PartyInfo]) -> Problem:
+def add_party_names(problem: TrainingProblem, parties: Sequence[PartyInfo]) -> TrainingProblem:
     """The coordinator's problem with the names of its parties; it holds none of their records."""
     starts = torch.zeros(len(parties) + 1, dtype=torch.int64)
     names = tuple(party.name for party in parties)
     return dataclasses.replace(problem, partition=Partition(torch.zeros(0, dtype=torch.int64), starts, names))
 
 
-def make_federation(settings: Settings, engine: FlowerEngine) -> Federation:
+def make_served_federation(settings: Settings, engine: FlowerEngine) -> Federation:
     """The run that `runs.execute` plays, over the parties of an engine."""
     names, units = [party.name for party in engine.clients], [party.units for party in engine.clients]
     plan = make_plan(settings, names, units, engine.problem.rule, population="each party's own data")

@@ -15,20 +15,20 @@ from typing import Any, Protocol
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum.flower import keys
-from fulcrum.flower.messages import BadMessage, Envelope, pack, read_header
-from fulcrum.flower.terms import REFUSALS
+from fulcrum.flower.messages import BadMessage, Envelope, pack_envelope, read_message_header
+from fulcrum.flower.terms import REFUSAL_TEXTS
 
-Report = Callable[[str, str], None]
+PartyReportFn = Callable[[str, str], None]
 """Called with a party's name (or "") and one sentence on what happened."""
 
 POLL_SECONDS = 0.03
 """Seconds between two polls of the transport."""
-HELLO_SECONDS = 3600.0
+HELLO_TIMEOUT_SECONDS = 3600.0
 """Seconds that a hello waits for an answer: a person may be reading the terms."""
 
 
 @dataclass(frozen=True)
-class Delivery:
+class MessageDelivery:
     """What came back for a message: an envelope, or a sentence on why there is none."""
 
     id: str
@@ -51,7 +51,7 @@ class Transport(Protocol):
         """Send an envelope that expires after `seconds`; returns the id of the message."""
         ...
 
-    def collect(self, ids: set[str]) -> list[Delivery]:
+    def collect(self, ids: set[str]) -> list[MessageDelivery]:
         """What has come back so far for these messages; each delivery is returned once."""
         ...
 
@@ -74,7 +74,7 @@ class PartyRegistry:
         run: str,
         proposal: Mapping[str, Any],
         required: Mapping[str, Any],
-        report: Report,
+        report: PartyReportFn,
     ) -> None:
         """required: what every party's `welcome` must say (classes, shape, model, task, randomness)."""
         self.transport, self.public_keys, self.run, self.report = transport, public_keys, run, report
@@ -96,21 +96,21 @@ class PartyRegistry:
         resting = {node for node, (_, until) in self._failed.items() if until > now}
         for node in self.transport.online() - set(self._greeted) - resting:
             nonce = secrets.token_hex(16)
-            hello = pack({"kind": "hello", "run": self.run, "nonce": nonce, "proposal": self.proposal})
-            self._greeted[node] = (self.transport.send(node, hello, HELLO_SECONDS, "hello"), hello)
+            hello = pack_envelope({"kind": "hello", "run": self.run, "nonce": nonce, "proposal": self.proposal})
+            self._greeted[node] = (self.transport.send(node, hello, HELLO_TIMEOUT_SECONDS, "hello"), hello)
         pending = {sent: (node, hello) for node, (sent, hello) in self._greeted.items() if sent}
         for delivery in self.transport.collect(set(pending)) if pending else ():
             node, hello = pending[delivery.id]
             self._greeted[node] = ("", hello)
-            self._register(node, hello, delivery)
+            self._register_party(node, hello, delivery)
 
-    def take_restarted(self) -> set[str]:
+    def take_restarted_parties(self) -> set[str]:
         """Parties whose node has started again since the last call."""
         names = {name for name, node in self.node_of.items() if node in self._restarted}
         self._restarted.clear()
         return names
 
-    def _register(self, node: int, hello: Envelope, delivery: Delivery) -> None:
+    def _register_party(self, node: int, hello: Envelope, delivery: MessageDelivery) -> None:
         if delivery.envelope is None:
             # The node may have been about to stop, so it is greeted again, after a pause that doubles.
             times = self._failed.get(node, (0, 0.0))[0] + 1
@@ -119,13 +119,13 @@ class PartyRegistry:
             self._greeted.pop(node)
             return
         try:
-            header = verify_reply(delivery.envelope, ("welcome", "refused"), hello, self.run, self.public_keys)
+            header = verify_signed_reply(delivery.envelope, ("welcome", "refused"), hello, self.run, self.public_keys)
         except BadMessage as error:
             self.report("", f"a node's greeting was refused: {error}")
             return
         name = header["party"]
         if header["kind"] == "refused":
-            self.report(name, f"does not take part: {refusal_text(header['code'])}")
+            self.report(name, f"does not take part: {describe_refusal(header['code'])}")
             return
         for field, wanted in self.required.items():
             if header[field] != wanted:
@@ -144,7 +144,7 @@ class PartyRegistry:
         self.node_of[name], self.parties[name] = node, PartyInfo(name, header["units"])
 
 
-def verify_reply(
+def verify_signed_reply(
     reply: Envelope,
     kinds: tuple[str, ...],
     request: Envelope,
@@ -152,18 +152,18 @@ def verify_reply(
     public_keys: Mapping[str, ec.EllipticCurvePublicKey],
 ) -> dict[str, Any]:
     """The header of a reply that is fresh, for this request, and signed by the party it names."""
-    header = read_header(reply, kinds)
+    header = read_message_header(reply, kinds)
     key = public_keys.get(header["party"])
     if key is None:
         raise BadMessage("it names a party that is not in the register.")
-    if not keys.is_signed(key, reply):
+    if not keys.has_valid_signature(key, reply):
         raise BadMessage(f"it claims to be from {header['party']}, but the signature is not that party's.")
-    sent = read_header(request, ("hello", "round", "done"))
+    sent = read_message_header(request, ("hello", "round", "done"))
     if (header["run"], header["nonce"], header["request"]) != (run, sent["nonce"], request.digest):
         raise BadMessage("it answers another request than the one that was sent.")
     return header
 
 
-def refusal_text(code: str) -> str:
+def describe_refusal(code: str) -> str:
     """The sentence for a refusal's code; the text of an unknown code is not repeated."""
-    return REFUSALS.get(code, "it refused without a known reason")
+    return REFUSAL_TEXTS.get(code, "it refused without a known reason")

@@ -20,7 +20,7 @@ REPLIES_KEPT = 16
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredReply:
     """A reply, and the digest of the request that it answers."""
 
     request: str
@@ -43,13 +43,13 @@ class ReplyStore:
             raise InputError(f"{path} cannot hold replies: {error}; check the path and the disk.") from error
         self._lock = threading.Lock()
 
-    def get(self, run: str, round: int) -> Stored | None:
+    def get(self, run: str, round: int) -> StoredReply | None:
         """The reply to this round, if one was stored."""
         with self._lock:
             row = self._db.execute(
                 "SELECT request, header, body, signature FROM replies WHERE run = ? AND round = ?", (run, round)
             ).fetchone()
-        return None if row is None else Stored(row[0], Envelope(*row[1:]))
+        return None if row is None else StoredReply(row[0], Envelope(*row[1:]))
 
     def put(self, run: str, round: int, request: str, reply: Envelope) -> None:
         """Store the reply to a round, once; older ones of the run are dropped."""

@@ -23,17 +23,17 @@ from pydantic import TypeAdapter, ValidationError
 from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.errors import ConfigError, FulcrumError
-from fulcrum.flower.keys import check_name
+from fulcrum.flower.keys import check_party_name
 from fulcrum.flower.task_terms import same_task, training_settings
-from fulcrum.privacy.accounting import Spend, check_terms
+from fulcrum.privacy.accounting import Spend, check_accounting_terms
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.plan import make_plan
-from fulcrum.settings.checks import check
-from fulcrum.settings.derived import local_steps
-from fulcrum.settings.schema import FORBID, Clip, Model, Privacy, Settings, TaskSettings, Train
-from fulcrum.types import Assignment, State
+from fulcrum.settings.checks import check_settings
+from fulcrum.settings.derived import compute_local_steps
+from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Clip, Model, Privacy, Settings, TaskSettings, Train
+from fulcrum.types import Assignment, RuleState
 
-REFUSALS: dict[str, str] = {
+REFUSAL_TEXTS: dict[str, str] = {
     "message": "the message could not be read",
     "party": "the request is for another party",
     "expired": "the request has expired",
@@ -65,23 +65,23 @@ REFUSALS: dict[str, str] = {
 """Everything that a party can answer beside an update: code -> words, known to both sides."""
 
 
-LARGEST = 1e6
+MAX_STATE_VALUE = 1e6
 """The largest number that a clipping state may hold beside C."""
 
 
-class Refusal(FulcrumError):
+class TermsRefusal(FulcrumError):
     """A party refuses. `code` is all that the coordinator gets to know."""
 
     def __init__(self, code: str, detail: str = "") -> None:
-        super().__init__(f"{REFUSALS[code]}{f' ({detail})' if detail else ''}.")
+        super().__init__(f"{REFUSAL_TEXTS[code]}{f' ({detail})' if detail else ''}.")
         self.code = code
 
 
 @dataclass(frozen=True)
-class Terms:
+class PartyTerms:
     """What this party agreed to. Every number is a limit; the coordinator may ask for less, never for more."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     party: str
     """This party's name: that of its key, and of its account in the ledger."""
@@ -127,20 +127,20 @@ class Terms:
         """The task that this party trains on. Terms without a [task] mean a classification with `classes` classes."""
         return training_settings(self.task, self.classes if self.classes > 1 else 0)
 
-    def planned_epsilon(self) -> float:
+    def compute_planned_epsilon(self) -> float:
         """The most that one run can cost: every agreed step at the smallest sigma, with statistics in each of them."""
         events = (Gaussian(self.rate, self.sigma, self.steps * self.rounds),)
-        return Spend.none().plus(events).epsilon(self.delta, self.accountant)
+        return Spend.empty().add_events(events).epsilon(self.delta, self.accountant)
 
 
-def validate_terms(terms: Terms) -> Terms:
+def validate_terms(terms: PartyTerms) -> PartyTerms:
     """The terms, or a ConfigError naming the first field that is wrong."""
-    check_name(terms.party)
-    check_terms(terms.delta, terms.accountant)
+    check_party_name(terms.party)
+    check_accounting_terms(terms.delta, terms.accountant)
     if not terms.rules:
         raise ConfigError("terms: rules is empty; name at least one clipping rule, such as moo.")
     for name in terms.rules:
-        allowed_rule(terms, name)
+        find_allowed_rule(terms, name)
     limits: dict[str, tuple[float, float]] = {
         "budget": (0, math.inf),
         "rate": (0, 1),
@@ -164,35 +164,35 @@ def validate_terms(terms: Terms) -> Terms:
     return terms
 
 
-def allowed_rule(terms: Terms, name: str) -> ClipRule:
+def find_allowed_rule(terms: PartyTerms, name: str) -> ClipRule:
     """The rule, if the terms name it and it is sound; looked up only then, since a lookup may import code."""
     if name not in terms.rules:
-        raise Refusal("rule")
+        raise TermsRefusal("rule")
     rule = find_rule(name)
     if not (rule.sound and rule.private):
         raise ConfigError(f"terms: rule {name!r} is not sound and private, so it protects nobody; take it out.")
     return rule
 
 
-MOST_PARTIES = 1_000_000
+MAX_PARTIES = 1_000_000
 """A party's number in a run must be below this: its own memory grows with the number."""
 
-ROUNDING = 1e-12
+ROUNDING_TOLERANCE = 1e-12
 """Relative room for numbers that were computed twice."""
 
-ASSIGNMENT_LIMITS: dict[str, tuple[str, Callable[[Terms, Any], bool]]] = {
-    "client": ("party", lambda terms, value: 0 <= value < MOST_PARTIES),
-    "rate": ("rate", lambda terms, value: 0 < value <= terms.rate * (1 + ROUNDING)),
-    "sigma": ("sigma", lambda terms, value: value >= terms.sigma * (1 - ROUNDING)),
+ASSIGNMENT_LIMITS: dict[str, tuple[str, Callable[[PartyTerms, Any], bool]]] = {
+    "client": ("party", lambda terms, value: 0 <= value < MAX_PARTIES),
+    "rate": ("rate", lambda terms, value: 0 < value <= terms.rate * (1 + ROUNDING_TOLERANCE)),
+    "sigma": ("sigma", lambda terms, value: value >= terms.sigma * (1 - ROUNDING_TOLERANCE)),
     "steps": ("steps", lambda terms, value: 1 <= value <= terms.steps),
-    "lr": ("lr", lambda terms, value: 0 < value <= terms.lr * (1 + ROUNDING)),
+    "lr": ("lr", lambda terms, value: 0 < value <= terms.lr * (1 + ROUNDING_TOLERANCE)),
     "every": ("interval", lambda terms, value: value >= terms.statistics_interval),
     "shares": ("shared-noise", lambda terms, value: value == 1),
 }
 """Field of an `Assignment` -> the code of its refusal, and whether the terms allow a value."""
 
 
-def check_assignment(terms: Terms, task: Assignment) -> None:
+def check_assignment(terms: PartyTerms, task: Assignment) -> None:
     """Refuse an assignment that goes beyond the terms. A field that has no limit must keep its default."""
     for each in dataclasses.fields(task):
         value = getattr(task, each.name)
@@ -202,11 +202,11 @@ def check_assignment(terms: Terms, task: Assignment) -> None:
         else:
             code, fine = "field", value == each.default
         if not fine:
-            raise Refusal(code)
+            raise TermsRefusal(code)
 
 
-def check_request(
-    terms: Terms, header: Mapping[str, Any], assignment: Assignment, model: str, task: str, simulation: bool
+def check_round_request(
+    terms: PartyTerms, header: Mapping[str, Any], assignment: Assignment, model: str, task: str, simulation: bool
 ) -> None:
     """Refuse a round that goes beyond the terms. model, task: fingerprints of this party's own model and task."""
     checks: tuple[tuple[str, bool], ...] = (
@@ -216,18 +216,18 @@ def check_request(
         ("model", header["model"] == model),
         ("task", header["task"] == task),
         ("rounds", header["round"] < header["rounds"] <= terms.rounds),
-        ("lr", 0 <= header["weight_decay"] <= terms.weight_decay * (1 + ROUNDING)),
+        ("lr", 0 <= header["weight_decay"] <= terms.weight_decay * (1 + ROUNDING_TOLERANCE)),
         ("seed", simulation or not header["seeds"]),
         ("no-seed", not simulation or len(header["seeds"]) == 1),
     )
     for code, fine in checks:
         if not fine:
-            raise Refusal(code)
+            raise TermsRefusal(code)
     check_assignment(terms, assignment)
-    allowed_rule(terms, header["rule"])
+    find_allowed_rule(terms, header["rule"])
 
 
-def check_state(terms: Terms, state: State) -> None:
+def check_clipping_state(terms: PartyTerms, state: RuleState) -> None:
     """Refuse a clipping norm that is not finite, not positive or outside the agreed range.
 
     The other numbers are bounded too: one that overflows in a product with private values would show, as a
@@ -237,20 +237,20 @@ def check_state(terms: Terms, state: State) -> None:
     total = float(torch.linalg.vector_norm(C))
     slack = 1e-6  # C is a 32-bit number that was multiplied often; the range is in decimal
     if not (bool((C > 0).all()) and terms.C_min * (1 - slack) <= total <= terms.C_max * (1 + slack)):
-        raise Refusal("C")
+        raise TermsRefusal("C")
     for name, value in state.items():
-        if name != "C" and value.is_floating_point() and value.numel() and float(value.abs().max()) > LARGEST:
-            raise Refusal("state")
+        if name != "C" and value.is_floating_point() and value.numel() and float(value.abs().max()) > MAX_STATE_VALUE:
+            raise TermsRefusal("state")
 
 
 # --- proposals ----------------------------------------------------------------------------------
 
 
-ANY_SIZE = tuple(10**n for n in range(10))
+PROPOSAL_UNIT_COUNTS = tuple(10**n for n in range(10))
 """Numbers of units from one to a thousand million: a proposal is made before the parties' sizes are known."""
 
 
-def propose(settings: Settings, classes: int = 0, task: TaskSettings | None = None) -> dict[str, Any]:
+def make_proposal(settings: Settings, classes: int = 0, task: TaskSettings | None = None) -> dict[str, Any]:
     """What a run's settings ask of every party, as plain values: a coordinator sends it, `fulcrum terms` prints it.
 
     classes: the model's outputs, or the number of classes (public), where known. task: the task as public data declare
@@ -258,19 +258,21 @@ def propose(settings: Settings, classes: int = 0, task: TaskSettings | None = No
     size and budget: a party may be asked for more noise, never for less. budget is what one run costs, the noise
     schedule and the statistics interval included.
     """
-    check(settings)
+    check_settings(settings)
     privacy = settings.privacy
     if privacy.epsilon is not None:
         most = max([privacy.epsilon, *privacy.budgets.values()])
         privacy = dataclasses.replace(privacy, epsilon=most, budgets={})
     train = settings.train
     rule = find_rule(settings.clip.rule)
-    plan = make_plan(dataclasses.replace(settings, privacy=privacy), len(ANY_SIZE), ANY_SIZE, rule)
+    plan = make_plan(
+        dataclasses.replace(settings, privacy=privacy), len(PROPOSAL_UNIT_COUNTS), PROPOSAL_UNIT_COUNTS, rule
+    )
     agreed = training_settings(task or settings.task, classes if classes > 1 else 0)
     proposal = {
         "delta": settings.privacy.delta,
         "rate": train.rate,
-        "steps": local_steps(train),
+        "steps": compute_local_steps(train),
         "sigma": float(min(group.sigma * min(group.factors) for group in plan.groups)),
         "rounds": train.rounds,
         "rules": [settings.clip.rule],
@@ -290,44 +292,48 @@ def propose(settings: Settings, classes: int = 0, task: TaskSettings | None = No
     return {**proposal, "budget": cost} if math.isfinite(cost) else proposal
 
 
-def accept(party: str, proposal: Mapping[str, Any], budget: float | None = None) -> Terms:
+def accept_proposal(party: str, proposal: Mapping[str, Any], budget: float | None = None) -> PartyTerms:
     """A proposal as terms. budget: None takes what one run of the proposal costs, and no more."""
-    terms = validate_terms(_validate({"budget": 1.0, **proposal, "party": party}))
+    terms = validate_terms(_validate_terms_types({"budget": 1.0, **proposal, "party": party}))
     if budget is None:
-        cost = terms.planned_epsilon()
+        cost = terms.compute_planned_epsilon()
         # Rounded up a little: the same sum, reached round by round, may differ in the last digits.
         budget = math.ceil(min(cost, proposal.get("budget", cost)) * 1e4) / 1e4
     return validate_terms(dataclasses.replace(terms, budget=budget))
 
 
-def check_proposal(terms: Terms, proposal: Mapping[str, Any]) -> None:
+def check_proposal(terms: PartyTerms, proposal: Mapping[str, Any]) -> None:
     """Refuse a proposal that goes beyond the terms, before a run starts; each round is checked again."""
     try:
-        asked = _validate({**proposal, "party": terms.party, "budget": terms.budget})
+        asked = _validate_terms_types({**proposal, "party": terms.party, "budget": terms.budget})
     except ConfigError as error:
-        raise Refusal("message") from error
+        raise TermsRefusal("message") from error
     checks: tuple[tuple[str, bool], ...] = (
         ("unit", asked.unit == terms.unit),
         ("groups", asked.groups == terms.groups),
         ("model", asked.model == terms.model),
         ("task", same_task(asked.agreed_task, terms.agreed_task)),
-        ("rate", asked.rate <= terms.rate * (1 + ROUNDING)),
+        ("rate", asked.rate <= terms.rate * (1 + ROUNDING_TOLERANCE)),
         ("steps", asked.steps <= terms.steps),
-        ("sigma", asked.sigma >= terms.sigma * (1 - ROUNDING)),
+        ("sigma", asked.sigma >= terms.sigma * (1 - ROUNDING_TOLERANCE)),
         ("rounds", asked.rounds <= terms.rounds),
         ("interval", asked.statistics_interval >= terms.statistics_interval),
-        ("lr", asked.lr <= terms.lr * (1 + ROUNDING) and asked.weight_decay <= terms.weight_decay * (1 + ROUNDING)),
+        (
+            "lr",
+            asked.lr <= terms.lr * (1 + ROUNDING_TOLERANCE)
+            and asked.weight_decay <= terms.weight_decay * (1 + ROUNDING_TOLERANCE),
+        ),
         ("rule", set(asked.rules) <= set(terms.rules)),
     )
     for code, fine in checks:
         if not fine:
-            raise Refusal(code)
+            raise TermsRefusal(code)
 
 
 # --- the file -----------------------------------------------------------------------------------
 
 
-def read_terms(path: Path) -> Terms:
+def read_terms_file(path: Path) -> PartyTerms:
     """The terms of a file, every field checked; a ConfigError names the first that is wrong."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -335,14 +341,14 @@ def read_terms(path: Path) -> Terms:
         raise ConfigError(f"terms {path} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"terms {path} is not TOML: {error}.") from None
-    return validate_terms(_validate(raw))
+    return validate_terms(_validate_terms_types(raw))
 
 
-def write_terms(terms: Terms) -> str:
+def terms_to_toml(terms: PartyTerms) -> str:
     """TOML with every term and what it means."""
     lines = ["# What this party agreed to. The coordinator cannot change it; edit it only if you mean it.", ""]
-    docs = _field_docs()
-    for each in dataclasses.fields(Terms):
+    docs = _read_field_docs()
+    for each in dataclasses.fields(PartyTerms):
         if each.name not in ("task", "model"):
             lines += [f"# {docs[each.name]}", f"{each.name} = {json.dumps(getattr(terms, each.name))}", ""]
     for section in ("task", "model"):  # tables come last in TOML
@@ -353,10 +359,10 @@ def write_terms(terms: Terms) -> str:
     return "\n".join(lines)
 
 
-def _validate(raw: Mapping[str, Any]) -> Terms:
+def _validate_terms_types(raw: Mapping[str, Any]) -> PartyTerms:
     """Strict types, through JSON as the settings do; unknown fields are refused."""
     try:
-        return TypeAdapter(Terms).validate_json(json.dumps(raw, allow_nan=False, default=list), strict=True)
+        return TypeAdapter(PartyTerms).validate_json(json.dumps(raw, allow_nan=False, default=list), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -365,17 +371,17 @@ def _validate(raw: Mapping[str, Any]) -> Terms:
         raise ConfigError("terms: a number is not finite.") from None
 
 
-def _field_docs() -> dict[str, str]:
+def _read_field_docs() -> dict[str, str]:
     """The sentence under each field of `Terms`, as its source has it."""
-    source = inspect.getsource(Terms)
+    source = inspect.getsource(PartyTerms)
     found = {}
-    for each in dataclasses.fields(Terms):
+    for each in dataclasses.fields(PartyTerms):
         rest = source.split(f"    {each.name}: ", 1)[1].split('"""', 2)
         found[each.name] = rest[1]
     return found
 
 
-def to_settings(terms: Terms) -> Settings:
+def terms_to_settings(terms: PartyTerms) -> Settings:
     """The terms as settings, for a party's own training and privacy statement."""
     return Settings(
         method="terms",

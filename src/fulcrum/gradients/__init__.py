@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fulcrum.data.records import Inputs, count_examples, input_tensors, map_inputs, split_inputs, take_rows
+from fulcrum.data.records import ModelInputs, count_examples, list_input_tensors, map_inputs, select_rows, split_inputs
 from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.gradients import sequence
@@ -70,7 +70,7 @@ class GradientRecorder:
         other._verdict, other._elements = self._verdict, dict(self._elements)
         return other
 
-    def __call__(self, params: Tensor, x: Inputs, y: Tensor) -> GradientTape:
+    def __call__(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
         """One forward and backward pass over x [B, ...], y [B, ...] with the parameters `params` [d]."""
         if len(y) == 0:
             return EmptyTape(params.detach())
@@ -87,7 +87,7 @@ class GradientRecorder:
             return record_vmap_tape(self.model, self.layout, params, x, y, self.task)
 
     @torch.no_grad()
-    def outputs(self, params: Tensor, x: Inputs) -> Tensor:
+    def outputs(self, params: Tensor, x: ModelInputs) -> Tensor:
         """The model's outputs for a batch x with the parameters `params` [d], and nothing to go back by."""
         tensors = self.layout.unflatten(params.detach())
         if not self.program.sequence:
@@ -97,19 +97,19 @@ class GradientRecorder:
         kernels = sequence.prepare_weights(tuple(tensors.values()), one.device)
         return sequence.forward_sequence(self.program, kernels, one, keep=False)[0]
 
-    def settle(self, params: Tensor, x: Inputs, y: Tensor) -> None:
+    def settle(self, params: Tensor, x: ModelInputs, y: Tensor) -> None:
         """Finds out, once, whether book-keeping is right for a model with a forward of its own."""
         if self._verdict is None:
             self._verdict = _compare_with_vmap(self.model, self.program, self.layout, params, x, y, self.task)
 
-    def _run(self, params: Tensor, x: Inputs, y: Tensor) -> GhostTape:
+    def _run(self, params: Tensor, x: ModelInputs, y: Tensor) -> GhostTape:
         return record_ghost_tape(self.model, self.program, self.layout, params, x, y, self.task)
 
-    def _record_in_pieces(self, params: Tensor, x: Inputs, y: Tensor) -> GradientTape:
+    def _record_in_pieces(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
         """Equal pieces that depend on the shapes alone, so that a resumed run rounds as the first one did."""
-        shape = tuple(value.shape[1:] for value in input_tensors(x))
+        shape = tuple(value.shape[1:] for value in list_input_tensors(x))
         if shape not in self._elements:
-            self._elements[shape] = self._run(params, take_rows(x, slice(0, 1)), y[:1]).elements
+            self._elements[shape] = self._run(params, select_rows(x, slice(0, 1)), y[:1]).elements
         limit = PASS_MEMORY_BYTES.get(params.device.type, PASS_MEMORY_BYTES["cuda"])
         size = self._elements[shape] * params.element_size() * len(y)
         pieces = min(len(y), max(1, math.ceil(size / limit)))
@@ -130,7 +130,7 @@ def record_gradients(
     model: nn.Module,
     layout: ParameterLayout,
     params: Tensor,
-    x: Inputs,
+    x: ModelInputs,
     y: Tensor,
     task: Task,
     how: str = "auto",
@@ -157,7 +157,13 @@ def record_gradients(
 
 
 def _compare_with_vmap(
-    model: nn.Module, program: GradProgram, layout: ParameterLayout, params: Tensor, x: Inputs, y: Tensor, task: Task
+    model: nn.Module,
+    program: GradProgram,
+    layout: ParameterLayout,
+    params: Tensor,
+    x: ModelInputs,
+    y: Tensor,
+    task: Task,
 ) -> str:
     """Why book-keeping must not be used, or "": found on made-up examples with the model's own parameters.
 
@@ -171,7 +177,7 @@ def _compare_with_vmap(
             return value[index]  # only the data know which numbers a model's tables have
         return torch.rand((NUM_PROBE_EXAMPLES, *value.shape[1:]), generator=stream, dtype=value.dtype).to(value.device)
 
-    probe: Inputs = map_inputs(made_up, x)
+    probe: ModelInputs = map_inputs(made_up, x)
     truth = record_vmap_tape(model, layout, own, probe, y[index], task).matrix()
     if not bool(truth.any()):
         return "it has no finite gradients to compare"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulcrum.data.records import Inputs, count_examples, map_inputs
+from fulcrum.data.records import ModelInputs, count_examples, map_inputs
 from fulcrum.data.tasks import Task
 from fulcrum.gradients import sequence
 from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, materialise_grads
@@ -89,7 +89,13 @@ class _UseRecorder:
 
 
 def record_ghost_tape(
-    model: nn.Module, program: GradProgram, layout: ParameterLayout, params: Tensor, x: Inputs, y: Tensor, task: Task
+    model: nn.Module,
+    program: GradProgram,
+    layout: ParameterLayout,
+    params: Tensor,
+    x: ModelInputs,
+    y: Tensor,
+    task: Task,
 ) -> GhostTape:
     """One pass over the batch. Raises Unsuitable where the model does not keep examples in rows."""
     if model in program.sites and program.sites[model].kind is None:
@@ -111,7 +117,7 @@ def _record_sequence(
     tensors = sequence.prepare_weights(tensors, x.device)
     recorder = _UseRecorder(len(x), tensors)
     outputs, steps = sequence.forward_sequence(program, tensors, x)
-    losses, g = task.losses_and_slopes(outputs, y)
+    losses, g = task.compute_losses_and_gradients(outputs, y)
     check_loss_per_example(losses, len(x))
     numbers = {
         id(step): recorder.add_use(step.node.site, step.seen, step.elements, step.out)
@@ -144,7 +150,7 @@ def _record_with_hooks(
     program: GradProgram,
     layout: ParameterLayout,
     tensors: tuple[Tensor, ...],
-    x: Inputs,
+    x: ModelInputs,
     y: Tensor,
     task: Task,
 ) -> tuple[_UseRecorder, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fulcrum.data.records import Inputs, input_tensors
+from fulcrum.data.records import ModelInputs, list_input_tensors
 from fulcrum.gradients.layer_ops import LayerOp, LayerParams, find_layer_op
 from fulcrum.gradients.outer_products import ConvPatches
 from fulcrum.gradients.program import GradProgram, SequenceNode, UnsupportedModel
@@ -52,9 +52,9 @@ def _to_channels_last(weight: Tensor) -> Tensor:
     return weight.contiguous().as_strided(weight.shape, (height * width, 1, width, 1))
 
 
-def require_single_input(x: Inputs) -> Tensor:
+def require_single_input(x: ModelInputs) -> Tensor:
     """The one tensor that a sequence takes. Raises Unsuitable where there are several."""
-    first, *others = input_tensors(x)
+    first, *others = list_input_tensors(x)
     if others:
         raise UnsupportedModel("a sequence takes one input")
     return first

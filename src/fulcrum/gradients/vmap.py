@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vmap
 
-from fulcrum.data.records import Inputs, count_examples, map_inputs, take_rows
+from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select_rows
 from fulcrum.data.tasks import Task
 from fulcrum.gradients.tape import GradientTape, select_group_factors, sum_squares_by_group
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
@@ -61,11 +61,11 @@ class MaterialisedTape:
 
 
 def record_vmap_tape(
-    model: nn.Module, layout: ParameterLayout, params: Tensor, x: Inputs, y: Tensor, task: Task
+    model: nn.Module, layout: ParameterLayout, params: Tensor, x: ModelInputs, y: Tensor, task: Task
 ) -> GradientTape:
     """Gradients of every example by vmap over the whole model."""
 
-    def one(tensors: Mapping[str, Tensor], example: Inputs, target: Tensor) -> Tensor:
+    def one(tensors: Mapping[str, Tensor], example: ModelInputs, target: Tensor) -> Tensor:
         outputs: Tensor = call_with_parameters(model, tensors, map_inputs(lambda value: value.unsqueeze(0), example))
         return task.loss(outputs, target.unsqueeze(0)).reshape(())
 
@@ -89,7 +89,7 @@ def compute_module_grads(module: nn.Module, tensors: Mapping[str, Tensor], a: Te
 
 
 def _compute_per_example_grads(
-    one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[Inputs, Tensor], with_value: bool
+    one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[ModelInputs, Tensor], with_value: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     derivative = grad_and_value(one) if with_value else grad(one)
@@ -102,7 +102,7 @@ def _compute_per_example_grads(
 
 
 def _loop_over_examples(
-    one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[Inputs, Tensor]
+    one: Callable[..., Tensor], tensors: Mapping[str, Tensor], batch: tuple[ModelInputs, Tensor]
 ) -> tuple[dict[str, Tensor], Tensor]:
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     rows: list[tuple[Tensor, ...]] = []
@@ -110,7 +110,7 @@ def _loop_over_examples(
     x, y = batch
     for row in range(count_examples(x)):
         with torch.enable_grad():
-            value = one(leaves, take_rows(x, row), y[row])
+            value = one(leaves, select_rows(x, row), y[row])
             found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
         rows.append(found)
         values.append(value.detach())

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fulcrum.data.records import Inputs
+from fulcrum.data.records import ModelInputs
 from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.models import pretrain as priors
@@ -17,7 +17,7 @@ from fulcrum.models.builtin import ACTIVATIONS, AUTO_MODELS, BUILTIN_MODELS, Inp
 from fulcrum.models.own import _check_own_model, build_own_model, make_trial_inputs
 from fulcrum.rng import torch_generator
 from fulcrum.settings import schema as config
-from fulcrum.settings.registry import Registry, nearest_name
+from fulcrum.settings.registry import Registry, find_nearest_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,7 +39,7 @@ def find_factory(name: str) -> Callable[..., nn.Module]:
     if ":" in name or name in MODELS.names():
         return MODELS.find(name)
     known = ("auto", *MODELS.names())
-    near = nearest_name(name, known)
+    near = find_nearest_name(name, known)
     hint = f"; did you mean {near!r}?" if near else "."
     raise ModelError(
         f"model.name = {name!r} is not known; choose one of {', '.join(known)}, or package.module:factory{hint}"
@@ -56,7 +56,7 @@ def build_model(
     input_shape: InputShape | Mapping[str, InputShape],
     outputs: int,
     seed: int,
-    sample: Inputs | None = None,
+    sample: ModelInputs | None = None,
     sequence: bool = False,
     task: Task | None = None,
 ) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulcrum.data.records import Inputs, count_examples, map_inputs
+from fulcrum.data.records import ModelInputs, count_examples, map_inputs
 from fulcrum.errors import ModelError
 
 # --- what cannot be trained with a bound per example ------------------------------------------------
@@ -48,7 +48,7 @@ REFUSED_LAYERS: tuple[tuple[tuple[type[nn.Module], ...], LayerCheckFn], ...] = (
 )
 
 
-def validate_model(model: nn.Module, sample: Inputs | None = None) -> None:
+def validate_model(model: nn.Module, sample: ModelInputs | None = None) -> None:
     """Raises ModelError, naming the layer and what to use instead, if the model cannot give per-example gradients.
 
     Refused are layers that mix the examples of a batch (BatchNorm), keep statistics of the data, rewrite their
@@ -69,7 +69,7 @@ def _validate_by_type(model: nn.Module) -> None:
                 raise ModelError(f"Layer {name or 'model'!r} ({type(layer).__name__}) {problem}.")
 
 
-def _validate_by_behaviour(model: nn.Module, sample: Inputs) -> None:
+def _validate_by_behaviour(model: nn.Module, sample: ModelInputs) -> None:
     trace, _, moved = _run_dry(model, sample)
     if moved:
         raise ModelError(f"Buffer {moved!r} changes when the model runs: it would leave the data's traces unprotected.")
@@ -105,7 +105,7 @@ def _outputs_agree(a: Tensor, b: Tensor) -> bool:
 OutputTrace = list[tuple[str, str, Tensor]]
 
 
-def _run_dry(model: nn.Module, sample: Inputs, seed: int = 0) -> tuple[OutputTrace, Any, str]:
+def _run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[OutputTrace, Any, str]:
     """Runs the model: the outputs of its modules in order, its own output, and the first buffer that changed.
 
     The model is left as it was: buffers are put back, and so is the global generator.

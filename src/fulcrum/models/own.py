@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulcrum.data.records import Inputs, count_examples, input_shape, input_tensors, map_inputs
+from fulcrum.data.records import ModelInputs, count_examples, get_input_shape, list_input_tensors, map_inputs
 from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.models.builtin import InputShape
 from fulcrum.models.checks import _run_dry, _validate_by_type, validate_model
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import derive_stream_seed, torch_generator
-from fulcrum.settings.registry import call_with_offers, current_folder_importable
+from fulcrum.settings.registry import call_with_supported_arguments, current_folder_importable
 
 # --- models of your own ---------------------------------------------------------------------------
 
@@ -27,7 +27,7 @@ def build_own_model(factory: Callable[..., Any], name: str, offers: Mapping[str,
     with current_folder_importable(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_stream_seed(seed, ("init",)))
         try:
-            model = call_with_offers(factory, offers)
+            model = call_with_supported_arguments(factory, offers)
         except Exception as problem:
             raise ModelError(
                 f"model.name = {name!r}: the factory failed with {_describe_failure(problem)}."
@@ -47,7 +47,7 @@ NUM_TRIAL_EXAMPLES = 3
 """Examples on which a model of one's own is tried."""
 
 
-def make_trial_inputs(shape: InputShape | Mapping[str, InputShape], sample: Inputs | None = None) -> Inputs:
+def make_trial_inputs(shape: InputShape | Mapping[str, InputShape], sample: ModelInputs | None = None) -> ModelInputs:
     """Inputs of three examples: uniform numbers in [0, 1); integers from the sample, which shows their range."""
     stream = torch_generator(0, "dry")
 
@@ -66,7 +66,7 @@ def make_trial_inputs(shape: InputShape | Mapping[str, InputShape], sample: Inpu
     return numbers(shape)
 
 
-def _check_own_model(model: nn.Module, name: str, sample: Inputs, outputs: int, sequence: bool) -> None:
+def _check_own_model(model: nn.Module, name: str, sample: ModelInputs, outputs: int, sequence: bool) -> None:
     """A dry forward pass: trainable parameters, outputs of the right shape, and nothing that mixes examples."""
     ParameterLayout.of(model)
     _validate_by_type(model)
@@ -85,7 +85,7 @@ def _check_own_model(model: nn.Module, name: str, sample: Inputs, outputs: int, 
     validate_model(model, sample)
 
 
-def check_outputs(model: nn.Module, sample: Inputs, task: Task) -> None:
+def check_outputs(model: nn.Module, sample: ModelInputs, task: Task) -> None:
     """Raises ModelError where the model's outputs for some examples do not have the shape that the task needs.
 
     More outputs than classes do no harm; anything else would be broadcast against the targets without a word.
@@ -100,13 +100,13 @@ def check_outputs(model: nn.Module, sample: Inputs, task: Task) -> None:
         )
 
 
-def suggest_integer_inputs(sample: Inputs) -> str:
+def suggest_integer_inputs(sample: ModelInputs) -> str:
     """What may help a model that fails on integers; "" where there are none."""
-    integers = not all(part.is_floating_point() for part in input_tensors(sample))
+    integers = not all(part.is_floating_point() for part in list_input_tensors(sample))
     return "; x holds integers (token ids): if they are numbers, save x as float32" if integers else ""
 
 
-def _describe_shape(x: Inputs) -> str:
-    shape = input_shape(x)
+def _describe_shape(x: ModelInputs) -> str:
+    shape = get_input_shape(x)
     parts = {"": shape} if isinstance(shape, tuple) else shape
     return ", ".join(f"{name} {'x'.join(map(str, sides))}".strip() for name, sides in parts.items())

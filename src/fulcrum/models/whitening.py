@@ -115,7 +115,7 @@ def centre_model(model: nn.Module, facts: Mapping[str, Tensor], head: bool = Fal
     return out.train(model.training)
 
 
-COORDINATES = ("plain", "centred", "whitened")
+COORDINATE_CHOICES = ("plain", "centred", "whitened")
 """What model.coordinates may be."""
 
 

@@ -24,13 +24,13 @@ import numpy.typing as npt
 
 from fulcrum.errors import ConfigError
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
-from fulcrum.privacy.rdp import sampled_gaussian
+from fulcrum.privacy.rdp import compute_sampled_gaussian_rdp
 from fulcrum.settings.registry import Registry
 
-Vector = npt.NDArray[np.float64]
+FloatVector = npt.NDArray[np.float64]
 
 
-def _orders() -> Vector:
+def _choose_renyi_orders() -> FloatVector:
     """Renyi orders, chosen once: Google's up to 63, then closer together than Google's, for small epsilons."""
     low = [1 + x / 10 for x in range(1, 100)] + [float(x) for x in range(11, 64)]
     orders = np.array([*low, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024], dtype=np.float64)
@@ -38,13 +38,13 @@ def _orders() -> Vector:
     return orders
 
 
-ORDERS: Vector = _orders()
+ORDERS: FloatVector = _choose_renyi_orders()
 """The Renyi orders [A] at which every `Spend` is kept."""
 
 SIGMA_MIN, SIGMA_MAX = 0.01, 1e6
 """Where `calibrate` looks. Below 0.01 nothing is hidden; above 1e6 nothing is learned."""
 
-STEPS_MAX = 10**9
+MAX_STEPS = 10**9
 """Where `steps_for` stops looking."""
 
 # Rounding and the cut tail of the series are below this in the log moment of one step. It is added, so
@@ -56,7 +56,7 @@ _LOG_MOMENT_PAD = 1e-12
 
 
 @lru_cache(maxsize=4096)
-def step_rdp(rate: float, sigma: float) -> Vector:
+def compute_step_rdp(rate: float, sigma: float) -> FloatVector:
     """RDP of one release at each of ORDERS [A], read-only; infinite where sigma = 0."""
     if not 0 < rate <= 1:
         raise ConfigError(f"rate = {rate!r} is not a sampling rate; it must be greater than 0 and at most 1.")
@@ -67,12 +67,12 @@ def step_rdp(rate: float, sigma: float) -> Vector:
     elif rate == 1:
         curve = ORDERS / (2 * sigma**2)
     else:
-        curve = sampled_gaussian(rate, sigma, ORDERS) + _LOG_MOMENT_PAD / (ORDERS - 1)
+        curve = compute_sampled_gaussian_rdp(rate, sigma, ORDERS) + _LOG_MOMENT_PAD / (ORDERS - 1)
     curve.setflags(write=False)
     return curve
 
 
-def rdp_to_epsilon(rdp: Vector, delta: float) -> Vector:
+def convert_rdp_to_epsilon(rdp: FloatVector, delta: float) -> FloatVector:
     """The smallest epsilon that RDP curves [..., A] prove at delta: [...].
 
     At each order the bound of Canonne, Kamath and Steinke (2020, proposition 12), or 0 where already
@@ -80,28 +80,28 @@ def rdp_to_epsilon(rdp: Vector, delta: float) -> Vector:
     """
     offset = np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
     bounds = np.where(delta**2 + np.expm1(-rdp) > 0, 0.0, rdp + offset)
-    best: Vector = np.maximum(bounds.min(axis=-1), 0.0)
+    best: FloatVector = np.maximum(bounds.min(axis=-1), 0.0)
     return best
 
 
 # --- PLD ----------------------------------------------------------------------------------------
 
-Counts = frozenset[tuple[tuple[float, float], int]]
+EventCounts = frozenset[tuple[tuple[float, float], int]]
 
 
-def _loss_size(rate: float, sigma: float) -> tuple[float, float]:
+def _estimate_loss_size(rate: float, sigma: float) -> tuple[float, float]:
     """Of the privacy loss of one step: its usual size (standard deviation, roughly) and its largest."""
     largest = 10 / sigma + 0.5 / sigma**2
     return min(rate * math.sqrt(math.expm1(min(sigma**-2, 600.0))), largest), largest
 
 
-def _interval(parts: Sequence[tuple[float, float, int]]) -> float:
+def _choose_pld_interval(parts: Sequence[tuple[float, float, int]]) -> float:
     """Grid width for the privacy loss: 1e-3, finer for steps that lose little, coarser for those that lose much.
 
     Any width gives an upper bound. At 1e-3 a step that loses 2e-4 is charged double; a tenth of the
     loss keeps the error near 0.1%. The coarse end bounds the arrays to half a million entries.
     """
-    sizes = [(*_loss_size(rate, sigma), count) for rate, sigma, count in parts]
+    sizes = [(*_estimate_loss_size(rate, sigma), count) for rate, sigma, count in parts]
     fine = min(max(min(usual for usual, _, _ in sizes) / 10, 1e-5), 1e-3)
     mean = sum(count * min(usual**2 / 2, largest) for usual, largest, count in sizes)
     spread = 10 * math.sqrt(sum(count * usual**2 for usual, _, count in sizes))
@@ -109,42 +109,45 @@ def _interval(parts: Sequence[tuple[float, float, int]]) -> float:
     return 1e-3 * float(2.0 ** math.ceil(math.log2(max(fine, coarse) / 1e-3)))
 
 
-KINDS, GRID = 16, 1.004
+MAX_EXACT_PLD_KINDS, PLD_ROUNDING_RATIO = 16, 1.004
 """PLD composes up to KINDS different (rate, sigma) as they are. Of more, as a noise schedule has, each sigma is
 rounded down to a power of GRID: an upper bound, at most 0.4% above."""
 
 
-def _rounded(parts: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    if len(parts) <= KINDS:
+def _round_event_counts(parts: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    if len(parts) <= MAX_EXACT_PLD_KINDS:
         return list(parts)
     merged: dict[tuple[float, float], int] = {}
     for rate, sigma, count in parts:
-        power = math.floor(math.log(sigma, GRID))
-        down = (rate, GRID**power if GRID**power <= sigma else GRID ** (power - 1))
+        power = math.floor(math.log(sigma, PLD_ROUNDING_RATIO))
+        down = (
+            rate,
+            PLD_ROUNDING_RATIO**power if PLD_ROUNDING_RATIO**power <= sigma else PLD_ROUNDING_RATIO ** (power - 1),
+        )
         merged[down] = merged.get(down, 0) + count
     return [(rate, sigma, count) for (rate, sigma), count in sorted(merged.items())]
 
 
 @lru_cache(maxsize=128)
-def _step_pld(rate: float, sigma: float, interval: float) -> Any:
+def _build_step_pld(rate: float, sigma: float, interval: float) -> Any:
     pld = importlib.import_module("dp_accounting.pld.privacy_loss_distribution")
     return pld.from_gaussian_mechanism(sigma, value_discretization_interval=interval, sampling_prob=rate)
 
 
 @lru_cache(maxsize=128)
-def _steps_pld(rate: float, sigma: float, count: int, interval: float) -> Any:
-    return _step_pld(rate, sigma, interval).self_compose(count)
+def _compose_steps_pld(rate: float, sigma: float, count: int, interval: float) -> Any:
+    return _build_step_pld(rate, sigma, interval).self_compose(count)
 
 
 @lru_cache(maxsize=4096)
-def _pld_epsilon(counts: Counts, delta: float) -> float:
+def _compute_pld_epsilon(counts: EventCounts, delta: float) -> float:
     # k releases without sampling are one release at sigma / sqrt(k), exactly.
     whole = sum(count * sigma**-2 for (rate, sigma), count in counts if rate == 1.0)
-    parts = _rounded([(rate, sigma, count) for (rate, sigma), count in sorted(counts) if rate < 1.0])
+    parts = _round_event_counts([(rate, sigma, count) for (rate, sigma), count in sorted(counts) if rate < 1.0])
     parts += [(1.0, whole**-0.5, 1)] if whole else []
-    interval = _interval(parts)
+    interval = _choose_pld_interval(parts)
     with np.errstate(all="ignore"):  # overflows to infinity are meant
-        composed = (_steps_pld(rate, sigma, count, interval) for rate, sigma, count in parts)
+        composed = (_compose_steps_pld(rate, sigma, count, interval) for rate, sigma, count in parts)
         total = reduce(lambda left, right: left.compose(right), composed)
         return float(total.get_epsilon_for_delta(delta))
 
@@ -162,18 +165,18 @@ class Spend:
 
     counts: Mapping[tuple[float, float], int]
     others: Mapping[Event, int]
-    rdp: Vector = field(compare=False, repr=False)
+    rdp: FloatVector = field(compare=False, repr=False)
 
     @staticmethod
-    def none() -> Spend:
+    def empty() -> Spend:
         """Nothing released yet."""
         return Spend({}, {}, np.zeros(len(ORDERS)))
 
-    def plus(self, events: Iterable[Event], times: int = 1) -> Spend:
+    def add_events(self, events: Iterable[Event], times: int = 1) -> Spend:
         """This and then `events`, all of them `times` over. Costs add up; nothing is ever forgotten."""
         counts, others, rdp = dict(self.counts), dict(self.others), self.rdp
         for event in events:
-            count = _whole(event.count) * times
+            count = _check_whole_count(event.count) * times
             if count == 0:
                 continue
             if not isinstance(event, Gaussian):
@@ -181,16 +184,16 @@ class Spend:
                 others[one] = others.get(one, 0) + count
                 continue
             pair = (float(event.rate), float(event.sigma))
-            rdp = rdp + count * step_rdp(*pair)
+            rdp = rdp + count * compute_step_rdp(*pair)
             counts[pair] = counts.get(pair, 0) + count
         return Spend(counts, others, rdp)
 
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
         """Epsilon at `delta` of everything released so far; infinite if anything went out unprotected."""
-        return float(epsilons([self], delta, accountant)[0])
+        return float(compute_epsilons([self], delta, accountant)[0])
 
     @property
-    def unprotected(self) -> int:
+    def num_unprotected(self) -> int:
         """How many releases went out without noise."""
         return sum(count for event, count in self.others.items() if isinstance(event, Unprotected))
 
@@ -206,12 +209,12 @@ class Spend:
         return (*noised, *(event.with_count(count) for event, count in self.others.items()))
 
     @property
-    def key(self) -> tuple[Counts, frozenset[tuple[Event, int]]]:
+    def key(self) -> tuple[EventCounts, frozenset[tuple[Event, int]]]:
         """Equal for equal spends, and hashable."""
         return frozenset(self.counts.items()), frozenset(self.others.items())
 
 
-def _whole(count: int) -> int:
+def _check_whole_count(count: int) -> int:
     if isinstance(count, bool) or count != int(count) or count < 0:
         raise ConfigError(f"count = {count!r} is not a number of releases; it must be a whole number of at least 0.")
     return int(count)
@@ -230,7 +233,7 @@ class Accountant:
     """
 
     name: str
-    epsilons: Callable[[Sequence[Spend], float], Vector]
+    epsilons: Callable[[Sequence[Spend], float], FloatVector]
     supports: Callable[[Event], bool]
     summary: str = ""
     software: Callable[[], str] = lambda: "a package of its own"
@@ -242,33 +245,35 @@ ACCOUNTANTS = Registry[Accountant](
 """All accountants by name. Yours comes by `ACCOUNTANTS.add`, by entry point, or as package.module:accountant."""
 
 
-def _by_rdp(spends: Sequence[Spend], delta: float) -> Vector:
-    return rdp_to_epsilon(np.stack([spend.rdp for spend in spends]), delta)
+def _compute_rdp_epsilons(spends: Sequence[Spend], delta: float) -> FloatVector:
+    return convert_rdp_to_epsilon(np.stack([spend.rdp for spend in spends]), delta)
 
 
-def _by_pld(spends: Sequence[Spend], delta: float) -> Vector:
-    values = _by_rdp(spends, delta)
+def _compute_pld_epsilons(spends: Sequence[Spend], delta: float) -> FloatVector:
+    values = _compute_rdp_epsilons(spends, delta)
     for i, spend in enumerate(spends):
         # The Fourier transform of the composition is exact to about 1e-16 a step: where that is not
         # small against delta the RDP value, an upper bound too, stays.
         if spend.counts and min(s for _, s in spend.counts) > 0 and delta > 1e-13 * spend.releases:
-            values[i] = _pld_epsilon(spend.key[0], delta)
+            values[i] = _compute_pld_epsilon(spend.key[0], delta)
     return values
 
 
-def _is_gaussian(event: Event) -> bool:
+def _is_gaussian_event(event: Event) -> bool:
     return isinstance(event, Gaussian)
 
 
-RDP = Accountant("rdp", _by_rdp, _is_gaussian, "Renyi differential privacy; composes fast", lambda: "fulcrum")
-PLD = Accountant(
+RDP_ACCOUNTANT = Accountant(
+    "rdp", _compute_rdp_epsilons, _is_gaussian_event, "Renyi differential privacy; composes fast", lambda: "fulcrum"
+)
+PLD_ACCOUNTANT = Accountant(
     "pld",
-    _by_pld,
-    _is_gaussian,
+    _compute_pld_epsilons,
+    _is_gaussian_event,
     "privacy loss distributions; about a tenth tighter than rdp, and slower",
     lambda: f"dp-accounting {importlib.metadata.version('dp-accounting')}",
 )
-for _accountant in (RDP, PLD):
+for _accountant in (RDP_ACCOUNTANT, PLD_ACCOUNTANT):
     ACCOUNTANTS.add(_accountant.name, _accountant)
 
 
@@ -279,12 +284,16 @@ def reported_accountants(enforced: str) -> tuple[Accountant, ...]:
     that is enforced comes before them.
     """
     chosen = ACCOUNTANTS.find(enforced)
-    return (RDP, PLD) if chosen in (RDP, PLD) else (chosen, RDP, PLD)
+    return (
+        (RDP_ACCOUNTANT, PLD_ACCOUNTANT)
+        if chosen in (RDP_ACCOUNTANT, PLD_ACCOUNTANT)
+        else (chosen, RDP_ACCOUNTANT, PLD_ACCOUNTANT)
+    )
 
 
-def epsilons(spends: Sequence[Spend], delta: float, accountant: str | Accountant = "rdp") -> Vector:
+def compute_epsilons(spends: Sequence[Spend], delta: float, accountant: str | Accountant = "rdp") -> FloatVector:
     """Epsilon of each of many spends at once: [len(spends)]; infinite with an event that is not supported."""
-    chosen = check_terms(delta, accountant)
+    chosen = check_accounting_terms(delta, accountant)
     if not spends:
         return np.zeros(0)
     bounded = [all(map(chosen.supports, spend.events)) for spend in spends]
@@ -294,12 +303,12 @@ def epsilons(spends: Sequence[Spend], delta: float, accountant: str | Accountant
     return found
 
 
-def epsilon(events: Iterable[Event], delta: float, accountant: str = "rdp") -> float:
+def compute_epsilon(events: Iterable[Event], delta: float, accountant: str = "rdp") -> float:
     """Epsilon at `delta` of all these events together; infinite with anything Unprotected among them."""
-    return Spend.none().plus(events).epsilon(delta, accountant)
+    return Spend.empty().add_events(events).epsilon(delta, accountant)
 
 
-def check_terms(delta: float, accountant: str | Accountant) -> Accountant:
+def check_accounting_terms(delta: float, accountant: str | Accountant) -> Accountant:
     """The accountant; ConfigError unless delta and the accountant's name make sense."""
     if not 0 < delta < 1:
         raise ConfigError(f"delta = {delta!r} is out of range; it must be greater than 0 and less than 1.")
@@ -309,12 +318,12 @@ def check_terms(delta: float, accountant: str | Accountant) -> Accountant:
 # --- searches -----------------------------------------------------------------------------------
 
 
-def combine_sigma(sigma_a: float, sigma_b: float) -> float:
+def combine_sigmas(sigma_a: float, sigma_b: float) -> float:
     """The multiplier of one release that costs what two on the same sample cost: (a^-2 + b^-2)^(-1/2)."""
     return float((sigma_a**-2 + sigma_b**-2) ** -0.5)
 
 
-def calibrate(
+def calibrate_sigma(
     planned: Callable[[float], Iterable[Event]],
     epsilon: float,
     delta: float,
@@ -328,12 +337,12 @@ def calibrate(
     and always on the safe side: epsilon(planned(answer)) <= epsilon. ConfigError where no sigma up to
     1e6 is enough; 0.01 where even less noise would do.
     """
-    check_terms(delta, accountant)
+    check_accounting_terms(delta, accountant)
     _check_epsilon(epsilon)
 
     def excess(sigma: float) -> float:
         """log(cost / epsilon), finite: at most 0 is safe."""
-        cost = Spend.none().plus(planned(sigma)).epsilon(delta, accountant)
+        cost = Spend.empty().add_events(planned(sigma)).epsilon(delta, accountant)
         size = math.log(min(max(cost, 1e-9), 1e9) / epsilon)
         # The sign comes from the numbers themselves, so that "safe" is what a caller will find.
         return max(size, 1e-15) if cost > epsilon else min(size, 0.0)
@@ -342,7 +351,7 @@ def calibrate(
     at_low = at_high = excess(1.0)
     while at_high > 0:
         if high >= SIGMA_MAX:
-            cost = Spend.none().plus(planned(high)).epsilon(delta, accountant)
+            cost = Spend.empty().add_events(planned(high)).epsilon(delta, accountant)
             raise ConfigError(
                 f"epsilon = {epsilon:g} at delta = {delta:g} cannot be reached: even with sigma = {high:g} the plan "
                 f"costs {cost:.4g}; allow a larger epsilon, or fewer rounds or steps."
@@ -356,10 +365,10 @@ def calibrate(
             return low
         low = max(low / 2, SIGMA_MIN)
         at_low = excess(low)
-    return _close_in(excess, (low, at_low), (high, at_high), tolerance)
+    return _bisect_sigma(excess, (low, at_low), (high, at_high), tolerance)
 
 
-def _close_in(
+def _bisect_sigma(
     excess: Callable[[float], float], low: tuple[float, float], high: tuple[float, float], tolerance: float
 ) -> float:
     """The safe end of a bracket (unsafe low, safe high) narrowed to a ratio of 1 + tolerance.
@@ -381,21 +390,21 @@ def _close_in(
     return high[0]
 
 
-def steps_for(rate: float, sigma: float, epsilon: float, delta: float, accountant: str = "rdp") -> int:
+def compute_max_steps(rate: float, sigma: float, epsilon: float, delta: float, accountant: str = "rdp") -> int:
     """The largest number of releases at (rate, sigma) that costs at most epsilon at delta; 0 if none fits.
 
     Counts up to 1e9, and says 1e9 where more would fit.
     """
-    check_terms(delta, accountant)
+    check_accounting_terms(delta, accountant)
     _check_epsilon(epsilon)
 
     def fits(count: int) -> bool:
-        return Spend.none().plus([Gaussian(rate, sigma, count)]).epsilon(delta, accountant) <= epsilon
+        return Spend.empty().add_events([Gaussian(rate, sigma, count)]).epsilon(delta, accountant) <= epsilon
 
-    return most(fits, STEPS_MAX)
+    return find_largest_count(fits, MAX_STEPS)
 
 
-def most(fits: Callable[[int], bool], limit: int) -> int:
+def find_largest_count(fits: Callable[[int], bool], limit: int) -> int:
     """The largest count in 0..limit that fits, where fewer always fit if more do; 0 always fits."""
     good, bad = 0, 1
     while bad <= limit and fits(bad):
@@ -412,6 +421,6 @@ def _check_epsilon(epsilon: float) -> None:
         raise ConfigError(f"epsilon = {epsilon!r} is out of range; it must be a finite number greater than 0.")
 
 
-def software(accountants: Iterable[Accountant] = (RDP, PLD)) -> str:
+def describe_software(accountants: Iterable[Accountant] = (RDP_ACCOUNTANT, PLD_ACCOUNTANT)) -> str:
     """What computed the epsilons, for statements."""
     return ", ".join(f"{accountant.name.upper()} by {accountant.software()}" for accountant in accountants)

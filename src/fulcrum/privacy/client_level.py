@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from fulcrum.settings.derived import local_steps
+from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.registry import Registry
 from fulcrum.settings.schema import Settings
 
-SERVER = -1
+SERVER_CLIENT_ID = -1
 """The `client` of the server's own reply."""
-FEW = 100
+FEW_PARTIES = 100
 """Below this many parties a plan warns: the noise that hides one of them hides what they have in common."""
 
 
 @dataclass(frozen=True)
-class Estimator:
+class MeanEstimator:
     """How a weighted sum of updates becomes their mean.
 
     divisor(terms, weight): what the sum is divided by, where `weight` is the total weight that took
@@ -27,13 +27,13 @@ class Estimator:
     words(terms): what the sum is divided by, in words for the privacy statement.
     """
 
-    divisor: Callable[[Terms, float], float]
-    sensitivity: Callable[[Terms], float]
-    words: Callable[[Terms], str] = lambda terms: f"divided as the estimator {terms.estimator!r} says"
+    divisor: Callable[[ClientLevelTerms, float], float]
+    sensitivity: Callable[[ClientLevelTerms], float]
+    words: Callable[[ClientLevelTerms], str] = lambda terms: f"divided as the estimator {terms.estimator!r} says"
 
 
 @dataclass(frozen=True, eq=False)
-class Terms:
+class ClientLevelTerms:
     """The mechanism's public terms.
 
     rate: q_c. clients: K. weights [K] float64, each in (0, 1]. total: W, their declared sum. floor:
@@ -68,18 +68,18 @@ class Terms:
         return ESTIMATORS.find(self.estimator).divisor(self, weight)
 
     @property
-    def divisor_words(self) -> str:
+    def describe_divisor(self) -> str:
         """What the sum is divided by, in words."""
         return ESTIMATORS.find(self.estimator).words(self)
 
 
-ESTIMATORS = Registry[Estimator](
-    "central.estimator", entry_points="fulcrum.estimators", kind=Estimator, noun="estimator"
+ESTIMATORS = Registry[MeanEstimator](
+    "central.estimator", entry_points="fulcrum.estimators", kind=MeanEstimator, noun="estimator"
 )
 """All estimators by name. Yours comes by `ESTIMATORS.add`, by entry point, or as package.module:estimator."""
 ESTIMATORS.add(
     "fixed",
-    Estimator(
+    MeanEstimator(
         divisor=lambda terms, weight: terms.rate * terms.total,
         sensitivity=lambda terms: 1 / (terms.rate * terms.total),
         words=lambda terms: f"divided by the expected weight q_c W = {terms.rate * terms.total:.6g}",
@@ -87,7 +87,7 @@ ESTIMATORS.add(
 )
 ESTIMATORS.add(
     "clipped",
-    Estimator(
+    MeanEstimator(
         divisor=lambda terms, weight: max(terms.floor, weight),
         sensitivity=lambda terms: 2 / terms.floor,
         words=lambda terms: f"divided by the weight that took part, at least q_c W_min = {terms.floor:.6g}",
@@ -100,25 +100,25 @@ def has_trusted_server(settings: Settings) -> bool:
     return settings.privacy.unit == "client"
 
 
-def make_terms(settings: Settings, sizes: Any) -> Terms | None:
+def make_client_level_terms(settings: Settings, sizes: Any) -> ClientLevelTerms | None:
     """The mechanism for these settings and the parties' sizes n_k [K]; None where the unit is not the client."""
     if not has_trusted_server(settings):
         return None
     central, train = settings.central, settings.train
-    weights = party_weights(torch.as_tensor(sizes), train.weights, central.weight_cap)
+    weights = compute_party_weights(torch.as_tensor(sizes), train.weights, central.weight_cap)
     total = float(weights.sum())
-    return Terms(
+    return ClientLevelTerms(
         rate=train.participation,
         weights=weights,
         total=total,
         floor=train.participation * total * central.min_weight,
         estimator=central.estimator,
         local_rate=train.rate,
-        local_steps=local_steps(train),
+        local_steps=compute_local_steps(train),
     )
 
 
-def party_weights(sizes: torch.Tensor, weights: str, cap: float = 0.0) -> torch.Tensor:
+def compute_party_weights(sizes: torch.Tensor, weights: str, cap: float = 0.0) -> torch.Tensor:
     """w_k [K] float64, at most 1: equal, or min(n_k / cap, 1) with the median size as the cap where it is 0."""
     if weights == "uniform":
         return torch.ones(len(sizes), dtype=torch.float64)

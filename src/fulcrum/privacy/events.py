@@ -56,7 +56,7 @@ class Gaussian(Event):
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
         """From [rate, sigma, count]."""
-        if not (len(values) == 3 and all(map(_is_number, values)) and _is_count(values[2])):
+        if not (len(values) == 3 and all(map(_is_finite_number, values)) and _is_event_count(values[2])):
             raise InputError(f"the event {list(values)!r} is not [rate, sigma, count] of a Gaussian release.")
         return cls(float(values[0]), float(values[1]), values[2])
 
@@ -75,7 +75,7 @@ class Unprotected(Event):
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
         """From [count]."""
-        if not (len(values) == 1 and _is_count(values[0])):
+        if not (len(values) == 1 and _is_event_count(values[0])):
             raise InputError(f"the event {list(values)!r} is not [count] of an unprotected release.")
         return cls(values[0])
 
@@ -108,9 +108,9 @@ def _event_from_json(row: Any) -> Event:
     return EVENT_KINDS[row[0]].from_json(row[1:])
 
 
-def _is_number(value: Any) -> bool:
+def _is_finite_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_count(value: Any) -> bool:
+def _is_event_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from fulcrum.clipping.rule import ClipRule, gradient_multiplier
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
 from fulcrum.rng import Randomness, StreamKey
-from fulcrum.types import Assignment, Bounds, State, Stats
+from fulcrum.types import Assignment, Bounds, RuleState, Stats
 
 # --- clipping -------------------------------------------------------------------------------
 
@@ -34,10 +34,10 @@ class RuleDecision:
     second_factors: Tensor
     extra: Tensor
     bounds: Bounds
-    state: State
+    state: RuleState
 
 
-def apply_rule(rule: ClipRule, stats: Stats, state: State) -> RuleDecision:
+def apply_rule(rule: ClipRule, stats: Stats, state: RuleState) -> RuleDecision:
     """Let the rule clip a batch, drop padding, and enforce the bounds it states. Works under `torch.vmap`."""
     factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
     bounds = rule.bounds(state)
@@ -93,7 +93,7 @@ class NoiseMultipliers:
     shares: int = 1
 
 
-def event_of_step(rule: ClipRule, rate: float, sigma: float, batch: float, asked: bool = True) -> Event:
+def make_step_event(rule: ClipRule, rate: float, sigma: float, batch: float, asked: bool = True) -> Event:
     """What one step at noise multiplier `sigma` releases; `asked`: with the rule's statistics or without.
 
     The plan, the mechanism and the check after a round all take their events from here.
@@ -103,20 +103,20 @@ def event_of_step(rule: ClipRule, rate: float, sigma: float, batch: float, asked
     return Gaussian(rate, sigma if asked else gradient_multiplier(rule.share, sigma, batch))
 
 
-def planned_events(task: Assignment, rule: ClipRule, batch: float, round: int) -> tuple[Event, ...]:
+def compute_planned_events(task: Assignment, rule: ClipRule, batch: float, round: int) -> tuple[Event, ...]:
     """What a task releases in a round (from 0), one event per kind of step. `batch`: the expected batch q n_k."""
     if task.sigma == 0 or not rule.private:
         return (Unprotected(task.steps),)
     asked = task.asked(round)
     counts = ((True, asked), (False, task.steps - asked))
     return tuple(
-        event_of_step(rule, task.rate, task.sigma, batch, with_extra).with_count(count)
+        make_step_event(rule, task.rate, task.sigma, batch, with_extra).with_count(count)
         for with_extra, count in counts
         if count
     )
 
 
-def noise_multipliers(
+def compute_noise_multipliers(
     rule: ClipRule, sigma: float, batch: float, asked: bool = True, shares: int = 1
 ) -> NoiseMultipliers:
     """The noise of one step at multiplier `sigma`, split between the sum and the extra statistics.
@@ -153,7 +153,7 @@ class NoiseScale:
 
 
 @dataclass(frozen=True)
-class Scales(NoiseScale):
+class ChargedNoiseScale(NoiseScale):
     """The noise of one client's step, and the event that the step is charged as."""
 
     event: Event = field(default_factory=Unprotected)
@@ -175,7 +175,7 @@ def scale_noise(bounds: Bounds, multipliers: NoiseMultipliers, asked: bool | Ten
     return NoiseScale(on_sum, bounds.extra * multipliers.extra, asked)
 
 
-def refuse_bare_statistics(on_extra: float | Tensor) -> None:
+def refuse_unnoised_statistics(on_extra: float | Tensor) -> None:
     """Stop a private release whose extra statistics would go out without noise: on_extra is its scale."""
     if on_extra <= 0:
         raise ValueError("a rule releases extra statistics but gives them no share of the noise (ClipRule.share)")
@@ -186,8 +186,8 @@ def add_noise(
     extra: Tensor,
     scale: NoiseScale,
     normals: tuple[Tensor | None, Tensor | None],
-    state: State,
-) -> tuple[Tensor, Tensor, State]:
+    state: RuleState,
+) -> tuple[Tensor, Tensor, RuleState]:
     """The i.i.d. Gaussian mechanism: a clipped sum and its extra statistics with noise, ready to leave.
 
     clipped [m] and extra [J] of one task, or [T, m] and [T, J] of T tasks. normals: standard normal numbers for each of
@@ -195,9 +195,9 @@ def add_noise(
     `state` passes through: this mechanism keeps none.
     """
     for_sum, for_extra = normals
-    noisy = clipped if for_sum is None else clipped + for_sum * _per_task(scale.sum)
+    noisy = clipped if for_sum is None else clipped + for_sum * _broadcast_over_tasks(scale.sum)
     if for_extra is not None:
-        extra = extra + for_extra * _per_task(scale.extra)
+        extra = extra + for_extra * _broadcast_over_tasks(scale.extra)
     if isinstance(scale.asked, Tensor):
         extra = extra * scale.asked[..., None]
     elif not scale.asked:
@@ -205,7 +205,7 @@ def add_noise(
     return noisy, extra, state
 
 
-def _per_task(value: float | Tensor) -> float | Tensor:
+def _broadcast_over_tasks(value: float | Tensor) -> float | Tensor:
     """A number as it is; numbers of T tasks [T] as [T, 1], to scale the rows of [T, m]."""
     return value[..., None] if isinstance(value, Tensor) else value
 
@@ -219,10 +219,10 @@ class Mechanism:
     release(sum, extra, scale, normals, state) -> (noisy sum, noisy extra, state); see `add_noise` for the shapes.
     """
 
-    init: Callable[[int], State]
+    init: Callable[[int], RuleState]
     scale: Callable[[Bounds, NoiseMultipliers, bool | Tensor], NoiseScale]
     release: Callable[
-        [Tensor, Tensor, NoiseScale, tuple[Tensor | None, Tensor | None], State], tuple[Tensor, Tensor, State]
+        [Tensor, Tensor, NoiseScale, tuple[Tensor | None, Tensor | None], RuleState], tuple[Tensor, Tensor, RuleState]
     ]
 
 
@@ -233,30 +233,30 @@ GAUSSIAN_MECHANISM = Mechanism(init=lambda dim: {}, scale=scale_noise, release=a
 # --- one client's step ----------------------------------------------------------------------
 
 
-def scales(
+def compute_charged_scale(
     rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True, shares: int = 1
-) -> Scales:
+) -> ChargedNoiseScale:
     """Noise and event of one step at multiplier `sigma`; see `noise_multipliers`."""
-    multipliers = noise_multipliers(rule, sigma, batch, asked, shares)
+    multipliers = compute_noise_multipliers(rule, sigma, batch, asked, shares)
     found = scale_noise(bounds, multipliers, asked)
-    return Scales(found.sum, found.extra, asked, event_of_step(rule, rate, sigma, batch, asked))
+    return ChargedNoiseScale(found.sum, found.extra, asked, make_step_event(rule, rate, sigma, batch, asked))
 
 
-def release(
+def release_with_noise(
     clipped: Tensor,
     extra: Tensor,
-    scale: Scales,
+    scale: ChargedNoiseScale,
     randomness: Randomness,
     key: StreamKey,
     mechanism: Mechanism = GAUSSIAN_MECHANISM,
-    state: State | None = None,
+    state: RuleState | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw the noise from two streams of `key` and add it: (sum [m], extra [J]) -> what may leave the client."""
     for_sum, for_extra = None, None
     if not isinstance(scale.event, Unprotected):
         for_sum = randomness.normal(("noise", *key), clipped.numel()).to(clipped)
         if extra.numel() and scale.asked:
-            refuse_bare_statistics(scale.extra)
+            refuse_unnoised_statistics(scale.extra)
             for_extra = randomness.normal(("noise-extra", *key), extra.numel()).to(extra)
     noisy, noisy_extra, _ = mechanism.release(clipped, extra, scale, (for_sum, for_extra), state or {})
     return noisy, noisy_extra

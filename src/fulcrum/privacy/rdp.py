@@ -19,35 +19,38 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-Vector = npt.NDArray[np.float64]
+FloatVector = npt.NDArray[np.float64]
 
-STEP = 0.35
+TRAPEZOID_STEP = 0.35
 """Step of the trapezoidal rule, in units of min(1, sigma): an error of exp(-2 pi^2 / STEP) = exp(-56) or less."""
-REACH = 9.5
+INTEGRAL_REACH = 9.5
 """How many standard deviations beyond the outermost peak the integral goes: exp(-45) is left out."""
-LOW = 63
+MAX_TABLE_ORDER = 63
 """Whole orders up to this one share a table of binomial coefficients."""
-FINEST = 0.05
+MIN_INTEGRAL_SIGMA = 0.05
 """Below this sigma broken orders are bounded by their whole neighbours instead: nothing is hidden there anyway."""
 
 
-def sampled_gaussian(rate: float, sigma: float, orders: Vector) -> Vector:
+def compute_sampled_gaussian_rdp(rate: float, sigma: float, orders: FloatVector) -> FloatVector:
     """log A(order) / (order - 1) at each of `orders` (all above 1), for 0 < rate < 1 and sigma > 0."""
     whole = orders == np.round(orders)
     log_moments = np.empty_like(orders)
-    for low, high in ((1, LOW), (LOW, math.inf)):  # two tables, so that low orders do not get rows as long as high ones
+    for low, high in (
+        (1, MAX_TABLE_ORDER),
+        (MAX_TABLE_ORDER, math.inf),
+    ):  # two tables, so that low orders do not get rows as long as high ones
         chosen = whole & (orders > low) & (orders <= high)
-        log_moments[chosen] = _by_sum(rate, sigma, tuple(orders[chosen].astype(int).tolist()))
-    if sigma >= FINEST:
-        log_moments[~whole] = _by_integral(rate, sigma, orders[~whole])
+        log_moments[chosen] = _log_moments_by_sum(rate, sigma, tuple(orders[chosen].astype(int).tolist()))
+    if sigma >= MIN_INTEGRAL_SIGMA:
+        log_moments[~whole] = _log_moments_by_integral(rate, sigma, orders[~whole])
     else:
         # log A is convex in the order and 0 at order 1, so a chord between whole orders lies above it.
         knots = tuple(range(2, math.ceil(orders[~whole].max(initial=2)) + 1))
-        log_moments[~whole] = np.interp(orders[~whole], (1, *knots), (0.0, *_by_sum(rate, sigma, knots)))
+        log_moments[~whole] = np.interp(orders[~whole], (1, *knots), (0.0, *_log_moments_by_sum(rate, sigma, knots)))
     return log_moments / (orders - 1)
 
 
-def _log_mean(log_weights: Vector, log_values: Vector) -> Vector:
+def _log_weighted_mean(log_weights: FloatVector, log_values: FloatVector) -> FloatVector:
     """log of the sum over the last axis of weight * exp(value), for weights [orders, n] that add up to 1.
 
     Where the sum is near 1 it is found as 1 + sum of weight * (exp(value) - 1), so that small moments
@@ -68,7 +71,7 @@ def _log_mean(log_weights: Vector, log_values: Vector) -> Vector:
 
 
 @lru_cache(maxsize=4)
-def _binomials(orders: tuple[int, ...]) -> Vector:
+def _log_binomial_table(orders: tuple[int, ...]) -> FloatVector:
     """log of the binomial coefficients (a over k) in row a, column k; minus infinity beyond the row's end."""
     table = np.full((len(orders), max(orders, default=0) + 1), -np.inf)
     for row, order in enumerate(orders):
@@ -76,23 +79,23 @@ def _binomials(orders: tuple[int, ...]) -> Vector:
     return table
 
 
-def _by_sum(rate: float, sigma: float, orders: tuple[int, ...]) -> Vector:
+def _log_moments_by_sum(rate: float, sigma: float, orders: tuple[int, ...]) -> FloatVector:
     """log A at whole orders: the sum over k of (a over k) (1-q)^(a-k) q^k exp((k^2 - k) / (2 sigma^2))."""
     if not orders:
         return np.zeros(0)
-    table = _binomials(orders)
+    table = _log_binomial_table(orders)
     k = np.arange(table.shape[1])
     rest = np.maximum(np.array(orders)[:, None] - k, 0)
     log_weights = table + rest * math.log1p(-rate) + k * math.log(rate)
-    return _log_mean(log_weights, (k * k - k) / (2 * sigma**2))
+    return _log_weighted_mean(log_weights, (k * k - k) / (2 * sigma**2))
 
 
-def _by_integral(rate: float, sigma: float, orders: Vector) -> Vector:
+def _log_moments_by_integral(rate: float, sigma: float, orders: FloatVector) -> FloatVector:
     """log A at any orders, by the trapezoidal rule."""
     if not len(orders):
         return np.zeros(0)
-    step = STEP * min(1.0, sigma)
-    z = np.arange(-REACH, float(orders.max()) / sigma + REACH + step, step)
+    step = TRAPEZOID_STEP * min(1.0, sigma)
+    z = np.arange(-INTEGRAL_REACH, float(orders.max()) / sigma + INTEGRAL_REACH + step, step)
     ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + z / sigma - 1 / (2 * sigma**2))
     log_weights = math.log(step) - 0.5 * math.log(2 * math.pi) - 0.5 * z**2
-    return _log_mean(log_weights, orders[:, None] * ratio)
+    return _log_weighted_mean(log_weights, orders[:, None] * ratio)

@@ -14,19 +14,19 @@ from fulcrum.errors import ConfigError
 from fulcrum.settings.registry import Registry
 from fulcrum.settings.schema import Privacy
 
-Factors = tuple[float, ...]
+NoiseFactors = tuple[float, ...]
 
 
-def _constant(privacy: Privacy, rounds: int) -> Factors:
+def _constant_factors(privacy: Privacy, rounds: int) -> NoiseFactors:
     return (1.0,) * rounds
 
 
-def _growth(privacy: Privacy, rounds: int) -> Factors:
+def _growth_factors(privacy: Privacy, rounds: int) -> NoiseFactors:
     """Du et al. 2021: mu_t = mu_0 rho_mu^(-t/T) and sigma_t = 1 / mu_t, so that later rounds are clearer."""
     return tuple(privacy.rho_mu ** (t / rounds) for t in range(rounds))
 
 
-def _phases(privacy: Privacy, rounds: int) -> Factors:
+def _phase_factors(privacy: Privacy, rounds: int) -> NoiseFactors:
     """Equally long phases whose precisions 1/sigma^2 are to each other as the numbers given.
 
     At small rates a step costs in proportion to its precision, so these are the phases' shares of the
@@ -36,16 +36,18 @@ def _phases(privacy: Privacy, rounds: int) -> Factors:
     return tuple(math.sqrt(privacy.phases[0] / privacy.phases[i]) for i in at)
 
 
-Schedule = Callable[[Privacy, int], Factors]
+NoiseScheduleFn = Callable[[Privacy, int], NoiseFactors]
 """Settings and number of rounds T -> the factors s_0 = 1, s_1, ..., s_(T-1), all above 0."""
 
-SCHEDULES = Registry[Schedule]("privacy.noise_schedule", entry_points="fulcrum.noise_schedules", noun="noise schedule")
+SCHEDULES = Registry[NoiseScheduleFn](
+    "privacy.noise_schedule", entry_points="fulcrum.noise_schedules", noun="noise schedule"
+)
 """All noise schedules by name. Yours comes by `SCHEDULES.add`, by entry point, or as package.module:function."""
-for _name, _schedule in (("constant", _constant), ("growth", _growth), ("phases", _phases)):
+for _name, _schedule in (("constant", _constant_factors), ("growth", _growth_factors), ("phases", _phase_factors)):
     SCHEDULES.add(_name, _schedule)
 
 
-def factors(privacy: Privacy, rounds: int) -> Factors:
+def compute_noise_factors(privacy: Privacy, rounds: int) -> NoiseFactors:
     """s_t for each of the rounds 0..T-1, as privacy.noise_schedule asks."""
     found = tuple(map(float, SCHEDULES.find(privacy.noise_schedule)(privacy, rounds)))
     if len(found) != rounds or not all(0 < factor < math.inf for factor in found) or found[0] != 1:

@@ -12,25 +12,25 @@ Settings files are read where they are needed, so that ready-made `Settings` tra
 
 from __future__ import annotations
 
-from fulcrum.runs.execution import execute, go_on, resume
-from fulcrum.runs.observers import OBSERVERS, Observer, OnRound, RunInfo, find_observer
+from fulcrum.runs.execution import execute, resume, resume_prepared
+from fulcrum.runs.observers import OBSERVERS, Observer, RoundCallback, RunInfo, find_observer
 from fulcrum.runs.one_call import rounds, train
-from fulcrum.runs.preparation import find_device, ledger_warnings, prepare
+from fulcrum.runs.preparation import collect_ledger_warnings, find_device, prepare
 from fulcrum.runs.result import Result
 
 __all__ = [
     "OBSERVERS",
     "Observer",
-    "OnRound",
     "Result",
+    "RoundCallback",
     "RunInfo",
+    "collect_ledger_warnings",
     "execute",
     "find_device",
     "find_observer",
-    "go_on",
-    "ledger_warnings",
     "prepare",
     "resume",
+    "resume_prepared",
     "rounds",
     "train",
 ]

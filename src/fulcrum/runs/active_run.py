@@ -7,14 +7,14 @@ from typing import Any
 
 import fulcrum
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.privacy.statement import AccountedRun, statement, to_markdown
+from fulcrum.privacy.statement import AccountedRun, make_statement, statement_to_markdown
 from fulcrum.runs import folder as record
 from fulcrum.runs.folder import RunFolder
 from fulcrum.training.federation import Federation
 
 
 @dataclass(frozen=True)
-class Underway:
+class ActiveRun:
     """A run with all that it writes to. id is its name in the ledger; folder is None where nothing is kept."""
 
     federation: Federation
@@ -23,16 +23,16 @@ class Underway:
     id: str
 
 
-def state_privacy(run: Underway, rounds_done: int, finished: bool) -> dict[str, Any]:
+def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) -> dict[str, Any]:
     """The privacy statement after so many rounds, also written into the folder."""
     settings, problem = run.federation.settings, run.federation.problem
-    own = run.ledger.spends(run.id)
-    words = statement(
+    own = run.ledger.get_spends(run.id)
+    words = make_statement(
         AccountedRun(
             settings=settings,
             plan=run.federation.plan,
             rule=problem.rule,
-            spent=run.ledger.spends() if settings.run.ledger else own,
+            spent=run.ledger.get_spends() if settings.run.ledger else own,
             run_id=run.id,
             scope="ledger" if settings.run.ledger else "run",
             randomness_mode=problem.randomness.mode,
@@ -41,11 +41,11 @@ def state_privacy(run: Underway, rounds_done: int, finished: bool) -> dict[str, 
             finished=finished,
             rounds_done=rounds_done,
             version=fulcrum.__version__,
-            date=record.now(),
+            date=record.current_utc_time(),
             run_spent=own,
         )
     )
     if run.folder:
         run.folder.write_json("privacy.json", words)
-        run.folder.write_text("PRIVACY.md", to_markdown(words))
+        run.folder.write_text("PRIVACY.md", statement_to_markdown(words))
     return words

@@ -1,6 +1,6 @@
 """Names that settings may have, taken from what implements them: no list of names is written a second time.
 
-Settings are checked in two steps. `fulcrum.settings.check` looks at ranges and at fields that must agree, and knows
+Settings are checked in two steps. `fulcrum.settings.check_settings` looks at ranges and at fields that must agree, and knows
 nothing of what is implemented. `check_choices` looks at names: it stands above all that implements one.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fulcrum.clipping import RULES, find_rule
-from fulcrum.clipping.moo import PHIS
+from fulcrum.clipping.moo import ALIGNMENT_FUNCTIONS
 from fulcrum.clipping.moo_paper import PAPER_READINGS
 from fulcrum.clipping.rule import CLIP_GROUPINGS, resolve_rule_options
 from fulcrum.data.features import FEATURE_MAPS
@@ -19,33 +19,33 @@ from fulcrum.engines import ENGINES
 from fulcrum.errors import ConfigError
 from fulcrum.gradients.stacked.passes import PRECISIONS
 from fulcrum.models.builtin import ACTIVATIONS
-from fulcrum.models.whitening import COORDINATES
+from fulcrum.models.whitening import COORDINATE_CHOICES
 from fulcrum.privacy.accounting import ACCOUNTANTS
 from fulcrum.privacy.client_level import ESTIMATORS
 from fulcrum.privacy.plan.plan import AGGREGATIONS
 from fulcrum.privacy.schedule import SCHEDULES
-from fulcrum.privacy.statement.units import UNITS
+from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.rng import RANDOMNESS
-from fulcrum.settings.checks import lookup
+from fulcrum.settings.checks import get_setting
 from fulcrum.settings.derived import LR_SCHEDULES
-from fulcrum.settings.registry import Registry, nearest_name
+from fulcrum.settings.registry import Registry, find_nearest_name
 from fulcrum.settings.schema import Settings
 from fulcrum.training.server import SERVERS, WEIGHTINGS
 
-CHOICES: dict[str, Collection[str]] = {
+SETTING_CHOICES: dict[str, Collection[str]] = {
     "data.partition": PARTITIONS,
     "data.features": ("none", *FEATURE_MAPS),
     "task.loss": REGRESSION_LOSSES,
     "model.activation": ACTIVATIONS,
-    "model.coordinates": COORDINATES,
+    "model.coordinates": COORDINATE_CHOICES,
     "train.schedule": LR_SCHEDULES,
     "train.weights": WEIGHTINGS,
     "train.server": SERVERS,
     "clip.rule": RULES,
     "clip.groups": CLIP_GROUPINGS,
-    "clip.phi": PHIS,
+    "clip.phi": ALIGNMENT_FUNCTIONS,
     "clip.reading": PAPER_READINGS,
-    "privacy.unit": UNITS,
+    "privacy.unit": UNIT_TEXTS,
     "privacy.accountant": ACCOUNTANTS,
     "privacy.randomness": RANDOMNESS,
     "privacy.aggregation": AGGREGATIONS,
@@ -58,26 +58,26 @@ CHOICES: dict[str, Collection[str]] = {
 take package.module:name."""
 
 
-def choice_names(path: str) -> tuple[str, ...]:
+def list_choices(path: str) -> tuple[str, ...]:
     """The names that a setting may have, those that installed packages offer included."""
-    names = CHOICES[path]
+    names = SETTING_CHOICES[path]
     return names.names() if isinstance(names, Registry) else tuple(names)
 
 
 def check_choices(settings: Settings) -> Settings:
     """Return the settings, or raise ConfigError naming the first name that nothing implements, and the nearest."""
-    for path, names in CHOICES.items():
-        _check_name(path, lookup(settings, path), names)
+    for path, names in SETTING_CHOICES.items():
+        _check_choice(path, get_setting(settings, path), names)
     resolve_rule_options(find_rule(settings.clip.rule), settings.clip.options)
     return settings
 
 
-def _check_name(path: str, name: str, names: Collection[str]) -> None:
+def _check_choice(path: str, name: str, names: Collection[str]) -> None:
     if name in names:
         return
     if isinstance(names, Registry):
         names.find(name)  # raises its own sentence where it knows no such name
         return
-    near = nearest_name(name, names)
+    near = find_nearest_name(name, names)
     hint = f"; did you mean {near!r}?" if near else "."
     raise ConfigError(f"{path} = {name!r} is not known; choose one of {', '.join(names)}{hint}")

@@ -16,11 +16,11 @@ from fulcrum.errors import RunError
 from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs import folder as record
-from fulcrum.runs.active_run import Underway, state_privacy
+from fulcrum.runs.active_run import ActiveRun, write_privacy_statement
 from fulcrum.runs.folder import RunFolder
-from fulcrum.runs.observers import Observer, Observers, OnRound, RunInfo, RunRecorder, find_observer
+from fulcrum.runs.observers import Observer, ObserverList, RoundCallback, RunInfo, RunRecorder, find_observer
 from fulcrum.runs.preparation import prepare
-from fulcrum.runs.result import Result, sum_up
+from fulcrum.runs.result import Result, finish_run
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
@@ -30,7 +30,7 @@ from fulcrum.training.snapshot import Snapshot
 def execute(
     federation: Federation,
     out: Path | str | None = None,
-    on_round: OnRound | None = None,
+    on_round: RoundCallback | None = None,
     facts: Mapping[str, Any] | None = None,
     observers: Sequence[str | Observer] = (),
 ) -> Result:
@@ -43,17 +43,17 @@ def execute(
     watching = [find_observer(given) for given in observers]  # before a folder is made: a wrong name leaves no trace
     run = str((facts or {}).get("id", uuid.uuid4().hex))
     if out is None:
-        with open_ledger(federation.settings) as ledger:
-            return _finish(Underway(federation, None, ledger, run), None, [], on_round, watching)
+        with open_run_ledger(federation.settings) as ledger:
+            return _run_remaining_rounds(ActiveRun(federation, None, ledger, run), None, [], on_round, watching)
     with closing(RunFolder.create(Path(out))) as folder:
-        _write_start(folder, federation, run, facts or {})
-        with open_ledger(federation.settings, folder.path) as ledger:
-            return _finish(Underway(federation, folder, ledger, run), None, [], on_round, watching)
+        _write_start_files(folder, federation, run, facts or {})
+        with open_run_ledger(federation.settings, folder.path) as ledger:
+            return _run_remaining_rounds(ActiveRun(federation, folder, ledger, run), None, [], on_round, watching)
 
 
 def resume(
     folder: Path | str,
-    on_round: OnRound | None = None,
+    on_round: RoundCallback | None = None,
     dataset: Dataset | None = None,
     model: nn.Module | None = None,
     observers: Sequence[str | Observer] = (),
@@ -64,47 +64,49 @@ def resume(
     """
     from fulcrum.settings import files as settings_file
 
-    if "flower" in record.load_json(Path(folder), "run.json"):
+    if "flower" in record.load_run_json(Path(folder), "run.json"):
         raise RunError(f"{folder} was served to parties elsewhere; continue it with: fulcrum serve --resume {folder}")
-    federation = prepare(settings_file.read(Path(folder) / "settings.toml"), dataset, model)
-    return go_on(federation, folder, on_round, observers)
+    federation = prepare(settings_file.read_settings(Path(folder) / "settings.toml"), dataset, model)
+    return resume_prepared(federation, folder, on_round, observers)
 
 
-def go_on(
+def resume_prepared(
     federation: Federation,
     folder: Path | str,
-    on_round: OnRound | None = None,
+    on_round: RoundCallback | None = None,
     observers: Sequence[str | Observer] = (),
 ) -> Result:
     """Continue the run in a folder with a federation that was prepared anew from its settings."""
     watching = [find_observer(given) for given in observers]
     path = Path(folder)
-    facts = record.load_json(path, "run.json")
-    _refuse_another(federation, path, facts)
+    facts = record.load_run_json(path, "run.json")
+    _refuse_other_problem(federation, path, facts)
     with closing(RunFolder.open(path)) as opened:
-        start = opened.last_snapshot(federation.problem.device)
-        lines = opened.rewind_metrics(start.round if start else 0)
-        with open_ledger(federation.settings, path) as ledger:
-            return _finish(Underway(federation, opened, ledger, str(facts["id"])), start, lines, on_round, watching)
+        start = opened.load_last_snapshot(federation.problem.device)
+        lines = opened.truncate_metrics(start.round if start else 0)
+        with open_run_ledger(federation.settings, path) as ledger:
+            return _run_remaining_rounds(
+                ActiveRun(federation, opened, ledger, str(facts["id"])), start, lines, on_round, watching
+            )
 
 
-def open_ledger(settings: Settings, folder: Path | None = None) -> Ledger:
+def open_run_ledger(settings: Settings, folder: Path | None = None) -> Ledger:
     """The ledger that the settings name; else the run's own, in its folder or in memory."""
     return Ledger.open(settings.run.ledger or (folder / "ledger.sqlite" if folder else ":memory:"))
 
 
-def _write_start(folder: RunFolder, federation: Federation, run: str, facts: Mapping[str, Any]) -> None:
+def _write_start_files(folder: RunFolder, federation: Federation, run: str, facts: Mapping[str, Any]) -> None:
     """What a new folder holds before the first round: settings, environment, and what `go_on` compares."""
     from fulcrum.settings import files as settings_file
 
     problem = federation.problem
-    folder.write_text("settings.toml", settings_file.dump(federation.settings))
-    folder.write_json("environment.json", record.environment(problem.device))
+    folder.write_text("settings.toml", settings_file.dump_settings(federation.settings))
+    folder.write_json("environment.json", record.describe_environment(problem.device))
     folder.write_json(
         "run.json",
         {
             "id": run,
-            "created": record.now(),
+            "created": record.current_utc_time(),
             "version": fulcrum.__version__,
             "data": problem.dataset.fingerprint,
             "parameters": problem.layout.dim,
@@ -118,7 +120,7 @@ def _write_start(folder: RunFolder, federation: Federation, run: str, facts: Map
     )
 
 
-def _refuse_another(federation: Federation, path: Path, facts: Mapping[str, Any]) -> None:
+def _refuse_other_problem(federation: Federation, path: Path, facts: Mapping[str, Any]) -> None:
     """RunError where run.json speaks of other data or another model than the federation has."""
     problem = federation.problem
     if facts.get("data") != problem.dataset.fingerprint:
@@ -136,11 +138,11 @@ def _refuse_another(federation: Federation, path: Path, facts: Mapping[str, Any]
         )
 
 
-def _finish(
-    run: Underway,
+def _run_remaining_rounds(
+    run: ActiveRun,
     start: Snapshot | None,
     lines: list[dict[str, Any]],
-    on_round: OnRound | None,
+    on_round: RoundCallback | None,
     watching: Sequence[Observer],
 ) -> Result:
     """Play the remaining rounds, keeping the folder up to date, and sum up; also when interrupted.
@@ -151,18 +153,18 @@ def _finish(
     # Another draw of secure randomness would be another release, so no round may have to be replayed.
     every = 1 if settings.privacy.randomness == "secure" else settings.run.checkpoint_every
     recorder = RunRecorder(run.folder, every, settings.train.rounds, start, lines)
-    observers = Observers(recorder, watching, on_round)
-    state_privacy(run, len(lines), finished=False)
+    observers = ObserverList(recorder, watching, on_round)
+    write_privacy_statement(run, len(lines), finished=False)
     try:
         where, score = run.folder.path if run.folder else None, run.federation.problem.task.score
         observers.started(RunInfo(run.id, settings, where, run.federation.plan, score))
         for result, snapshot in federate(run.federation, run.ledger, run.id, start):
             observers.round(result, snapshot)
         recorder.ended(None)  # the last checkpoint lies in the folder before the summary does
-        finished = sum_up(run, recorder.latest, lines)
+        finished = finish_run(run, recorder.latest, lines)
     except BaseException:
-        observers.interrupted()
-        state_privacy(run, len(lines), finished=False)
+        observers.notify_interrupted()
+        write_privacy_statement(run, len(lines), finished=False)
         raise
     observers.ended(finished)
     return finished

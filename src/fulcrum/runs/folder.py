@@ -27,9 +27,9 @@ from fulcrum.errors import RunError
 from fulcrum.training.snapshot import Snapshot
 from fulcrum.types import RoundResult
 
-KEEP = 2
+CHECKPOINTS_KEPT = 2
 """Checkpoints kept; the one before the last is for the case that the disk lost the last."""
-PARTIES_PER_LINE = 100
+MAX_PARTIES_PER_LINE = 100
 """Federations up to this size have every party's epsilon and metrics in the lines of metrics.jsonl."""
 
 
@@ -51,14 +51,14 @@ class RunFolder:
             (path / "checkpoints").mkdir(parents=True)
         except OSError as error:
             raise RunError(f"cannot make folder {path}: {error.strerror}.") from error
-        return RunFolder(path, _lock(path))
+        return RunFolder(path, _lock_folder(path))
 
     @staticmethod
     def open(path: Path) -> RunFolder:
         """An existing run's folder, to continue it."""
         if not (path / "run.json").is_file():
             raise RunError(f"{path} is not a run's folder: it holds no run.json.")
-        return RunFolder(path, _lock(path))
+        return RunFolder(path, _lock_folder(path))
 
     def close(self) -> None:
         """Give the lock back."""
@@ -66,31 +66,31 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
-        write_whole(self.path / name, text.encode())
+        write_file_atomically(self.path / name, text.encode())
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file whole or not at all; infinities become the string "inf"."""
-        self.write_text(name, to_json(value))
+        self.write_text(name, to_json_text(value))
 
-    def add_line(self, line: Mapping[str, Any]) -> None:
+    def append_metrics_line(self, line: Mapping[str, Any]) -> None:
         """Append one round's line (`metrics_line`) to metrics.jsonl."""
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def checkpoint(self, snapshot: Snapshot) -> None:
+    def write_checkpoint(self, snapshot: Snapshot) -> None:
         """Write the state after a round and drop checkpoints older than the last two."""
         folder = self.path / "checkpoints"
         name = f"round-{snapshot.round:06d}.safetensors"
-        write_whole(folder / name, save(snapshot.to_tensors(), {"round": str(snapshot.round)}))
-        for old in sorted(folder.glob("round-*.safetensors"))[:-KEEP]:
+        write_file_atomically(folder / name, save(snapshot.to_tensors(), {"round": str(snapshot.round)}))
+        for old in sorted(folder.glob("round-*.safetensors"))[:-CHECKPOINTS_KEPT]:
             old.unlink()
 
-    def write_model(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def write_model_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Write the trained weights under their own names to model.safetensors."""
         kept = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
-        write_whole(self.path / "model.safetensors", save(kept))
+        write_file_atomically(self.path / "model.safetensors", save(kept))
 
-    def last_snapshot(self, device: torch.device) -> Snapshot | None:
+    def load_last_snapshot(self, device: torch.device) -> Snapshot | None:
         """The newest readable checkpoint, or None where there is none."""
         for file in sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True):
             try:
@@ -101,7 +101,7 @@ class RunFolder:
                 continue
         return None
 
-    def rewind_metrics(self, rounds: int) -> list[dict[str, Any]]:
+    def truncate_metrics(self, rounds: int) -> list[dict[str, Any]]:
         """Keep the first `rounds` lines of metrics.jsonl and return them."""
         lines = load_metrics(self.path)[:rounds]
         if len(lines) < rounds:
@@ -112,14 +112,14 @@ class RunFolder:
         return lines
 
 
-def metrics_line(result: RoundResult) -> dict[str, Any]:
+def make_metrics_line(result: RoundResult) -> dict[str, Any]:
     """One line of metrics.jsonl."""
     line: dict[str, Any] = {
         "round": result.round,
         "loss": result.loss,
         "accuracy": result.accuracy,
         "metrics": dict(result.metrics),
-        "C": total_C(result.C),
+        "C": compute_total_C(result.C),
         "epsilon": result.epsilon,
         "seconds": round(result.seconds, 6),
     }
@@ -129,18 +129,18 @@ def metrics_line(result: RoundResult) -> dict[str, Any]:
         line["out_of_budget"] = list(result.out_of_budget)
     if len(result.C) > 1:
         line["C_groups"] = list(result.C)
-    if 0 < len(result.epsilons) <= PARTIES_PER_LINE:
+    if 0 < len(result.epsilons) <= MAX_PARTIES_PER_LINE:
         line["epsilons"] = list(result.epsilons)
     if result.party_metrics:
         line["mean_over_parties"] = result.mean_over_parties
-    if 0 < len(result.party_metrics) <= PARTIES_PER_LINE:
+    if 0 < len(result.party_metrics) <= MAX_PARTIES_PER_LINE:
         line["party_metrics"] = {name: dict(metrics) for name, metrics in result.party_metrics.items()}
     if result.diagnostics:
         line["non_private_diagnostics"] = dict(result.diagnostics)
     return line
 
 
-def total_C(C: tuple[float, ...]) -> float:
+def compute_total_C(C: tuple[float, ...]) -> float:
     """The norm one unit's whole contribution is clipped to."""
     return math.hypot(*C)
 
@@ -161,7 +161,7 @@ def load_metrics(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def load_json(folder: Path, name: str) -> dict[str, Any]:
+def load_run_json(folder: Path, name: str) -> dict[str, Any]:
     """One of the run's JSON files, as a dictionary."""
     file = folder / name
     if not folder.is_dir():
@@ -179,47 +179,47 @@ def load_json(folder: Path, name: str) -> dict[str, Any]:
 
 def load_summary(folder: Path) -> dict[str, Any]:
     """summary.json of a run."""
-    return load_json(Path(folder), "summary.json")
+    return load_run_json(Path(folder), "summary.json")
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def describe_environment(device: torch.device) -> dict[str, Any]:
     """Where a run ran: versions, machine, threads, time."""
     return {
-        "date": now(),
+        "date": current_utc_time(),
         "python": sys.version.split()[0],
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "platform": platform.platform(),
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": _describe_processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
     }
 
 
-def now() -> str:
+def current_utc_time() -> str:
     """The time, UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def to_json(value: Any) -> str:
+def to_json_text(value: Any) -> str:
     """Indented JSON; infinities become the string "inf"."""
-    return json.dumps(plain(value), indent=2) + "\n"
+    return json.dumps(to_json_value(value), indent=2) + "\n"
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """The value with what JSON cannot hold replaced: infinities by "inf", NaN by null, tuples by lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
+        return {str(name): to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     return value
 
 
-def _processor() -> str:
+def _describe_processor() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -229,7 +229,7 @@ def _processor() -> str:
     return platform.processor()
 
 
-def write_whole(file: Path, content: bytes) -> None:
+def write_file_atomically(file: Path, content: bytes) -> None:
     """Write a file whole or not at all: beside its name first, then renamed."""
     part = file.with_name(file.name + ".part")
     try:
@@ -243,7 +243,7 @@ def write_whole(file: Path, content: bytes) -> None:
         raise
 
 
-def _lock(path: Path) -> IO[str]:
+def _lock_folder(path: Path) -> IO[str]:
     opened = (path / "lock").open("w")
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

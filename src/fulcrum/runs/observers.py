@@ -30,7 +30,7 @@ from fulcrum.types import RoundResult
 if TYPE_CHECKING:
     from fulcrum.runs.result import Result
 
-OnRound = Callable[[RoundResult], None]
+RoundCallback = Callable[[RoundResult], None]
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Observer:
 
 
 @dataclass(frozen=True)
-class CallOnRound(Observer):
+class CallbackObserver(Observer):
     """`on_round=f`: a function as an observer. What it raises ends the run as it is."""
 
-    function: OnRound
+    function: RoundCallback
 
     def round(self, result: RoundResult) -> None:
         """Call the function."""
@@ -113,21 +113,21 @@ class RunRecorder(Observer):
 
         In this order, since a resumed run cuts off lines behind its checkpoint but cannot make up missing ones.
         """
-        line = record.plain(record.metrics_line(result))
+        line = record.to_json_value(record.make_metrics_line(result))
         self.lines.append(line)
         if self.folder:
-            self.folder.add_line(line)
+            self.folder.append_metrics_line(line)
         self.latest = self._next
         if result.round % self.checkpoint_every == 0 or result.round == self.rounds:
-            self._checkpoint()
+            self._write_checkpoint()
 
     def ended(self, result: Result | None) -> None:
         """Write the last checkpoint, also where the run was interrupted."""
-        self._checkpoint()
+        self._write_checkpoint()
 
-    def _checkpoint(self) -> None:
+    def _write_checkpoint(self) -> None:
         if self.folder and self.latest and self.latest.round > self._saved:
-            self.folder.checkpoint(self.latest)
+            self.folder.write_checkpoint(self.latest)
             self._saved = self.latest.round
 
 
@@ -138,7 +138,7 @@ class ProgressLines(Observer):
         """Print the round's number, its metrics, C and epsilon."""
         if result.metrics:
             metrics = "  ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
-            C = f"C {record.total_C(result.C):.4g}"
+            C = f"C {record.compute_total_C(result.C):.4g}"
             print(
                 f"round {result.round}/{result.rounds}  {metrics}  {C}  epsilon {result.epsilon:.4g}", file=sys.stderr
             )
@@ -170,11 +170,11 @@ def find_observer(given: str | Observer) -> Observer:
 # --- calling them -----------------------------------------------------------------------------
 
 
-class Observers:
+class ObserverList:
     """All observers of a run, called in order: the recorder first, then the users' own."""
 
-    def __init__(self, recorder: RunRecorder, others: Sequence[Observer], on_round: OnRound | None) -> None:
-        own = [CallOnRound(on_round)] if on_round else []
+    def __init__(self, recorder: RunRecorder, others: Sequence[Observer], on_round: RoundCallback | None) -> None:
+        own = [CallbackObserver(on_round)] if on_round else []
         self.recorder = recorder
         self._all: list[Observer] = [recorder, *own, *others]
         self._started: list[Observer] = []
@@ -182,46 +182,46 @@ class Observers:
     def started(self, run: RunInfo) -> None:
         """The run begins."""
         for observer in self._all:
-            with self._naming(observer, "started"):
+            with self._name_observer_errors(observer, "started"):
                 observer.started(run)
             self._started.append(observer)
 
     def round(self, result: RoundResult, snapshot: Snapshot) -> None:
         """A round is done: first it is on disk, then the others are told."""
         for observer in self._all:
-            with self._naming(observer, "snapshot"):
+            with self._name_observer_errors(observer, "snapshot"):
                 observer.snapshot(snapshot)
-            with self._naming(observer, "round"):
+            with self._name_observer_errors(observer, "round"):
                 observer.round(result)
 
     def ended(self, result: Result) -> None:
         """The run has ended by itself. Every observer is told, then the first failure is raised."""
-        failures = self._end(result)
+        failures = self._notify_ended(result)
         if failures:
             raise failures[0]
 
-    def interrupted(self) -> None:
+    def notify_interrupted(self) -> None:
         """The run stops early; what observers raise now is dropped, for the cause of the stop is on its way."""
-        self._end(None)
+        self._notify_ended(None)
 
-    def _end(self, result: Result | None) -> list[Exception]:
+    def _notify_ended(self, result: Result | None) -> list[Exception]:
         failures: list[Exception] = []
         while self._started:
             observer = self._started.pop(0)
             try:
-                with self._naming(observer, "ended"):
+                with self._name_observer_errors(observer, "ended"):
                     observer.ended(result)
             except Exception as error:
                 failures.append(error)
         return failures
 
     @contextlib.contextmanager
-    def _naming(self, observer: Observer, method: str) -> Iterator[None]:
+    def _name_observer_errors(self, observer: Observer, method: str) -> Iterator[None]:
         """What an observer of the user's raises becomes one sentence that names it."""
         try:
             yield
         except Exception as error:
-            if isinstance(observer, RunRecorder | CallOnRound):
+            if isinstance(observer, RunRecorder | CallbackObserver):
                 raise
             words = " ".join(str(error).split())
             kind = type(error).__name__ + (f": {words}" if words else "")

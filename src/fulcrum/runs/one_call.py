@@ -11,8 +11,8 @@ from torch import nn
 
 from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError
-from fulcrum.runs.execution import execute, open_ledger
-from fulcrum.runs.observers import Observer, OnRound
+from fulcrum.runs.execution import execute, open_run_ledger
+from fulcrum.runs.observers import Observer, RoundCallback
 from fulcrum.runs.preparation import prepare
 from fulcrum.runs.result import Result
 from fulcrum.settings.schema import Settings
@@ -26,7 +26,7 @@ def train(
     *,
     settings: Settings | None = None,
     out: Path | str | None = None,
-    on_round: OnRound | None = None,
+    on_round: RoundCallback | None = None,
     observers: Sequence[str | Observer] = (),
     **names: Any,
 ) -> Result:
@@ -41,7 +41,7 @@ def train(
     train={"server": "adam"}. settings: ready-made ones instead of names. out: a new folder that keeps
     the run. on_round is called with each RoundResult; observers watch the run (`fulcrum.Observer`).
     """
-    federation = prepare(*_from_names(data, model, settings, names))
+    federation = prepare(*_resolve_keywords(data, model, settings, names))
     return execute(federation, out, on_round, observers=observers)
 
 
@@ -57,13 +57,13 @@ def rounds(
     for r in fulcrum.rounds(data="digits", epsilon=4.0):
         print(r.round, r.metrics, r.C, r.epsilon)
     """
-    federation = prepare(*_from_names(data, model, settings, names))
-    with open_ledger(federation.settings) as ledger:
+    federation = prepare(*_resolve_keywords(data, model, settings, names))
+    with open_run_ledger(federation.settings) as ledger:
         for result, _ in federate(federation, ledger, uuid.uuid4().hex):
             yield result
 
 
-def _from_names(
+def _resolve_keywords(
     data: str | Dataset | None, model: str | nn.Module | None, settings: Settings | None, names: dict[str, Any]
 ) -> tuple[Settings, Dataset | None, nn.Module | None]:
     """Settings, and the data and model that were given as objects."""
@@ -79,5 +79,5 @@ def _from_names(
     if settings is None:
         from fulcrum.settings import files as settings_file
 
-        settings = settings_file.from_names(words)
+        settings = settings_file.settings_from_keywords(words)
     return settings, dataset, module

@@ -10,21 +10,21 @@ from torch import nn
 
 from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, compute_features, count_units_per_party, holdout, load, partition_method, split
-from fulcrum.data.dataset import recheck
-from fulcrum.data.records import take_rows
+from fulcrum.data.dataset import recheck_dataset
+from fulcrum.data.records import select_rows
 from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
 from fulcrum.models.build import build_model, is_built_in
 from fulcrum.models.checks import validate_model
 from fulcrum.models.own import check_outputs, suggest_integer_inputs
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.privacy.plan import affordable_rounds, make_plan
+from fulcrum.privacy.plan import compute_affordable_rounds, make_plan
 from fulcrum.runs.choices import check_choices
-from fulcrum.settings.checks import check
+from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Settings, TaskSettings
-from fulcrum.training.client_level import check_rule, local_problem
+from fulcrum.training.client_level import check_server_rule, make_local_problem
 from fulcrum.training.federation import Federation
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 
 
 def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module | None = None) -> Federation:
@@ -33,25 +33,25 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     dataset and model take the place of what the settings name, for data and models made in Python. The federation's
     settings say which partition was used where they left the choice.
     """
-    check_choices(check(settings))
+    check_choices(check_settings(settings))
     rule = find_rule(settings.clip.rule)
     device = find_device(settings.run.device)
-    dataset = find_data(settings, dataset, device)
-    settings, dataset = choose_partition(settings, dataset)
+    dataset = load_training_data(settings, dataset, device)
+    settings, dataset = resolve_auto_partition(settings, dataset)
     partition = split(dataset, settings.data, settings.run.seed)
-    model, dataset = find_model(settings, dataset, model)
-    problem = Problem.of(settings, dataset, partition, model, device, rule=rule)
-    check_rule(rule, settings, problem)
+    model, dataset = build_checked_model(settings, dataset, model)
+    problem = TrainingProblem.of(settings, dataset, partition, model, device, rule=rule)
+    check_server_rule(rule, settings, problem)
     plan = make_plan(settings, partition, count_units_per_party(dataset, partition, settings.privacy.unit), rule)
-    return Federation(settings, problem, plan, find_engine(settings.run.engine, local_problem(problem)))
+    return Federation(settings, problem, plan, find_engine(settings.run.engine, make_local_problem(problem)))
 
 
-def find_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
+def load_training_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
     """The records to train on, as the settings want them: of their task, less what is held out, as features."""
     if given is None:
         dataset = load(settings.data.source, settings.data.dir, task=settings.task)
     else:
-        dataset = given if settings.task == TaskSettings() else recheck(given, given.name, settings.task)
+        dataset = given if settings.task == TaskSettings() else recheck_dataset(given, given.name, settings.task)
     if settings.data.validation > 0:
         dataset = holdout(dataset, settings.data.validation, settings.run.seed)
     dataset = compute_features(dataset, settings.data, device)
@@ -61,24 +61,24 @@ def find_data(settings: Settings, given: Dataset | None, device: torch.device) -
             "give an .npz with an array named person, or use unit example."
         )
     if dataset.test is None:
-        return _with_warning(
+        return _add_dataset_warning(
             dataset, f"{dataset.name} has no test set (x_test, y_test), so the model is trained and not evaluated."
         )
     return dataset
 
 
-def choose_partition(settings: Settings, dataset: Dataset) -> tuple[Settings, Dataset]:
+def resolve_auto_partition(settings: Settings, dataset: Dataset) -> tuple[Settings, Dataset]:
     """The settings with the partition that "auto" stands for, and the data set with a warning where that is iid."""
     method = partition_method(settings.data, dataset.task)
     if settings.data.partition != "auto":
         return settings, dataset
     if method == "iid":
         words = f"The targets of task {dataset.task.name!r} are no classes to split by, so the records are split "
-        dataset = _with_warning(dataset, f"{words}evenly and at random over the parties (data.partition = iid).")
+        dataset = _add_dataset_warning(dataset, f"{words}evenly and at random over the parties (data.partition = iid).")
     return settings.replace(data={"partition": method}), dataset
 
 
-def find_model(settings: Settings, dataset: Dataset, given: nn.Module | None) -> tuple[nn.Module, Dataset]:
+def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module | None) -> tuple[nn.Module, Dataset]:
     """The network to train, checked not to mix examples, and the records as it takes them."""
     if given is not None and settings.model.coordinates != "plain":
         raise ConfigError(
@@ -88,9 +88,9 @@ def find_model(settings: Settings, dataset: Dataset, given: nn.Module | None) ->
     if given is None:
         if is_built_in(settings.model):
             dataset = dataset.with_float_inputs()
-        task, sample = dataset.task, take_rows(dataset.sample.x, slice(0, 8))
+        task, sample = dataset.task, select_rows(dataset.sample.x, slice(0, 8))
         given = build_model(settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task=task)
-    pair = take_rows(dataset.sample.x, slice(0, 2))
+    pair = select_rows(dataset.sample.x, slice(0, 2))
     try:
         validate_model(given, pair)
         check_outputs(given, pair, dataset.task)
@@ -102,7 +102,7 @@ def find_model(settings: Settings, dataset: Dataset, given: nn.Module | None) ->
     return given, dataset
 
 
-def _with_warning(dataset: Dataset, words: str) -> Dataset:
+def _add_dataset_warning(dataset: Dataset, words: str) -> Dataset:
     return dataclasses.replace(dataset, warnings=(*dataset.warnings, words))
 
 
@@ -119,7 +119,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def ledger_warnings(federation: Federation) -> list[str]:
+def collect_ledger_warnings(federation: Federation) -> list[str]:
     """What a kept ledger says about this run: parties whose budget will run out before it ends.
 
     Raises BudgetError where no party can pay for even one round.
@@ -128,7 +128,7 @@ def ledger_warnings(federation: Federation) -> list[str]:
     if not path or not Path(path).is_file():
         return []
     with Ledger.open(path) as ledger:
-        short = affordable_rounds(federation.plan, ledger)
+        short = compute_affordable_rounds(federation.plan, ledger)
     if not short:
         return []
     fewest, most_ = min(short.values()), max(short.values())

@@ -14,7 +14,7 @@ from torch import nn
 
 from fulcrum.models.whitening import fold_centring
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.runs.active_run import Underway, state_privacy
+from fulcrum.runs.active_run import ActiveRun, write_privacy_statement
 from fulcrum.settings.schema import Settings
 from fulcrum.training.snapshot import Snapshot
 
@@ -48,17 +48,17 @@ class Result:
     mean_over_parties: Mapping[str, float] = field(default_factory=dict)
 
 
-def sum_up(run: Underway, snapshot: Snapshot | None, lines: Sequence[Mapping[str, Any]]) -> Result:
+def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mapping[str, Any]]) -> Result:
     """Write what a reader needs of a finished run, and hand it back. lines: those of metrics.jsonl."""
     settings, problem = run.federation.settings, run.federation.problem
-    privacy = state_privacy(run, len(lines), finished=len(lines) == settings.train.rounds)
+    privacy = write_privacy_statement(run, len(lines), finished=len(lines) == settings.train.rounds)
     model = copy.deepcopy(problem.model)
     if snapshot is not None:
         problem.layout.write(model, snapshot.averaged)
-    summary = _summary(run, lines, privacy)
+    summary = _make_summary(run, lines, privacy)
     if run.folder:
         trained = snapshot.averaged if snapshot else problem.layout.flatten(model)
-        run.folder.write_model(
+        run.folder.write_model_weights(
             fold_centring(model, problem.layout.unflatten(trained))
         )  # a plain network, whatever trained it
         run.folder.write_json("summary.json", summary)
@@ -80,7 +80,7 @@ def sum_up(run: Underway, snapshot: Snapshot | None, lines: Sequence[Mapping[str
     )
 
 
-def _summary(run: Underway, lines: Sequence[Mapping[str, Any]], privacy: Mapping[str, Any]) -> dict[str, Any]:
+def _make_summary(run: ActiveRun, lines: Sequence[Mapping[str, Any]], privacy: Mapping[str, Any]) -> dict[str, Any]:
     """What summary.json holds."""
     settings, problem, plan = run.federation.settings, run.federation.problem, run.federation.plan
     finished = len(lines) == settings.train.rounds
@@ -93,9 +93,9 @@ def _summary(run: Underway, lines: Sequence[Mapping[str, Any]], privacy: Mapping
         "score": problem.task.score,
         "higher_is_better": problem.task.higher_is_better,
         "metrics": metrics,
-        "evaluated_on": _evaluated_on(run),
+        "evaluated_on": _describe_evaluation_data(run),
         "epsilon": lines[-1]["epsilon"] if lines else 0.0,
-        "epsilon_pld": _worst_pld(run.ledger, run.id, settings.privacy.delta),
+        "epsilon_pld": _compute_worst_pld_epsilon(run.ledger, run.id, settings.privacy.delta),
         "epsilon_scope": privacy["epsilon"],
         "delta": settings.privacy.delta,
         "unit": privacy["unit"],
@@ -123,7 +123,7 @@ def _summary(run: Underway, lines: Sequence[Mapping[str, Any]], privacy: Mapping
     return summary
 
 
-def _evaluated_on(run: Underway) -> str:
+def _describe_evaluation_data(run: ActiveRun) -> str:
     """Which records the metrics are of."""
     if run.federation.problem.dataset.test is None:
         return "nothing: there is no test set"
@@ -148,7 +148,7 @@ def _numbers(metrics: Mapping[str, float | str | None]) -> dict[str, float]:
     return {name: math.nan if value is None else float(value) for name, value in metrics.items()}
 
 
-def _worst_pld(ledger: Ledger, run: str, delta: float) -> float:
+def _compute_worst_pld_epsilon(ledger: Ledger, run: str, delta: float) -> float:
     """The largest epsilon of any party in this run, by PLD."""
-    distinct = {spend.key: spend for spend in ledger.spends(run).values()}  # the same past costs the same
+    distinct = {spend.key: spend for spend in ledger.get_spends(run).values()}  # the same past costs the same
     return max((spend.epsilon(delta, "pld") for spend in distinct.values()), default=0.0)

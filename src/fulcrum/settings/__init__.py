@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from fulcrum.settings.checks import check
+from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Settings
 
-__all__ = ["Settings", "check"]
+__all__ = ["Settings", "check_settings"]

@@ -13,13 +13,13 @@ from typing import Any
 from fulcrum.settings import schema as config
 from fulcrum.settings.schema import Settings
 
-SECTIONS: dict[str, type] = {
+SECTION_CLASSES: dict[str, type] = {
     field.name: typing.cast(type, field.default_factory)
     for field in dataclasses.fields(Settings)
     if field.default_factory is not dataclasses.MISSING
 }
 
-SHORT: dict[str, str] = {
+SHORT_NAMES: dict[str, str] = {
     "data": "data.source",
     "data_dir": "data.dir",
     "task": "task.name",
@@ -44,7 +44,7 @@ SHORT: dict[str, str] = {
 """Short names of the settings people change most: options of the command line, keywords in Python."""
 
 # Words for the fields that have none under them in config.py.
-WORDS: dict[str, str] = {
+FIELD_TEXTS: dict[str, str] = {
     "model.temper_scale": "s of the tempered sigmoid s sigmoid(T x) - o.",
     "model.temper_temperature": "T of the tempered sigmoid.",
     "model.temper_offset": "o of the tempered sigmoid.",
@@ -66,7 +66,7 @@ WORDS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Field:
+class SettingField:
     """One setting: dotted path, section ("" at the top), name, type, default, and what it means."""
 
     path: str
@@ -78,28 +78,30 @@ class Field:
 
 
 @functools.cache
-def catalogue() -> dict[str, Field]:
+def list_setting_fields() -> dict[str, SettingField]:
     """Every setting by dotted path, in the order of config.py, with the words that stand under it there."""
-    words = WORDS | _docstrings()
-    found: dict[str, Field] = {}
-    for section, owner in {"": Settings, **SECTIONS}.items():
+    words = FIELD_TEXTS | _read_field_docstrings()
+    found: dict[str, SettingField] = {}
+    for section, owner in {"": Settings, **SECTION_CLASSES}.items():
         kinds, defaults = typing.get_type_hints(owner), owner()
         for name in (field.name for field in dataclasses.fields(owner)):
-            if section or name not in SECTIONS:
+            if section or name not in SECTION_CLASSES:
                 path = f"{section}.{name}".lstrip(".")
-                found[path] = Field(path, section, name, kinds[name], getattr(defaults, name), words.get(path, ""))
+                found[path] = SettingField(
+                    path, section, name, kinds[name], getattr(defaults, name), words.get(path, "")
+                )
     return found
 
 
-def named(name: str) -> list[str]:
+def find_setting_paths(name: str) -> list[str]:
     """Dotted paths that a bare name may stand for: its short name's, then every section's field of that name."""
-    short = [SHORT[name]] if name in SHORT else []
-    return short + [path for path, field in catalogue().items() if field.name == name and path not in short]
+    short = [SHORT_NAMES[name]] if name in SHORT_NAMES else []
+    return short + [path for path, field in list_setting_fields().items() if field.name == name and path not in short]
 
 
-def _docstrings() -> dict[str, str]:
+def _read_field_docstrings() -> dict[str, str]:
     """The string that follows each field in config.py; Python itself forgets it."""
-    sections = {owner.__name__: f"{name}." for name, owner in SECTIONS.items()} | {"Settings": ""}
+    sections = {owner.__name__: f"{name}." for name, owner in SECTION_CLASSES.items()} | {"Settings": ""}
     found: dict[str, str] = {}
     for owner in ast.parse(inspect.getsource(config)).body:
         if isinstance(owner, ast.ClassDef) and owner.name in sections:

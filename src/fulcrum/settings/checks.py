@@ -9,13 +9,13 @@ import math
 from typing import Any
 
 from fulcrum.errors import ConfigError
-from fulcrum.settings.derived import local_steps
+from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings
 
 # --- checks -----------------------------------------------------------------------------------
 
 # field: (smallest, whether it itself is allowed, largest, whether it itself is allowed)
-RANGES: dict[str, tuple[float, bool, float, bool]] = {
+SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "data.parties": (1, True, math.inf, False),
     "data.alpha": (0, False, math.inf, False),
     "data.shards": (1, True, math.inf, False),
@@ -69,7 +69,7 @@ RANGES: dict[str, tuple[float, bool, float, bool]] = {
 }
 
 
-def lookup(settings: Settings, path: str) -> Any:
+def get_setting(settings: Settings, path: str) -> Any:
     """The value at a dotted path such as "train.rate"."""
     value: Any = settings
     for name in path.split("."):
@@ -77,11 +77,11 @@ def lookup(settings: Settings, path: str) -> Any:
     return value
 
 
-def check(settings: Settings) -> Settings:
+def check_settings(settings: Settings) -> Settings:
     """Return the settings, or raise ConfigError naming the first wrong field and what would be right."""
-    for path, bounds in RANGES.items():
-        _check_range(path, lookup(settings, path), bounds)
-    _check_together(settings)
+    for path, bounds in SETTING_RANGES.items():
+        _check_range(path, get_setting(settings, path), bounds)
+    _check_combinations(settings)
     return settings
 
 
@@ -99,7 +99,7 @@ def _check_range(path: str, value: float | None, bounds: tuple[float, bool, floa
     raise ConfigError(f"{path} = {value!r} is out of range; it must be a finite number {wanted}.")
 
 
-def _check_together(settings: Settings) -> None:
+def _check_combinations(settings: Settings) -> None:
     train, clip, privacy = settings.train, settings.clip, settings.privacy
     if (train.steps > 0) == (train.epochs > 0):
         raise ConfigError(
@@ -138,15 +138,15 @@ def _check_together(settings: Settings) -> None:
             "who takes part is secret, so every party is charged for every round; leave it at 0."
         )
     if privacy.aggregation == "ideal-secagg":
-        _check_shared(settings)
+        _check_secure_sum_settings(settings)
 
 
-def _check_shared(settings: Settings) -> None:
+def _check_secure_sum_settings(settings: Settings) -> None:
     """One dose of noise over all parties is right for one sum of one step, in which everybody takes part."""
     train, privacy = settings.train, settings.privacy
     wrong = {
         "privacy.unit": (privacy.unit, "example", privacy.unit != "example"),
-        "train.steps": (local_steps(train), 1, local_steps(train) != 1),
+        "train.steps": (compute_local_steps(train), 1, compute_local_steps(train) != 1),
         "train.weights": (train.weights, "examples", train.weights != "examples"),
         "train.participation": (train.participation, 1, train.participation < 1),
         "privacy.max_participations": (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fulcrum.settings.schema import Train
 
 
-def local_steps(train: Train) -> int:
+def compute_local_steps(train: Train) -> int:
     """N, the local steps of a round: as given, or from epochs and the sampling rate."""
     return train.steps if train.steps > 0 else max(1, round(train.epochs / train.rate))
 
@@ -22,7 +22,7 @@ LR_SCHEDULES: dict[str, Callable[[Train, int], float]] = {
 """What train.schedule may be: the factor of the learning rate in round t, from the training settings."""
 
 
-def learning_rate(train: Train, t: int) -> float:
+def compute_learning_rate(train: Train, t: int) -> float:
     """eta_t for round t (from 0)."""
     warm = min(1.0, (t + 1) / train.warmup) if train.warmup else 1.0
     return train.lr * warm * LR_SCHEDULES[train.schedule](train, t)

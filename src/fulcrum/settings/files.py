@@ -7,20 +7,26 @@ writing.py     Settings -> TOML, and the commented template of `fulcrum init`
 
 from __future__ import annotations
 
-from fulcrum.settings.catalogue import SECTIONS, SHORT, Field, catalogue
-from fulcrum.settings.reading import from_names, parse, read, read_raw, read_word
-from fulcrum.settings.writing import dump, template
+from fulcrum.settings.catalogue import SECTION_CLASSES, SHORT_NAMES, SettingField, list_setting_fields
+from fulcrum.settings.reading import (
+    parse_assignment_option,
+    parse_settings,
+    read_settings,
+    read_settings_tables,
+    settings_from_keywords,
+)
+from fulcrum.settings.writing import dump_settings, make_settings_template
 
 __all__ = [
-    "SECTIONS",
-    "SHORT",
-    "Field",
-    "catalogue",
-    "dump",
-    "from_names",
-    "parse",
-    "read",
-    "read_raw",
-    "read_word",
-    "template",
+    "SECTION_CLASSES",
+    "SHORT_NAMES",
+    "SettingField",
+    "dump_settings",
+    "list_setting_fields",
+    "make_settings_template",
+    "parse_assignment_option",
+    "parse_settings",
+    "read_settings",
+    "read_settings_tables",
+    "settings_from_keywords",
 ]

@@ -17,7 +17,7 @@ from fulcrum.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodPreset:
     """A preset: `parts` overrides settings by section, e.g. {"clip": {"rule": "moo"}}.
 
     unit is what one epsilon protects under this method ("" where it protects nothing).
@@ -30,139 +30,149 @@ class Method:
     reference: str
 
 
-CLIENT_LEVEL: Mapping[str, Any] = {"participation": 0.2, "weights": "uniform", "epochs": 1.0, "rate": 0.2, "lr": 0.1}
+CLIENT_LEVEL_TRAINING: Mapping[str, Any] = {
+    "participation": 0.2,
+    "weights": "uniform",
+    "epochs": 1.0,
+    "rate": 0.2,
+    "lr": 0.1,
+}
 """How parties train where each is one unit: a fifth of them join a round, each for an epoch in five steps."""
 
-METHODS: dict[str, Method] = {
+METHODS: dict[str, MethodPreset] = {
     method.name: method
     for method in (
-        Method(
+        MethodPreset(
             name="moo",
             summary="private; C and the step length find their own values from what is released anyway",
             parts={"clip": {"rule": "moo"}},
             unit="example",
             reference="after Ranaweera et al., multi-objective clipping; here C moves on released values only",
         ),
-        Method(
+        MethodPreset(
             name="moo-c",
             summary="private; C alone is learned, the learning rate stays yours",
             parts={"clip": {"rule": "moo-c", "beta": 0.95, "eta_C": 0.05}},
             unit="example",
             reference="after Ranaweera et al.; the plain form of moo",
         ),
-        Method(
+        MethodPreset(
             name="dp-sgd",
             summary="private; C stays at clip.C0",
             parts={"clip": {"rule": "fixed"}},
             unit="example",
             reference="Abadi et al. 2016",
         ),
-        Method(
+        MethodPreset(
             name="dp-fedavg",
             summary="private for whole parties: a trusted server clips their updates to clip.C0 and adds the noise",
-            parts={"clip": {"rule": "fixed", "C0": 1.0}, "privacy": {"unit": "client"}, "train": CLIENT_LEVEL},
+            parts={"clip": {"rule": "fixed", "C0": 1.0}, "privacy": {"unit": "client"}, "train": CLIENT_LEVEL_TRAINING},
             unit="client",
             reference="McMahan et al. 2018",
         ),
-        Method(
+        MethodPreset(
             name="median",
             summary="dp-fedavg with C the median of the updates' norms, read from private values",
-            parts={"clip": {"rule": "median", "C0": 1.0}, "privacy": {"unit": "client"}, "train": CLIENT_LEVEL},
+            parts={
+                "clip": {"rule": "median", "C0": 1.0},
+                "privacy": {"unit": "client"},
+                "train": CLIENT_LEVEL_TRAINING,
+            },
             unit="client",
             reference="Geyer et al. 2017",
         ),
-        Method(
+        MethodPreset(
             name="none",
             summary="not private: plain federated averaging, the ceiling to compare with on public data",
             parts={"clip": {"rule": "none"}},
             unit="",
             reference="McMahan et al. 2017",
         ),
-        Method(
+        MethodPreset(
             name="dynamic",
             summary="C and the noise both fall by public schedules",
             parts={"clip": {"rule": "dynamic"}, "privacy": {"noise_schedule": "growth"}},
             unit="example",
             reference="Du et al. 2021",
         ),
-        Method(
+        MethodPreset(
             name="wav",
             summary="clips each level of a Haar wavelet transform apart (WAV-style)",
             parts={"clip": {"rule": "wav"}},
             unit="example",
             reference="after Ranaweera et al. 2023",
         ),
-        Method(
+        MethodPreset(
             name="tempered",
             summary="fixed C, and a bounded activation that keeps gradients small",
             parts={"clip": {"rule": "fixed"}, "model": {"activation": "tempered"}},
             unit="example",
             reference="Papernot et al. 2021",
         ),
-        Method(
+        MethodPreset(
             name="quantile",
             summary="C follows a quantile of the norms",
             parts={"clip": {"rule": "quantile", "eta_C": 0.2}},
             unit="example",
             reference="Andrew et al. 2021",
         ),
-        Method(
+        MethodPreset(
             name="auto-s",
             summary="gradients scaled to one norm, so that C is a step size",
             parts={"clip": {"rule": "auto-s"}},
             unit="example",
             reference="Bu et al. 2022",
         ),
-        Method(
+        MethodPreset(
             name="psac",
             summary="as auto-s, with small gradients kept smaller",
             parts={"clip": {"rule": "psac", "stability": 0.1}},
             unit="example",
             reference="Xia et al. 2023",
         ),
-        Method(
+        MethodPreset(
             name="units-of-c",
             summary="fixed C, and the step in units of C",
             parts={"clip": {"rule": "units-of-c"}},
             unit="example",
             reference="folklore; the cheapest rival of a learned C",
         ),
-        Method(
+        MethodPreset(
             name="oso",
             summary="C learned by privatised gradient descent on a second noised vector (OSO-style)",
             parts={"clip": {"rule": "oso", "eta_C": 0.05}},
             unit="example",
             reference="after Galli et al. 2024",
         ),
-        Method(
+        MethodPreset(
             name="dc-sgd",
             summary="C of the least squared error, from a noised histogram of norms each epoch",
             parts={"clip": {"rule": "dc-sgd", "refresh": 1.0}},
             unit="example",
             reference="Wei et al. 2025",
         ),
-        Method(
+        MethodPreset(
             name="moo-client",
             summary="as moo-c, one C a party, from its own releases",
             parts={"clip": {"rule": "moo-client", "beta": 0.95, "eta_C": 0.05}},
             unit="example",
             reference="this project",
         ),
-        Method(
+        MethodPreset(
             name="moo-scalar",
             summary="as moo-c, from a noised scalar that each party pays for",
             parts={"clip": {"rule": "moo-scalar", "beta": 0.95, "eta_C": 0.07, "kappa": 0.001}},
             unit="example",
             reference="this project",
         ),
-        Method(
+        MethodPreset(
             name="moo-paper",
             summary="the paper's Algorithm 1 as printed: C moves example by example, from raw losses or norms",
             parts={"clip": {"rule": "moo-paper", "kappa": 0.3, "eta_C": 0.1}},
             unit="example",
             reference="Ranaweera et al., Algorithm 1",
         ),
-        Method(
+        MethodPreset(
             name="moo-paper-batch",
             summary="Algorithm 1 with one step of C a batch: fast",
             parts={"clip": {"rule": "moo-paper-batch", "kappa": 0.3, "eta_C": 0.1}},
@@ -173,7 +183,7 @@ METHODS: dict[str, Method] = {
 }
 
 
-def find_method(name: str) -> Method:
+def find_method(name: str) -> MethodPreset:
     """The method of that name, or ConfigError with the nearest one."""
     if name in METHODS:
         return METHODS[name]

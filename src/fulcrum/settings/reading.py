@@ -20,21 +20,21 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fulcrum.errors import ConfigError
-from fulcrum.settings.catalogue import SECTIONS, SHORT, catalogue, named
-from fulcrum.settings.checks import check
+from fulcrum.settings.catalogue import SECTION_CLASSES, SHORT_NAMES, find_setting_paths, list_setting_fields
+from fulcrum.settings.checks import check_settings
 from fulcrum.settings.presets import find_method
-from fulcrum.settings.renamed import REMOVED, RENAMED, translate
+from fulcrum.settings.renamed import REMOVED_PATHS, RENAMED_PATHS, translate_old_names
 from fulcrum.settings.schema import Settings
 
 # Two ways to say one thing. A layer that gives one takes back the other from the layers below.
-RIVALS: dict[str, tuple[str, Any]] = {
+EXCLUSIVE_SETTINGS: dict[str, tuple[str, Any]] = {
     "privacy.epsilon": ("sigma", None),
     "privacy.sigma": ("epsilon", None),
     "train.steps": ("epochs", 0.0),
     "train.epochs": ("steps", 0),
 }
 
-WANTED: dict[Any, str] = {
+EXPECTED_TYPE_TEXTS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     float | None: "a number",
@@ -46,7 +46,7 @@ WANTED: dict[Any, str] = {
     dict[str, float]: "a table of names and numbers",
     dict[str, bool | int | float | str]: "a table of names with numbers, text, true or false",
 }
-GOT: dict[type, str] = {
+GIVEN_TYPE_TEXTS: dict[type, str] = {
     int: "a whole number",
     float: "a number with a decimal point",
     str: "text",
@@ -57,28 +57,32 @@ GOT: dict[type, str] = {
 }
 
 
-def parse(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, method: str | None = None) -> Settings:
+def parse_settings(
+    raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, method: str | None = None
+) -> Settings:
     """Checked settings from a file's contents, values by dotted path, and a method chosen over the file's.
 
     raw is what TOML gives: {"method": "moo", "train": {"rounds": 50}}. overrides are
     {"clip.kappa": 0.01}. Raises ConfigError, one sentence, at the first thing wrong.
     """
-    raw, words = (translate(layer, _note) for layer in (raw, _nest(overrides or {})))
+    raw, words = (translate_old_names(layer, _print_note) for layer in (raw, _nest_overrides(overrides or {})))
     for layer in (raw, words):
-        _check_names(layer)
+        _check_setting_names(layer)
     chosen = words.get("method", method)
     file_method = raw.get("method", Settings.method)
-    merged = _merge([_preset(file_method), raw, {} if chosen is None else _preset(chosen), words])
+    merged = _merge_layers(
+        [_find_preset_sections(file_method), raw, {} if chosen is None else _find_preset_sections(chosen), words]
+    )
     merged["method"] = file_method if chosen is None else chosen
-    return check(_validate(merged))
+    return check_settings(_validate_settings(merged))
 
 
-def read(path: Path | str, overrides: Mapping[str, Any] | None = None, method: str | None = None) -> Settings:
+def read_settings(path: Path | str, overrides: Mapping[str, Any] | None = None, method: str | None = None) -> Settings:
     """Checked settings from a TOML file; see `parse` for the rest."""
-    return parse(read_raw(path), overrides, method)
+    return parse_settings(read_settings_tables(path), overrides, method)
 
 
-def read_raw(path: Path | str) -> dict[str, Any]:
+def read_settings_tables(path: Path | str) -> dict[str, Any]:
     """The tables of a TOML file, or ConfigError saying why it cannot be read."""
     path = Path(path)
     if path.is_dir():
@@ -95,21 +99,21 @@ def read_raw(path: Path | str) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def from_names(names: Mapping[str, Any], raw: Mapping[str, Any] | None = None) -> Settings:
+def settings_from_keywords(names: Mapping[str, Any], raw: Mapping[str, Any] | None = None) -> Settings:
     """Settings from keywords: short names, field names that only one section has, or whole sections.
 
     from_names({"data": "mnist", "epsilon": 1.64, "kappa": 0.01, "train": {"server": "adam"}})
     """
     overrides: dict[str, Any] = {}
     for name, value in names.items():
-        if name in SECTIONS and isinstance(value, Mapping):
+        if name in SECTION_CLASSES and isinstance(value, Mapping):
             overrides |= {f"{name}.{key}": inner for key, inner in value.items()}
         else:
-            overrides[_path_of(name)] = value
-    return parse(raw or {}, overrides)
+            overrides[_resolve_setting_path(name)] = value
+    return parse_settings(raw or {}, overrides)
 
 
-def read_word(text: str) -> tuple[str, Any]:
+def parse_assignment_option(text: str) -> tuple[str, Any]:
     """One `--set section.name=value`: the path, and the value as TOML reads it, else as text."""
     path, equals, literal = text.partition("=")
     path = path.strip()
@@ -124,37 +128,43 @@ def read_word(text: str) -> tuple[str, Any]:
 # --- names --------------------------------------------------------------------------------------
 
 
-def _note(sentence: str) -> None:
+def _print_note(sentence: str) -> None:
     print(f"note: {sentence}", file=sys.stderr)
 
 
-def _path_of(name: str) -> str:
-    paths = named(name) or [old for old in (*RENAMED, *REMOVED) if old.rpartition(".")[2] == name]
+def _resolve_setting_path(name: str) -> str:
+    paths = find_setting_paths(name) or [
+        old for old in (*RENAMED_PATHS, *REMOVED_PATHS) if old.rpartition(".")[2] == name
+    ]
     if not paths:
-        raise ConfigError(_unknown(name, [*SHORT, *(field.name for field in catalogue().values())]))
-    if len(paths) > 1 and name not in SHORT:
+        raise ConfigError(
+            _unknown_setting_error(name, [*SHORT_NAMES, *(field.name for field in list_setting_fields().values())])
+        )
+    if len(paths) > 1 and name not in SHORT_NAMES:
         raise ConfigError(f"{name} is a setting of several sections; write {' or '.join(paths)}.")
     return paths[0]
 
 
-def _check_names(layer: Mapping[str, Any]) -> None:
+def _check_setting_names(layer: Mapping[str, Any]) -> None:
     """Refuse sections and fields that do not exist, naming the nearest that does."""
-    top = [path for path, field in catalogue().items() if not field.section]
+    top = [path for path, field in list_setting_fields().items() if not field.section]
     for section, values in layer.items():
         if section in top:
             continue
-        if section not in SECTIONS:
-            raise ConfigError(_unknown(section, [*SECTIONS, *top], named(section)))
+        if section not in SECTION_CLASSES:
+            raise ConfigError(_unknown_setting_error(section, [*SECTION_CLASSES, *top], find_setting_paths(section)))
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{section} = {_show(values)} is {_got(values)}; it must be a section, [{section}].")
+            raise ConfigError(
+                f"{section} = {_format_value(values)} is {_describe_given_type(values)}; it must be a section, [{section}]."
+            )
         for name in values:
             path = f"{section}.{name}"
-            if path not in catalogue():
-                here = [known for known, field in catalogue().items() if field.section == section]
-                raise ConfigError(_unknown(path, here, named(name)))
+            if path not in list_setting_fields():
+                here = [known for known, field in list_setting_fields().items() if field.section == section]
+                raise ConfigError(_unknown_setting_error(path, here, find_setting_paths(name)))
 
 
-def _unknown(name: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
+def _unknown_setting_error(name: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
     """The sentence for a name that does not exist: where it does exist, else what is spelt most alike."""
     known = list(dict.fromkeys(known))
     near = [*elsewhere, *difflib.get_close_matches(name, known, n=1)]
@@ -165,7 +175,7 @@ def _unknown(name: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> 
 # --- layers -------------------------------------------------------------------------------------
 
 
-def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _nest_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """{"clip.kappa": 1} -> {"clip": {"kappa": 1}}; a third part names an entry of a table."""
     nested: dict[str, Any] = {}
     for path, value in overrides.items():
@@ -174,26 +184,28 @@ def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
-                raise ConfigError(f"{path} does not fit beside {parent} = {_show(place)}; give one of them.")
+                raise ConfigError(f"{path} does not fit beside {parent} = {_format_value(place)}; give one of them.")
         place[name] = value
     return nested
 
 
-def _preset(method: Any) -> Mapping[str, Any]:
+def _find_preset_sections(method: Any) -> Mapping[str, Any]:
     if not isinstance(method, str):
-        raise ConfigError(f"method = {_show(method)} is {_got(method)}; it must be text in quotes.")
+        raise ConfigError(
+            f"method = {_format_value(method)} is {_describe_given_type(method)}; it must be text in quotes."
+        )
     return find_method(method).parts
 
 
-def _merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge_layers(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for layer in layers:
-        for section in SECTIONS.keys() & layer.keys():
+        for section in SECTION_CLASSES.keys() & layer.keys():
             target, values = merged.setdefault(section, {}), layer[section]
             for name, value in values.items():
                 both = isinstance(value, Mapping) and isinstance(target.get(name), Mapping)
                 target[name] = {**target[name], **value} if both else value
-                rival, cleared = RIVALS.get(f"{section}.{name}", ("", None))
+                rival, cleared = EXCLUSIVE_SETTINGS.get(f"{section}.{name}", ("", None))
                 if rival and value and rival not in values:
                     target[rival] = cleared
     return merged
@@ -203,33 +215,33 @@ def _merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 @functools.cache
-def _adapter() -> TypeAdapter[Settings]:
+def _settings_adapter() -> TypeAdapter[Settings]:
     return TypeAdapter(Settings)
 
 
-def _validate(merged: dict[str, Any]) -> Settings:
+def _validate_settings(merged: dict[str, Any]) -> Settings:
     # Through JSON, because pydantic's strict mode takes lists for tuples and tables for dataclasses
     # only there; strict, because rounds = "5" and diagnostics = 1 are mistakes.
     try:
-        return _adapter().validate_json(json.dumps(merged, default=_plain), strict=True)
+        return _settings_adapter().validate_json(json.dumps(merged, default=_to_json_value), strict=True)
     except ValidationError as error:
         section, name, *inner = error.errors(include_url=False)[0]["loc"]
     path, value = f"{section}.{name}", merged[str(section)][name]
-    wanted = WANTED[catalogue()[path].kind]
+    wanted = EXPECTED_TYPE_TEXTS[list_setting_fields()[path].kind]
     if inner:
         item = value[inner[0]]
-        raise ConfigError(f"{path} holds {_show(item)}, {_got(item)}; it must be {wanted}.")
-    raise ConfigError(f"{path} = {_show(value)} is {_got(value)}; it must be {wanted}.")
+        raise ConfigError(f"{path} holds {_format_value(item)}, {_describe_given_type(item)}; it must be {wanted}.")
+    raise ConfigError(f"{path} = {_format_value(value)} is {_describe_given_type(value)}; it must be {wanted}.")
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """NumPy's numbers as Python's; paths and dates as text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def _show(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _got(value: Any) -> str:
-    return GOT.get(type(value), f"of type {type(value).__name__}")
+def _describe_given_type(value: Any) -> str:
+    return GIVEN_TYPE_TEXTS.get(type(value), f"of type {type(value).__name__}")

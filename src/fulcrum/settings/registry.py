@@ -28,14 +28,14 @@ T = TypeVar("T")
 F = TypeVar("F")
 
 
-def suggest_nearest(word: str, names: Iterable[str]) -> str:
+def suggest_nearest_names(word: str, names: Iterable[str]) -> str:
     """The end of an error sentence: suggests the nearest of the names, or lists them all."""
     known = list(names)
-    close = nearest_name(word, known)
+    close = find_nearest_name(word, known)
     return f"did you mean {close!r}?" if close else f"choose one of {', '.join(known)}."
 
 
-def nearest_name(word: str, names: Iterable[str]) -> str:
+def find_nearest_name(word: str, names: Iterable[str]) -> str:
     """The name that a misspelt word probably means, upper and lower case alike; "" where none is near."""
     by_lower = {name.lower(): name for name in names}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1)
@@ -94,7 +94,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def offered(self) -> dict[str, str]:
+    def list_entry_points(self) -> dict[str, str]:
         """What installed packages offer: name -> "package.module:attribute". Nothing is imported."""
         if not self.entry_points:
             return {}
@@ -103,7 +103,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         """All names that `find` takes, those of installed packages included."""
-        return (*self._values, *self.offered())
+        return (*self._values, *self.list_entry_points())
 
     def find(self, name: str) -> T:
         """The value of that name: added here, offered by an installed package, or "package.module:attribute".
@@ -113,29 +113,29 @@ class Registry(Mapping[str, T], Generic[T]):
         if name in self._values:
             return self._values[name]
         if self.places and ":" in name:
-            return self._import(name, name)
-        offered = self.offered()
+            return self._import_entry_point(name, name)
+        offered = self.list_entry_points()
         if name in offered:
-            return self._import(offered[name], name)
+            return self._import_entry_point(offered[name], name)
         raise self.error(self.unknown(name))
 
     def unknown(self, name: str) -> str:
         """The sentence for a name that is not known."""
         known = self.names()
-        close = nearest_name(name, known)
+        close = find_nearest_name(name, known)
         own = f", or package.module:{self.noun.replace(' ', '_')}" if self.places else ""
         hint = f"; did you mean {close!r}?" if close else "."
         return f"{self.setting} = {name!r} is not known; choose one of {', '.join(known)}{own}{hint}"
 
-    def _import(self, place: str, name: str) -> T:
-        value = import_attribute(place, f"{self.setting} = {name!r}", self.error)
+    def _import_entry_point(self, place: str, name: str) -> T:
+        value = import_named_attribute(place, f"{self.setting} = {name!r}", self.error)
         if self.kind is not None and not isinstance(value, self.kind):
             wanted = f"{self.kind.__module__}.{self.kind.__qualname__}"
             raise self.error(f"{self.setting} = {name!r} is a {type(value).__name__}, not a {wanted}.")
         return value  # type: ignore[no-any-return]
 
 
-def import_attribute(place: str, what: str, error: type[InputError] = ConfigError) -> Any:
+def import_named_attribute(place: str, what: str, error: type[InputError] = ConfigError) -> Any:
     """What "package.module:attribute" names, importable from here or from the current folder.
 
     what: the start of the error sentence, such as "model.name = 'a:b'".
@@ -150,13 +150,13 @@ def import_attribute(place: str, what: str, error: type[InputError] = ConfigErro
             words = f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__
             raise error(f"{what} cannot be imported: module {module_name!r} fails ({words}).") from problem
     if not hasattr(module, attribute):
-        near = suggest_nearest(attribute, [name for name in dir(module) if not name.startswith("_")])
+        near = suggest_nearest_names(attribute, [name for name in dir(module) if not name.startswith("_")])
         tail = f"; {near}" if near.startswith("did") else "."
         raise error(f"{what} cannot be imported: {module_name!r} has no attribute {attribute!r}{tail}")
     return getattr(module, attribute)
 
 
-def call_with_offers(function: Callable[..., T], offers: Mapping[str, Any]) -> T:
+def call_with_supported_arguments(function: Callable[..., T], offers: Mapping[str, Any]) -> T:
     """What somebody's function returns when it is given those of the offers that it has as parameters."""
     try:
         accepted = inspect.signature(function).parameters

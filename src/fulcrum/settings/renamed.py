@@ -10,45 +10,45 @@ from typing import Any
 
 from fulcrum.errors import ConfigError
 
-RENAMED: dict[str, str] = {}
+RENAMED_PATHS: dict[str, str] = {}
 """Old dotted path -> the path of today, such as "clip.refresh" -> "clip.statistics_interval"."""
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {}
 """Dotted path of today -> {old value: value of today}, such as "model.init" -> {"painted": "synthetic"}."""
-REMOVED: dict[str, str] = {}
+REMOVED_PATHS: dict[str, str] = {}
 """Old dotted path of a setting that is gone -> what to do, the end of a sentence."""
 
 
-def translate(layer: Mapping[str, Any], say: Callable[[str], None] | None = None) -> dict[str, Any]:
+def translate_old_names(layer: Mapping[str, Any], say: Callable[[str], None] | None = None) -> dict[str, Any]:
     """Sections of settings with the words of today; `say` gets one sentence per old word."""
     result: dict[str, Any] = {}
-    for path, value in _paths(layer):
-        new = RENAMED.get(path, path)
-        if path in REMOVED:
-            raise ConfigError(f"{path} is no longer a setting; {REMOVED[path]}")
+    for path, value in _list_setting_paths(layer):
+        new = RENAMED_PATHS.get(path, path)
+        if path in REMOVED_PATHS:
+            raise ConfigError(f"{path} is no longer a setting; {REMOVED_PATHS[path]}")
         if new != path:
-            if _given(layer, new):
+            if _is_setting_given(layer, new):
                 raise ConfigError(f"{path} is called {new} today, and both are given; take {path} away.")
-            _say(say, f"{path} is called {new} today")
+            _report_if_asked(say, f"{path} is called {new} today")
         old_values = RENAMED_VALUES.get(new, {})
         if isinstance(value, str | int | float) and value in old_values:
-            _say(say, f"{new} = {value!r} is called {old_values[value]!r} today")
+            _report_if_asked(say, f"{new} = {value!r} is called {old_values[value]!r} today")
             value = old_values[value]
-        _put(result, new, value)
+        _put_setting(result, new, value)
     return result
 
 
-def former_words(layer: Mapping[str, Any]) -> dict[str, Any]:
+def to_original_names(layer: Mapping[str, Any]) -> dict[str, Any]:
     """The same settings in the words of the first version: what ids of kept results are made from."""
-    old_paths = {new: old for old, new in RENAMED.items()}
+    old_paths = {new: old for old, new in RENAMED_PATHS.items()}
     result: dict[str, Any] = {}
-    for path, value in _paths(layer):
+    for path, value in _list_setting_paths(layer):
         old_values = {new: old for old, new in RENAMED_VALUES.get(path, {}).items()}
         known = isinstance(value, str | int | float) and value in old_values
-        _put(result, old_paths.get(path, path), old_values[value] if known else value)
+        _put_setting(result, old_paths.get(path, path), old_values[value] if known else value)
     return result
 
 
-def _paths(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _list_setting_paths(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Every setting by dotted path; what is no section stands under its own name, an empty section too."""
     found: list[tuple[str, Any]] = []
     for section, values in layer.items():
@@ -59,13 +59,13 @@ def _paths(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
-def _given(layer: Mapping[str, Any], path: str) -> bool:
+def _is_setting_given(layer: Mapping[str, Any], path: str) -> bool:
     section, _, name = path.partition(".")
     values = layer.get(section)
     return (isinstance(values, Mapping) and name in values) if name else section in layer
 
 
-def _put(layer: dict[str, Any], path: str, value: Any) -> None:
+def _put_setting(layer: dict[str, Any], path: str, value: Any) -> None:
     section, _, name = path.partition(".")
     if name:
         layer.setdefault(section, {})[name] = value
@@ -73,6 +73,6 @@ def _put(layer: dict[str, Any], path: str, value: Any) -> None:
         layer[section] = value
 
 
-def _say(say: Callable[[str], None] | None, sentence: str) -> None:
+def _report_if_asked(say: Callable[[str], None] | None, sentence: str) -> None:
     if say is not None:
         say(sentence)

@@ -12,14 +12,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-FORBID: dict[str, Any] = {"extra": "forbid"}
+FORBID_EXTRA_FIELDS: dict[str, Any] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)
 class Data:
     """Where the examples come from and how they lie over the parties."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     source: str = "digits"
     """digits, mnist, fashion-mnist, cifar10, a path to an .npz file, or package.module:function."""
@@ -57,7 +57,7 @@ class Data:
 class TaskSettings:
     """What is predicted, and how predictions are judged. Ranges and classes are declared, not read off the data."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     name: str = "auto"
     """auto (what the data says, else classification), classification, binary, multilabel, regression, tokens,
@@ -93,7 +93,7 @@ class TaskSettings:
 class Model:
     """What is trained."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     name: str = "auto"
     """auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn (on scattering features), or package.module:factory."""
@@ -121,7 +121,7 @@ class Model:
 class Train:
     """The optimisation: rounds, local steps, learning rates, the server's side."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     rounds: int = 200
     """T."""
@@ -162,7 +162,7 @@ class Train:
 class Clip:
     """The clipping rule and its own settings. A rule reads those it knows."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     rule: str = "moo"
     """A built-in rule or package.module:rule."""
@@ -209,7 +209,7 @@ class Clip:
 class Privacy:
     """The budget and the guarantee's terms. Give epsilon (sigma is calibrated) or sigma (epsilon is reported)."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     epsilon: float | None = None
     sigma: float | None = None
@@ -243,7 +243,7 @@ class Privacy:
 class Central:
     """The trusted server's average of the parties' updates, for privacy.unit = "client" only."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     estimator: str = "fixed"
     """What divides the weighted sum: fixed (the expected weight q_c W) or clipped (the weight that took part, at
@@ -258,7 +258,7 @@ class Central:
 class Run:
     """Speed, place and what is kept. Nothing here touches the guarantee."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     seed: int = 0
     engine: str = "auto"
@@ -280,7 +280,7 @@ class Run:
 class Settings:
     """Everything that makes a run. Equal settings and seed give equal bits."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     method: str = "moo"
     """The preset these settings started from (see `fulcrum methods`)."""

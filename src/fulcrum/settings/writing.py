@@ -11,10 +11,10 @@ from typing import Any
 
 import tomli_w
 
-from fulcrum.settings.catalogue import SECTIONS, catalogue
+from fulcrum.settings.catalogue import SECTION_CLASSES, list_setting_fields
 from fulcrum.settings.schema import Settings
 
-STARTERS: dict[str, Any] = {
+TEMPLATE_VALUES: dict[str, Any] = {
     "method": "moo",
     "data.source": "digits",
     "data.parties": 5,
@@ -23,34 +23,34 @@ STARTERS: dict[str, Any] = {
 }
 """What the template sets; all but epsilon to the default."""
 
-EXAMPLE = 1.0
+EXAMPLE_NUMBER = 1.0
 """What the template shows for a number that has no default."""
 
 
-def dump(settings: Settings) -> str:
+def dump_settings(settings: Settings) -> str:
     """TOML that `parse` turns into equal settings. Values that are None are left out."""
     return tomli_w.dumps(_without_none(dataclasses.asdict(settings)))
 
 
-def template() -> str:
+def make_settings_template() -> str:
     """A commented config: a few lines to change at once, the others as `#name = default`."""
     lines = [
         "# Settings of a Fulcrum run; start it with:  fulcrum run config.toml",
         "# A # right before a name shows the default, or an example where there is none; take the # away to change it.",
     ]
     section = ""
-    for path, field in catalogue().items():
+    for path, field in list_setting_fields().items():
         if field.section != section:
             section = field.section
-            lines += ["", "", f"[{section}]", *_comment(inspect.getdoc(SECTIONS[section]) or "")]
-        mark = "" if path in STARTERS else "#"
-        value = STARTERS.get(path, EXAMPLE if field.default is None else field.default)
+            lines += ["", "", f"[{section}]", *_comment_lines(inspect.getdoc(SECTION_CLASSES[section]) or "")]
+        mark = "" if path in TEMPLATE_VALUES else "#"
+        value = TEMPLATE_VALUES.get(path, EXAMPLE_NUMBER if field.default is None else field.default)
         # JSON, because its literals are TOML's too, and lists stay on one line.
-        lines += ["", *_comment(field.words), f"{mark}{field.name} = {json.dumps(value)}"]
+        lines += ["", *_comment_lines(field.words), f"{mark}{field.name} = {json.dumps(value)}"]
     return "\n".join(lines) + "\n"
 
 
-def _comment(text: str) -> list[str]:
+def _comment_lines(text: str) -> list[str]:
     return textwrap.wrap(text, 110, initial_indent="# ", subsequent_indent="# ")
 
 

@@ -17,17 +17,25 @@ from typing import Any
 
 import torch
 
-from fulcrum.engines.batched import can_stack, run_many, stack_key
+from fulcrum.engines.batched import can_stack_runs, make_stack_key, run_many
 from fulcrum.errors import ConfigError, FulcrumError
-from fulcrum.study.job import Job
-from fulcrum.study.run_job import Datasets, Outcome, Stopped, make, outcome, play, score_of
+from fulcrum.study.job import StudyJob
+from fulcrum.study.run_job import (
+    DatasetCache,
+    JobOutcome,
+    TimeBudgetExceeded,
+    get_federation_score,
+    make_job_outcome,
+    prepare_job,
+    train_to_end,
+)
 from fulcrum.training.federation import Federation
 
-Say = Callable[[str], None]
+MessageFn = Callable[[str], None]
 
 
 @dataclass
-class Clock:
+class TimeBudget:
     """A time budget in seconds (0: none). `fits` guesses from the last of its kind.
 
     Not from the slowest: the first of a kind also loads data and records programs, which the next ones do not. For the
@@ -40,30 +48,32 @@ class Clock:
     marks: dict[float, tuple[int, float]] = field(default_factory=dict)
 
     @property
-    def left(self) -> float:
+    def remaining_seconds(self) -> float:
         """Seconds until the budget is spent."""
         return self.seconds - (time.monotonic() - self.began) if self.seconds else float("inf")
 
     def fits(self, kind: Hashable, size: int = 1) -> bool:
         """Whether another job (or `size` of them) of this kind will probably end in time."""
-        return self.left > 1.1 * size * self.last.get(kind, 0.0)
+        return self.remaining_seconds > 1.1 * size * self.last.get(kind, 0.0)
 
-    def took(self, kind: Hashable, seconds: float) -> None:
+    def record_duration(self, kind: Hashable, seconds: float) -> None:
         """Remember how long one took."""
         self.last[kind] = seconds
 
-    def check(self, done: int, total: int, since: float) -> None:
+    def check_time_left(self, done: int, total: int, since: float) -> None:
         """Within a job that began at `since`: raise Stopped as soon as it is plain that it will not end in time."""
         now = time.monotonic()
         first, then = self.marks.setdefault(since, (done, now))
         # A burst of rounds is told of all at once, so the rate is taken over at least a tenth of the job.
         known = done - first >= max(2, total // 10)
-        if self.left <= 0 or (known and (now - then) / (done - first) * (total - done) > self.left):
-            raise Stopped
+        if self.remaining_seconds <= 0 or (
+            known and (now - then) / (done - first) * (total - done) > self.remaining_seconds
+        ):
+            raise TimeBudgetExceeded
 
 
 @dataclass(frozen=True)
-class How:
+class BackendOptions:
     """Options of the backends. stack: the most runs in one tensor program. workers: processes (0: one a core).
 
     precision: run.precision for all jobs; empty: each job's own.
@@ -74,30 +84,32 @@ class How:
     stack: int = 48
     precision: str = ""
     workers: int = 0
-    clock: Clock = field(default_factory=Clock)
-    say: Say = print
+    clock: TimeBudget = field(default_factory=TimeBudget)
+    say: MessageFn = print
 
 
-Backend = Callable[[Sequence[Job], How], Iterator[tuple[Job, Outcome]]]
+BackendFn = Callable[[Sequence[StudyJob], BackendOptions], Iterator[tuple[StudyJob, JobOutcome]]]
 
 
-def run_jobs(jobs: Iterable[Job], backend: str = "auto", how: How | None = None) -> Iterator[tuple[Job, Outcome]]:
+def run_jobs(
+    jobs: Iterable[StudyJob], backend: str = "auto", how: BackendOptions | None = None
+) -> Iterator[tuple[StudyJob, JobOutcome]]:
     """Run the jobs; each comes out once, in the order they finish. Ends early when the clock has run out."""
-    jobs, how = list(jobs), how or How()
-    chosen = find_backend(how.device) if backend == "auto" else backend
+    jobs, how = list(jobs), how or BackendOptions()
+    chosen = choose_backend(how.device) if backend == "auto" else backend
     if chosen not in BACKENDS:
         raise ConfigError(f"backend = {backend!r} is not known; choose auto or one of {', '.join(BACKENDS)}.")
     yield from BACKENDS[chosen](jobs, how)
 
 
-def find_backend(device: str) -> str:
+def choose_backend(device: str) -> str:
     """What `auto` means here: stacked with a GPU, processes with several cores, else sequential."""
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         return "stacked"
-    return "processes" if cores() > 1 else "sequential"
+    return "processes" if count_available_cores() > 1 else "sequential"
 
 
-def cores() -> int:
+def count_available_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -105,62 +117,65 @@ def cores() -> int:
 # --- one after the other --------------------------------------------------------------------------
 
 
-def sequential(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
+def run_sequentially(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple[StudyJob, JobOutcome]]:
     """One after the other, each with the engine that `auto` chooses."""
-    datasets = Datasets(how.data_dir)
+    datasets = DatasetCache(how.data_dir)
     for job in jobs:
-        result = _alone(job, datasets, how)
+        result = _run_single_job(job, datasets, how)
         if result is not None:
             yield job, result
 
 
-def _alone(job: Job, datasets: Datasets, how: How) -> Outcome | None:
+def _run_single_job(job: StudyJob, datasets: DatasetCache, how: BackendOptions) -> JobOutcome | None:
     """Run one job; None where it will not end in time (a shorter one still may)."""
-    kind, began = shape(job), time.monotonic()
+    kind, began = make_batch_key(job), time.monotonic()
     if not how.clock.fits(kind):
         return None
     try:
-        result = play(make(job, datasets, how.device, how.precision), lambda t, total: how.clock.check(t, total, began))
-    except Stopped:
+        result = train_to_end(
+            prepare_job(job, datasets, how.device, how.precision),
+            lambda t, total: how.clock.check_time_left(t, total, began),
+        )
+    except TimeBudgetExceeded:
         return None
     except FulcrumError:
         raise
     except Exception as error:  # a defect of one rule must not cost the others a night's machine time
         how.say(f"FAILED, left undone: {job.cell} seed {job.seed}: {type(error).__name__}: {error}")
         return None
-    how.clock.took(kind, time.monotonic() - began)
+    how.clock.record_duration(kind, time.monotonic() - began)
     return result
 
 
 # --- processes ------------------------------------------------------------------------------------
 
-_mine: dict[str, Any] = {}
+_worker_state: dict[str, Any] = {}
 """In a worker process: its data sets and options."""
 
 
-def _start(how: How) -> None:
+def _init_worker_process(how: BackendOptions) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     torch.set_num_threads(1)
-    _mine.update(datasets=Datasets(how.data_dir), how=how)
+    _worker_state.update(datasets=DatasetCache(how.data_dir), how=how)
 
 
-def _in_process(job: Job) -> tuple[Job, Outcome | None]:
-    return job, _alone(job, _mine["datasets"], _mine["how"])
+def _run_in_worker(job: StudyJob) -> tuple[StudyJob, JobOutcome | None]:
+    return job, _run_single_job(job, _worker_state["datasets"], _worker_state["how"])
 
 
-def processes(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
+def run_in_processes(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple[StudyJob, JobOutcome]]:
     """Several at once, each in a process with one thread."""
-    workers = min(how.workers or cores(), len(jobs))
+    workers = min(how.workers or count_available_cores(), len(jobs))
     if workers <= 1:
-        yield from sequential(jobs, how)
+        yield from run_sequentially(jobs, how)
         return
     # Only plain values travel to a new process, and its clock starts when it does.
-    left = max(how.clock.left, 1e-3) if how.clock.seconds else 0.0
-    options = How(how.data_dir, how.device, precision=how.precision, clock=Clock(left))
+    left = max(how.clock.remaining_seconds, 1e-3) if how.clock.seconds else 0.0
+    options = BackendOptions(how.data_dir, how.device, precision=how.precision, clock=TimeBudget(left))
     # Not a Pool, which waits for ever where its processes die at the start.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (options,)) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _init_worker_process, (options,)) as pool:
         try:
-            for done in as_completed([pool.submit(_in_process, job) for job in jobs]):
+            for done in as_completed([pool.submit(_run_in_worker, job) for job in jobs]):
                 job, result = done.result()
                 if result is not None:
                     yield job, result
@@ -173,7 +188,7 @@ def processes(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
 # --- stacked --------------------------------------------------------------------------------------
 
 
-def _play_stack(federations: Sequence[Federation], check: Callable[[int, int], None]) -> list[Outcome]:
+def _run_stack(federations: Sequence[Federation], check: Callable[[int, int], None]) -> list[JobOutcome]:
     """Outcomes of runs trained together, in order. THE ONE PLACE that knows `run_many`: adjust here if it changes.
 
     It yields one value per round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), and .metrics by name,
@@ -182,7 +197,7 @@ def _play_stack(federations: Sequence[Federation], check: Callable[[int, int], N
     began = time.monotonic()
     Cs: list[list[tuple[int, float]]] = [[] for _ in federations]
     curves: list[list[tuple[int, float]]] = [[] for _ in federations]
-    scores = [score_of(federation).name for federation in federations]
+    scores = [get_federation_score(federation).name for federation in federations]
     names = [tuple(federation.problem.task.metrics) for federation in federations]
     last: list[dict[str, float]] = [{} for _ in federations]
     for step in run_many(list(federations)):
@@ -196,17 +211,17 @@ def _play_stack(federations: Sequence[Federation], check: Callable[[int, int], N
                 last[i] = metrics
         check(step.round, step.rounds)
     share = (time.monotonic() - began) / len(federations)
-    return [outcome(f, Cs[i], curves[i], last[i], share) for i, f in enumerate(federations)]
+    return [make_job_outcome(f, Cs[i], curves[i], last[i], share) for i, f in enumerate(federations)]
 
 
-def stacked(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
+def run_stacked(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple[StudyJob, JobOutcome]]:
     """Jobs that may share a stack (`stack_key`), together on one device; what cannot be stacked goes alone."""
-    datasets = Datasets(how.data_dir)
-    alone = [job for job in jobs if not can_stack(job.settings)]
-    groups: dict[Hashable, list[Job]] = {}
+    datasets = DatasetCache(how.data_dir)
+    alone = [job for job in jobs if not can_stack_runs(job.settings)]
+    groups: dict[Hashable, list[StudyJob]] = {}
     for job in jobs:
-        if can_stack(job.settings):
-            groups.setdefault(shape(job), []).append(job)
+        if can_stack_runs(job.settings):
+            groups.setdefault(make_batch_key(job), []).append(job)
     for kind, members in groups.items():
         members.sort(key=lambda job: job.settings.train.rate)  # batches of one size need no padding
         size = how.stack
@@ -216,11 +231,11 @@ def stacked(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
                 break
             chunk, began = members[:size], time.monotonic()
             try:
-                results = _play_stack(
-                    [make(job, datasets, how.device, how.precision) for job in chunk],
-                    lambda t, total, began=began: how.clock.check(t, total, began),  # type: ignore[misc]
+                results = _run_stack(
+                    [prepare_job(job, datasets, how.device, how.precision) for job in chunk],
+                    lambda t, total, began=began: how.clock.check_time_left(t, total, began),  # type: ignore[misc]
                 )
-            except Stopped:
+            except TimeBudgetExceeded:
                 how.say(f"time is up: {len(chunk)} jobs like {chunk[0].cell} left undone")
                 break
             except torch.cuda.OutOfMemoryError:
@@ -236,17 +251,17 @@ def stacked(jobs: Sequence[Job], how: How) -> Iterator[tuple[Job, Outcome]]:
                 how.say(f"cannot be stacked, goes one by one: {chunk[0].cell}: {type(error).__name__}: {error}")
                 alone += members
                 break
-            how.clock.took(kind, (time.monotonic() - began) / len(chunk))
+            how.clock.record_duration(kind, (time.monotonic() - began) / len(chunk))
             members = members[len(chunk) :]
             yield from zip(chunk, results, strict=True)
-    yield from sequential(alone, how)
+    yield from run_sequentially(alone, how)
 
 
-def shape(job: Job) -> Hashable:
+def make_batch_key(job: StudyJob) -> Hashable:
     """What jobs must share to go into one stack, and to take about equally long."""
     settings = job.settings
     # At client level a round of 1000 parties and one of 10 take very different times.
-    return stack_key(settings), settings.data.parties if settings.privacy.unit == "client" else 0
+    return make_stack_key(settings), settings.data.parties if settings.privacy.unit == "client" else 0
 
 
-BACKENDS: dict[str, Backend] = {"sequential": sequential, "processes": processes, "stacked": stacked}
+BACKENDS: dict[str, BackendFn] = {"sequential": run_sequentially, "processes": run_in_processes, "stacked": run_stacked}

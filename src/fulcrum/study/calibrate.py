@@ -10,9 +10,9 @@ from fulcrum.clipping import find_rule
 from fulcrum.errors import BudgetError
 from fulcrum.privacy.plan import Plan, make_plan
 from fulcrum.settings.schema import Settings
-from fulcrum.study.job import Job
+from fulcrum.study.job import StudyJob
 
-FREE = {
+COST_FREE_SETTINGS = {
     "train": (
         *("lr", "schedule", "warmup", "decay_rounds", "decay", "weight_decay", "weights", "ema"),
         *("server", "server_lr", "server_momentum", "server_beta2", "server_eps"),
@@ -36,7 +36,7 @@ FREE = {
 """Settings that cannot change what a release costs; those of any other name are taken to."""
 
 
-def calibrated(jobs: Iterable[Job]) -> list[Job]:
+def calibrate_jobs(jobs: Iterable[StudyJob]) -> list[StudyJob]:
     """The same jobs with privacy.sigma set and the epsilon that it costs; the target stays in the job's tags."""
     known: dict[str, tuple[float, float]] = {}
     done = []
@@ -44,36 +44,40 @@ def calibrated(jobs: Iterable[Job]) -> list[Job]:
         if job.settings.privacy.epsilon is None:
             done.append(job)
             continue
-        key = terms(job.settings)
+        key = make_calibration_key(job.settings)
         if key not in known:
-            known[key] = noise(job.settings)
+            known[key] = calibrate_noise(job.settings)
         sigma, cost = known[key]
         settings = job.settings.replace(privacy={"epsilon": None, "sigma": sigma})
         done.append(dataclasses.replace(job, settings=settings, accounted=cost))
     return done
 
 
-def terms(settings: Settings) -> str:
+def make_calibration_key(settings: Settings) -> str:
     """Equal for settings that need the same sigma."""
     parts = {
-        name: {k: v for k, v in dataclasses.asdict(getattr(settings, name)).items() if k not in FREE.get(name, ())}
+        name: {
+            k: v
+            for k, v in dataclasses.asdict(getattr(settings, name)).items()
+            if k not in COST_FREE_SETTINGS.get(name, ())
+        }
         for name in ("train", "clip", "privacy")
     }
     return json.dumps(parts, sort_keys=True)
 
 
-def plan_of(settings: Settings) -> Plan:
+def plan_without_data(settings: Settings) -> Plan:
     """A plan without the data: what a release costs does not depend on how many examples a party has."""
     parties = settings.data.parties
     return make_plan(settings, parties, [1000] * parties, find_rule(settings.clip.rule))
 
 
-def noise(settings: Settings) -> tuple[float, float]:
+def calibrate_noise(settings: Settings) -> tuple[float, float]:
     """(sigma that meets privacy.epsilon, the epsilon it costs)."""
-    plan = plan_of(settings)
+    plan = plan_without_data(settings)
     sigma = plan.groups[0].sigma
-    with_sigma = plan_of(settings.replace(privacy={"epsilon": None, "sigma": sigma}))
-    cost = with_sigma.epsilon_at(settings.train.rounds, 0)
+    with_sigma = plan_without_data(settings.replace(privacy={"epsilon": None, "sigma": sigma}))
+    cost = with_sigma.compute_epsilon_at(settings.train.rounds, 0)
     target = settings.privacy.epsilon
     if target is not None and cost > target * (1 + 1e-9):
         raise BudgetError(f"sigma = {sigma:g} costs epsilon = {cost:.5g}, above the target {target:g}: nothing is run.")

@@ -5,47 +5,47 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fulcrum.study.experiment import Experiment, tuning_jobs
-from fulcrum.study.job import Job
-from fulcrum.study.records import score_of_records, score_value
-from fulcrum.study.search import Choice, best, write_choices
-from fulcrum.study.store import Record
+from fulcrum.study.experiment import Experiment, list_tuning_jobs
+from fulcrum.study.job import StudyJob
+from fulcrum.study.records import get_common_score, get_score_value
+from fulcrum.study.search import ChosenSettings, find_best_trial, write_choices
+from fulcrum.study.store import RunRecord
 
-NOTE = """Settings chosen for the tables; written by `fulcrum study choose`, from the trials of search.toml.
+CHOSEN_FILE_NOTE = """Settings chosen for the tables; written by `fulcrum study choose`, from the trials of search.toml.
 validation_score is that of one run on the held-out part of the training data, `trials` how many were
 compared, `worst` the score of the worst of them. The test data played no part. Privacy spent on
 trying is not in the table's epsilon."""
 
 
-def choose(
+def choose_settings(
     experiment: Experiment,
-    done: Mapping[str, Record],
+    done: Mapping[str, RunRecord],
     protocol: bool = False,
     at: Sequence[float] = (),
     partial: bool = False,
-) -> tuple[list[Choice], dict[str, int]]:
+) -> tuple[list[ChosenSettings], dict[str, int]]:
     """(the choice of every finished cell, how many trials each unfinished cell still lacks).
 
     A cell with trials missing is not decided, so that every method gets as many; `partial` decides it
     from what there is, and the choice says from how many.
     """
-    cells: dict[str, list[Job]] = {}
-    for job in tuning_jobs(experiment, protocol, at):
+    cells: dict[str, list[StudyJob]] = {}
+    for job in list_tuning_jobs(experiment, protocol, at):
         cells.setdefault(job.cell, []).append(job)
     choices, lacking = [], {}
     for cell, jobs in cells.items():
         # Two trials of a method may be the same run; then both have its result.
-        tried = [(job.trial or 0, score_value(done[job.id])) for job in jobs if job.id in done]
-        score = score_of_records(done[job.id] for job in jobs if job.id in done)
+        tried = [(job.trial or 0, get_score_value(done[job.id])) for job in jobs if job.id in done]
+        score = get_common_score(done[job.id] for job in jobs if job.id in done)
         if len(tried) < len(jobs):
             lacking[cell] = len(jobs) - len(tried)
         if not tried or (len(tried) < len(jobs) and not partial):
             continue
-        trial, value = best(tried, score)
+        trial, value = find_best_trial(tried, score)
         first = jobs[0]
-        words = experiment.search.trials_of(first.row, first.dataset, clipping=not protocol)[trial]
+        words = experiment.search.make_row_trials(first.row, first.dataset, clipping=not protocol)[trial]
         choices.append(
-            Choice(
+            ChosenSettings(
                 first.dataset,
                 first.row,
                 trial,
@@ -61,12 +61,12 @@ def choose(
     return choices, lacking
 
 
-def keep(experiment: Experiment, new: Sequence[Choice]) -> Experiment:
+def save_choices(experiment: Experiment, new: Sequence[ChosenSettings]) -> Experiment:
     """The experiment with the new choices over the old ones, written to chosen.toml."""
 
-    def key(choice: Choice) -> tuple[object, ...]:
+    def key(choice: ChosenSettings) -> tuple[object, ...]:
         return (choice.dataset, choice.epsilon, choice.row, choice.protocol)
 
     everything = {key(choice): choice for choice in [*experiment.choices, *new]}
-    write_choices(experiment.chosen, everything.values(), NOTE)
+    write_choices(experiment.chosen_path, everything.values(), CHOSEN_FILE_NOTE)
     return replace(experiment, choices=tuple(everything.values()))

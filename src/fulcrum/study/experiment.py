@@ -14,18 +14,26 @@ from typing import Any
 
 from fulcrum.clipping import find_rule
 from fulcrum.errors import ConfigError
-from fulcrum.models.pretrain import SYNTHETIC
+from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME
 from fulcrum.runs.choices import check_choices
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.presets import METHODS
-from fulcrum.settings.registry import suggest_nearest
+from fulcrum.settings.registry import suggest_nearest_names
 from fulcrum.settings.schema import Settings
-from fulcrum.study.job import Job
-from fulcrum.study.search import UNTUNED, Choice, Search, find, read_choices, read_search, read_toml
+from fulcrum.study.job import StudyJob
+from fulcrum.study.search import (
+    NO_SEARCH,
+    ChosenSettings,
+    SearchSettings,
+    find_choice,
+    read_choices,
+    read_search_file,
+    read_toml_file,
+)
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a table: a method at its own unit, with its own settings. paper: the row of the paper's table.
 
     against: the row it is compared with, where unit, parties and what the server sees are the same.
@@ -49,7 +57,7 @@ class Experiment:
     datasets: tuple[str, ...]
     epsilons: tuple[float, ...]
     seeds: tuple[int, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     settings: Mapping[str, Any]
     by_dataset: Mapping[str, Mapping[str, Any]]
     revisions: Mapping[str, int]
@@ -57,8 +65,8 @@ class Experiment:
     protocol: Mapping[str, Any]
     parties: Mapping[str, Any]
     subset: Mapping[str, Any]
-    search: Search
-    choices: tuple[Choice, ...]
+    search: SearchSettings
+    choices: tuple[ChosenSettings, ...]
     folder: Path
     name: str = "paper"
     title: str = "The paper's table under equal conditions"
@@ -84,13 +92,13 @@ class Experiment:
                 raise ConfigError(f"method {min(lost)!r} is not a row of the study; choose from {known}.")
         return replace(
             self,
-            datasets=_part("dataset", self.datasets, datasets),
-            epsilons=_part("epsilon", self.epsilons, epsilons),
+            datasets=_select_part("dataset", self.datasets, datasets),
+            epsilons=_select_part("epsilon", self.epsilons, epsilons),
             rows=rows,
             seeds=self.seeds[:seeds] if seeds else self.seeds,
         )
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> TableRow:
         """The row of that name."""
         for row in self.rows:
             if row.name == name:
@@ -98,50 +106,50 @@ class Experiment:
         raise ConfigError(f"row {name!r} is not in {self.folder}/{self.name}.toml, or its method is not built in.")
 
     @property
-    def chosen(self) -> Path:
+    def chosen_path(self) -> Path:
         """Where the settings that are chosen for it are written."""
-        return chosen_file(self.folder, self.name)
+        return find_chosen_file(self.folder, self.name)
 
 
-def _part(what: str, all_: tuple[Any, ...], wanted: Sequence[Any]) -> tuple[Any, ...]:
+def _select_part(what: str, all_: tuple[Any, ...], wanted: Sequence[Any]) -> tuple[Any, ...]:
     lost = [value for value in wanted if value not in all_]
     if lost:
         raise ConfigError(f"{what} {lost[0]!r} is not in the study; choose from {', '.join(map(str, all_))}.")
     return tuple(value for value in all_ if value in wanted) if wanted else all_
 
 
-BUILT_IN = Path(__file__).parent / "experiments"
+BUILT_IN_FOLDER = Path(__file__).parent / "experiments"
 """The studies that come with Fulcrum."""
-WORKING = Path("experiments")
+WORKING_FOLDER = Path("experiments")
 """A user's own studies, and the settings that were chosen for any study."""
 
 
-def find_folder(given: Path | None = None, name: str = "paper") -> Path:
+def find_study_folder(given: Path | None = None, name: str = "paper") -> Path:
     """The folder that holds the study NAME.toml: the given one, else ./experiments, else that of the package."""
-    places = [given] if given else [WORKING, BUILT_IN]
+    places = [given] if given else [WORKING_FOLDER, BUILT_IN_FOLDER]
     for place in places:
         if (place / f"{name}.toml").is_file():
             return place
-    known = sorted({study for place in places for study in study_files(place)})
-    hint = suggest_nearest(name, known) if known else "name another folder with --experiments."
+    known = sorted({study for place in places for study in list_study_files(place)})
+    hint = suggest_nearest_names(name, known) if known else "name another folder with --experiments."
     raise ConfigError(f"there is no {name}.toml in {' or '.join(map(str, places))}; {hint}")
 
 
-def study_files(folder: Path) -> list[str]:
+def list_study_files(folder: Path) -> list[str]:
     """Names of the studies in a folder: its TOML files, but for those that belong to another (search, chosen)."""
     names = {file.stem for file in folder.glob("*.toml")}
-    beside_others = {beside(folder, name, what).stem for name in names for what in ("search", "chosen")}
+    beside_others = {companion_file(folder, name, what).stem for name in names for what in ("search", "chosen")}
     return sorted(names - beside_others - {"search", "chosen"})
 
 
-def beside(folder: Path, name: str, what: str) -> Path:
+def companion_file(folder: Path, name: str, what: str) -> Path:
     """The file that goes with a study: search.toml is the paper's, open-search.toml that of the open track."""
     return folder / (f"{what}.toml" if name == "paper" else f"{name}-{what}.toml")
 
 
-def chosen_file(folder: Path, name: str) -> Path:
+def find_chosen_file(folder: Path, name: str) -> Path:
     """Where a study's chosen settings are written: beside it, or in ./experiments for a study of the package."""
-    return beside(WORKING if folder == BUILT_IN else folder, name, "chosen")
+    return companion_file(WORKING_FOLDER if folder == BUILT_IN_FOLDER else folder, name, "chosen")
 
 
 def read_experiment(given: Path | None = None, name: str = "paper") -> Experiment:
@@ -150,13 +158,13 @@ def read_experiment(given: Path | None = None, name: str = "paper") -> Experimen
     NAME-search.toml and NAME-chosen.toml beside it are optional. Settings chosen in the working folder win over
     those that the package has for its own studies.
     """
-    folder = find_folder(given, name)
-    raw = read_toml(folder / f"{name}.toml")
+    folder = find_study_folder(given, name)
+    raw = read_toml_file(folder / f"{name}.toml")
     lost = [key for key in ("datasets", "epsilons", "seeds", "rows") if key not in raw]
     if lost:
         raise ConfigError(f"{folder / name}.toml has no {lost[0]}; a study needs datasets, epsilons, seeds and rows.")
-    rows = [Row(**{"method": entry["name"], **entry}) for entry in raw["rows"]]
-    search, chosen = beside(folder, name, "search"), chosen_file(folder, name)
+    rows = [TableRow(**{"method": entry["name"], **entry}) for entry in raw["rows"]]
+    search, chosen = companion_file(folder, name, "search"), find_chosen_file(folder, name)
     return Experiment(
         datasets=tuple(raw["datasets"]),
         epsilons=tuple(map(float, raw["epsilons"])),
@@ -169,8 +177,8 @@ def read_experiment(given: Path | None = None, name: str = "paper") -> Experimen
         protocol=raw.get("protocol", {}),
         parties=raw.get("parties", {}),
         subset=raw.get("subset", {}),
-        search=read_search(search) if search.is_file() else UNTUNED,
-        choices=tuple(read_choices(chosen if chosen.is_file() else beside(folder, name, "chosen"))),
+        search=read_search_file(search) if search.is_file() else NO_SEARCH,
+        choices=tuple(read_choices(chosen if chosen.is_file() else companion_file(folder, name, "chosen"))),
         folder=folder,
         name=name,
         title=raw.get("title", Experiment.title if name == "paper" else name),
@@ -182,135 +190,139 @@ def read_experiment(given: Path | None = None, name: str = "paper") -> Experimen
 # --- settings of one job --------------------------------------------------------------------------
 
 
-def settings_for(
+def make_run_settings(
     base: Mapping[str, Any], dataset: str, method: str, epsilon: float | None, overrides: Mapping[str, Any]
 ) -> Settings:
     """Checked settings of a run; without privacy where the method's rule has none."""
     words = {"data.source": dataset, "privacy.epsilon": epsilon, **overrides}
-    settings = check_choices(settings_file.parse(base, words, method))
+    settings = check_choices(settings_file.parse_settings(base, words, method))
     if find_rule(settings.clip.rule).private or epsilon is None:
         return settings
     return settings.replace(privacy={"epsilon": None})
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_sections(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Sections of settings, the second over the first."""
     return {name: {**base.get(name, {}), **over.get(name, {})} for name in {**base, **over}}
 
 
-def is_private(row: Row) -> bool:
+def is_private_row(row: TableRow) -> bool:
     """Whether the row's method adds noise at all."""
     return find_rule(METHODS[row.method].parts["clip"]["rule"]).private
 
 
-def epsilons_of(experiment: Experiment, row: Row) -> tuple[float | None, ...]:
+def list_row_epsilons(experiment: Experiment, row: TableRow) -> tuple[float | None, ...]:
     """The targets of a row; a method without privacy has a single cell."""
-    return experiment.epsilons if is_private(row) else (None,)
+    return experiment.epsilons if is_private_row(row) else (None,)
 
 
-def make_job(
+def make_study_job(
     experiment: Experiment,
     study: str,
     dataset: str,
-    row: Row,
+    row: TableRow,
     epsilon: float | None,
     overrides: Mapping[str, Any],
     trial: int | None = None,
     suffix: str = "",
-) -> Job:
+) -> StudyJob:
     """One job of a study; its cell is dataset/epsilon/row, then `suffix`."""
-    base = merged(experiment.settings, experiment.by_dataset.get(dataset, {}))
-    settings = settings_for(base, dataset, row.method, epsilon, {**row.set, **overrides})
+    base = merge_sections(experiment.settings, experiment.by_dataset.get(dataset, {}))
+    settings = make_run_settings(base, dataset, row.method, epsilon, {**row.set, **overrides})
     cell = "/".join([dataset, "none" if epsilon is None else f"{epsilon:g}", row.name, *([suffix] if suffix else [])])
     # Either number only ever rises, so that their sum tells old results from new ones.
-    painted = experiment.weights.get(dataset, 0) if settings.model.init == SYNTHETIC else 0
+    painted = experiment.weights.get(dataset, 0) if settings.model.init == SYNTHETIC_INIT_NAME else 0
     revision = experiment.revisions.get(settings.clip.rule, 0) + painted
-    return Job(settings, study, cell, dataset, row.name, epsilon, trial, revision)
+    return StudyJob(settings, study, cell, dataset, row.name, epsilon, trial, revision)
 
 
 # --- the studies ----------------------------------------------------------------------------------
 
 
-def paper_jobs(experiment: Experiment) -> list[Job]:
+def list_paper_jobs(experiment: Experiment) -> list[StudyJob]:
     """The final runs: every row, data set, epsilon and seed, at the chosen settings, on the test data."""
     return [
-        make_job(
+        make_study_job(
             experiment,
             experiment.name,
             dataset,
             row,
             epsilon,
-            {**_chosen(experiment, dataset, epsilon, row), **_seed(seed)},
+            {**_find_chosen_settings(experiment, dataset, epsilon, row), **_make_seed_settings(seed)},
         )
         for dataset in experiment.datasets
         for row in experiment.rows
-        for epsilon in epsilons_of(experiment, row)
+        for epsilon in list_row_epsilons(experiment, row)
         for seed in experiment.seeds
     ]
 
 
-def protocol_jobs(experiment: Experiment) -> list[Job]:
+def list_protocol_jobs(experiment: Experiment) -> list[StudyJob]:
     """The paper's own protocol: one C0 for all methods, nothing else of C tuned."""
     shared = {"clip.C0": float(experiment.protocol["C0"])}
     return [
-        make_job(
+        make_study_job(
             experiment,
             "protocol",
             dataset,
             row,
             epsilon,
-            {**_chosen(experiment, dataset, epsilon, row, protocol=True), **shared, **_seed(seed)},
+            {
+                **_find_chosen_settings(experiment, dataset, epsilon, row, protocol=True),
+                **shared,
+                **_make_seed_settings(seed),
+            },
         )
         for dataset in experiment.datasets
         for row in experiment.rows
-        if is_private(row)
+        if is_private_row(row)
         for epsilon in experiment.epsilons
         for seed in experiment.seeds
     ]
 
 
-def tuning_jobs(experiment: Experiment, protocol: bool = False, at: Sequence[float] = ()) -> list[Job]:
+def list_tuning_jobs(experiment: Experiment, protocol: bool = False, at: Sequence[float] = ()) -> list[StudyJob]:
     """Every trial of every cell, one seed, judged on held-out training data; `at` limits the epsilons."""
     search, study = experiment.search, "tune-protocol" if protocol else "tune"
     if not search.trials:
-        where = beside(experiment.folder, experiment.name, "search")
+        where = companion_file(experiment.folder, experiment.name, "search")
         raise ConfigError(f"{where} does not exist; tuning {experiment.name} needs it (docs/studies.md).")
     study = study if experiment.name == "paper" else f"{experiment.name}-{study}"
     shared = {"clip.C0": float(experiment.protocol["C0"])} if protocol else {}
-    fixed = {"data.validation": search.validation, **_seed(search.run_seed)}
+    fixed = {"data.validation": search.validation, **_make_seed_settings(search.run_seed)}
     jobs = []
     for dataset in experiment.datasets:
         for row in experiment.rows:
-            if protocol and not is_private(row):
+            if protocol and not is_private_row(row):
                 continue
-            tried = search.trials_of(row.name, dataset, clipping=not protocol)
-            for epsilon in epsilons_of(experiment, row):
+            tried = search.make_row_trials(row.name, dataset, clipping=not protocol)
+            for epsilon in list_row_epsilons(experiment, row):
                 if at and epsilon is not None and epsilon not in at:
                     continue
                 jobs += [
-                    make_job(experiment, study, dataset, row, epsilon, {**words, **shared, **fixed}, trial)
+                    make_study_job(experiment, study, dataset, row, epsilon, {**words, **shared, **fixed}, trial)
                     for trial, words in enumerate(tried)
                 ]
     return jobs
 
 
-def parties_jobs(experiment: Experiment) -> list[Job]:
+def list_parties_jobs(experiment: Experiment) -> list[StudyJob]:
     """Accuracy over the number of parties, at the settings chosen for the table's own number."""
     plan = experiment.parties
     rows = [row for row in experiment.rows if row.name in plan["rows"]]
     seeds = experiment.seeds[: int(plan.get("seeds", len(experiment.seeds)))]
     return [
-        make_job(
+        make_study_job(
             experiment,
             "parties",
             dataset,
             row,
             epsilon,
             {
-                **_chosen(experiment, dataset, epsilon, row),
+                **_find_chosen_settings(experiment, dataset, epsilon, row),
                 **plan.get("set", {}),
                 "data.parties": count,
-                **_seed(seed),
+                **_make_seed_settings(seed),
             },
             suffix=f"k{count}",
         )
@@ -322,11 +334,11 @@ def parties_jobs(experiment: Experiment) -> list[Job]:
     ]
 
 
-def subset(experiment: Experiment) -> Experiment:
+def reduce_to_one_cell(experiment: Experiment) -> Experiment:
     """One reduced cell: the presets as they are, fewer rounds, one seed."""
     plan = experiment.subset
-    small = merged(experiment.settings, plan.get("settings", {}))
-    small = merged(small, {"train": {"rounds": int(plan["rounds"])}})
+    small = merge_sections(experiment.settings, plan.get("settings", {}))
+    small = merge_sections(small, {"train": {"rounds": int(plan["rounds"])}})
     return replace(
         experiment,
         datasets=(plan["dataset"],),
@@ -344,24 +356,24 @@ def subset(experiment: Experiment) -> Experiment:
     )
 
 
-def decided(experiment: Experiment, cell: Job | Choice) -> bool:
+def has_choice_for_cell(experiment: Experiment, cell: StudyJob | ChosenSettings) -> bool:
     """Whether chosen.toml already has a choice for this very cell."""
-    protocol = cell.protocol if isinstance(cell, Choice) else cell.study == "tune-protocol"
+    protocol = cell.protocol if isinstance(cell, ChosenSettings) else cell.study == "tune-protocol"
     key = (cell.dataset, cell.epsilon, cell.row, protocol)
     return any((c.dataset, c.epsilon, c.row, c.protocol) == key for c in experiment.choices)
 
 
-def with_choices(experiment: Experiment, choices: Sequence[Choice]) -> Experiment:
+def replace_choices(experiment: Experiment, choices: Sequence[ChosenSettings]) -> Experiment:
     """The experiment at other choices."""
     return replace(experiment, choices=tuple(choices))
 
 
-def _chosen(
-    experiment: Experiment, dataset: str, epsilon: float | None, row: Row, protocol: bool = False
+def _find_chosen_settings(
+    experiment: Experiment, dataset: str, epsilon: float | None, row: TableRow, protocol: bool = False
 ) -> dict[str, Any]:
-    choice = find(experiment.choices, dataset, epsilon, row.name, protocol)
+    choice = find_choice(experiment.choices, dataset, epsilon, row.name, protocol)
     return dict(choice.settings) if choice else {}
 
 
-def _seed(seed: int) -> dict[str, Any]:
+def _make_seed_settings(seed: int) -> dict[str, Any]:
     return {"run.seed": seed}

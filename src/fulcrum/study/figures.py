@@ -7,15 +7,15 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-COLOURS = ("#0b7189", "#d1495b", "#edae49", "#66a182", "#6a4c93", "#8d6a4f", "#97a3b0", "#111111", "#7a9e26")
-FONT = 'font-family="sans-serif" font-size="11" fill="#222"'
-LETTER = 6.4
+SERIES_COLOURS = ("#0b7189", "#d1495b", "#edae49", "#66a182", "#6a4c93", "#8d6a4f", "#97a3b0", "#111111", "#7a9e26")
+FONT_ATTRIBUTES = 'font-family="sans-serif" font-size="11" fill="#222"'
+LETTER_WIDTH = 6.4
 """Width to reserve for a letter of a legend."""
-Series = Mapping[str, Sequence[tuple[float, float]]]
+PlotSeries = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def lines(
-    series: Series,
+def draw_line_plot(
+    series: PlotSeries,
     title: str,
     x: str,
     y: str,
@@ -31,44 +31,53 @@ def lines(
     """
     height, left, top, bottom = 360, 60, 34, 44
     drawn = {
-        name: [(_scaled(a, log_x), _scaled(b, log)) for a, b in points if _fine(a, log_x) and _fine(b, log)]
+        name: [
+            (_scale_value(a, log_x), _scale_value(b, log))
+            for a, b in points
+            if _is_drawable(a, log_x) and _is_drawable(b, log)
+        ]
         for name, points in series.items()
     }
     drawn = {name: points for name, points in drawn.items() if points}
-    right = max(150.0, 36 + LETTER * max(map(len, drawn), default=0))
+    right = max(150.0, 36 + LETTER_WIDTH * max(map(len, drawn), default=0))
     width = left + 430 + right
     xs = [a for points in drawn.values() for a, _ in points] or [0.0, 1.0]
     ys = [b for points in drawn.values() for _, b in points] or [0.0, 1.0]
     x0, x1 = min(xs), max(max(xs), min(xs) + 1e-9)
-    y0, y1 = _widen(min(ys), max(ys))
+    y0, y1 = _widen_range(min(ys), max(ys))
 
     def at(a: float, b: float) -> tuple[float, float]:
         across = left + (a - x0) / (x1 - x0) * (width - left - right)
         return across, height - bottom - (b - y0) / (y1 - y0) * (height - top - bottom)
 
-    parts = [_text(left, 18, title, "start", 'font-weight="bold"')]
-    for tick in _ticks(y0, y1, log):
+    parts = [_make_text_element(left, 18, title, "start", 'font-weight="bold"')]
+    for tick in _choose_ticks(y0, y1, log):
         _, level = at(x0, tick)
         parts.append(
             f'<line x1="{left}" x2="{width - right:g}" y1="{level:.1f}" y2="{level:.1f}" stroke="#ddd"/>'
-            + _text(left - 6, level + 4, _number(10**tick if log else tick), "end")
+            + _make_text_element(left - 6, level + 4, _format_number(10**tick if log else tick), "end")
         )
-    for tick in _ticks(x0, x1, log_x):
+    for tick in _choose_ticks(x0, x1, log_x):
         across, _ = at(tick, y0)
-        parts.append(_text(across, height - bottom + 16, _number(10**tick if log_x else tick), "middle"))
-    parts += [_text((left + width - right) / 2, height - 8, x, "middle"), _text(8, top - 6, y, "start")]
+        parts.append(
+            _make_text_element(across, height - bottom + 16, _format_number(10**tick if log_x else tick), "middle")
+        )
+    parts += [
+        _make_text_element((left + width - right) / 2, height - 8, x, "middle"),
+        _make_text_element(8, top - 6, y, "start"),
+    ]
     for i, (name, points) in enumerate(drawn.items()):
         place = order.index(name) if name in order else i
-        colour = COLOURS[place % len(COLOURS)]
+        colour = SERIES_COLOURS[place % len(SERIES_COLOURS)]
         path = " ".join("{:.1f},{:.1f}".format(*at(a, b)) for a, b in points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}"/>')
         mark = top + 16 * i
         parts.append(f'<rect x="{width - right + 12:g}" y="{mark}" width="12" height="4" fill="{colour}"/>')
-        parts.append(_text(width - right + 30, mark + 7, name, "start"))
-    return _svg(width, height, parts, note)
+        parts.append(_make_text_element(width - right + 30, mark + 7, name, "start"))
+    return _make_svg(width, height, parts, note)
 
 
-def heat(
+def draw_heat_map(
     values: Sequence[Sequence[float]],
     rows: Sequence[str],
     columns: Sequence[str],
@@ -90,52 +99,57 @@ def heat(
     def shown(value: float) -> str:
         return f"{value:.3g}" if digits is None else f"{value:.{digits}f}"
 
-    parts = [_text(8, 18, title, "start", 'font-weight="bold"'), _text(8, top - 8, corner, "start")]
-    parts += [_text(left + size * (j + 0.5), top - 8, name, "middle") for j, name in enumerate(columns)]
+    parts = [
+        _make_text_element(8, 18, title, "start", 'font-weight="bold"'),
+        _make_text_element(8, top - 8, corner, "start"),
+    ]
+    parts += [_make_text_element(left + size * (j + 0.5), top - 8, name, "middle") for j, name in enumerate(columns)]
     for i, row in enumerate(values):
-        parts.append(_text(left - 8, top + tall * i + 19, rows[i], "end"))
+        parts.append(_make_text_element(left - 8, top + tall * i + 19, rows[i], "end"))
         for j, value in enumerate(row):
             share = math.nan if math.isnan(value) else min(max((value - low) / (span or 1e-9), 0.0), 1.0)
             ink = "#fff" if share < 0.55 else "#222"
             parts.append(
                 f'<rect x="{left + size * j}" y="{top + tall * i}" width="{size - 2}" height="{tall - 2}" '
-                f'fill="{_shade(share)}"/>'
+                f'fill="{_choose_shade(share)}"/>'
             )
             if not math.isnan(value):
-                parts.append(_text(left + size * (j + 0.5), top + tall * i + 19, shown(value), "middle", ink=ink))
-    return _svg(left + size * len(columns) + 10, top + tall * len(rows) + 10, parts, note)
+                parts.append(
+                    _make_text_element(left + size * (j + 0.5), top + tall * i + 19, shown(value), "middle", ink=ink)
+                )
+    return _make_svg(left + size * len(columns) + 10, top + tall * len(rows) + 10, parts, note)
 
 
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def _svg(width: float, height: float, parts: Sequence[str], note: str) -> str:
+def _make_svg(width: float, height: float, parts: Sequence[str], note: str) -> str:
     comment = f"<!-- {escape(note).replace('--', '- -')} -->\n" if note else ""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}">'
     back = '<rect width="100%" height="100%" fill="#fff"/>'
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{comment}{head}{back}\n' + "\n".join(parts) + "\n</svg>\n"
 
 
-def _text(x: float, y: float, words: str, anchor: str, more: str = "", ink: str = "") -> str:
-    font = FONT if not ink else FONT.replace("#222", ink)
+def _make_text_element(x: float, y: float, words: str, anchor: str, more: str = "", ink: str = "") -> str:
+    font = FONT_ATTRIBUTES if not ink else FONT_ATTRIBUTES.replace("#222", ink)
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {font} {more}>{escape(words)}</text>'
 
 
-def _fine(value: float, log: bool) -> bool:
+def _is_drawable(value: float, log: bool) -> bool:
     return math.isfinite(value) and (value > 0 or not log)
 
 
-def _scaled(value: float, log: bool) -> float:
+def _scale_value(value: float, log: bool) -> float:
     return math.log10(value) if log else value
 
 
-def _widen(low: float, high: float) -> tuple[float, float]:
+def _widen_range(low: float, high: float) -> tuple[float, float]:
     """A little room above and below, also for a flat line."""
     room = 0.05 * (high - low) or 0.5
     return low - room, high + room
 
 
-def _ticks(low: float, high: float, log: bool) -> list[float]:
+def _choose_ticks(low: float, high: float, log: bool) -> list[float]:
     """About five round values between low and high; on a log axis (low and high are exponents) powers of ten, or 1, 2
     and 5 times those where there are few."""
     if log:
@@ -150,11 +164,11 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _shade(share: float) -> str:
+def _choose_shade(share: float) -> str:
     """Dark blue over green to yellow; grey for NaN."""
     if math.isnan(share):
         return "#bbb"

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from fulcrum.errors import ConfigError
-from fulcrum.settings.renamed import former_words, translate
+from fulcrum.settings.renamed import to_original_names, translate_old_names
 from fulcrum.settings.schema import Settings, TaskSettings
 
-IDLE = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
+IGNORED_IN_ID = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """What does not decide a result: the preset's name, where files lie. The privacy target is in the id apart."""
-LATER: dict[str, dict[str, Any]] = {
+LATER_SETTINGS: dict[str, dict[str, Any]] = {
     "clip": {"options": {}},
     "data": {"feature_whiten": 0.0},
     "model": {"coordinates": "plain", "whiten": 0.5},
 }
 """Settings that are younger than kept results, and what those were made with: at that value they are not in the id."""
-YOUNGER: dict[str, dict[str, Any]] = {"task": dataclasses.asdict(TaskSettings())}
+LATER_SECTIONS: dict[str, dict[str, Any]] = {"task": dataclasses.asdict(TaskSettings())}
 """Whole sections that are younger than kept results: at their defaults they are not in the id."""
-READS: dict[str, tuple[str, ...]] = {
+CLIP_SETTINGS_READ: dict[str, tuple[str, ...]] = {
     "none": (),
     "fixed": ("C0",),
     "units-of-c": ("C0", "stability"),
@@ -38,7 +38,7 @@ READS: dict[str, tuple[str, ...]] = {
 }
 """Settings of [clip] that a rule reads, besides `rule` and `groups`: the others do not decide its results, so that a
 change of their defaults leaves those valid. A rule that is not here is taken to read them all."""
-SECTIONS: dict[str, Any] = {
+SECTION_FACTORIES: dict[str, Any] = {
     field.name: field.default_factory
     for field in dataclasses.fields(Settings)
     if field.default_factory is not dataclasses.MISSING
@@ -46,7 +46,7 @@ SECTIONS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Job:
+class StudyJob:
     """Settings to run once, and the place of the result in a study.
 
     study: paper, tune, protocol, parties, robustness, ... cell: what the result is averaged into with
@@ -74,10 +74,10 @@ class Job:
     @property
     def id(self) -> str:
         """16 hexadecimal digits: equal for jobs whose results are interchangeable."""
-        return identity(self.settings, self.epsilon, self.revision)
+        return compute_job_id(self.settings, self.epsilon, self.revision)
 
     @property
-    def calibrated(self) -> bool:
+    def is_calibrated(self) -> bool:
         """Whether the noise is known, so that it can run where no accountant is installed."""
         return self.settings.privacy.epsilon is None
 
@@ -87,41 +87,41 @@ class Job:
         return {"id": self.id, **tags, "settings": dataclasses.asdict(self.settings)}
 
 
-def identity(settings: Settings, epsilon: float | None, revision: int = 0) -> str:
+def compute_job_id(settings: Settings, epsilon: float | None, revision: int = 0) -> str:
     """A hash of what decides a result: not device, engine, folders or how often it is looked at.
 
     Of the noise it takes the target epsilon (or, without one, sigma), so that an accountant that is
     tighter in the fifth digit does not make every result a stranger.
     """
-    plain = former_words(dataclasses.asdict(settings))
+    plain = to_original_names(dataclasses.asdict(settings))
     if plain["data"]["partition"] == "auto":  # younger than kept results, which were made with what it means
         plain["data"]["partition"] = "dirichlet"
     kept: dict[str, Any] = {}
     for section, values in plain.items():
-        idle = IDLE.get(section, ())
+        idle = IGNORED_IN_ID.get(section, ())
         if idle is None:
             continue
-        later = LATER.get(section, {})
-        if section in YOUNGER and values == YOUNGER[section]:
+        later = LATER_SETTINGS.get(section, {})
+        if section in LATER_SECTIONS and values == LATER_SECTIONS[section]:
             continue
         kept[section] = {n: v for n, v in values.items() if n not in idle and not (n in later and v == later[n])}
-    read = READS.get(settings.clip.rule)
+    read = CLIP_SETTINGS_READ.get(settings.clip.rule)
     if read is not None:
         kept["clip"] = {name: kept["clip"][name] for name in ("rule", "groups", *read)}
     kept["run"] = {"seed": settings.run.seed}
     kept["target"] = {"epsilon": epsilon} if epsilon is not None else {"sigma": settings.privacy.sigma}
     if revision:
         kept["revision"] = revision
-    text = json.dumps(_canonical(kept), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(_to_canonical_value(kept), sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _canonical(value: Any) -> Any:
+def _to_canonical_value(value: Any) -> Any:
     """The value with 1 and 1.0 alike, and tuples as lists."""
     if isinstance(value, Mapping):
-        return {str(name): _canonical(item) for name, item in value.items()}
+        return {str(name): _to_canonical_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_canonical(item) for item in value]
+        return [_to_canonical_value(item) for item in value]
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value
     return repr(float(value))
@@ -133,22 +133,24 @@ def _canonical(value: Any) -> Any:
 def settings_from_json(plain: Mapping[str, Any]) -> Settings:
     """Settings from the plain values of `dataclasses.asdict`, without pydantic; missing fields get their default."""
     parts: dict[str, Any] = {}
-    for name, value in translate(plain).items():
-        if name not in SECTIONS:
+    for name, value in translate_old_names(plain).items():
+        if name not in SECTION_FACTORIES:
             if name != "method":
                 raise ConfigError(f"{name} is not a section of this version's settings; use the same version.")
             parts[name] = value
             continue
-        default = SECTIONS[name]()
+        default = SECTION_FACTORIES[name]()
         known = {field.name for field in dataclasses.fields(default)}
         unknown = set(value) - known
         if unknown:
             raise ConfigError(f"{name}.{min(unknown)} is not a setting of this version; use the same version.")
-        parts[name] = dataclasses.replace(default, **{n: _like(getattr(default, n), v) for n, v in value.items()})
+        parts[name] = dataclasses.replace(
+            default, **{n: _cast_like_default(getattr(default, n), v) for n, v in value.items()}
+        )
     return Settings(**parts)
 
 
-def _like(default: Any, value: Any) -> Any:
+def _cast_like_default(default: Any, value: Any) -> Any:
     """JSON has no tuples and may write 1.0 as 1."""
     if isinstance(default, tuple):
         return tuple(value)
@@ -157,28 +159,28 @@ def _like(default: Any, value: Any) -> Any:
     return value
 
 
-def job_from_json(plain: Mapping[str, Any]) -> Job:
+def job_from_json(plain: Mapping[str, Any]) -> StudyJob:
     """A job from what `Job.to_json` gave."""
-    tags = {f.name: plain[f.name] for f in dataclasses.fields(Job) if f.name != "settings" and f.name in plain}
-    return Job(settings=settings_from_json(plain["settings"]), **tags)
+    tags = {f.name: plain[f.name] for f in dataclasses.fields(StudyJob) if f.name != "settings" and f.name in plain}
+    return StudyJob(settings=settings_from_json(plain["settings"]), **tags)
 
 
 # --- lists of jobs --------------------------------------------------------------------------------
 
 
-def distinct(jobs: Iterable[Job]) -> list[Job]:
+def drop_duplicate_jobs(jobs: Iterable[StudyJob]) -> list[StudyJob]:
     """Each id once, in order."""
     return list({job.id: job for job in reversed(list(jobs))}.values())[::-1]
 
 
 @dataclass(frozen=True)
-class Shard:
+class JobShard:
     """Part `index` (from 0) of `count`: the jobs of one machine among several. Every job is in exactly one part."""
 
     index: int = 0
     count: int = 1
 
-    def holds(self, job: Job) -> bool:
+    def contains_job(self, job: StudyJob) -> bool:
         """By id alone, so that the parts stay the same whatever has been finished."""
         return int(job.id, 16) % self.count == self.index
 
@@ -186,9 +188,9 @@ class Shard:
         return f"{self.index}of{self.count}"
 
 
-def parse_shard(text: str) -> Shard:
+def parse_shard(text: str) -> JobShard:
     """ "0/4" -> the first of four parts."""
     index, slash, count = text.partition("/")
     if not slash or not index.isdigit() or not count.isdigit() or int(index) >= int(count):
         raise ConfigError(f"shard = {text!r} is not i/n; with four machines use 0/4, 1/4, 2/4 and 3/4.")
-    return Shard(int(index), int(count))
+    return JobShard(int(index), int(count))

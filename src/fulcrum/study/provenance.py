@@ -12,19 +12,19 @@ from typing import Any
 
 import fulcrum
 from fulcrum.runs import folder as record
-from fulcrum.study.store import Record
+from fulcrum.study.store import RunRecord
 
 
-def provenance(settings: Mapping[str, Any], seeds: Iterable[int], runs: Iterable[Record]) -> dict[str, Any]:
+def collect_provenance(settings: Mapping[str, Any], seeds: Iterable[int], runs: Iterable[RunRecord]) -> dict[str, Any]:
     """Command, settings of the study, seeds, the machines that ran it, and the date."""
     runs = list(runs)
-    machines = sorted({_machine(run["machine"]) for run in runs})
+    machines = sorted({_describe_machine(run["machine"]) for run in runs})
     dates = sorted(str(run["date"]) for run in runs)
     return {
-        "command": command(),
-        "date": record.now(),
+        "command": get_command_line(),
+        "date": record.current_utc_time(),
         "version": fulcrum.__version__,
-        "commit": commit(),
+        "commit": get_source_commit(),
         "seeds": list(seeds),
         "hardware": machines,
         "runs": len(runs),
@@ -34,12 +34,12 @@ def provenance(settings: Mapping[str, Any], seeds: Iterable[int], runs: Iterable
     }
 
 
-def command() -> str:
+def get_command_line() -> str:
     """The words that started this process."""
     return shlex.join(["fulcrum", *sys.argv[1:]])
 
 
-def commit() -> str:
+def get_source_commit() -> str:
     """The commit of the source tree, with + where it has changed since; empty outside of one."""
     try:
         where = Path(__file__).parent
@@ -50,20 +50,20 @@ def commit() -> str:
         return ""
 
 
-def _machine(facts: Mapping[str, Any]) -> str:
+def _describe_machine(facts: Mapping[str, Any]) -> str:
     device = str(facts["device"])
     name = f"{facts['processor']}, {facts['cores']} cores" if device == "cpu" else device
     return f"{name}; Python {facts['python']}, torch {facts['torch']}, backend {facts.get('backend', '?')}"
 
 
-def one_line(facts: Mapping[str, Any]) -> str:
+def provenance_to_line(facts: Mapping[str, Any]) -> str:
     """For comments inside figures and LaTeX."""
     where = "; ".join(facts["hardware"])
     what = f"seeds {facts['seeds']} | settings {json.dumps(facts['settings'], default=str)}"
     return f"{facts['command']} | {facts['date']} | fulcrum {facts['version']} {facts['commit']} | {where} | {what}"
 
 
-def markdown(facts: Mapping[str, Any]) -> str:
+def provenance_to_markdown(facts: Mapping[str, Any]) -> str:
     """For the end of a page."""
     made = f"Made by `{facts['command']}` on {facts['date']} with fulcrum {facts['version']} "
     made += f"({facts['commit'] or 'no git'})"

@@ -11,23 +11,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FORMER_SCORE = "accuracy"
+DEFAULT_SCORE = "accuracy"
 """The score of records that name none."""
-FORMER_KEYS = (FORMER_SCORE, "loss")
+TOP_LEVEL_METRICS = (DEFAULT_SCORE, "loss")
 """Metrics that stand at the top of a record, too."""
 
 
 @dataclass(frozen=True)
-class Score:
+class StudyScore:
     """The metric that choices, tables and searches go by."""
 
-    name: str = FORMER_SCORE
+    name: str = DEFAULT_SCORE
     higher_is_better: bool = True
 
     @property
     def is_fraction(self) -> bool:
         """Whether it is a part of 1, shown in %."""
-        return self.name.endswith(FORMER_SCORE)
+        return self.name.endswith(DEFAULT_SCORE)
 
     @property
     def unit(self) -> str:
@@ -40,15 +40,15 @@ class Score:
         named = f"{self.name} in %" if self.is_fraction else self.name
         return named if self.higher_is_better else f"{named} (lower is better)"
 
-    def scaled(self, value: float) -> float:
+    def to_table_scale(self, value: float) -> float:
         """The value as tables show it."""
         return 100 * value if self.is_fraction else value
 
     def text(self, value: float) -> str:
         """The value for people: 97.31%, or 0.1234 for what is no fraction."""
-        return self.number(value) + self.unit
+        return self.format_number(value) + self.unit
 
-    def number(self, value: float) -> str:
+    def format_number(self, value: float) -> str:
         """The value as a table shows it, whose heading has the unit."""
         return f"{100 * value:.2f}" if self.is_fraction else f"{value:.4g}"
 
@@ -68,49 +68,49 @@ class Score:
         """The worst of the values."""
         return min(values) if self.higher_is_better else max(values)
 
-    def lead(self, one: float, other: float) -> float:
+    def compute_lead(self, one: float, other: float) -> float:
         """By how much one value is better than another; negative where it is worse."""
         return one - other if self.higher_is_better else other - one
 
 
-def score_of_record(record: Mapping[str, Any]) -> Score:
+def get_record_score(record: Mapping[str, Any]) -> StudyScore:
     """The score that a record's run was judged by."""
-    return Score(record.get("score", FORMER_SCORE), record.get("higher_is_better", True))
+    return StudyScore(record.get("score", DEFAULT_SCORE), record.get("higher_is_better", True))
 
 
-def score_of_records(records: Iterable[Mapping[str, Any]]) -> Score:
+def get_common_score(records: Iterable[Mapping[str, Any]]) -> StudyScore:
     """The score that all these records have in common: the first one's; that of old records where there is none."""
-    return next(map(score_of_record, records), Score())
+    return next(map(get_record_score, records), StudyScore())
 
 
-def metrics_of_record(record: Mapping[str, Any]) -> dict[str, float]:
+def get_record_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     """All metrics of a record after its last round; a run's summary.json is one, too."""
-    former = {name: record[name] for name in FORMER_KEYS if record.get(name) is not None}
+    former = {name: record[name] for name in TOP_LEVEL_METRICS if record.get(name) is not None}
     return {**former, **record.get("metrics", {})}
 
 
-def score_value(record: Mapping[str, Any]) -> float:
+def get_score_value(record: Mapping[str, Any]) -> float:
     """The value of a record's score after its last round."""
-    return float(metrics_of_record(record)[score_of_record(record).name])
+    return float(get_record_metrics(record)[get_record_score(record).name])
 
 
-def score_entries(metrics: Mapping[str, float], score: Score) -> dict[str, Any]:
+def make_score_entries(metrics: Mapping[str, float], score: StudyScore) -> dict[str, Any]:
     """The entries of a new record; metrics that old records have at the top are there, too."""
-    former = {name: metrics[name] for name in FORMER_KEYS if name in metrics}
+    former = {name: metrics[name] for name in TOP_LEVEL_METRICS if name in metrics}
     return {**former, "metrics": dict(metrics), "score": score.name, "higher_is_better": score.higher_is_better}
 
 
 # --- chosen settings ------------------------------------------------------------------------------
 
-FORMER_CHOICE = f"validation_{FORMER_SCORE}"
+OLD_CHOICE_KEY = f"validation_{DEFAULT_SCORE}"
 """Key of a choice's score in table-cells.json, and in files of chosen settings by the first versions."""
 
 
-def choice_entries(entry: Mapping[str, Any]) -> dict[str, Any]:
+def update_choice_keys(entry: Mapping[str, Any]) -> dict[str, Any]:
     """An entry of a file of chosen settings with the names of today."""
-    return {"validation_score" if name == FORMER_CHOICE else name: value for name, value in entry.items()}
+    return {"validation_score" if name == OLD_CHOICE_KEY else name: value for name, value in entry.items()}
 
 
-def choice_to_results(values: Mapping[str, Any]) -> dict[str, Any]:
+def choice_to_cell_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """A choice as table-cells.json has it, whose keys are kept."""
-    return {FORMER_CHOICE if name == "validation_score" else name: value for name, value in values.items()}
+    return {OLD_CHOICE_KEY if name == "validation_score" else name: value for name, value in values.items()}

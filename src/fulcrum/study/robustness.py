@@ -10,15 +10,15 @@ from typing import Any
 
 from fulcrum.errors import ConfigError
 from fulcrum.settings.presets import METHODS
-from fulcrum.study.experiment import find_folder, merged, settings_for
-from fulcrum.study.job import Job
-from fulcrum.study.records import Score, score_of_records, score_value
-from fulcrum.study.search import read_toml
-from fulcrum.study.store import Record
+from fulcrum.study.experiment import find_study_folder, make_run_settings, merge_sections
+from fulcrum.study.job import StudyJob
+from fulcrum.study.records import StudyScore, get_common_score, get_score_value
+from fulcrum.study.search import read_toml_file
+from fulcrum.study.store import RunRecord
 
 
 @dataclass(frozen=True)
-class Grid:
+class RobustnessGrid:
     """robustness.toml, or another study of that form: starts C0 x learning rates, by rule, data set and epsilon.
 
     name: that of the file, and of its runs in results/. seeds: of all data sets but those in own_seeds, which have
@@ -41,21 +41,21 @@ class Grid:
     own_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     name: str = "robustness"
 
-    def seeds_of(self, dataset: str) -> tuple[int, ...]:
+    def list_dataset_seeds(self, dataset: str) -> tuple[int, ...]:
         """The seeds that a data set's runs have."""
         return self.own_seeds.get(dataset, self.seeds)
 
 
-def read_grid(
+def read_robustness_grid(
     given: Path | None = None,
     datasets: Sequence[str] = (),
     rules: Sequence[str] = (),
     epsilons: Sequence[float] = (),
     seeds: int = 0,
     name: str = "robustness",
-) -> Grid:
+) -> RobustnessGrid:
     """The grid as NAME.toml has it, or a part of it (empty: all)."""
-    raw = read_toml(find_folder(given, name) / f"{name}.toml")
+    raw = read_toml_file(find_study_folder(given, name) / f"{name}.toml")
     for what, wanted, known in (
         ("dataset", datasets, raw["datasets"]),
         ("method", rules, raw["rules"]),
@@ -67,7 +67,7 @@ def read_grid(
     if raw["default_lr"] not in raw["lr"]:
         raise ConfigError(f"default_lr = {raw['default_lr']} must be one of the grid's learning rates.")
     chosen = [rule for rule in raw["rules"] if not rules or rule in rules or rule == raw["fixed"]]
-    return Grid(
+    return RobustnessGrid(
         C0=tuple(map(float, raw["C0"])),
         lr=tuple(map(float, raw["lr"])),
         default_lr=float(raw["default_lr"]),
@@ -86,32 +86,36 @@ def read_grid(
     )
 
 
-def robustness_jobs(grid: Grid) -> list[Job]:
+def list_robustness_jobs(grid: RobustnessGrid) -> list[StudyJob]:
     """One job a rule, start, learning rate, epsilon, data set and seed."""
     return [
-        grid_job(grid, dataset, epsilon, rule, C0, lr, seed)
+        make_grid_job(grid, dataset, epsilon, rule, C0, lr, seed)
         for dataset in grid.datasets
         for epsilon in grid.epsilons
         for rule in grid.rules
         for C0 in grid.C0
         for lr in grid.lr
-        for seed in grid.seeds_of(dataset)
+        for seed in grid.list_dataset_seeds(dataset)
     ]
 
 
-def grid_job(grid: Grid, dataset: str, epsilon: float, rule: str, C0: float, lr: float, seed: int) -> Job:
+def make_grid_job(
+    grid: RobustnessGrid, dataset: str, epsilon: float, rule: str, C0: float, lr: float, seed: int
+) -> StudyJob:
     """One run of the grid. rule is the method whose preset is used."""
-    base = merged(grid.settings, grid.by_dataset.get(dataset, {}))
-    settings = settings_for(base, dataset, rule, epsilon, {"clip.C0": C0, "train.lr": lr, "run.seed": seed})
+    base = merge_sections(grid.settings, grid.by_dataset.get(dataset, {}))
+    settings = make_run_settings(base, dataset, rule, epsilon, {"clip.C0": C0, "train.lr": lr, "run.seed": seed})
     cell = f"{dataset}/{epsilon:g}/{rule}/C0={C0:g},lr={lr:g}"
-    return Job(settings, grid.name, cell, dataset, rule, epsilon, revision=grid.revisions.get(settings.clip.rule, 0))
+    return StudyJob(
+        settings, grid.name, cell, dataset, rule, epsilon, revision=grid.revisions.get(settings.clip.rule, 0)
+    )
 
 
 # --- what it shows --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Map:
+class ScoreMap:
     """Score of one rule over the grid: values[i][j] at C0[i] and lr[j], the mean over seeds; NaN: not run.
 
     Values are as `Score.scaled` gives them: fractions in %.
@@ -121,7 +125,7 @@ class Map:
     epsilon: float
     rule: str
     values: tuple[tuple[float, ...], ...]
-    score: Score = field(default_factory=Score)
+    score: StudyScore = field(default_factory=StudyScore)
 
     @property
     def flat(self) -> list[float]:
@@ -129,27 +133,29 @@ class Map:
         return [value for row in self.values for value in row]
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every cell has been run."""
         return not any(math.isnan(value) for value in self.flat)
 
 
-def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
+def make_score_maps(grid: RobustnessGrid, done: Mapping[str, RunRecord]) -> list[ScoreMap]:
     """The maps of all rules with at least one result."""
     scores = {
-        dataset: score_of_records(
-            done[job.id] for job in robustness_jobs(grid) if job.dataset == dataset and job.id in done
+        dataset: get_common_score(
+            done[job.id] for job in list_robustness_jobs(grid) if job.dataset == dataset and job.id in done
         )
         for dataset in grid.datasets
     }
 
     def mean(dataset: str, epsilon: float, rule: str, C0: float, lr: float) -> float:
-        ids = [grid_job(grid, dataset, epsilon, rule, C0, lr, seed).id for seed in grid.seeds_of(dataset)]
-        found = [scores[dataset].scaled(score_value(done[i])) for i in ids if i in done]
+        ids = [
+            make_grid_job(grid, dataset, epsilon, rule, C0, lr, seed).id for seed in grid.list_dataset_seeds(dataset)
+        ]
+        found = [scores[dataset].to_table_scale(get_score_value(done[i])) for i in ids if i in done]
         return sum(found) / len(found) if len(found) == len(ids) else math.nan
 
     made = [
-        Map(
+        ScoreMap(
             dataset,
             epsilon,
             rule,
@@ -164,7 +170,7 @@ def maps(grid: Grid, done: Mapping[str, Record]) -> list[Map]:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RobustnessFinding:
     """One rule at one data set and epsilon, in points of the score.
 
     best_fixed: the best fixed (C, learning rate) of the grid. The gaps are best_fixed less the rule's
@@ -180,7 +186,7 @@ class Finding:
     worst: float
     mean: float
     best: float
-    score: Score = field(default_factory=Score)
+    score: StudyScore = field(default_factory=StudyScore)
 
     def to_json(self) -> dict[str, Any]:
         """The entry of summary.json."""
@@ -188,9 +194,9 @@ class Finding:
         return {n: self.score.rounded(v) if isinstance(v := getattr(self, n), float) else v for n in names}
 
 
-def findings(grid: Grid, found: Iterable[Map]) -> list[Finding]:
+def summarise_maps(grid: RobustnessGrid, found: Iterable[ScoreMap]) -> list[RobustnessFinding]:
     """What the complete maps show; a rule whose map, or the fixed rule's, has holes is left out."""
-    complete = [one for one in found if one.complete]
+    complete = [one for one in found if one.is_complete]
     fixed = {(one.dataset, one.epsilon): one.score.best(one.flat) for one in complete if one.rule == grid.fixed}
     at = grid.lr.index(grid.default_lr)
     result = []
@@ -199,12 +205,12 @@ def findings(grid: Grid, found: Iterable[Map]) -> list[Finding]:
             continue
         best, score = fixed[one.dataset, one.epsilon], one.score
         result.append(
-            Finding(
+            RobustnessFinding(
                 dataset=one.dataset,
                 epsilon=one.epsilon,
                 rule=one.rule,
-                worst_gap_default_lr=score.lead(best, score.worst(row[at] for row in one.values)),
-                worst_gap_grid=score.lead(best, score.worst(one.flat)),
+                worst_gap_default_lr=score.compute_lead(best, score.worst(row[at] for row in one.values)),
+                worst_gap_grid=score.compute_lead(best, score.worst(one.flat)),
                 best_fixed=best,
                 worst=score.worst(one.flat),
                 mean=sum(one.flat) / len(one.flat),

@@ -24,23 +24,23 @@ from fulcrum.data.features import feature_signature
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Settings, TaskSettings
-from fulcrum.study.job import Job
-from fulcrum.study.records import Score, score_entries
+from fulcrum.study.job import StudyJob
+from fulcrum.study.records import StudyScore, make_score_entries
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
 
-POINTS = 20
+NUM_CURVE_POINTS = 20
 """About how many values of C and of the score are kept of a run."""
-OnRound = Callable[[int, int], None]
+JobProgressFn = Callable[[int, int], None]
 """Called with (rounds done, rounds); may raise `Stopped`."""
 
 
-class Stopped(Exception):
+class TimeBudgetExceeded(Exception):
     """The time is up; what was under way is left undone."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """What is remembered of a finished run.
 
     metrics are those after the last round, by name. score: which of them choices and tables go by. C and curve (of
@@ -48,7 +48,7 @@ class Outcome:
     """
 
     metrics: Mapping[str, float]
-    score: Score
+    score: StudyScore
     C: list[tuple[int, float]]
     curve: list[tuple[int, float]]
     seconds: float
@@ -67,7 +67,7 @@ class Outcome:
 
 
 @dataclass
-class Datasets:
+class DatasetCache:
     """Data sets by name, loaded once; also with a part held out, or as features: a stack must share one copy."""
 
     folder: str = ""
@@ -77,7 +77,7 @@ class Datasets:
 
     def get(self, settings: Settings, device: str = "auto") -> Dataset:
         """The data that these settings train and evaluate on; features are computed on the device."""
-        records, data = self._records(settings), settings.data
+        records, data = self._load_records(settings), settings.data
         if data.features == "none":
             return records
         key = (records.fingerprint, feature_signature(data))
@@ -86,7 +86,7 @@ class Datasets:
             self._made[key] = compute_features(records, data, api.find_device(device))
         return self._made[key]
 
-    def _records(self, settings: Settings) -> Dataset:
+    def _load_records(self, settings: Settings) -> Dataset:
         part, records = settings.data.validation, (settings.data.source, settings.task)
         if records not in self._whole:
             self._whole[records] = self._load(settings.data.source, settings.data.dir, settings.task)
@@ -111,7 +111,7 @@ class Datasets:
         return from_arrays(*parts, name="digits", classes=10)
 
 
-def pack_digits(folder: Path) -> Path:
+def write_digits_npz(folder: Path) -> Path:
     """Write the digits to digits.npz, for machines without scikit-learn; the bits are the same."""
     data = load("digits")
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,12 +120,12 @@ def pack_digits(folder: Path) -> Path:
     return folder / "digits.npz"
 
 
-def make(job: Job, datasets: Datasets, device: str = "auto", precision: str = "") -> Federation:
+def prepare_job(job: StudyJob, datasets: DatasetCache, device: str = "auto", precision: str = "") -> Federation:
     """The job ready to run: data from the cache, evaluated every fifth round or more rarely."""
-    if not job.calibrated:
+    if not job.is_calibrated:
         raise ConfigError(f"job {job.id} ({job.cell}) has no sigma yet; prepare it with fulcrum study prepare.")
     settings = job.settings
-    every = min(max(5, settings.train.rounds // POINTS), settings.train.rounds)
+    every = min(max(5, settings.train.rounds // NUM_CURVE_POINTS), settings.train.rounds)
     # The held-out part and the features come from the cache: `prepare` must not hold out another tenth of the rest.
     run = {"device": device, "evaluate_every": every, "ledger": "", "engine": "auto"}
     if precision:
@@ -138,62 +138,62 @@ def make(job: Job, datasets: Datasets, device: str = "auto", precision: str = ""
     return api.prepare(replace(ready, task=TaskSettings()), dataset)
 
 
-def score_of(federation: Federation) -> Score:
+def get_federation_score(federation: Federation) -> StudyScore:
     """The score of a federation's task: the metric that a study judges its runs by."""
     task = federation.problem.task
-    return Score(task.score, task.higher_is_better)
+    return StudyScore(task.score, task.higher_is_better)
 
 
-def rounds(federation: Federation) -> Iterator[tuple[int, float, Mapping[str, float] | None]]:
+def iterate_rounds(federation: Federation) -> Iterator[tuple[int, float, Mapping[str, float] | None]]:
     """(round, C, metrics) of every round; None where it was not evaluated. No ledger, no accountant."""
     for result, _ in federate(federation):
-        yield result.round, record.total_C(result.C), result.metrics or None
+        yield result.round, record.compute_total_C(result.C), result.metrics or None
 
 
-def play(federation: Federation, on_round: OnRound | None = None) -> Outcome:
+def train_to_end(federation: Federation, on_round: JobProgressFn | None = None) -> JobOutcome:
     """Train to the end."""
     began, total = time.perf_counter(), federation.settings.train.rounds
     Cs: list[tuple[int, float]] = []
     curve: list[tuple[int, float]] = []
     last: Mapping[str, float] = {}
-    score = score_of(federation)
-    for t, C, metrics in rounds(federation):
+    score = get_federation_score(federation)
+    for t, C, metrics in iterate_rounds(federation):
         Cs.append((t, C))
         if metrics is not None:
             curve.append((t, metrics[score.name]))
             last = metrics
         if on_round:
             on_round(t, total)
-    return outcome(federation, Cs, curve, last, time.perf_counter() - began)
+    return make_job_outcome(federation, Cs, curve, last, time.perf_counter() - began)
 
 
-def outcome(
+def make_job_outcome(
     federation: Federation,
     C: list[tuple[int, float]],
     curve: list[tuple[int, float]],
     metrics: Mapping[str, float],
     seconds: float,
-) -> Outcome:
+) -> JobOutcome:
     """Sum up a run from all its rounds."""
-    return Outcome(
+    return JobOutcome(
         metrics=dict(metrics),
-        score=score_of(federation),
-        C=[(t, float(f"{value:.4g}")) for t, value in thin(C)],
-        curve=[(t, round(value, 5)) for t, value in thin(curve)],
+        score=get_federation_score(federation),
+        C=[(t, float(f"{value:.4g}")) for t, value in thin_curve(C)],
+        curve=[(t, round(value, 5)) for t, value in thin_curve(curve)],
         seconds=round(seconds, 3),
         parameters=federation.problem.layout.dim,
         notes=federation.problem.dataset.warnings,
     )
 
 
-def thin(series: Sequence[tuple[int, float]], most: int = POINTS + 1) -> list[tuple[int, float]]:
+def thin_curve(series: Sequence[tuple[int, float]], most: int = NUM_CURVE_POINTS + 1) -> list[tuple[int, float]]:
     """About `most` of the points, evenly spaced, with the first and the last."""
     if len(series) <= most:
         return list(series)
     return [series[round(i * (len(series) - 1) / (most - 1))] for i in range(most)]
 
 
-def to_record(job: Job, result: Outcome, machine: dict[str, Any]) -> dict[str, Any]:
+def make_job_record(job: StudyJob, result: JobOutcome, machine: dict[str, Any]) -> dict[str, Any]:
     """The line that is kept of a finished job."""
     rule = find_rule(job.settings.clip.rule)
     return {
@@ -208,7 +208,7 @@ def to_record(job: Job, result: Outcome, machine: dict[str, Any]) -> dict[str, A
         "parties": job.settings.data.parties,
         "rounds": job.settings.train.rounds,
         "evaluated_on": "held-out training data" if job.settings.data.validation else "test data",
-        **score_entries(result.metrics, result.score),
+        **make_score_entries(result.metrics, result.score),
         "C": result.C,
         "curve": result.curve,
         "seconds": result.seconds,
@@ -220,7 +220,7 @@ def to_record(job: Job, result: Outcome, machine: dict[str, Any]) -> dict[str, A
     }
 
 
-def machine(device: str = "auto") -> dict[str, Any]:
+def describe_machine(device: str = "auto") -> dict[str, Any]:
     """What the runs run on, in a few words."""
-    facts = record.environment(api.find_device(device))
+    facts = record.describe_environment(api.find_device(device))
     return {name: facts[name] for name in ("device", "processor", "cores", "python", "torch")}

@@ -16,16 +16,16 @@ from typing import Any
 
 from fulcrum.errors import ConfigError
 from fulcrum.rng import numpy_generator
-from fulcrum.study.records import FORMER_SCORE, Score, choice_entries
+from fulcrum.study.records import DEFAULT_SCORE, StudyScore, update_choice_keys
 
-PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
-Space = dict[str, dict[str, Any]]
+HALTON_BASES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
+SearchSpace = dict[str, dict[str, Any]]
 """Dotted path of a setting -> {low, high} (on a log scale), or {choices = [...]}. A choice may be a table of several
 settings that go together, under any name without a dot."""
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchSettings:
     """search.toml, or NAME-search.toml of another study.
 
     plain: of the trials, the first so many leave the clipping rule's settings as they are; the protocol of
@@ -39,12 +39,12 @@ class Search:
     seed: int
     validation: float
     run_seed: int
-    space: Space
+    space: SearchSpace
     plain: int = 0
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     datasets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def space_of(self, row: str, dataset: str, clipping: bool = True) -> Space:
+    def make_row_space(self, row: str, dataset: str, clipping: bool = True) -> SearchSpace:
         """What is searched for one row of the table; without `clipping` nothing of C is."""
         mine, here = self.rows.get(row, {}), self.datasets.get(dataset, {})
         both = mine.get("datasets", {}).get(dataset, {})
@@ -53,27 +53,27 @@ class Search:
         dropped = set(mine.get("drop", ())) | set(here.get("drop", ()))
         return {p: d for p, d in space.items() if p not in dropped and (clipping or not p.startswith("clip."))}
 
-    def trials_of(self, row: str, dataset: str, clipping: bool = True) -> list[dict[str, Any]]:
+    def make_row_trials(self, row: str, dataset: str, clipping: bool = True) -> list[dict[str, Any]]:
         """Settings by dotted path, one entry a trial; without `clipping`, the plain ones."""
         count = self.trials if clipping else self.plain or self.trials
-        found = trials(self.space_of(row, dataset, clipping), count, self.seed, list(self.space))
-        found = [_without_clipping(t) if i < self.plain else t for i, t in enumerate(found)]
+        found = make_trials(self.make_row_space(row, dataset, clipping), count, self.seed, list(self.space))
+        found = [_drop_clip_settings(t) if i < self.plain else t for i, t in enumerate(found)]
         names = {path: dimension["path"] for path, dimension in self.rows.get(row, {}).get("instead", {}).items()}
         return [{names.get(path, path): value for path, value in trial.items()} for trial in found]
 
 
-UNTUNED = Search(trials=0, seed=0, validation=0.1, run_seed=0, space={})
+NO_SEARCH = SearchSettings(trials=0, seed=0, validation=0.1, run_seed=0, space={})
 """The search of a study without a search file: its runs take the presets, and nothing can be chosen."""
 
 
-def _without_clipping(trial: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_clip_settings(trial: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in trial.items() if not path.startswith("clip.")}
 
 
-def read_search(file: Path) -> Search:
+def read_search_file(file: Path) -> SearchSettings:
     """A search file, checked."""
-    raw = read_toml(file)
-    search = Search(**{name: raw[name] for name in Search.__dataclass_fields__ if name in raw})
+    raw = read_toml_file(file)
+    search = SearchSettings(**{name: raw[name] for name in SearchSettings.__dataclass_fields__ if name in raw})
     if not 0 < search.validation < 1:
         raise ConfigError(f"{file}: validation = {search.validation}; tuning needs held-out data, such as 0.1.")
     if search.trials < 1:
@@ -88,7 +88,7 @@ def read_search(file: Path) -> Search:
     return search
 
 
-def read_toml(file: Path) -> dict[str, Any]:
+def read_toml_file(file: Path) -> dict[str, Any]:
     """A TOML file's tables."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
@@ -98,24 +98,28 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} is not valid TOML: {error}.") from error
 
 
-def trials(space: Space, count: int, seed: int, shared: Sequence[str] = ()) -> list[dict[str, Any]]:
+def make_trials(space: SearchSpace, count: int, seed: int, shared: Sequence[str] = ()) -> list[dict[str, Any]]:
     """`count` settings: the preset, then points of a Halton sequence shifted by the seed.
 
     Paths in `shared` keep their dimension of the sequence whether or not a space has them, so that
     their values are the same in every space.
     """
     axes = [*shared, *(path for path in space if path not in shared)]
-    if len(axes) > len(PRIMES):
-        raise ConfigError(f"the search has {len(axes)} dimensions; at most {len(PRIMES)} are supported.")
-    shift = numpy_generator(seed, "search").random(len(PRIMES))
+    if len(axes) > len(HALTON_BASES):
+        raise ConfigError(f"the search has {len(axes)} dimensions; at most {len(HALTON_BASES)} are supported.")
+    shift = numpy_generator(seed, "search").random(len(HALTON_BASES))
     found: list[dict[str, Any]] = [{}]
     for i in range(1, count):
-        point = {path: (halton(i, PRIMES[a]) + shift[a]) % 1.0 for a, path in enumerate(axes)}
-        found.append(_flat({path: value_at(path, dimension, point[path]) for path, dimension in space.items()}))
+        point = {path: (halton_number(i, HALTON_BASES[a]) + shift[a]) % 1.0 for a, path in enumerate(axes)}
+        found.append(
+            _flatten_choices(
+                {path: pick_search_value(path, dimension, point[path]) for path, dimension in space.items()}
+            )
+        )
     return found[:count]
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_choices(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings one by one, where a choice held several."""
     found: dict[str, Any] = {}
     for path, value in values.items():
@@ -123,7 +127,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def halton(index: int, base: int) -> float:
+def halton_number(index: int, base: int) -> float:
     """The index's digits mirrored at the point: evenly spread over [0, 1)."""
     result, scale = 0.0, 1.0
     while index:
@@ -133,7 +137,7 @@ def halton(index: int, base: int) -> float:
     return result
 
 
-def value_at(path: str, dimension: Mapping[str, Any], u: float) -> Any:
+def pick_search_value(path: str, dimension: Mapping[str, Any], u: float) -> Any:
     """The value at u in [0, 1) of one dimension, to four digits."""
     if "choices" in dimension:
         return dimension["choices"][int(u * len(dimension["choices"]))]
@@ -148,7 +152,7 @@ def value_at(path: str, dimension: Mapping[str, Any], u: float) -> Any:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenSettings:
     """Settings chosen for a cell: the best of `trials` on held-out data. epsilon None: without privacy.
 
     validation_score and worst: the score of the best and of the worst trial (where it was kept): how much there is to
@@ -164,18 +168,18 @@ class Choice:
     protocol: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     worst: float | None = None
-    score: str = FORMER_SCORE
+    score: str = DEFAULT_SCORE
 
 
-def best(candidates: Iterable[tuple[int, float]], score: Score | None = None) -> tuple[int, float]:
+def find_best_trial(candidates: Iterable[tuple[int, float]], score: StudyScore | None = None) -> tuple[int, float]:
     """(trial, value) of the trial with the best score; the earliest of equals."""
-    lead = (score or Score()).lead
+    lead = (score or StudyScore()).compute_lead
     return max(candidates, key=lambda pair: (lead(pair[1], 0.0), -pair[0]))
 
 
-def find(
-    choices: Iterable[Choice], dataset: str, epsilon: float | None, row: str, protocol: bool = False
-) -> Choice | None:
+def find_choice(
+    choices: Iterable[ChosenSettings], dataset: str, epsilon: float | None, row: str, protocol: bool = False
+) -> ChosenSettings | None:
     """The cell's own choice, else the same row's at the nearest epsilon, else None."""
     own = [c for c in choices if (c.dataset, c.row, c.protocol) == (dataset, row, protocol)]
     if epsilon is None:
@@ -184,18 +188,18 @@ def find(
     return min(near, key=lambda c: abs(math.log((c.epsilon or 1.0) / epsilon)), default=None)
 
 
-def read_choices(file: Path) -> list[Choice]:
+def read_choices(file: Path) -> list[ChosenSettings]:
     """A file of chosen settings; empty where there is none."""
     if not file.is_file():
         return []
-    return [Choice(**choice_entries(entry)) for entry in read_toml(file).get("chosen", [])]
+    return [ChosenSettings(**update_choice_keys(entry)) for entry in read_toml_file(file).get("chosen", [])]
 
 
-def write_choices(file: Path, choices: Iterable[Choice], note: str) -> None:
+def write_choices(file: Path, choices: Iterable[ChosenSettings], note: str) -> None:
     """Write a file of chosen settings whole; `note` says how it came about."""
     import tomli_w
 
-    def key(c: Choice) -> tuple[Any, ...]:
+    def key(c: ChosenSettings) -> tuple[Any, ...]:
         return (c.protocol, c.dataset, -(c.epsilon or math.inf), c.row)
 
     entries = [

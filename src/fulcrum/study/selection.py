@@ -22,63 +22,72 @@ from collections.abc import Iterable
 import numpy as np
 
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.accounting import ORDERS, Spend, Vector, rdp_to_epsilon
-from fulcrum.study.calibrate import plan_of
-from fulcrum.study.job import Job
+from fulcrum.privacy.accounting import ORDERS, FloatVector, Spend, convert_rdp_to_epsilon
+from fulcrum.study.calibrate import plan_without_data
+from fulcrum.study.job import StudyJob
 
-FAMILIES: dict[str, float] = {"geometric": 1.0, "logarithmic": 0.0}
+STOPPING_FAMILIES: dict[str, float] = {"geometric": 1.0, "logarithmic": 0.0}
 """Distributions of the number of trials, by their eta."""
 
 
-def mean_trials(eta: float, gamma: float) -> float:
+def compute_mean_trials(eta: float, gamma: float) -> float:
     """E K of the truncated negative binomial distribution."""
     if eta == 0:
         return (1 / gamma - 1) / math.log(1 / gamma)
     return float(eta * (1 - gamma) / (gamma * (1 - gamma**eta)))
 
 
-def gamma_for(trials: float, eta: float) -> float:
+def solve_gamma(trials: float, eta: float) -> float:
     """The gamma at which `trials` are made on average (at least 1): fewer trials, larger gamma."""
     if trials < 1:
         raise ConfigError(f"trials = {trials:g}; at least 1 is needed.")
     low, high = math.log(1e-15), 0.0  # of log gamma
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if mean_trials(eta, math.exp(min(middle, -1e-12))) > trials else (low, middle)
+        low, high = (
+            (middle, high) if compute_mean_trials(eta, math.exp(min(middle, -1e-12))) > trials else (low, middle)
+        )
     return math.exp(min(low, -1e-12))  # the end with at least as many trials: on the safe side
 
 
-def selected_rdp(rdp: Vector, trials: float, eta: float) -> Vector:
+def compute_selection_rdp(rdp: FloatVector, trials: float, eta: float) -> FloatVector:
     """RDP at ORDERS [A] of publishing the best of about `trials` trials, each of RDP `rdp` [A] at ORDERS."""
-    gamma = gamma_for(trials, eta)
+    gamma = solve_gamma(trials, eta)
     second = (1 + eta) * ((1 - 1 / ORDERS) * rdp + math.log(1 / gamma) / ORDERS)  # any order b will do: the best
-    total: Vector = rdp + np.min(second) + math.log(mean_trials(eta, gamma)) / (ORDERS - 1)
+    total: FloatVector = rdp + np.min(second) + math.log(compute_mean_trials(eta, gamma)) / (ORDERS - 1)
     return total
 
 
-def selected_epsilon(rdp: Vector, trials: float, delta: float) -> dict[str, float]:
+def compute_selection_epsilon(rdp: FloatVector, trials: float, delta: float) -> dict[str, float]:
     """Epsilon of publishing the best of about `trials` trials, for each family of random stopping."""
-    return {name: float(rdp_to_epsilon(selected_rdp(rdp, trials, eta), delta)) for name, eta in FAMILIES.items()}
+    return {
+        name: float(convert_rdp_to_epsilon(compute_selection_rdp(rdp, trials, eta), delta))
+        for name, eta in STOPPING_FAMILIES.items()
+    }
 
 
-def trial_rdp(jobs: Iterable[Job]) -> Vector:
+def compute_trial_rdp(jobs: Iterable[StudyJob]) -> FloatVector:
     """RDP at ORDERS of one trial drawn from these calibrated jobs: at every order that of the costliest."""
     worst = np.zeros(len(ORDERS))
     seen: set[tuple[object, ...]] = set()
     for job in jobs:
-        plan = plan_of(job.settings)
+        plan = plan_without_data(job.settings)
         rounds = [plan.events(0, t) for t in range(job.settings.train.rounds)]
         if tuple(rounds) in seen:
             continue
         seen.add(tuple(rounds))
-        spend = Spend.none().plus(event for events in rounds for event in events)
+        spend = Spend.empty().add_events(event for events in rounds for event in events)
         worst = np.maximum(worst, spend.rdp)
     return worst
 
 
-def tuning_cost(jobs: Iterable[Job], delta: float) -> dict[str, float]:
+def compute_tuning_cost(jobs: Iterable[StudyJob], delta: float) -> dict[str, float]:
     """What tuning one cell would cost: all trials composed, and private selection by each family."""
     jobs = list(jobs)
-    rdp = trial_rdp(jobs)
-    composed = float(rdp_to_epsilon(len(jobs) * rdp, delta))
-    return {"one trial": float(rdp_to_epsilon(rdp, delta)), **selected_epsilon(rdp, len(jobs), delta), "all": composed}
+    rdp = compute_trial_rdp(jobs)
+    composed = float(convert_rdp_to_epsilon(len(jobs) * rdp, delta))
+    return {
+        "one trial": float(convert_rdp_to_epsilon(rdp, delta)),
+        **compute_selection_epsilon(rdp, len(jobs), delta),
+        "all": composed,
+    }

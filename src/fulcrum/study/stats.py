@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Interval:
+class MeanInterval:
     """A mean and the half-width of its 95% interval (NaN with fewer than two values); n values."""
 
     mean: float
@@ -27,38 +27,38 @@ class Interval:
         return self.mean + self.half
 
 
-def interval(values: Sequence[float], level: float = 0.95) -> Interval:
+def compute_mean_interval(values: Sequence[float], level: float = 0.95) -> MeanInterval:
     """Mean and t interval of independent values: half-width t_{n-1} s / sqrt(n), s with n - 1 below the line."""
     n = len(values)
     if n == 0:
-        return Interval(math.nan, math.nan, 0)
+        return MeanInterval(math.nan, math.nan, 0)
     mean = math.fsum(values) / n
     if n == 1:
-        return Interval(mean, math.nan, 1)
+        return MeanInterval(mean, math.nan, 1)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    return Interval(mean, t_quantile(0.5 + level / 2, n - 1) * spread / math.sqrt(n), n)
+    return MeanInterval(mean, student_t_quantile(0.5 + level / 2, n - 1) * spread / math.sqrt(n), n)
 
 
-def paired(one: Mapping[int, float], other: Mapping[int, float]) -> Interval:
+def compute_paired_interval(one: Mapping[int, float], other: Mapping[int, float]) -> MeanInterval:
     """Interval of one - other over the seeds both have: what the seeds share cancels."""
-    return interval([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
+    return compute_mean_interval([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
 
 
 @functools.cache
-def t_quantile(p: float, freedom: int) -> float:
+def student_t_quantile(p: float, freedom: int) -> float:
     """The p-quantile (1/2 < p < 1) of Student's t with `freedom` >= 1 degrees of freedom."""
     if not 0.5 < p < 1 or freedom < 1:
         raise ValueError(f"t_quantile needs 1/2 < p < 1 and freedom >= 1, not {p} and {freedom}")
     low, high = 0.0, 1.0
-    while t_cdf(high, freedom) < p:
+    while student_t_cdf(high, freedom) < p:
         high *= 2
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(middle, freedom) < p else (low, middle)
+        low, high = (middle, high) if student_t_cdf(middle, freedom) < p else (low, middle)
     return (low + high) / 2
 
 
-def t_cdf(t: float, freedom: int) -> float:
+def student_t_cdf(t: float, freedom: int) -> float:
     """P(T <= t) for t >= 0: Abramowitz and Stegun 26.7.3 and 26.7.4, a finite sum for whole degrees of freedom."""
     angle = math.atan(t / math.sqrt(freedom))
     cosine, total, term = math.cos(angle), 0.0, 1.0

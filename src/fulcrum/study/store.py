@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.errors import ConfigError, RunError
-from fulcrum.runs.folder import plain
-from fulcrum.study.job import Job, identity, settings_from_json
-from fulcrum.study.records import score_of_record, score_value
+from fulcrum.runs.folder import to_json_value
+from fulcrum.study.job import StudyJob, compute_job_id, settings_from_json
+from fulcrum.study.records import get_record_score, get_score_value
 
-LARGE = 4 * 2**20
+GZIP_THRESHOLD_BYTES = 4 * 2**20
 """Bytes of a merged file above which it is kept gzipped: settings repeat themselves, and take a twentieth then."""
-PACKED = ".gz"
-Record = dict[str, Any]
+GZIP_SUFFIX = ".gz"
+RunRecord = dict[str, Any]
 """A finished run: the job's tags and settings, metrics, curves, and where it ran (see records.py)."""
 
 
-class Writer:
+class ShardWriter:
     """A shard to append to, locked against a second process; use as a context manager."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -40,9 +40,9 @@ class Writer:
         except OSError as error:
             self._file.close()
             raise RunError(f"{self.path} is being written by another process; give each its own --shard.") from error
-        self._mend()
+        self._drop_torn_line()
 
-    def _mend(self) -> None:
+    def _drop_torn_line(self) -> None:
         """Cut off a line that a crash left half written."""
         self._file.seek(0)
         content = self._file.read()
@@ -52,7 +52,7 @@ class Writer:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append one finished run; it is on the disk when this returns."""
-        self._file.write((json.dumps(plain(record), separators=(",", ":")) + "\n").encode())
+        self._file.write((json.dumps(to_json_value(record), separators=(",", ":")) + "\n").encode())
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -63,21 +63,21 @@ class Writer:
             self.path.unlink(missing_ok=True)
         self._file.close()
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def shards(folder: Path) -> list[Path]:
+def list_shards(folder: Path) -> list[Path]:
     """The files with results in a folder."""
-    return sorted([*folder.glob("*.jsonl"), *folder.glob(f"*.jsonl{PACKED}")])
+    return sorted([*folder.glob("*.jsonl"), *folder.glob(f"*.jsonl{GZIP_SUFFIX}")])
 
 
-def read_shard(file: Path) -> list[Record]:
+def read_shard(file: Path) -> list[RunRecord]:
     """The records of one file. A torn last line is left out; any other damage is an error."""
-    text = _text(file)
+    text = _read_shard_text(file)
     lines = text.splitlines()
     if text and not text.endswith("\n"):
         lines.pop()
@@ -85,15 +85,15 @@ def read_shard(file: Path) -> list[Record]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            record["id"] = _own_id(record)
+            record["id"] = _recompute_id(record)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{file} is damaged in line {number}: {error}.") from None
         records.append(record)
     return records
 
 
-def _text(file: Path) -> str:
-    if file.suffix != PACKED:
+def _read_shard_text(file: Path) -> str:
+    if file.suffix != GZIP_SUFFIX:
         return file.read_text(encoding="utf-8")
     try:
         return gzip.decompress(file.read_bytes()).decode()
@@ -101,64 +101,64 @@ def _text(file: Path) -> str:
         raise RunError(f"{file} is damaged: {error}.") from None
 
 
-def _own_id(record: Record) -> str:
+def _recompute_id(record: RunRecord) -> str:
     """The id as this version sees it; that of a version with other settings is left as it was."""
     try:
-        return identity(settings_from_json(record["settings"]), record["epsilon"], record.get("revision", 0))
+        return compute_job_id(settings_from_json(record["settings"]), record["epsilon"], record.get("revision", 0))
     except ConfigError:
         return str(record["id"])
 
 
-def load(folders: Path | Sequence[Path], keep: str = "") -> dict[str, Record]:
+def load_results(folders: Path | Sequence[Path], keep: str = "") -> dict[str, RunRecord]:
     """All finished runs of one or more folders, by id.
 
     The same run may lie there twice if it came out the same. If not, that is an error unless keep is
     "earliest" or "latest", by the date of the run.
     """
-    found: dict[str, Record] = {}
+    found: dict[str, RunRecord] = {}
     origin: dict[str, Path] = {}
     for folder in [folders] if isinstance(folders, Path) else folders:
-        for file in shards(folder):
+        for file in list_shards(folder):
             for record in read_shard(file):
                 known = found.get(record["id"])
-                if known is not None and not same(known, record) and not keep:
-                    raise RunError(_conflict(known, origin[record["id"]], record, file))
-                if known is None or _wins(record, known, keep):
+                if known is not None and not is_same_result(known, record) and not keep:
+                    raise RunError(_make_conflict_error(known, origin[record["id"]], record, file))
+                if known is None or _is_preferred(record, known, keep):
                     found[record["id"]], origin[record["id"]] = record, file
     return found
 
 
-def _wins(new: Record, old: Record, keep: str) -> bool:
+def _is_preferred(new: RunRecord, old: RunRecord, keep: str) -> bool:
     if keep not in ("", "earliest", "latest"):
         raise ConfigError(f"keep = {keep!r} is not known; choose earliest or latest.")
     later = str(new["date"]) > str(old["date"])
-    return bool(keep) and not same(new, old) and later == (keep == "latest")
+    return bool(keep) and not is_same_result(new, old) and later == (keep == "latest")
 
 
-def same(one: Record, other: Record) -> bool:
+def is_same_result(one: RunRecord, other: RunRecord) -> bool:
     """Whether two records of one job tell the same: equal score at equal noise."""
-    return score_value(one) == score_value(other) and _noise(one) == _noise(other)
+    return get_score_value(one) == get_score_value(other) and _get_noise_terms(one) == _get_noise_terms(other)
 
 
-def _noise(record: Record) -> float | None:
+def _get_noise_terms(record: RunRecord) -> float | None:
     sigma = record["settings"].get("privacy", {}).get("sigma")
     return None if sigma is None else float(f"{sigma:.4g}")
 
 
-def _conflict(one: Record, first: Path, other: Record, second: Path) -> str:
-    what = f"job {one['id']} ({one['cell']}, seed {one['seed']}) has {score_of_record(one).name} {score_value(one):.4f}"
+def _make_conflict_error(one: RunRecord, first: Path, other: RunRecord, second: Path) -> str:
+    what = f"job {one['id']} ({one['cell']}, seed {one['seed']}) has {get_record_score(one).name} {get_score_value(one):.4f}"
     return (
-        f"{what} in {first} and {score_value(other):.4f} in {second}; keep one with: fulcrum study merge "
+        f"{what} in {first} and {get_score_value(other):.4f} in {second}; keep one with: fulcrum study merge "
         f"{first.parent} --keep earliest"
     )
 
 
-def missing(jobs: Iterable[Job], done: Mapping[str, Record]) -> list[Job]:
+def find_missing_jobs(jobs: Iterable[StudyJob], done: Mapping[str, RunRecord]) -> list[StudyJob]:
     """The jobs without a result, in order."""
     return [job for job in jobs if job.id not in done]
 
 
-def merge(sources: Sequence[Path], target: Path, keep: str = "") -> dict[str, int]:
+def merge_results(sources: Sequence[Path], target: Path, keep: str = "") -> dict[str, int]:
     """Bring the results of several folders into one; returns how many runs each study has there then.
 
     Afterwards the target holds one file a study, sorted by cell and seed, gzipped where it is large; the other folders
@@ -168,17 +168,17 @@ def merge(sources: Sequence[Path], target: Path, keep: str = "") -> dict[str, in
         if not source.is_dir():
             raise RunError(f"there is no folder {source}.")
     target.mkdir(parents=True, exist_ok=True)
-    records = load([target, *sources], keep)
-    old = shards(target)
-    by_study: dict[str, list[Record]] = {}
+    records = load_results([target, *sources], keep)
+    old = list_shards(target)
+    by_study: dict[str, list[RunRecord]] = {}
     for record in records.values():
         by_study.setdefault(record["study"], []).append(record)
     written = []
     for study, own in by_study.items():
         own.sort(key=lambda r: (r["cell"], r["trial"] if r["trial"] is not None else -1, r["seed"], r["id"]))
-        content = "".join(json.dumps(plain(record), separators=(",", ":")) + "\n" for record in own).encode()
-        large = len(content) > LARGE
-        file = target / f"{study}.jsonl{PACKED if large else ''}"
+        content = "".join(json.dumps(to_json_value(record), separators=(",", ":")) + "\n" for record in own).encode()
+        large = len(content) > GZIP_THRESHOLD_BYTES
+        file = target / f"{study}.jsonl{GZIP_SUFFIX if large else ''}"
         part = target / f"{study}.jsonl.part"
         with part.open("wb") as opened:
             opened.write(gzip.compress(content, mtime=0) if large else content)  # the same bytes for the same runs

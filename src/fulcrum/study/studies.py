@@ -11,32 +11,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fulcrum.errors import ConfigError
-from fulcrum.settings.registry import nearest_name
+from fulcrum.settings.registry import find_nearest_name
 from fulcrum.study import report
 from fulcrum.study.experiment import (
-    BUILT_IN,
-    WORKING,
+    BUILT_IN_FOLDER,
+    WORKING_FOLDER,
     Experiment,
-    find_folder,
-    paper_jobs,
-    parties_jobs,
-    protocol_jobs,
+    find_study_folder,
+    list_paper_jobs,
+    list_parties_jobs,
+    list_protocol_jobs,
+    list_study_files,
+    list_tuning_jobs,
     read_experiment,
-    study_files,
-    tuning_jobs,
 )
-from fulcrum.study.job import Job
-from fulcrum.study.robustness import read_grid, robustness_jobs
-from fulcrum.study.robustness_report import write_robustness
-from fulcrum.study.search import read_toml
-from fulcrum.study.store import Record
+from fulcrum.study.job import StudyJob
+from fulcrum.study.robustness import list_robustness_jobs, read_robustness_grid
+from fulcrum.study.robustness_report import write_robustness_report
+from fulcrum.study.search import read_toml_file
+from fulcrum.study.store import RunRecord
 
-TUNE = "-tune"
+TUNE_SUFFIX = "-tune"
 """What a study's name ends in where its tuning trials are meant."""
 
 
 @dataclass(frozen=True)
-class Part:
+class StudyPart:
     """A part of a study; empty lists mean all of it. seeds: how many of the seeds, 0 for all."""
 
     datasets: Sequence[str] = ()
@@ -54,22 +54,22 @@ class Study:
     unknown: methods that its file names and this version lacks.
     """
 
-    jobs: Callable[[], list[Job]]
-    trials: Callable[[], list[Job]]
-    write: Callable[[Path, Mapping[str, Record]], object]
+    jobs: Callable[[], list[StudyJob]]
+    trials: Callable[[], list[StudyJob]]
+    write: Callable[[Path, Mapping[str, RunRecord]], object]
     page: str
     results: Path
     unknown: tuple[str, ...] = ()
 
 
-Reader = Callable[[Path | None, Part], Study]
+StudyReaderFn = Callable[[Path | None, StudyPart], Study]
 
 
-def _table(name: str, folder: Path | None, part: Part) -> Study:
-    experiment = read_part(name, folder, part)
+def _read_table_study(name: str, folder: Path | None, part: StudyPart) -> Study:
+    experiment = read_experiment_part(name, folder, part)
     return Study(
-        jobs=lambda: paper_jobs(experiment),
-        trials=lambda: tuning_jobs(experiment),
+        jobs=lambda: list_paper_jobs(experiment),
+        trials=lambda: list_tuning_jobs(experiment),
         write=lambda out, done: report.write_table(out, experiment, done),
         page="table.md",
         results=Path("results") / name,
@@ -77,27 +77,27 @@ def _table(name: str, folder: Path | None, part: Part) -> Study:
     )
 
 
-def _grid(name: str, folder: Path | None, part: Part) -> Study:
-    grid = read_grid(folder, part.datasets, part.methods, part.epsilons, part.seeds, name)
+def _read_grid_study(name: str, folder: Path | None, part: StudyPart) -> Study:
+    grid = read_robustness_grid(folder, part.datasets, part.methods, part.epsilons, part.seeds, name)
 
-    def no_trials() -> list[Job]:
+    def no_trials() -> list[StudyJob]:
         raise ConfigError(f"{name} is a grid and has nothing to tune; prepare {name} itself.")
 
     return Study(
-        jobs=lambda: robustness_jobs(grid),
+        jobs=lambda: list_robustness_jobs(grid),
         trials=no_trials,
-        write=lambda out, done: write_robustness(out, grid, done),
+        write=lambda out, done: write_robustness_report(out, grid, done),
         page="summary.md",
         results=Path("results") / name,
         unknown=grid.unknown,
     )
 
 
-def _protocol(folder: Path | None, part: Part) -> Study:
-    experiment = read_part("paper", folder, part)
+def _read_protocol_study(folder: Path | None, part: StudyPart) -> Study:
+    experiment = read_experiment_part("paper", folder, part)
     return Study(
-        jobs=lambda: protocol_jobs(experiment),
-        trials=lambda: tuning_jobs(experiment, protocol=True),
+        jobs=lambda: list_protocol_jobs(experiment),
+        trials=lambda: list_tuning_jobs(experiment, protocol=True),
         write=lambda out, done: report.write_table(out, experiment, done, "protocol"),
         page="protocol.md",
         results=Path("results/paper"),
@@ -105,34 +105,34 @@ def _protocol(folder: Path | None, part: Part) -> Study:
     )
 
 
-def _parties(folder: Path | None, part: Part) -> Study:
-    experiment = read_part("paper", folder, part)
+def _read_parties_study(folder: Path | None, part: StudyPart) -> Study:
+    experiment = read_experiment_part("paper", folder, part)
     return Study(
-        jobs=lambda: parties_jobs(experiment),
-        trials=lambda: tuning_jobs(experiment),
-        write=lambda out, done: report.write_parties(out, experiment, done),
+        jobs=lambda: list_parties_jobs(experiment),
+        trials=lambda: list_tuning_jobs(experiment),
+        write=lambda out, done: report.write_parties_table(out, experiment, done),
         page="parties.md",
         results=Path("results/paper"),
         unknown=experiment.unknown,
     )
 
 
-FROM_PAPER: dict[str, Reader] = {"protocol": _protocol, "parties": _parties}
+PAPER_STUDIES: dict[str, StudyReaderFn] = {"protocol": _read_protocol_study, "parties": _read_parties_study}
 """Further tables that paper.toml describes."""
 
 
-def read_part(name: str, folder: Path | None, part: Part) -> Experiment:
+def read_experiment_part(name: str, folder: Path | None, part: StudyPart) -> Experiment:
     """A study with rows, cut down to a part."""
     return read_experiment(folder, name).only(part.datasets, part.methods, part.epsilons, part.seeds)
 
 
-def study_names(folder: Path | None = None) -> list[str]:
+def list_study_names(folder: Path | None = None) -> list[str]:
     """The studies that `fulcrum study NAME` can run: those of the folder, else of ./experiments and the package."""
-    places = [folder] if folder else [BUILT_IN, WORKING]
-    return list(dict.fromkeys([*(name for place in places for name in study_files(place)), *FROM_PAPER]))
+    places = [folder] if folder else [BUILT_IN_FOLDER, WORKING_FOLDER]
+    return list(dict.fromkeys([*(name for place in places for name in list_study_files(place)), *PAPER_STUDIES]))
 
 
-def split_path(name: str, folder: Path | None) -> tuple[str, Path | None]:
+def split_study_path(name: str, folder: Path | None) -> tuple[str, Path | None]:
     """The name and folder of a study that was given by its path ("somewhere/mine.toml"), or both as they are."""
     path = Path(name)
     if path.suffix != ".toml":
@@ -142,26 +142,32 @@ def split_path(name: str, folder: Path | None) -> tuple[str, Path | None]:
     return path.stem, path.parent
 
 
-def read_study(name: str, folder: Path | None = None, part: Part | None = None) -> Study:
+def read_study(name: str, folder: Path | None = None, part: StudyPart | None = None) -> Study:
     """The study of that name, or of that path; ConfigError with the nearest name where there is none."""
-    name, folder = split_path(name, folder)
-    part = part or Part()
-    if name in FROM_PAPER:
-        return FROM_PAPER[name](folder, part)
-    known = study_names(folder)
+    name, folder = split_study_path(name, folder)
+    part = part or StudyPart()
+    if name in PAPER_STUDIES:
+        return PAPER_STUDIES[name](folder, part)
+    known = list_study_names(folder)
     if name not in known:
-        near = nearest_name(name, known)
+        near = find_nearest_name(name, known)
         hint = f"; did you mean {near!r}?" if near else "."
         raise ConfigError(f"study = {name!r} is not known; choose one of {', '.join(known)}, or a path{hint}")
-    read = _grid if "rules" in read_toml(find_folder(folder, name) / f"{name}.toml") else _table
+    read = (
+        _read_grid_study
+        if "rules" in read_toml_file(find_study_folder(folder, name) / f"{name}.toml")
+        else _read_table_study
+    )
     return read(name, folder, part)
 
 
-def stage_jobs(stage: str, folder: Path | None = None, part: Part | None = None) -> tuple[list[Job], tuple[str, ...]]:
+def list_stage_jobs(
+    stage: str, folder: Path | None = None, part: StudyPart | None = None
+) -> tuple[list[StudyJob], tuple[str, ...]]:
     """The jobs of a stage (a study, or NAME-tune for its trials), and the methods that this version lacks."""
-    known = study_names(folder)
-    if stage.endswith(TUNE) and stage not in known:
-        study = read_study(stage.removesuffix(TUNE), folder, part)
+    known = list_study_names(folder)
+    if stage.endswith(TUNE_SUFFIX) and stage not in known:
+        study = read_study(stage.removesuffix(TUNE_SUFFIX), folder, part)
         return study.trials(), study.unknown
     study = read_study(stage, folder, part)
     return study.jobs(), study.unknown

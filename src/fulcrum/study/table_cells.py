@@ -9,16 +9,16 @@ from typing import Any
 
 from fulcrum.clipping import find_rule
 from fulcrum.study.experiment import Experiment
-from fulcrum.study.job import Job
-from fulcrum.study.records import Score, choice_to_results, score_of_records, score_value
-from fulcrum.study.search import Choice, find
-from fulcrum.study.stats import Interval, interval, paired
-from fulcrum.study.store import Record
+from fulcrum.study.job import StudyJob
+from fulcrum.study.records import StudyScore, choice_to_cell_keys, get_common_score, get_score_value
+from fulcrum.study.search import ChosenSettings, find_choice
+from fulcrum.study.stats import MeanInterval, compute_mean_interval, compute_paired_interval
+from fulcrum.study.store import RunRecord
 
-OURS = "moo"
+OUR_METHOD = "moo"
 """The row that the others are compared with."""
 
-PAPER: dict[str, dict[str, tuple[float, ...]]] = {
+PAPER_RESULTS: dict[str, dict[str, tuple[float, ...]]] = {
     "non-private FL": {"mnist": (96.25,), "fashion-mnist": (89.45,), "cifar10": (72.61,)},
     "DP-SGD": {
         "mnist": (86.39, 81.58, 76.43),
@@ -56,7 +56,7 @@ PAPER_EPSILONS = (6.38, 3.61, 1.64)
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """One cell. values: score by seed, fractions in %. paper: its figure there, None where it has none.
 
     ahead: moo less this row over shared seeds, None where that compares nothing (moo itself, another
@@ -75,19 +75,19 @@ class Cell:
     values: Mapping[int, float]
     wanted: int
     paper: float | None = None
-    choice: Choice | None = None
-    ahead: Interval | None = None
+    choice: ChosenSettings | None = None
+    ahead: MeanInterval | None = None
     notes: tuple[str, ...] = ()
     aggregation: str = "plain"
-    against: str = OURS
+    against: str = OUR_METHOD
     method: str = ""
-    curves: Sequence[Record] = field(default=(), repr=False, compare=False)
-    score: Score = field(default_factory=Score)
+    curves: Sequence[RunRecord] = field(default=(), repr=False, compare=False)
+    score: StudyScore = field(default_factory=StudyScore)
 
     @property
-    def stats(self) -> Interval:
+    def stats(self) -> MeanInterval:
         """Mean and 95% interval over the seeds."""
-        return interval([self.values[seed] for seed in sorted(self.values)])
+        return compute_mean_interval([self.values[seed] for seed in sorted(self.values)])
 
     def to_json(self) -> dict[str, Any]:
         """The entry of table.json: ci95 is the half-width of the interval, None with a single seed."""
@@ -104,7 +104,7 @@ class Cell:
             "seeds": sorted(self.values),
         }
 
-    def details(self) -> dict[str, Any]:
+    def to_detailed_json(self) -> dict[str, Any]:
         """The entry of cells.json: all that the tables show."""
         ahead = self.ahead
         return {
@@ -115,14 +115,14 @@ class Cell:
             "paper": self.paper,
             "moo_ahead": None if ahead is None else {"mean": ahead.mean, "ci95": ahead.half, "seeds": ahead.n},
             "tuned_at": self.choice.epsilon if self.choice else None,
-            "tuning": None if self.choice is None else choice_to_results(vars(self.choice)),
+            "tuning": None if self.choice is None else choice_to_cell_keys(vars(self.choice)),
             "missing_runs": self.wanted - len(self.values),
         }
 
 
-def paper_figure(row: str, dataset: str, epsilon: float | None) -> float | None:
+def find_paper_figure(row: str, dataset: str, epsilon: float | None) -> float | None:
     """What the paper reports for one of its rows."""
-    figures = PAPER.get(row, {}).get(dataset)
+    figures = PAPER_RESULTS.get(row, {}).get(dataset)
     if figures is None:
         return None
     if epsilon is None:
@@ -130,12 +130,12 @@ def paper_figure(row: str, dataset: str, epsilon: float | None) -> float | None:
     return figures[PAPER_EPSILONS.index(epsilon)] if epsilon in PAPER_EPSILONS and len(figures) > 1 else None
 
 
-def make_cells(
-    experiment: Experiment, jobs: Iterable[Job], done: Mapping[str, Record], protocol: bool = False
-) -> list[Cell]:
+def make_table_cells(
+    experiment: Experiment, jobs: Iterable[StudyJob], done: Mapping[str, RunRecord], protocol: bool = False
+) -> list[TableCell]:
     """Cells of the jobs, in their order, with whatever results there are."""
     rows = {row.name: row for row in experiment.rows}
-    by_cell: dict[str, list[Job]] = {}
+    by_cell: dict[str, list[StudyJob]] = {}
     for job in jobs:
         by_cell.setdefault(job.cell, []).append(job)
     cells = []
@@ -143,10 +143,10 @@ def make_cells(
         first = members[0]
         rule = find_rule(first.settings.clip.rule)
         runs = [done[job.id] for job in members if job.id in done]
-        score = score_of_records(runs)
+        score = get_common_score(runs)
         row = rows[first.row]
         cells.append(
-            Cell(
+            TableCell(
                 dataset=first.dataset,
                 epsilon=first.epsilon,
                 row=first.row,
@@ -154,10 +154,12 @@ def make_cells(
                 unit=first.settings.privacy.unit if rule.private else "",
                 parties=first.settings.data.parties,
                 sound=rule.sound,
-                values={job.seed: score.scaled(score_value(done[job.id])) for job in members if job.id in done},
+                values={
+                    job.seed: score.to_table_scale(get_score_value(done[job.id])) for job in members if job.id in done
+                },
                 wanted=len(members),
-                paper=paper_figure(row.paper, first.dataset, first.epsilon),
-                choice=find(experiment.choices, first.dataset, first.epsilon, first.row, protocol),
+                paper=find_paper_figure(row.paper, first.dataset, first.epsilon),
+                choice=find_choice(experiment.choices, first.dataset, first.epsilon, first.row, protocol),
                 aggregation=first.settings.privacy.aggregation,
                 against=row.against,
                 notes=tuple(dict.fromkeys(note for run in runs for note in run["notes"])),
@@ -165,16 +167,16 @@ def make_cells(
                 score=score,
             )
         )
-    return _named(_compared(cells), {name: row.method for name, row in rows.items()})
+    return _name_cells(_compare_with_ours(cells), {name: row.method for name, row in rows.items()})
 
 
-def _named(cells: Sequence[Cell], methods: Mapping[str, str]) -> list[Cell]:
+def _name_cells(cells: Sequence[TableCell], methods: Mapping[str, str]) -> list[TableCell]:
     """The cells with their methods' names, where those and the number of parties tell rows apart; else the rows'.
 
     Rows under another adversary keep theirs: nobody is to take them for the method as it is elsewhere.
     """
 
-    def place(cell: Cell) -> tuple[str, float | None, str, int]:
+    def place(cell: TableCell) -> tuple[str, float | None, str, int]:
         return cell.dataset, cell.epsilon, methods[cell.row], cell.parties
 
     count = Counter(place(cell) for cell in cells)
@@ -184,25 +186,25 @@ def _named(cells: Sequence[Cell], methods: Mapping[str, str]) -> list[Cell]:
     ]
 
 
-def _compared(cells: Sequence[Cell]) -> list[Cell]:
+def _compare_with_ours(cells: Sequence[TableCell]) -> list[TableCell]:
     """The cells with their paired distance to moo, where it is a fair comparison."""
     places = {(c.row, c.dataset, c.epsilon, c.unit, c.parties, c.aggregation): c for c in cells}
     result = []
     for cell in cells:
         here = (cell.against, cell.dataset, cell.epsilon, cell.unit, cell.parties, cell.aggregation)
         own = places.get(here)
-        ahead = None if own is None or own is cell else _lead(own, cell)
+        ahead = None if own is None or own is cell else _compute_lead(own, cell)
         result.append(replace(cell, ahead=ahead) if ahead is not None and ahead.n else cell)
     return result
 
 
-def _lead(one: Cell, other: Cell) -> Interval:
+def _compute_lead(one: TableCell, other: TableCell) -> MeanInterval:
     """By how much one cell is better than another over shared seeds."""
     better = (one, other) if one.score.higher_is_better else (other, one)
-    return paired(better[0].values, better[1].values)
+    return compute_paired_interval(better[0].values, better[1].values)
 
 
-def standing(cells: Sequence[Cell]) -> tuple[int, int, list[str]]:
+def count_wins(cells: Sequence[TableCell]) -> tuple[int, int, list[str]]:
     """(cells in which moo is not behind any sound example-level baseline, cells compared, where it is behind).
 
     Not behind: the upper end of the paired interval of moo less the baseline is at least 0.

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fulcrum.errors import FulcrumError, RunError
-from fulcrum.study.backends import BACKENDS, Clock, How, Say, find_backend, run_jobs
-from fulcrum.study.job import Job, Shard, job_from_json, parse_shard
-from fulcrum.study.run_job import machine, to_record
-from fulcrum.study.store import Writer, load, missing
+from fulcrum.study.backends import BACKENDS, BackendOptions, MessageFn, TimeBudget, choose_backend, run_jobs
+from fulcrum.study.job import JobShard, StudyJob, job_from_json, parse_shard
+from fulcrum.study.run_job import describe_machine, make_job_record
+from fulcrum.study.store import ShardWriter, find_missing_jobs, load_results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,29 +34,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data-dir", default="", help="folder that holds the data sets")
     parser.add_argument("--backend", default="auto", choices=["auto", *BACKENDS])
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--stack", type=int, default=How.stack, help="the most runs in one tensor program")
+    parser.add_argument("--stack", type=int, default=BackendOptions.stack, help="the most runs in one tensor program")
     parser.add_argument("--precision", default="", help="float32, tf32 or bf16; default: that of each job")
     parser.add_argument("--workers", type=int, default=0, help="processes, for backend processes; 0: one a core")
     parser.add_argument("--shard", default="0/1", help="i/n: run only part i of n of the jobs")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop cleanly before this time is up; 0: no limit")
     words = parser.parse_args(argv)
     try:
-        clock = Clock(words.seconds)  # it starts before the jobs are read: the machine's limit counts that too
-        how = How(words.data_dir, words.device, words.stack, words.precision, words.workers, clock, say)
-        jobs = read_jobs(words.jobs)
-        left = work(jobs, words.out, words.backend, how, parse_shard(words.shard), words.done)
+        clock = TimeBudget(words.seconds)  # it starts before the jobs are read: the machine's limit counts that too
+        how = BackendOptions(
+            words.data_dir, words.device, words.stack, words.precision, words.workers, clock, print_progress_line
+        )
+        jobs = read_jobs_file(words.jobs)
+        left = run_missing_jobs(jobs, words.out, words.backend, how, parse_shard(words.shard), words.done)
     except FulcrumError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 3 if left else 0
 
 
-def say(line: str) -> None:
+def print_progress_line(line: str) -> None:
     """A line of progress, at once."""
     print(line, file=sys.stderr, flush=True)
 
 
-def read_jobs(file: Path) -> list[Job]:
+def read_jobs_file(file: Path) -> list[StudyJob]:
     """The jobs of a file that `fulcrum study prepare` wrote."""
     try:
         plain = json.loads(file.read_text(encoding="utf-8"))
@@ -67,30 +69,30 @@ def read_jobs(file: Path) -> list[Job]:
         raise RunError(f"{file} is not what `fulcrum study prepare` writes: {error}.") from error
 
 
-def work(
-    jobs: Sequence[Job],
+def run_missing_jobs(
+    jobs: Sequence[StudyJob],
     out: Path,
     backend: str = "auto",
-    how: How | None = None,
-    shard: Shard | None = None,
+    how: BackendOptions | None = None,
+    shard: JobShard | None = None,
     done: Sequence[Path] = (),
-    on_done: Say | None = None,
+    on_done: MessageFn | None = None,
 ) -> int:
     """Run what has no result yet, keeping each as it comes; returns how many of the shard are left undone."""
-    how, shard = how or How(say=say), shard or Shard()
-    finished = load([out, *done]) if out.is_dir() else load(list(done))
-    todo = [job for job in missing(jobs, finished) if shard.holds(job)]
+    how, shard = how or BackendOptions(say=print_progress_line), shard or JobShard()
+    finished = load_results([out, *done]) if out.is_dir() else load_results(list(done))
+    todo = [job for job in find_missing_jobs(jobs, finished) if shard.contains_job(job)]
     if not todo:
         how.say(f"nothing to do: all {len(jobs)} jobs are finished" if shard.count == 1 else "nothing to do here")
         return 0
-    chosen = find_backend(how.device) if backend == "auto" else backend
-    facts = machine(how.device)
+    chosen = choose_backend(how.device) if backend == "auto" else backend
+    facts = describe_machine(how.device)
     how.say(f"{len(todo)} of {len(jobs)} jobs to run, backend {chosen}, device {facts['device']}")
     began, count = time.monotonic(), 0
-    with Writer(out, f"runs-{socket.gethostname()}-{shard}") as writer:
+    with ShardWriter(out, f"runs-{socket.gethostname()}-{shard}") as writer:
         for job, result in run_jobs(todo, chosen, how):
             writer.add(
-                to_record(
+                make_job_record(
                     job, result, {**facts, "backend": chosen, "precision": how.precision or job.settings.run.precision}
                 )
             )

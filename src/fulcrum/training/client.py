@@ -13,23 +13,23 @@ import torch
 
 from fulcrum.clipping.rule import gradient_multiplier
 from fulcrum.data import poisson_sample_units
-from fulcrum.data.records import Inputs, move_inputs, take_rows
+from fulcrum.data.records import ModelInputs, move_inputs_to_device, select_rows
 from fulcrum.gradients import GradientRecorder
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.mechanism import release, scales
-from fulcrum.training.clipped_sum import Contribution, contribute
-from fulcrum.training.problem import Problem
-from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, State, View
+from fulcrum.privacy.mechanism import compute_charged_scale, release_with_noise
+from fulcrum.training.clipped_sum import Contribution, compute_contribution
+from fulcrum.training.problem import TrainingProblem
+from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, RuleState, View
 
 
 def train_client(
-    problem: Problem, request: RoundRequest, task: Assignment, state: State, work: Work | None = None
+    problem: TrainingProblem, request: RoundRequest, task: Assignment, state: RuleState, work: StepFn | None = None
 ) -> ClientReply:
     """Run one client's N local steps and return what leaves it: its update and the events behind it.
 
     `work` clips and adds up the gradients of a sample; by default it writes them all out (`by_matrix`).
     """
-    work = work or by_matrix(GradientRecorder(problem.model, problem.layout, problem.dataset.task))
+    work = work or make_materialised_step(GradientRecorder(problem.model, problem.layout, problem.dataset.task))
     party = problem.party(task.client)
     theta = request.params
     batch = task.rate * party.units
@@ -41,13 +41,13 @@ def train_client(
         key = (request.round, task.client, step)
         rows, slots, count = poisson_sample_units(problem.randomness, ("sample", *key), party, task.rate)
         view = problem.rule.view(state, request.round, request.rounds)
-        terms = Terms(task.sigma, batch, task.lr)
-        given = work(problem, Sample(theta, rows, slots, count), view, state, terms)
+        terms = LocalStepTerms(task.sigma, batch, task.lr)
+        given = work(problem, StepSample(theta, rows, slots, count), view, state, terms)
         state = given.state
 
-        asked = task.asks(request.round, step)
-        scale = scales(problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.shares)
-        noisy, noisy_extra = release(given.sum, given.extra, scale, problem.randomness, key)
+        asked = task.asks_statistics(request.round, step)
+        scale = compute_charged_scale(problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.shares)
+        noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key)
         gradient = (noisy if view.transform is None else view.transform.inverse(noisy)) / batch  # [d]
         change = -task.lr * (gradient + request.weight_decay * theta)
         theta = theta + change
@@ -59,7 +59,7 @@ def train_client(
             public = (task.lr, 1, request.round, request.rounds, noise, float(asked))
             state = problem.rule.adapt(state, Released(change, extras[-1], *public))
         if problem.diagnostics:
-            seen.append(_look(given))
+            seen.append(_collect_diagnostics(given))
 
     return ClientReply(
         client=task.client,
@@ -72,7 +72,7 @@ def train_client(
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     """One step's units at the weights theta [d]: rows [b] of the data set, the unit (0..count-1) of each row."""
 
     theta: torch.Tensor
@@ -80,14 +80,16 @@ class Sample:
     slots: torch.Tensor
     count: int
 
-    def records(self, problem: Problem) -> tuple[Inputs, torch.Tensor]:
+    def records(self, problem: TrainingProblem) -> tuple[ModelInputs, torch.Tensor]:
         """The sampled records: inputs x [b, ...] (several by name) and targets y [b, ...]."""
         records = problem.dataset.records
-        return move_inputs(take_rows(records.x, self.rows), problem.device), records.y[self.rows].to(problem.device)
+        return move_inputs_to_device(select_rows(records.x, self.rows), problem.device), records.y[self.rows].to(
+            problem.device
+        )
 
 
 @dataclass(frozen=True)
-class Terms:
+class LocalStepTerms:
     """A step's public numbers: noise multiplier, expected batch, learning rate."""
 
     sigma: float
@@ -95,23 +97,27 @@ class Terms:
     lr: float
 
 
-Work = Callable[[Problem, Sample, View, State, Terms], "Contribution"]
+StepFn = Callable[[TrainingProblem, StepSample, View, RuleState, LocalStepTerms], "Contribution"]
 """From a sample, a rule's view and state and the step's terms to the clipped sum, before noise."""
 
 
-def by_matrix(follow: GradientRecorder) -> Work:
+def make_materialised_step(follow: GradientRecorder) -> StepFn:
     """The obvious way: every unit's gradient is written out, [B, d]."""
 
-    def work(problem: Problem, sample: Sample, view: View, state: State, terms: Terms) -> Contribution:
-        gradients, losses = unit_gradients(problem, follow, sample)
-        return contribute(
+    def work(
+        problem: TrainingProblem, sample: StepSample, view: View, state: RuleState, terms: LocalStepTerms
+    ) -> Contribution:
+        gradients, losses = compute_unit_gradients(problem, follow, sample)
+        return compute_contribution(
             problem.rule, view, state, gradients, losses, problem.coordinates, terms.sigma, terms.batch, lr=terms.lr
         )
 
     return work
 
 
-def unit_gradients(problem: Problem, follow: GradientRecorder, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_unit_gradients(
+    problem: TrainingProblem, follow: GradientRecorder, sample: StepSample
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradient [B, d] and loss [B] of each sampled unit.
 
     For unit `person` a unit's gradient is the mean over that person's records, so that somebody with
@@ -127,7 +133,7 @@ def unit_gradients(problem: Problem, follow: GradientRecorder, sample: Sample) -
     return summed / records[:, None], losses.new_zeros(count).index_add_(0, slots, losses) / records
 
 
-def _look(given: Contribution) -> dict[str, float]:
+def _collect_diagnostics(given: Contribution) -> dict[str, float]:
     """Non-private diagnostics of one step. For simulations only."""
     losses = given.losses
     if len(losses) == 0:

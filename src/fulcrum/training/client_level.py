@@ -22,23 +22,23 @@ import torch
 from fulcrum.clipping import ClipRule
 from fulcrum.clipping.fixed import NONE
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.client_level import SERVER, Terms
-from fulcrum.privacy.mechanism import release, scales
+from fulcrum.privacy.client_level import SERVER_CLIENT_ID, ClientLevelTerms
+from fulcrum.privacy.mechanism import compute_charged_scale, release_with_noise
 from fulcrum.rng import Randomness
 from fulcrum.settings.schema import Settings
-from fulcrum.training.clipped_sum import contribute
-from fulcrum.training.problem import Problem, coordinate_groups
-from fulcrum.types import Bounds, ClientReply, Released, State
+from fulcrum.training.clipped_sum import compute_contribution
+from fulcrum.training.problem import TrainingProblem, assign_coordinate_groups
+from fulcrum.types import Bounds, ClientReply, Released, RuleState
 
 
-def local_problem(problem: Problem) -> Problem:
+def make_local_problem(problem: TrainingProblem) -> TrainingProblem:
     """The problem as the parties see it at client level: plain training. Any other unit: unchanged."""
     if problem.unit != "client":
         return problem
     return replace(problem, rule=NONE, unit="example", groups=(), diagnostics=False)
 
 
-def check_rule(rule: ClipRule, settings: Settings, problem: Problem) -> None:
+def check_server_rule(rule: ClipRule, settings: Settings, problem: TrainingProblem) -> None:
     """Refuse a rule that cannot clip updates at the server."""
     if problem.unit != "client":
         return
@@ -57,20 +57,26 @@ def check_rule(rule: ClipRule, settings: Settings, problem: Problem) -> None:
 # --- a round ------------------------------------------------------------------------------------
 
 
-def draw_cohort(randomness: Randomness, t: int, terms: Terms) -> list[int]:
+def draw_cohort(randomness: Randomness, t: int, terms: ClientLevelTerms) -> list[int]:
     """Who joins round t: each of the K parties with probability q_c. Secret, since it amplifies privacy."""
     joins = randomness.uniform(("cohort", t), terms.clients) < terms.rate
     chosen: list[int] = torch.nonzero(joins).flatten().tolist()
     return chosen
 
 
-def released_of(reply: ClientReply, terms: Terms, sigma: float, t: int, rounds: int) -> Released:
+def make_server_release(reply: ClientReply, terms: ClientLevelTerms, sigma: float, t: int, rounds: int) -> Released:
     """The server's release as a rule's `adapt` reads it: one step at learning rate 1, the unit being the update."""
     return Released(reply.delta, reply.extra, 1.0, 1.0, t, rounds, noise=sigma * terms.sensitivity)
 
 
-def average(
-    problem: Problem, terms: Terms, state: State, replies: Sequence[ClientReply], t: int, rounds: int, sigma: float
+def average_client_updates(
+    problem: TrainingProblem,
+    terms: ClientLevelTerms,
+    state: RuleState,
+    replies: Sequence[ClientReply],
+    t: int,
+    rounds: int,
+    sigma: float,
 ) -> ClientReply:
     """Clip the updates of round t, average them, add noise of multiplier sigma: the server's reply to the world.
 
@@ -81,9 +87,9 @@ def average(
     updates = torch.stack([reply.delta for reply in replies]) if replies else torch.zeros((0, problem.layout.dim))
     updates = updates.to(device)
     weights = terms.weights[[reply.client for reply in replies]]
-    groups = coordinate_groups(problem.layout, problem.groups).to(device)
+    groups = assign_coordinate_groups(problem.layout, problem.groups).to(device)
     view = rule.view(state, t, rounds)
-    given = contribute(
+    given = compute_contribution(
         rule,
         view,
         state,
@@ -98,8 +104,8 @@ def average(
     # after dividing, in the scale of the mean.
     mean = given.sum / terms.divisor(float(weights.sum()))
     reach = Bounds(given.bounds.C * terms.sensitivity, given.bounds.extra / terms.cohort)
-    scale = scales(rule, reach, terms.rate, sigma, terms.cohort)
-    noisy, extra = release(mean, given.extra / terms.cohort, scale, problem.randomness, ("central", t))
+    scale = compute_charged_scale(rule, reach, terms.rate, sigma, terms.cohort)
+    noisy, extra = release_with_noise(mean, given.extra / terms.cohort, scale, problem.randomness, ("central", t))
     step = noisy if view.transform is None else view.transform.inverse(noisy)
     seen = {}
     if problem.diagnostics:
@@ -109,4 +115,4 @@ def average(
             "clipped": float((given.factors < 1).any(dim=1).float().mean()) if len(updates) else 0.0,
             "mean_norm": float(norms.mean()) if len(updates) else 0.0,
         }
-    return ClientReply(SERVER, -step, extra, (scale.event,), given.state, seen)
+    return ClientReply(SERVER_CLIENT_ID, -step, extra, (scale.event,), given.state, seen)

@@ -9,7 +9,7 @@ import torch
 
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.privacy.mechanism import apply_rule
-from fulcrum.types import Bounds, State, Stats, View
+from fulcrum.types import Bounds, RuleState, Stats, View
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class Contribution:
     sum: torch.Tensor
     extra: torch.Tensor
     bounds: Bounds
-    state: State
+    state: RuleState
     stats: Stats
     factors: torch.Tensor
     losses: torch.Tensor
 
 
-def contribute(
+def compute_contribution(
     rule: ClipRule,
     view: View,
-    state: State,
+    state: RuleState,
     gradients: torch.Tensor,
     losses: torch.Tensor,
     groups: torch.Tensor,
@@ -55,7 +55,7 @@ def contribute(
     where = groups if view.transform is None else view.transform.groups
     coefficients = gradients if view.transform is None else view.transform.forward(gradients)  # [B, m]
     stats = Stats(
-        norms=group_norms(coefficients, where, len(state["C"])),
+        norms=compute_group_norms(coefficients, where, len(state["C"])),
         mask=mask,
         dots=None if view.direction is None else gradients @ view.direction,
         losses=losses if view.losses else None,
@@ -63,14 +63,14 @@ def contribute(
         batch=batch,
         lr=lr,
     )
-    factors, extra, bounds, state = clip_batch(rule, stats, state, lambda f: weighted_sum(f, coefficients, where))
+    factors, extra, bounds, state = clip_batch(rule, stats, state, lambda f: sum_clipped_rows(f, coefficients, where))
     scaled = factors if weights is None else factors * weights[:, None]
-    return Contribution(weighted_sum(scaled, coefficients, where), extra, bounds, state, stats, factors, losses)
+    return Contribution(sum_clipped_rows(scaled, coefficients, where), extra, bounds, state, stats, factors, losses)
 
 
 def clip_batch(
-    rule: ClipRule, stats: Stats, state: State, add_up: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, Bounds, State]:
+    rule: ClipRule, stats: Stats, state: RuleState, add_up: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, Bounds, RuleState]:
     """What the rule makes of a batch: factors [B, G], the summed extra statistics, bounds, next state.
 
     The statistics are [J], or [J + m] where the rule asks for a second sum; add_up(factors [B, G]) -> [m]
@@ -82,13 +82,13 @@ def clip_batch(
     return decision.factors, summed_extra, decision.bounds, decision.state
 
 
-def weighted_sum(factors: torch.Tensor, coefficients: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def sum_clipped_rows(factors: torch.Tensor, coefficients: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     """Sum over the rows of coefficients [B, m], each coordinate scaled by its group's factor [B, G]: [m]."""
     by_group = factors.T @ coefficients  # [G, m]: of each row only its own group's coordinates count
     return by_group.gather(0, where[None, :]).squeeze(0)
 
 
-def group_norms(coefficients: torch.Tensor, where: torch.Tensor, groups: int) -> torch.Tensor:
+def compute_group_norms(coefficients: torch.Tensor, where: torch.Tensor, groups: int) -> torch.Tensor:
     """Euclidean norm of each row within each group: [B, m], [m] -> [B, G]."""
     if groups == 1:
         norms: torch.Tensor = torch.linalg.vector_norm(coefficients, dim=1, keepdim=True)

@@ -21,7 +21,7 @@ class Engine(Protocol):
         """Replies, one per assignment, in the order of the request."""
         ...
 
-    def present(self, clients: Sequence[int]) -> Sequence[int]:
+    def list_reachable_clients(self, clients: Sequence[int]) -> Sequence[int]:
         """Those of the clients that can be asked now; may wait until there are enough to go on."""
         return clients
 
@@ -29,6 +29,6 @@ class Engine(Protocol):
         """Clients whose own ledger has refused: they take no further part."""
         return set()
 
-    def replays(self, randomness_mode: str) -> bool:
+    def replays_rounds(self, randomness_mode: str) -> bool:
         """Whether a round that is played again releases the same bytes again, so that it costs nothing."""
         return randomness_mode != "secure"

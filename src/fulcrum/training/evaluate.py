@@ -8,71 +8,73 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fulcrum.data.records import Records, move_inputs, take_rows
-from fulcrum.data.tasks import merge_sums
-from fulcrum.training.problem import Problem
+from fulcrum.data.records import Records, move_inputs_to_device, select_rows
+from fulcrum.data.tasks import merge_metric_sums
+from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import mean_over_parties
 
-BATCH = {"cpu": 250, "cuda": 2000}
+EVALUATION_BATCH_SIZES = {"cpu": 250, "cuda": 2000}
 """Examples at a time: on a CPU few enough to stay near the cache."""
 
-Metrics = dict[str, float]
-Sums = dict[str, Tensor]
+MetricValues = dict[str, float]
+MetricSums = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Metrics by name on all test records, empty where there are none; and by party where test records name theirs."""
 
-    metrics: Metrics
-    parties: dict[str, Metrics] = field(default_factory=dict)
+    metrics: MetricValues
+    parties: dict[str, MetricValues] = field(default_factory=dict)
 
     @property
-    def mean_over_parties(self) -> Metrics:
+    def mean_over_parties(self) -> MetricValues:
         """Each metric's mean over the parties, each counting the same; parties without a value (NaN) do not count."""
         return mean_over_parties(self.parties)
 
 
-def evaluate(problem: Problem, params: Tensor, batch: int = 0) -> Metrics:
+def evaluate_model(problem: TrainingProblem, params: Tensor, batch: int = 0) -> MetricValues:
     """The task's metrics, by name, of the model with weights `params` [d]; empty where there are no test records."""
-    return evaluate_all(problem, params, batch).metrics
+    return evaluate_with_parties(problem, params, batch).metrics
 
 
-def evaluate_parties(problem: Problem, params: Tensor, batch: int = 0) -> dict[str, Metrics]:
+def evaluate_parties(problem: TrainingProblem, params: Tensor, batch: int = 0) -> dict[str, MetricValues]:
     """Metrics on each party's test records, by the party's name; empty where test records name no party."""
-    return evaluate_all(problem, params, batch).parties
+    return evaluate_with_parties(problem, params, batch).parties
 
 
 @torch.no_grad()
-def evaluate_all(problem: Problem, params: Tensor, batch: int = 0) -> Evaluation:
+def evaluate_with_parties(problem: TrainingProblem, params: Tensor, batch: int = 0) -> Evaluation:
     """Both at once, in one pass over the test records, `batch` of them at a time (0: as suits the device)."""
     test, task, names = problem.dataset.test, problem.dataset.task, problem.dataset.party_names
     if test is None or not len(test):
         return Evaluation({})
-    step = batch or BATCH.get(params.device.type, BATCH["cuda"])
-    pooled: Sums | None = None
-    of_party: Sums | None = None
+    step = batch or EVALUATION_BATCH_SIZES.get(params.device.type, EVALUATION_BATCH_SIZES["cuda"])
+    pooled: MetricSums | None = None
+    of_party: MetricSums | None = None
     current, parties = -1, {}
-    for party, sums in _sums_by_party(problem, params, test, step):
+    for party, sums in _iterate_party_sums(problem, params, test, step):
         if party != current and of_party is not None:
             parties[names[current]] = task.results(of_party)
             of_party = None
         current = party
-        pooled = merge_sums(pooled, sums)
+        pooled = merge_metric_sums(pooled, sums)
         if party >= 0:  # sums of one party at a time: those of a ranking metric are long
-            of_party = merge_sums(of_party, sums)
+            of_party = merge_metric_sums(of_party, sums)
     if of_party is not None:
         parties[names[current]] = task.results(of_party)
     return Evaluation(task.results(pooled or {}), parties)
 
 
-def _sums_by_party(problem: Problem, params: Tensor, test: Records, step: int) -> Iterator[tuple[int, Sums]]:
+def _iterate_party_sums(
+    problem: TrainingProblem, params: Tensor, test: Records, step: int
+) -> Iterator[tuple[int, MetricSums]]:
     """(party, sums) in pieces of at most `step` records, one party after the other; party -1 where none is named."""
     task, device = problem.dataset.task, params.device
     order = None if test.party is None else torch.argsort(test.party, stable=True)
     for start in range(0, len(test), step):
         rows = slice(start, start + step) if order is None else order[start : start + step]
-        outputs = problem.follower.outputs(params, move_inputs(take_rows(test.x, rows), device))
+        outputs = problem.gradient_recorder.outputs(params, move_inputs_to_device(select_rows(test.x, rows), device))
         targets = test.y[rows].to(device)
         if test.party is None:
             yield -1, task.sums(outputs, targets)

@@ -10,10 +10,10 @@ import torch
 from fulcrum.clipping.rule import ModelFacts
 from fulcrum.models.whitening import find_centred_biases
 from fulcrum.privacy.plan import Plan
-from fulcrum.settings.derived import local_steps
+from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings
 from fulcrum.training.engine import Engine
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 from fulcrum.training.server import SERVERS
 
 
@@ -22,21 +22,21 @@ class Federation:
     """A run that is ready to start: settings, problem, plan and engine, all consistent."""
 
     settings: Settings
-    problem: Problem
+    problem: TrainingProblem
     plan: Plan
     engine: Engine
 
 
-LEARNED = 1.5
+PRETRAINED_NORM_RATIO = 1.5
 """Weights whose norm is this many times that of random ones were learned; below, it is chance and biases."""
 
 
-def public_shape(federation: Federation) -> ModelFacts:
+def make_model_facts(federation: Federation) -> ModelFacts:
     """What a rule may know when it starts: all of it is fixed by the settings and the public initial weights."""
     train, problem = federation.settings.train, federation.problem
     # Where the unit is the client its whole update is one step at learning rate 1.
-    steps, lr = (1, 1.0) if federation.plan.central else (local_steps(train), train.lr)
-    noise = federation.plan.noise_to_signal(problem.layout.dim).direction / steps**0.5
+    steps, lr = (1, 1.0) if federation.plan.central else (compute_local_steps(train), train.lr)
+    noise = federation.plan.compute_noise_to_signal(problem.layout.dim).direction / steps**0.5
     usual = problem.layout.expected_init_norm
     left_out = find_centred_biases(
         problem.model
@@ -47,7 +47,7 @@ def public_shape(federation: Federation) -> ModelFacts:
     return dataclasses.replace(
         problem.shape,
         start=usual,
-        larger=larger if larger > LEARNED else 1.0,
+        larger=larger if larger > PRETRAINED_NORM_RATIO else 1.0,
         first=train.server_lr if SERVERS.find(train.server).scales else 1.0,
         depth=problem.layout.depth,
         mixed=any(centre.mix is not None for centre in left_out.values()),

@@ -13,18 +13,24 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.ledger import Account, Ledger
+from fulcrum.privacy.ledger import Ledger, LedgerAccount
 from fulcrum.privacy.plan import Plan
 from fulcrum.rng import numpy_generator
 from fulcrum.settings.schema import Settings
-from fulcrum.training.evaluate import Evaluation, evaluate_all
+from fulcrum.training.evaluate import Evaluation, evaluate_with_parties
 from fulcrum.training.federation import Federation
-from fulcrum.training.round import digests, mean_diagnostics, play_client_round, play_round, round_events
+from fulcrum.training.round import (
+    average_diagnostics,
+    compute_reply_digests,
+    plan_round_events,
+    run_client_level_round,
+    run_round,
+)
 from fulcrum.training.run_account import RunAccount
-from fulcrum.training.snapshot import Snapshot, first_snapshot
+from fulcrum.training.snapshot import Snapshot, make_first_snapshot
 from fulcrum.types import RoundResult
 
-EPSILONS = 1000
+MAX_PARTIES_WITH_EPSILON = 1000
 """Federations of up to this many parties list every party's epsilon in every round."""
 
 
@@ -44,30 +50,35 @@ def federate(
     composed: `RoundResult.epsilon` is NaN and `epsilons` is empty.
     """
     settings, problem, plan, engine = federation.settings, federation.problem, federation.plan, federation.engine
-    play = play_client_round if plan.central else play_round
-    snapshot = start or first_snapshot(federation)
+    play = run_client_level_round if plan.central else run_round
+    snapshot = start or make_first_snapshot(federation)
     account = RunAccount(ledger, run, plan.delta, plan.accountant) if ledger else None
     exhausted: set[int] = set()
 
     for t in range(snapshot.round, settings.train.rounds):
         began = time.perf_counter()
-        clients = engine.present(participants(federation, t, snapshot.participations, exhausted))
+        clients = engine.list_reachable_clients(select_participants(federation, t, snapshot.participations, exhausted))
         exhausted |= engine.spent()
-        events = round_events(plan, clients, t)
+        events = plan_round_events(plan, clients, t)
         if ledger:
-            invited, clients = clients, reserve(ledger, run, t, plan, events, engine.replays(problem.randomness.mode))
+            invited, clients = (
+                clients,
+                reserve_round(ledger, run, t, plan, events, engine.replays_rounds(problem.randomness.mode)),
+            )
             exhausted |= set(invited) - set(clients)
             if plan.parties - len(exhausted) < settings.train.min_parties:
                 return
-            if plan.shared and len(clients) < plan.parties:
+            if plan.shares_noise and len(clients) < plan.parties:
                 return  # without its part of the noise the sum of the others would not be private
 
         snapshot, replies, C = play(federation, snapshot, clients, t, events)
         took_part = clients if plan.central else [reply.client for reply in replies]
         if ledger and account:
-            ledger.settle(run, t, digests(plan, replies, clients, settings.train.weights))
-            account.read_until(t + 1)
-        found = evaluate_all(problem, snapshot.averaged) if is_evaluated(settings, t) else Evaluation({})
+            ledger.settle(run, t, compute_reply_digests(plan, replies, clients, settings.train.weights))
+            account.read_rounds_until(t + 1)
+        found = (
+            evaluate_with_parties(problem, snapshot.averaged) if is_evaluation_round(settings, t) else Evaluation({})
+        )
         yield (
             RoundResult(
                 round=t + 1,
@@ -76,19 +87,19 @@ def federate(
                 averaged=snapshot.averaged,
                 C=C,
                 epsilon=account.largest if account else math.nan,
-                epsilons=account.epsilons(plan) if account and plan.parties <= EPSILONS else (),
+                epsilons=account.epsilons(plan) if account and plan.parties <= MAX_PARTIES_WITH_EPSILON else (),
                 participants=None if plan.central else tuple(took_part),
                 seconds=time.perf_counter() - began,
                 metrics=found.metrics,
                 party_metrics=found.parties,
-                diagnostics=mean_diagnostics(replies),
+                diagnostics=average_diagnostics(replies),
                 out_of_budget=tuple(sorted(exhausted)) if plan.central else (),
             ),
             snapshot,
         )
 
 
-def participants(
+def select_participants(
     federation: Federation, t: int, counts: Sequence[int] | torch.Tensor, excluded: Collection[int] = ()
 ) -> list[int]:
     """Who may take part in round t (from 0): those the public coin invites, up to their cap, less the excluded.
@@ -97,16 +108,16 @@ def participants(
     draws who does in secret.
     """
     settings, plan = federation.settings, federation.plan
-    asked = range(plan.parties) if plan.central else invite(settings, plan.parties, t)
+    asked = range(plan.parties) if plan.central else draw_invited_parties(settings, plan.parties, t)
     return [k for k in asked if k not in excluded and int(counts[k]) < plan.participations(k)]
 
 
-def is_evaluated(settings: Settings, t: int) -> bool:
+def is_evaluation_round(settings: Settings, t: int) -> bool:
     """Whether the model is evaluated after round t (from 0): every so many rounds, and after the last."""
     return (t + 1) % settings.run.evaluate_every == 0 or t + 1 == settings.train.rounds
 
 
-def invite(settings: Settings, parties: int, t: int) -> list[int]:
+def draw_invited_parties(settings: Settings, parties: int, t: int) -> list[int]:
     """Who is asked in round t: each party with probability q_c. The coin is public: it amplifies nothing."""
     if settings.train.participation >= 1:
         return list(range(parties))
@@ -121,7 +132,7 @@ def invite(settings: Settings, parties: int, t: int) -> list[int]:
     return chosen
 
 
-def reserve(
+def reserve_round(
     ledger: Ledger, run: str, t: int, plan: Plan, events: Mapping[int, tuple[Event, ...]], replays: bool
 ) -> list[int]:
     """Reserve the round's cost for every invited party; returns those whose budget it does not pass.
@@ -130,7 +141,7 @@ def reserve(
     round that was settled before (its outcome lost in a crash) then costs nothing. Otherwise (secure randomness) it is
     a new release, so it is paid as a new attempt.
     """
-    ledger.enroll_all(Account(plan.name(k), **plan.terms(k)) for k in events)
-    attempt = 0 if replays else ledger.settled_attempts(run, t)
+    ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in events)
+    attempt = 0 if replays else ledger.count_settled_attempts(run, t)
     granted = ledger.reserve(run, t, {plan.name(k): planned for k, planned in events.items()}, attempt=attempt)
     return [k for k in events if granted[plan.name(k)]]

@@ -19,7 +19,7 @@ from fulcrum.settings.schema import Settings
 
 
 @dataclass(frozen=True)
-class Problem:
+class TrainingProblem:
     """What stays the same over all rounds and clients of a run: data, model, rule, randomness.
 
     groups: for each parameter tensor the group it is clipped in; empty when flat. workers: how many
@@ -49,7 +49,7 @@ class Problem:
         *,
         rule: ClipRule | None = None,
         randomness: Randomness | None = None,
-    ) -> Problem:
+    ) -> TrainingProblem:
         """The problem that the settings describe, over these records, parties and model; the model goes to the device.
 
         rule, randomness: in place of those that the settings name.
@@ -57,7 +57,7 @@ class Problem:
         place = torch.device(device)
         model = model.to(place)
         layout = ParameterLayout.of(model)
-        return Problem(
+        return TrainingProblem(
             dataset=dataset,
             partition=partition,
             model=model,
@@ -85,10 +85,10 @@ class Problem:
     @cached_property
     def coordinates(self) -> torch.Tensor:
         """The group of each of the d coordinates, int64 [d]."""
-        return coordinate_groups(self.layout, self.groups).to(self.device)
+        return assign_coordinate_groups(self.layout, self.groups).to(self.device)
 
     @cached_property
-    def follower(self) -> GradientRecorder:
+    def gradient_recorder(self) -> GradientRecorder:
         """The model, looked at once. For one thread at a time."""
         return GradientRecorder(self.model, self.layout, self.dataset.task)
 
@@ -97,7 +97,7 @@ class Problem:
         return build_party_data(self.dataset, self.partition, client, self.unit)
 
 
-def coordinate_groups(layout: ParameterLayout, groups: tuple[int, ...]) -> torch.Tensor:
+def assign_coordinate_groups(layout: ParameterLayout, groups: tuple[int, ...]) -> torch.Tensor:
     """The group of each of the d coordinates, int64 [d]."""
     chosen = torch.tensor(groups or (0,) * len(layout.sizes))
     return torch.repeat_interleave(chosen, torch.tensor(layout.sizes))

@@ -11,47 +11,47 @@ from typing import Any
 import torch
 
 from fulcrum.errors import BudgetError
-from fulcrum.privacy.client_level import SERVER
+from fulcrum.privacy.client_level import SERVER_CLIENT_ID
 from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.privacy.plan import Plan
-from fulcrum.settings.derived import learning_rate
-from fulcrum.training.client_level import average, draw_cohort, released_of
+from fulcrum.settings.derived import compute_learning_rate
+from fulcrum.training.client_level import average_client_updates, draw_cohort, make_server_release
 from fulcrum.training.federation import Federation
-from fulcrum.training.problem import Problem
-from fulcrum.training.server import SERVERS, client_weights, moving_average, weighted_mean
+from fulcrum.training.problem import TrainingProblem
+from fulcrum.training.server import SERVERS, average_replies, compute_client_weights, update_moving_average
 from fulcrum.training.snapshot import Snapshot
-from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, State
+from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, RuleState
 
-Played = tuple[Snapshot, list[ClientReply], tuple[float, ...]]
+PlayedRound = tuple[Snapshot, list[ClientReply], tuple[float, ...]]
 """After a round: the snapshot, the replies, and the C that the round used (one per group)."""
-Events = tuple[Event, ...]
+EventTuple = tuple[Event, ...]
 
 
-def play_round(
+def run_round(
     federation: Federation,
     snapshot: Snapshot,
     clients: Sequence[int],
     t: int,
-    events: Mapping[int, Events] | None = None,
-) -> Played:
+    events: Mapping[int, EventTuple] | None = None,
+) -> PlayedRound:
     """One round's arithmetic: train the clients, average, step the server, move C.
 
     events: what each client was planned to release (`round_events`); computed here where it is not given.
     """
     settings, problem, plan = federation.settings, federation.problem, federation.plan
-    lr = learning_rate(settings.train, t)
+    lr = compute_learning_rate(settings.train, t)
     own = problem.rule.where == "client"
     states = tuple(snapshot.clients.get(k, snapshot.rule) if own else snapshot.rule for k in clients)
     C = tuple(torch.stack([state["C"] for state in states or (snapshot.rule,)]).mean(dim=0).tolist())
     if not clients:
-        return advance(federation, snapshot, t), [], C
-    if plan.shared and (len(clients) < plan.parties or federation.engine.remote):
+        return advance_snapshot(federation, snapshot, t), [], C
+    if plan.shares_noise and (len(clients) < plan.parties or federation.engine.remote):
         raise BudgetError(
             f"{len(clients)} of {plan.parties} parties take part in round {t + 1}, but they share one noise "
             "(privacy.aggregation): all of them must, on this machine."
         )
 
-    events = round_events(plan, clients, t) if events is None else events
+    events = plan_round_events(plan, clients, t) if events is None else events
     tasks = tuple(plan.assignment(k, t, lr) for k in clients)
     request = RoundRequest(t, settings.train.rounds, snapshot.params, tasks, states, settings.train.weight_decay)
     replies = list(federation.engine.run(request))
@@ -59,42 +59,42 @@ def play_round(
         answered = {reply.client for reply in replies}
         tasks = tuple(task for task in tasks if task.client in answered)
         if not tasks:
-            return advance(federation, snapshot, t), [], C
+            return advance_snapshot(federation, snapshot, t), [], C
     for reply, task in zip(replies, tasks, strict=True):
-        _check_events(reply, events[task.client])
+        _check_released_events(reply, events[task.client])
 
     clients = [task.client for task in tasks]
-    weights = client_weights([plan.units(k) for k in clients], settings.train.weights)
-    aggregate, extra = weighted_mean(replies, weights)
+    weights = compute_client_weights([plan.units(k) for k in clients], settings.train.weights)
+    aggregate, extra = average_replies(replies, weights)
     steps, asked = (
         float(weights @ torch.tensor([float(count) for count in counts]))
         for counts in ([task.steps for task in tasks], [task.asked(t) for task in tasks])
     )
-    noises = [plan.step_noise(k, t) for k in clients]
-    noise = aggregate_noise(tasks, noises, weights)
+    noises = [plan.compute_step_noise(k, t) for k in clients]
+    noise = compute_aggregate_noise(tasks, noises, weights)
     released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, noise, asked)
 
     participations = snapshot.participations.clone()
     participations[clients] += 1
-    after = advance(
+    after = advance_snapshot(
         federation,
         snapshot,
         t,
         released,
         None if own else snapshot.rule,
         participations=participations,
-        clients=_client_states(problem, snapshot, replies, released, tasks, noises) if own else {},
+        clients=_update_client_states(problem, snapshot, replies, released, tasks, noises) if own else {},
     )
     return after, replies, C
 
 
-def play_client_round(
+def run_client_level_round(
     federation: Federation,
     snapshot: Snapshot,
     clients: Sequence[int],
     t: int,
-    events: Mapping[int, Events] | None = None,
-) -> Played:
+    events: Mapping[int, EventTuple] | None = None,
+) -> PlayedRound:
     """As `play_round` where the unit is the client: who joins is drawn in secret, one noised mean is released.
 
     Every one of `clients` may be drawn and has paid, drawn or not; a round that nobody joins is noised
@@ -104,29 +104,29 @@ def play_client_round(
     assert plan.central is not None
     train, may = settings.train, set(clients)
     cohort = [k for k in draw_cohort(problem.randomness, t, plan.central) if k in may]
-    tasks = tuple(plan.assignment(k, t, learning_rate(train, t)) for k in cohort)
+    tasks = tuple(plan.assignment(k, t, compute_learning_rate(train, t)) for k in cohort)
     # The parties clip nothing: what they carry as a rule's state is a C that is never reached.
     loose = {"C": torch.full((1,), torch.inf, device=problem.device)}
     request = RoundRequest(t, train.rounds, snapshot.params, tasks, (loose,) * len(tasks), train.weight_decay)
     updates = list(federation.engine.run(request)) if tasks else []
 
-    events = round_events(plan, clients, t) if events is None else events
+    events = plan_round_events(plan, clients, t) if events is None else events
     planned = {events[k] for k in clients}
-    sigma = planned_sigma(planned)
-    reply = average(problem, plan.central, snapshot.rule, updates, t, train.rounds, sigma)
+    sigma = find_planned_sigma(planned)
+    reply = average_client_updates(problem, plan.central, snapshot.rule, updates, t, train.rounds, sigma)
     for one in planned:
-        _check_events(reply, one)
+        _check_released_events(reply, one)
 
-    released = released_of(reply, plan.central, sigma, t, train.rounds)
-    return advance(federation, snapshot, t, released, reply.state), [reply], tuple(reply.state["C"].tolist())
+    released = make_server_release(reply, plan.central, sigma, t, train.rounds)
+    return advance_snapshot(federation, snapshot, t, released, reply.state), [reply], tuple(reply.state["C"].tolist())
 
 
-def advance(
+def advance_snapshot(
     federation: Federation,
     snapshot: Snapshot,
     t: int,
     released: Released | None = None,
-    rule_state: State | None = None,
+    rule_state: RuleState | None = None,
     **changes: Any,
 ) -> Snapshot:
     """The federation after round t (from 0): the server's step, the moving average, the rule's new state.
@@ -141,16 +141,16 @@ def advance(
         change, server = SERVERS.find(train.server).step(update, server, train)
         params = params + change
         after = after if rule_state is None else rule.adapt(rule_state, released)
-    averaged = moving_average(snapshot.averaged, params, train.ema, t)
+    averaged = update_moving_average(snapshot.averaged, params, train.ema, t)
     return dataclasses.replace(
         snapshot, round=t + 1, params=params, averaged=averaged, server=server, rule=after, **changes
     )
 
 
-def round_events(plan: Plan, clients: Iterable[int], t: int) -> dict[int, Events]:
+def plan_round_events(plan: Plan, clients: Iterable[int], t: int) -> dict[int, EventTuple]:
     """What each client releases if it takes part in round t (from 0); computed once per group of parties."""
-    of_group: dict[int, Events] = {}
-    found: dict[int, Events] = {}
+    of_group: dict[int, EventTuple] = {}
+    found: dict[int, EventTuple] = {}
     for k in clients:
         group = int(plan.group_of[k])
         if group not in of_group:
@@ -159,12 +159,12 @@ def round_events(plan: Plan, clients: Iterable[int], t: int) -> dict[int, Events
     return found
 
 
-def planned_sigma(planned: Iterable[Sequence[Event]]) -> float:
+def find_planned_sigma(planned: Iterable[Sequence[Event]]) -> float:
     """The multiplier of the server's one noise (unit client): the largest of what the parties were planned for."""
     return max(event.sigma if isinstance(event, Gaussian) else 0.0 for events in planned for event in events)
 
 
-def aggregate_noise(tasks: Sequence[Assignment], noises: Sequence[float], weights: torch.Tensor) -> float:
+def compute_aggregate_noise(tasks: Sequence[Assignment], noises: Sequence[float], weights: torch.Tensor) -> float:
     """Noise in one coordinate of the aggregate, in units of eta N C; see `Released`. Steps add in squares.
 
     noises: that of one step of each client's mean gradient, in units of C.
@@ -174,14 +174,14 @@ def aggregate_noise(tasks: Sequence[Assignment], noises: Sequence[float], weight
     return math.hypot(*each) / sum(w * t.steps for t, w in zip(tasks, shares, strict=True))
 
 
-def _client_states(
-    problem: Problem,
+def _update_client_states(
+    problem: TrainingProblem,
     snapshot: Snapshot,
     replies: Sequence[ClientReply],
     released: Released,
     tasks: Sequence[Assignment],
     noises: Sequence[float],
-) -> dict[int, State]:
+) -> dict[int, RuleState]:
     """Each client's own rule state after the round, moved by its own release where the rule moves a round."""
     states = dict(snapshot.clients)
     for reply, task, noise in zip(replies, tasks, noises, strict=True):
@@ -197,14 +197,14 @@ def _client_states(
     return states
 
 
-def _check_events(reply: ClientReply, planned: Sequence[Event]) -> None:
+def _check_released_events(reply: ClientReply, planned: Sequence[Event]) -> None:
     """What was released must be what was reserved; anything else is a defect that must not go on."""
-    if _tally(reply.events) != _tally(planned):
-        who = "the server" if reply.client == SERVER else f"party {reply.client}"
+    if _count_events(reply.events) != _count_events(planned):
+        who = "the server" if reply.client == SERVER_CLIENT_ID else f"party {reply.client}"
         raise BudgetError(f"{who} released {reply.events}, but {tuple(planned)} was reserved: the run stops here.")
 
 
-def _tally(events: Sequence[Event]) -> dict[Event, int]:
+def _count_events(events: Sequence[Event]) -> dict[Event, int]:
     """How often each kind of event happened."""
     counts: dict[Event, int] = {}
     for event in events:
@@ -213,21 +213,23 @@ def _tally(events: Sequence[Event]) -> dict[Event, int]:
     return counts
 
 
-def digests(
+def compute_reply_digests(
     plan: Plan, replies: Sequence[ClientReply], paid: Sequence[int], weights: str = "examples"
 ) -> dict[str, str]:
     """What each payer's ledger names as released: its own reply, or for all of them the server's mean (unit client)
     or the sum that is all the server sees (shared noise)."""
     if plan.central:
-        return dict.fromkeys(map(plan.name, paid), digest(replies[0]))
-    if plan.shared and replies:
-        delta, extra = weighted_mean(replies, client_weights([plan.units(reply.client) for reply in replies], weights))
-        whole = dataclasses.replace(replies[0], client=SERVER, delta=delta, extra=extra)
-        return dict.fromkeys(map(plan.name, paid), digest(whole))
-    return {plan.name(reply.client): digest(reply) for reply in replies}
+        return dict.fromkeys(map(plan.name, paid), compute_reply_digest(replies[0]))
+    if plan.shares_noise and replies:
+        delta, extra = average_replies(
+            replies, compute_client_weights([plan.units(reply.client) for reply in replies], weights)
+        )
+        whole = dataclasses.replace(replies[0], client=SERVER_CLIENT_ID, delta=delta, extra=extra)
+        return dict.fromkeys(map(plan.name, paid), compute_reply_digest(whole))
+    return {plan.name(reply.client): compute_reply_digest(reply) for reply in replies}
 
 
-def digest(reply: ClientReply) -> str:
+def compute_reply_digest(reply: ClientReply) -> str:
     """A short fingerprint of what left the client, for the ledger."""
     h = hashlib.blake2b(digest_size=16)
     for tensor in (reply.delta, reply.extra):
@@ -235,7 +237,7 @@ def digest(reply: ClientReply) -> str:
     return h.hexdigest()
 
 
-def mean_diagnostics(replies: Sequence[ClientReply]) -> dict[str, float]:
+def average_diagnostics(replies: Sequence[ClientReply]) -> dict[str, float]:
     """Non-private diagnostics, averaged over the clients. Empty unless `run.diagnostics` is on."""
     names = replies[0].diagnostics if replies else ()
     return {name: sum(reply.diagnostics[name] for reply in replies) / len(replies) for name in names}

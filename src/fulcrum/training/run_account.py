@@ -19,16 +19,16 @@ class RunAccount:
         self.ledger, self.run, self.delta, self.accountant = ledger, run, delta, accountant
         self.largest = 0.0
         self._rounds_read = 0
-        self._pasts: list[tuple[Spend, float]] = [(Spend.none(), 0.0)]
+        self._pasts: list[tuple[Spend, float]] = [(Spend.empty(), 0.0)]
         self._past_of: dict[str, int] = {}
         self._next: dict[tuple[int, tuple[Event, ...]], int] = {}
 
-    def read_until(self, rounds: int) -> None:
+    def read_rounds_until(self, rounds: int) -> None:
         """Add what the ledger holds of the first `rounds` rounds and was not read before."""
-        for party, events in self.ledger.round_reservations(self.run, range(self._rounds_read, rounds)):
+        for party, events in self.ledger.list_round_reservations(self.run, range(self._rounds_read, rounds)):
             past = self._past_of.get(party, 0)
             if (past, events) not in self._next:
-                spend = self._pasts[past][0].plus(events)
+                spend = self._pasts[past][0].add_events(events)
                 self._pasts.append((spend, spend.epsilon(self.delta, self.accountant)))
                 self._next[past, events] = len(self._pasts) - 1
             self._past_of[party] = self._next[past, events]

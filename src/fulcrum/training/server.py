@@ -13,7 +13,7 @@ import torch
 
 from fulcrum.settings.registry import Registry
 from fulcrum.settings.schema import Train
-from fulcrum.types import ClientReply, State
+from fulcrum.types import ClientReply, RuleState
 
 WEIGHTINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "examples": lambda sizes: sizes,
@@ -22,7 +22,7 @@ WEIGHTINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """What train.weights may be: the parties' weights [m] from their declared sizes [m]."""
 
 
-def client_weights(units: Sequence[float], weights: str) -> torch.Tensor:
+def compute_client_weights(units: Sequence[float], weights: str) -> torch.Tensor:
     """Weights [m] of the participants, adding up to 1: by their declared sizes, or equal.
 
     At example level who takes part is public, so dividing by the participants' total is right.
@@ -32,7 +32,7 @@ def client_weights(units: Sequence[float], weights: str) -> torch.Tensor:
     return (chosen / chosen.sum()).float()
 
 
-def weighted_mean(replies: Sequence[ClientReply], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def average_replies(replies: Sequence[ClientReply], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The released aggregate D_t [d] and the mean extra statistics [J]."""
     delta = torch.stack([reply.delta for reply in replies])
     extra = torch.stack([reply.extra for reply in replies])
@@ -44,21 +44,21 @@ def weighted_mean(replies: Sequence[ClientReply], weights: torch.Tensor) -> tupl
 class ServerOptimiser:
     """How the aggregate becomes a change of the model. scales: its first change is server_lr times the aggregate."""
 
-    init: Callable[[int], State]
-    step: Callable[[torch.Tensor, State, Train], tuple[torch.Tensor, State]]
+    init: Callable[[int], RuleState]
+    step: Callable[[torch.Tensor, RuleState, Train], tuple[torch.Tensor, RuleState]]
     scales: bool = True
 
 
-def _sgd(aggregate: torch.Tensor, state: State, train: Train) -> tuple[torch.Tensor, State]:
+def _sgd_step(aggregate: torch.Tensor, state: RuleState, train: Train) -> tuple[torch.Tensor, RuleState]:
     return train.server_lr * aggregate, state
 
 
-def _momentum(aggregate: torch.Tensor, state: State, train: Train) -> tuple[torch.Tensor, State]:
+def _momentum_step(aggregate: torch.Tensor, state: RuleState, train: Train) -> tuple[torch.Tensor, RuleState]:
     velocity = train.server_momentum * state["velocity"].to(aggregate) + aggregate
     return train.server_lr * velocity, {"velocity": velocity}
 
 
-def _adam(aggregate: torch.Tensor, state: State, train: Train) -> tuple[torch.Tensor, State]:
+def _adam_step(aggregate: torch.Tensor, state: RuleState, train: Train) -> tuple[torch.Tensor, RuleState]:
     count = state["count"].to(aggregate.device) + 1
     first = train.server_momentum * state["first"].to(aggregate) + (1 - train.server_momentum) * aggregate
     second = train.server_beta2 * state["second"].to(aggregate) + (1 - train.server_beta2) * aggregate.square()
@@ -72,17 +72,19 @@ SERVERS: Registry[ServerOptimiser] = Registry(
     "train.server", noun="server optimiser", entry_points="fulcrum.server_optimisers", kind=ServerOptimiser
 )
 """Server optimisers by name. A user's own is package.module:name, or offered by an installed package."""
-SERVERS.add("sgd", ServerOptimiser(lambda d: {}, _sgd))
-SERVERS.add("momentum", ServerOptimiser(lambda d: {"velocity": torch.zeros(d)}, _momentum))
+SERVERS.add("sgd", ServerOptimiser(lambda d: {}, _sgd_step))
+SERVERS.add("momentum", ServerOptimiser(lambda d: {"velocity": torch.zeros(d)}, _momentum_step))
 SERVERS.add(
     "adam",
     ServerOptimiser(
-        lambda d: {"first": torch.zeros(d), "second": torch.zeros(d), "count": torch.tensor(0)}, _adam, scales=False
+        lambda d: {"first": torch.zeros(d), "second": torch.zeros(d), "count": torch.tensor(0)},
+        _adam_step,
+        scales=False,
     ),
 )
 
 
-def moving_average(averaged: torch.Tensor, params: torch.Tensor, decay: float, rounds_done: int) -> torch.Tensor:
+def update_moving_average(averaged: torch.Tensor, params: torch.Tensor, decay: float, rounds_done: int) -> torch.Tensor:
     """The average of released models after `rounds_done` rounds.
 
     The decay starts small and rises to its setting, so that the initial weights are forgotten early.

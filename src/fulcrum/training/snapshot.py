@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fulcrum.training.federation import Federation, public_shape
+from fulcrum.training.federation import Federation, make_model_facts
 from fulcrum.training.server import SERVERS
-from fulcrum.types import State
+from fulcrum.types import RuleState
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Snapshot:
     round: int
     params: torch.Tensor
     averaged: torch.Tensor
-    server: State
-    rule: State
+    server: RuleState
+    rule: RuleState
     participations: torch.Tensor
-    clients: Mapping[int, State] = field(default_factory=dict)
+    clients: Mapping[int, RuleState] = field(default_factory=dict)
 
     def to_tensors(self) -> dict[str, torch.Tensor]:
         """Flat names for a safetensors file; `from_tensors` reads them back."""
@@ -56,12 +56,12 @@ class Snapshot:
         return Snapshot(round, params, averaged, server, rule, flat["participations"], clients)
 
 
-def first_snapshot(federation: Federation) -> Snapshot:
+def make_first_snapshot(federation: Federation) -> Snapshot:
     """The federation before its first round: public initial weights, C0."""
     problem = federation.problem
     params = problem.layout.flatten(problem.model).to(problem.device)
     server = SERVERS.find(federation.settings.train.server).init(problem.layout.dim)
-    rule = problem.rule.init(federation.settings.clip, public_shape(federation))
+    rule = problem.rule.init(federation.settings.clip, make_model_facts(federation))
     participations = torch.zeros(problem.partition.parties, dtype=torch.int32)
     to_device = {name: value.to(problem.device) for name, value in rule.items()}
     return Snapshot(0, params, params, server, to_device, participations)

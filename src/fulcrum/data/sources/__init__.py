@@ -17,12 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fulcrum.data.dataset import Dataset, recheck
+from fulcrum.data.dataset import Dataset, recheck_dataset
 from fulcrum.data.sources.named import load_public_dataset, load_sklearn_digits
 from fulcrum.data.sources.own import dataset_from_mapping, find_file, read_npz, require_records
 from fulcrum.data.sources.public.registry import PUBLIC_DATASETS
 from fulcrum.errors import DataError, FulcrumError
-from fulcrum.settings.registry import Registry, call_with_offers, current_folder_importable, suggest_nearest
+from fulcrum.settings.registry import (
+    Registry,
+    call_with_supported_arguments,
+    current_folder_importable,
+    suggest_nearest_names,
+)
 from fulcrum.settings.schema import TaskSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,7 +75,7 @@ def load(
     offers = {"source": source, "folder": folder, "seed": seed, "task": wanted, **({"path": path} if path else {})}
     with current_folder_importable():
         try:
-            found = call_with_offers(reader, offers)
+            found = call_with_supported_arguments(reader, offers)
         except FulcrumError:
             raise
         except Exception as error:  # somebody's function may raise anything
@@ -78,7 +83,7 @@ def load(
             raise DataError(f"data.source = {source!r}: the function failed ({words}).") from error
     if isinstance(found, Dataset):
         ready = reader in CHECKED_READERS and wanted == TaskSettings()
-        return require_records(found if ready else recheck(found, source, wanted), need)
+        return require_records(found if ready else recheck_dataset(found, source, wanted), need)
     if isinstance(found, Mapping):
         where, name = (str(path), path.name) if path else (f"what {source} returned", source)
         return dataset_from_mapping(found, where, name, wanted, need)
@@ -101,6 +106,6 @@ def _find_reader(source: str, folder: str) -> tuple[SourceReader, Path | None]:
     files = " or ".join(f"{name} file" for name in names if name.startswith("."))
     raise DataError(
         f"data.source = {source!r} is not known; "
-        f"{suggest_nearest(source, [name for name in names if not name.startswith('.')])} "
+        f"{suggest_nearest_names(source, [name for name in names if not name.startswith('.')])} "
         f"A path to an {files} or package.module:function is fine too."
     )

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from fulcrum.data.dataset import Dataset, from_arrays
 from fulcrum.data.sources.public import registry
-from fulcrum.data.tasks.builtin import Array
+from fulcrum.data.tasks.builtin import AnyArray
 from fulcrum.errors import DataError
 
 DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
 """SHA-256 of scikit-learn's 1,797 images and labels, as bytes."""
 
 
-def scale_pixels(values: Array, top: float) -> Tensor:
+def scale_pixels(values: AnyArray, top: float) -> Tensor:
     """Whole numbers 0..top as float32 in [-1, 1]: (v/top - 0.5)/0.5. `top` is a public constant."""
     return torch.from_numpy(values.astype(np.float32)).div_(top).sub_(0.5).div_(0.5)
 
 
-def read_digits() -> tuple[Array, Array, bool]:
+def read_digits() -> tuple[AnyArray, AnyArray, bool]:
     """(images [1797, 8, 8] 0..16, labels [1797], whether they are the public ones) from scikit-learn."""
     try:
         from sklearn.datasets import load_digits
@@ -60,7 +60,7 @@ def load_public_dataset(name: str, folder: str = "") -> Dataset:
     """
     entry = registry.PUBLIC_DATASETS[name]
     place = registry.require_dataset(entry, folder)
-    arrays: dict[bool, list[Array]] = {False: [], True: []}  # test file or not -> images, labels, images, labels ...
+    arrays: dict[bool, list[AnyArray]] = {False: [], True: []}  # test file or not -> images, labels, images, labels ...
     changed = []
     for file in entry.files:
         path = registry.find_data_file(entry, file, place)
@@ -90,6 +90,6 @@ def load_public_dataset(name: str, folder: str = "") -> Dataset:
     )
 
 
-def _to_channels_first(values: Array) -> Array:
+def _to_channels_first(values: AnyArray) -> AnyArray:
     """Channels first: grey images get their channel, CIFAR's rows are already ordered by channel."""
     return values[:, None] if values.ndim == 3 else values.reshape(-1, 3, 32, 32)

@@ -13,7 +13,7 @@ import numpy as np
 from fulcrum.data.dataset import Dataset, from_arrays
 from fulcrum.data.sources.public.registry import search_folders
 from fulcrum.errors import DataError
-from fulcrum.settings.registry import suggest_nearest
+from fulcrum.settings.registry import suggest_nearest_names
 from fulcrum.settings.schema import TaskSettings
 
 RECORD_ARRAYS = ("x", "y", "x_test", "y_test")
@@ -71,7 +71,7 @@ def dataset_from_mapping(
         if missing and part in need and not unknown:
             raise DataError(f"{where} {MISSING_RECORDS_ADVICE[part]}")
     if unknown:
-        tail = suggest_nearest(unknown[0], [*RECORD_ARRAYS, *OPTIONAL_ARRAYS])
+        tail = suggest_nearest_names(unknown[0], [*RECORD_ARRAYS, *OPTIONAL_ARRAYS])
         raise DataError(f"{where} holds {unknown[0]!r}, which has no meaning here; {tail}")
     options: dict[str, Any] = {key: arrays[key] for key in OPTIONAL_ARRAYS if key in arrays}
     if "classes" in options:

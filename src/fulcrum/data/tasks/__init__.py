@@ -8,9 +8,9 @@ builtin.py  classification, binary, multilabel, regression, tokens, next-token; 
 
 from __future__ import annotations
 
-from fulcrum.data.tasks.builtin import TASKS, make_task, shifted_tokens, task_from_loss
+from fulcrum.data.tasks.builtin import TASKS, make_task, shift_tokens, task_from_loss
 from fulcrum.data.tasks.metrics import METRICS, Metric, MetricContext
-from fulcrum.data.tasks.task import Task, merge_sums
+from fulcrum.data.tasks.task import Task, merge_metric_sums
 
 __all__ = [
     "METRICS",
@@ -19,7 +19,7 @@ __all__ = [
     "MetricContext",
     "Task",
     "make_task",
-    "merge_sums",
-    "shifted_tokens",
+    "merge_metric_sums",
+    "shift_tokens",
     "task_from_loss",
 ]

@@ -16,20 +16,20 @@ from fulcrum.data.tasks import losses
 from fulcrum.data.tasks.metrics import METRICS, Metric, MetricContext
 from fulcrum.data.tasks.task import Task
 from fulcrum.errors import ConfigError, DataError, ModelError
-from fulcrum.settings.registry import Registry, nearest_name
+from fulcrum.settings.registry import Registry, find_nearest_name
 from fulcrum.settings.schema import TaskSettings
 
-Array = npt.NDArray[Any]
-MakeTask = Callable[[TaskSettings, Sequence[Array]], Task]
+AnyArray = npt.NDArray[Any]
+TaskFactory = Callable[[TaskSettings, Sequence[AnyArray]], Task]
 """From settings and the target arrays at hand (training, test; any of them may be missing) to a task."""
 
-TASKS: Registry[MakeTask | Task] = Registry("task.name", noun="task", entry_points="fulcrum.tasks")
+TASKS: Registry[TaskFactory | Task] = Registry("task.name", noun="task", entry_points="fulcrum.tasks")
 """Tasks by name. One of your own: package.module:task, a Task or a function (settings, targets) -> Task."""
 
-KINDS = {"O": "Python objects", "U": "text", "S": "bytes", "c": "complex numbers", "f": "decimal numbers"}
+DTYPE_KIND_NAMES = {"O": "Python objects", "U": "text", "S": "bytes", "c": "complex numbers", "f": "decimal numbers"}
 
 
-def make_task(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+def make_task(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
     """The task that the settings name, for these target arrays; "auto" is classification."""
     made = TASKS.find("classification" if settings.name == "auto" else settings.name)
     if isinstance(made, Task):
@@ -41,7 +41,7 @@ def make_task(settings: TaskSettings, targets: Sequence[Array]) -> Task:
 
 
 def task_from_loss(
-    loss: losses.Loss,
+    loss: losses.LossFn,
     outputs: int = 1,
     *,
     name: str = "own",
@@ -72,9 +72,11 @@ def task_from_loss(
     chosen = {**(metrics or {}), "loss": METRICS.find("loss")(context)}
 
     def check(which: str, value: object) -> Tensor:
-        array = as_array(which, value)
+        array = to_numpy_array(which, value)
         if array.dtype.kind not in "biuf" or array.ndim < 1:
-            raise DataError(f"{which} holds {KINDS.get(array.dtype.kind, str(array.dtype))}; targets must be numbers.")
+            raise DataError(
+                f"{which} holds {DTYPE_KIND_NAMES.get(array.dtype.kind, str(array.dtype))}; targets must be numbers."
+            )
         if array.dtype.kind in "biu":
             return torch.from_numpy(np.array(array, dtype=np.int64))
         numbers = torch.from_numpy(np.array(array, dtype=np.float32))
@@ -93,7 +95,7 @@ def choose_metrics(
     metrics = {name: METRICS.find(name)(context) for name in names}
     chosen = settings.score or score
     if chosen not in metrics:
-        near = nearest_name(chosen, metrics)
+        near = find_nearest_name(chosen, metrics)
         hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(metrics)}."
         raise ConfigError(f"task.score = {chosen!r} is not among this task's metrics; {hint}")
     return metrics, chosen
@@ -103,11 +105,11 @@ def choose_metrics(
 
 
 @TASKS.register("classification")
-def classification(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+def make_classification(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
     """One of several classes: targets [n] are 0, 1, ..., classes - 1; one logit per class."""
     classes = count_classes(settings, targets)
-    weights = class_weights(settings, classes)
-    loss, slopes = losses.cross_entropy(weights)
+    weights = check_class_weights(settings, classes)
+    loss, slopes = losses.make_cross_entropy(weights)
 
     def predict(outputs: Tensor) -> Tensor:
         return outputs.argmax(dim=-1)
@@ -117,17 +119,17 @@ def classification(settings: TaskSettings, targets: Sequence[Array]) -> Task:
     metrics, score = choose_metrics(settings, ("accuracy", "balanced_accuracy", *yes_and_no), "accuracy", context)
 
     def check(name: str, value: object) -> Tensor:
-        labels = whole_numbers(name, value, 1)
-        return within_classes(name, labels, classes)
+        labels = check_whole_numbers(name, value, 1)
+        return check_class_range(name, labels, classes)
 
     return Task("classification", classes, loss, metrics, score, predict, check, slopes, classes=classes)
 
 
 @TASKS.register("binary")
-def binary(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+def make_binary(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
     """Yes or no: targets [n] are 0 or 1; one logit. class_weights: of 0 and of 1."""
-    weights = class_weights(settings, 2)
-    loss, slopes = losses.binary_cross_entropy(weights)
+    weights = check_class_weights(settings, 2)
+    loss, slopes = losses.make_binary_cross_entropy(weights)
 
     def chances(outputs: Tensor) -> Tensor:
         yes = torch.sigmoid(outputs[..., 0].float())
@@ -142,20 +144,20 @@ def binary(settings: TaskSettings, targets: Sequence[Array]) -> Task:
     metrics, score = choose_metrics(settings, own, "auc", context)
 
     def check(name: str, value: object) -> Tensor:
-        return within_classes(name, whole_numbers(name, value, 1), 2)
+        return check_class_range(name, check_whole_numbers(name, value, 1), 2)
 
     return Task("binary", 1, loss, metrics, score, predict, check, slopes, classes=2)
 
 
 @TASKS.register("multilabel")
-def multilabel(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+def make_multilabel(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
     """Several labels per example, each yes or no: targets [n, labels] are 0 or 1; one logit per label."""
     labels = settings.classes or next((array.shape[1] for array in targets if array.ndim == 2), 0)
     if not labels:
         shapes = ", ".join(str(list(array.shape)) for array in targets) or "none"
         raise DataError(f"task.name = 'multilabel' needs targets of shape [n, labels], and they are {shapes}.")
-    weights = class_weights(settings, labels)
-    loss, slopes = losses.multilabel_cross_entropy(weights)
+    weights = check_class_weights(settings, labels)
+    loss, slopes = losses.make_multilabel_cross_entropy(weights)
 
     def predict(outputs: Tensor) -> Tensor:
         return (torch.sigmoid(outputs.float()) >= settings.threshold).long()
@@ -164,21 +166,21 @@ def multilabel(settings: TaskSettings, targets: Sequence[Array]) -> Task:
     metrics, score = choose_metrics(settings, ("accuracy", "auc", "f1", "log_loss"), "auc", context)
 
     def check(name: str, value: object) -> Tensor:
-        answers = whole_numbers(name, value, 2)
+        answers = check_whole_numbers(name, value, 2)
         if answers.shape[1] != labels:
             raise DataError(f"{name} has {answers.shape[1]} labels per record; the task has {labels}.")
-        return within_classes(name, answers, 2)
+        return check_class_range(name, answers, 2)
 
     return Task("multilabel", labels, loss, metrics, score, predict, check, slopes, target_dims=1)
 
 
-def count_classes(settings: TaskSettings, targets: Sequence[Array]) -> int:
+def count_classes(settings: TaskSettings, targets: Sequence[AnyArray]) -> int:
     """The number of classes that the settings declare, else the largest label plus one."""
     if settings.classes:
         if settings.classes < 2:
             raise DataError(f"classes = {settings.classes}; at least 2 are needed.")
         return settings.classes
-    labels = [whole_numbers("y", array, 1) for array in targets if array.size]
+    labels = [check_whole_numbers("y", array, 1) for array in targets if array.size]
     most = max((int(array.max()) for array in labels), default=0)
     if min((int(array.min()) for array in labels), default=0) < 0:
         least = min(int(array.min()) for array in labels)
@@ -191,7 +193,7 @@ def count_classes(settings: TaskSettings, targets: Sequence[Array]) -> int:
     return most + 1
 
 
-def class_weights(settings: TaskSettings, count: int) -> tuple[float, ...]:
+def check_class_weights(settings: TaskSettings, count: int) -> tuple[float, ...]:
     """The declared weights, one per class, each a finite number above 0; empty for 1 each."""
     weights = settings.class_weights
     if weights and len(weights) != count:
@@ -205,7 +207,7 @@ def class_weights(settings: TaskSettings, count: int) -> tuple[float, ...]:
 
 
 @TASKS.register("regression")
-def regression(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+def make_regression(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
     """Numbers: targets [n] or [n, k], finite; one output per target. Public bounds and scale come from the settings."""
     shapes = [array.shape[1:] for array in targets]
     if any(len(shape) > 1 for shape in shapes):
@@ -226,7 +228,7 @@ def regression(settings: TaskSettings, targets: Sequence[Array]) -> Task:
             "The targets' size is not declared, so the model learns them as they are (task.scale = 1); declare "
             "task.low and task.high, or task.scale, from public knowledge."
         )
-    loss, slopes = losses.regression_loss(settings.loss, scale, offset, settings.huber_width)
+    loss, slopes = losses.make_regression_loss(settings.loss, scale, offset, settings.huber_width)
 
     def predict(outputs: Tensor) -> Tensor:
         found = outputs.float() * scale + offset
@@ -236,9 +238,9 @@ def regression(settings: TaskSettings, targets: Sequence[Array]) -> Task:
     metrics, score = choose_metrics(settings, ("rmse", "mae", "r2"), "rmse", context)
 
     def check(name: str, value: object) -> Tensor:
-        array = as_array(name, value)
+        array = to_numpy_array(name, value)
         if array.dtype.kind not in "biuf":
-            held = KINDS.get(array.dtype.kind, str(array.dtype))
+            held = DTYPE_KIND_NAMES.get(array.dtype.kind, str(array.dtype))
             raise DataError(f"{name} holds {held}; the targets of a regression must be real numbers.")
         if array.ndim != 1 + several or (several and array.shape[1] != count):
             wanted = f"[n, {count}]" if several else "[n]"
@@ -256,7 +258,7 @@ def regression(settings: TaskSettings, targets: Sequence[Array]) -> Task:
 
 
 @TASKS.register("tokens")
-def tokens(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+def make_token_task(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
     """A token per position: targets [n, L] are 0, ..., vocabulary - 1, or `task.ignored`; outputs [n, L, vocabulary].
 
     task.classes declares the size of the vocabulary.
@@ -267,7 +269,7 @@ def tokens(settings: TaskSettings, targets: Sequence[Array]) -> Task:
         vocabulary = most + 1
     if vocabulary < 2:
         raise DataError("the vocabulary has fewer than 2 tokens; declare its size with task.classes.")
-    loss, slopes = losses.token_cross_entropy(ignored)
+    loss, slopes = losses.make_token_cross_entropy(ignored)
 
     def predict(outputs: Tensor) -> Tensor:
         return outputs.argmax(dim=-1)
@@ -276,7 +278,7 @@ def tokens(settings: TaskSettings, targets: Sequence[Array]) -> Task:
     metrics, score = choose_metrics(settings, ("accuracy", "perplexity"), "perplexity", context)
 
     def check(name: str, value: object) -> Tensor:
-        found = whole_numbers(name, value, 2)
+        found = check_whole_numbers(name, value, 2)
         counted = found[found != ignored]
         if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocabulary):
             bad = int(counted.max()) if int(counted.max()) >= vocabulary else int(counted.min())
@@ -287,12 +289,12 @@ def tokens(settings: TaskSettings, targets: Sequence[Array]) -> Task:
 
 
 @TASKS.register("next-token")
-def next_token(settings: TaskSettings, targets: Sequence[Array]) -> Task:
+def make_next_token(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
     """The next token of a sequence x [n, L]: where no targets are given they are x shifted by one, the last ignored."""
-    return tokens(settings, targets)
+    return make_token_task(settings, targets)
 
 
-def shifted_tokens(x: Tensor, ignored: int) -> Tensor:
+def shift_tokens(x: Tensor, ignored: int) -> Tensor:
     """Targets of a next-token task from its inputs [n, L]: each position's is the next position's token."""
     return torch.cat([x[:, 1:], torch.full_like(x[:, :1], ignored)], dim=1).long()
 
@@ -300,7 +302,7 @@ def shifted_tokens(x: Tensor, ignored: int) -> Tensor:
 # --- arrays ---------------------------------------------------------------------------------------
 
 
-def as_array(name: str, value: object) -> Array:
+def to_numpy_array(name: str, value: object) -> AnyArray:
     """A NumPy view or copy of what the user gave; tensors come to the CPU."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
@@ -311,11 +313,11 @@ def as_array(name: str, value: object) -> Array:
         raise DataError(f"{name} is not an array: {error}.") from error
 
 
-def whole_numbers(name: str, value: object, dims: int) -> Tensor:
+def check_whole_numbers(name: str, value: object, dims: int) -> Tensor:
     """Integers or truth values of that many dimensions, as int64."""
-    array = as_array(name, value)
+    array = to_numpy_array(name, value)
     if array.dtype.kind not in "biu":
-        held = KINDS.get(array.dtype.kind, str(array.dtype))
+        held = DTYPE_KIND_NAMES.get(array.dtype.kind, str(array.dtype))
         advice = " (for numbers, say --task regression)" if array.dtype.kind == "f" and dims == 1 else ""
         raise DataError(f"{name} holds {held}; labels must be integers 0..classes-1{advice}.")
     if array.ndim != dims:
@@ -324,7 +326,7 @@ def whole_numbers(name: str, value: object, dims: int) -> Tensor:
     return torch.from_numpy(np.array(array, dtype=np.int64))
 
 
-def within_classes(name: str, labels: Tensor, classes: int) -> Tensor:
+def check_class_range(name: str, labels: Tensor, classes: int) -> Tensor:
     """The labels, or a DataError where one lies outside 0..classes-1."""
     if labels.numel() and int(labels.min()) < 0:
         raise DataError(f"the labels hold {int(labels.min())}; they must be integers from 0 to classes - 1.")

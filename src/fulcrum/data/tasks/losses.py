@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+LossFn = Callable[[Tensor, Tensor], Tensor]
 """outputs [..., O] and targets [...] -> one loss per example [...]."""
-Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+LossGradientFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """outputs and targets -> (losses [...], gradient of each loss in its outputs, as outputs)."""
 
 
-def widen(outputs: Tensor) -> Tensor:
+def to_full_precision(outputs: Tensor) -> Tensor:
     """Outputs of half precision as float32; float32 and float64 as they are."""
     return outputs if outputs.dtype == torch.float64 else outputs.float()
 
@@ -27,27 +27,27 @@ def widen(outputs: Tensor) -> Tensor:
 # --- one of several classes -----------------------------------------------------------------------
 
 
-def cross_entropy(weights: tuple[float, ...] = ()) -> tuple[Loss, Slopes]:
+def make_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[LossFn, LossGradientFn]:
     """Cross-entropy of logits [..., O] with class numbers [...]; weights: one factor per class, empty for 1."""
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        found = -F.log_softmax(widen(outputs), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        return found * _weights_of(weights, targets, found) if weights else found
+        found = -F.log_softmax(to_full_precision(outputs), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return found * _select_class_weights(weights, targets, found) if weights else found
 
     def slopes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logs = F.log_softmax(widen(outputs), dim=-1)
+        logs = F.log_softmax(to_full_precision(outputs), dim=-1)
         column = targets.unsqueeze(-1)
         losses = logs.gather(-1, column).squeeze(-1).neg()
         slope = logs.exp().scatter_add_(-1, column, logs.new_full((), -1.0).expand_as(column))
         if not weights:
             return losses, slope
-        factors = _weights_of(weights, targets, losses)
+        factors = _select_class_weights(weights, targets, losses)
         return losses * factors, slope * factors.unsqueeze(-1)
 
     return loss, slopes
 
 
-def _weights_of(weights: tuple[float, ...], targets: Tensor, like: Tensor) -> Tensor:
+def _select_class_weights(weights: tuple[float, ...], targets: Tensor, like: Tensor) -> Tensor:
     """The weight of each target's class, without a copy from the host that a recorded GPU program could not hold."""
     total = torch.zeros_like(like)
     for number, weight in enumerate(weights):
@@ -58,19 +58,19 @@ def _weights_of(weights: tuple[float, ...], targets: Tensor, like: Tensor) -> Te
 # --- yes or no ------------------------------------------------------------------------------------
 
 
-def binary_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[Loss, Slopes]:
+def make_binary_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[LossFn, LossGradientFn]:
     """Cross-entropy of one logit per question, [..., 1], with answers 0 or 1, [...]; weights: of 0 and of 1."""
 
     def weighted(targets: Tensor) -> Tensor:
         return weights[0] + (weights[1] - weights[0]) * targets if weights else torch.ones_like(targets)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        logits = widen(outputs).squeeze(-1)
+        logits = to_full_precision(outputs).squeeze(-1)
         answers = targets.to(logits)
         return (F.softplus(logits) - logits * answers) * weighted(answers)
 
     def slopes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = widen(outputs).squeeze(-1)
+        logits = to_full_precision(outputs).squeeze(-1)
         answers = targets.to(logits)
         factors = weighted(answers)
         losses = (F.softplus(logits) - logits * answers) * factors
@@ -79,7 +79,7 @@ def binary_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[Loss, Slopes]
     return loss, slopes
 
 
-def multilabel_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[Loss, Slopes]:
+def make_multilabel_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[LossFn, LossGradientFn]:
     """Mean binary cross-entropy over labels: logits and answers (0 or 1) [..., O]; weights: of the 1s, per label."""
 
     def weighted(answers: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def multilabel_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[Loss, Slo
         return torch.stack(columns, dim=-1)
 
     def parts(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = widen(outputs)
+        logits = to_full_precision(outputs)
         answers = targets.to(logits)
         return logits, answers, weighted(answers)
 
@@ -108,7 +108,7 @@ def multilabel_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[Loss, Slo
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def regression_loss(kind: str, scale: float, offset: float, width: float = 1.0) -> tuple[Loss, Slopes]:
+def make_regression_loss(kind: str, scale: float, offset: float, width: float = 1.0) -> tuple[LossFn, LossGradientFn]:
     """Mean over the targets of an example of the squared, absolute or Huber error; outputs and targets [..., O].
 
     The model learns (target - offset) / scale, so that its outputs are of size 1. squared: half the square. huber:
@@ -117,7 +117,7 @@ def regression_loss(kind: str, scale: float, offset: float, width: float = 1.0) 
     value, slope = REGRESSION_LOSSES[kind]
 
     def errors(outputs: Tensor, targets: Tensor) -> Tensor:
-        found = widen(outputs)
+        found = to_full_precision(outputs)
         wanted = targets.to(found) if targets.dim() == outputs.dim() else targets.to(found).unsqueeze(-1)
         return found - (wanted - offset) / scale
 
@@ -131,16 +131,16 @@ def regression_loss(kind: str, scale: float, offset: float, width: float = 1.0) 
     return loss, slopes
 
 
-def _huber(error: Tensor, width: float) -> Tensor:
+def _huber_loss(error: Tensor, width: float) -> Tensor:
     small = error.abs().clamp(max=width)
     return small * (error.abs() - 0.5 * small)
 
 
-Pointwise = Callable[[Tensor, float], Tensor]
-REGRESSION_LOSSES: dict[str, tuple[Pointwise, Pointwise]] = {
+PointwiseErrorFn = Callable[[Tensor, float], Tensor]
+REGRESSION_LOSSES: dict[str, tuple[PointwiseErrorFn, PointwiseErrorFn]] = {
     "squared": (lambda error, width: 0.5 * error.square(), lambda error, width: error),
     "absolute": (lambda error, width: error.abs(), lambda error, width: error.sign()),
-    "huber": (_huber, lambda error, width: error.clamp(-width, width)),
+    "huber": (_huber_loss, lambda error, width: error.clamp(-width, width)),
 }
 """Kinds of regression loss: (value, slope) of an error; the second argument is Huber's width."""
 
@@ -148,7 +148,7 @@ REGRESSION_LOSSES: dict[str, tuple[Pointwise, Pointwise]] = {
 # --- sequences of tokens --------------------------------------------------------------------------
 
 
-def token_cross_entropy(ignored: int) -> tuple[Loss, Slopes]:
+def make_token_cross_entropy(ignored: int) -> tuple[LossFn, LossGradientFn]:
     """Mean cross-entropy over the positions of an example: logits [..., L, O], token numbers [..., L].
 
     Positions whose target is `ignored` do not count; an example without any counted position has loss 0.
@@ -157,7 +157,7 @@ def token_cross_entropy(ignored: int) -> tuple[Loss, Slopes]:
     def parts(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         counts = targets != ignored
         column = targets.masked_fill(~counts, 0).unsqueeze(-1)
-        logs = F.log_softmax(widen(outputs), dim=-1)
+        logs = F.log_softmax(to_full_precision(outputs), dim=-1)
         counted = counts.to(logs)
         return logs, column, counted / counted.sum(dim=-1, keepdim=True).clamp_min(1.0)  # share: [..., L]
 
@@ -174,18 +174,18 @@ def token_cross_entropy(ignored: int) -> tuple[Loss, Slopes]:
     return loss, slopes
 
 
-def token_log_likelihood(outputs: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+def sum_token_log_likelihood(outputs: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """Per example the summed log likelihood of its counted tokens, and how many they are: [...] each, float64."""
     counts = targets != ignored
     column = targets.masked_fill(~counts, 0).unsqueeze(-1)
-    logs = F.log_softmax(widen(outputs), dim=-1).gather(-1, column).squeeze(-1).double()
+    logs = F.log_softmax(to_full_precision(outputs), dim=-1).gather(-1, column).squeeze(-1).double()
     return (logs * counts).sum(dim=-1), counts.double().sum(dim=-1)
 
 
 # --- any loss -------------------------------------------------------------------------------------
 
 
-def slopes_by_autograd(loss: Loss) -> Slopes:
+def make_autograd_gradient(loss: LossFn) -> LossGradientFn:
     """The slopes of a loss that has no closed form: one backward pass through the loss alone."""
 
     def slopes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fulcrum.data.tasks.losses import Loss, token_log_likelihood
+from fulcrum.data.tasks.losses import LossFn, sum_token_log_likelihood
 from fulcrum.errors import ConfigError
 from fulcrum.settings.registry import Registry
 
-Sums = Callable[[Tensor, Tensor], Tensor]
+MetricSumsFn = Callable[[Tensor, Tensor], Tensor]
 """outputs [..., n, (L,) O] and targets [..., n, (...)] -> sums over the n examples, float64 [..., k]."""
 
 
@@ -31,7 +31,7 @@ class Metric:
     higher_is_better: whether a search maximises it.
     """
 
-    sums: Sums
+    sums: MetricSumsFn
     result: Callable[[Tensor], Tensor]
     higher_is_better: bool = True
 
@@ -49,53 +49,53 @@ class MetricContext:
 
     outputs: int
     target_dims: int
-    loss: Loss
+    loss: LossFn
     predict: Callable[[Tensor], Tensor]
     probabilities: Callable[[Tensor], Tensor] | None = None
     threshold: float = 0.5
     ignored: int = -100
     sequence: bool = False
 
-    def chances(self, outputs: Tensor) -> Tensor:
+    def get_probabilities(self, outputs: Tensor) -> Tensor:
         """The probabilities, for metrics that need them."""
         if self.probabilities is None:
             raise ConfigError("task.metrics names a metric of classes, and this task has none; choose rmse, mae or r2.")
         return self.probabilities(outputs)
 
-    def needs_classes(self, metric: str, single: bool = False) -> None:
+    def require_classes(self, metric: str, single: bool = False) -> None:
         """Raises ConfigError where the targets are no classes, or (single) where an example has several."""
         if self.probabilities is None or (single and self.target_dims):
             raise ConfigError(f"task.metrics: {metric} is a metric of classes, and this task's targets are none.")
 
-    def needs_yes_and_no(self, metric: str) -> None:
+    def require_binary_targets(self, metric: str) -> None:
         """Raises ConfigError where the targets are not answers yes or no."""
-        self.needs_classes(metric)
+        self.require_classes(metric)
         if not self.target_dims and max(2, self.outputs) != 2:
             raise ConfigError(f"task.metrics: {metric} is of yes and no; this task has {self.outputs} classes.")
 
-    def yes_scores(self, outputs: Tensor) -> Tensor:
+    def get_positive_scores(self, outputs: Tensor) -> Tensor:
         """The score of a yes for ranking, [..., n] or, of several labels, [..., n, O]."""
         if self.target_dims:
             return outputs
         return outputs[..., 0] if self.outputs == 1 else outputs[..., 1] - outputs[..., 0]
 
-    def yes_chances(self, outputs: Tensor) -> Tensor:
+    def get_positive_probabilities(self, outputs: Tensor) -> Tensor:
         """The probability of a yes, [..., n] or, of several labels, [..., n, O]."""
-        chances = self.chances(outputs)
+        chances = self.get_probabilities(outputs)
         return chances if self.target_dims else chances[..., 1]
 
 
-MakeMetric = Callable[[MetricContext], Metric]
-METRICS: Registry[MakeMetric] = Registry("task.metrics", noun="metric", entry_points="fulcrum.metrics")
+MetricFactory = Callable[[MetricContext], Metric]
+METRICS: Registry[MetricFactory] = Registry("task.metrics", noun="metric", entry_points="fulcrum.metrics")
 """Functions that make a metric for a task, by the metric's name. A metric of your own: package.module:metric."""
 
 
-def divide(sums: Tensor) -> Tensor:
+def divide_sums(sums: Tensor) -> Tensor:
     """The first sum over the second; NaN where nothing was counted."""
     return sums[..., 0] / sums[..., 1]
 
 
-def add_up(dims: int, *columns: Tensor) -> Tensor:
+def make_column_sum(dims: int, *columns: Tensor) -> Tensor:
     """Columns [..., n] with `dims` more dimensions added up over these and the examples: [..., k] float64."""
     return torch.stack([column.double().flatten(-1 - dims).sum(dim=-1) for column in columns], dim=-1)
 
@@ -104,34 +104,34 @@ def add_up(dims: int, *columns: Tensor) -> Tensor:
 
 
 @METRICS.register("loss")
-def mean_loss(task: MetricContext) -> Metric:
+def make_mean_loss(task: MetricContext) -> Metric:
     """The mean loss of an example, as it is trained on."""
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         losses = task.loss(outputs, targets)
-        return add_up(0, losses, torch.ones_like(losses))
+        return make_column_sum(0, losses, torch.ones_like(losses))
 
-    return Metric(sums, divide, higher_is_better=False)
+    return Metric(sums, divide_sums, higher_is_better=False)
 
 
 # --- classes --------------------------------------------------------------------------------------
 
 
 @METRICS.register("accuracy")
-def accuracy(task: MetricContext) -> Metric:
+def make_accuracy(task: MetricContext) -> Metric:
     """The fraction of right predictions: of examples; of labels where an example has several; of counted tokens."""
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         counted = targets != task.ignored
-        return add_up(task.target_dims, (task.predict(outputs) == targets) & counted, counted)
+        return make_column_sum(task.target_dims, (task.predict(outputs) == targets) & counted, counted)
 
-    return Metric(sums, divide)
+    return Metric(sums, divide_sums)
 
 
 @METRICS.register("balanced_accuracy")
-def balanced_accuracy(task: MetricContext) -> Metric:
+def make_balanced_accuracy(task: MetricContext) -> Metric:
     """The mean over classes of the fraction of their examples that are right; classes without examples do not count."""
-    task.needs_classes("balanced_accuracy", single=True)
+    task.require_classes("balanced_accuracy", single=True)
     classes = max(2, task.outputs)
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -149,36 +149,36 @@ def balanced_accuracy(task: MetricContext) -> Metric:
 
 
 @METRICS.register("log_loss")
-def log_loss(task: MetricContext) -> Metric:
+def make_log_loss(task: MetricContext) -> Metric:
     """The mean negative log probability of what is true (natural logarithm, no class weights)."""
-    task.needs_classes("log_loss")
+    task.require_classes("log_loss")
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
-        chances = task.chances(outputs).double().clamp(1e-15, 1.0)
+        chances = task.get_probabilities(outputs).double().clamp(1e-15, 1.0)
         if task.target_dims:
             own = torch.where(targets > 0, chances, 1 - chances).clamp_min(1e-15)
         else:
             own = chances.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
-        return add_up(task.target_dims, -own.log(), torch.ones_like(own))
+        return make_column_sum(task.target_dims, -own.log(), torch.ones_like(own))
 
-    return Metric(sums, divide, higher_is_better=False)
+    return Metric(sums, divide_sums, higher_is_better=False)
 
 
 @METRICS.register("brier")
-def brier(task: MetricContext) -> Metric:
+def make_brier_score(task: MetricContext) -> Metric:
     """The mean squared error of the probability of a yes; of several classes, summed over the classes."""
-    task.needs_classes("brier")
+    task.require_classes("brier")
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         if task.target_dims or max(2, task.outputs) == 2:
-            error = (task.yes_chances(outputs).double() - targets.double()).square()
-            return add_up(task.target_dims, error, torch.ones_like(error))
-        chances = task.chances(outputs).double()
+            error = (task.get_positive_probabilities(outputs).double() - targets.double()).square()
+            return make_column_sum(task.target_dims, error, torch.ones_like(error))
+        chances = task.get_probabilities(outputs).double()
         truth = targets.unsqueeze(-1) == torch.arange(chances.shape[-1], device=targets.device)
         error = (chances - truth.double()).square().sum(dim=-1)
-        return add_up(0, error, torch.ones_like(error))
+        return make_column_sum(0, error, torch.ones_like(error))
 
-    return Metric(sums, divide, higher_is_better=False)
+    return Metric(sums, divide_sums, higher_is_better=False)
 
 
 CALIBRATION_BINS = 15
@@ -186,20 +186,20 @@ CALIBRATION_BINS = 15
 
 
 @METRICS.register("calibration_error")
-def calibration_error(task: MetricContext) -> Metric:
+def make_calibration_error(task: MetricContext) -> Metric:
     """Expected calibration error: how far confidence is from accuracy, in 15 equal bins, weighted by their examples.
 
     Of several classes, confidence is that of the predicted class; of yes and no, the probability of a yes is compared
     with how often it is one.
     """
-    task.needs_classes("calibration_error")
+    task.require_classes("calibration_error")
     bins = CALIBRATION_BINS
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         if task.target_dims or max(2, task.outputs) == 2:
-            confidence, right = task.yes_chances(outputs).double(), targets.double()
+            confidence, right = task.get_positive_probabilities(outputs).double(), targets.double()
         else:
-            confidence, guess = task.chances(outputs).double().max(dim=-1)
+            confidence, guess = task.get_probabilities(outputs).double().max(dim=-1)
             right = (guess == targets).double()
         confidence, right = (value.flatten(-1 - task.target_dims) for value in (confidence, right))
         place = (confidence * bins).long().clamp(0, bins - 1)
@@ -225,34 +225,34 @@ FINE_SCORE, LARGEST_SCORE = 0.01, 1000.0
 """Bins are 4e-6 wide up to the first, and 0.04 percent of the score beyond it; scores above the second are ties."""
 
 
-def score_bins(scores: Tensor) -> Tensor:
+def assign_score_bins(scores: Tensor) -> Tensor:
     """The bin 0..65535 of each score, in the order of the scores; NaN is in the middle."""
     far = math.asinh(LARGEST_SCORE / FINE_SCORE)
     place = torch.asinh(scores.double() / FINE_SCORE) / far  # -1..1
     return ((place.nan_to_num(0.0) + 1) * (SCORE_BINS / 2)).clamp(0, SCORE_BINS - 1).long()
 
 
-def score_histogram(task: MetricContext, outputs: Tensor, targets: Tensor) -> Tensor:
+def compute_score_histogram(task: MetricContext, outputs: Tensor, targets: Tensor) -> Tensor:
     """How many examples with answer no, and with yes, have a score in each bin: [..., labels, 2, SCORE_BINS]."""
-    scores = task.yes_scores(outputs)
+    scores = task.get_positive_scores(outputs)
     if not task.target_dims:
         scores, targets = scores.unsqueeze(-1), targets.unsqueeze(-1)
-    place = score_bins(scores) + SCORE_BINS * (targets > 0).long()  # [..., n, labels]
+    place = assign_score_bins(scores) + SCORE_BINS * (targets > 0).long()  # [..., n, labels]
     place = place.transpose(-1, -2)
     table = torch.zeros((*place.shape[:-1], 2 * SCORE_BINS), dtype=torch.float64, device=place.device)
     filled: Tensor = table.scatter_add(-1, place, torch.ones_like(place, dtype=torch.float64))
     return filled.view(*place.shape[:-1], 2, SCORE_BINS)
 
 
-def ranking_metric(task: MetricContext, name: str, of_histogram: Callable[[Tensor, Tensor], Tensor]) -> Metric:
+def make_ranking_metric(task: MetricContext, name: str, of_histogram: Callable[[Tensor, Tensor], Tensor]) -> Metric:
     """A metric of the histograms of scores, (no [..., bins], yes [..., bins]) -> [...]; of several labels, their mean.
 
     Labels that have no yes, or no no, do not count.
     """
-    task.needs_yes_and_no(name)
+    task.require_binary_targets(name)
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
-        return score_histogram(task, outputs, targets).flatten(-3)
+        return compute_score_histogram(task, outputs, targets).flatten(-3)
 
     def result(sums: Tensor) -> Tensor:
         no, yes = sums.unflatten(-1, (-1, 2, SCORE_BINS)).unbind(dim=-2)  # [..., labels, bins] each
@@ -262,18 +262,18 @@ def ranking_metric(task: MetricContext, name: str, of_histogram: Callable[[Tenso
 
 
 @METRICS.register("auc")
-def area_under_roc(task: MetricContext) -> Metric:
+def make_roc_auc(task: MetricContext) -> Metric:
     """The area under the ROC curve: how often a yes has a higher score than a no."""
 
     def area(no: Tensor, yes: Tensor) -> Tensor:
         below = no.cumsum(dim=-1) - no
         return (yes * (below + 0.5 * no)).sum(dim=-1) / (yes.sum(dim=-1) * no.sum(dim=-1))
 
-    return ranking_metric(task, "auc", area)
+    return make_ranking_metric(task, "auc", area)
 
 
 @METRICS.register("average_precision")
-def average_precision(task: MetricContext) -> Metric:
+def make_average_precision(task: MetricContext) -> Metric:
     """The area under the precision-recall curve, as a sum of precision over steps of recall."""
 
     def area(no: Tensor, yes: Tensor) -> Tensor:
@@ -283,21 +283,21 @@ def average_precision(task: MetricContext) -> Metric:
         defined = torch.where(no.sum(dim=-1) > 0, 1.0, torch.nan)
         return (found / flagged.clamp_min(1) * step).sum(dim=-1) * defined
 
-    return ranking_metric(task, "average_precision", area)
+    return make_ranking_metric(task, "average_precision", area)
 
 
 # --- yes and no: at a threshold -------------------------------------------------------------------
 
 
-def confusion_metric(
+def make_confusion_metric(
     task: MetricContext, name: str, of_counts: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ) -> Metric:
     """A metric of the counts (true yes, false yes, true no, false no), over all labels where there are several."""
-    task.needs_yes_and_no(name)
+    task.require_binary_targets(name)
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
-        said, true = task.yes_chances(outputs) >= task.threshold, targets > 0
-        return add_up(task.target_dims, said & true, said & ~true, ~said & ~true, ~said & true)
+        said, true = task.get_positive_probabilities(outputs) >= task.threshold, targets > 0
+        return make_column_sum(task.target_dims, said & true, said & ~true, ~said & ~true, ~said & true)
 
     def result(sums: Tensor) -> Tensor:
         return of_counts(*sums.unbind(dim=-1))
@@ -306,50 +306,52 @@ def confusion_metric(
 
 
 @METRICS.register("f1")
-def f1_score(task: MetricContext) -> Metric:
+def make_f1_score(task: MetricContext) -> Metric:
     """The harmonic mean of precision and recall at the threshold."""
-    return confusion_metric(task, "f1", lambda tp, fp, tn, fn: 2 * tp / (2 * tp + fp + fn))
+    return make_confusion_metric(task, "f1", lambda tp, fp, tn, fn: 2 * tp / (2 * tp + fp + fn))
 
 
 @METRICS.register("sensitivity")
-def sensitivity(task: MetricContext) -> Metric:
+def make_sensitivity(task: MetricContext) -> Metric:
     """The fraction of true yeses that are found at the threshold (recall, true-positive rate)."""
-    return confusion_metric(task, "sensitivity", lambda tp, fp, tn, fn: tp / (tp + fn))
+    return make_confusion_metric(task, "sensitivity", lambda tp, fp, tn, fn: tp / (tp + fn))
 
 
 @METRICS.register("specificity")
-def specificity(task: MetricContext) -> Metric:
+def make_specificity(task: MetricContext) -> Metric:
     """The fraction of true noes that are told at the threshold (true-negative rate)."""
-    return confusion_metric(task, "specificity", lambda tp, fp, tn, fn: tn / (tn + fp))
+    return make_confusion_metric(task, "specificity", lambda tp, fp, tn, fn: tn / (tn + fp))
 
 
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def error_metric(task: MetricContext, size: Callable[[Tensor], Tensor], result: Callable[[Tensor], Tensor]) -> Metric:
+def make_error_metric(
+    task: MetricContext, size: Callable[[Tensor], Tensor], result: Callable[[Tensor], Tensor]
+) -> Metric:
     """A metric of the mean size of the error, in the targets' own units."""
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         error = size(task.predict(outputs).double() - targets.double())
-        return add_up(task.target_dims, error, torch.ones_like(error))
+        return make_column_sum(task.target_dims, error, torch.ones_like(error))
 
-    return Metric(sums, lambda sums: result(divide(sums)), higher_is_better=False)
+    return Metric(sums, lambda sums: result(divide_sums(sums)), higher_is_better=False)
 
 
 @METRICS.register("rmse")
-def root_mean_squared_error(task: MetricContext) -> Metric:
+def make_rmse(task: MetricContext) -> Metric:
     """Root mean squared error, in the targets' own units; of several targets per example, over all together."""
-    return error_metric(task, torch.square, torch.sqrt)
+    return make_error_metric(task, torch.square, torch.sqrt)
 
 
 @METRICS.register("mae")
-def mean_absolute_error(task: MetricContext) -> Metric:
+def make_mae(task: MetricContext) -> Metric:
     """Mean absolute error, in the targets' own units."""
-    return error_metric(task, torch.abs, lambda mean: mean)
+    return make_error_metric(task, torch.abs, lambda mean: mean)
 
 
 @METRICS.register("r2")
-def explained_variance(task: MetricContext) -> Metric:
+def make_r_squared(task: MetricContext) -> Metric:
     """R squared: 1 - squared error / variance of the targets; the mean over the targets where there are several.
 
     NaN where a target does not vary.
@@ -375,13 +377,13 @@ def explained_variance(task: MetricContext) -> Metric:
 
 
 @METRICS.register("perplexity")
-def perplexity(task: MetricContext) -> Metric:
+def make_perplexity(task: MetricContext) -> Metric:
     """exp of the mean negative log likelihood of a counted token."""
     if not task.sequence:
         raise ConfigError("task.metrics: perplexity is of sequences of tokens, and this task has none.")
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
-        likelihood, count = token_log_likelihood(outputs, targets, task.ignored)
-        return add_up(0, -likelihood, count)
+        likelihood, count = sum_token_log_likelihood(outputs, targets, task.ignored)
+        return make_column_sum(0, -likelihood, count)
 
-    return Metric(sums, lambda sums: divide(sums).exp(), higher_is_better=False)
+    return Metric(sums, lambda sums: divide_sums(sums).exp(), higher_is_better=False)

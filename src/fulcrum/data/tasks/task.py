@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fulcrum.data.tasks.losses import Loss, Slopes, slopes_by_autograd
+from fulcrum.data.tasks.losses import LossFn, LossGradientFn, make_autograd_gradient
 from fulcrum.data.tasks.metrics import Metric
 
 
@@ -34,12 +34,12 @@ class Task:
 
     name: str
     outputs: int
-    loss: Loss
+    loss: LossFn
     metrics: Mapping[str, Metric]
     score: str
     predict: Callable[[Tensor], Tensor]
     check_targets: Callable[[str, object], Tensor]
-    slopes: Slopes | None = None
+    slopes: LossGradientFn | None = None
     target_dims: int = 0
     sequence: bool = False
     classes: int = 0
@@ -56,9 +56,9 @@ class Task:
         """Dimensions of one example's outputs: 1, or 2 for a sequence of predictions."""
         return 2 if self.sequence else 1
 
-    def losses_and_slopes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_losses_and_gradients(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """One loss per example [...], and its gradient in the outputs (as outputs)."""
-        return (self.slopes or slopes_by_autograd(self.loss))(outputs, targets)
+        return (self.slopes or make_autograd_gradient(self.loss))(outputs, targets)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """The sums of every metric over n examples, outputs [..., n, O]; those of two batches add up."""
@@ -75,6 +75,6 @@ class Task:
         return (*shape, tuple(self.metrics), *made_from)
 
 
-def merge_sums(one: Mapping[str, Tensor] | None, other: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merge_metric_sums(one: Mapping[str, Tensor] | None, other: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The sums of two batches together; None: nothing yet."""
     return dict(other) if one is None else {name: one[name] + other[name] for name in other}

@@ -13,7 +13,7 @@ chunks.py       samples of jobs of any size, in chunks of equal length
 
 from __future__ import annotations
 
-from fulcrum.engines.batched.runs import ManyRound, run_many
-from fulcrum.engines.batched.stacking import can_stack, stack_key
+from fulcrum.engines.batched.runs import BatchedRoundResult, run_many
+from fulcrum.engines.batched.stacking import can_stack_runs, make_stack_key
 
-__all__ = ["ManyRound", "can_stack", "run_many", "stack_key"]
+__all__ = ["BatchedRoundResult", "can_stack_runs", "make_stack_key", "run_many"]

@@ -16,22 +16,22 @@ from torch import Tensor
 
 from fulcrum.engines.stacked.core import StackedCore
 
-ROOM = 5.0
+CHUNK_MARGIN_DEVIATIONS = 5.0
 """Standard deviations above the mean number of chunks for which there is room: one step in four million needs more,
 and costs a burst of rounds that is played again."""
 
-BURST = 25
+ROUNDS_PER_CHECK = 25
 """Rounds between two looks at whether every sample fitted and every sum was finite."""
 
-ASIDE = 1024
+NUM_OVERFLOW_PLACES = 1024
 """Places for units that do not join."""
 
-LENGTHS = (8, 16, 32, 64, 128, 256, 512)
+CHUNK_LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 """Places in a chunk: one of these."""
 
 
 @dataclass(frozen=True)
-class Units:
+class JobUnits:
     """The units of all J jobs in one row of n places, job by job.
 
     rows [n]: where each is in the data set; owner [n]: its job; rate [n], float64; last [J]: each job's last place.
@@ -44,7 +44,7 @@ class Units:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkedBatch:
     """rows and mask [S, B]; owner [S], the job of each chunk; starts [J + 1], where each job's begin and all end.
 
     needed: how many chunks all samples fill; more than S: repeat with more.
@@ -57,14 +57,14 @@ class Chunks:
     needed: Tensor
 
 
-def chunked(units: Units, uniforms: Tensor, count: int, length: int) -> Chunks:
+def sample_into_chunks(units: JobUnits, uniforms: Tensor, count: int, length: int) -> ChunkedBatch:
     """The units whose uniform number [n] is below their rate, in `count` chunks of `length` places."""
     device = uniforms.device
     joins = uniforms < units.rate
     so_far = joins.cumsum(dim=0)
     upto = so_far.index_select(0, units.last)  # [J]
     sizes = torch.diff(upto, prepend=torch.zeros_like(upto[:1]))
-    need = fill(sizes, length)
+    need = count_chunks(sizes, length)
     end = need.cumsum(dim=0)
     first = end - need
     # Where a job's first unit goes, less how many joined before it: a unit's place is that and its own number.
@@ -72,24 +72,24 @@ def chunked(units: Units, uniforms: Tensor, count: int, length: int) -> Chunks:
     place = shift.index_select(0, units.owner) + so_far - 1
     total = count * length
     # What does not join lands behind, in places of its own: many, because all would wait for one.
-    behind = total + torch.arange(len(place), device=device) % ASIDE
+    behind = total + torch.arange(len(place), device=device) % NUM_OVERFLOW_PLACES
     place = torch.where(joins & (place < total), place, behind)
-    table = torch.zeros(total + ASIDE, dtype=torch.int64, device=device).scatter_(0, place, units.rows)
+    table = torch.zeros(total + NUM_OVERFLOW_PLACES, dtype=torch.int64, device=device).scatter_(0, place, units.rows)
     chunk = torch.arange(count, device=device)
     owner = torch.searchsorted(end, chunk, right=True).clamp_max(len(end) - 1)  # [S]
     left = (sizes + first * length).index_select(0, owner) - chunk * length
     mask = torch.arange(length, device=device) < left[:, None]
     starts = torch.cat([first, end[-1:]]).clamp_max(count)
     rows = table[:total].view(count, length).masked_fill(~mask, 0)
-    return Chunks(rows, mask, owner, starts, end[-1])
+    return ChunkedBatch(rows, mask, owner, starts, end[-1])
 
 
-def fill(sizes: Tensor, length: int) -> Tensor:
+def count_chunks(sizes: Tensor, length: int) -> Tensor:
     """The chunks that samples of these sizes take: at least one."""
     return torch.div(sizes + length - 1, length, rounding_mode="floor").clamp_min(1)
 
 
-def add_up(chunks: Chunks, values: Tensor) -> Tensor:
+def sum_chunks_by_job(chunks: ChunkedBatch, values: Tensor) -> Tensor:
     """Sums over each job's chunks, [S, x] -> [J, x], one after the other: the bits are always the same."""
     if not values.shape[1]:
         return values.new_zeros((len(chunks.starts) - 1, 0))
@@ -98,13 +98,13 @@ def add_up(chunks: Chunks, values: Tensor) -> Tensor:
     return sums[:-1]  # the last is of the chunks that nobody filled
 
 
-def weights_cost(core: StackedCore) -> float:
+def estimate_weights_cost(core: StackedCore) -> float:
     """What a set of weights costs, in examples: it is read and written about as often as activations are, twice."""
     dim, program = core.problem.layout.dim, core.program
     return max(8.0, 2 * dim / (program.elements if program else 4 * dim))
 
 
-def look_back(core: StackedCore, most: Tensor, finite: Tensor) -> tuple[int, bool]:
+def read_overflow_check(core: StackedCore, most: Tensor, finite: Tensor) -> tuple[int, bool]:
     """Waits for the device: the most places that were needed since the last look, and whether to repeat carefully.
 
     Both notes are made blank.
@@ -118,7 +118,7 @@ def look_back(core: StackedCore, most: Tensor, finite: Tensor) -> tuple[int, boo
     return int(needed), again
 
 
-def expect(sizes: Sequence[int], rates: Sequence[float], length: int, among: Tensor | None = None) -> int:
+def estimate_chunk_count(sizes: Sequence[int], rates: Sequence[float], length: int, among: Tensor | None = None) -> int:
     """Chunks that have room for the samples of all jobs, `ROOM` deviations above the mean; samples as if normal.
 
     among [m, j]: rows of jobs that are played together (None: all of them at once); there is room for each row.
@@ -130,14 +130,14 @@ def expect(sizes: Sequence[int], rates: Sequence[float], length: int, among: Ten
     more = torch.special.ndtr((mean[:, None] - i * length - 0.5) / spread[:, None])  # chance of more than i chunks
     expected = 1 + more.sum(dim=1)
     squares = 1 + ((2 * i + 1) * more).sum(dim=1)
-    variance, largest = (squares - expected.square()).clamp_min(0), fill(n.long(), length)
+    variance, largest = (squares - expected.square()).clamp_min(0), count_chunks(n.long(), length)
     among = torch.arange(len(n))[None] if among is None else among
     means, deviations = (value[among].sum(dim=1) for value in (expected, variance))
-    needed = torch.minimum(means + ROOM * deviations.sqrt(), largest[among].sum(dim=1))
+    needed = torch.minimum(means + CHUNK_MARGIN_DEVIATIONS * deviations.sqrt(), largest[among].sum(dim=1))
     return max(1, math.ceil(float(needed.max())))
 
 
-def choose(
+def choose_chunk_layout(
     sizes: Sequence[int], rates: Sequence[float], limit: int, weights: float, among: Tensor | None = None
 ) -> tuple[int, int]:
     """(chunks, places in each) that cost least, for chunks of at most `limit` places.
@@ -145,8 +145,8 @@ def choose(
     weights: what a set of weights costs, in examples; every chunk has one. among: as in `expect`.
     """
     largest = max(n * q for n, q in zip(sizes, rates, strict=True))
-    allowed = [length for length in LENGTHS if length <= limit] or [LENGTHS[0]]
+    allowed = [length for length in CHUNK_LENGTHS if length <= limit] or [CHUNK_LENGTHS[0]]
     # A sample of hundreds of chunks wastes next to nothing: still shorter ones are not worth trying.
     tried = [length for length in allowed if largest <= 256 * length] or allowed[-1:]
-    found = [(expect(sizes, rates, length, among), length) for length in tried]
+    found = [(estimate_chunk_count(sizes, rates, length, among), length) for length in tried]
     return min(found, key=lambda pair: pair[0] * (pair[1] + weights))

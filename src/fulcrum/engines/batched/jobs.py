@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fulcrum.privacy.client_level import Terms
+from fulcrum.privacy.client_level import ClientLevelTerms
 from fulcrum.training.client_level import draw_cohort
 from fulcrum.training.federation import Federation
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundCohort:
     """Who trains in one round of one run, by party number, and the weight of each in the run's sum."""
 
     clients: Sequence[int]
@@ -26,7 +26,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Parties:
+class PartyTable:
     """The parties of all R runs, run by run, and behind them an empty one, of run R and without data: [P + 1].
 
     start: where each one's examples begin in the runs' orders, one behind the other. rate: of a local step, float64.
@@ -37,9 +37,9 @@ class Parties:
     size: Tensor
     rate: Tensor
 
-    def to(self, device: torch.device) -> Parties:
+    def to(self, device: torch.device) -> PartyTable:
         """On the device."""
-        return Parties(*(getattr(self, name).to(device) for name in ("run", "start", "size", "rate")))
+        return PartyTable(*(getattr(self, name).to(device) for name in ("run", "start", "size", "rate")))
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class JobTable:
     group, and the most jobs of one run in it.
     """
 
-    parties: Parties
+    parties: PartyTable
     firsts: list[int]
     party: Tensor
     weight: Tensor
@@ -79,9 +79,11 @@ class JobTable:
         return len(self.firsts) - 1
 
 
-def make_table(federations: Sequence[Federation], rounds: Sequence[Sequence[Round]], allowed: int) -> JobTable:
+def make_job_table(
+    federations: Sequence[Federation], rounds: Sequence[Sequence[RoundCohort]], allowed: int
+) -> JobTable:
     """The table of rounds [T][R]. allowed: the most jobs in a group, for the memory that their weights take."""
-    parties = _parties(federations)
+    parties = _make_party_table(federations)
     counts = [federation.problem.partition.parties for federation in federations]
     firsts: list[int] = torch.tensor([0, *counts]).cumsum(0).tolist()
     steady = all(here == rounds[0] for here in rounds)
@@ -111,35 +113,35 @@ def make_table(federations: Sequence[Federation], rounds: Sequence[Sequence[Roun
     )
 
 
-def _parties(federations: Sequence[Federation]) -> Parties:
+def _make_party_table(federations: Sequence[Federation]) -> PartyTable:
     sizes = [federation.problem.partition.sizes for federation in federations]
     size = torch.cat([*sizes, torch.zeros(1, dtype=torch.int64)])
     run = torch.repeat_interleave(torch.arange(len(federations) + 1), torch.tensor([*map(len, sizes), 1]))
     plans = [federation.plan for federation in federations]
     rates = [plan.assignment(k, 0, 1.0).rate for plan in plans for k in range(plan.parties)]
-    return Parties(run, size.cumsum(0) - size, size, torch.tensor([*rates, 0.0], dtype=torch.float64))
+    return PartyTable(run, size.cumsum(0) - size, size, torch.tensor([*rates, 0.0], dtype=torch.float64))
 
 
 # --- unit client: who trains is secret --------------------------------------------------------------
 
 
-def client_terms(federation: Federation) -> Terms:
+def get_client_level_terms(federation: Federation) -> ClientLevelTerms:
     """The server's mechanism in a run whose unit is the client."""
     assert federation.plan.central is not None
     return federation.plan.central
 
 
-def draw_cohorts(federations: Sequence[Federation], rounds: int) -> tuple[list[list[Round]], Tensor]:
+def draw_round_cohorts(federations: Sequence[Federation], rounds: int) -> tuple[list[list[RoundCohort]], Tensor]:
     """The cohorts [T][R], from the same private streams as in `play_client_round`, and each sum's divisor [T, R]."""
     divisor = torch.ones((rounds, len(federations)))
     found = []
     for t in range(rounds):
         here = []
         for r, federation in enumerate(federations):
-            terms = client_terms(federation)
+            terms = get_client_level_terms(federation)
             cohort = draw_cohort(federation.problem.randomness, t, terms)
             weights = terms.weights[cohort]
             divisor[t, r] = terms.divisor(float(weights.sum()))
-            here.append(Round(cohort, weights.tolist()))
+            here.append(RoundCohort(cohort, weights.tolist()))
         found.append(here)
     return found, divisor

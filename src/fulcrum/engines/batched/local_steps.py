@@ -16,22 +16,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fulcrum.engines.batched.chunks import BURST, Units, choose, chunked, fill, look_back, weights_cost
-from fulcrum.engines.batched.jobs import Round, draw_cohorts, make_table
+from fulcrum.engines.batched.chunks import (
+    ROUNDS_PER_CHECK,
+    JobUnits,
+    choose_chunk_layout,
+    count_chunks,
+    estimate_weights_cost,
+    read_overflow_check,
+    sample_into_chunks,
+)
+from fulcrum.engines.batched.jobs import RoundCohort, draw_round_cohorts, make_job_table
 from fulcrum.engines.batched.noise_at import NoiseAtParties, NoiseAtServer
-from fulcrum.engines.batched.server import Server
+from fulcrum.engines.batched.server import BatchedServer
 from fulcrum.engines.stacked.core import StackedTasks, compute_clipped_sums
 from fulcrum.engines.stacked.draws import RandomDraws
 from fulcrum.engines.stacked.replay import GraphReplayer
 from fulcrum.engines.stacked.rules import StackedRule
 from fulcrum.engines.stacked.sampling import select_row_on_device
-from fulcrum.settings.derived import local_steps
+from fulcrum.settings.derived import compute_local_steps
 
-BUDGET = {"cpu": 256 * 2**20, "cuda": 2**30}
+JOB_WEIGHT_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}
 """Bytes that the weights of jobs that train side by side may take; a step needs about ten times that for a while."""
 
 
-def suits(server: Server) -> bool:
+def can_stack_local_steps(server: BatchedServer) -> bool:
     """Whether `JobRounds` can play these runs: a sound server rule that moves once per round and can be stacked.
 
     All parties must make as many local steps, and own at least one unit. At client level the server clips in the
@@ -47,7 +55,7 @@ def suits(server: Server) -> bool:
     if server.core.rule.looped:
         return False
     for federation in server.federations:
-        plan, steps = federation.plan, local_steps(federation.settings.train)
+        plan, steps = federation.plan, compute_local_steps(federation.settings.train)
         if any(plan.assignment(k, 0, 1.0).steps != steps or plan.units(k) < 1 for k in range(plan.parties)):
             return False
     return True
@@ -56,35 +64,37 @@ def suits(server: Server) -> bool:
 class JobRounds:
     """Plays rounds of R runs; see `suits`. J jobs train side by side."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: BatchedServer) -> None:
         self.server = server
         self.core, self.device = server.core, server.device
         self.replayer = GraphReplayer(self.core)
-        self.steps = local_steps(server.federations[0].settings.train)
+        self.steps = compute_local_steps(server.federations[0].settings.train)
         self.sources = [federation.problem.randomness for federation in server.federations]
         self.draws = RandomDraws(self.device, self.sources)
-        self.burst = BURST if self.draws.on_device else 1  # numbers of the host are kept for one round only
-        allowed = max(1, BUDGET.get(self.device.type, BUDGET["cuda"]) // (4 * self.core.problem.layout.dim))
+        self.burst = ROUNDS_PER_CHECK if self.draws.on_device else 1  # numbers of the host are kept for one round only
+        allowed = max(
+            1, JOB_WEIGHT_BYTES.get(self.device.type, JOB_WEIGHT_BYTES["cuda"]) // (4 * self.core.problem.layout.dim)
+        )
         self.noise: NoiseAtServer | NoiseAtParties
         if server.federations[0].plan.central:
-            rounds, divisor = draw_cohorts(server.federations, server.rounds)
-            self.table = make_table(server.federations, rounds, allowed)
+            rounds, divisor = draw_round_cohorts(server.federations, server.rounds)
+            self.table = make_job_table(server.federations, rounds, allowed)
             self.noise = NoiseAtServer(server, self.table, divisor)
         else:
-            self.table = make_table(server.federations, _participants(server), allowed)
+            self.table = make_job_table(server.federations, _list_participants(server), allowed)
             self.noise = NoiseAtParties(server, self.table, self.steps)
         self.parties = self.table.parties.to(self.device)
         self.party_of, self.weight_of = (values.to(self.device) for values in (self.table.party, self.table.weight))
         self.jobs = self.table.jobs
         sizes, rates = self.table.parties.size.tolist(), self.table.parties.rate.tolist()
-        cost = weights_cost(self.core)
-        self.count, self.length = choose(sizes, rates, self.core.rows_limit, cost, self.table.party)
+        cost = estimate_weights_cost(self.core)
+        self.count, self.length = choose_chunk_layout(sizes, rates, self.core.rows_limit, cost, self.table.party)
         orders = [federation.problem.partition.order for federation in server.federations]
         self.order = torch.cat(orders).to(self.device)
         self.decays = any(federation.settings.train.weight_decay > 0 for federation in server.federations)
-        self._buffers()
+        self._make_buffers()
 
-    def _buffers(self) -> None:
+    def _make_buffers(self) -> None:
         """What the programs read and write."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -95,28 +105,28 @@ class JobRounds:
         self.theta = zeros(self.jobs, self.core.problem.layout.dim)
         rows, owner = zeros(2, places, dtype=torch.int64).unbind()
         rate, last = zeros(places, dtype=torch.float64), zeros(self.jobs, dtype=torch.int64)
-        self.units = Units(rows, owner, rate, last)
+        self.units = JobUnits(rows, owner, rate, last)
         self.uniforms = zeros(places, dtype=torch.float64)
         self.group, self.most = zeros(dtype=torch.int64), zeros(dtype=torch.int64)
         self.finite = torch.ones((), dtype=torch.bool, device=self.device)
 
     # --- a round -------------------------------------------------------------------------------
 
-    def play(self, t: int) -> None:
+    def run_rounds(self, t: int) -> None:
         """Queues round t; nothing is read back."""
         noise, run = self.noise, self.replayer.run_in_place
         self.draws.begin_round(t)
         for value in (*noise.totals, self.group):
             value.zero_()
         for group in range(self.table.groups_of[t]):
-            run(("begin",), self._begin, [])
+            run(("begin",), self._begin_group, [])
             for step in range(self.steps):
                 self._draw_samples(t, group, step)
-                noise.draw_step(self.draws, t, group, step)
-                run(("step", self.count), self._step, [self.theta, *noise.by_job, self.most, self.finite])
-            run(("collect",), self._collect, [self.theta, *noise.totals, self.group])
-        noise.draw_round(self.draws, t)
-        run(("end",), noise.end, self.server.held())
+                noise.draw_step_noise(self.draws, t, group, step)
+                run(("step", self.count), self._run_local_step, [self.theta, *noise.by_job, self.most, self.finite])
+            run(("collect",), self._collect_results, [self.theta, *noise.totals, self.group])
+        noise.draw_round_noise(self.draws, t)
+        run(("end",), noise.end, self.server.list_state_tensors())
 
     def _draw_samples(self, t: int, group: int, step: int) -> None:
         """A number for each example of the jobs. On the host it is known at once how many chunks they need."""
@@ -136,55 +146,55 @@ class JobRounds:
         owner = torch.repeat_interleave(torch.arange(len(chosen)), host.size[chosen])
         joins = drawn[0] < host.rate[chosen][owner]
         joined = torch.bincount(owner[joins], minlength=len(chosen))
-        self.count = max(self.count, int(fill(joined, self.length).sum()) + self.jobs - len(chosen))
+        self.count = max(self.count, int(count_chunks(joined, self.length).sum()) + self.jobs - len(chosen))
 
     # --- the programs --------------------------------------------------------------------------
 
-    def _of_jobs(self, values: Tensor) -> Tensor:
+    def _select_by_job(self, values: Tensor) -> Tensor:
         """Of each job, from a table of the parties: [P + 1] -> [J]."""
         return values.index_select(0, self.client)
 
-    def _runs(self) -> Tensor:
+    def _get_job_runs(self) -> Tensor:
         """The run of each job [J]; an empty job has the weights of the last."""
-        return self._of_jobs(self.parties.run).clamp_max(len(self.sources) - 1)
+        return self._select_by_job(self.parties.run).clamp_max(len(self.sources) - 1)
 
-    def _begin(self) -> None:
+    def _begin_group(self) -> None:
         """Which parties the jobs of this group are, their weights, and their examples."""
         server, units, parties, table = self.server, self.units, self.parties, self.table
         row = self.group if table.steady else server.t * table.groups + self.group
         self.client.copy_(select_row_on_device(self.party_of, row))
         self.weight.copy_(select_row_on_device(self.weight_of, row))
-        torch.index_select(server.theta, 0, self._runs(), out=self.theta)
+        torch.index_select(server.theta, 0, self._get_job_runs(), out=self.theta)
         for value in self.noise.by_job:
             value.zero_()
-        sizes = self._of_jobs(parties.size)
+        sizes = self._select_by_job(parties.size)
         end = sizes.cumsum(dim=0)
         place = torch.arange(table.places, device=self.device)
         owner = torch.searchsorted(end, place, right=True).clamp_max(self.jobs - 1)
         taken = place < end[-1:]
         # From a job's place in this row to its place in the order.
-        shift = self._of_jobs(parties.start) - (end - sizes)
+        shift = self._select_by_job(parties.start) - (end - sizes)
         index = (shift.index_select(0, owner) + place).masked_fill(~taken, 0)
         units.rows.copy_(self.order.index_select(0, index))
         units.owner.copy_(owner)
-        units.rate.copy_(self._of_jobs(parties.rate).index_select(0, owner).masked_fill(~taken, 0))
+        units.rate.copy_(self._select_by_job(parties.rate).index_select(0, owner).masked_fill(~taken, 0))
         units.last.copy_((end - 1).clamp_min(0))
 
-    def _step(self) -> None:
+    def _run_local_step(self) -> None:
         """One local step of all jobs, in place."""
         server, parties = self.server, self.parties
-        run = self._runs()
-        batch = (self._of_jobs(parties.rate) * self._of_jobs(parties.size)).float()
+        run = self._get_job_runs()
+        batch = (self._select_by_job(parties.rate) * self._select_by_job(parties.size)).float()
         batch = batch.masked_fill(batch == 0, 1)
         lr = select_row_on_device(server.lr, server.t).index_select(0, run)
-        chunks = chunked(self.units, self.uniforms, self.count, self.length)
+        chunks = sample_into_chunks(self.units, self.uniforms, self.count, self.length)
         owner = chunks.owner
         tasks = StackedTasks(
             self.theta.index_select(0, owner),
             chunks.rows[:, None],
             chunks.mask[:, None],
-            self.noise.clip_state(run.index_select(0, owner)),
-            self.noise.step_sigma(self.client).index_select(0, owner),
+            self.noise.get_chunk_states(run.index_select(0, owner)),
+            self.noise.get_step_sigma(self.client).index_select(0, owner),
             batch.index_select(0, owner),
             lr.index_select(0, owner),
             server.t,
@@ -198,22 +208,22 @@ class JobRounds:
         self.most.copy_(torch.maximum(self.most, chunks.needed))
         self.finite.logical_and_(found.finite)
 
-    def _collect(self) -> None:
+    def _collect_results(self) -> None:
         """The jobs' updates into their runs' sums; the buffer of their weights holds the updates then."""
-        run = self._runs()
+        run = self._get_job_runs()
         torch.sub(self.theta, self.server.theta.index_select(0, run), out=self.theta)
-        self.noise.collect(self.theta, self._of_jobs(self.parties.run), self.weight)
+        self.noise.collect(self.theta, self._select_by_job(self.parties.run), self.weight)
         self.group.add_(1)
 
     def settled(self) -> bool:
         """Whether all rounds since the last look were right; if not, what is needed to repeat them is noted."""
-        most, again = look_back(self.core, self.most, self.finite)
+        most, again = read_overflow_check(self.core, self.most, self.finite)
         if most > self.count:
             self.count, again = most + most // 64, True
         return not again
 
 
-def _participants(server: Server) -> list[list[Round]]:
+def _list_participants(server: BatchedServer) -> list[list[RoundCohort]]:
     """Who takes part in each round of each run [T][R], and the weights."""
     runs = range(len(server.federations))
-    return [[Round(server.participants[r][t], server.weights(r, t)) for r in runs] for t in range(server.rounds)]
+    return [[RoundCohort(server.participants[r][t], server.weights(r, t)) for r in runs] for t in range(server.rounds)]

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fulcrum.engines.batched.chunks import Chunks, add_up
-from fulcrum.engines.batched.jobs import JobTable, client_terms
-from fulcrum.engines.batched.server import Server, server_sigma
+from fulcrum.engines.batched.chunks import ChunkedBatch, sum_chunks_by_job
+from fulcrum.engines.batched.jobs import JobTable, get_client_level_terms
+from fulcrum.engines.batched.server import BatchedServer, find_server_sigma
 from fulcrum.engines.stacked.core import ClippedSums
 from fulcrum.engines.stacked.draws import RandomDraws
 from fulcrum.engines.stacked.rules import StackedRule, StackedState
@@ -21,8 +21,8 @@ from fulcrum.engines.stacked.sampling import select_row_on_device
 from fulcrum.engines.stacked.step import StepTerms, add_noise_and_average
 from fulcrum.engines.stacked.trainer import probe_statistics_width
 from fulcrum.errors import BudgetError
-from fulcrum.privacy.mechanism import NoiseMultipliers, Scales, add_noise, scale_noise, scales
-from fulcrum.training.problem import coordinate_groups
+from fulcrum.privacy.mechanism import ChargedNoiseScale, NoiseMultipliers, add_noise, compute_charged_scale, scale_noise
+from fulcrum.training.problem import assign_coordinate_groups
 from fulcrum.types import Bounds
 
 
@@ -39,7 +39,7 @@ def sum_by_run(values: Tensor, weights: Tensor | None, starts: Tensor) -> Tensor
     return bags[:-1]
 
 
-def _starts(label: Tensor, runs: int) -> Tensor:
+def _find_run_starts(label: Tensor, runs: int) -> Tensor:
     """Where the jobs of each run begin, from the run of each job [J]; the last is where the empty ones do: [R + 1]."""
     return torch.searchsorted(label, torch.arange(runs + 1, device=label.device))
 
@@ -47,9 +47,9 @@ def _starts(label: Tensor, runs: int) -> Tensor:
 class NoiseAtParties:
     """Unit example: each party clips and noises every local step; the server averages what they release."""
 
-    def __init__(self, server: Server, table: JobTable, steps: int) -> None:
+    def __init__(self, server: BatchedServer, table: JobTable, steps: int) -> None:
         self.server, self.core, self.table, self.steps = server, server.core, table, steps
-        self._tables()
+        self._make_term_tables()
         view, _ = self.core.rule.view(server.rule_state, 0, server.rounds)
         runs, dim = server.theta.shape
         self.width = probe_statistics_width(self.core, server.rule_state, 0, server.rounds)
@@ -65,12 +65,12 @@ class NoiseAtParties:
         self.sum, self.statistics = zeros(runs, dim), zeros(runs, self.width + 2)
         self.totals = [self.sum, self.statistics]
 
-    def _tables(self) -> None:
+    def _make_term_tables(self) -> None:
         """Public terms of every party in every round, [T, P + 1]; one row where all rounds are the same."""
         server, rule, sizes = self.server, self.core.problem.rule, self.table.parties.size.tolist()
         plans = [federation.plan for federation in server.federations]
         clients = [(plan, k) for plan in plans for k in range(plan.parties)]
-        known: dict[tuple[float, float, float, bool, int], Scales] = {}
+        known: dict[tuple[float, float, float, bool, int], ChargedNoiseScale] = {}
         rounds = 1 if all(plan.schedule == "constant" for plan in plans) else server.rounds
         sigma, noise, extra = (torch.zeros((rounds, len(clients) + 1), dtype=torch.float64) for _ in range(3))
         for t in range(rounds):
@@ -78,7 +78,7 @@ class NoiseAtParties:
                 task = plan.assignment(k, t, 1.0)
                 key = (task.rate, task.sigma, task.rate * sizes[p], True, task.shares)
                 if key not in known:
-                    known[key] = scales(rule, Bounds(torch.ones(1), 1.0), *key)
+                    known[key] = compute_charged_scale(rule, Bounds(torch.ones(1), 1.0), *key)
                 sigma[t, p], noise[t, p], extra[t, p] = task.sigma, float(known[key].sum), float(known[key].extra)
         self.host_sigma = sigma
         self.sigma, self.noise_scale, self.extra_scale = (v.float().to(server.device) for v in (sigma, noise, extra))
@@ -88,7 +88,7 @@ class NoiseAtParties:
 
     # --- random numbers ------------------------------------------------------------------------
 
-    def draw_step(self, draws: RandomDraws, t: int, group: int, step: int) -> None:
+    def draw_step_noise(self, draws: RandomDraws, t: int, group: int, step: int) -> None:
         """The noise of a local step, from each party's own streams, standard normal."""
         sigma = self.host_sigma[0 if len(self.host_sigma) == 1 else t]
 
@@ -106,38 +106,38 @@ class NoiseAtParties:
         if self.noisy:
             draws.fill([self.noise, self.noise_extra], ("noise", group, step), from_streams)
 
-    def draw_round(self, draws: RandomDraws, t: int) -> None:
+    def draw_round_noise(self, draws: RandomDraws, t: int) -> None:
         """The server adds no noise."""
 
     # --- parts of the programs -----------------------------------------------------------------
 
-    def _now(self, table: Tensor) -> Tensor:
+    def _get_round_row(self, table: Tensor) -> Tensor:
         """This round's row of a table."""
         return select_row_on_device(table, torch.zeros_like(self.server.t) if len(table) == 1 else self.server.t)
 
-    def clip_state(self, run: Tensor) -> StackedState:
+    def get_chunk_states(self, run: Tensor) -> StackedState:
         """The rule's state of each chunk, from the chunk's run."""
         return {name: value.index_select(0, run) for name, value in self.server.rule_state.items()}
 
-    def step_sigma(self, client: Tensor) -> Tensor:
+    def get_step_sigma(self, client: Tensor) -> Tensor:
         """The noise multiplier of each job [J]."""
-        return self._now(self.sigma).index_select(0, client)
+        return self._get_round_row(self.sigma).index_select(0, client)
 
-    def step(self, found: ClippedSums, chunks: Chunks, client: Tensor, batch: Tensor) -> Tensor:
+    def step(self, found: ClippedSums, chunks: ChunkedBatch, client: Tensor, batch: Tensor) -> Tensor:
         """What the parties release of a step: the noised mean gradients [J, d]; statistics are added up."""
         server = self.server
         number = server.t * self.steps + self.step_number
         terms: StepTerms = {
             "batch": batch,
-            "noise": self._now(self.noise_scale).index_select(0, client),
-            "noise_extra": self._now(self.extra_scale).index_select(0, client),
+            "noise": self._get_round_row(self.noise_scale).index_select(0, client),
+            "noise_extra": self._get_round_row(self.extra_scale).index_select(0, client),
             "asked": (torch.remainder(number, self.every.index_select(0, client)) == 0).float(),
         }
         first = chunks.starts[:-1].clamp_max(len(chunks.owner) - 1)
         sums = replace(
             found,
-            sum=add_up(chunks, found.sum),
-            extra=add_up(chunks, found.extra),
+            sum=sum_chunks_by_job(chunks, found.sum),
+            extra=sum_chunks_by_job(chunks, found.extra),
             C=found.C.index_select(0, first),
             extra_bound=found.extra_bound.index_select(0, first),
         )
@@ -150,7 +150,7 @@ class NoiseAtParties:
 
     def collect(self, updates: Tensor, label: Tensor, weight: Tensor) -> None:
         """Updates [J, d] of jobs of the runs `label` [J], weighted, into their runs' sums; their statistics too."""
-        starts = _starts(label, len(self.sum))
+        starts = _find_run_starts(label, len(self.sum))
         self.sum.add_(sum_by_run(updates, weight, starts))
         extra = self.extra / self.asked.clamp_min(1)[:, None]
         steps = torch.full_like(self.asked, float(self.steps))
@@ -170,13 +170,13 @@ class NoiseAtParties:
 class NoiseAtServer:
     """Unit client (DP-FedAvg): parties train plainly; the trusted server clips their updates and noises the mean."""
 
-    def __init__(self, server: Server, table: JobTable, divisor: Tensor) -> None:
+    def __init__(self, server: BatchedServer, table: JobTable, divisor: Tensor) -> None:
         self.server, self.core, self.slots = server, server.core, table.slots
         first = server.federations[0].problem
         self.rule = StackedRule(first.rule)
-        self.coordinates = coordinate_groups(first.layout, first.groups).to(server.device)
+        self.coordinates = assign_coordinate_groups(first.layout, first.groups).to(server.device)
         self.divisor = divisor.to(server.device)
-        self._tables()
+        self._make_term_tables()
         runs, dim = server.theta.shape
         self.width = probe_statistics_width(replace(self.core, rule=self.rule), server.rule_state, 0, server.rounds)
 
@@ -189,16 +189,16 @@ class NoiseAtServer:
         self.C, self.bound = torch.zeros_like(server.rule_state["C"]), zeros(runs)
         self.totals = [self.sum, self.extra]
 
-    def _tables(self) -> None:
+    def _make_term_tables(self) -> None:
         """The servers' public terms: [T, R], and [R] where they do not move."""
         server = self.server
-        terms = [client_terms(federation) for federation in server.federations]
+        terms = [get_client_level_terms(federation) for federation in server.federations]
         sigma, noise, extra = (torch.zeros(self.divisor.shape, dtype=torch.float64) for _ in range(3))
         for r, (federation, own) in enumerate(zip(server.federations, terms, strict=True)):
             for t in range(server.rounds):
-                z = server_sigma(federation.plan, t)
-                scale = scales(self.rule.rule, Bounds(torch.ones(1), 1.0), own.rate, z, own.cohort)
-                if any(group.round_events(t) != (scale.event,) for group in federation.plan.groups):
+                z = find_server_sigma(federation.plan, t)
+                scale = compute_charged_scale(self.rule.rule, Bounds(torch.ones(1), 1.0), own.rate, z, own.cohort)
+                if any(group.compute_round_events(t) != (scale.event,) for group in federation.plan.groups):
                     raise BudgetError(f"round {t + 1} would release {scale.event}, which is not what was planned.")
                 sigma[t, r], noise[t, r] = z, float(scale.sum) * own.sensitivity
                 extra[t, r] = float(scale.extra) / own.cohort
@@ -208,10 +208,10 @@ class NoiseAtServer:
 
     # --- random numbers ------------------------------------------------------------------------
 
-    def draw_step(self, draws: RandomDraws, t: int, group: int, step: int) -> None:
+    def draw_step_noise(self, draws: RandomDraws, t: int, group: int, step: int) -> None:
         """Local steps are not noised."""
 
-    def draw_round(self, draws: RandomDraws, t: int) -> None:
+    def draw_round_noise(self, draws: RandomDraws, t: int) -> None:
         """The servers' noise, standard normal."""
 
         def from_streams() -> list[Tensor]:
@@ -229,28 +229,28 @@ class NoiseAtServer:
 
     # --- parts of the programs -----------------------------------------------------------------
 
-    def clip_state(self, run: Tensor) -> StackedState:
+    def get_chunk_states(self, run: Tensor) -> StackedState:
         """The parties clip nothing: each chunk has a C that is never reached."""
         return {"C": torch.full((len(run), 1), torch.inf, device=run.device)}
 
-    def step_sigma(self, client: Tensor) -> Tensor:
+    def get_step_sigma(self, client: Tensor) -> Tensor:
         """No noise in the steps of any job [J]."""
         return torch.zeros(len(client), device=client.device)
 
-    def step(self, found: ClippedSums, chunks: Chunks, client: Tensor, batch: Tensor) -> Tensor:
+    def step(self, found: ClippedSums, chunks: ChunkedBatch, client: Tensor, batch: Tensor) -> Tensor:
         """The plain mean gradients [J, d]."""
-        return add_up(chunks, found.sum).div_(batch[:, None])
+        return sum_chunks_by_job(chunks, found.sum).div_(batch[:, None])
 
     def collect(self, updates: Tensor, label: Tensor, weight: Tensor) -> None:
         """Updates [J, d], clipped and weighted, into their runs' sums; see `training.client_level.average`."""
         server, state, runs, jobs = self.server, self.server.rule_state, len(self.sum), len(updates)
-        run, starts = label.clamp_max(runs - 1), _starts(label, runs)
+        run, starts = label.clamp_max(runs - 1), _find_run_starts(label, runs)
         gradients = updates.neg_()  # as rules read them
         norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
         good = torch.isfinite(norms)
         gradients.masked_fill_(~good, 0)
         groups = state["C"].shape[1]
-        norms = norms.masked_fill(~good, 0) if groups == 1 else self._norms(gradients, groups)
+        norms = norms.masked_fill(~good, 0) if groups == 1 else self._compute_group_norms(gradients, groups)
 
         # The rule sees each run's jobs as a batch: [R, slots].
         place = starts[:-1, None] + torch.arange(self.slots, device=label.device)
@@ -285,7 +285,7 @@ class NoiseAtServer:
         self.C.copy_(C)
         self.bound.copy_(bound)
 
-    def _norms(self, gradients: Tensor, groups: int) -> Tensor:
+    def _compute_group_norms(self, gradients: Tensor, groups: int) -> Tensor:
         """[J, G]; tensor by tensor, so that a GPU adds up in the same order each time."""
         problem = self.server.federations[0].problem
         squares = [gradients.new_zeros(len(gradients)) for _ in range(groups)]

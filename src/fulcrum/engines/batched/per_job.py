@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from fulcrum.engines.batched.server import Server
+from fulcrum.engines.batched.server import BatchedServer
 from fulcrum.engines.stacked.rules import StackedState
 from fulcrum.engines.stacked.trainer import BucketResult, ClientJob, StackedTrainer
-from fulcrum.settings.derived import learning_rate
+from fulcrum.settings.derived import compute_learning_rate
 
 
 class PerJobRounds:
@@ -18,7 +18,7 @@ class PerJobRounds:
 
     burst = 1
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: BatchedServer) -> None:
         self.server, self.device = server, server.device
         problems = [federation.problem for federation in server.federations]
         self.trainer = StackedTrainer(server.core, torch.cat([p.partition.order for p in problems]))
@@ -31,10 +31,10 @@ class PerJobRounds:
                 name: value.repeat_interleave(self.parties, dim=0) for name, value in server.rule_state.items()
             }
 
-    def play(self, t: int) -> None:
+    def run_rounds(self, t: int) -> None:
         """Plays round t and ends it."""
         server = self.server
-        jobs, weights = self._jobs(t)
+        jobs, weights = self._list_jobs(t)
         C = server.rule_state["C"].clone()
         if not jobs:
             server.move(torch.zeros_like(server.theta), server.rule_state, C)
@@ -44,7 +44,7 @@ class PerJobRounds:
         shares = torch.tensor(weights, device=self.device)
         source, index = (self.states, clients) if self.own else (server.rule_state, runs)
         if self.own:
-            C = _mean_by(runs, self.states["C"][clients], len(C))
+            C = _mean_by_index(runs, self.states["C"][clients], len(C))
 
         def states(members: list[int]) -> StackedState:
             chosen = index[torch.tensor(members, device=self.device)]
@@ -54,24 +54,24 @@ class PerJobRounds:
         places = torch.tensor([i for part in parts for i in part.members], device=self.device)
         deltas, extras = torch.cat([p.deltas for p in parts]), torch.cat([p.extras for p in parts])
         shares, runs, clients = shares[places], runs[places], clients[places]
-        aggregate = _sum_by(runs, deltas * shares[:, None], len(C))
-        extra = _sum_by(runs, extras * shares[:, None], len(C))
-        counts = [(job.task.steps, job.task.asked(t), self._noise(job, t)) for job in jobs]
+        aggregate = _sum_by_index(runs, deltas * shares[:, None], len(C))
+        extra = _sum_by_index(runs, extras * shares[:, None], len(C))
+        counts = [(job.task.steps, job.task.asked(t), self._compute_noise(job, t)) for job in jobs]
         public = torch.tensor(counts, dtype=torch.float32, device=self.device)[places]  # [J, 3]
         lr, noise = server.lr[t], server.noise[t]
         update, after = aggregate, server.rule_state
         if self.own:
-            self._adapt_clients(parts, clients, deltas, extras, lr[runs], public, t)
+            self._adapt_client_states(parts, clients, deltas, extras, lr[runs], public, t)
         else:
-            steps, asked = _sum_by(runs, public[:, :2] * shares[:, None], len(C)).unbind(dim=1)
+            steps, asked = _sum_by_index(runs, public[:, :2] * shares[:, None], len(C)).unbind(dim=1)
             update, after = server.core.rule.adapt(after, aggregate, extra, lr, steps, t, server.rounds, noise, asked)
         server.move(update, after, C)
 
-    def _jobs(self, t: int) -> tuple[list[ClientJob], list[float]]:
+    def _list_jobs(self, t: int) -> tuple[list[ClientJob], list[float]]:
         jobs, weights, offset = [], [], 0
         for r, federation in enumerate(self.server.federations):
             problem, train = federation.problem, federation.settings.train
-            lr, starts = learning_rate(train, t), problem.partition.starts
+            lr, starts = compute_learning_rate(train, t), problem.partition.starts
             for k in self.server.participants[r][t]:
                 start, size = offset + int(starts[k]), int(starts[k + 1] - starts[k])
                 task = federation.plan.assignment(k, t, lr)
@@ -80,12 +80,12 @@ class PerJobRounds:
             offset += len(problem.partition.order)
         return jobs, weights
 
-    def _noise(self, job: ClientJob, t: int) -> float:
+    def _compute_noise(self, job: ClientJob, t: int) -> float:
         """The noise in a job's own update, as `Released` has it."""
         plan = self.server.federations[job.run].plan
-        return plan.step_noise(job.task.client, t) / math.sqrt(job.task.steps)
+        return plan.compute_step_noise(job.task.client, t) / math.sqrt(job.task.steps)
 
-    def _adapt_clients(
+    def _adapt_client_states(
         self,
         parts: list[BucketResult],
         clients: Tensor,
@@ -113,12 +113,12 @@ class PerJobRounds:
         return True
 
 
-def _sum_by(index: Tensor, values: Tensor, count: int) -> Tensor:
+def _sum_by_index(index: Tensor, values: Tensor, count: int) -> Tensor:
     """Sums of rows with the same index, [J, x] -> [count, x]; a product, so that the bits are always the same."""
     chosen = (index[None, :] == torch.arange(count, device=index.device)[:, None]).to(values.dtype)
     return chosen @ values
 
 
-def _mean_by(index: Tensor, values: Tensor, count: int) -> Tensor:
+def _mean_by_index(index: Tensor, values: Tensor, count: int) -> Tensor:
     ones = torch.ones((len(index), 1), device=index.device)
-    return _sum_by(index, values, count) / _sum_by(index, ones, count).clamp_min(1)
+    return _sum_by_index(index, values, count) / _sum_by_index(index, ones, count).clamp_min(1)

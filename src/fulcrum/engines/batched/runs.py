@@ -17,21 +17,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fulcrum.engines.batched.local_steps import JobRounds, suits
+from fulcrum.engines.batched.local_steps import JobRounds, can_stack_local_steps
 from fulcrum.engines.batched.per_job import PerJobRounds
-from fulcrum.engines.batched.server import Server
+from fulcrum.engines.batched.server import BatchedServer
 from fulcrum.engines.batched.single_step import SingleStepRounds
-from fulcrum.engines.batched.stacking import can_stack, federation_key
+from fulcrum.engines.batched.stacking import can_stack_runs, make_federation_key
 from fulcrum.engines.stacked import build_stacked_core
 from fulcrum.errors import ConfigError
-from fulcrum.settings.derived import local_steps
-from fulcrum.training.client_level import local_problem
+from fulcrum.settings.derived import compute_local_steps
+from fulcrum.training.client_level import make_local_problem
 from fulcrum.training.federation import Federation
-from fulcrum.training.loop import federate, is_evaluated
+from fulcrum.training.loop import federate, is_evaluation_round
 
 
 @dataclass(frozen=True)
-class ManyRound:
+class BatchedRoundResult:
     """One round of R runs, in the order they were given. round counts from 1.
 
     C [R, G] is the clipping norm in use (for client rules the mean over participants; NaN where a run has fewer
@@ -59,7 +59,7 @@ class ManyRound:
         return self.metrics.get("loss", torch.full((len(self.C),), torch.nan))
 
 
-def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator[ManyRound]:
+def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator[BatchedRoundResult]:
     """Train all federations side by side and yield their rounds.
 
     They must have the same number of rounds. Those that may share a stack (`stack_key`) are stacked; the rest go in
@@ -72,53 +72,53 @@ def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator
     rounds = federations[0].settings.train.rounds
     if any(federation.settings.train.rounds != rounds for federation in federations):
         raise ConfigError("train.rounds differs between the runs; runs that are trained together need the same.")
-    stacks = [_make(federations, members, rows_limit) for members in group_runs(federations)]
+    stacks = [_make_run_stack(federations, members, rows_limit) for members in group_stackable_runs(federations)]
     burst = min(stack.burst for stack in stacks)
     for first in range(0, rounds, burst):
         last = min(rounds, first + burst)
         for stack in stacks:
-            stack.play(first, last)
+            stack.run_rounds(first, last)
         for t in range(first, last):
-            yield _collect(federations, stacks, t, rounds)
+            yield _collect_round(federations, stacks, t, rounds)
 
 
-def group_runs(federations: Sequence[Federation]) -> list[list[int]]:
+def group_stackable_runs(federations: Sequence[Federation]) -> list[list[int]]:
     """Which runs can be one stack."""
     found: dict[Hashable, list[int]] = {}
     for i, federation in enumerate(federations):
-        found.setdefault(federation_key(federation), []).append(i)
+        found.setdefault(make_federation_key(federation), []).append(i)
     return list(found.values())
 
 
-class _Stack(Protocol):
+class _RunStack(Protocol):
     """Runs that are played together; members are their places in the list of federations."""
 
     members: list[int]
     burst: int
 
-    def play(self, first: int, last: int) -> None: ...
+    def run_rounds(self, first: int, last: int) -> None: ...
 
-    def look(self, t: int) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def get_round_results(self, t: int) -> tuple[Tensor, dict[str, Tensor]]: ...
 
     def participants(self, member: int, t: int) -> tuple[int, ...]: ...
 
     def averaged(self) -> Tensor: ...
 
 
-def _make(federations: Sequence[Federation], members: list[int], rows_limit: int) -> _Stack:
+def _make_run_stack(federations: Sequence[Federation], members: list[int], rows_limit: int) -> _RunStack:
     mine = [federations[i] for i in members]
     first = mine[0]
     core = None
-    if can_stack(first.settings, first.problem.rule):
-        core, _ = build_stacked_core(local_problem(first.problem), rows_limit)
+    if can_stack_runs(first.settings, first.problem.rule):
+        core, _ = build_stacked_core(make_local_problem(first.problem), rows_limit)
     if core is None:
         return SeparateRuns(members, mine)
-    server = Server(mine, core)
+    server = BatchedServer(mine, core)
     central, rule = bool(first.plan.central), core.problem.rule
-    one_step = not central and rule.where == "server" and rule.sound and local_steps(first.settings.train) == 1
+    one_step = not central and rule.where == "server" and rule.sound and compute_local_steps(first.settings.train) == 1
     if one_step and core.rule.can_be_stacked(server.rule_state, core.problem.layout.dim, server.t, server.rounds):
         return StackedRuns(members, server, SingleStepRounds(server))
-    if suits(server):
+    if can_stack_local_steps(server):
         return StackedRuns(members, server, JobRounds(server))
     return SeparateRuns(members, mine) if central else StackedRuns(members, server, PerJobRounds(server))
 
@@ -126,31 +126,33 @@ def _make(federations: Sequence[Federation], members: list[int], rows_limit: int
 class StackedRuns:
     """A stack of runs that share a tensor program."""
 
-    def __init__(self, members: list[int], server: Server, player: SingleStepRounds | JobRounds | PerJobRounds) -> None:
+    def __init__(
+        self, members: list[int], server: BatchedServer, player: SingleStepRounds | JobRounds | PerJobRounds
+    ) -> None:
         self.members, self.server, self.player = members, server, player
         self.burst = player.burst
 
-    def play(self, first: int, last: int) -> None:
+    def run_rounds(self, first: int, last: int) -> None:
         """Rounds first .. last - 1, again if need be."""
-        held = self.server.held()
+        held = self.server.list_state_tensors()
         before = [value.clone() for value in held]
         with torch.no_grad():
             while True:
                 for t in range(first, last):
-                    self.player.play(t)
-                    if is_evaluated(self.server.federations[0].settings, t):
-                        self.player.replayer.run("evaluate", self.server.evaluate, {})
+                    self.player.run_rounds(t)
+                    if is_evaluation_round(self.server.federations[0].settings, t):
+                        self.player.replayer.run("evaluate", self.server.evaluate_test_metrics, {})
                 if self.player.settled():
                     break
                 for value, old in zip(held, before, strict=True):
                     value.copy_(old)
-        self._logs = [log[first:last].cpu() for log in self._device_logs()]
+        self._logs = [log[first:last].cpu() for log in self._copy_device_logs()]
         self._first = first
 
-    def _device_logs(self) -> tuple[Tensor, Tensor]:
+    def _copy_device_logs(self) -> tuple[Tensor, Tensor]:
         return self.server.log_C, self.server.log_metrics
 
-    def look(self, t: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def get_round_results(self, t: int) -> tuple[Tensor, dict[str, Tensor]]:
         """C [r, G] and the metrics by name, [r] each, of round t."""
         C, metrics = (log[t - self._first] for log in self._logs)
         return C, dict(zip(self.server.metrics, metrics.unbind(dim=1), strict=True))
@@ -173,11 +175,11 @@ class SeparateRuns:
         self.members, self.federations = members, federations
         self.runs = [federate(federation) for federation in federations]
 
-    def play(self, first: int, last: int) -> None:
+    def run_rounds(self, first: int, last: int) -> None:
         """One round of each run."""
         self.done = [next(run) for run in self.runs]
 
-    def look(self, t: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def get_round_results(self, t: int) -> tuple[Tensor, dict[str, Tensor]]:
         """C and the metrics of the round just played."""
         results = [result for result, _ in self.done]
         names = dict.fromkeys(name for result in results for name in result.metrics)
@@ -194,9 +196,11 @@ class SeparateRuns:
         return torch.stack([snapshot.averaged for _, snapshot in self.done]).cpu()
 
 
-def _collect(federations: Sequence[Federation], stacks: Sequence[_Stack], t: int, rounds: int) -> ManyRound:
+def _collect_round(
+    federations: Sequence[Federation], stacks: Sequence[_RunStack], t: int, rounds: int
+) -> BatchedRoundResult:
     """One round of all stacks, in the order of the federations."""
-    looks = [stack.look(t) for stack in stacks]
+    looks = [stack.get_round_results(t) for stack in stacks]
     groups = max(C.shape[1] for C, _ in looks)
     C = torch.full((len(federations), groups), torch.nan)
     names = dict.fromkeys(name for _, own in looks for name in own)
@@ -215,7 +219,7 @@ def _collect(federations: Sequence[Federation], stacks: Sequence[_Stack], t: int
         }
         if len({len(model) for model in models.values()}) == 1:
             averaged = torch.stack([models[i] for i in range(len(federations))])
-    return ManyRound(t + 1, rounds, C, metrics, tuple(who), averaged)
+    return BatchedRoundResult(t + 1, rounds, C, metrics, tuple(who), averaged)
 
 
-__all__ = ["ManyRound", "run_many"]
+__all__ = ["BatchedRoundResult", "run_many"]

@@ -12,35 +12,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fulcrum.engines.batched.chunks import BURST, look_back
-from fulcrum.engines.batched.server import Server
+from fulcrum.engines.batched.chunks import ROUNDS_PER_CHECK, read_overflow_check
+from fulcrum.engines.batched.server import BatchedServer
 from fulcrum.engines.stacked import sampling
 from fulcrum.engines.stacked.core import StackedTasks, compute_clipped_sums
 from fulcrum.engines.stacked.draws import RandomDraws
 from fulcrum.engines.stacked.replay import GraphReplayer
 from fulcrum.engines.stacked.sampling import compact_rows, round_up_to_multiple, select_row_on_device
 from fulcrum.engines.stacked.trainer import probe_statistics_width
-from fulcrum.privacy.mechanism import NoiseMultipliers, Scales, add_noise, scale_noise, scales
+from fulcrum.privacy.mechanism import ChargedNoiseScale, NoiseMultipliers, add_noise, compute_charged_scale, scale_noise
 from fulcrum.types import Assignment, Bounds
 
 
 class SingleStepRounds:
     """Plays rounds of R runs in which every run's clients are one batch."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: BatchedServer) -> None:
         self.server = server
         self.core, self.device = server.core, server.device
         self.replayer = GraphReplayer(self.core)
         problems = [federation.problem for federation in server.federations]
         self.draws = RandomDraws(self.device, [p.randomness for p in problems])
-        self.burst = BURST if self.draws.on_device else 1  # numbers of the host are kept for one round only
+        self.burst = ROUNDS_PER_CHECK if self.draws.on_device else 1  # numbers of the host are kept for one round only
         self.order = torch.stack([p.partition.order for p in problems]).to(self.device)  # [R, n]
         self.parties = max(p.partition.parties for p in problems)
         owner = [torch.repeat_interleave(torch.arange(p.partition.parties), p.partition.sizes) for p in problems]
         self.host_owner = torch.stack(owner)  # [R, n]: the client that holds each place of the order
         self.owner = self.host_owner.to(self.device)
-        self._scales: dict[tuple[float, float, float, int], Scales] = {}
-        self._tables()
+        self._scales: dict[tuple[float, float, float, int], ChargedNoiseScale] = {}
+        self._make_term_tables()
         self.width = probe_statistics_width(self.core, server.rule_state, 0, server.rounds)
         runs, places = self.order.shape
         self.uniforms = torch.zeros((runs, places), dtype=torch.float64, device=self.device)
@@ -49,7 +49,7 @@ class SingleStepRounds:
         self.most = torch.zeros((), dtype=torch.int64, device=self.device)
         self.finite = torch.ones((), dtype=torch.bool, device=self.device)
 
-    def _tables(self) -> None:
+    def _make_term_tables(self) -> None:
         """Public terms of every client in every round, [T, R, K]; one row where all rounds are the same."""
         server = self.server
         plans = [federation.plan for federation in server.federations]
@@ -67,9 +67,9 @@ class SingleStepRounds:
                 here = server.participants[r][t]
                 tasks = [plan.assignment(k, t, 1.0) for k in range(plan.parties)] if not plan.steady else tasks
                 sigma[t, r, : plan.parties] = torch.tensor([task.sigma for task in tasks])
-                asked[t, r] = float(tasks[0].asks(t, 0))
+                asked[t, r] = float(tasks[0].asks_statistics(t, 0))
                 for k, share in zip(here, server.weights(r, t), strict=True):
-                    scale = self._scale(tasks[k], batches[k])
+                    scale = self._compute_noise_scale(tasks[k], batches[k])
                     rate[t, r, k], weight[t, r, k] = tasks[k].rate, share / batches[k]
                     noise[t, r, k] = float(scale.sum) * share / batches[k]
                     extra[t, r, k] = scale.extra * share / batches[k]
@@ -84,27 +84,31 @@ class SingleStepRounds:
         self.batch, self.sigma, self.asked = (value.to(self.device) for value in (batch, sigma, asked))
         self.noisy = bool((noise > 0).any())
 
-    def _scale(self, task: Assignment, batch: float) -> Scales:
+    def _compute_noise_scale(self, task: Assignment, batch: float) -> ChargedNoiseScale:
         """The noise of a client, in units of the bounds; computed once for equal terms."""
         key = (task.rate, task.sigma, batch, task.shares)
         if key not in self._scales:
             unit = Bounds(torch.ones(1), 1.0)
-            self._scales[key] = scales(self.core.problem.rule, unit, task.rate, task.sigma, batch, shares=task.shares)
+            self._scales[key] = compute_charged_scale(
+                self.core.problem.rule, unit, task.rate, task.sigma, batch, shares=task.shares
+            )
         return self._scales[key]
 
     # --- a round -------------------------------------------------------------------------------
 
-    def play(self, t: int) -> None:
+    def run_rounds(self, t: int) -> None:
         """Queues round t; nothing is read back."""
         self.draws.begin_round(t)
         buffers = [self.uniforms, *([self.noise, self.noise_extra] if self.noisy else [])]
-        drawn = self.draws.fill(buffers, ("round",), lambda: self._from_streams(t)[: len(buffers)])
+        drawn = self.draws.fill(buffers, ("round",), lambda: self._draw_from_streams(t)[: len(buffers)])
         if drawn is not None:  # the host knows how many joined before anything starts
             joins = drawn[0] < self.host_rate[0 if len(self.host_rate) == 1 else t].gather(1, self.host_owner)
             self.pad = max(self.pad, round_up_to_multiple(int(joins.sum(dim=1).max())))
-        self.replayer.run_in_place(("round", self.pad), self._round, [*self.server.held(), self.most, self.finite])
+        self.replayer.run_in_place(
+            ("round", self.pad), self._round, [*self.server.list_state_tensors(), self.most, self.finite]
+        )
 
-    def _from_streams(self, t: int) -> list[Tensor]:
+    def _draw_from_streams(self, t: int) -> list[Tensor]:
         """The clients' own streams: uniforms [R, n], 1 where nobody takes part, and noise [R, d] and [R, J].
 
         The clients' noise is added up with the weights that it has in the aggregate.
@@ -168,7 +172,7 @@ class SingleStepRounds:
 
     def settled(self) -> bool:
         """Whether all rounds since the last look were right; if not, what is needed to repeat them is noted."""
-        most, again = look_back(self.core, self.most, self.finite)
+        most, again = read_overflow_check(self.core, self.most, self.finite)
         if most > self.pad:
             self.pad, again = round_up_to_multiple(most), True
         return not again

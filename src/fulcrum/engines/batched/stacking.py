@@ -15,11 +15,11 @@ from torch import nn
 
 from fulcrum.clipping import ClipRule, find_rule
 from fulcrum.models.whitening import compute_buffer_digest
-from fulcrum.settings.derived import local_steps
+from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.federation import Federation
 
-SPREAD: dict[str, frozenset[str]] = {
+STACKABLE_FIELDS: dict[str, frozenset[str]] = {
     "": frozenset({"method"}),  # a name only
     # The split is in each run's own partition.
     "data": frozenset({"parties", "partition", "alpha", "shards", "min_examples"}),
@@ -52,7 +52,7 @@ SPREAD: dict[str, frozenset[str]] = {
 }
 """Fields, by section of the settings, in which runs of one stack may differ, and where each run's own value goes."""
 
-IN_PROBLEM: dict[str, frozenset[str]] = {
+PROBLEM_FIELDS: dict[str, frozenset[str]] = {
     "data": frozenset(
         {
             *("source", "dir", "validation", "features"),
@@ -70,24 +70,24 @@ IN_PROBLEM: dict[str, frozenset[str]] = {
 """Fields that decide nothing beyond the data set, the model and the device, which a federation's key has themselves."""
 
 
-def stack_key(settings: Settings) -> Hashable:
+def make_stack_key(settings: Settings) -> Hashable:
     """What runs must have in common, from their settings alone: cheap, and finer than that of their federations."""
     # What is held out depends on the seed, so that runs of two seeds have two data sets.
     held_out = settings.run.seed if settings.data.validation else None
-    return (*_shared(settings, {}), local_steps(settings.train), held_out)
+    return (*_list_shared_settings(settings, {}), compute_local_steps(settings.train), held_out)
 
 
-def federation_key(federation: Federation) -> Hashable:
+def make_federation_key(federation: Federation) -> Hashable:
     """What prepared runs must have in common: data, model, rule, device and all settings that are not spread."""
     problem, settings = federation.problem, federation.settings
     return (
-        *_shared(settings, IN_PROBLEM),
-        local_steps(settings.train),
+        *_list_shared_settings(settings, PROBLEM_FIELDS),
+        compute_local_steps(settings.train),
         problem.dataset.fingerprint,
         id(problem.dataset) if not problem.dataset.fingerprint else 0,
         problem.dataset.task.key(),
         repr(problem.model),
-        tuple(_attributes(problem.model)),
+        tuple(_list_module_attributes(problem.model)),
         compute_buffer_digest(problem.model),
         problem.layout,
         problem.rule,
@@ -98,11 +98,11 @@ def federation_key(federation: Federation) -> Hashable:
         str(problem.device),
         problem.randomness.mode,
         # A stack has one change of basis, so runs whose rule sets it differently are not stacked.
-        repr(settings.clip) if _transforms(federation) else None,
+        repr(settings.clip) if _has_transform(federation) else None,
     )
 
 
-def can_stack(settings: Settings, rule: ClipRule | None = None) -> bool:
+def can_stack_runs(settings: Settings, rule: ClipRule | None = None) -> bool:
     """Whether runs of these settings can share a tensor program at all; others go one by one through their engines.
 
     Persons own several records each. Where whole parties are units, the rule must look at each update by itself.
@@ -111,42 +111,48 @@ def can_stack(settings: Settings, rule: ClipRule | None = None) -> bool:
     return unit == "example" or (unit == "client" and rule.sound)
 
 
-def server_numbers(train: Train) -> dict[str, float]:
+def get_server_numbers(train: Train) -> dict[str, float]:
     """The numbers of `Train` in which stacked runs may differ, for the server optimisers."""
-    return {name: float(getattr(train, name)) for name in SPREAD["train"] if isinstance(getattr(train, name), float)}
+    return {
+        name: float(getattr(train, name))
+        for name in STACKABLE_FIELDS["train"]
+        if isinstance(getattr(train, name), float)
+    }
 
 
-def shared_train(train: Train) -> dict[str, Any]:
+def get_shared_train_fields(train: Train) -> dict[str, Any]:
     """The fields of `Train` that stacked runs have in common."""
-    return {f.name: getattr(train, f.name) for f in dataclasses.fields(train) if f.name not in SPREAD["train"]}
+    return {
+        f.name: getattr(train, f.name) for f in dataclasses.fields(train) if f.name not in STACKABLE_FIELDS["train"]
+    }
 
 
-def _shared(settings: Settings, known: dict[str, frozenset[str]]) -> Iterator[Hashable]:
+def _list_shared_settings(settings: Settings, known: dict[str, frozenset[str]]) -> Iterator[Hashable]:
     """(section, field, value) of all settings that are neither spread nor in `known`."""
     for outer in dataclasses.fields(settings):
         value = getattr(settings, outer.name)
         if not dataclasses.is_dataclass(value):
-            if outer.name not in SPREAD[""]:
-                yield "", outer.name, _hashable(value)
+            if outer.name not in STACKABLE_FIELDS[""]:
+                yield "", outer.name, _to_hashable(value)
             continue
-        left_out = SPREAD.get(outer.name, frozenset()) | known.get(outer.name, frozenset())
+        left_out = STACKABLE_FIELDS.get(outer.name, frozenset()) | known.get(outer.name, frozenset())
         for inner in dataclasses.fields(value):
             if inner.name not in left_out:
-                yield outer.name, inner.name, _hashable(getattr(value, inner.name))
+                yield outer.name, inner.name, _to_hashable(getattr(value, inner.name))
 
 
-def _hashable(value: Any) -> Hashable:
+def _to_hashable(value: Any) -> Hashable:
     return repr(sorted(value.items())) if isinstance(value, dict) else value
 
 
-def _attributes(model: nn.Module) -> Iterable[Hashable]:
+def _list_module_attributes(model: nn.Module) -> Iterable[Hashable]:
     """Plain values that the modules hold: a model of one's own may compute with them, and repr need not show them."""
     for name, module in model.named_modules():
         plain = {key: value for key, value in vars(module).items() if isinstance(value, int | float | str | tuple)}
         yield name, type(module), repr(sorted(plain.items()))
 
 
-def _transforms(federation: Federation) -> bool:
+def _has_transform(federation: Federation) -> bool:
     """Whether the rule clips in another basis."""
     problem = federation.problem
     state = problem.rule.init(federation.settings.clip, problem.shape)

@@ -23,14 +23,14 @@ from fulcrum.gradients.stacked import fused
 from fulcrum.settings.schema import Clip
 from fulcrum.training.client import train_client
 from fulcrum.training.engine import Engine
-from fulcrum.training.problem import Problem
+from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import ClientReply, RoundRequest
 
 
 class StackedEngine(Engine):
     """Trains all participants of a round together. See the module's words for what it can stack."""
 
-    def __init__(self, problem: Problem, rows_limit: int = 0) -> None:
+    def __init__(self, problem: TrainingProblem, rows_limit: int = 0) -> None:
         self.problem = problem
         self._rows_limit = rows_limit
 
@@ -83,7 +83,7 @@ class StackedEngine(Engine):
         yield from (replies[i] for i in range(len(request.assignments)))
 
 
-def build_stacked_core(problem: Problem, rows_limit: int = 0) -> tuple[StackedCore | None, tuple[str, ...]]:
+def build_stacked_core(problem: TrainingProblem, rows_limit: int = 0) -> tuple[StackedCore | None, tuple[str, ...]]:
     """The problem on its device, ready to be stacked, and notes; None where it cannot be."""
     if problem.unit != "example":
         return None, (f"unit {problem.unit}: clients go one by one through the reference engine",)
@@ -110,7 +110,7 @@ def _find_functional_failure(core: StackedCore) -> str:
     return ""
 
 
-def _build_replies(problem: Problem, request: RoundRequest, part: BucketResult) -> dict[int, ClientReply]:
+def _build_replies(problem: TrainingProblem, request: RoundRequest, part: BucketResult) -> dict[int, ClientReply]:
     """A bucket's replies by their position in the request."""
     deltas, extras, last = part.deltas, part.extras, part.steps[-1]
     seen = torch.stack([step.diagnostics for step in part.steps]) if problem.diagnostics else None

@@ -22,8 +22,8 @@ from fulcrum.gradients.stacked.passes import (
     functional_pass,
     run_stacked_pass,
 )
-from fulcrum.training.clipped_sum import group_norms
-from fulcrum.training.problem import Problem, coordinate_groups
+from fulcrum.training.clipped_sum import compute_group_norms
+from fulcrum.training.problem import TrainingProblem, assign_coordinate_groups
 from fulcrum.types import Transform, View
 
 PIECE_MEMORY_BYTES = {"cpu": 64 * 2**20, "cuda": 16 * 2**30}
@@ -34,7 +34,7 @@ PIECE_MEMORY_BYTES = {"cpu": 64 * 2**20, "cuda": 16 * 2**30}
 class StackedCore:
     """A problem on its device. `rows_limit`, the most examples in one piece, halves when memory runs out."""
 
-    problem: Problem
+    problem: TrainingProblem
     program: StackedProgram | None
     reason: str
     """Why there is no hand-written program; empty if there is one."""
@@ -46,7 +46,7 @@ class StackedCore:
     rows_limit: int
 
     @staticmethod
-    def of(problem: Problem, rows_limit: int = 0) -> StackedCore:
+    def of(problem: TrainingProblem, rows_limit: int = 0) -> StackedCore:
         """Moves the data of a problem to its device. rows_limit 0: as many examples in a piece as memory suggests."""
         dataset: Dataset = problem.dataset
         program, reason = compile_model(problem.model, problem.layout, dataset.shape)
@@ -62,7 +62,7 @@ class StackedCore:
             table,
             labels,
             StackedRule(problem.rule),
-            coordinate_groups(problem.layout, problem.groups).to(problem.device),
+            assign_coordinate_groups(problem.layout, problem.groups).to(problem.device),
             how,
             rows_limit or max(8, budget // (4 * elements)),
         )
@@ -110,7 +110,7 @@ class MatrixTape:
             # A row that is not finite must not become finite in the other domain.
             whole = torch.linalg.vector_norm(self.gradients, dim=1, keepdim=True)
             coefficients = self.gradients if change is None else change.forward(self.gradients)
-            norms = group_norms(coefficients, self.where, groups)
+            norms = compute_group_norms(coefficients, self.where, groups)
         return norms.masked_fill(~torch.isfinite(whole), torch.inf).view(*self.losses.shape, groups)
 
     def dots(self, direction: Tensor, segments: int) -> Tensor:

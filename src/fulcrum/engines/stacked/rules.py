@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.privacy.mechanism import apply_rule
-from fulcrum.types import Released, State, Stats, View
+from fulcrum.types import Released, RuleState, Stats, View
 
 StackedState = dict[str, Tensor]
 """A rule's state for T tasks: each tensor [T, ...]."""
 
 
-def stack_states(states: Sequence[State], device: torch.device) -> StackedState:
+def stack_states(states: Sequence[RuleState], device: torch.device) -> StackedState:
     """[T] states -> one, on the device."""
     return {name: torch.stack([s[name].to(device) for s in states]) for name in states[0]}
 

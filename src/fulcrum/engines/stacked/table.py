@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.data import Dataset
-from fulcrum.data.records import Inputs
+from fulcrum.data.records import ModelInputs
 from fulcrum.gradients.stacked.layers import StackedProgram
 
 BYTE_SCALES = (255.0, 127.5, 16.0, 1.0)
@@ -63,7 +63,7 @@ def get_resident_examples(
     kept = _resident_examples.setdefault(dataset, {})
     key = (which, order, str(device))
     if key not in kept:
-        x: Inputs = getattr(dataset, which)
+        x: ModelInputs = getattr(dataset, which)
         y: Tensor = getattr(dataset, which.replace("x", "y"))
         small = device.type != "cpu"
         if isinstance(x, Tensor):

@@ -19,7 +19,7 @@ from fulcrum.engines.stacked.rules import StackedState
 from fulcrum.engines.stacked.sampling import compute_bucket_size, round_up_to_multiple
 from fulcrum.engines.stacked.step import StepResult, StepTerms, run_local_step
 from fulcrum.privacy.events import Event, Unprotected
-from fulcrum.privacy.mechanism import refuse_bare_statistics, scales
+from fulcrum.privacy.mechanism import compute_charged_scale, refuse_unnoised_statistics
 from fulcrum.rng import Randomness, StreamKey
 from fulcrum.types import Assignment, Bounds
 
@@ -118,7 +118,7 @@ class StackedTrainer:
         count = len(members)
         places = count if count <= 4 else round_up_to_multiple(count, 2 ** (count.bit_length() - 3))
         tasks = [job.task for job in mine]
-        asks = [[task.asks(t, step) for task in tasks] for step in range(tasks[0].steps)]  # [N][members]
+        asks = [[task.asks_statistics(t, step) for task in tasks] for step in range(tasks[0].steps)]  # [N][members]
         state = _pad_states(states(members), places)
         shared = len(thetas) == 1
         start = thetas if shared else thetas[_make_padded_index([job.run for job in mine], places, self.device)]
@@ -230,14 +230,14 @@ def _build_step_terms(
     batches = [job.task.rate * job.size for job in jobs]
     noise, without = (
         [
-            scales(rule, unit, j.task.rate, j.task.sigma, batch, asked, j.task.shares)
+            compute_charged_scale(rule, unit, j.task.rate, j.task.sigma, batch, asked, j.task.shares)
             for j, batch in zip(jobs, batches, strict=True)
         ]
         for asked in (True, False)
     )
     for scale in noise:
         if statistics and not isinstance(scale.event, Unprotected):
-            refuse_bare_statistics(scale.extra)
+            refuse_unnoised_statistics(scale.extra)
 
     def column(values: Sequence[Any], dtype: torch.dtype, filler: float) -> Tensor:
         return torch.tensor([*values, *[filler] * (places - len(jobs))], dtype=dtype).to(device)

@@ -17,11 +17,21 @@ supernode.py  the child process beside it: python -m fulcrum.flower.flwr141.supe
 
 from __future__ import annotations
 
-from fulcrum.flower.flwr141.bundles import bundle
-from fulcrum.flower.flwr141.executor import Executor, free_port
-from fulcrum.flower.flwr141.gate import FLEET, Gate
+from fulcrum.flower.flwr141.bundles import make_app_bundle
+from fulcrum.flower.flwr141.executor import SupernodeExecutor, find_free_port
+from fulcrum.flower.flwr141.gate import FLEET_PATHS, FleetGate
 from fulcrum.flower.flwr141.grid import LocalGrid
-from fulcrum.flower.flwr141.link import Link, Tls
-from fulcrum.flower.flwr141.pinned import check_version
+from fulcrum.flower.flwr141.link import LocalSuperlink, TlsFiles
+from fulcrum.flower.flwr141.pinned import check_flower_version
 
-__all__ = ["FLEET", "Executor", "Gate", "Link", "LocalGrid", "Tls", "bundle", "check_version", "free_port"]
+__all__ = [
+    "FLEET_PATHS",
+    "FleetGate",
+    "LocalGrid",
+    "LocalSuperlink",
+    "SupernodeExecutor",
+    "TlsFiles",
+    "check_flower_version",
+    "find_free_port",
+    "make_app_bundle",
+]

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Mapping
 
 
-def bundle(files: Mapping[str, str] | None = None) -> bytes:
+def make_app_bundle(files: Mapping[str, str] | None = None) -> bytes:
     """A Flower app bundle. SuperNodes insist on downloading one; Fulcrum's parties never run it."""
     project = """[project]
 name = "federation"

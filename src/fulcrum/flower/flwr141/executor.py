@@ -28,11 +28,11 @@ from flwr.supercore.interceptors import (
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message
 
-from fulcrum.flower import QUIET
-from fulcrum.flower.flwr141.pinned import HEARTBEAT, check_version, hasten
+from fulcrum.flower import FLOWER_ENVIRONMENT
+from fulcrum.flower.flwr141.pinned import HEARTBEAT_SECONDS, check_flower_version, shorten_poll_interval
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A port on loopback that is free now."""
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
@@ -40,7 +40,7 @@ def free_port() -> int:
         return port
 
 
-class Executor:
+class SupernodeExecutor:
     """A SuperNode as a child process, and the loop that answers its tasks with the party's own code.
 
     The child runs Flower's SuperNode in `--isolation process`: it fetches messages and waits for somebody to
@@ -58,8 +58,8 @@ class Executor:
         say: Callable[[str], None] = print,
     ) -> None:
         """ca and key: None for plaintext without node keys. home: a folder for Flower's own files and logs."""
-        check_version()
-        hasten()
+        check_flower_version()
+        shorten_poll_interval()
         self.server, self.home, self.ca, self.key = server, home, ca, key
         self.answer, self.say = answer, say
         home.mkdir(parents=True, exist_ok=True)
@@ -73,10 +73,10 @@ class Executor:
         try:
             while not stop():
                 if self._child is None or self._child.poll() is not None:
-                    self._restart(stop)
+                    self._restart_supernode(stop)
                     continue
                 try:
-                    idle = 0 if self._take_one() else idle + 1
+                    idle = 0 if self._answer_one_task() else idle + 1
                     if idle:  # a round is seconds apart from the next, an idle hour is long
                         time.sleep(0.05 if idle < 40 else 0.25)
                     quiet = False
@@ -98,13 +98,13 @@ class Executor:
                 self._child.kill()
         self._child = None
 
-    def _restart(self, stop: Callable[[], bool]) -> None:
+    def _restart_supernode(self, stop: Callable[[], bool]) -> None:
         if self._child is not None:
-            self._pause(self._child, stop)
+            self._pause_before_restart(self._child, stop)
         if not stop():
             self._start()
 
-    def _pause(self, ended: subprocess.Popen[bytes], stop: Callable[[], bool]) -> None:
+    def _pause_before_restart(self, ended: subprocess.Popen[bytes], stop: Callable[[], bool]) -> None:
         """Wait before another start, longer after each that did not last a minute."""
         lasted = time.monotonic() - self._started
         self._failures = 0 if lasted > 60 else self._failures + 1
@@ -121,37 +121,37 @@ class Executor:
         secret_file.unlink(missing_ok=True)
         with os.fdopen(os.open(secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(secret)
-        port = free_port()
+        port = find_free_port()
         command = [sys.executable, "-m", "fulcrum.flower.flwr141.supernode", "--superlink", self.server]
         command += ["--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--superexec-auth-secret-file", str(secret_file)]
         command += ["--root-certificates", str(self.ca)] if self.ca else ["--insecure"]
         command += ["--auth-supernode-private-key", str(self.key)] if self.key else []
-        environment = {**os.environ, **QUIET, "FLWR_HOME": str(self.home)}
+        environment = {**os.environ, **FLOWER_ENVIRONMENT, "FLWR_HOME": str(self.home)}
         with (self.home / "supernode.log").open("ab") as log:
             self._child = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self._started = time.monotonic()
         self._address = f"127.0.0.1:{port}"
-        self._claims = self._client(
+        self._claims = self._make_runtime_client(
             SuperExecAuthHttpInterceptor(
                 master_secret=secret, protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"})
             )
         )
 
-    def _client(self, interceptor: Any) -> RuntimeHttpClient:
+    def _make_runtime_client(self, interceptor: Any) -> RuntimeHttpClient:
         # No retry invoker: Flower's sends SIGINT to its own process when it is turned away.
         return RuntimeHttpClient.from_server_address(
             self._address, True, None, [RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), interceptor]
         )
 
-    def _take_one(self) -> bool:
+    def _answer_one_task(self) -> bool:
         """Take a task if there is one, answer it, push the answer."""
         claim = self._claims.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
         if not (claim.HasField("task") and claim.token):
             return False
-        with contextlib.closing(self._client(RuntimeTokenHttpInterceptor(claim.token))) as client:
+        with contextlib.closing(self._make_runtime_client(RuntimeTokenHttpInterceptor(claim.token))) as client:
             beating = threading.Event()
-            threading.Thread(target=_keep_alive, args=(client, beating), daemon=True).start()
+            threading.Thread(target=_send_heartbeats, args=(client, beating), daemon=True).start()
             try:
                 # The bundle that comes with the task is left where it is: this party runs its own code.
                 message, context, _, _ = pull_task_input(client)
@@ -162,7 +162,7 @@ class Executor:
         return True
 
 
-def _keep_alive(client: RuntimeHttpClient, done: threading.Event) -> None:
-    while not done.wait(HEARTBEAT / 2):
+def _send_heartbeats(client: RuntimeHttpClient, done: threading.Event) -> None:
+    while not done.wait(HEARTBEAT_SECONDS / 2):
         with contextlib.suppress(httpx.HTTPError, RuntimeError):
             client.SendTaskHeartbeat(SendTaskHeartbeatRequest())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-FLEET = (
+FLEET_PATHS = (
     "activate-node",
     "deactivate-node",
     "send-node-heartbeat",
@@ -18,13 +18,13 @@ FLEET = (
     "confirm-message-received",
 )
 """All that the public port answers: what a SuperNode with a registered key needs."""
-OPEN_FLEET = ("register-node", "unregister-node")
+ANONYMOUS_FLEET_PATHS = ("register-node", "unregister-node")
 """What anonymous SuperNodes need beside it, served only without TLS."""
-BODY_LIMIT = 64 << 20
+MAX_REQUEST_BYTES = 64 << 20
 """Bytes of the largest request that the public port reads."""
 
 
-class Gate:
+class FleetGate:
     """The public port's front door: known fleet paths pass, everything else is 404. Counts bytes both ways."""
 
     def __init__(self, app: Any, paths: Iterable[str]) -> None:
@@ -40,7 +40,7 @@ class Gate:
             await _answer(send, 404)
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if not declared.isdigit() or int(declared) > BODY_LIMIT:
+        if not declared.isdigit() or int(declared) > MAX_REQUEST_BYTES:
             await _answer(send, 413)
             return
         seen = 0
@@ -51,7 +51,7 @@ class Gate:
             seen += len(event.get("body", b""))
             self.received += len(event.get("body", b""))
             # A chunked request declares no length; beyond the limit it is treated as broken off.
-            return {"type": "http.disconnect"} if seen > BODY_LIMIT else event
+            return {"type": "http.disconnect"} if seen > MAX_REQUEST_BYTES else event
 
         async def count_out(event: Any) -> None:
             self.sent += len(event.get("body", b""))

@@ -12,18 +12,18 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.superlink.servicer.runtime import runtime_handlers
 
 
-class _Runtime:
+class _LocalRuntimeClient:
     """The runtime API's calls, made on the link's state directly: there is no port that a stranger could find."""
 
     def __init__(self, state: Any, task: Any) -> None:
         self._state, self._task = state, task
 
     def __getattr__(self, name: str) -> Callable[[Any], Any]:
-        handler = getattr(runtime_handlers, _HANDLERS[name])
+        handler = getattr(runtime_handlers, _RUNTIME_HANDLERS[name])
         return lambda request: handler(request, self._state, self._task)
 
 
-_HANDLERS = {
+_RUNTIME_HANDLERS = {
     "PushMessages": "push_messages",
     "PullMessages": "pull_messages",
     "PushObject": "push_object",
@@ -38,7 +38,7 @@ class LocalGrid(HttpGrid):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, state: Any, task: Any) -> None:
         super().__init__(token="in this process")
-        self._state, self._local = state, _Runtime(state, task)
+        self._state, self._local = state, _LocalRuntimeClient(state, task)
 
     @property
     def _runtime_client(self) -> Any:
@@ -46,10 +46,10 @@ class LocalGrid(HttpGrid):  # type: ignore[misc,unused-ignore]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Replies that have arrived whole: a slow upload, or one that never ends, keeps nobody else waiting."""
-        ready = [sent for sent in message_ids if not self._arriving(sent)]
+        ready = [sent for sent in message_ids if not self._is_reply_arriving(sent)]
         return super().pull_messages(ready) if ready else []
 
-    def _arriving(self, sent: str) -> bool:
+    def _is_reply_arriving(self, sent: str) -> bool:
         """Whether a reply has been announced whose parts are not all here."""
         reply = self._state.message_ins_id_to_message_res_id.get(sent)
         if reply is None:

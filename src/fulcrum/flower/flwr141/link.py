@@ -22,46 +22,48 @@ from flwr.superlink.main import create_app
 from flwr.superlink.servicer.fleet import fleet_handlers
 
 from fulcrum.errors import ConfigError
-from fulcrum.flower.flwr141.bundles import bundle
-from fulcrum.flower.flwr141.gate import FLEET, OPEN_FLEET, Gate
+from fulcrum.flower.flwr141.bundles import make_app_bundle
+from fulcrum.flower.flwr141.gate import ANONYMOUS_FLEET_PATHS, FLEET_PATHS, FleetGate
 from fulcrum.flower.flwr141.grid import LocalGrid
-from fulcrum.flower.flwr141.pinned import HEARTBEAT, check_version, hasten
+from fulcrum.flower.flwr141.pinned import HEARTBEAT_SECONDS, check_flower_version, shorten_poll_interval
 
-PARTS_SECONDS = 1.0
+REPLY_PARTS_TIMEOUT = 1.0
 """How long the coordinator looks for the parts of a reply that was said to be whole."""
-_ACTIVATE = fleet_handlers.activate_node
+_FLOWER_ACTIVATE_NODE = fleet_handlers.activate_node
 
 
 @dataclass(frozen=True)
-class Tls:
+class TlsFiles:
     """Server certificate and key, PEM files."""
 
     certificate: Path
     key: Path
 
 
-class Link:
+class LocalSuperlink:
     """A SuperLink in this process: `with Link(...) as link:` then `link.grid` sends and receives."""
 
-    def __init__(self, host: str, port: int, tls: Tls | None, nodes: Mapping[str, bytes], app: bytes | None = None):
+    def __init__(
+        self, host: str, port: int, tls: TlsFiles | None, nodes: Mapping[str, bytes], app: bytes | None = None
+    ):
         """nodes: the public key (PEM) of every party, by name; with TLS only these are let in.
 
         app: the Flower app bundle that SuperNodes are offered; a placeholder unless given, since no party runs it.
         """
-        check_version()
-        hasten(PARTS_SECONDS)
+        check_flower_version()
+        shorten_poll_interval(REPLY_PARTS_TIMEOUT)
         self.host, self.port = host, port
         self._app = create_app()
         self._app.state.enable_supernode_auth = tls is not None
-        self.gate = Gate(self._app, FLEET if tls else FLEET + OPEN_FLEET)
+        self.gate = FleetGate(self._app, FLEET_PATHS if tls else FLEET_PATHS + ANONYMOUS_FLEET_PATHS)
         self.state = self._app.state.linkstate_factory.state()
         if tls is not None:
             for key in nodes.values():
-                self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT)
+                self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_SECONDS)
         self._back: set[int] = set()
         self._active: set[int] = set()
-        self.grid = self._start_run(app or bundle())
-        fleet_handlers.activate_node = self._activate
+        self.grid = self._start_flower_run(app or make_app_bundle())
+        fleet_handlers.activate_node = self._activate_node
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self.gate,
@@ -77,7 +79,7 @@ class Link:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._server.run, name="superlink", daemon=True)
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> LocalSuperlink:
         with contextlib.closing(socket.socket()) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -89,7 +91,7 @@ class Link:
             time.sleep(0.02)
         if not self._server.started:
             raise ConfigError(f"the server on {self.host}:{self.port} did not start; check the certificate and key.")
-        threading.Thread(target=self._beat, name="superlink-heartbeat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="superlink-heartbeat", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -102,7 +104,7 @@ class Link:
         back, self._back = self._back, set()
         return back
 
-    def _activate(self, request: Any, state: Any) -> Any:
+    def _activate_node(self, request: Any, state: Any) -> Any:
         """As Flower's own, but a node that was killed may come back at once.
 
         Flower would turn it away for a minute, until its last heartbeat is old. The request is signed with
@@ -112,11 +114,11 @@ class Link:
         if node is not None and node in self._active:
             state.deactivate_node(node)
             self._back.add(node)
-        response = _ACTIVATE(request, state)
+        response = _FLOWER_ACTIVATE_NODE(request, state)
         self._active.add(response.node_id)
         return response
 
-    def _start_run(self, content: bytes) -> LocalGrid:
+    def _start_flower_run(self, content: bytes) -> LocalGrid:
         fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
         self.state.store_fab(fab)
         run_id = self.state.create_run(
@@ -139,7 +141,7 @@ class Link:
         grid.set_run(run)
         return grid
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Flower ends a run whose task is silent for a minute."""
-        while not self._stop.wait(HEARTBEAT / 2):
+        while not self._stop.wait(HEARTBEAT_SECONDS / 2):
             self.state.acknowledge_task_heartbeat(self.task_id)

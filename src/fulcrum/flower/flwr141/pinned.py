@@ -9,19 +9,21 @@ from flwr.supercore.inflatable import inflatable_utils
 
 from fulcrum.errors import ConfigError
 
-PINNED = "1.41.0"
-HEARTBEAT = 20.0
+PINNED_FLOWER_VERSION = "1.41.0"
+HEARTBEAT_SECONDS = 20.0
 """Seconds between the signs of life that nodes register with; running tasks give them twice as often."""
 
 
-def check_version() -> None:
+def check_flower_version() -> None:
     """Flower's insides move between releases; refuse any other than the one this was written for."""
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it tells of every request, also of strangers'
-    if flwr.__version__ != PINNED:
-        raise ConfigError(f"flwr {flwr.__version__} is installed, and this needs {PINNED}: pip install flwr=={PINNED}.")
+    if flwr.__version__ != PINNED_FLOWER_VERSION:
+        raise ConfigError(
+            f"flwr {flwr.__version__} is installed, and this needs {PINNED_FLOWER_VERSION}: pip install flwr=={PINNED_FLOWER_VERSION}."
+        )
 
 
-def hasten(most: float | None = None) -> None:
+def shorten_poll_interval(most: float | None = None) -> None:
     """Look for the parts of a message every few hundredths of a second, not every second or more.
 
     most: seconds to wait for all of them.

@@ -9,9 +9,9 @@ import sys
 import time
 from types import SimpleNamespace
 
-from fulcrum.flower.flwr141.pinned import hasten
+from fulcrum.flower.flwr141.pinned import shorten_poll_interval
 
-POLL = 0.25
+POLL_SECONDS = 0.25
 """Seconds between a SuperNode's looks for mail; Flower's own are 3."""
 
 
@@ -26,8 +26,8 @@ def main() -> None:
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
     start_parent_process_monitor(os.getppid())
-    hasten()
-    loop.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, POLL)))  # type: ignore[assignment,attr-defined,unused-ignore]
+    shorten_poll_interval()
+    loop.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, POLL_SECONDS)))  # type: ignore[assignment,attr-defined,unused-ignore]
     sys.argv[0] = "flower-supernode"
     flower_supernode()
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
-from fulcrum.data.records import Inputs, map_inputs
+from fulcrum.data.records import ModelInputs, map_inputs
 from fulcrum.data.tasks import Task
 from fulcrum.gradients.stacked import fused
 from fulcrum.gradients.stacked.layers import StackedProgram, StackedSite, StackedWeights
@@ -283,7 +283,7 @@ def run_stacked_pass(
     """Forward and backward for x [S, n, ...] and targets y [S, n, ...] with weights theta [S, d]."""
     weights = unflatten_stacked(program.layout, theta)
     outputs, kept = forward_stacked(program, weights, x, how, keep=True)
-    losses, g = task.losses_and_slopes(outputs.float(), y)
+    losses, g = task.compute_losses_and_gradients(outputs.float(), y)
     g = g.to(outputs.dtype)
     sites = [i for i, step in enumerate(program.steps) if isinstance(step, StackedSite)]
     uses: list[_StackedSiteUse] = []
@@ -305,11 +305,11 @@ def run_stacked_pass(
 
 
 def functional_pass(
-    model: nn.Module, layout: ParameterLayout, theta: Tensor, x: Inputs, y: Tensor, task: Task
+    model: nn.Module, layout: ParameterLayout, theta: Tensor, x: ModelInputs, y: Tensor, task: Task
 ) -> tuple[Tensor, Tensor]:
     """Gradients [S * n, d] and losses [S, n] of any model that torch.func can follow."""
 
-    def loss(flat: Tensor, one: Inputs, target: Tensor) -> Tensor:
+    def loss(flat: Tensor, one: ModelInputs, target: Tensor) -> Tensor:
         outputs = call_with_parameters(model, layout.unflatten(flat), map_inputs(lambda value: value[None], one))
         return task.loss(outputs, target[None]).reshape(())
 
@@ -318,10 +318,10 @@ def functional_pass(
     return gradients.flatten(0, 1), losses
 
 
-def functional_outputs(model: nn.Module, layout: ParameterLayout, theta: Tensor, x: Inputs) -> Tensor:
+def functional_outputs(model: nn.Module, layout: ParameterLayout, theta: Tensor, x: ModelInputs) -> Tensor:
     """Outputs [S, n, ...] of any model."""
 
-    def one_set(flat: Tensor, rows: Inputs) -> Tensor:
+    def one_set(flat: Tensor, rows: ModelInputs) -> Tensor:
         return call_with_parameters(model, layout.unflatten(flat), rows)  # type: ignore[no-any-return]
 
     return vmap(one_set)(theta, x)

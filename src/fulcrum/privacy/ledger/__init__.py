@@ -13,6 +13,6 @@ rows.py     what the rows say, as frozen values
 from __future__ import annotations
 
 from fulcrum.privacy.ledger.ledger import Ledger
-from fulcrum.privacy.ledger.rows import Account, Entry, Line
+from fulcrum.privacy.ledger.rows import LedgerAccount, LedgerEntry, RunCostLine
 
-__all__ = ["Account", "Entry", "Ledger", "Line"]
+__all__ = ["Ledger", "LedgerAccount", "LedgerEntry", "RunCostLine"]

@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import TypeVar
 
 from fulcrum.errors import BudgetError, ConfigError
-from fulcrum.privacy.accounting import Spend, check_terms, epsilons
+from fulcrum.privacy.accounting import Spend, check_accounting_terms, compute_epsilons
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.ledger.rows import Account, Entry, Line, read_events, write_events
-from fulcrum.privacy.ledger.store import NOTHING, Adder, Store
+from fulcrum.privacy.ledger.rows import LedgerAccount, LedgerEntry, RunCostLine, read_events_text, write_events_text
+from fulcrum.privacy.ledger.store import EMPTY_SPEND, LedgerStore, SpendAdder
 
 Key = TypeVar("Key")
-SLACK = 1e-9
+BUDGET_TOLERANCE = 1e-9
 """Relative tolerance of the budget check: rounding in a sum, nothing else."""
 
 
@@ -26,7 +26,7 @@ class Ledger:
     and brought up to date, from the rows that were added since, whenever something is asked.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: LedgerStore) -> None:
         self._store = store
 
     @staticmethod
@@ -35,7 +35,7 @@ class Ledger:
 
         ":memory:" is a ledger that is gone when closed.
         """
-        return Ledger(Store.open(Path(path), wait))
+        return Ledger(LedgerStore.open(Path(path), wait))
 
     @property
     def path(self) -> Path:
@@ -61,44 +61,44 @@ class Ledger:
 
         A known party keeps its budget whatever is given here; `set_budget` changes it.
         """
-        self.enroll_all([Account(party, budget, delta, accountant, unit, population)])
+        self.enroll_parties([LedgerAccount(party, budget, delta, accountant, unit, population)])
 
-    def enroll_all(self, accounts: Iterable[Account]) -> None:
+    def enroll_parties(self, accounts: Iterable[LedgerAccount]) -> None:
         """Enroll many parties in one transaction; if one is refused none is added."""
         given, known = list(accounts), self._store.accounts
         for delta, accountant in {(account.delta, account.accountant) for account in given}:
-            check_terms(delta, accountant)
+            check_accounting_terms(delta, accountant)
         for account in given:
-            _check_budget(account.name, account.budget)
+            _check_budget_value(account.name, account.budget)
         if all(account.name in known for account in given):  # terms never change: no need to look
             for account in given:
-                _check_same_terms(known[account.name][1], account)
+                _check_same_account_terms(known[account.name][1], account)
             return
-        with self._store.changing():
-            added: dict[str, Account] = {}
+        with self._store.write_transaction():
+            added: dict[str, LedgerAccount] = {}
             for account in given:
                 before = known[account.name][1] if account.name in known else added.get(account.name)
                 if before is not None:
-                    _check_same_terms(before, account)
+                    _check_same_account_terms(before, account)
                     continue
                 added[account.name] = account
                 cursor = self._store.db.execute(
                     "INSERT INTO parties (name, delta, accountant, unit, population, time) VALUES (?, ?, ?, ?, ?, ?)",
                     (account.name, account.delta, account.accountant, account.unit, account.population, time.time()),
                 )
-                self._add_budget(cursor.lastrowid, account.budget)
+                self._insert_budget(cursor.lastrowid, account.budget)
 
-    def set_budget(self, party: str, budget: float | None) -> None:
+    def change_budget(self, party: str, budget: float | None) -> None:
         """Give a party another budget from now on; the former one stays on record."""
-        _check_budget(party, budget)
-        with self._store.changing():
-            self._add_budget(self._store.account(party)[0], budget)
+        _check_budget_value(party, budget)
+        with self._store.write_transaction():
+            self._insert_budget(self._store.find_account(party)[0], budget)
 
-    def _add_budget(self, row: int | None, budget: float | None) -> None:
+    def _insert_budget(self, row: int | None, budget: float | None) -> None:
         values = (row, budget, time.time())
         self._store.db.execute("INSERT INTO budgets (party, epsilon, time) VALUES (?, ?, ?)", values)
 
-    def accounts(self) -> dict[str, Account]:
+    def accounts(self) -> dict[str, LedgerAccount]:
         """Every party with its present budget and terms, by name."""
         with self._store.reading():
             return {name: account for name, (_, account) in self._store.accounts.items()}
@@ -115,8 +115,8 @@ class Ledger:
         a round that was already reserved, raise `attempt`: it is paid again.
         """
         asked = {party: tuple(events) for party, events in wanted.items()}
-        store, add = self._store, Adder()
-        with store.changing():
+        store, add = self._store, SpendAdder()
+        with store.write_transaction():
             held = dict(
                 store.db.execute(
                     "SELECT party, events FROM entries WHERE run = ? AND round = ? AND attempt = ?",
@@ -125,25 +125,27 @@ class Ledger:
             )
             fresh: dict[str, tuple[int, str, Spend]] = {}  # party -> its row, its events, its spend with them
             for party, events in asked.items():
-                row, text = store.account(party)[0], write_events(events)
+                row, text = store.find_account(party)[0], write_events_text(events)
                 if row not in held:
-                    fresh[party] = (row, text, add(store.spend(row), text))
-                elif read_events(held[row]) != events:
+                    fresh[party] = (row, text, add(store.get_spend(row), text))
+                elif read_events_text(held[row]) != events:
                     raise BudgetError(
                         f"party {party!r} already reserved other events for round {round} of run {run!r} (attempt "
                         f"{attempt}); what is released must be what was reserved, so nothing was released."
                     )
-            fits = _within_budget({party: (store.account(party)[1], spend) for party, (_, _, spend) in fresh.items()})
+            fits = _check_within_budgets(
+                {party: (store.find_account(party)[1], spend) for party, (_, _, spend) in fresh.items()}
+            )
             granted, now = [fresh[party] for party in fresh if fits[party]], time.time()
             if granted:
-                store.mark_format()
+                store.mark_current_format()
             store.db.executemany(
                 "INSERT INTO entries (party, run, round, attempt, events, time) VALUES (?, ?, ?, ?, ?, ?)",
                 [(row, run, round, attempt, text, now) for row, text, _ in granted],
             )
             (last,) = store.db.execute("SELECT coalesce(max(id), 0) FROM entries").fetchone()
         # Only now is it on disk; the transaction kept every other writer out, so these are all the news.
-        store.remember(last, {row: spend for row, _, spend in granted})
+        store.remember_spends(last, {row: spend for row, _, spend in granted})
         return {party: fits.get(party, True) for party in asked}
 
     def settle(self, run: str, round: int, digests: Mapping[str, str], attempt: int | None = None) -> None:
@@ -152,7 +154,7 @@ class Ledger:
         Settles each party's latest attempt unless told which. Again with the same digest changes
         nothing; with another one it is a BudgetError, since the second release was not paid for.
         """
-        with self._store.changing():
+        with self._store.write_transaction():
             rows = self._store.db.execute(
                 "SELECT e.party, e.attempt, e.id, s.digest FROM entries e LEFT JOIN settlements s ON s.entry = e.id"
                 " WHERE e.run = ? AND e.round = ? ORDER BY e.attempt",
@@ -161,7 +163,7 @@ class Ledger:
             latest = {party: (entry, old) for party, tried, entry, old in rows if attempt in (None, tried)}
             new = []
             for party, digest in digests.items():
-                entry, old = latest.get(self._store.account(party)[0], (None, None))
+                entry, old = latest.get(self._store.find_account(party)[0], (None, None))
                 if entry is None:
                     raise BudgetError(f"party {party!r} settles round {round} of run {run!r}, which it never reserved.")
                 if old not in (None, digest):
@@ -173,7 +175,7 @@ class Ledger:
                     new.append((entry, digest, time.time()))
             self._store.db.executemany("INSERT INTO settlements (entry, digest, time) VALUES (?, ?, ?)", new)
 
-    def settled_attempts(self, run: str, round: int) -> int:
+    def count_settled_attempts(self, run: str, round: int) -> int:
         """The first attempt at this round that has not been settled: 0 unless something was released before."""
         with self._store.reading():
             (last,) = self._store.db.execute(
@@ -188,24 +190,24 @@ class Ledger:
     def spent(self, party: str) -> Spend:
         """All that the party has reserved so far, over all runs."""
         with self._store.reading():
-            return self._store.spend(self._store.account(party)[0])
+            return self._store.get_spend(self._store.find_account(party)[0])
 
-    def spends(self, run: str | None = None) -> dict[str, Spend]:
+    def get_spends(self, run: str | None = None) -> dict[str, Spend]:
         """What every party has reserved so far: over all runs, or in one run."""
         store = self._store
         with store.reading():
             if run is None:
-                return {name: store.spend(row) for name, (row, _) in store.accounts.items()}
-            totals = dict.fromkeys(store.accounts, NOTHING)
+                return {name: store.get_spend(row) for name, (row, _) in store.accounts.items()}
+            totals = dict.fromkeys(store.accounts, EMPTY_SPEND)
             for name, events, times in store.db.execute(
                 "SELECT p.name, e.events, count(*) FROM entries e JOIN parties p ON p.id = e.party"
                 " WHERE e.run = ? GROUP BY p.name, e.events",
                 (run,),
             ):
-                totals[name] = totals[name].plus(read_events(events), times)
+                totals[name] = totals[name].add_events(read_events_text(events), times)
             return totals
 
-    def round_reservations(self, run: str, rounds: range) -> list[tuple[str, tuple[Event, ...]]]:
+    def list_round_reservations(self, run: str, rounds: range) -> list[tuple[str, tuple[Event, ...]]]:
         """(party, events) of every reservation of a run in these rounds, in the order of rounds and attempts."""
         with self._store.reading():
             rows = self._store.db.execute(
@@ -213,35 +215,35 @@ class Ledger:
                 " WHERE e.run = ? AND e.round >= ? AND e.round < ? ORDER BY e.round, e.attempt, e.id",
                 (run, rounds.start, rounds.stop),
             )
-            return [(name, read_events(events)) for name, events in rows]
+            return [(name, read_events_text(events)) for name, events in rows]
 
     def epsilon(self, party: str) -> float:
         """The epsilon the party has reserved so far, over all runs, by its own delta and accountant."""
         with self._store.reading():
-            row, account = self._store.account(party)
-            return self._store.spend(row).epsilon(account.delta, account.accountant)
+            row, account = self._store.find_account(party)
+            return self._store.get_spend(row).epsilon(account.delta, account.accountant)
 
     def epsilons(self) -> dict[str, float]:
         """`epsilon` of every party."""
         with self._store.reading():
-            return _costs(
-                {name: (terms, self._store.spend(row)) for name, (row, terms) in self._store.accounts.items()}
+            return _compute_spend_epsilons(
+                {name: (terms, self._store.get_spend(row)) for name, (row, terms) in self._store.accounts.items()}
             )
 
-    def entries(self, party: str) -> list[Entry]:
+    def entries(self, party: str) -> list[LedgerEntry]:
         """Every reservation of a party, oldest first."""
         with self._store.reading():
             rows = self._store.db.execute(
                 "SELECT e.run, e.round, e.attempt, e.events, e.time, s.digest, s.time FROM entries e"
                 " LEFT JOIN settlements s ON s.entry = e.id WHERE e.party = ? ORDER BY e.id",
-                (self._store.account(party)[0],),
+                (self._store.find_account(party)[0],),
             )
             return [
-                Entry(party, run, round, attempt, read_events(events), reserved, digest, released)
+                LedgerEntry(party, run, round, attempt, read_events_text(events), reserved, digest, released)
                 for run, round, attempt, events, reserved, digest, released in rows
             ]
 
-    def history(self) -> list[Line]:
+    def list_run_costs(self) -> list[RunCostLine]:
         """What each run cost each party, in the order in which they began."""
         with self._store.reading():
             rows = self._store.db.execute(
@@ -251,48 +253,50 @@ class Ledger:
             ).fetchall()
             totals: dict[tuple[str, str], tuple[int, int, int, int, Spend]] = {}
             for name, run, events, first, last, count, settled in rows:
-                old = totals.get((name, run), (first, last, 0, 0, NOTHING))
-                spend = old[4].plus(read_events(events), count)
+                old = totals.get((name, run), (first, last, 0, 0, EMPTY_SPEND))
+                spend = old[4].add_events(read_events_text(events), count)
                 totals[name, run] = min(old[0], first), max(old[1], last), old[2] + count, old[3] + settled, spend
-            costs = _costs({key: (self._store.accounts[key[0]][1], total[4]) for key, total in totals.items()})
-        return [Line(*key, *total[:4], total[4].releases, costs[key]) for key, total in totals.items()]
+            costs = _compute_spend_epsilons(
+                {key: (self._store.accounts[key[0]][1], total[4]) for key, total in totals.items()}
+            )
+        return [RunCostLine(*key, *total[:4], total[4].releases, costs[key]) for key, total in totals.items()]
 
-    def round_entries(self, party: str, run: str, round: int) -> list[Entry]:
+    def list_round_entries(self, party: str, run: str, round: int) -> list[LedgerEntry]:
         """A party's reservations for one round of one run, first attempt first; found by index."""
         with self._store.reading():
             rows = self._store.db.execute(
                 "SELECT e.attempt, e.events, e.time, s.digest, s.time FROM entries e LEFT JOIN settlements s"
                 " ON s.entry = e.id WHERE e.run = ? AND e.round = ? AND e.party = ? ORDER BY e.attempt",
-                (run, round, self._store.account(party)[0]),
+                (run, round, self._store.find_account(party)[0]),
             )
             return [
-                Entry(party, run, round, attempt, read_events(events), reserved, digest, released)
+                LedgerEntry(party, run, round, attempt, read_events_text(events), reserved, digest, released)
                 for attempt, events, reserved, digest, released in rows
             ]
 
 
-def _costs(spends: Mapping[Key, tuple[Account, Spend]]) -> dict[Key, float]:
+def _compute_spend_epsilons(spends: Mapping[Key, tuple[LedgerAccount, Spend]]) -> dict[Key, float]:
     """Epsilon of each spend by the terms of its account; spends that are one object are computed once."""
     by_terms: dict[tuple[float, str], dict[int, Spend]] = {}
     for account, spend in spends.values():
         by_terms.setdefault((account.delta, account.accountant), {})[id(spend)] = spend
     found = {
-        terms: dict(zip(same, epsilons(list(same.values()), *terms).tolist(), strict=True))
+        terms: dict(zip(same, compute_epsilons(list(same.values()), *terms).tolist(), strict=True))
         for terms, same in by_terms.items()
     }
     return {key: found[account.delta, account.accountant][id(spend)] for key, (account, spend) in spends.items()}
 
 
-def _within_budget(spends: Mapping[str, tuple[Account, Spend]]) -> dict[str, bool]:
+def _check_within_budgets(spends: Mapping[str, tuple[LedgerAccount, Spend]]) -> dict[str, bool]:
     """Whether each party's spend fits into the budget of its account."""
-    costs = _costs({party: pair for party, pair in spends.items() if pair[0].budget is not None})
+    costs = _compute_spend_epsilons({party: pair for party, pair in spends.items() if pair[0].budget is not None})
     return {
-        party: account.budget is None or costs[party] <= account.budget * (1 + SLACK)
+        party: account.budget is None or costs[party] <= account.budget * (1 + BUDGET_TOLERANCE)
         for party, (account, _) in spends.items()
     }
 
 
-def _check_budget(party: str, budget: float | None) -> None:
+def _check_budget_value(party: str, budget: float | None) -> None:
     """Refuse a budget that limits nothing by mistake, or everything."""
     if budget is not None and not 0 < budget < float("inf"):
         raise ConfigError(
@@ -300,7 +304,7 @@ def _check_budget(party: str, budget: float | None) -> None:
         )
 
 
-def _check_same_terms(known: Account, given: Account) -> None:
+def _check_same_account_terms(known: LedgerAccount, given: LedgerAccount) -> None:
     for term in ("unit", "delta", "accountant", "population"):
         if getattr(known, term) != getattr(given, term):
             raise ConfigError(

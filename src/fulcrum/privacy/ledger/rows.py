@@ -11,7 +11,7 @@ from fulcrum.privacy.events import Event, Gaussian, Unprotected, events_from_jso
 
 
 @dataclass(frozen=True)
-class Account:
+class LedgerAccount:
     """A party as the ledger knows it. budget is the epsilon over all runs; None records without a limit.
 
     unit, delta, accountant and population (which data it holds: a name or fingerprint) are fixed once
@@ -27,7 +27,7 @@ class Account:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One reservation. digest and released (seconds since 1970) are None until it is settled."""
 
     party: str
@@ -41,7 +41,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Line:
+class RunCostLine:
     """What one run cost one party, for display. epsilon is that run's alone; epsilons of runs do not simply add."""
 
     party: str
@@ -55,18 +55,18 @@ class Line:
 
 
 @lru_cache(maxsize=65536)
-def write_events(events: tuple[Event, ...]) -> str:
+def write_events_text(events: tuple[Event, ...]) -> str:
     """Events as the text of a row: JSON, every digit kept."""
     return json.dumps(events_to_json(events), separators=(",", ":"), allow_nan=False)
 
 
 @lru_cache(maxsize=65536)
-def read_events(text: str) -> tuple[Event, ...]:
+def read_events_text(text: str) -> tuple[Event, ...]:
     """The events of a row. Files of format 1 leave out the kind: [rate, sigma, count] with noise, [count] without."""
-    return events_from_json([_with_kind(row) for row in json.loads(text)])
+    return events_from_json([_add_event_kind(row) for row in json.loads(text)])
 
 
-def _with_kind(row: list[Any]) -> list[Any]:
+def _add_event_kind(row: list[Any]) -> list[Any]:
     if row and isinstance(row[0], str):
         return row
     return [(Gaussian if len(row) == 3 else Unprotected).kind, *row]

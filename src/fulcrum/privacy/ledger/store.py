@@ -10,16 +10,16 @@ from pathlib import Path
 
 from fulcrum.errors import InputError
 from fulcrum.privacy.accounting import Spend
-from fulcrum.privacy.ledger.rows import Account, read_events
+from fulcrum.privacy.ledger.rows import LedgerAccount, read_events_text
 
 # --- the format: tables, and triggers that make the file append-only ----------------------------
 
-APPLICATION = 0x46554C43  # "FULC": tells a ledger from any other SQLite file
-VERSION = 2
+SQLITE_APPLICATION_ID = 0x46554C43  # "FULC": tells a ledger from any other SQLite file
+FORMAT_VERSION = 2
 """The format that is written. Format 1 leaves out the kinds of events; it is read, and becomes 2 with the first row."""
-READABLE = (1, 2)
+READABLE_VERSIONS = (1, 2)
 
-_TABLES = ("parties", "budgets", "entries", "settlements")
+_TABLE_NAMES = ("parties", "budgets", "entries", "settlements")
 _SCHEMA = """
 CREATE TABLE parties (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, delta REAL NOT NULL,
     accountant TEXT NOT NULL, unit TEXT NOT NULL, population TEXT NOT NULL, time REAL NOT NULL);
@@ -35,35 +35,35 @@ CREATE TABLE settlements (entry INTEGER PRIMARY KEY REFERENCES entries, digest T
 """ + "".join(
     f"CREATE TRIGGER {table}_{verb} BEFORE {verb} ON {table} "
     "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;\n"
-    for table in _TABLES
+    for table in _TABLE_NAMES
     for verb in ("UPDATE", "DELETE")
 )
 
 
-def _is_ledger(db: sqlite3.Connection, path: Path) -> bool:
+def _is_ledger_file(db: sqlite3.Connection, path: Path) -> bool:
     """True for a ledger, False for a new file; InputError for anything else."""
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if application == APPLICATION and version not in READABLE:
-        formats = " and ".join(map(str, READABLE))
+    if application == SQLITE_APPLICATION_ID and version not in READABLE_VERSIONS:
+        formats = " and ".join(map(str, READABLE_VERSIONS))
         raise InputError(
             f"ledger {path} has format {version}, and this Fulcrum reads formats {formats}; use the one that wrote it."
         )
-    if application != APPLICATION and tables:
+    if application != SQLITE_APPLICATION_ID and tables:
         raise InputError(f"ledger {path} is not a Fulcrum ledger; give the path of a ledger or of a new file.")
-    return bool(application == APPLICATION)
+    return bool(application == SQLITE_APPLICATION_ID)
 
 
-def _create(db: sqlite3.Connection) -> None:
+def _create_tables(db: sqlite3.Connection) -> None:
     """Make a new file a ledger, within the transaction that is open."""
-    for statement in _statements(_SCHEMA):
+    for statement in _split_statements(_SCHEMA):
         db.execute(statement)
-    db.execute(f"PRAGMA application_id = {APPLICATION}")
-    db.execute(f"PRAGMA user_version = {VERSION}")
+    db.execute(f"PRAGMA application_id = {SQLITE_APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
 
 
-def _statements(script: str) -> Iterator[str]:
+def _split_statements(script: str) -> Iterator[str]:
     """Single statements, since `executescript` would commit half-way."""
     part = ""
     for piece in script.split(";"):
@@ -75,9 +75,9 @@ def _statements(script: str) -> Iterator[str]:
 
 # --- the open file ------------------------------------------------------------------------------
 
-NOTHING = Spend.none()
+EMPTY_SPEND = Spend.empty()
 
-_REASONS = {
+_SQLITE_ERROR_ADVICE = {
     "locked": "is in use by another process; wait until that is done, or close it",
     "full": "cannot grow because the disk is full; free some space and run again (nothing was released)",
     "not a database": "is not a Fulcrum ledger; give the path of a ledger or of a new file",
@@ -89,7 +89,7 @@ _REASONS = {
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _translate_sqlite_errors(path: Path) -> Iterator[None]:
     """SQLite's errors as one sentence each."""
     try:
         yield
@@ -97,11 +97,11 @@ def _explained(path: Path) -> Iterator[None]:
         raise  # a defect of the program, not of the file
     except sqlite3.DatabaseError as error:
         words = str(error)
-        reason = next((text for sign, text in _REASONS.items() if sign in words), f"failed: {words}")
+        reason = next((text for sign, text in _SQLITE_ERROR_ADVICE.items() if sign in words), f"failed: {words}")
         raise InputError(f"ledger {path} {reason}.") from error
 
 
-class Adder:
+class SpendAdder:
     """Spend plus events, computed once for all parties with the same past: they share one object."""
 
     def __init__(self) -> None:
@@ -111,11 +111,11 @@ class Adder:
         key = (id(past), events, times)
         if key not in self._done:
             # The past is kept beside the sum, so that its id cannot pass to another object.
-            self._done[key] = (past, past.plus(read_events(events), times))
+            self._done[key] = (past, past.add_events(read_events_text(events), times))
         return self._done[key][1]
 
 
-class Store:
+class LedgerStore:
     """An open file. Read `accounts` and call `account` and `spend` within `reading` or `changing`.
 
     accounts: by name, each party's row and its present terms. Spends and accounts are brought up to date
@@ -125,16 +125,16 @@ class Store:
     def __init__(self, db: sqlite3.Connection, path: Path) -> None:
         self.db = db
         self.path = path
-        self.accounts: dict[str, tuple[int, Account]] = {}
+        self.accounts: dict[str, tuple[int, LedgerAccount]] = {}
         self._spends: dict[int, Spend] = {}
         self._seen = 0  # last entry that is in _spends
         self._budgets_seen = 0  # last budget that is in accounts; every party has one from the start
         self._lock = threading.RLock()
 
     @staticmethod
-    def open(path: Path, wait: float) -> Store:
+    def open(path: Path, wait: float) -> LedgerStore:
         """Open a ledger's file, or start a new one where there is none; `wait` seconds for other processes."""
-        with _explained(path):
+        with _translate_sqlite_errors(path):
             db = sqlite3.connect(path, timeout=wait, isolation_level=None, check_same_thread=False)
             try:
                 # A rollback journal keeps the ledger one file that can be copied; EXTRA also syncs the
@@ -143,20 +143,20 @@ class Store:
                 db.execute("PRAGMA synchronous = EXTRA")
                 db.execute("PRAGMA foreign_keys = ON")
                 db.execute("PRAGMA recursive_triggers = ON")
-                store = Store(db, path)
-                if not _is_ledger(db, path):
-                    with store._writing():
-                        if not _is_ledger(db, path):  # another process may have been faster
-                            _create(db)
+                store = LedgerStore(db, path)
+                if not _is_ledger_file(db, path):
+                    with store._exclusive_transaction():
+                        if not _is_ledger_file(db, path):  # another process may have been faster
+                            _create_tables(db)
                 return store
             except BaseException:
                 db.close()
                 raise
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _exclusive_transaction(self) -> Iterator[None]:
         """One transaction that no other process can come between: all of it is on disk at the end, or none."""
-        with self._lock, _explained(self.path):
+        with self._lock, _translate_sqlite_errors(self.path):
             self.db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -169,24 +169,24 @@ class Store:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """A consistent view, with the spends in memory brought up to date."""
-        with self._lock, _explained(self.path):
+        with self._lock, _translate_sqlite_errors(self.path):
             outer = self.db.in_transaction
             if not outer:
                 self.db.execute("BEGIN")
             try:
-                self._refresh()
+                self._refresh_spends()
                 yield
             finally:
                 if not outer and self.db.in_transaction:
                     self.db.execute("ROLLBACK")
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
+    def write_transaction(self) -> Iterator[None]:
         """`reading`, and what is written is on disk at the end, all or none; no other process can come between."""
-        with self._writing(), self.reading():
+        with self._exclusive_transaction(), self.reading():
             yield
 
-    def _refresh(self) -> None:
+    def _refresh_spends(self) -> None:
         # Only what was added since: the cost of a round must not grow with the parties that are enrolled.
         fresh = self.db.execute(
             "SELECT b.id, p.id, p.name, b.epsilon, p.delta, p.accountant, p.unit, p.population FROM budgets b"
@@ -194,34 +194,34 @@ class Store:
             (self._budgets_seen,),
         )
         for budget, party, *terms in fresh:
-            self.accounts[terms[0]] = (party, Account(*terms))
+            self.accounts[terms[0]] = (party, LedgerAccount(*terms))
             self._budgets_seen = budget
         rows = self.db.execute(
             "SELECT party, events, count(*), max(id) FROM entries WHERE id > ? GROUP BY party, events", (self._seen,)
         ).fetchall()
-        add = Adder()
+        add = SpendAdder()
         for party, events, times, last in rows:
-            self._spends[party] = add(self.spend(party), events, times)
+            self._spends[party] = add(self.get_spend(party), events, times)
             self._seen = max(self._seen, last)
 
-    def mark_format(self) -> None:
+    def mark_current_format(self) -> None:
         """Say in the file that its rows may name kinds of events, before the first such row; within `changing`."""
-        if self.db.execute("PRAGMA user_version").fetchone() != (VERSION,):
-            self.db.execute(f"PRAGMA user_version = {VERSION}")
+        if self.db.execute("PRAGMA user_version").fetchone() != (FORMAT_VERSION,):
+            self.db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
 
-    def remember(self, last: int, spends: Mapping[int, Spend]) -> None:
+    def remember_spends(self, last: int, spends: Mapping[int, Spend]) -> None:
         """Take over the spends that this process has just put on disk, up to entry `last`, without reading them."""
         with self._lock:
             if self._seen < last:
                 self._spends.update(spends)
                 self._seen = last
 
-    def account(self, party: str) -> tuple[int, Account]:
+    def find_account(self, party: str) -> tuple[int, LedgerAccount]:
         """A party's row and terms; InputError for one that was never enrolled."""
         if party not in self.accounts:
             raise InputError(f"party {party!r} is not in the ledger {self.path}; enroll it first.")
         return self.accounts[party]
 
-    def spend(self, row: int) -> Spend:
+    def get_spend(self, row: int) -> Spend:
         """All that the party in this row has reserved."""
-        return self._spends.get(row, NOTHING)
+        return self._spends.get(row, EMPTY_SPEND)

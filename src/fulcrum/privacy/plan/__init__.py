@@ -16,20 +16,26 @@ charged what the sum costs.
 
 from __future__ import annotations
 
-from fulcrum.privacy.plan.noise import Noise
-from fulcrum.privacy.plan.party_group import round_terms
+from fulcrum.privacy.plan.noise import PlannedNoise
+from fulcrum.privacy.plan.party_group import compute_round_terms
 from fulcrum.privacy.plan.plan import Plan
-from fulcrum.privacy.plan.planning import Named, affordable_rounds, check_names, make_plan, rounds_for_budget
+from fulcrum.privacy.plan.planning import (
+    NamedParties,
+    check_privacy_names,
+    compute_affordable_rounds,
+    compute_rounds_for_budget,
+    make_plan,
+)
 from fulcrum.privacy.plan.text import PartyPlan
 
 __all__ = [
-    "Named",
-    "Noise",
+    "NamedParties",
     "PartyPlan",
     "Plan",
-    "affordable_rounds",
-    "check_names",
+    "PlannedNoise",
+    "check_privacy_names",
+    "compute_affordable_rounds",
+    "compute_round_terms",
+    "compute_rounds_for_budget",
     "make_plan",
-    "round_terms",
-    "rounds_for_budget",
 ]

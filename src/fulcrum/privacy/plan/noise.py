@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fulcrum.clipping.rule import gradient_multiplier, no_statistics_share
-from fulcrum.privacy.client_level import Terms
-from fulcrum.privacy.plan.party_group import Group
+from fulcrum.privacy.client_level import ClientLevelTerms
+from fulcrum.privacy.plan.party_group import PartyGroup
 
 
 @dataclass(frozen=True)
-class Noise:
+class PlannedNoise:
     """The noise in one local step's mean gradient (unit client: a round's mean update), beside the largest
     signal, whose norm is C.
 
@@ -32,20 +32,20 @@ class Noise:
     direction: float
 
 
-def in_all(direction: float, dim: int, C: float) -> Noise:
+def compute_total_noise(direction: float, dim: int, C: float) -> PlannedNoise:
     """The noise of a vector of `dim` coordinates, from its part along one direction."""
     ratio = direction * math.sqrt(dim)
-    return Noise(coordinate=direction * C, norm=ratio * C, ratio=ratio, direction=direction)
+    return PlannedNoise(coordinate=direction * C, norm=ratio * C, ratio=ratio, direction=direction)
 
 
-def of_step(group: Group, units: int, t: int = 0) -> float:
+def plan_step_noise(group: PartyGroup, units: int, t: int = 0) -> float:
     """Of what a party of this group with so many units adds in a step of round t (from 0)."""
     batch = group.rate * units
     return gradient_multiplier(group.share, group.sigma * group.factors[t], batch) / batch / math.sqrt(group.shares)
 
 
-def of_aggregate(
-    groups: Sequence[Group],
+def plan_aggregate_noise(
+    groups: Sequence[PartyGroup],
     group_of: npt.NDArray[np.int32],
     sizes: npt.NDArray[np.int64],
     weights: str,
@@ -59,12 +59,12 @@ def of_aggregate(
         rates, sigmas = np.array([g.rate for g in groups]), np.array([g.sigma for g in groups])
         each = sigmas[group_of] / (rates[group_of] * sizes) / math.sqrt(groups[0].shares)
     else:
-        each = np.array([of_step(groups[at], int(n)) for at, n in zip(group_of, sizes, strict=True)])
+        each = np.array([plan_step_noise(groups[at], int(n)) for at, n in zip(group_of, sizes, strict=True)])
     shares = sizes / sizes.sum() if weights == "examples" else 1 / len(sizes)
     return math.sqrt(float(((shares * each) ** 2).sum()) / participation)
 
 
-def of_server(groups: Sequence[Group], central: Terms) -> float:
+def plan_server_noise(groups: Sequence[PartyGroup], central: ClientLevelTerms) -> float:
     """Of a trusted server's mean update in the first round: the loudest group's, since one noise serves all."""
     loudest = max(group.sigma for group in groups)
     return gradient_multiplier(groups[0].share, loudest, central.cohort) * central.sensitivity

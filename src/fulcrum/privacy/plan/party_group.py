@@ -17,18 +17,18 @@ import numpy.typing as npt
 from fulcrum.clipping.fixed import FIXED
 from fulcrum.clipping.rule import ClipRule, ShareFn, no_statistics_share
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.accounting import Spend, calibrate
+from fulcrum.privacy.accounting import Spend, calibrate_sigma
 from fulcrum.privacy.client_level import has_trusted_server
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
-from fulcrum.privacy.mechanism import planned_events
-from fulcrum.privacy.schedule import factors
-from fulcrum.settings.derived import local_steps
+from fulcrum.privacy.mechanism import compute_planned_events
+from fulcrum.privacy.schedule import compute_noise_factors
+from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings
 from fulcrum.types import Assignment
 
 
 @dataclass(frozen=True)
-class Group:
+class PartyGroup:
     """Parties with the same terms, and the sigma that follows.
 
     rate: q. steps: N a round. participations: the public cap on rounds. budget: epsilon over the whole
@@ -60,9 +60,9 @@ class Group:
         """The part of the precision that the rule's statistics take."""
         return self.rule.share
 
-    def round_events(self, t: int = 0) -> tuple[Event, ...]:
+    def compute_round_events(self, t: int = 0) -> tuple[Event, ...]:
         """What round t (from 0) releases."""
-        return planned_events(self.assignment(0, t, 1.0), self.rule, self.batch, t)
+        return compute_planned_events(self.assignment(0, t, 1.0), self.rule, self.batch, t)
 
     def worst(self, rounds: int) -> tuple[Event, ...]:
         """The most that the first `rounds` rounds can cost a party that keeps to its cap.
@@ -77,24 +77,24 @@ class Group:
         alike = self.every == 1 and len(set(self.factors[:rounds])) == 1
         counts: Counter[Event] = Counter()  # by the event with count = 1
         for t in range(1 if alike else rounds):
-            for event in self.round_events(t):
+            for event in self.compute_round_events(t):
                 counts[event.with_count(1)] += taken if alike else event.count
         found = []
-        for event in sorted(counts, key=_least_noise_first):
+        for event in sorted(counts, key=_sort_key_by_noise):
             found.append(event.with_count(min(counts[event], taken)))
             taken -= found[-1].count
         return tuple(event for event in found if event.count)
 
     def epsilon(self, rounds: int, delta: float, accountant: str) -> float:
         """Epsilon after `rounds` rounds, of which a party takes part in at most its cap, with the past."""
-        return self.spent.plus(self.worst(rounds)).epsilon(delta, accountant)
+        return self.spent.add_events(self.worst(rounds)).epsilon(delta, accountant)
 
     def sigmas(self) -> tuple[float, float]:
         """The multiplier of the first round and that of the last."""
         return self.sigma * self.factors[0], self.sigma * self.factors[-1]
 
 
-def _least_noise_first(event: Event) -> float:
+def _sort_key_by_noise(event: Event) -> float:
     """Sorts a group's events, which have one rate, from the costliest; what has no noise costs the most."""
     return event.sigma if isinstance(event, Gaussian) else 0.0
 
@@ -102,56 +102,56 @@ def _least_noise_first(event: Event) -> float:
 # --- settings and sizes -> groups ---------------------------------------------------------------
 
 
-def round_terms(settings: Settings) -> tuple[float, int]:
+def compute_round_terms(settings: Settings) -> tuple[float, int]:
     """(rate, releases a round) of the mechanism that is accounted: the local steps, or the server's one release."""
     if has_trusted_server(settings):
         return settings.train.participation, 1
-    return settings.train.rate, local_steps(settings.train)
+    return settings.train.rate, compute_local_steps(settings.train)
 
 
-def common_terms(settings: Settings, rule: ClipRule) -> Group:
+def make_common_terms(settings: Settings, rule: ClipRule) -> PartyGroup:
     """The terms that all parties share, before any noise is chosen: sigma is 0, and nothing was spent before."""
     privacy, train = settings.privacy, settings.train
-    rate, steps = round_terms(settings)
-    return Group(
+    rate, steps = compute_round_terms(settings)
+    return PartyGroup(
         rate=rate,
         steps=steps,
         participations=min(privacy.max_participations or train.rounds, train.rounds),
         budget=privacy.epsilon if rule.private else None,
-        spent=Spend.none(),
+        spent=Spend.empty(),
         sigma=0.0,
-        factors=factors(privacy, train.rounds) if rule.private else (1.0,) * train.rounds,
-        every=_every(settings, rule),
+        factors=compute_noise_factors(privacy, train.rounds) if rule.private else (1.0,) * train.rounds,
+        every=_compute_statistics_interval(settings, rule),
         rule=rule,
     )
 
 
-def grouped(
+def group_parties(
     settings: Settings,
     rule: ClipRule,
     sizes: npt.NDArray[np.int64],
     name: Callable[[int], str],
     special: Mapping[int, tuple[float | None, Spend | None]],
-) -> tuple[list[Group], npt.NDArray[np.int32]]:
+) -> tuple[list[PartyGroup], npt.NDArray[np.int32]]:
     """The groups with their sigma, and the number of each party's group [K].
 
     sizes [K] are the units n_k. special: (budget, past) of parties that have one of their own, by number.
     """
-    common, rate, count = common_terms(settings, rule), settings.train.rate, len(sizes)
+    common, rate, count = make_common_terms(settings, rule), settings.train.rate, len(sizes)
     by_size = False
     if common.every > 1:  # steps without statistics have the gradient's own noise, which may depend on the batch
         few, many = rate * float(sizes.min()), rate * float(sizes.max())
-        common, by_size = replace(common, batch=few), _depends_on_batch(rule.share, few, many)
+        common, by_size = replace(common, batch=few), _share_depends_on_batch(rule.share, few, many)
     if by_size:  # then parties of different sizes pay differently, and each size is a group
         special = {k: special.get(k, (None, None)) for k in range(count)}
     numbers: dict[Any, int] = {}
-    groups: list[Group] = []
+    groups: list[PartyGroup] = []
     group_of = np.zeros(count, dtype=np.int32)
 
-    def number(group: Group, who: str) -> int:
+    def number(group: PartyGroup, who: str) -> int:
         at = numbers.setdefault((group.budget, group.spent.key, group.batch), len(groups))
         if at == len(groups):
-            groups.append(replace(group, sigma=_sigma(settings, rule, group, who)))
+            groups.append(replace(group, sigma=_choose_group_sigma(settings, rule, group, who)))
         return at
 
     if len(special) < count:  # the others are group 0
@@ -167,18 +167,18 @@ def grouped(
     return groups, group_of
 
 
-def _every(settings: Settings, rule: ClipRule) -> int:
+def _compute_statistics_interval(settings: Settings, rule: ClipRule) -> int:
     """Steps between two releases of the rule's statistics; the server of unit client releases them every round."""
     paid = rule.private and rule.share is not no_statistics_share and not has_trusted_server(settings)
     return max(1, round(settings.clip.refresh / settings.train.rate)) if paid else 1
 
 
-def _depends_on_batch(share: ShareFn, few: float, many: float) -> bool:
+def _share_depends_on_batch(share: ShareFn, few: float, many: float) -> bool:
     """Whether parties with expected batches between these give their statistics different shares, at any noise."""
     return any(share(float(sigma), few) != share(float(sigma), many) for sigma in np.geomspace(0.05, 1000.0, 200))
 
 
-def _sigma(settings: Settings, rule: ClipRule, group: Group, who: str) -> float:
+def _choose_group_sigma(settings: Settings, rule: ClipRule, group: PartyGroup, who: str) -> float:
     """The multiplier that was given, or the smallest that keeps a group within its budget; `who` is for errors."""
     privacy = settings.privacy
     if not rule.private:
@@ -200,6 +200,6 @@ def _sigma(settings: Settings, rule: ClipRule, group: Group, who: str) -> float:
             f"{who} has spent epsilon = {before:.4g} of its budget {group.budget:g} already; raise the budget."
         )
     try:
-        return calibrate(planned, group.budget, privacy.delta, privacy.accountant)
+        return calibrate_sigma(planned, group.budget, privacy.delta, privacy.accountant)
     except ConfigError as error:
         raise ConfigError(f"no sigma fits for {who}: {error}") from error

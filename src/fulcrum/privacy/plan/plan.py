@@ -10,24 +10,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fulcrum.privacy.accounting import epsilons, reported_accountants
-from fulcrum.privacy.client_level import Terms
+from fulcrum.privacy.accounting import compute_epsilons, reported_accountants
+from fulcrum.privacy.client_level import ClientLevelTerms
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.plan import noise
-from fulcrum.privacy.plan.noise import Noise
-from fulcrum.privacy.plan.party_group import Group
+from fulcrum.privacy.plan.noise import PlannedNoise
+from fulcrum.privacy.plan.party_group import PartyGroup
 from fulcrum.privacy.plan.text import (
-    LISTED,
+    MAX_PARTIES_LISTED,
     PartyPlan,
-    about_clients,
-    about_party,
-    about_rule,
-    about_sharing,
-    about_sizes,
-    curve_rows,
-    group_row,
-    headline_keys,
-    party_row,
+    make_curve_rows,
+    make_group_row,
+    make_headline_keys,
+    make_party_row,
+    warn_about_client_unit,
+    warn_about_party,
+    warn_about_party_sizes,
+    warn_about_rule,
+    warn_about_shared_noise,
 )
 from fulcrum.types import Assignment
 
@@ -47,7 +47,7 @@ class Plan:
     name: Callable[[int], str]
     sizes: npt.NDArray[np.int64]
     group_of: npt.NDArray[np.int32]
-    groups: tuple[Group, ...]
+    groups: tuple[PartyGroup, ...]
     rounds: int
     delta: float
     accountant: str
@@ -60,7 +60,7 @@ class Plan:
     weights: str
     total_budget: float | None = None
     schedule: str = "constant"
-    central: Terms | None = None
+    central: ClientLevelTerms | None = None
     aggregation: str = "plain"
 
     @property
@@ -69,34 +69,34 @@ class Plan:
         return len(self.sizes)
 
     @property
-    def trusted_server(self) -> bool:
+    def has_trusted_server(self) -> bool:
         """Whether a trusted server clips whole updates and adds the noise: the unit is then the client."""
         return self.central is not None
 
     @property
-    def server_terms(self) -> Terms:
+    def get_server_terms(self) -> ClientLevelTerms:
         """The trusted server's mechanism; ask only where `trusted_server` is true."""
         if self.central is None:
             raise ValueError(f"a plan with unit {self.unit!r} has no trusted server")
         return self.central
 
     @property
-    def shared(self) -> bool:
+    def shares_noise(self) -> bool:
         """Whether the parties share one dose of noise, under an ideal secure aggregation that is assumed."""
         return self.aggregation == "ideal-secagg"
 
     @property
-    def promised(self) -> float | None:
+    def promised_delta(self) -> float | None:
         """delta; None where the rule adds no noise, so that nothing is promised."""
         return self.delta if self.private else None
 
-    def group(self, k: int) -> Group:
+    def group(self, k: int) -> PartyGroup:
         """The group that party k belongs to."""
         return self.groups[int(self.group_of[k])]
 
     def units(self, k: int) -> int:
         """n_k: examples, or persons where the unit is the person; 1 where it is the client itself."""
-        return 1 if self.trusted_server else int(self.sizes[k])
+        return 1 if self.has_trusted_server else int(self.sizes[k])
 
     def participations(self, k: int) -> int:
         """The most rounds that party k takes part in."""
@@ -104,7 +104,7 @@ class Plan:
 
     def events(self, k: int, t: int = 0) -> tuple[Event, ...]:
         """What party k releases if it takes part in round t (from 0)."""
-        return self.group(k).round_events(t)
+        return self.group(k).compute_round_events(t)
 
     def assignment(self, k: int, t: int, lr: float) -> Assignment:
         """What party k is asked to do in round t (from 0) at learning rate lr."""
@@ -121,8 +121,8 @@ class Plan:
             "unit": self.unit,
             # Epsilons against different adversaries do not add up, so they have accounts of their own.
             "population": f"{self.population}, "
-            + ("whole" if self.trusted_server else f"{self.units(k)} {self.unit}s")
-            + (", seen in sums only (ideal secure aggregation)" if self.shared else ""),
+            + ("whole" if self.has_trusted_server else f"{self.units(k)} {self.unit}s")
+            + (", seen in sums only (ideal secure aggregation)" if self.shares_noise else ""),
         }
 
     @property
@@ -130,30 +130,32 @@ class Plan:
         """Whether every round asks the same of a party: no noise schedule, and statistics with every step or none."""
         return self.schedule == "constant" and all(group.every == 1 for group in self.groups)
 
-    def epsilon_at(self, round: int, k: int, accountant: str | None = None) -> float:
+    def compute_epsilon_at(self, round: int, k: int, accountant: str | None = None) -> float:
         """The largest epsilon that party k can have spent after `round` rounds (0: before the first)."""
         return self.group(k).epsilon(round, self.delta, accountant or self.accountant)
 
     def curve(self, k: int, points: int = 11, accountant: str | None = None) -> list[tuple[int, float]]:
         """(rounds done, epsilon) of party k, at about evenly spaced rounds from 0 to T."""
         rounds = sorted({round(self.rounds * i / max(points - 1, 1)) for i in range(points)})
-        return [(t, self.epsilon_at(t, k, accountant)) for t in rounds]
+        return [(t, self.compute_epsilon_at(t, k, accountant)) for t in rounds]
 
     @cached_property
     def ends(self) -> tuple[dict[str, float], ...]:
         """Epsilon of each group at the end, by accountant: those of `reported_accountants`, the headline first."""
         reported = reported_accountants(self.accountant)
-        spends = [group.spent.plus(group.worst(self.rounds)) for group in self.groups]
-        by_name = {accountant.name: epsilons(spends, self.delta, accountant).tolist() for accountant in reported}
+        spends = [group.spent.add_events(group.worst(self.rounds)) for group in self.groups]
+        by_name = {
+            accountant.name: compute_epsilons(spends, self.delta, accountant).tolist() for accountant in reported
+        }
         return tuple({name: by_name[name][i] for name in by_name} for i in range(len(self.groups)))
 
     @property
-    def largest_ends(self) -> dict[str, float]:
+    def largest_final_epsilons(self) -> dict[str, float]:
         """The largest epsilon of any party at the end, by accountant."""
         return {name: max(end[name] for end in self.ends) for name in self.ends[0]}
 
     @property
-    def costliest(self) -> int:
+    def costliest_party(self) -> int:
         """The number of a party that can spend the most, by the headline's accountant first."""
         costs = [tuple(end.values()) for end in self.ends]
         return int((self.group_of == max(range(len(costs)), key=costs.__getitem__)).argmax())
@@ -173,17 +175,23 @@ class Plan:
             batch=batch,
             epsilons=self.ends[self.group_of[k]],
             budget=group.budget,
-            warnings=() if self.trusted_server else tuple(about_party(self.promised, n, batch)),
+            warnings=() if self.has_trusted_server else tuple(warn_about_party(self.promised_delta, n, batch)),
         )
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Sentences about the plan as a whole; parties are counted, not listed."""
-        about = [*about_rule(self.private, self.sound), *(about_sharing(self.parties) if self.shared else ())]
+        about = [
+            *warn_about_rule(self.private, self.sound),
+            *(warn_about_shared_noise(self.parties) if self.shares_noise else ()),
+        ]
         if self.central:
-            along = self.noise_to_signal(1).direction
-            return (*about, *about_clients(self.promised, self.parties, self.central.cohort, along))
-        return (*about, *about_sizes(self.promised, self.sizes, self.rates * self.sizes, self.name, self.unit))
+            along = self.compute_noise_to_signal(1).direction
+            return (*about, *warn_about_client_unit(self.promised_delta, self.parties, self.central.cohort, along))
+        return (
+            *about,
+            *warn_about_party_sizes(self.promised_delta, self.sizes, self.rates * self.sizes, self.name, self.unit),
+        )
 
     @property
     def rates(self) -> npt.NDArray[np.float64]:
@@ -195,15 +203,15 @@ class Plan:
         """Noise multiplier of each party in the first round [K]."""
         return np.array([g.sigma for g in self.groups])[self.group_of]
 
-    def step_noise(self, k: int, t: int = 0) -> float:
+    def compute_step_noise(self, k: int, t: int = 0) -> float:
         """Noise of one step's mean gradient of party k along any direction, in units of C: sigma_t / (q n_k).
 
         sigma_t is the gradient's own: a paid rule's statistics take their share of the precision. Where K parties share
         the noise it is what party k adds, sigma_t / (sqrt(K) q n_k); of the aggregate that leaves sigma_t / (q n).
         """
-        return noise.of_step(self.group(k), self.units(k), t)
+        return noise.plan_step_noise(self.group(k), self.units(k), t)
 
-    def noise_to_signal(self, dim: int, k: int | None = None, C: float | None = None) -> Noise:
+    def compute_noise_to_signal(self, dim: int, k: int | None = None, C: float | None = None) -> PlannedNoise:
         """How noisy a step of the first round is for a model of `dim` parameters: party k alone, or the aggregate.
 
         The aggregate averages over the parties with the run's weights; with client sampling, over the
@@ -211,12 +219,14 @@ class Plan:
         ignored. C is clip.C0 unless given; it only scales coordinate and norm.
         """
         if self.central:
-            direction = noise.of_server(self.groups, self.central)
+            direction = noise.plan_server_noise(self.groups, self.central)
         elif k is not None:
-            direction = self.step_noise(k)
+            direction = self.compute_step_noise(k)
         else:
-            direction = noise.of_aggregate(self.groups, self.group_of, self.sizes, self.weights, self.participation)
-        return noise.in_all(direction, dim, self.C0 if C is None else C)
+            direction = noise.plan_aggregate_noise(
+                self.groups, self.group_of, self.sizes, self.weights, self.participation
+            )
+        return noise.compute_total_noise(direction, dim, self.C0 if C is None else C)
 
     def to_json(self, dim: int | None = None) -> dict[str, Any]:
         """For `fulcrum plan --json`: plain values, an infinite epsilon as the string "inf".
@@ -226,9 +236,9 @@ class Plan:
         """
         members = np.bincount(self.group_of, minlength=len(self.groups)).tolist()
         before = [group.spent.epsilon(self.delta, self.accountant) for group in self.groups]
-        listed = [self.party(i) for i in range(min(self.parties, LISTED))]
+        listed = [self.party(i) for i in range(min(self.parties, MAX_PARTIES_LISTED))]
         result: dict[str, Any] = {
-            **headline_keys(self.largest_ends),
+            **make_headline_keys(self.largest_final_epsilons),
             "delta": self.delta,
             "accountant": self.accountant,
             "unit": self.unit,
@@ -238,16 +248,16 @@ class Plan:
             "private": self.private,
             "sound": self.sound,
             "parties_total": self.parties,
-            "groups": [group_row(*row) for row in zip(self.groups, members, self.ends, before, strict=True)],
-            "parties": [party_row(party) for party in listed],
-            "curve": curve_rows(self.curve(self.costliest)),
+            "groups": [make_group_row(*row) for row in zip(self.groups, members, self.ends, before, strict=True)],
+            "parties": [make_party_row(party) for party in listed],
+            "curve": make_curve_rows(self.curve(self.costliest_party)),
             "warnings": list(self.warnings),
         }
         if dim is not None:
             result["noise"] = {
                 "parameters": dim,
                 "C": self.C0,
-                "aggregate": vars(self.noise_to_signal(dim)),
-                "parties": [vars(self.noise_to_signal(dim, i)) for i in range(len(listed))],
+                "aggregate": vars(self.compute_noise_to_signal(dim)),
+                "parties": [vars(self.compute_noise_to_signal(dim, i)) for i in range(len(listed))],
             }
         return result

@@ -13,16 +13,16 @@ import numpy.typing as npt
 
 from fulcrum.clipping.rule import ClipRule, ModelFacts, no_statistics_share
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.accounting import ACCOUNTANTS, Spend, most
-from fulcrum.privacy.client_level import ESTIMATORS, make_terms
+from fulcrum.privacy.accounting import ACCOUNTANTS, Spend, find_largest_count
+from fulcrum.privacy.client_level import ESTIMATORS, make_client_level_terms
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.privacy.plan.party_group import Group, grouped, round_terms
+from fulcrum.privacy.plan.party_group import PartyGroup, compute_round_terms, group_parties
 from fulcrum.privacy.plan.plan import Plan
-from fulcrum.privacy.schedule import SCHEDULES, factors
+from fulcrum.privacy.schedule import SCHEDULES, compute_noise_factors
 from fulcrum.settings.schema import Settings
 
 
-def check_names(settings: Settings) -> None:
+def check_privacy_names(settings: Settings) -> None:
     """ConfigError where the accountant, the noise schedule or the estimator that the settings name is not known."""
     ACCOUNTANTS.find(settings.privacy.accountant)
     SCHEDULES.find(settings.privacy.noise_schedule)
@@ -31,7 +31,7 @@ def check_names(settings: Settings) -> None:
 
 def make_plan(
     settings: Settings,
-    names: Sequence[str] | Named | int,
+    names: Sequence[str] | NamedParties | int,
     units: Any,
     rule: ClipRule,
     spent: Mapping[str, Spend] | None = None,
@@ -45,14 +45,16 @@ def make_plan(
     population says which data the parties hold, for the ledger; by default it is told from the settings.
     """
     privacy, train = settings.privacy, settings.train
-    check_names(settings)
-    count, name = named(names)
-    sizes = sizes_of(units, count)
-    groups, group_of = grouped(settings, rule, sizes, name, special(privacy.budgets, spent or {}, count, name))
+    check_privacy_names(settings)
+    count, name = resolve_party_names(names)
+    sizes = check_unit_counts(units, count)
+    groups, group_of = group_parties(
+        settings, rule, sizes, name, find_special_parties(privacy.budgets, spent or {}, count, name)
+    )
     if privacy.aggregation == "ideal-secagg":
-        _check_sharing(settings, rule, groups)
+        _check_shared_noise(settings, rule, groups)
         groups = [replace(groups[0], shares=count)]
-    central = make_terms(settings, sizes)
+    central = make_client_level_terms(settings, sizes)
     if central:  # one noise for all, so the party that needs most sets it
         loudest = max(group.sigma for group in groups)
         groups = [replace(group, sigma=loudest) for group in groups]
@@ -65,7 +67,7 @@ def make_plan(
         delta=privacy.delta,
         accountant=privacy.accountant,
         unit=privacy.unit,
-        population=population_of(settings) if population is None else population,
+        population=identify_population(settings) if population is None else population,
         private=rule.private,
         sound=rule.sound,
         C0=settings.clip.C0,
@@ -78,7 +80,7 @@ def make_plan(
     )
 
 
-def _check_sharing(settings: Settings, rule: ClipRule, groups: Sequence[Group]) -> None:
+def _check_shared_noise(settings: Settings, rule: ClipRule, groups: Sequence[PartyGroup]) -> None:
     """Refuse what one dose of noise over the parties' sum does not cover; `config.check` has looked at the settings."""
     view = rule.view(rule.init(settings.clip, ModelFacts(2, (2,))), 0, settings.train.rounds)
     reasons = {
@@ -102,11 +104,11 @@ def _check_sharing(settings: Settings, rule: ClipRule, groups: Sequence[Group]) 
 
 # --- who the parties are ------------------------------------------------------------------------
 
-SEARCHED = 1000
+MAX_NAMES_SEARCHED = 1000
 """The most names that are searched for one that a misspelt name may have meant."""
 
 
-class Named(Protocol):
+class NamedParties(Protocol):
     """Parties that know their number and names, such as a `data.Partition`."""
 
     @property
@@ -115,7 +117,7 @@ class Named(Protocol):
     def name(self, k: int) -> str: ...
 
 
-def named(names: Sequence[str] | Named | int) -> tuple[int, Callable[[int], str]]:
+def resolve_party_names(names: Sequence[str] | NamedParties | int) -> tuple[int, Callable[[int], str]]:
     """How many parties there are, and the name of each by its number."""
     if isinstance(names, int):
         return names, "party-{}".format
@@ -126,7 +128,7 @@ def named(names: Sequence[str] | Named | int) -> tuple[int, Callable[[int], str]
     return names.parties, names.name
 
 
-def sizes_of(units: Any, count: int) -> npt.NDArray[np.int64]:
+def check_unit_counts(units: Any, count: int) -> npt.NDArray[np.int64]:
     """n_k of each party [K], at least 1."""
     sizes = np.asarray(units)
     if sizes.shape != (count,) or count == 0:
@@ -137,7 +139,7 @@ def sizes_of(units: Any, count: int) -> npt.NDArray[np.int64]:
     return whole
 
 
-def special(
+def find_special_parties(
     budgets: Mapping[str, float], spent: Mapping[str, Spend], count: int, name: Callable[[int], str]
 ) -> dict[int, tuple[float | None, Spend | None]]:
     """(budget, past) of the parties that have one or the other of their own, by number; None for what they share."""
@@ -147,13 +149,13 @@ def special(
     number = {name(k): k for k in range(count)}
     for party in budgets:
         if party not in number:
-            near = difflib.get_close_matches(party, list(number)[:SEARCHED], n=1)
+            near = difflib.get_close_matches(party, list(number)[:MAX_NAMES_SEARCHED], n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the parties are {name(0)!r} to {name(count - 1)!r}."
             raise ConfigError(f"privacy.budgets names party {party!r}, which is not there; {hint}")
     return {number[p]: (budgets.get(p), past.get(p)) for p in {**budgets, **past} if p in number}
 
 
-def population_of(settings: Settings) -> str:
+def identify_population(settings: Settings) -> str:
     """Which data a party of that name holds: the same only for the same source, split and seed."""
     data = settings.data
     if data.partition == "given":
@@ -169,7 +171,7 @@ def population_of(settings: Settings) -> str:
 # --- the other way round ------------------------------------------------------------------------
 
 
-def rounds_for_budget(
+def compute_rounds_for_budget(
     settings: Settings, epsilon: float | None = None, sigma: float | None = None, spent: Spend | None = None
 ) -> int:
     """How many rounds of these settings' rate and steps fit into epsilon at sigma; 0 if not even one.
@@ -185,23 +187,23 @@ def rounds_for_budget(
         raise ConfigError("how many rounds fit depends on both: give an epsilon as budget and a sigma.")
     if not 0 < budget < math.inf:
         raise ConfigError(f"epsilon = {budget!r} is out of range; it must be a finite number greater than 0.")
-    rate, steps = round_terms(settings)
+    rate, steps = compute_round_terms(settings)
     limit = 10**6 if privacy.noise_schedule == "constant" else train.rounds
-    group = Group(
+    group = PartyGroup(
         rate=rate,
         steps=steps,
         participations=limit,
         budget=budget,
-        spent=spent or Spend.none(),
+        spent=spent or Spend.empty(),
         sigma=multiplier,
-        factors=(1.0,) if privacy.noise_schedule == "constant" else factors(privacy, train.rounds),
+        factors=(1.0,) if privacy.noise_schedule == "constant" else compute_noise_factors(privacy, train.rounds),
     )
-    return most(lambda rounds: group.epsilon(rounds, privacy.delta, privacy.accountant) <= budget, limit)
+    return find_largest_count(lambda rounds: group.epsilon(rounds, privacy.delta, privacy.accountant) <= budget, limit)
 
 
-def affordable_rounds(plan: Plan, ledger: Ledger) -> dict[str, int]:
+def compute_affordable_rounds(plan: Plan, ledger: Ledger) -> dict[str, int]:
     """Rounds that each party of a kept ledger can still pay for, by name; those that can pay for all are left out."""
-    accounts, spent = ledger.accounts(), ledger.spends()
+    accounts, spent = ledger.accounts(), ledger.get_spends()
     known: dict[tuple[Any, ...], int] = {}
     short: dict[str, int] = {}
     for k in range(plan.parties) if accounts else ():
@@ -211,11 +213,11 @@ def affordable_rounds(plan: Plan, ledger: Ledger) -> dict[str, int]:
         past, budget, wanted = spent[account.name], account.budget, plan.participations(k)
 
         def fits(n: int, k: int = k, past: Spend = past, budget: float = budget) -> bool:
-            return past.plus(plan.group(k).worst(n)).epsilon(plan.delta, plan.accountant) <= budget
+            return past.add_events(plan.group(k).worst(n)).epsilon(plan.delta, plan.accountant) <= budget
 
         key = (int(plan.group_of[k]), past.key, budget)
         if key not in known:
-            known[key] = most(fits, wanted)
+            known[key] = find_largest_count(fits, wanted)
         if known[key] < wanted:
             short[account.name] = known[key]
     return short

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fulcrum.clipping.rule import no_statistics_share
-from fulcrum.privacy.client_level import FEW
-from fulcrum.privacy.plan.party_group import Group
+from fulcrum.privacy.client_level import FEW_PARTIES
+from fulcrum.privacy.plan.party_group import PartyGroup
 
 # --- rows ---------------------------------------------------------------------------------------
 
-LISTED = 1000
+MAX_PARTIES_LISTED = 1000
 """The most parties that `Plan.to_json` lists one by one."""
 
 
@@ -52,23 +52,26 @@ class PartyPlan:
         return self.epsilons["pld"]
 
 
-def plain(value: float) -> float | str:
+def infinity_to_text(value: float) -> float | str:
     """The value as JSON can hold it: infinity as the string "inf"."""
     return "inf" if math.isinf(value) else value
 
 
-def headline_keys(epsilons: Mapping[str, float]) -> dict[str, float | str]:
+def make_headline_keys(epsilons: Mapping[str, float]) -> dict[str, float | str]:
     """Epsilons by accountant as JSON keys: `epsilon` is the first accountant's, then `epsilon_NAME`."""
     first, *others = epsilons
-    return {"epsilon": plain(epsilons[first]), **{f"epsilon_{name}": plain(epsilons[name]) for name in others}}
+    return {
+        "epsilon": infinity_to_text(epsilons[first]),
+        **{f"epsilon_{name}": infinity_to_text(epsilons[name]) for name in others},
+    }
 
 
-def epsilon_keys(epsilons: Mapping[str, float]) -> dict[str, float | str]:
+def make_epsilon_keys(epsilons: Mapping[str, float]) -> dict[str, float | str]:
     """Epsilons by accountant as JSON keys: `epsilon_NAME` each."""
-    return {f"epsilon_{name}": plain(value) for name, value in epsilons.items()}
+    return {f"epsilon_{name}": infinity_to_text(value) for name, value in epsilons.items()}
 
 
-def group_row(group: Group, parties: int, ends: Mapping[str, float], spent: float) -> dict[str, Any]:
+def make_group_row(group: PartyGroup, parties: int, ends: Mapping[str, float], spent: float) -> dict[str, Any]:
     """A group of so many parties. ends: epsilon at the end, by accountant. spent: epsilon before the run."""
     return {
         "parties": parties,
@@ -79,34 +82,34 @@ def group_row(group: Group, parties: int, ends: Mapping[str, float], spent: floa
         "sigma_last": group.sigmas()[1],
         "statistics_every": group.every if group.share is not no_statistics_share else 0,
         "budget": group.budget,
-        "spent_before": plain(spent),
-        **epsilon_keys(ends),
+        "spent_before": infinity_to_text(spent),
+        **make_epsilon_keys(ends),
     }
 
 
-def party_row(party: PartyPlan) -> dict[str, Any]:
+def make_party_row(party: PartyPlan) -> dict[str, Any]:
     """One party."""
     row: dict[str, Any] = {}
     for name, value in vars(party).items():
-        row |= epsilon_keys(party.epsilons) if name == "epsilons" else {name: value}
+        row |= make_epsilon_keys(party.epsilons) if name == "epsilons" else {name: value}
     return {**row, "warnings": list(party.warnings)}
 
 
-def curve_rows(curve: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+def make_curve_rows(curve: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
     """Epsilon by rounds."""
-    return [{"round": t, "epsilon": plain(epsilon)} for t, epsilon in curve]
+    return [{"round": t, "epsilon": infinity_to_text(epsilon)} for t, epsilon in curve]
 
 
 # --- warnings: sentences about a plan that promises less than it seems to, or will learn little ---
 
-ASSUMED = (
+ASSUMED_AGGREGATION_WARNING = (
     "ASSUMES AN IDEAL SECURE AGGREGATION, which is simulated and not implemented: epsilon holds only against a server "
     "that sees nothing but the sum over all {parties} parties, with no party colluding. Each adds 1/{parties} of the "
     "noise's variance, so a single update by itself is NOT private at this epsilon."
 )
 
 
-def about_rule(private: bool, sound: bool) -> list[str]:
+def warn_about_rule(private: bool, sound: bool) -> list[str]:
     """Whether the rule's epsilon is a guarantee at all."""
     if not private:
         return ["The rule adds no noise: there is no privacy guarantee at all."]
@@ -115,12 +118,12 @@ def about_rule(private: bool, sound: bool) -> list[str]:
     return []
 
 
-def about_sharing(parties: int) -> list[str]:
+def warn_about_shared_noise(parties: int) -> list[str]:
     """What parties that share one dose of noise rely on."""
-    return [ASSUMED.format(parties=parties)]
+    return [ASSUMED_AGGREGATION_WARNING.format(parties=parties)]
 
 
-def about_party(delta: float | None, units: int, batch: float) -> list[str]:
+def warn_about_party(delta: float | None, units: int, batch: float) -> list[str]:
     """One party of that many units and that expected batch; delta is None where nothing is promised."""
     found = []
     if delta is not None and delta >= 1 / units:
@@ -130,7 +133,7 @@ def about_party(delta: float | None, units: int, batch: float) -> list[str]:
     return found
 
 
-def about_sizes(
+def warn_about_party_sizes(
     delta: float | None,
     sizes: npt.NDArray[np.int64],
     batches: npt.NDArray[np.float64],
@@ -152,14 +155,14 @@ def about_sizes(
     return found
 
 
-def about_clients(delta: float | None, parties: int, cohort: float, along: float) -> list[str]:
+def warn_about_client_unit(delta: float | None, parties: int, cohort: float, along: float) -> list[str]:
     """A plan whose unit is the client. cohort: q_c K. along: a round's noise along any direction, in units of C."""
     found = []
     if delta is not None and delta >= 1 / parties:
         found.append(
             f"delta = {delta:g} is not below 1/K for K = {parties} parties: choose delta below {1 / parties:.2g}."
         )
-    if delta is not None and parties < FEW:
+    if delta is not None and parties < FEW_PARTIES:
         found.append(
             f"One epsilon hides a whole party among {parties}: in any direction the noise of a round is "
             f"{along:.2g} times the longest step the parties can take together, and little can be learned. Client "

@@ -11,7 +11,7 @@ the accountant; every sentence from the settings that produced the run.
 
 from __future__ import annotations
 
-from fulcrum.privacy.statement.facts import AccountedRun, statement
-from fulcrum.privacy.statement.page import to_markdown
+from fulcrum.privacy.statement.facts import AccountedRun, make_statement
+from fulcrum.privacy.statement.page import statement_to_markdown
 
-__all__ = ["AccountedRun", "statement", "to_markdown"]
+__all__ = ["AccountedRun", "make_statement", "statement_to_markdown"]

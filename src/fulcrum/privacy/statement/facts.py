@@ -8,12 +8,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from fulcrum.clipping.rule import ClipRule, no_statistics_share
-from fulcrum.privacy.accounting import ACCOUNTANTS, Accountant, Spend, epsilons, reported_accountants, software
-from fulcrum.privacy.client_level import Terms
+from fulcrum.privacy.accounting import (
+    ACCOUNTANTS,
+    Accountant,
+    Spend,
+    compute_epsilons,
+    describe_software,
+    reported_accountants,
+)
+from fulcrum.privacy.client_level import ClientLevelTerms
 from fulcrum.privacy.plan import Plan
-from fulcrum.privacy.plan.text import epsilon_keys, headline_keys, plain
-from fulcrum.privacy.statement.text import RANDOMNESS, SCOPES, adds_up, guarantee, level, warnings
-from fulcrum.privacy.statement.units import words_for
+from fulcrum.privacy.plan.text import infinity_to_text, make_epsilon_keys, make_headline_keys
+from fulcrum.privacy.statement.text import (
+    RANDOMNESS_TEXTS,
+    SCOPE_TEXTS,
+    collect_warnings,
+    composition_sentence,
+    guarantee_level,
+    guarantee_sentence,
+)
+from fulcrum.privacy.statement.units import find_unit_texts
 from fulcrum.settings.schema import Settings
 
 
@@ -42,7 +56,7 @@ class AccountedRun:
     run_spent: Mapping[str, Spend] | None = None
 
 
-def statement(run: AccountedRun) -> dict[str, Any]:
+def make_statement(run: AccountedRun) -> dict[str, Any]:
     """What privacy.json holds. All values are plain; an infinite epsilon is the string "inf".
 
     Keys, stable from version to version:
@@ -69,16 +83,16 @@ def statement(run: AccountedRun) -> dict[str, Any]:
     """
     settings, plan, rule = run.settings, run.plan, run.rule
     names = [plan.name(k) for k in range(plan.parties)]
-    spends = _of_each(names, run.spent)
+    spends = _spends_by_party(names, run.spent)
     reported = reported_accountants(plan.accountant)
     enforced = ACCOUNTANTS.find(plan.accountant).name
-    by_name = {accountant.name: _epsilons(spends, plan.delta, accountant) for accountant in reported}
+    by_name = {accountant.name: _compute_unique_epsilons(spends, plan.delta, accountant) for accountant in reported}
     largest = {name: max(costs) for name, costs in by_name.items()}
     headline = largest[reported[0].name]
-    worth = level(plan, rule)
-    words = words_for(plan.unit, plan.aggregation)
+    worth = guarantee_level(plan, rule)
+    words = find_unit_texts(plan.unit, plan.aggregation)
     result: dict[str, Any] = {
-        **headline_keys(largest),
+        **make_headline_keys(largest),
         "delta": plan.delta,
         "unit": plan.unit,
         "relation": words.relation,
@@ -87,22 +101,22 @@ def statement(run: AccountedRun) -> dict[str, Any]:
         "accountant": {
             "enforced": enforced,
             "beside": ", ".join(accountant.name for accountant in reported if accountant.name != enforced),
-            "software": software(reported),
+            "software": describe_software(reported),
         },
         "private": rule.private,
         "sound": rule.sound,
         "nominal": worth == "nominal",
         "guarantee": worth,
-        "guarantee_text": guarantee(plan, rule, largest, run.randomness_mode),
+        "guarantee_text": guarantee_sentence(plan, rule, largest, run.randomness_mode),
         "target": {
             "epsilon": settings.privacy.epsilon,
             "budgets": dict(settings.privacy.budgets),
             "sigma": settings.privacy.sigma,
         },
-        "planned": headline_keys(plan.largest_ends),
-        "schedule": _schedule(plan),
-        "randomness": {"mode": run.randomness_mode, "text": RANDOMNESS[run.randomness_mode]},
-        "scope": {"kind": run.scope, "text": SCOPES[run.scope]},
+        "planned": make_headline_keys(plan.largest_final_epsilons),
+        "schedule": _describe_schedule(plan),
+        "randomness": {"mode": run.randomness_mode, "text": RANDOMNESS_TEXTS[run.randomness_mode]},
+        "scope": {"kind": run.scope, "text": SCOPE_TEXTS[run.scope]},
         "run": {
             "id": run.run_id,
             "date": run.date,
@@ -114,11 +128,12 @@ def statement(run: AccountedRun) -> dict[str, Any]:
             "rule": rule.name,
             "dataset": run.dataset_name,
         },
-        "releases": _releases(run, spends),
-        "groups_of_records": _groups(headline, plan.delta),
-        "adds_up": adds_up(plan, rule),
+        "releases": _list_releases(run, spends),
+        "groups_of_records": _make_group_privacy_rows(headline, plan.delta),
+        "adds_up": composition_sentence(plan, rule),
         "not_covered": list(words.not_covered),
-        "warnings": warnings(settings, plan, rule, run.randomness_mode, run.finished) + list(run.dataset_warnings),
+        "warnings": collect_warnings(settings, plan, rule, run.randomness_mode, run.finished)
+        + list(run.dataset_warnings),
         "parties": [
             {
                 "name": name,
@@ -126,59 +141,59 @@ def statement(run: AccountedRun) -> dict[str, Any]:
                 "rate": plan.group(k).rate,
                 "sigma": plan.group(k).sigma,
                 "releases": spends[k].releases,
-                **epsilon_keys({accountant: costs[k] for accountant, costs in by_name.items()}),
+                **make_epsilon_keys({accountant: costs[k] for accountant, costs in by_name.items()}),
                 "budget": plan.group(k).budget,
             }
             for k, name in enumerate(names)
         ],
     }
     if run.scope == "ledger" and run.run_spent is not None:
-        own = _of_each(names, run.run_spent)
-        result["scope"]["run_epsilon"] = plain(max(_epsilons(own, plan.delta, reported[0])))
+        own = _spends_by_party(names, run.run_spent)
+        result["scope"]["run_epsilon"] = infinity_to_text(max(_compute_unique_epsilons(own, plan.delta, reported[0])))
     return result
 
 
-def _of_each(names: Sequence[str], spent: Mapping[str, Spend]) -> list[Spend]:
-    return [spent.get(name) or Spend.none() for name in names]
+def _spends_by_party(names: Sequence[str], spent: Mapping[str, Spend]) -> list[Spend]:
+    return [spent.get(name) or Spend.empty() for name in names]
 
 
-def _epsilons(spends: list[Spend], delta: float, accountant: Accountant) -> list[float]:
+def _compute_unique_epsilons(spends: list[Spend], delta: float, accountant: Accountant) -> list[float]:
     """Epsilon of each; those with the same past are computed once."""
     unique = {spend.key: spend for spend in spends}
-    costs = dict(zip(unique, epsilons(list(unique.values()), delta, accountant).tolist(), strict=True))
+    costs = dict(zip(unique, compute_epsilons(list(unique.values()), delta, accountant).tolist(), strict=True))
     return [costs[spend.key] for spend in spends]
 
 
-def _groups(epsilon: float, delta: float) -> list[dict[str, Any]]:
+def _make_group_privacy_rows(epsilon: float, delta: float) -> list[dict[str, Any]]:
     """What (epsilon, delta) for one unit means for m of them: m epsilon, and m exp((m-1) epsilon) delta."""
     rows = []
     for m in (2, 5, 10):
         log_delta = math.log(m) + (m - 1) * epsilon + math.log(delta)
         grown = math.exp(log_delta) if log_delta < 0 else 1.0
-        rows.append({"records": m, "epsilon": plain(m * epsilon), "delta": grown})
+        rows.append({"records": m, "epsilon": infinity_to_text(m * epsilon), "delta": grown})
     return rows
 
 
 # --- every kind of thing that left a party or the server, how often, and in which form ----------
 
 
-def _schedule(plan: Plan) -> dict[str, Any]:
+def _describe_schedule(plan: Plan) -> dict[str, Any]:
     """How the noise moves over the rounds: the schedule's name, and the least and the most sigma of any party."""
     ends = [g.sigma * factor for g in plan.groups for factor in (min(g.factors), max(g.factors))]
     return {"name": plan.schedule, "sigma_min": min(ends), "sigma_max": max(ends)}
 
 
-def _releases(run: AccountedRun, spends: Sequence[Spend]) -> list[dict[str, Any]]:
+def _list_releases(run: AccountedRun, spends: Sequence[Spend]) -> list[dict[str, Any]]:
     """[{kind, times, text}]. spends: what each party has released [K]."""
     plan, rule, rounds_done = run.plan, run.rule, run.rounds_done
     counts = [spend.releases for spend in spends]
-    what, text, participation = _main(plan, rule, counts)
+    what, text, participation = _describe_main_release(plan, rule, counts)
     moved = (
         "computed from what was released before, so they reveal nothing more"
         if rule.sound
         else "computed from raw private values: THEY REVEAL MORE than the epsilon says"
     )
-    found = [_item(what, max(counts), text)]
+    found = [_make_release_row(what, max(counts), text)]
     if rule.private and rule.share is not no_statistics_share:
         group = plan.groups[0]
         asked = sum(group.assignment(0, t, 1.0).asked(t) for t in range(rounds_done))
@@ -187,52 +202,52 @@ def _releases(run: AccountedRun, spends: Sequence[Spend]) -> list[dict[str, Any]
             f"Statistics that the rule {rule.name!r} releases beside {every}: noised together with it, at "
             "the joint multiplier sigma, so their cost is within the epsilon."
         )
-        found.append(_item("statistics", min(asked, max(counts)), text))
+        found.append(_make_release_row("statistics", min(asked, max(counts)), text))
     found += [
-        _item("C", rounds_done, f"The clipping norm of each round (rule {rule.name!r}), {moved}."),
-        _item(
+        _make_release_row("C", rounds_done, f"The clipping norm of each round (rule {rule.name!r}), {moved}."),
+        _make_release_row(
             "models",
             rounds_done,
             f"The model after each round, its moving average and the final model: computed from the {what}.",
         ),
-        _item("participation", 0 if plan.trusted_server else rounds_done, participation),
+        _make_release_row("participation", 0 if plan.has_trusted_server else rounds_done, participation),
     ]
     if run.settings.run.diagnostics:
         text = (
             "Non-private diagnostics (clip fractions, norms, losses) were recorded. They are NOT covered "
             "by epsilon and must not leave a party; they are for simulations on public data."
         )
-        found.append(_item("diagnostics", rounds_done, text))
+        found.append(_make_release_row("diagnostics", rounds_done, text))
     return found
 
 
-def _item(kind: str, times: int, text: str) -> dict[str, Any]:
+def _make_release_row(kind: str, times: int, text: str) -> dict[str, Any]:
     return {"kind": kind, "times": times, "text": text}
 
 
-def _main(plan: Plan, rule: ClipRule, counts: Sequence[int]) -> tuple[str, str, str]:
+def _describe_main_release(plan: Plan, rule: ClipRule, counts: Sequence[int]) -> tuple[str, str, str]:
     """What training releases: its kind, in words, and what becomes known of who takes part."""
-    noise = _noise(plan) if rule.private else ""
-    if plan.trusted_server:
-        return "means", *_of_server(plan.server_terms, rule, noise)
+    noise = _describe_noise(plan) if rule.private else ""
+    if plan.has_trusted_server:
+        return "means", *_describe_server_means(plan.get_server_terms, rule, noise)
     sums = (
         f"noised sums of clipped gradients, Poisson-sampled at rate {plan.groups[0].rate:g}"
         if rule.private
         else "sums of gradients without noise"
     )
-    if plan.shared:
-        return "sums", *_of_all_parties(plan.parties, f"{sums}{noise}")
-    return "updates", *_of_each_party(plan.groups[0].steps, counts, f"{sums}{noise}")
+    if plan.shares_noise:
+        return "sums", *_describe_party_sums(plan.parties, f"{sums}{noise}")
+    return "updates", *_describe_party_updates(plan.groups[0].steps, counts, f"{sums}{noise}")
 
 
-def _noise(plan: Plan) -> str:
-    low, high = (_schedule(plan)[end] for end in ("sigma_min", "sigma_max"))
+def _describe_noise(plan: Plan) -> str:
+    low, high = (_describe_schedule(plan)[end] for end in ("sigma_min", "sigma_max"))
     spread = f"{low:.5g}" if low == high else f"{low:.5g} to {high:.5g}"
     moving = "" if plan.schedule == "constant" else f", moving over the rounds by the public schedule {plan.schedule!r}"
     return f", noise multiplier sigma = {spread}{moving}"
 
 
-def _of_each_party(steps: int, counts: Sequence[int], sums: str) -> tuple[str, str]:
+def _describe_party_updates(steps: int, counts: Sequence[int], sums: str) -> tuple[str, str]:
     """The server sees every update."""
     return (
         f"Each party's update of each round it takes part in, the total of {steps} step(s): {sums}. "
@@ -242,7 +257,7 @@ def _of_each_party(steps: int, counts: Sequence[int], sums: str) -> tuple[str, s
     )
 
 
-def _of_all_parties(parties: int, sums: str) -> tuple[str, str]:
+def _describe_party_sums(parties: int, sums: str) -> tuple[str, str]:
     """The server is taken to see nothing but the parties' sum."""
     return (
         f"The weighted sum over all {parties} parties of each round's updates, one step each: "
@@ -253,9 +268,9 @@ def _of_all_parties(parties: int, sums: str) -> tuple[str, str]:
     )
 
 
-def _of_server(terms: Terms, rule: ClipRule, noise: str) -> tuple[str, str]:
+def _describe_server_means(terms: ClientLevelTerms, rule: ClipRule, noise: str) -> tuple[str, str]:
     """What a trusted server releases, and what it keeps to itself."""
-    divisor = terms.divisor_words
+    divisor = terms.describe_divisor
     if rule.private:
         divisor += f"; one party moves it by at most {terms.sensitivity:.5g} times C"
     return (

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fulcrum.privacy.statement.units import Unit, words_for
+from fulcrum.privacy.statement.units import UnitTexts, find_unit_texts
 
-LISTED = 1000
+MAX_PARTIES_ON_PAGE = 1000
 """PRIVACY.md lists parties one by one up to this many, and sums up beyond."""
-SIGNERS = ("responsible for the run", "data-protection officer")
+SIGNATURE_ROLES = ("responsible for the run", "data-protection officer")
 
 
-BANNERS = {
+GUARANTEE_BANNERS = {
     "nominal": "the clipping rule of this run is not sound. Its epsilon is NOMINAL, not a guarantee.",
     "assumed": (
         "SIMULATED SECURE AGGREGATION. The epsilon of this run is against a server that sees only SUMS over all "
@@ -23,38 +23,43 @@ BANNERS = {
 """What the page warns of before anything else, where the guarantee is not "yes"."""
 
 
-def to_markdown(facts: Mapping[str, Any]) -> str:
+def statement_to_markdown(facts: Mapping[str, Any]) -> str:
     """The statement as a page that a data-protection officer can read and sign."""
-    worth, unit = facts["guarantee"], words_for(facts["unit"], facts["aggregation"])
+    worth, unit = facts["guarantee"], find_unit_texts(facts["unit"], facts["aggregation"])
     protected = f"{unit.protected} Neighbouring relation: {facts['relation']}"
     released = [f"{item['kind']} ({item['times']}): {item['text']}" for item in facts["releases"]]
     lines = [
-        *paragraph("# Privacy statement"),
-        *(paragraph(f"> **WARNING: {BANNERS[worth]}**") if worth != "yes" else ()),
-        *paragraph(f"**{facts['guarantee_text']}**"),
-        *_summary(facts),
-        *(section("Warnings", bullets(facts["warnings"])) if facts["warnings"] else ()),
-        *section("What is protected", paragraph(protected)),
-        *section("Against whom", paragraph(facts["adversary"])),
-        *section("How it is counted", paragraph(_counted(facts["accountant"], unit))),
-        *section("Scope", paragraph(_scope(facts["scope"], _accountants(facts)[0]))),
-        *section("Randomness", paragraph(facts["randomness"]["text"])),
-        *section("What was released", bullets(released)),
-        *section("Parties", _parties(facts)),
-        *section("How parties and records add up", [*bullets(facts["adds_up"]), *_several(facts, unit)]),
-        *section("What is not covered", bullets(facts["not_covered"])),
-        *section("Signatures", table(("role", "name", "date", "signature"), [(who, "", "", "") for who in SIGNERS])),
+        *make_paragraph("# Privacy statement"),
+        *(make_paragraph(f"> **WARNING: {GUARANTEE_BANNERS[worth]}**") if worth != "yes" else ()),
+        *make_paragraph(f"**{facts['guarantee_text']}**"),
+        *_write_summary(facts),
+        *(make_section("Warnings", make_bullet_list(facts["warnings"])) if facts["warnings"] else ()),
+        *make_section("What is protected", make_paragraph(protected)),
+        *make_section("Against whom", make_paragraph(facts["adversary"])),
+        *make_section("How it is counted", make_paragraph(_describe_accounting(facts["accountant"], unit))),
+        *make_section("Scope", make_paragraph(_describe_scope(facts["scope"], _list_accountants(facts)[0]))),
+        *make_section("Randomness", make_paragraph(facts["randomness"]["text"])),
+        *make_section("What was released", make_bullet_list(released)),
+        *make_section("Parties", _write_parties(facts)),
+        *make_section(
+            "How parties and records add up", [*make_bullet_list(facts["adds_up"]), *_write_group_privacy(facts, unit)]
+        ),
+        *make_section("What is not covered", make_bullet_list(facts["not_covered"])),
+        *make_section(
+            "Signatures",
+            make_page_table(("role", "name", "date", "signature"), [(who, "", "", "") for who in SIGNATURE_ROLES]),
+        ),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _summary(facts: Mapping[str, Any]) -> list[str]:
+def _write_summary(facts: Mapping[str, Any]) -> list[str]:
     """The run at a glance: which it was, what was asked for, what was spent."""
     run = facts["run"]
-    first, *others = _accountants(facts)
-    beside = [f", {short(facts[f'epsilon_{name}'])} ({name.upper()})" for name in others]
-    spent = f"epsilon = {short(facts['epsilon'])} ({first.upper()}){''.join(beside)}"
-    return table(
+    first, *others = _list_accountants(facts)
+    beside = [f", {format_short_value(facts[f'epsilon_{name}'])} ({name.upper()})" for name in others]
+    spent = f"epsilon = {format_short_value(facts['epsilon'])} ({first.upper()}){''.join(beside)}"
+    return make_page_table(
         ("", ""),
         [
             ("run", f"`{run['id']}`"),
@@ -63,27 +68,27 @@ def _summary(facts: Mapping[str, Any]) -> list[str]:
             ("data", run["dataset"]),
             ("method, rule", f"{run['method']}, {run['rule']}"),
             ("rounds", f"{run['rounds_done']} of {run['rounds']}{'' if run['finished'] else ' (not finished)'}"),
-            ("asked for", _asked(facts["target"]) if facts["private"] else "no privacy"),
-            ("planned at most", f"epsilon = {short(facts['planned']['epsilon'])}"),
+            ("asked for", _describe_target(facts["target"]) if facts["private"] else "no privacy"),
+            ("planned at most", f"epsilon = {format_short_value(facts['planned']['epsilon'])}"),
             ("spent", spent + (", seen in sums only (assumed)" if facts["guarantee"] == "assumed" else "")),
-            ("delta", short(facts["delta"])),
+            ("delta", format_short_value(facts["delta"])),
         ],
     )
 
 
-def _accountants(facts: Mapping[str, Any]) -> list[str]:
+def _list_accountants(facts: Mapping[str, Any]) -> list[str]:
     """The names of the accountants that the facts report, the headline first: each has a key per party."""
     return [key.removeprefix("epsilon_") for key in facts["parties"][0] if key.startswith("epsilon_")]
 
 
-def _asked(target: Mapping[str, Any]) -> str:
+def _describe_target(target: Mapping[str, Any]) -> str:
     if target["epsilon"] is None:
-        return f"noise multiplier sigma = {short(target['sigma'])}"
+        return f"noise multiplier sigma = {format_short_value(target['sigma'])}"
     own = f", {len(target['budgets'])} with a budget of their own" if target["budgets"] else ""
-    return f"epsilon = {short(target['epsilon'])} for each party{own}"
+    return f"epsilon = {format_short_value(target['epsilon'])} for each party{own}"
 
 
-def _counted(accountant: Mapping[str, str], unit: Unit) -> str:
+def _describe_accounting(accountant: Mapping[str, str], unit: UnitTexts) -> str:
     enforced, beside = accountant["enforced"].upper(), accountant["beside"].upper()
     which = "all" if "," in beside else "both"
     return (
@@ -92,26 +97,29 @@ def _counted(accountant: Mapping[str, str], unit: Unit) -> str:
     )
 
 
-def _several(facts: Mapping[str, Any], unit: Unit) -> list[str]:
+def _write_group_privacy(facts: Mapping[str, Any], unit: UnitTexts) -> list[str]:
     """What holds for several units together, where that is a question."""
     if not facts["private"] or not unit.several:
         return []
-    rows = [(str(g["records"]), short(g["epsilon"]), _group_delta(g["delta"])) for g in facts["groups_of_records"]]
-    return table((unit.several, "epsilon", "delta"), rows)
+    rows = [
+        (str(g["records"]), format_short_value(g["epsilon"]), _format_group_delta(g["delta"]))
+        for g in facts["groups_of_records"]
+    ]
+    return make_page_table((unit.several, "epsilon", "delta"), rows)
 
 
-def _parties(facts: Mapping[str, Any]) -> list[str]:
-    parties, names = facts["parties"], _accountants(facts)
+def _write_parties(facts: Mapping[str, Any]) -> list[str]:
+    parties, names = facts["parties"], _list_accountants(facts)
     columns = [f"epsilon ({name.upper()})" for name in names]
     costs = [f"epsilon_{name}" for name in names]
-    if words_for(facts["unit"]).alike:
-        return _alike(parties, columns, costs)
+    if find_unit_texts(facts["unit"]).alike:
+        return _write_equal_parties(parties, columns, costs)
     sigma = "sigma" if facts["schedule"]["name"] == "constant" else "sigma (first round)"
     sigma += " of the sum" if facts["aggregation"] == "ideal-secagg" else ""
     header = ("party", f"{facts['unit']}s", "rate", sigma, "releases", *columns, "budget")
     shown = parties
     lines: list[str] = []
-    if len(parties) > LISTED:
+    if len(parties) > MAX_PARTIES_ON_PAGE:
         units = [p["units"] for p in parties]
         lines = [
             f"{len(parties)} parties with {min(units)} to {max(units)} {facts['unit']}s each; every one is listed in "
@@ -120,37 +128,41 @@ def _parties(facts: Mapping[str, Any]) -> list[str]:
         ]
         shown = sorted(parties, key=lambda p: (-float(p[costs[0]]), p["units"]))[:10]
     keys = ("units", "rate", "sigma", "releases", *costs, "budget")
-    return lines + table(header, [(cell(p["name"]), *(short(p[key]) for key in keys)) for p in shown])
+    return lines + make_page_table(
+        header, [(escape_table_cell(p["name"]), *(format_short_value(p[key]) for key in keys)) for p in shown]
+    )
 
 
-def _alike(parties: Sequence[Mapping[str, Any]], columns: Sequence[str], costs: Sequence[str]) -> list[str]:
+def _write_equal_parties(
+    parties: Sequence[Mapping[str, Any]], columns: Sequence[str], costs: Sequence[str]
+) -> list[str]:
     """Where everyone is charged every round most parties have the same line: one for all of them."""
     keys = ("rate", "sigma", "releases", *costs, "budget")
     lines: dict[tuple[str, ...], list[str]] = {}
     for party in parties:
-        lines.setdefault(tuple(short(party[key]) for key in keys), []).append(party["name"])
+        lines.setdefault(tuple(format_short_value(party[key]) for key in keys), []).append(party["name"])
     header = ("parties", "rate q_c", "sigma z", "releases", *columns, "budget")
     who = {values: names[0] if len(names) == 1 else f"{len(names)} parties" for values, names in lines.items()}
-    return table(header, [(cell(who[values]), *values) for values in lines])
+    return make_page_table(header, [(escape_table_cell(who[values]), *values) for values in lines])
 
 
-def _scope(scope: Mapping[str, Any], accountant: str) -> str:
+def _describe_scope(scope: Mapping[str, Any], accountant: str) -> str:
     own = (
-        f" This run alone: epsilon = {short(scope['run_epsilon'])} ({accountant.upper()})."
+        f" This run alone: epsilon = {format_short_value(scope['run_epsilon'])} ({accountant.upper()})."
         if "run_epsilon" in scope
         else ""
     )
     return f"{scope['text']}{own}"
 
 
-def _group_delta(delta: float) -> str:
-    return short(delta) if delta < 1 else "1 (no guarantee)"
+def _format_group_delta(delta: float) -> str:
+    return format_short_value(delta) if delta < 1 else "1 (no guarantee)"
 
 
 # --- pieces of Markdown as lines, each ending in an empty one; values as a table's cells hold them ---
 
 
-def short(value: float | str | None) -> str:
+def format_short_value(value: float | str | None) -> str:
     """A value in a few letters: five digits of a number, "none" for None, "infinite" for what JSON has as "inf"."""
     if value is None:
         return "none"
@@ -159,27 +171,27 @@ def short(value: float | str | None) -> str:
     return f"{value:d}" if isinstance(value, int) else f"{value:.5g}"
 
 
-def cell(text: str) -> str:
+def escape_table_cell(text: str) -> str:
     """Text that would break a table, made harmless."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def section(title: str, lines: Iterable[str]) -> list[str]:
+def make_section(title: str, lines: Iterable[str]) -> list[str]:
     """A heading and what is below it."""
     return [f"## {title}", "", *lines]
 
 
-def paragraph(text: str) -> list[str]:
+def make_paragraph(text: str) -> list[str]:
     """Text by itself."""
     return [text, ""]
 
 
-def bullets(items: Iterable[str]) -> list[str]:
+def make_bullet_list(items: Iterable[str]) -> list[str]:
     """A list."""
     return [*(f"- {item}" for item in items), ""]
 
 
-def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+def make_page_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     """A table."""
     rule = "|".join("---" for _ in header)
     return [f"| {' | '.join(header)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows), ""]

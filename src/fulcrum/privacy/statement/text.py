@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fulcrum.clipping.rule import ClipRule
-from fulcrum.models.pretrain import SYNTHETIC
+from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME
 from fulcrum.privacy.plan import Plan
-from fulcrum.privacy.statement.units import words_for
+from fulcrum.privacy.statement.units import find_unit_texts
 from fulcrum.settings.schema import Settings
 
-RANDOMNESS = {
+RANDOMNESS_TEXTS = {
     "secure": (
         "Sampling and noise come from the operating system's entropy; nothing can be replayed. The guarantee relies "
         "on that entropy."
@@ -21,7 +21,7 @@ RANDOMNESS = {
     ),
     "recorded": "Sampling and noise were replayed from a recording: this is a test and protects nobody.",
 }
-SCOPES = {
+SCOPE_TEXTS = {
     "run": "This run only. Whatever else was released about the same data, before or after, adds to it.",
     "ledger": (
         "All runs on record in this ledger, this one included; a guarantee only if each of them used a sound rule. "
@@ -30,16 +30,16 @@ SCOPES = {
 }
 
 
-def level(plan: Plan, rule: ClipRule) -> str:
+def guarantee_level(plan: Plan, rule: ClipRule) -> str:
     """What epsilon is worth: "yes", "assumed", "nominal" or "none"."""
     if not rule.private:
         return "none"
     if not rule.sound:
         return "nominal"
-    return "assumed" if plan.shared else "yes"
+    return "assumed" if plan.shares_noise else "yes"
 
 
-def guarantee(plan: Plan, rule: ClipRule, epsilons: Mapping[str, float], mode: str) -> str:
+def guarantee_sentence(plan: Plan, rule: ClipRule, epsilons: Mapping[str, float], mode: str) -> str:
     """The one sentence to read. epsilons: the largest of any party, by accountant. mode: of the randomness."""
     if not rule.private:
         return "There is no privacy guarantee: the updates left the parties without noise."
@@ -51,8 +51,8 @@ def guarantee(plan: Plan, rule: ClipRule, epsilons: Mapping[str, float], mode: s
             f"NOT A GUARANTEE. The rule {rule.name!r} sets the clipping norm from raw private values, so {numbers} is "
             "nominal: it is what the noise would give if C were public, and what was released may reveal more."
         )
-    short = words_for(plan.unit).short
-    if plan.shared:
+    short = find_unit_texts(plan.unit).short
+    if plan.shares_noise:
         return (
             f"UNDER AN ASSUMPTION ONLY: if the server saw nothing but the sum of all {plan.parties} parties' "
             f"updates, and no party colluded, each {short} would have {numbers}, while the seed is secret. That "
@@ -64,21 +64,21 @@ def guarantee(plan: Plan, rule: ClipRule, epsilons: Mapping[str, float], mode: s
     return f"Each {short} has {numbers}."
 
 
-def adds_up(plan: Plan, rule: ClipRule) -> list[str]:
+def composition_sentence(plan: Plan, rule: ClipRule) -> list[str]:
     """How parties and records add up."""
     if not rule.private:
         return ["Nothing adds up: there is no guarantee for any record."]
-    return list(words_for(plan.unit, plan.aggregation).adds_up)
+    return list(find_unit_texts(plan.unit, plan.aggregation).adds_up)
 
 
-def warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finished: bool) -> list[str]:
+def collect_warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finished: bool) -> list[str]:
     """What to beware of: in the plan, in the settings, in how far the run has come."""
     found = list(plan.warnings)
     if not finished:
         found.append("The run is not finished: this statement covers what has been reserved so far.")
     if mode != "secure" and rule.private:
         found.append(f"The randomness is {mode}: for real data use privacy.randomness = secure.")
-    if settings.model.init not in ("random", SYNTHETIC):
+    if settings.model.init not in ("random", SYNTHETIC_INIT_NAME):
         what = "weights" if settings.model.coordinates == "plain" else "weights and facts about layers"
         found.append(
             f"Training starts from the {what} in {settings.model.init}, which are taken to be public. If private data "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-ZERO_OUT = (
+ZERO_OUT_ADJACENCY = (
     "zero-out: two data sets are neighbours if in one of them a single {unit} contributes nothing. The number of "
     "{unit}s at each party is a declared public constant, the same on both sides. Accounted as add-or-remove."
 )
@@ -32,18 +32,18 @@ SEES_SUMS_ONLY = (
     "under-noised: by itself it is NOT private at this epsilon. Outsiders, who see only models, are covered under "
     "the same assumption."
 )
-STEPS_COMPOSE = (
+STEPS_COMPOSE_TEXT = (
     "The releases of a party compose over all its rounds and steps; what a round costs is written to the party's "
     "ledger before anything is released. Poisson sampling lowers the cost because nobody learns who was sampled. The "
     "epsilon of the federation is the largest of its parties'."
 )
-ROUNDS_COMPOSE = (
+ROUNDS_COMPOSE_TEXT = (
     "Each round the server makes one release, a noised mean over the parties that joined; each party joins "
     "independently with probability q_c. EVERY party is charged for every round, whether it joined or not, and the "
     "charge is written to its ledger before anything is released. Sampling lowers the cost because nobody but the "
     "server learns who joined: publishing the participants would undo it."
 )
-SUMS_COMPOSE = (
+SUMS_COMPOSE_TEXT = (
     "Each round releases one thing, the weighted sum over all parties of one step each. Every party adds 1/K of the "
     "noise's variance, so that the sum carries it whole; an example, at whichever party, moves the sum by at most C. "
     "Each party's ledger is charged what the sum costs, before anything is released. Poisson sampling lowers the cost "
@@ -53,8 +53,8 @@ SEVERAL_PARTIES = (
     "A person with data at several parties adds up the epsilons (and the deltas) of those parties. Otherwise the "
     "parties' data is taken to be disjoint, and the epsilon of the federation is the largest of its parties'."
 )
-TIMING = "Timing: how long a party takes, and whether it answers, is not hidden."
-ROUND_TIMING = (
+UPDATE_TIMING_NOTE = "Timing: how long a party takes, and whether it answers, is not hidden."
+ROUND_TIMING_NOTE = (
     "Timing: how long a round takes (`seconds` in metrics.jsonl) tells roughly how many joined it; do not publish it."
 )
 PUBLIC_SIZES = (
@@ -67,7 +67,9 @@ PUBLIC_TOTALS = (
     "them may be computed from private data; where W or the cap come from the parties' true sizes, those sizes count "
     "as public."
 )
-SPREAD_OUT = "Data of one person that is spread over several units or parties, beyond the arithmetic stated above."
+SPREAD_DATA_NOTE = (
+    "Data of one person that is spread over several units or parties, beyond the arithmetic stated above."
+)
 NOT_COVERED = (
     "Side channels of the machines: memory, caches, power, logs, debuggers, swap.",
     "Floating-point arithmetic beyond the mitigation in the secure noise generator (each number is the sum of several "
@@ -82,7 +84,7 @@ NOT_COVERED = (
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitTexts:
     """One unit of privacy in words.
 
     short: for "epsilon of one ...". protected: a sentence's start. relation, adversary, counted, not_covered and
@@ -101,36 +103,36 @@ class Unit:
     alike: bool = False
 
 
-UNITS: dict[str, Unit] = {
-    "example": Unit(
+UNIT_TEXTS: dict[str, UnitTexts] = {
+    "example": UnitTexts(
         short="example",
         protected="One example at one party.",
-        relation=ZERO_OUT.format(unit="example"),
+        relation=ZERO_OUT_ADJACENCY.format(unit="example"),
         adversary=SEES_EVERY_UPDATE,
-        counted=STEPS_COMPOSE,
+        counted=STEPS_COMPOSE_TEXT,
         adds_up=(
             "The unit is one example. A person with m examples at one party is covered by group privacy only: m times "
             "epsilon, with delta growing to m exp((m-1) epsilon) delta, as listed. Where people have several records, "
             "use the unit `person` instead.",
             SEVERAL_PARTIES,
         ),
-        not_covered=(TIMING, *NOT_COVERED, PUBLIC_SIZES, SPREAD_OUT),
+        not_covered=(UPDATE_TIMING_NOTE, *NOT_COVERED, PUBLIC_SIZES, SPREAD_DATA_NOTE),
         several="examples of one person",
     ),
-    "person": Unit(
+    "person": UnitTexts(
         short="person",
         protected="One person at one party.",
-        relation=ZERO_OUT.format(unit="person"),
+        relation=ZERO_OUT_ADJACENCY.format(unit="person"),
         adversary=SEES_EVERY_UPDATE,
-        counted=STEPS_COMPOSE,
+        counted=STEPS_COMPOSE_TEXT,
         adds_up=(
             "The unit is the person: all records of one person at one party are sampled together and clipped as one, "
             "so epsilon holds for all of them together.",
             SEVERAL_PARTIES,
         ),
-        not_covered=(TIMING, *NOT_COVERED, PUBLIC_SIZES, SPREAD_OUT),
+        not_covered=(UPDATE_TIMING_NOTE, *NOT_COVERED, PUBLIC_SIZES, SPREAD_DATA_NOTE),
     ),
-    "client": Unit(
+    "client": UnitTexts(
         short="whole party",
         protected="One whole party: all its records together, and whether it took part at all.",
         relation=(
@@ -139,24 +141,24 @@ UNITS: dict[str, Unit] = {
             "the same on both sides. Accounted as add-or-remove."
         ),
         adversary=SEES_MODELS_ONLY,
-        counted=ROUNDS_COMPOSE,
+        counted=ROUNDS_COMPOSE_TEXT,
         adds_up=(
             "The unit is the whole party, so epsilon holds for all records at one party together, and for each of "
             "them. It is another promise than the epsilon of one example or person: the two must not be compared.",
             "A person with data at m parties, or m parties that belong together, are covered by group privacy only: m "
             "times epsilon, with delta growing to m exp((m-1) epsilon) delta, as listed.",
         ),
-        not_covered=(ROUND_TIMING, *NOT_COVERED, PUBLIC_TOTALS, SPREAD_OUT),
+        not_covered=(ROUND_TIMING_NOTE, *NOT_COVERED, PUBLIC_TOTALS, SPREAD_DATA_NOTE),
         several="parties together",
         alike=True,
     ),
 }
 
-SUMS = replace(
-    UNITS["example"],
+SECURE_SUM_TEXTS = replace(
+    UNIT_TEXTS["example"],
     protected="One example at one party, within the sum over all parties.",
     adversary=SEES_SUMS_ONLY,
-    counted=SUMS_COMPOSE,
+    counted=SUMS_COMPOSE_TEXT,
     adds_up=(
         "The unit is one example. A person with m examples, at one party or at several, is covered by group privacy "
         "only: m times epsilon, with delta growing to m exp((m-1) epsilon) delta, as listed. All of them are in the "
@@ -165,12 +167,12 @@ SUMS = replace(
     not_covered=(
         "Single updates: the secure aggregation that would hide them is assumed. Nothing in this software provides it.",
         "Colluding parties, parties that leave out their part of the noise, and parties that drop out.",
-        *UNITS["example"].not_covered,
+        *UNIT_TEXTS["example"].not_covered,
     ),
 )
 """Of examples, where the parties share one dose of noise (privacy.aggregation = "ideal-secagg")."""
 
 
-def words_for(unit: str, aggregation: str = "plain") -> Unit:
+def find_unit_texts(unit: str, aggregation: str = "plain") -> UnitTexts:
     """The words for a unit and what the server is taken to see."""
-    return SUMS if aggregation == "ideal-secagg" else UNITS[unit]
+    return SECURE_SUM_TEXTS if aggregation == "ideal-secagg" else UNIT_TEXTS[unit]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fulcrum.data.tasks.builtin import Array
+from fulcrum.data.tasks.builtin import AnyArray
 from fulcrum.errors import DataError
 
 MAX_BATCH_BYTES = 64 * 2**20  # a batch has 31 MB
@@ -53,7 +53,7 @@ ALLOWED_OPCODES = frozenset(
 """All that a batch is made of. Everything else that pickle can do is refused unread."""
 
 
-def parse_cifar_batch(data: bytes, shape: tuple[int, ...], path: Path) -> tuple[Array, Array]:
+def parse_cifar_batch(data: bytes, shape: tuple[int, ...], path: Path) -> tuple[AnyArray, AnyArray]:
     """(pixels [rows, 3072] uint8, labels [rows] uint8) of one batch; `shape` is (rows, 3072).
 
     Reads the original Python 2 pickles and those that today's Python and NumPy write with protocol 2 to
@@ -99,7 +99,7 @@ class _ByteArrayStandIn:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
-        self.values: Array | None = None
+        self.values: AnyArray | None = None
 
     def __setstate__(self, state: object) -> None:
         if self.values is not None or not isinstance(state, tuple) or len(state) != 5:

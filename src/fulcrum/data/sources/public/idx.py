@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fulcrum.data.tasks.builtin import Array
+from fulcrum.data.tasks.builtin import AnyArray
 from fulcrum.errors import DataError
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -42,7 +42,7 @@ def compute_idx_size(shape: tuple[int, ...]) -> int:
     return 4 + 4 * len(shape) + math.prod(shape)
 
 
-def parse_idx_array(data: bytes, shape: tuple[int, ...], path: Path) -> Array:
+def parse_idx_array(data: bytes, shape: tuple[int, ...], path: Path) -> AnyArray:
     """The array [shape] of uint8 in the content of an idx file; `path` is for the error message.
 
     The magic number, every dimension and the length must be exactly right. One-dimensional files are

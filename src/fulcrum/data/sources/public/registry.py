@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fulcrum.data.sources.public import cifar, idx
-from fulcrum.data.tasks.builtin import Array
+from fulcrum.data.tasks.builtin import AnyArray
 from fulcrum.errors import DataError
 
 
@@ -48,13 +48,13 @@ class PublicDataset:
     folders: tuple[str, ...]
     """Where its files may lie within a data folder, in this order; fetched files go to the first."""
     mirrors: tuple[str, ...]
-    read: Callable[[bytes, tuple[int, ...], Path], tuple[Array, ...]]
+    read: Callable[[bytes, tuple[int, ...], Path], tuple[AnyArray, ...]]
     limit: Callable[[tuple[int, ...]], int]
     suffixes: tuple[str, ...]
     archive: DataArchive | None = None
 
 
-def _read_idx_arrays(content: bytes, shape: tuple[int, ...], path: Path) -> tuple[Array, ...]:
+def _read_idx_arrays(content: bytes, shape: tuple[int, ...], path: Path) -> tuple[AnyArray, ...]:
     return (idx.parse_idx_array(content, shape, path),)
 
 
@@ -154,7 +154,7 @@ def compute_content_digest(content: bytes, like: str) -> str:
     return f"{algorithm}:{hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()}"
 
 
-def read_data_file(known: PublicDataset, file: DataFile, path: Path) -> tuple[tuple[Array, ...], bool]:
+def read_data_file(known: PublicDataset, file: DataFile, path: Path) -> tuple[tuple[AnyArray, ...], bool]:
     """(the arrays in the file, whether its content is the public one); DataError when it is corrupt."""
     content = idx.read_maybe_gzipped(path, known.limit(file.shape))
     return known.read(content, file.shape, path), compute_content_digest(content, file.digest) == file.digest

@@ -8,7 +8,7 @@ from pathlib import Path
 from fulcrum.data.sources.named import read_digits
 from fulcrum.data.sources.public import registry
 from fulcrum.errors import DataError
-from fulcrum.settings.registry import suggest_nearest
+from fulcrum.settings.registry import suggest_nearest_names
 
 FILE_STATUSES = ("public", "changed", "missing", "corrupt")
 """From best to worst: the public bytes; readable but other bytes; not there; unreadable."""
@@ -63,7 +63,7 @@ def find_public_dataset(name: str) -> registry.PublicDataset:
     """The registry's entry, or a DataError that suggests the nearest name."""
     if name not in registry.PUBLIC_DATASETS:
         raise DataError(
-            f"data set {name!r} is not known; {suggest_nearest(name, ['digits', *registry.PUBLIC_DATASETS])}"
+            f"data set {name!r} is not known; {suggest_nearest_names(name, ['digits', *registry.PUBLIC_DATASETS])}"
         )
     return registry.PUBLIC_DATASETS[name]
 
