@@ -1,6 +1,6 @@
 """Which tests run where: `slow` in CI and on request, `gpu` where kernels run, `flower` with real processes.
 
-make test                      # all but slow and flower, in under five minutes on two cores
+make test                      # all but slow and flower, in under four minutes on two cores
 make test-slow                 # the slow ones
 FULCRUM_FLOWER=1 pytest tests/flower   # real Flower processes on loopback; needs the flower extra
 """

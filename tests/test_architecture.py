@@ -124,3 +124,33 @@ def test_the_block_works():
 def test_import_fulcrum_is_cheap():
     code = "import sys, fulcrum; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", timeout=120).returncode == 0
+
+
+# --- the tests themselves ---------------------------------------------------------------------------
+
+
+def imported_test_files(source: str) -> set[str]:
+    """Test files that some code imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=aliases):
+                found |= {alias.name for alias in aliases}
+            case ast.ImportFrom(module=str() as module):
+                found.add(module)
+    return {name for name in found if name.rpartition(".")[2].startswith("test_")}
+
+
+def test_no_test_file_imports_another():
+    assert imported_test_files("def late():\n    from test_loop import play") == {"test_loop"}
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    assert {
+        file.name: found for file in tests if (found := imported_test_files(file.read_text(encoding="utf-8")))
+    } == {}
+
+
+def test_names_of_test_files_are_unique_and_each_says_what_it_is_about():
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert len({file.name for file in tests}) == len(tests), "folders have no __init__.py, so names must differ"
+    silent = [file.name for file in tests if not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))]
+    assert silent == []
