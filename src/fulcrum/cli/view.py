@@ -67,7 +67,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[TableValue]], ti
     console = Console()
     if console.is_terminal:
         # Narrow padding: tables of eight columns fit into 80 characters.
-        table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table = Table(
+            title=title or None,
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            show_edge=False,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
         for name in columns:
             table.add_column(name, min_width=max(map(len, name.split())))  # no word of a heading is cut
         for row in cells:
