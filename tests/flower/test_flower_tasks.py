@@ -227,6 +227,14 @@ def test_terms_keep_the_task(tmp_path):
     assert "task regression: loss huber, huber_width 0.5, low 0.0, high 40.0" in text
 
 
+def test_a_number_of_classes_says_nothing_about_a_regression(tmp_path):
+    """`fulcrum terms --classes 10` for a regression: the party's model still has one output."""
+    terms = accept("party-0", propose(dataclasses.replace(toy_settings(), task=REGRESSION), 10), 50.0)
+    with toy_party(tmp_path, toy_settings(), terms=terms, data=toy_targets("regression")) as service:
+        welcome = read_header(service.answer(hello(toy_settings(), REGRESSION, 1)), ("welcome",))
+    assert welcome["classes"] == 1
+
+
 def test_terms_without_a_task_are_a_classification_with_their_classes(tmp_path):
     terms = accept_proposal("party-0", make_proposal(toy_settings(), 3), 50.0)
     text = terms_to_toml(terms)

@@ -19,10 +19,11 @@ def training_settings(settings: TaskSettings, classes: int = 0) -> TaskSettings:
     """The settings that decide the loss, with "auto" as classification; classes: the number where they name none."""
     name = "classification" if settings.name == "auto" else settings.name
     default = TaskSettings()
+    known = 0 if name == "regression" else classes  # as in from_arrays: a regression has no classes to count
     return dataclasses.replace(
         settings,
         name=name,
-        classes=settings.classes or classes,
+        classes=settings.classes or known,
         metrics=default.metrics,
         score=default.score,
         threshold=default.threshold,
