@@ -227,6 +227,8 @@ def test_a_spent_budget_before_the_first_round_is_wrong_input_and_later_is_not(t
 def test_a_closed_pipe_ends_quietly():
     command = [sys.executable, "-m", "fulcrum", "init", "-"]
     with subprocess.Popen(command, cwd=SOURCE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1

@@ -319,7 +319,7 @@ def test_a_run_trains_on_features_and_studies_make_them_once(monkeypatch: pytest
         calls.append(1)
         return compute_features(*given)
 
-    monkeypatch.setattr("fulcrum.study.run_job.load", lambda source, folder: data)
+    monkeypatch.setattr("fulcrum.study.run_job.load", lambda source, folder, **options: data)
     monkeypatch.setattr("fulcrum.study.run_job.compute_features", counted)
     first = kept.get(settings(), "cpu")
     assert kept.get(settings(), "cpu") is first

@@ -228,6 +228,7 @@ def test_every_ledger_is_right(federation, played, name):
         assert own[t].digest == mirror[t].digest
     events = [event for entry in entries for event in entry.events]
     assert spent == pytest.approx(Spend.empty().add_events(events).epsilon(1e-4, "rdp"))
+    assert budget is not None
     assert spent <= budget
 
 
@@ -293,7 +294,7 @@ def test_dc_sgd_is_served_to_its_end(tmp_path):
 def test_a_server_that_pushes_code_finds_the_parties_running_theirs(tmp_path):
     """The pushed app writes a file when it runs. A party of ours never runs it; Flower's own SuperNode does."""
     made = Federation(tmp_path)
-    settings = run.settings_file.read(
+    settings = run.settings_file.read_settings(
         tmp_path / "config.toml",
         {"train.rounds": 2, "train.min_parties": 1, "data.source": str(tmp_path / "public.npz")},
     )

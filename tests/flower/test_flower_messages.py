@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,7 +147,8 @@ def test_events_travel_as_they_write_themselves():
     assert events_to_rows(events) == [event.to_json() for event in events]
     assert events_from_rows(events_to_rows(events)) == events
     wrong = ([0.1, 2.0], [0.1, "2", 1], [0.1, 2.0, 0], [0.1, 2.0, -1], [0.1, 2.0, 1.5], [0.1, float("inf"), 1])
-    for rows in (*([["gaussian", *row]] for row in wrong), [[0.1, 2.0, 1]], ["x"], [["unheard-of", 1]], [[]]):
+    lists: list[list[Any]] = [[["gaussian", *row]] for row in wrong]
+    for rows in (*lists, [[0.1, 2.0, 1]], ["x"], [["unheard-of", 1]], [[]]):
         with pytest.raises(BadMessage):
             events_from_rows(rows)
     with pytest.raises(BadMessage, match="without noise"):

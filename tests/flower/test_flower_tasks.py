@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("cryptography", reason="parties sign with cryptography: pip install 'fulcrum-fl[flower]'")
-
-from flower_helpers import NAMES, part, serve, toy_federation, toy_party, toy_request, toy_settings
-from helpers import toy_data
 
 from fulcrum import runs as api
 from fulcrum.data import Dataset, from_arrays
@@ -28,8 +26,10 @@ from fulcrum.flower.task_terms import declare_task, same_task, task_fingerprint
 from fulcrum.flower.terms import accept_proposal, make_proposal, read_terms_file, terms_to_toml
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.settings.schema import Settings, TaskSettings
+from support.federations import toy_data
+from support.flower import NAMES, part, serve, toy_federation, toy_party, toy_request, toy_settings
 
-TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}
 N, TEST = 120, 60
 
 
@@ -84,6 +84,7 @@ def own_code(tmp_path, monkeypatch):
 
 def settings_of(data: Dataset, **changes) -> Settings:
     """Three rounds of two steps over three parties, with the data's task in the settings."""
+    assert data.task_settings is not None
     settings = dataclasses.replace(toy_settings(3, steps=2), task=data.task_settings, **changes)
     tokens = data.task_settings.name == "next-token"
     return settings.replace(model={"name": "toy_hospital:next_tokens"}) if tokens else settings
@@ -137,7 +138,8 @@ OUTSIDE = {
 @pytest.mark.parametrize(("task", "data", "words"), OUTSIDE.values(), ids=OUTSIDE)
 @pytest.mark.parametrize("agreed", [True, False])
 def test_a_label_outside_the_declared_range_is_said_to_the_party_alone(tmp_path, task, data, words, agreed):
-    settings, said = toy_settings(), []
+    settings = toy_settings()
+    said: list[str] = []
     terms = accept_proposal("party-0", make_proposal(settings, 0, task), 50.0) if agreed else None
     options = {"terms": terms, "data": data, "say": said.append, "consent": lambda terms: True}
     with toy_party(tmp_path, settings, **options) as service:
@@ -229,9 +231,9 @@ def test_terms_keep_the_task(tmp_path):
 
 def test_a_number_of_classes_says_nothing_about_a_regression(tmp_path):
     """`fulcrum terms --classes 10` for a regression: the party's model still has one output."""
-    terms = accept("party-0", propose(dataclasses.replace(toy_settings(), task=REGRESSION), 10), 50.0)
+    terms = accept_proposal("party-0", make_proposal(dataclasses.replace(toy_settings(), task=REGRESSION), 10), 50.0)
     with toy_party(tmp_path, toy_settings(), terms=terms, data=toy_targets("regression")) as service:
-        welcome = read_header(service.answer(hello(toy_settings(), REGRESSION, 1)), ("welcome",))
+        welcome = read_message_header(service.answer(hello(toy_settings(), REGRESSION, 1)), ("welcome",))
     assert welcome["classes"] == 1
 
 

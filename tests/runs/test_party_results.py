@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +22,11 @@ from fulcrum.types import RoundResult, mean_over_parties
 SIZES = {"university": 2400, "county": 700, "village": 300}
 SHIFTS = {"university": 0.0, "county": 1.5, "village": -1.0}
 POSITIVES = 0.08
-OPTIONS = {"rounds": 25, "rate": 0.2, "lr": 2.0, "method": "dp-sgd", "epsilon": 8.0, "device": "cpu"}
+OPTIONS: dict[str, Any] = {"rounds": 25, "rate": 0.2, "lr": 2.0, "method": "dp-sgd", "epsilon": 8.0, "device": "cpu"}
 WEIGHTS = (1.0, 8.0)
 
 
-def hospitals() -> dict[str, np.ndarray]:
+def hospitals() -> dict[str, Any]:
     """8% positives. The parties' scores lie at different heights, so that AUC of all records is another number."""
     rng = np.random.default_rng(0)
     party = np.concatenate([np.full(size, name) for name, size in SIZES.items()])
@@ -68,7 +69,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(place / "run", load_summary(place / "run"), said.getvalue())
 
 
-def from_python(**more: object) -> fulcrum.Result:
+def from_python(**more: Any) -> fulcrum.Result:
     data = from_arrays(**hospitals(), task=TaskSettings("binary", class_weights=WEIGHTS))
     return fulcrum.train(data=data, partition="given", **{**OPTIONS, **more})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,9 @@ from fulcrum.settings.schema import TaskSettings
 from fulcrum.training.evaluate import evaluate_model
 
 N, TEST, LENGTH, TOKENS = 360, 120, 6, 8
-QUICK = {"parties": 3, "rounds": 30, "rate": 0.2, "lr": 0.5, "device": "cpu"}
-PRIVATE = {"method": "dp-sgd", "epsilon": 8.0}
-OPEN = {"method": "none"}
+QUICK: dict[str, Any] = {"parties": 3, "rounds": 30, "rate": 0.2, "lr": 0.5, "device": "cpu"}
+PRIVATE: dict[str, Any] = {"method": "dp-sgd", "epsilon": 8.0}
+OPEN: dict[str, Any] = {"method": "none"}
 
 MODULE = """
 import torch
@@ -56,21 +57,21 @@ def two_inputs(input_shape, classes):
 """
 
 
-def regression() -> dict[str, np.ndarray]:
+def regression() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(N + TEST, 5)).astype(np.float32)
     y = (x @ rng.normal(size=5) + 0.1 * rng.normal(size=N + TEST)).astype(np.float32)
     return {"x": x[:N], "y": y[:N], "x_test": x[N:], "y_test": y[N:]}
 
 
-def multilabel() -> dict[str, np.ndarray]:
+def multilabel() -> dict[str, Any]:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(N + TEST, 5)).astype(np.float32)
     y = (x @ rng.normal(size=(5, 3)) > 0).astype(np.int64)
     return {"x": x[:N], "y": y[:N], "x_test": x[N:], "y_test": y[N:]}
 
 
-def tokens() -> dict[str, np.ndarray]:
+def tokens() -> dict[str, Any]:
     """The tag of each position is the token there modulo 4; some positions do not count."""
     rng = np.random.default_rng(2)
     x = rng.integers(0, TOKENS, size=(N + TEST, LENGTH))
@@ -132,7 +133,7 @@ def test_every_kind_of_task_trains_privately_from_the_command_line(here: Path, t
 @pytest.mark.parametrize("task", TASKS)
 def test_python_and_the_command_line_train_alike(here: Path, task: str) -> None:
     make, model, score = TASKS[task]
-    names = {**QUICK, **PRIVATE, "rounds": 3, "model": model}
+    names: dict[str, Any] = {**QUICK, **PRIVATE, "rounds": 3, "model": model}
     from_file = fulcrum.train(data=f"{task}.npz", task=task, **names)
     from_values = fulcrum.train(data=from_arrays(**make(), task=task), **names)
     assert from_file.metrics == from_values.metrics
@@ -193,7 +194,7 @@ def test_the_default_split_of_classes_is_dirichlet(here: Path) -> None:
 # --- which task a data set gets -------------------------------------------------------------------
 
 
-def data(**more: object) -> Dataset:
+def data(**more: Any) -> Dataset:
     return from_arrays(**regression(), **more)
 
 

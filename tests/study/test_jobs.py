@@ -136,6 +136,8 @@ def test_a_job_gives_what_the_api_gives(tmp_path):
         assert result.value == whole.accuracy
         assert result.C[-1][1] == pytest.approx(whole.C[-1], rel=1e-3)
         assert whole.epsilon == pytest.approx(ready.accounted)
+        assert ready.epsilon is not None
+        assert ready.accounted is not None
         assert 0.98 * ready.epsilon < ready.accounted <= ready.epsilon
 
 
@@ -147,11 +149,11 @@ def test_calibration_meets_every_target_from_below(tmp_path):
             assert j.row == "none"
             assert j.accounted is None
         else:
+            assert j.accounted is not None
             assert 0.98 * j.epsilon < j.accounted <= j.epsilon
-    ratio = (
-        calibrate_noise(jobs[-1].settings.replace(privacy={"epsilon": 4.0, "sigma": None}))[0]
-        / jobs[-1].settings.privacy.sigma
-    )
+    sigma = jobs[-1].settings.privacy.sigma
+    assert sigma is not None
+    ratio = calibrate_noise(jobs[-1].settings.replace(privacy={"epsilon": 4.0, "sigma": None}))[0] / sigma
     assert ratio == pytest.approx(1)
 
 

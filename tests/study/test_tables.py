@@ -8,6 +8,7 @@ import json
 import math
 import random
 import xml.etree.ElementTree as ElementTree
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,7 +211,7 @@ def test_a_place_that_nobody_has_is_refused(tmp_path, wrong):
 
 
 def test_trials_are_fixed_by_the_seed_and_fill_the_space():
-    space = {"a": {"low": 0.01, "high": 100.0}, "b": {"choices": [1, 2, 3]}}
+    space: dict[str, dict[str, Any]] = {"a": {"low": 0.01, "high": 100.0}, "b": {"choices": [1, 2, 3]}}
     found = make_trials(space, 60, 5)
     assert found == make_trials(space, 60, 5)
     assert found != make_trials(space, 60, 6)
@@ -678,7 +679,7 @@ def test_old_records_and_new_ones_tell_their_score():
 def test_the_lower_score_wins_where_lower_is_better(tmp_path):
     experiment = small(tmp_path).only(methods=["dp-sgd"], epsilons=[4.0])
     trials = list_tuning_jobs(experiment)
-    values = {0: 0.5, 1: 0.2, 2: 0.9}
+    values: dict[int | None, float] = {0: 0.5, 1: 0.2, 2: 0.9}
     low, _ = choosing.choose_settings(experiment, {j.id: judged(j, values[j.trial]) for j in trials})
     high, _ = choosing.choose_settings(experiment, {j.id: judged(j, values[j.trial], "auc", True) for j in trials})
     assert [(c.trial, c.validation_score, c.worst, c.score) for c in low] == [(1, 0.2, 0.9, "rmse")]
@@ -691,7 +692,9 @@ def test_a_table_is_headed_by_its_score_and_moo_is_ahead_where_its_error_is_lowe
     done = {j.id: judged(j, (1.0 if j.row == "moo" else 3.0) + 0.1 * j.seed) for j in jobs}
     cells = {cell.row: cell for cell in make_table_cells(experiment, jobs, done)}
     assert cells["moo"].values == {0: 1.0, 1: 1.1}, "no fraction, so not in %"
-    assert cells["dp-sgd"].ahead.mean == pytest.approx(2.0)
+    ahead = cells["dp-sgd"].ahead
+    assert ahead is not None
+    assert ahead.mean == pytest.approx(2.0)
     report.write_table(tmp_path / "out", experiment, done)
     page = (tmp_path / "out" / "table.md").read_text()
     assert "Test rmse (lower is better), mean over seeds" in page

@@ -64,7 +64,8 @@ def plan(
         view.print_line(line)
     whole = made.compute_noise_to_signal(dim)
     view.print_line(
-        f"all parties together  noise / C {view.format_value(whole.ratio)}, along one direction {view.format_value(whole.direction)}"
+        f"all parties together  noise / C {view.format_value(whole.ratio)}, "
+        f"along one direction {view.format_value(whole.direction)}"
     )
     curve = [
         f"{rounds}: {view.format_epsilon(epsilon)}" for rounds, epsilon in made.curve(made.costliest_party) if rounds
@@ -112,7 +113,8 @@ def describe_schedule(made: Plan) -> list[str]:
     if made.schedule != "constant":
         first, last = group.sigmas()
         lines.append(
-            f"noise schedule {made.schedule}  sigma {view.format_value(first)} in round 1, {view.format_value(last)} in round "
+            f"noise schedule {made.schedule}  sigma {view.format_value(first)} in round 1, "
+            f"{view.format_value(last)} in round "
             f"{made.rounds}; noise / C is that of round 1"
         )
     if group.every > 1:

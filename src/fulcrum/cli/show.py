@@ -145,7 +145,8 @@ def describe_guarantee(summary: Mapping[str, Any]) -> str:
     nominal = "" if summary["sound"] else f"; {NOMINAL_NOTE}"
     by = "by pld" if summary["accountant"] == "pld" else f"by rdp; {view.format_epsilon(summary['epsilon_pld'])} by pld"
     largest = f"at delta {summary['delta']:g}, the largest of any party"
-    return f"{view.format_epsilon(summary['epsilon'])}{describe_unit(summary['unit'])} {largest} ({by}){nominal}{describe_assumption(summary)}"
+    value = view.format_epsilon(summary["epsilon"])
+    return f"{value}{describe_unit(summary['unit'])} {largest} ({by}){nominal}{describe_assumption(summary)}"
 
 
 def describe_assumption(facts: Mapping[str, Any]) -> str:

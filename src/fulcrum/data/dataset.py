@@ -183,7 +183,8 @@ def from_arrays(
     test = None if inputs_test is None else _make_records("y_test", inputs_test, y_test, made)
     if train is not None and test is not None and train.shape != test.shape:
         raise DataError(
-            f"x has records of shape {_format_shape(train.shape)} but x_test of {_format_shape(test.shape)}; they must be the same."
+            f"x has records of shape {_format_shape(train.shape)} but x_test of {_format_shape(test.shape)}; "
+            "they must be the same."
         )
     for which, value, records in (("person", person, train), ("party", party, train), ("party_test", party_test, test)):
         if value is not None and records is None:

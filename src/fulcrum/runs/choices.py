@@ -1,7 +1,7 @@
 """Names that settings may have, taken from what implements them: no list of names is written a second time.
 
-Settings are checked in two steps. `fulcrum.settings.check_settings` looks at ranges and at fields that must agree, and knows
-nothing of what is implemented. `check_choices` looks at names: it stands above all that implements one.
+Settings are checked in two steps. `fulcrum.settings.check_settings` looks at ranges and at fields that must agree, and
+knows nothing of what is implemented. `check_choices` looks at names: it stands above all that implements one.
 """
 
 from __future__ import annotations

@@ -155,7 +155,8 @@ def _check_setting_names(layer: Mapping[str, Any]) -> None:
             raise ConfigError(_unknown_setting_error(section, [*SECTION_CLASSES, *top], find_setting_paths(section)))
         if not isinstance(values, Mapping):
             raise ConfigError(
-                f"{section} = {_format_value(values)} is {_describe_given_type(values)}; it must be a section, [{section}]."
+                f"{section} = {_format_value(values)} is {_describe_given_type(values)}; "
+                f"it must be a section, [{section}]."
             )
         for name in values:
             path = f"{section}.{name}"

@@ -235,11 +235,11 @@ def make_table_notes(cells: Sequence[TableCell], costs: TuningCosts) -> list[str
         )
     if any(cell.aggregation != "plain" for cell in cells):
         found.append(
-            f"{tables.ASSUMED_MARK} ANOTHER ADVERSARY: the server is taken to see nothing but the sum over all parties, "
-            "through an ideal secure aggregation that is simulated and not implemented; no party colludes, all take "
-            "part. The parties share one dose of noise, so a single update by itself would NOT be private at this "
-            f"epsilon. Rows without {tables.ASSUMED_MARK} protect examples from a server that sees every update, and are "
-            "not compared."
+            f"{tables.ASSUMED_MARK} ANOTHER ADVERSARY: the server is taken to see nothing but the sum over all "
+            "parties, through an ideal secure aggregation that is simulated and not implemented; no party colludes, "
+            "all take part. The parties share one dose of noise, so a single update by itself would NOT be private at "
+            f"this epsilon. Rows without {tables.ASSUMED_MARK} protect examples from a server that sees every update, "
+            "and are not compared."
         )
     if any(cell.unit == "client" for cell in cells):
         found.append(

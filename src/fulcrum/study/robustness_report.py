@@ -66,8 +66,8 @@ def make_robustness_page(
     parts = [
         "# Does a rule need C0 and the learning rate tuned?\n",
         f"Every rule from C0 in {list(grid.C0)} at learning rates {list(grid.lr)}. Test {title}, mean over seeds "
-        f"({_describe_seeds(grid)}). `best fixed` is the best cell of `{grid.fixed}`; gaps are {below} it, of the worst "
-        f"C0 at the default learning rate {grid.default_lr:g}, and of the worst cell of the grid.\n",
+        f"({_describe_seeds(grid)}). `best fixed` is the best cell of `{grid.fixed}`; gaps are {below} it, of the "
+        f"worst C0 at the default learning rate {grid.default_lr:g}, and of the worst cell of the grid.\n",
     ]
     for dataset in grid.datasets:
         for epsilon in grid.epsilons:

@@ -146,7 +146,8 @@ def _get_noise_terms(record: RunRecord) -> float | None:
 
 
 def _make_conflict_error(one: RunRecord, first: Path, other: RunRecord, second: Path) -> str:
-    what = f"job {one['id']} ({one['cell']}, seed {one['seed']}) has {get_record_score(one).name} {get_score_value(one):.4f}"
+    score = f"{get_record_score(one).name} {get_score_value(one):.4f}"
+    what = f"job {one['id']} ({one['cell']}, seed {one['seed']}) has {score}"
     return (
         f"{what} in {first} and {get_score_value(other):.4f} in {second}; keep one with: fulcrum study merge "
         f"{first.parent} --keep earliest"

@@ -19,7 +19,8 @@ def check_flower_version() -> None:
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it tells of every request, also of strangers'
     if flwr.__version__ != PINNED_FLOWER_VERSION:
         raise ConfigError(
-            f"flwr {flwr.__version__} is installed, and this needs {PINNED_FLOWER_VERSION}: pip install flwr=={PINNED_FLOWER_VERSION}."
+            f"flwr {flwr.__version__} is installed, and this needs {PINNED_FLOWER_VERSION}: "
+            f"pip install flwr=={PINNED_FLOWER_VERSION}."
         )
 
 
