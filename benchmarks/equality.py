@@ -44,7 +44,10 @@ from torch import Tensor, nn
 
 import fulcrum
 
-NEW_WORDS: dict[str, str] = {}
+NEW_WORDS: dict[str, str] = {
+    "clip.refresh": "clip.statistics_interval",
+    "model.init=painted": "model.init=synthetic",
+}
 """What settings are called now, for trees that do not know the old word: "train.server": "server.name" for a setting,
 "train.server=adam": "train.server=fedadam" for one of its values (what follows = is read as JSON, else as text)."""
 

@@ -125,20 +125,20 @@ class Assignment:
     """N local steps."""
     lr: float
     """eta_t, the local learning rate of this round."""
-    every: int = 1
+    statistics_interval: int = 1
     """A paid rule's statistics go out with every so-manieth local step, counted over all rounds."""
-    shares: int = 1
+    noise_parties: int = 1
     """Parties that make up one dose of noise: each adds 1/shares of its variance. The events are then those of the sum
     over all of them, and a single update is not private by itself."""
 
     def asks_statistics(self, round: int, step: int) -> bool:
         """Whether this step of a round (both from 0) releases the rule's statistics beside the gradient."""
-        return (round * self.steps + step) % self.every == 0
+        return (round * self.steps + step) % self.statistics_interval == 0
 
     def asked(self, round: int) -> int:
         """How many of the round's steps release the rule's statistics."""
         first, end = round * self.steps, (round + 1) * self.steps
-        return -(-end // self.every) + (-first // self.every)
+        return -(-end // self.statistics_interval) + (-first // self.statistics_interval)
 
 
 @dataclass(frozen=True)

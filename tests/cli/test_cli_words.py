@@ -100,7 +100,7 @@ def test_run_and_plan_share_their_settings():
         ("run --partition dirichelt", "error: data.partition = 'dirichelt' is not known"),
         ("run --epsilon 1 --data x.npz --set privacy.accountant=rdq", "error: privacy.accountant = 'rdq' is not known"),
         ("plan --epsilon 1 --set privacy.noise_schedule=grow", "error: privacy.noise_schedule = 'grow' is not known"),
-        ("plan --epsilon 1 --set central.estimator=mean", "error: central.estimator = 'mean' is not known"),
+        ("plan --epsilon 1 --set client_level.estimator=mean", "error: client_level.estimator = 'mean' is not known"),
         ("run --method dpsgd", "error: method = 'dpsgd' is not known; did you mean dp-sgd?"),
         ("run --method zzz", f"error: method = 'zzz' is not known; choose one of {', '.join(METHODS)}."),
         ("run nowhere.toml", "error: nowhere.toml does not exist"),

@@ -53,7 +53,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     **{
         f"statistics now and then, {steps} steps": [
-            {"run": {"seed": i}, "clip": {"rule": rule, "refresh": refresh}, "train": {"steps": steps}}
+            {"run": {"seed": i}, "clip": {"rule": rule, "statistics_interval": refresh}, "train": {"steps": steps}}
             for i, (rule, refresh) in enumerate([(rule, 0.5) for rule in PAID] + [("quantile", 0.0), ("quantile", 0.6)])
         ]
         for steps in (1, 3)

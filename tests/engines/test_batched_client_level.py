@@ -36,7 +36,7 @@ def pair(data: Dataset = DATA, **shared: dict[str, Any]) -> list[Federation]:
             "run": {"seed": seed, "engine": "reference"},
             "data": {"partition": "quantity", "min_examples": 2},
             "train": {"participation": q, "rate": rate, "lr": lr, "server_lr": server_lr, "weights": "examples"},
-            "central": {"estimator": estimator, "weight_cap": 12.0},
+            "client_level": {"estimator": estimator, "weight_cap": 12.0},
             "privacy": {"unit": "client", "sigma": sigma},
         }
         found.append(prepare(client_settings(parties, **own).replace(**shared), data))
@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{
         f"{rule}, {estimator} divisor, {weights} weights": {
             "clip": {"rule": rule, "C0": 0.3},
-            "central": {"estimator": estimator, "weight_cap": 12.0},
+            "client_level": {"estimator": estimator, "weight_cap": 12.0},
             "train": {"weights": weights},
         }
         for rule in ("fixed", "quantile")

@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
         for rule in ("none", "fixed", "moo", "moo-c", "dynamic", "quantile", "oso", "wav")
     },
     "tempered": {"model": {"name": "mlp", "hidden": (4,), "activation": "tempered"}},
-    "statistics now and then": {"clip": {"rule": "quantile", "refresh": 0.3}},
+    "statistics now and then": {"clip": {"rule": "quantile", "statistics_interval": 0.3}},
     "schedules": {
         "clip": {"rule": "moo", "groups": "layer"},
         "model": {"name": "mlp", "hidden": (4,)},
@@ -93,7 +93,10 @@ PARTIAL: dict[str, dict[str, Any]] = {
     "some parties": {"train": {"participation": 0.4, "rounds": 8}},
     "rounds that nobody joins": {"train": {"participation": 0.1, "rounds": 8, "server": "momentum", "ema": 0.3}},
     "caps": {"privacy": {"max_participations": 2}},
-    "statistics now and then": {"train": {"participation": 0.5}, "clip": {"rule": "quantile", "refresh": 0.3}},
+    "statistics now and then": {
+        "train": {"participation": 0.5},
+        "clip": {"rule": "quantile", "statistics_interval": 0.3},
+    },
     "another basis": {"train": {"participation": 0.5}, "clip": {"rule": "wav"}},
     "schedules": {
         "train": {"participation": 0.6, "weight_decay": 0.1, "weights": "uniform"},
@@ -164,7 +167,7 @@ def _statistics_of_each_step(player: JobRounds) -> None:
 def test_a_mistake_about_who_takes_part_is_noticed(
     mistake: Callable[[JobRounds], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    feds = pair(2, train={"participation": 0.5}, clip={"rule": "quantile", "refresh": 1.0})
+    feds = pair(2, train={"participation": 0.5}, clip={"rule": "quantile", "statistics_interval": 1.0})
     assert_as_alone(feds, list(run_many(feds)))
     make = JobRounds.__init__
 

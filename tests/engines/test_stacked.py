@@ -54,7 +54,10 @@ def test_statistics_now_and_then_equal_the_reference(rule: str, every: int) -> N
     """Asked in some steps of some rounds: the events differ by step, and what was not asked for is zero."""
     problem = toy_problem(rule, parties=3)
     wanted = request(problem, 3, 1.0)
-    tasks = tuple(dataclasses.replace(task, every=1 if k == 2 else every) for k, task in enumerate(wanted.assignments))
+    tasks = tuple(
+        dataclasses.replace(task, statistics_interval=1 if k == 2 else every)
+        for k, task in enumerate(wanted.assignments)
+    )
     wanted = dataclasses.replace(wanted, assignments=tasks)
     replies = list(ReferenceEngine(problem).run(wanted))
     assert_equal(replies, stacked(problem, wanted))

@@ -162,7 +162,7 @@ def test_events_agree_however_they_are_counted_together():
     assert not events_agree((one, one), (one, other))
 
 
-TASK = Assignment(client=3, rate=0.2, sigma=1.1, steps=2, lr=0.5, every=5, shares=4)
+TASK = Assignment(client=3, rate=0.2, sigma=1.1, steps=2, lr=0.5, statistics_interval=5, noise_parties=4)
 
 
 def test_an_assignment_travels_with_every_field():

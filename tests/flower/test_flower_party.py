@@ -61,7 +61,7 @@ BEYOND = {
     "weight decay": ({"weight_decay": 0.1}, "lr"),
     "a seed": ({"seeds": [1]}, "seed"),
     "another party": ({"party": "party-1"}, "party"),
-    "noise shared with others": ({"shares": 2}, "shared-noise"),
+    "noise shared with others": ({"noise_parties": 2}, "shared-noise"),
     "a number beyond any federation": ({"client": 10**6}, "party"),
     "a field of the wrong type": ({"rate": "0.2"}, "message"),
 }
@@ -109,7 +109,7 @@ def test_statistics_are_refused_more_often_than_agreed_and_charged_as_they_go_ou
     settings = toy_settings(rule="dc-sgd")
     terms = toy_terms(settings, statistics_interval=5)
     with toy_party(tmp_path, settings, terms=terms) as service:
-        reply = service.answer(toy_request(service, settings, round=1, every=interval))
+        reply = service.answer(toy_request(service, settings, round=1, statistics_interval=interval))
         assert code(reply) == wanted
         if not wanted:  # step 1 releases no histogram: it costs what its gradient's noise costs
             (entry,) = service.ledger.entries(service.name)

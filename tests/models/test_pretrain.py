@@ -96,7 +96,7 @@ def test_painted_weights_come_along_and_heads_stay_random(name: str, activation:
             config.Model(name=name, activation=activation, init=init), SHAPES[name], 10, seed
         ).state_dict()
 
-    painted, other, plain = started(0, "painted"), started(1, "painted"), started(0, "random")
+    painted, other, plain = started(0, "synthetic"), started(1, "synthetic"), started(0, "random")
     *body, weight, bias = painted
     for key in body:
         assert torch.equal(painted[key], other[key])
@@ -136,13 +136,13 @@ def test_a_wrong_file_is_refused_in_a_sentence(tmp_path: Path, arrays: dict[str,
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("init", ["nowhere.npz", "fancy", "painted"])
+@pytest.mark.parametrize("init", ["nowhere.npz", "fancy", "synthetic"])
 def test_weights_that_do_not_exist_are_named(init: str) -> None:
     with pytest.raises(ModelError, match=r"model\.init"):
         models.build_model(config.Model(name="linear", init=init), (1, 4, 4), 3, 0)
 
 
-@pytest.mark.parametrize(("init", "larger"), [("random", False), ("painted", True)])
+@pytest.mark.parametrize(("init", "larger"), [("random", False), ("synthetic", True)])
 def test_a_rule_is_told_when_weights_are_larger_than_random_ones(init: str, larger: bool) -> None:
     data = from_arrays(*(torch.zeros(40, 1, 28, 28), torch.arange(40) % 10) * 2)
     settings = Settings().replace(

@@ -248,7 +248,7 @@ def _settings(**changes: Any) -> Settings:
         privacy={"sigma": 0.5},
         data={"parties": 2, "partition": "iid", "min_examples": 1},
         train={"rounds": 2, "rate": 0.5, "lr": 0.1},
-        model={"init": "painted", "coordinates": "centred"},
+        model={"init": "synthetic", "coordinates": "centred"},
         clip={"rule": "fixed"},
         run={"device": "cpu", "engine": "reference"},
     )
@@ -266,7 +266,7 @@ def _data(shape: tuple[int, ...], n: int = 16) -> Dataset:
 @pytest.mark.parametrize("name", SHAPES)
 def test_stacked_runs_equal_themselves_alone(name: str, steps: int, coordinates: str) -> None:
     data = _data(SHAPES[name])
-    settings = _settings(train={"steps": steps}, model={"init": "painted", "coordinates": coordinates})
+    settings = _settings(train={"steps": steps}, model={"init": "synthetic", "coordinates": coordinates})
     feds = [prepare(settings.replace(run={"seed": s, "device": "cpu", "engine": "reference"}), data) for s in (0, 1)]
     assert len(group_stackable_runs(feds)) == 1
     rounds = list(run_many(feds))
@@ -278,10 +278,10 @@ def test_stacked_runs_equal_themselves_alone(name: str, steps: int, coordinates:
 
 
 def test_runs_with_other_means_are_not_mixed(tmp_path: Path) -> None:
-    data, found = _data(SHAPES["mnist-cnn"]), priors.load_weights("painted", "mnist-cnn", "relu")
+    data, found = _data(SHAPES["mnist-cnn"]), priors.load_weights("synthetic", "mnist-cnn", "relu")
     priors.save_weights(tmp_path / "same.npz", found)
     priors.save_weights(tmp_path / "other.npz", {**found, "3.mean": found["3.mean"] + 1})
-    inits = ["painted", str(tmp_path / "same.npz"), str(tmp_path / "other.npz")]
+    inits = ["synthetic", str(tmp_path / "same.npz"), str(tmp_path / "other.npz")]
     feds = [prepare(_settings(model={"init": init, "coordinates": "centred"}), data) for init in inits]
     plain = prepare(_settings(model={"coordinates": "plain"}), data)
     assert group_stackable_runs([*feds, plain]) == [[0, 1], [2], [3]]
@@ -295,7 +295,7 @@ def test_runs_with_other_means_are_not_mixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("activation", ["relu", "tempered"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_painted_weights_have_means_and_compute_the_same_features(name: str, activation: str, coordinates: str) -> None:
-    settings = config.Model(name=name, activation=activation, init="painted")
+    settings = config.Model(name=name, activation=activation, init="synthetic")
     plain, moved = (
         models.build_model(dataclasses.replace(settings, coordinates=c), SHAPES[name], 10, 0)
         for c in ("plain", coordinates)
@@ -308,7 +308,7 @@ def test_painted_weights_have_means_and_compute_the_same_features(name: str, act
     for own, drawn in zip(moved[-1].parameters(), plain[-1].parameters(), strict=True):
         assert torch.equal(own, drawn), "the head is the seed's"
     layers = [n for n, layer in plain.named_children() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    facts = priors.split_input_statistics(plain, priors.load_weights("painted", name, activation))[1]
+    facts = priors.split_input_statistics(plain, priors.load_weights("synthetic", name, activation))[1]
     assert set(facts) == {f"{n}.mean" for n in layers} | {f"{n}.mix" for n in layers[1:-1]}
 
 
@@ -335,7 +335,7 @@ def test_part_of_the_way_to_whitened(power: float) -> None:
 
 
 def test_half_whitened_networks_compute_the_same_and_are_told_apart() -> None:
-    settings = config.Model(name="cifar-cnn", init="painted", coordinates="whitened")
+    settings = config.Model(name="cifar-cnn", init="synthetic", coordinates="whitened")
     x = _data(SHAPES["cifar-cnn"]).x
     nets = [
         models.build_model(dataclasses.replace(settings, whiten=w), SHAPES["cifar-cnn"], 10, 0) for w in (0.5, 0.25)
@@ -354,7 +354,7 @@ def test_how_far_to_whiten_has_bounds(value: float) -> None:
 
 
 def test_means_are_those_of_the_inputs() -> None:
-    model = models.build_model(config.Model(name="mnist-cnn", init="painted"), SHAPES["mnist-cnn"], 10, 0)
+    model = models.build_model(config.Model(name="mnist-cnn", init="synthetic"), SHAPES["mnist-cnn"], 10, 0)
     assert isinstance(model, nn.Sequential)
     pictures = torch.rand(300, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     found = compute_input_means(model, pictures)
@@ -381,7 +381,7 @@ def test_a_mix_whitens() -> None:
 def test_the_means_that_come_along_are_those_of_painted_pictures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of about such pictures: the lesson that made a file may differ from the default."""
     monkeypatch.setattr(learn, "NUM_EVALUATION_IMAGES", 300)
-    kept = priors.load_weights("painted", name, "relu")
+    kept = priors.load_weights("synthetic", name, "relu")
 
     def apart(init: str) -> list[float]:
         model = models.build_model(config.Model(name=name, init=init), SHAPES[name], 10, 0)
@@ -393,7 +393,7 @@ def test_the_means_that_come_along_are_those_of_painted_pictures(name: str, monk
             if n.endswith(".mean")
         ]
 
-    assert max(apart("painted")) < 0.3
+    assert max(apart("synthetic")) < 0.3
     assert max(apart("random")) > 0.6, "of another network they are not"
 
 
@@ -402,7 +402,7 @@ def test_a_rule_is_told_the_size_of_the_weights_not_of_the_means() -> None:
     plain, moved = (make_model_facts(prepare(_settings(model={"coordinates": c}), data)) for c in ("plain", "centred"))
     assert moved.larger == pytest.approx(plain.larger, rel=0.02)
     assert dataclasses.replace(moved, larger=plain.larger) == plain
-    mixed = make_model_facts(prepare(_settings(model={"init": "painted", "coordinates": "whitened"}), data))
+    mixed = make_model_facts(prepare(_settings(model={"init": "synthetic", "coordinates": "whitened"}), data))
     assert mixed.mixed
     assert not moved.mixed
     steps = [
@@ -507,7 +507,7 @@ def test_a_run_leaves_a_plain_network_and_resumes_to_the_bit(tmp_path: Path) -> 
     other = prepare(settings, data)
     with torch.no_grad():
         next(iter(other.problem.model.buffers())).add_(1e-3)
-    with pytest.raises(RunError, match=r"model\.init = 'painted'"):
+    with pytest.raises(RunError, match=r"model\.init = 'synthetic'"):
         resume_prepared(other, tmp_path / "cut")
     resume(tmp_path / "cut", dataset=data)
     assert all(torch.equal(value, weights[n]) for n, value in load_file(tmp_path / "cut" / "model.safetensors").items())

@@ -200,7 +200,7 @@ def test_a_mechanism_may_keep_a_state() -> None:
 @pytest.mark.parametrize("every", [1, 3, 5])
 @pytest.mark.parametrize("round", [0, 1, 2])
 def test_what_is_planned_is_what_the_steps_release(every: int, round: int) -> None:
-    task, batch = Assignment(0, 0.1, SIGMA, steps=4, lr=1.0, every=every), 500.0
+    task, batch = Assignment(0, 0.1, SIGMA, steps=4, lr=1.0, statistics_interval=every), 500.0
     events = [
         compute_charged_scale(
             QUANTILE, Bounds(torch.ones(1), 1.0), 0.1, SIGMA, batch, task.asks_statistics(round, step)

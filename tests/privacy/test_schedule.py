@@ -212,7 +212,7 @@ def test_asked_steps_are_counted_over_the_whole_run(steps: int, every: int) -> N
 def test_dc_sgd_pays_for_its_histogram_once_an_epoch() -> None:
     rule = RULES["dc-sgd"]
     sections: dict[str, Any] = {
-        "clip": {"rule": "dc-sgd", "refresh": 1.0},
+        "clip": {"rule": "dc-sgd", "statistics_interval": 1.0},
         "privacy": {"epsilon": 2.0, "noise_schedule": "constant"},
         "train": {"rounds": 12, "steps": 5, "rate": 0.05},
     }
@@ -228,7 +228,7 @@ def test_dc_sgd_pays_for_its_histogram_once_an_epoch() -> None:
     together = [Gaussian(0.05, sigma, 3), Gaussian(0.05, sigma_T, 57)]
     assert google(together) == pytest.approx(2.0, rel=5e-3)
     assert google([Gaussian(0.05, sigma, 60)]) > 2.02  # as if every step had a histogram: the judge sees the difference
-    each = planned(rule, **{**sections, "clip": {"rule": "dc-sgd", "refresh": 0.0}})
+    each = planned(rule, **{**sections, "clip": {"rule": "dc-sgd", "statistics_interval": 0.0}})
     assert each.events(0, 0) == (Gaussian(0.05, each.party(0).sigma, 5),)
     assert each.party(0).sigma > sigma
 
@@ -237,12 +237,12 @@ def test_dc_sgd_pays_for_its_histogram_once_an_epoch() -> None:
 def test_what_a_run_releases_now_and_then_is_what_it_reserved(rule: str) -> None:
     """federate stops a run whose events differ from the plan's; C moves only when there was something to hear."""
     federation = toy_federation(
-        clip={"rule": rule, "refresh": 0.5, "eta_C": 0.2},
+        clip={"rule": rule, "statistics_interval": 0.5, "eta_C": 0.2},
         train={"rounds": 7, "rate": 0.2, "lr": 0.5, "steps": 1},
         privacy={"sigma": 1.0},
     )
     plan = federation.plan
-    assert plan.group(0).every == 2
+    assert plan.group(0).statistics_interval == 2
     results = play(federation)
     assert len({as_gaussian(event).sigma for t in range(7) for event in plan.events(0, t)}) == 2
     C = [result.C[0] for result in results]
@@ -253,7 +253,10 @@ def test_what_a_run_releases_now_and_then_is_what_it_reserved(rule: str) -> None
 
 def test_shares_that_depend_on_the_batch_make_a_group_of_every_size() -> None:
     """quantile's sigma_b grows with the batch, so in between large parties pay a little more than small ones."""
-    sections: dict[str, Any] = {"clip": {"refresh": 0.5}, "privacy": {"epsilon": 2.0, "noise_schedule": "constant"}}
+    sections: dict[str, Any] = {
+        "clip": {"statistics_interval": 0.5},
+        "privacy": {"epsilon": 2.0, "noise_schedule": "constant"},
+    }
     units = (100_000, 40, 40, 300)
     plan = planned(RULES["quantile"], units, **sections)
     assert len(plan.groups) == 3
@@ -261,7 +264,7 @@ def test_shares_that_depend_on_the_batch_make_a_group_of_every_size() -> None:
         assert plan.party(k).epsilon_rdp == pytest.approx(2.0, rel=1e-3)
     assert plan.party(0).sigma != plan.party(1).sigma
     assert len(planned(RULES["dc-sgd"], units, **sections).groups) == 1
-    assert len(planned(RULES["quantile"], units, **{**sections, "clip": {"refresh": 0.0}}).groups) == 1
+    assert len(planned(RULES["quantile"], units, **{**sections, "clip": {"statistics_interval": 0.0}}).groups) == 1
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -272,14 +275,14 @@ def test_equal_parties_release_what_a_batch_dependent_share_planned(steps: int) 
             data={"source": "toy", "parties": 3, "partition": "iid"},
             model={"name": "linear"},
             train={"rounds": 4, "rate": 0.5, "lr": 0.5, "steps": steps},
-            clip={"rule": "quantile", "refresh": 1.0},
+            clip={"rule": "quantile", "statistics_interval": 1.0},
             privacy={"epsilon": 5.0},
         ),
         toy_data(6000),
     )
     plan = federation.plan
     assert set(plan.sizes.tolist()) == {2000}
-    assert (len(plan.groups), plan.groups[0].every) == (1, 2)
+    assert (len(plan.groups), plan.groups[0].statistics_interval) == (1, 2)
     with Ledger.open(":memory:") as ledger:
         results = [result for result, _ in federate(federation, ledger, "r")]  # stops where events differ
         for k in range(3):
@@ -304,8 +307,8 @@ def test_an_own_schedule_must_give_one_factor_per_round(tmp_path: Path, monkeypa
 
 def test_free_rules_and_rules_without_privacy_know_no_refresh() -> None:
     for rule in ("moo", "fixed", "none"):
-        plan = planned(RULES[rule], clip={"rule": rule, "refresh": 3.0})
-        assert plan.group(0).every == 1
+        plan = planned(RULES[rule], clip={"rule": rule, "statistics_interval": 3.0})
+        assert plan.group(0).statistics_interval == 1
     assert math.isinf(planned(RULES["none"]).party(0).epsilon_rdp)
 
 
@@ -318,7 +321,7 @@ def test_statistics_that_were_not_asked_for_do_not_leave() -> None:
     from fulcrum.types import RoundRequest
 
     state = problem.rule.init(Clip(), problem.shape)
-    task = Assignment(0, 0.5, 1.0, 2, 0.5, every=100)
+    task = Assignment(0, 0.5, 1.0, 2, 0.5, statistics_interval=100)
     params = problem.layout.flatten(problem.model)
     reply = train_client(problem, RoundRequest(3, 10, params, (task,), (state,)), task, state)
     assert not reply.extra.any()

@@ -184,7 +184,7 @@ def test_a_noise_schedule_and_statistics_now_and_then_are_told():
     assert f"sigma = {low:.5g} to 1.2, moving over the rounds by the public schedule 'growth'" in page
     assert "sigma (first round)" in page
     assert "schedule" not in statement_to_markdown(still)
-    rare = state(find_rule("dc-sgd"), clip={"refresh": 0.5})
+    rare = state(find_rule("dc-sgd"), clip={"statistics_interval": 0.5})
     statistics = next(item for item in rare["releases"] if item["kind"] == "statistics")
     assert statistics["times"] == 2  # steps 0 and 10 of 20
     assert "every 10th step" in statistics["text"]
@@ -271,7 +271,7 @@ def test_client_level_names_its_own_unit_and_adversary():
 
 
 def test_client_level_tells_the_estimator_and_lists_those_who_differ():
-    page = statement_to_markdown(client_facts(central={"estimator": "clipped", "min_weight": 0.5}))
+    page = statement_to_markdown(client_facts(client_level={"estimator": "clipped", "min_weight": 0.5}))
     assert "at least q_c W_min = 10; one party moves it by at most 0.2 times C" in page
     settings, plan = planned(find_rule("fixed"), 3, privacy={"unit": "client"})
     page = statement_to_markdown(told(settings, plan, find_rule("fixed"), (20, 20, 5)))
@@ -291,7 +291,7 @@ def test_weights_from_a_file_are_said_to_be_taken_as_public():
     assert "weights in start.npz, which are taken to be public" in statement_to_markdown(
         state(model={"init": "start.npz"})
     )
-    assert "starts from the weights" not in statement_to_markdown(state(model={"init": "painted"}))
+    assert "starts from the weights" not in statement_to_markdown(state(model={"init": "synthetic"}))
 
 
 def test_reduced_precision_is_said_and_never_goes_with_secure_randomness():

@@ -173,7 +173,7 @@ def test_set_without_a_value_says_how(text):
         ({"epsilon": 3}, "epsilon is not a setting; did you mean privacy.epsilon?"),
         (
             {"zzz": 3},
-            "zzz is not a setting; choose from data, task, model, train, clip, privacy, central, run, method.",
+            "zzz is not a setting; choose from data, task, model, train, clip, privacy, client_level, run, method.",
         ),
         ({"train": 5}, "train = 5 is a whole number; it must be a section, [train]."),
         ({"train": {"rounds": "5"}}, 'train.rounds = "5" is text; it must be a whole number.'),
@@ -363,7 +363,7 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
         "privacy.accountant": ACCOUNTANTS,
         "privacy.randomness": RANDOMNESS,
         "privacy.noise_schedule": SCHEDULES,
-        "central.estimator": ESTIMATORS,
+        "client_level.estimator": ESTIMATORS,
         "run.engine": ENGINES,
         "run.precision": PRECISIONS,
         "task.loss": REGRESSION_LOSSES,

@@ -68,7 +68,9 @@ def test_the_committed_study_is_what_it_says() -> None:
         settings = job.settings
         painted = job.row.startswith("painted")
         assert settings.data.features == ("none" if painted else "scattering")
-        assert (settings.model.name, settings.model.init) == (("auto", "painted") if painted else ("linear", "random"))
+        assert (settings.model.name, settings.model.init) == (
+            ("auto", "synthetic") if painted else ("linear", "random")
+        )
         assert (settings.train.rounds, settings.train.steps, settings.data.parties) == (200, 1, 10)
         assert settings.privacy.accountant == "pld"
         assert (settings.privacy.aggregation == "ideal-secagg") == job.row.endswith("-shared")

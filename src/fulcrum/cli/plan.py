@@ -117,11 +117,12 @@ def describe_schedule(made: Plan) -> list[str]:
             f"{view.format_value(last)} in round "
             f"{made.rounds}; noise / C is that of round 1"
         )
-    if group.every > 1:
+    if group.statistics_interval > 1:
         task = group.assignment(0, 0, 1.0)
         other = gradient_multiplier(group.share, task.sigma, group.batch)
         lines.append(
-            f"statistics  with every {group.every}th step, at sigma {view.format_value(task.sigma)} together with the "
+            f"statistics  with every {group.statistics_interval}th step, "
+            f"at sigma {view.format_value(task.sigma)} together with the "
             f"gradient; other steps cost sigma {view.format_value(other)}"
         )
     return lines

@@ -1,6 +1,6 @@
 """DC-SGD (Wei et al. 2025), form E: C minimises the squared error that a noised histogram of norms predicts.
 
-Once an epoch (clip.refresh = 1) every client releases a histogram of its norms in 20 bins beside its
+Once an epoch (clip.statistics_interval = 1) every client releases a histogram of its norms in 20 bins beside its
 gradient, with noise sigma_H = max(6, 5 sigma). One unit is in one bin, so the sensitivity is 1. The server
 averages them and takes the C that minimises
 

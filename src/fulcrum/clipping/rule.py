@@ -100,7 +100,7 @@ class ClipRule:
         a multiple of it. Post-processing of what was released, like `adapt`; sees the state before it.
     share(sigma, batch) -> s in [0, 1): the part of the precision 1/sigma^2 that goes to the extra
         statistics. Gradient and extra together always cost what one release at sigma costs:
-        1/sigma^2 = (1 - s)/sigma^2 + s/sigma^2. Steps that release no extra (`clip.refresh`) keep the
+        1/sigma^2 = (1 - s)/sigma^2 + s/sigma^2. Steps that release no extra (`clip.statistics_interval`) keep the
         gradient's noise and cost that alone: sigma / sqrt(1 - s).
     second(stats, state) -> factors [B, G]: asks for a second sum of the same gradients with these
         factors, noised and released behind the extra statistics (which then has J + d entries). A unit's

@@ -186,8 +186,8 @@ ASSIGNMENT_LIMITS: dict[str, tuple[str, Callable[[PartyTerms, Any], bool]]] = {
     "sigma": ("sigma", lambda terms, value: value >= terms.sigma * (1 - ROUNDING_TOLERANCE)),
     "steps": ("steps", lambda terms, value: 1 <= value <= terms.steps),
     "lr": ("lr", lambda terms, value: 0 < value <= terms.lr * (1 + ROUNDING_TOLERANCE)),
-    "every": ("interval", lambda terms, value: value >= terms.statistics_interval),
-    "shares": ("shared-noise", lambda terms, value: value == 1),
+    "statistics_interval": ("interval", lambda terms, value: value >= terms.statistics_interval),
+    "noise_parties": ("shared-noise", lambda terms, value: value == 1),
 }
 """Field of an `Assignment` -> the code of its refusal, and whether the terms allow a value."""
 
@@ -280,7 +280,7 @@ def make_proposal(settings: Settings, classes: int = 0, task: TaskSettings | Non
         "unit": settings.privacy.unit,
         "accountant": settings.privacy.accountant,
         "groups": settings.clip.groups,
-        "statistics_interval": plan.groups[0].every,
+        "statistics_interval": plan.groups[0].statistics_interval,
         "C_min": settings.clip.C_min,
         "C_max": settings.clip.C_max,
         "lr": train.lr,
@@ -394,7 +394,7 @@ def terms_to_settings(terms: PartyTerms) -> Settings:
             C_min=terms.C_min,
             C_max=terms.C_max,
             C0=terms.C_min,
-            refresh=terms.statistics_interval * terms.rate if terms.statistics_interval > 1 else 0.0,
+            statistics_interval=terms.statistics_interval * terms.rate if terms.statistics_interval > 1 else 0.0,
         ),
         privacy=Privacy(
             sigma=terms.sigma,

@@ -74,7 +74,7 @@ class ClientLevelTerms:
 
 
 ESTIMATORS = Registry[MeanEstimator](
-    "central.estimator", entry_points="fulcrum.estimators", kind=MeanEstimator, noun="estimator"
+    "client_level.estimator", entry_points="fulcrum.estimators", kind=MeanEstimator, noun="estimator"
 )
 """All estimators by name. Yours comes by `ESTIMATORS.add`, by entry point, or as package.module:estimator."""
 ESTIMATORS.add(
@@ -104,7 +104,7 @@ def make_client_level_terms(settings: Settings, sizes: Any) -> ClientLevelTerms 
     """The mechanism for these settings and the parties' sizes n_k [K]; None where the unit is not the client."""
     if not has_trusted_server(settings):
         return None
-    central, train = settings.central, settings.train
+    central, train = settings.client_level, settings.train
     weights = compute_party_weights(torch.as_tensor(sizes), train.weights, central.weight_cap)
     total = float(weights.sum())
     return ClientLevelTerms(

@@ -90,7 +90,7 @@ class NoiseMultipliers:
 
     sum: float | Tensor
     extra: float | Tensor
-    shares: int = 1
+    noise_parties: int = 1
 
 
 def make_step_event(rule: ClipRule, rate: float, sigma: float, batch: float, asked: bool = True) -> Event:
@@ -166,8 +166,8 @@ def scale_noise(bounds: Bounds, multipliers: NoiseMultipliers, asked: bool | Ten
     """
     reach = torch.linalg.vector_norm(bounds.C, dim=-1)
     on_sum: float | Tensor = reach * multipliers.sum
-    if multipliers.shares > 1:
-        on_sum = on_sum / multipliers.shares**0.5
+    if multipliers.noise_parties > 1:
+        on_sum = on_sum / multipliers.noise_parties**0.5
     if isinstance(multipliers.sum, Tensor):
         on_sum = on_sum.masked_fill(multipliers.sum == 0, 0)  # type: ignore[union-attr]
     elif multipliers.sum == 0:

@@ -50,7 +50,7 @@ SETTING_CHOICES: dict[str, Collection[str]] = {
     "privacy.randomness": RANDOMNESS,
     "privacy.aggregation": AGGREGATIONS,
     "privacy.noise_schedule": SCHEDULES,
-    "central.estimator": ESTIMATORS,
+    "client_level.estimator": ESTIMATORS,
     "run.engine": ("auto", *ENGINES),
     "run.precision": PRECISIONS,
 }

@@ -147,7 +147,7 @@ METHODS: dict[str, MethodPreset] = {
         MethodPreset(
             name="dc-sgd",
             summary="C of the least squared error, from a noised histogram of norms each epoch",
-            parts={"clip": {"rule": "dc-sgd", "refresh": 1.0}},
+            parts={"clip": {"rule": "dc-sgd", "statistics_interval": 1.0}},
             unit="example",
             reference="Wei et al. 2025",
         ),

@@ -10,9 +10,14 @@ from typing import Any
 
 from fulcrum.errors import ConfigError
 
-RENAMED_PATHS: dict[str, str] = {}
+RENAMED_PATHS: dict[str, str] = {
+    "clip.refresh": "clip.statistics_interval",
+    "central.estimator": "client_level.estimator",
+    "central.weight_cap": "client_level.weight_cap",
+    "central.min_weight": "client_level.min_weight",
+}
 """Old dotted path -> the path of today, such as "clip.refresh" -> "clip.statistics_interval"."""
-RENAMED_VALUES: dict[str, dict[Any, Any]] = {}
+RENAMED_VALUES: dict[str, dict[Any, Any]] = {"model.init": {"painted": "synthetic"}}
 """Dotted path of today -> {old value: value of today}, such as "model.init" -> {"painted": "synthetic"}."""
 REMOVED_PATHS: dict[str, str] = {}
 """Old dotted path of a setting that is gone -> what to do, the end of a sentence."""

@@ -199,7 +199,7 @@ class Clip:
     """What keeps auto-s (gamma there) and psac (r there, 0.1 in its preset) from dividing by a zero norm."""
     reading: str = "loss"
     """moo-paper, moo-paper-batch: what dL_model/dC is taken for: loss, hypergradient, or derivative (to the letter)."""
-    refresh: float = 0.0
+    statistics_interval: float = 0.0
     """Epochs between two releases of a paid rule's statistics; 0: with every step. In between only gradients go out."""
     options: dict[str, bool | int | float | str] = field(default_factory=dict, hash=False)
     """Settings of a rule that brings its own (docs/own-rule.md), by name: {"speed" = 0.5}."""
@@ -240,7 +240,7 @@ class Privacy:
 
 
 @dataclass(frozen=True)
-class Central:
+class ClientLevel:
     """The trusted server's average of the parties' updates, for privacy.unit = "client" only."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
@@ -290,7 +290,7 @@ class Settings:
     train: Train = field(default_factory=Train)
     clip: Clip = field(default_factory=Clip)
     privacy: Privacy = field(default_factory=Privacy)
-    central: Central = field(default_factory=Central)
+    client_level: ClientLevel = field(default_factory=ClientLevel)
     run: Run = field(default_factory=Run)
 
     def replace(self, **sections: dict[str, Any]) -> Settings:

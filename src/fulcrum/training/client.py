@@ -46,7 +46,9 @@ def train_client(
         state = given.state
 
         asked = task.asks_statistics(request.round, step)
-        scale = compute_charged_scale(problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.shares)
+        scale = compute_charged_scale(
+            problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.noise_parties
+        )
         noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key)
         gradient = (noisy if view.transform is None else view.transform.inverse(noisy)) / batch  # [d]
         change = -task.lr * (gradient + request.weight_decay * theta)

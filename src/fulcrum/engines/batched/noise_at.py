@@ -76,15 +76,15 @@ class NoiseAtParties:
         for t in range(rounds):
             for p, (plan, k) in enumerate(clients):
                 task = plan.assignment(k, t, 1.0)
-                key = (task.rate, task.sigma, task.rate * sizes[p], True, task.shares)
+                key = (task.rate, task.sigma, task.rate * sizes[p], True, task.noise_parties)
                 if key not in known:
                     known[key] = compute_charged_scale(rule, Bounds(torch.ones(1), 1.0), *key)
                 sigma[t, p], noise[t, p], extra[t, p] = task.sigma, float(known[key].sum), float(known[key].extra)
         self.host_sigma = sigma
         self.sigma, self.noise_scale, self.extra_scale = (v.float().to(server.device) for v in (sigma, noise, extra))
         self.noisy = bool((sigma > 0).any())
-        every = [plan.assignment(k, 0, 1.0).every for plan, k in clients]
-        self.every = torch.tensor([*every, 1], device=server.device)
+        every = [plan.assignment(k, 0, 1.0).statistics_interval for plan, k in clients]
+        self.statistics_interval = torch.tensor([*every, 1], device=server.device)
 
     # --- random numbers ------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class NoiseAtParties:
             "batch": batch,
             "noise": self._get_round_row(self.noise_scale).index_select(0, client),
             "noise_extra": self._get_round_row(self.extra_scale).index_select(0, client),
-            "asked": (torch.remainder(number, self.every.index_select(0, client)) == 0).float(),
+            "asked": (torch.remainder(number, self.statistics_interval.index_select(0, client)) == 0).float(),
         }
         first = chunks.starts[:-1].clamp_max(len(chunks.owner) - 1)
         sums = replace(

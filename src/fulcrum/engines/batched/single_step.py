@@ -86,11 +86,11 @@ class SingleStepRounds:
 
     def _compute_noise_scale(self, task: Assignment, batch: float) -> ChargedNoiseScale:
         """The noise of a client, in units of the bounds; computed once for equal terms."""
-        key = (task.rate, task.sigma, batch, task.shares)
+        key = (task.rate, task.sigma, batch, task.noise_parties)
         if key not in self._scales:
             unit = Bounds(torch.ones(1), 1.0)
             self._scales[key] = compute_charged_scale(
-                self.core.problem.rule, unit, task.rate, task.sigma, batch, shares=task.shares
+                self.core.problem.rule, unit, task.rate, task.sigma, batch, shares=task.noise_parties
             )
         return self._scales[key]
 

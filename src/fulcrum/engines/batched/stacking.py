@@ -36,7 +36,7 @@ STACKABLE_FIELDS: dict[str, frozenset[str]] = {
     "clip": frozenset(
         {
             *("C0", "kappa", "balance", "reach", "growth", "eta_C", "beta", "phi", "C_min", "C_max", "gamma", "rho_c"),
-            *("stability", "reading", "refresh"),
+            *("stability", "reading", "statistics_interval"),
         }
     ),
     # In each run's own plan.
@@ -46,7 +46,7 @@ STACKABLE_FIELDS: dict[str, frozenset[str]] = {
             *("noise_schedule", "rho_mu", "phases", "aggregation"),
         }
     ),
-    "central": frozenset({"estimator", "weight_cap", "min_weight"}),  # in each run's own plan
+    "client_level": frozenset({"estimator", "weight_cap", "min_weight"}),  # in each run's own plan
     # The seed is in the partition, the weights and the randomness. Nothing else here matters to `run_many`.
     "run": frozenset({"seed", "engine", "workers", "checkpoint_every", "ledger"}),
 }

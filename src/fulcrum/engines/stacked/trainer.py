@@ -230,7 +230,7 @@ def _build_step_terms(
     batches = [job.task.rate * job.size for job in jobs]
     noise, without = (
         [
-            compute_charged_scale(rule, unit, j.task.rate, j.task.sigma, batch, asked, j.task.shares)
+            compute_charged_scale(rule, unit, j.task.rate, j.task.sigma, batch, asked, j.task.noise_parties)
             for j, batch in zip(jobs, batches, strict=True)
         ]
         for asked in (True, False)

@@ -18,7 +18,7 @@ from fulcrum.errors import ModelError
 from fulcrum.models.whitening import MEAN_SUFFIX, MIX_SUFFIX
 
 WEIGHTS_FOLDER = Path(__file__).parent
-SYNTHETIC_INIT_NAME = "painted"
+SYNTHETIC_INIT_NAME = "synthetic"
 
 
 def find_shipped_weights(model: str, activation: str) -> Path:
@@ -29,13 +29,13 @@ def find_shipped_weights(model: str, activation: str) -> Path:
 def load_weights(init: str, model: str, activation: str) -> dict[str, Tensor]:
     """The weights that model.init names, by parameter name, as float32.
 
-    init: "painted", or a path to an .npz file of arrays or a .safetensors file (such as a run's model.safetensors).
+    init: "synthetic", or a path to an .npz file of arrays or a .safetensors file (such as a run's model.safetensors).
     """
     file = find_shipped_weights(model, activation) if init == SYNTHETIC_INIT_NAME else Path(init)
     if init == SYNTHETIC_INIT_NAME and not file.is_file():
         known = ", ".join(sorted(path.stem for path in WEIGHTS_FOLDER.glob("*.npz")))
         raise ModelError(
-            f"model.init = 'painted' has no weights for {model} with activation {activation}; there are {known}. "
+            f"model.init = 'synthetic' has no weights for {model} with activation {activation}; there are {known}. "
             "Use random, or a file that `fulcrum prior` made."
         )
     readers = {".npz": _read_npz, ".safetensors": _read_safetensors}

@@ -41,7 +41,9 @@ def compute_total_noise(direction: float, dim: int, C: float) -> PlannedNoise:
 def plan_step_noise(group: PartyGroup, units: int, t: int = 0) -> float:
     """Of what a party of this group with so many units adds in a step of round t (from 0)."""
     batch = group.rate * units
-    return gradient_multiplier(group.share, group.sigma * group.factors[t], batch) / batch / math.sqrt(group.shares)
+    return (
+        gradient_multiplier(group.share, group.sigma * group.factors[t], batch) / batch / math.sqrt(group.noise_parties)
+    )
 
 
 def plan_aggregate_noise(
@@ -57,7 +59,7 @@ def plan_aggregate_noise(
     """
     if groups[0].share is no_statistics_share:  # all at once, since there may be a million of them
         rates, sigmas = np.array([g.rate for g in groups]), np.array([g.sigma for g in groups])
-        each = sigmas[group_of] / (rates[group_of] * sizes) / math.sqrt(groups[0].shares)
+        each = sigmas[group_of] / (rates[group_of] * sizes) / math.sqrt(groups[0].noise_parties)
     else:
         each = np.array([plan_step_noise(groups[at], int(n)) for at, n in zip(group_of, sizes, strict=True)])
     shares = sizes / sizes.sum() if weights == "examples" else 1 / len(sizes)

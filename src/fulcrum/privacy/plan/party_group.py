@@ -47,13 +47,15 @@ class PartyGroup:
     sigma: float
     factors: tuple[float, ...] = (1.0,)
     rule: ClipRule = FIXED
-    every: int = 1
+    statistics_interval: int = 1
     batch: float = 1.0
-    shares: int = 1
+    noise_parties: int = 1
 
     def assignment(self, k: int, t: int, lr: float) -> Assignment:
         """What party k of this group is asked to do in round t (from 0)."""
-        return Assignment(k, self.rate, self.sigma * self.factors[t], self.steps, lr, self.every, self.shares)
+        return Assignment(
+            k, self.rate, self.sigma * self.factors[t], self.steps, lr, self.statistics_interval, self.noise_parties
+        )
 
     @property
     def share(self) -> ShareFn:
@@ -74,7 +76,7 @@ class PartyGroup:
         taken = min(rounds, self.participations) * self.steps
         if self.sigma == 0 or not taken:
             return (Unprotected(taken),) if taken else ()
-        alike = self.every == 1 and len(set(self.factors[:rounds])) == 1
+        alike = self.statistics_interval == 1 and len(set(self.factors[:rounds])) == 1
         counts: Counter[Event] = Counter()  # by the event with count = 1
         for t in range(1 if alike else rounds):
             for event in self.compute_round_events(t):
@@ -121,7 +123,7 @@ def make_common_terms(settings: Settings, rule: ClipRule) -> PartyGroup:
         spent=Spend.empty(),
         sigma=0.0,
         factors=compute_noise_factors(privacy, train.rounds) if rule.private else (1.0,) * train.rounds,
-        every=_compute_statistics_interval(settings, rule),
+        statistics_interval=_compute_statistics_interval(settings, rule),
         rule=rule,
     )
 
@@ -139,7 +141,9 @@ def group_parties(
     """
     common, rate, count = make_common_terms(settings, rule), settings.train.rate, len(sizes)
     by_size = False
-    if common.every > 1:  # steps without statistics have the gradient's own noise, which may depend on the batch
+    if (
+        common.statistics_interval > 1
+    ):  # steps without statistics have the gradient's own noise, which may depend on the batch
         few, many = rate * float(sizes.min()), rate * float(sizes.max())
         common, by_size = replace(common, batch=few), _share_depends_on_batch(rule.share, few, many)
     if by_size:  # then parties of different sizes pay differently, and each size is a group
@@ -170,7 +174,7 @@ def group_parties(
 def _compute_statistics_interval(settings: Settings, rule: ClipRule) -> int:
     """Steps between two releases of the rule's statistics; the server of unit client releases them every round."""
     paid = rule.private and rule.share is not no_statistics_share and not has_trusted_server(settings)
-    return max(1, round(settings.clip.refresh / settings.train.rate)) if paid else 1
+    return max(1, round(settings.clip.statistics_interval / settings.train.rate)) if paid else 1
 
 
 def _share_depends_on_batch(share: ShareFn, few: float, many: float) -> bool:

@@ -128,7 +128,7 @@ class Plan:
     @property
     def steady(self) -> bool:
         """Whether every round asks the same of a party: no noise schedule, and statistics with every step or none."""
-        return self.schedule == "constant" and all(group.every == 1 for group in self.groups)
+        return self.schedule == "constant" and all(group.statistics_interval == 1 for group in self.groups)
 
     def compute_epsilon_at(self, round: int, k: int, accountant: str | None = None) -> float:
         """The largest epsilon that party k can have spent after `round` rounds (0: before the first)."""

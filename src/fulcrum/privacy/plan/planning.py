@@ -26,7 +26,7 @@ def check_privacy_names(settings: Settings) -> None:
     """ConfigError where the accountant, the noise schedule or the estimator that the settings name is not known."""
     ACCOUNTANTS.find(settings.privacy.accountant)
     SCHEDULES.find(settings.privacy.noise_schedule)
-    ESTIMATORS.find(settings.central.estimator)
+    ESTIMATORS.find(settings.client_level.estimator)
 
 
 def make_plan(
@@ -53,7 +53,7 @@ def make_plan(
     )
     if privacy.aggregation == "ideal-secagg":
         _check_shared_noise(settings, rule, groups)
-        groups = [replace(groups[0], shares=count)]
+        groups = [replace(groups[0], noise_parties=count)]
     central = make_client_level_terms(settings, sizes)
     if central:  # one noise for all, so the party that needs most sets it
         loudest = max(group.sigma for group in groups)

@@ -80,7 +80,7 @@ def make_group_row(group: PartyGroup, parties: int, ends: Mapping[str, float], s
         "participations": group.participations,
         "sigma": group.sigma,
         "sigma_last": group.sigmas()[1],
-        "statistics_every": group.every if group.share is not no_statistics_share else 0,
+        "statistics_every": group.statistics_interval if group.share is not no_statistics_share else 0,
         "budget": group.budget,
         "spent_before": infinity_to_text(spent),
         **make_epsilon_keys(ends),

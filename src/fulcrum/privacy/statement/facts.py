@@ -197,7 +197,7 @@ def _list_releases(run: AccountedRun, spends: Sequence[Spend]) -> list[dict[str,
     if rule.private and rule.share is not no_statistics_share:
         group = plan.groups[0]
         asked = sum(group.assignment(0, t, 1.0).asked(t) for t in range(rounds_done))
-        every = "each sum" if group.every == 1 else f"the sum of every {group.every}th step"
+        every = "each sum" if group.statistics_interval == 1 else f"the sum of every {group.statistics_interval}th step"
         text = (
             f"Statistics that the rule {rule.name!r} releases beside {every}: noised together with it, at "
             "the joint multiplier sigma, so their cost is within the epsilon."
