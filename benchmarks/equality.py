@@ -46,6 +46,9 @@ import fulcrum
 
 NEW_WORDS: dict[str, str] = {
     "clip.refresh": "clip.statistics_interval",
+    "central.estimator": "client_level.estimator",
+    "central.weight_cap": "client_level.weight_cap",
+    "central.min_weight": "client_level.min_weight",
     "model.init=painted": "model.init=synthetic",
 }
 """What settings are called now, for trees that do not know the old word: "train.server": "server.name" for a setting,

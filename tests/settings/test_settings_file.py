@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -437,10 +438,12 @@ def test_a_rename_changes_no_id_of_a_kept_result(monkeypatch):
     from fulcrum.study.job import compute_job_id, settings_from_json
 
     settings = Settings().replace(clip={"kappa": 0.5})
-    old = dataclasses.asdict(settings)
-    old["clip"]["price"] = old["clip"].pop("kappa")
     before = renamed.to_original_names(dataclasses.asdict(settings))
-    assert before == dataclasses.asdict(settings)
+    assert before["clip"]["refresh"] == settings.clip.statistics_interval
+    assert "client_level" not in before
+    assert settings_from_json(before) == settings
+    old = copy.deepcopy(before)
+    old["clip"]["price"] = old["clip"].pop("kappa")
     monkeypatch.setitem(renamed.RENAMED_PATHS, "clip.price", "clip.kappa")
     assert settings_from_json(old) == settings
     assert renamed.to_original_names(dataclasses.asdict(settings)) == old, "ids are made from the first version's words"
