@@ -158,7 +158,7 @@ def _louder(player: JobRounds) -> None:
 
 def _statistics_of_each_step(player: JobRounds) -> None:
     assert isinstance(player.noise, NoiseAtParties)
-    player.noise.every = torch.ones_like(player.noise.every)
+    player.noise.statistics_interval = torch.ones_like(player.noise.statistics_interval)
 
 
 @pytest.mark.parametrize(

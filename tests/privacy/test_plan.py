@@ -346,11 +346,11 @@ def test_client_level_has_one_noise_and_the_strictest_budget_sets_it():
 
 @pytest.mark.parametrize(("estimator", "reach"), [("fixed", 1 / 20), ("clipped", 2 / 16)])
 def test_client_level_noise_follows_the_estimators_sensitivity(estimator: str, reach: float):
-    plan = client_plan(central={"estimator": estimator, "min_weight": 0.8})
+    plan = client_plan(client_level={"estimator": estimator, "min_weight": 0.8})
     z = plan.party(0).sigma
     assert plan.compute_noise_to_signal(25).direction == pytest.approx(z * reach)
     assert plan.compute_noise_to_signal(25, 3).ratio == pytest.approx(5 * z * reach)
-    light = client_plan(train={"weights": "examples"}, central={"weight_cap": 60.0, "estimator": estimator})
+    light = client_plan(train={"weights": "examples"}, client_level={"weight_cap": 60.0, "estimator": estimator})
     assert light.compute_noise_to_signal(25).direction > plan.compute_noise_to_signal(25).direction  # W = K / 2
 
 

@@ -561,10 +561,10 @@ def test_rules_that_cannot_clip_updates_at_the_server_are_refused(monkeypatch: p
 def test_settings_that_make_no_sense_together_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"privacy.max_participations = 3 .* every party is charged for every round"):
         client_federation(privacy={"max_participations": 3})
-    with pytest.raises(ConfigError, match=r"central\.estimator"):
-        client_federation(central={"estimator": "mean"})
-    with pytest.raises(ConfigError, match=r"central\.min_weight"):
-        client_federation(central={"min_weight": 0.0})
+    with pytest.raises(ConfigError, match=r"client_level\.estimator"):
+        client_federation(client_level={"estimator": "mean"})
+    with pytest.raises(ConfigError, match=r"client_level\.min_weight"):
+        client_federation(client_level={"min_weight": 0.0})
 
 
 @pytest.mark.parametrize("method", ["dp-fedavg", "median"])
@@ -594,7 +594,7 @@ def test_with_hundreds_of_parties_it_learns_and_with_ten_it_does_not(estimator: 
             2,
             train={"rounds": 15, "participation": 0.15, "steps": 2, "lr": 0.5},
             privacy={"sigma": None, "epsilon": 3.61},
-            central={"estimator": estimator},
+            client_level={"estimator": estimator},
         )
         return float(execute(federation).accuracy)
 
