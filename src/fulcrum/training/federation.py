@@ -28,7 +28,7 @@ class Federation:
 
 
 PRETRAINED_NORM_RATIO = 1.5
-"""Initial weights count as pretrained from this ratio of their norm to that of random weights."""
+"""Initial weights count as pretrained above this ratio of their norm to that of random weights."""
 
 
 def make_model_facts(federation: Federation) -> ModelFacts:
