@@ -251,7 +251,7 @@ def _compute_rdp_epsilons(spends: Sequence[Spend], delta: float) -> FloatVector:
 def _compute_pld_epsilons(spends: Sequence[Spend], delta: float) -> FloatVector:
     values = _compute_rdp_epsilons(spends, delta)
     for i, spend in enumerate(spends):
-        # The Fourier transform of the composition is exact to about 1e-16 a step: where that is not
+        # The Fourier transform of the composition is exact to about 1e-16 per step; where that is not
         # small against delta the RDP value, an upper bound too, stays.
         if spend.counts and min(s for _, s in spend.counts) > 0 and delta > 1e-13 * spend.releases:
             values[i] = _compute_pld_epsilon(spend.key[0], delta)

@@ -1,7 +1,8 @@
 """Privacy events: what was released, not what it costs. New kinds can be added.
 
-An event is a frozen dataclass with a `kind` name and a `count`. Its JSON form is a list that starts with its kind, `["gaussian", 0.05, 1.2, 1]`, and `EVENT_KINDS` finds the class that reads such a list. Ledgers and messages
-store events through `events_to_json` and `events_from_json` alone, so a new kind needs one class and one row of
+An event is a frozen dataclass with a `kind` name and a `count`. Its JSON form is a list that starts with its kind,
+`["gaussian", 0.05, 1.2, 1]`, and `EVENT_KINDS` finds the class that reads such a list. Ledgers and messages store
+events through `events_to_json` and `events_from_json` alone, so a new kind needs one class and one row of
 `EVENT_KINDS` here, and an accountant that supports it.
 """
 

@@ -75,7 +75,7 @@ def train_client(
 
 @dataclass(frozen=True)
 class StepSample:
-    """The sample of one step, at weights theta [d]. rows [b] of the data set; slots [b]: unit (0..count-1) of each row."""
+    """A step's sample, at weights theta [d]. rows [b] of the data set; slots [b]: unit (0..count-1) of each row."""
 
     theta: torch.Tensor
     rows: torch.Tensor

@@ -297,7 +297,7 @@ def _check_within_budgets(spends: Mapping[str, tuple[LedgerAccount, Spend]]) -> 
 
 
 def _check_budget_value(party: str, budget: float | None) -> None:
-    """Refuse a budget that is not a positive number."""
+    """Refuse a budget that is not a finite number above 0."""
     if budget is not None and not 0 < budget < float("inf"):
         raise ConfigError(
             f"budget of party {party!r} = {budget!r} is out of range; it must be a finite number above 0."

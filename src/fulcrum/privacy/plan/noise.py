@@ -1,6 +1,6 @@
 """The noise of a step relative to the largest signal, of norm C: of one party, the aggregate, or a trusted server.
 
-All values are standard deviations of a mean gradient (unit client: a mean update) along one fixed direction, in units of C.
+Values are standard deviations of a mean gradient (unit client: mean update) along one fixed direction, in units of C.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def make_plan(
 
 
 def _check_shared_noise(settings: Settings, rule: ClipRule, groups: Sequence[PartyGroup]) -> None:
-    """Refuse what one shared noise vector on the parties' sum does not cover; `check_settings` has checked the settings."""
+    """Refuse what one shared noise vector does not cover; `check_settings` has checked the settings before."""
     view = rule.view(rule.init(settings.clip, ModelFacts(2, (2,))), 0, settings.train.rounds)
     reasons = {
         "adds no noise, so there is none to share": not rule.private,

@@ -72,7 +72,7 @@ def make_epsilon_keys(epsilons: Mapping[str, float]) -> dict[str, float | str]:
 
 
 def make_group_row(group: PartyGroup, parties: int, ends: Mapping[str, float], spent: float) -> dict[str, Any]:
-    """One row per group. parties: number of parties. ends: final epsilon by accountant. spent: epsilon before the run."""
+    """The row of a group. parties: their number. ends: final epsilon by accountant. spent: epsilon before the run."""
     return {
         "parties": parties,
         "rate": group.rate,

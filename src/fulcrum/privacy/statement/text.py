@@ -40,7 +40,7 @@ def guarantee_level(plan: Plan, rule: ClipRule) -> str:
 
 
 def guarantee_sentence(plan: Plan, rule: ClipRule, epsilons: Mapping[str, float], mode: str) -> str:
-    """The main sentence of the statement. epsilons: the largest of any party, by accountant. mode: of the randomness."""
+    """The statement's main sentence. epsilons: the largest of any party, by accountant. mode: of the randomness."""
     if not rule.private:
         return "There is no privacy guarantee: the updates left the parties without noise."
     first, *others = epsilons
