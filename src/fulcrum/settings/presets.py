@@ -1,8 +1,8 @@
 """Methods: named presets of independent parts.
 
-A method is a set of initial settings and nothing more: no code depends on the method's name. The parts are a clipping rule, an activation, a noise schedule, a unit and a server optimiser. Presets at example
-level do not set C0 and the learning rate, so that methods can be compared from the same start. A new method
-is a new row.
+A method is a set of initial settings and nothing more: no code depends on the method's name. The parts are a
+clipping rule, an activation, a noise schedule, a unit and a server optimiser. Presets at example level do not
+set C0 and the learning rate, so that methods can be compared from the same start. A new method is a new row.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Data:
     feature_groups: int = 27
     """Number of channel groups in which each record's features are normalised (GroupNorm); 0: no normalisation."""
     feature_mirror: bool = False
-    """Whether to average the features of an image and of its mirror image, for classes that are symmetric. This
-    removes variation that does not help and lets the signal stand out from the noise."""
+    """Whether to average the features of an image and of its mirror image, for classes that mirroring
+    does not change. This lowers the effect of the noise."""
     feature_center: bool = False
     """Whether to subtract the mean features of fixed synthetic images (noise with the spectrum of photographs)."""
     feature_whiten: float = 0.0
