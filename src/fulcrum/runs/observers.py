@@ -69,7 +69,7 @@ class Observer:
         """Called after each round, when it is paid and settled."""
 
     def ended(self, result: Result | None) -> None:
-        """Called at the end, once per `started`. None: the run was interrupted (Ctrl-C, an error) and can be resumed."""
+        """Called at the end, once per `started`. None: the run was interrupted (Ctrl-C, error) and can be resumed."""
 
 
 # --- built-in observers -----------------------------------------------------------------------
