@@ -45,7 +45,7 @@ class JobUnits:
 
 @dataclass(frozen=True)
 class ChunkedBatch:
-    """rows and mask [S, B]; owner [S], the job of each chunk; starts [J + 1], the first chunk of each job, then the end.
+    """rows and mask [S, B]; owner [S], the job of each chunk; starts [J + 1], each job's first chunk, then the end.
 
     needed: number of chunks that all samples fill; if above S, repeat with more chunks.
     """

@@ -132,7 +132,7 @@ def get_client_level_terms(federation: Federation) -> ClientLevelTerms:
 
 
 def draw_round_cohorts(federations: Sequence[Federation], rounds: int) -> tuple[list[list[RoundCohort]], Tensor]:
-    """The cohorts [T][R], from the same private streams as in `run_client_level_round`, and each sum's divisor [T, R]."""
+    """The cohorts [T][R], from the private streams of `run_client_level_round`, and each sum's divisor [T, R]."""
     divisor = torch.ones((rounds, len(federations)))
     found = []
     for t in range(rounds):

@@ -62,7 +62,7 @@ class BatchedRoundResult:
 def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator[BatchedRoundResult]:
     """Train all federations side by side and yield their rounds.
 
-    They must have the same number of rounds. Those that may share a stack (`make_federation_key`) are stacked; the rest go in
+    They must have the same number of rounds. Those with equal `make_federation_key` are stacked; the rest go in
     stacks of their own. Rounds come in bursts: a burst is yielded once every
     Poisson sample fitted its place and every sum was finite (otherwise the burst is repeated on the same random
     numbers, with more places). rows_limit: the most examples in one piece of a step; 0: chosen by device memory.

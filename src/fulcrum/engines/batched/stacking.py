@@ -30,8 +30,7 @@ STACKABLE_FIELDS: dict[str, frozenset[str]] = {
             *("steps", "epochs"),  # only through the number of local steps, which is in the key
         }
     ),
-    # In the rule's state, which each run begins for itself, and in its plan (statistics_interval). Not shrink: a stack has one
-    # transform.
+    # In each run's own rule state and plan (statistics_interval). Not shrink: a stack has one transform.
     "clip": frozenset(
         {
             *("C0", "kappa", "balance", "reach", "growth", "eta_C", "beta", "phi", "C_min", "C_max", "gamma", "rho_c"),
