@@ -1,9 +1,9 @@
 """Randomness as an argument: one named stream per (purpose, round, client, step), no global generator.
 
-`Seeded` is for science: the same key gives the same numbers on every machine, so that a run can be
-resumed bit for bit. `Secure` is for real use: numbers come from the operating system's entropy,
-keys are ignored, nothing can be replayed. `Recorded` replays given numbers, so that two engines can
-be compared on the same sampling and noise.
+`SeededRandomness` is for research: the same key gives the same numbers on every machine, so a run can be
+resumed bit for bit. `SecureRandomness` is for real use: numbers come from the operating system's entropy,
+keys are ignored, nothing can be replayed. `RecordedRandomness` replays given numbers, so that two engines
+can be compared on the same sampling and noise.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def numpy_generator(seed: int, *key: str | int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class SeededRandomness:
-    """Reproducible: whoever knows the seed can subtract the noise, so keep it secret or simulate."""
+    """Reproducible. Anyone who knows the seed can subtract the noise: keep the seed secret, or only simulate."""
 
     seed: int
     mode: str = "seeded"
@@ -96,7 +96,7 @@ def _entropy_uniform(count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RecordedRandomness:
-    """Replays recorded numbers by key; asking for a key that was not recorded is an error."""
+    """Replays recorded numbers by key; a key that was not recorded is an error."""
 
     uniforms: Mapping[StreamKey, torch.Tensor]
     normals: Mapping[StreamKey, torch.Tensor]
@@ -113,9 +113,9 @@ RANDOMNESS: dict[str, Callable[[int], Randomness]] = {
     "seeded": SeededRandomness,
     "secure": lambda seed: SecureRandomness(),
 }
-"""What privacy.randomness may be, each made from the run's seed."""
+"""The choices of privacy.randomness: run's seed -> source of randomness."""
 
 
 def make_randomness(mode: str, seed: int) -> Randomness:
-    """The randomness a run's settings ask for: `seeded` or `secure`."""
+    """The randomness of a run: mode `seeded` or `secure`."""
     return RANDOMNESS[mode](seed)

@@ -1,7 +1,7 @@
 """The records that travel through Fulcrum. All are frozen; tensors in them are never written to.
 
 Shapes: d parameters of the model, B examples of a batch, G groups of parameters that are clipped
-apart (1 for flat clipping), J extra statistics that a rule releases beside the gradient.
+separately (1 for flat clipping), J extra statistics that a rule releases beside the gradient.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from fulcrum.privacy.events import Event
 
 RuleState = Mapping[str, torch.Tensor]
-"""What a rule remembers: named tensors, so that it can be checkpointed and stacked. Holds at
-least `C`, shape [G]."""
+"""A rule's state: named tensors, so that it can be checkpointed and stacked. Holds at least the
+clipping norms `C`, shape [G]."""
 
 
-# --- clipping: what a rule sees and says ----------------------------------------------------
+# --- clipping: the inputs and outputs of a rule ---------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Transform:
     """An orthonormal change of basis for clipping and noise, such as a wavelet transform.
 
     forward maps gradients [B, d] to coefficients [B, m] (m >= d where it pads); inverse maps a noised
-    sum [m] back to [d]. groups [m] names the group of every coefficient. forward is linear.
+    sum [m] back to [d]. groups [m] is the group of each coefficient. forward is linear.
 
-    The others are quicker ways, where there are any. norms: gradients [B, d] to the norms of their groups [B, G],
-    without writing the coefficients out. own: sums [T, G, d], one for every group, to coefficients [T, m], each of its
-    own group's sum. haar: how many levels, where norms are those of the levels of the orthonormal Haar transform of
-    the rows as they lie, padded with zeros at their end, from coarse to fine; an engine may then take them by itself.
+    The other fields are optional faster paths. norms: gradients [B, d] -> group norms [B, G], without storing the
+    coefficients. own: sums [T, G, d], one per group -> coefficients [T, m], each from its own group's sum. haar: number
+    of levels, if the groups are the levels (coarse to fine) of the orthonormal Haar transform of each row, zero-padded
+    at its end; an engine may then compute the norms itself. 0: not Haar.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
@@ -45,11 +45,11 @@ class Transform:
 
 @dataclass(frozen=True)
 class View:
-    """What a rule needs to see of each example.
+    """What a rule needs to know of each example.
 
     transform: another domain in which gradients are clipped and noised (None for almost all rules).
-    direction: a released vector [d]; the rule then gets its inner product with every gradient.
-    losses: whether the rule wants each example's loss.
+    direction: a released vector [d]; the rule then gets its inner product with each gradient.
+    losses: whether the rule needs each example's loss.
     """
 
     transform: Transform | None = None
@@ -59,11 +59,10 @@ class View:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a rule gets to see: one row an example (or a person, or a client). Never released.
+    """The input of a rule: one row per unit (example, person or client). Never released.
 
     norms [B, G]; dots [B] or None; losses [B] or None; mask [B] is False on padding.
-    sigma is the noise multiplier of this step, batch the expected number of units in it, lr its
-    learning rate eta.
+    sigma: noise multiplier of this step. batch: its expected number of units. lr: its learning rate eta.
     """
 
     norms: torch.Tensor
@@ -77,10 +76,10 @@ class Stats:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one unit can change, after clipping.
+    """Bounds on one unit's contribution, after clipping.
 
-    C [G]: the norm of its contribution in each group. extra: the Euclidean norm of its row of extra
-    statistics (0 if the rule releases none), a second sum included. The bounds of T tasks are C [T, G] and extra [T].
+    C [G]: the norm of the contribution in each group. extra: the Euclidean norm of its row of extra statistics,
+    including a second sum (0 if the rule releases none). The bounds of T tasks are C [T, G] and extra [T].
     """
 
     C: torch.Tensor
@@ -89,14 +88,14 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Released:
-    """What `adapt` may look at: released values and public settings, nothing else.
+    """The input of `adapt`: released values and public settings, nothing else.
 
-    aggregate [d]: the released update D_t before the server optimiser (for a client rule that moves
-    each step: the noised gradient times -eta). extra [J]: the released statistics, weighted like
-    the aggregate and divided by the expected batch and the number of steps that released them. lr: eta_t;
-    steps: N; round: t from 0; rounds: T. noise: standard deviation of the noise in one coordinate of the
-    aggregate, in units of the largest possible signal eta_t N C; public, since sigma, q and n_k are.
-    asked: how many of the steps released statistics; where it is 0, extra is zero and says nothing.
+    aggregate [d]: the released update D_t before the server optimiser (for a client rule that adapts each
+    step: the change of the weights in that step). extra [J]: the released statistics, weighted like the
+    aggregate and divided by the expected batch size and the number of steps that released them. lr: learning rate
+    eta_t. steps: number of local steps N. round: t, from 0. rounds: number of rounds T. noise: standard deviation of
+    the noise in one coordinate of the aggregate, in units of the largest possible signal eta_t N C; public, since
+    sigma, q and n_k are. asked: number of steps that released statistics; if 0, extra is zero and has no meaning.
     """
 
     aggregate: torch.Tensor
@@ -114,36 +113,36 @@ class Released:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one client is asked to do in a round. All of it is public."""
+    """One client's task in a round. All of it is public."""
 
     client: int
     rate: float
-    """Poisson rate q."""
+    """Poisson sampling rate q."""
     sigma: float
     """Noise multiplier."""
     steps: int
-    """N local steps."""
+    """Number of local steps N."""
     lr: float
-    """eta_t, the local learning rate of this round."""
+    """Local learning rate eta_t of this round."""
     statistics_interval: int = 1
-    """A paid rule's statistics go out with every so-manieth local step, counted over all rounds."""
+    """n: every n-th local step, counted over all rounds, releases the rule's statistics."""
     noise_parties: int = 1
-    """Parties that make up one dose of noise: each adds 1/shares of its variance. The events are then those of the sum
-    over all of them, and a single update is not private by itself."""
+    """Number of parties that jointly add one noise vector; each adds 1/noise_parties of its variance. The events are
+    then those of the sum over these parties, and a single update is not private by itself."""
 
     def asks_statistics(self, round: int, step: int) -> bool:
         """Whether this step of a round (both from 0) releases the rule's statistics beside the gradient."""
         return (round * self.steps + step) % self.statistics_interval == 0
 
     def asked(self, round: int) -> int:
-        """How many of the round's steps release the rule's statistics."""
+        """Number of steps of this round that release the rule's statistics."""
         first, end = round * self.steps, (round + 1) * self.steps
         return -(-end // self.statistics_interval) + (-first // self.statistics_interval)
 
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """A round as an engine gets it: the model, who takes part, and each one's clipping state."""
+    """A round, as input of an engine: the model, one assignment per participant, one clipping state per participant."""
 
     round: int
     rounds: int
@@ -155,11 +154,11 @@ class RoundRequest:
 
 @dataclass(frozen=True)
 class ClientReply:
-    """What leaves a client: its update, the extra statistics, and the events that made them.
+    """What a client releases: its update, the extra statistics, and their privacy events.
 
-    delta [d] = theta_k - theta_t. extra [J], per expected unit and step. events are in the order of
-    release. state is the client's clipping state after the round. diagnostics are NOT private: they
-    exist in simulations only and no party sends them.
+    delta [d] = theta_k - theta_t. extra [J], per expected unit and step. events: in order of release.
+    state: the client's clipping state after the round. diagnostics: NOT private; they exist in
+    simulations only, and no party sends them.
     """
 
     client: int
@@ -174,15 +173,13 @@ class ClientReply:
 class RoundResult:
     """One finished round, as the user sees it.
 
-    round counts from 1. params [d] is the released model after the server optimiser; averaged [d]
-    the exponential moving average of it (the same tensor where averaging is off). C is a list of
-    the clipping norm in use in this round (one a group; for client rules the mean over the
-    participants). epsilon is the largest spent by any party so far, epsilons each party's (empty where
-    there are more than 1000: ask the ledger). Without a ledger epsilon is NaN and epsilons is empty.
-    metrics are on public test data, by name; empty in rounds without evaluation. party_metrics are those on
-    each party's test records, by its name; empty where test records name no party. participants is None
-    where who took part is secret (unit client); out_of_budget then names the parties that neither took
-    part nor paid, because their budget is spent.
+    round: counts from 1. params [d]: the released model after the server optimiser. averaged [d]: its exponential
+    moving average (the same tensor where averaging is off). C: the clipping norms of this round, one per group (for
+    client rules the mean over the participants). epsilon: the largest epsilon spent by any party so far. epsilons: one
+    per party (empty for more than 1000 parties; the ledger has them). Without a ledger epsilon is NaN and epsilons is
+    empty. metrics: by name, on public test data; empty in rounds without evaluation. party_metrics: by party name, on
+    the party's test records; empty where test records name no party. participants: None where participation is secret
+    (unit client); out_of_budget then lists the parties that neither took part nor paid, because their budget is spent.
     """
 
     round: int
@@ -201,7 +198,7 @@ class RoundResult:
 
     @property
     def mean_over_parties(self) -> dict[str, float]:
-        """Each metric's mean over the parties, each counting the same; empty where test records name no party."""
+        """Each metric's mean over the parties, with equal weights; empty where test records name no party."""
         return mean_over_parties(self.party_metrics)
 
     @property
@@ -216,9 +213,9 @@ class RoundResult:
 
 
 def mean_over_parties(parties: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the parties that have a value of it, each counting the same; NaN where none has one.
+    """Each metric's mean over the parties that have a value, with equal weights; NaN where no party has one.
 
-    parties: metrics of each party by its name.
+    parties: metrics by party name.
     """
     found: dict[str, float] = {}
     for name in next(iter(parties.values()), {}):

@@ -1,7 +1,7 @@
 """Engines run a round's local training. An engine is an argument: `run(RoundRequest) -> replies`.
 
-The reference engine is a plain loop, slow and obvious; every other engine must equal it when fed the
-same sampling and noise. Engines know nothing of accounting.
+The reference engine is a plain, slow loop; every other engine must give the same result on the same
+sampling and noise. Engines do no accounting.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ENGINES: dict[str, Callable[[TrainingProblem], Engine]] = {
 }
 
 FASTEST_ENGINES = {"cpu": "parallel", "cuda": "stacked"}
-"""What measured fastest on each kind of device; `reference` on any other."""
+"""The fastest engine by measurement on each kind of device; `reference` on any other."""
 
 
 def choose_engine(name: str, problem: TrainingProblem) -> str:
-    """The engine that a setting names; `auto` takes what measured fastest on the problem's device."""
+    """The engine that a setting names; `auto` takes the fastest one on the problem's device."""
     return FASTEST_ENGINES.get(problem.device.type, "reference") if name == "auto" else name
 
 
@@ -35,7 +35,7 @@ def find_engine(name: str, problem: TrainingProblem) -> Engine:
     chosen = choose_engine(name, problem)
     if chosen not in ENGINES:
         raise ConfigError(f"run.engine = {name!r} is not known; choose auto or one of {', '.join(ENGINES)}.")
-    retain_freed_memory()  # glibc would hand every step's buffers back to the system, and fault them in again
+    retain_freed_memory()  # otherwise glibc returns each step's buffers to the system and faults them in again
     return ENGINES[chosen](problem)
 
 

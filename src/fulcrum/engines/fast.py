@@ -12,7 +12,7 @@ from fulcrum.types import RuleState, Stats, View
 
 
 def make_ghost_step(follow: GradientRecorder) -> StepFn:
-    """As `by_matrix`, from norms and inner products alone.
+    """Like `make_materialised_step`, from norms and inner products only.
 
     Rules that look at gradients in another basis, and units of several records, need the gradients themselves.
     """

@@ -43,7 +43,7 @@ class ParallelEngine(Engine):
             for i in range(len(pairs)):
                 yield futures.pop(i).result()
         finally:
-            # Also on Ctrl-C: whoever is at work stops after the step it is in.
+            # Also on Ctrl-C: each running client stops after its current step.
             stop.set()
             for future in futures.values():
                 future.cancel()

@@ -1,12 +1,11 @@
-"""What events cost: (epsilon, delta) by RDP or PLD, and the searches that turn a budget into a sigma.
+"""The cost of events: (epsilon, delta) by RDP or PLD, and the searches that turn a budget into a sigma.
 
-An event says what happened, this file says what it costs, for the add-or-remove relation. The RDP of a
-step is in `rdp.py`, its conversion here, both held against Google's `dp_accounting` by the tests; PLD is
-`dp_accounting`'s own. Costs are cached (a step's depends on its rate and sigma alone), composed, padded
-against rounding, and searched. Every epsilon that leaves this file is an upper bound: a part of the
-numerics that fails makes it larger, never smaller.
+An event records what happened; this file computes its cost, for the add-or-remove relation. `rdp.py` computes
+the RDP of a step, this file converts it to epsilon, and tests compare both with Google's `dp_accounting`. PLD
+comes from `dp_accounting`. The cost of a step depends only on its rate and sigma and is cached. Every epsilon
+from this file is an upper bound: a numerical failure makes it larger, never smaller.
 
-`dp_accounting` is imported on first use, so that everything but PLD needs numpy only.
+`dp_accounting` is imported on first use, so that only PLD needs it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FloatVector = npt.NDArray[np.float64]
 
 
 def _choose_renyi_orders() -> FloatVector:
-    """Renyi orders, chosen once: Google's up to 63, then closer together than Google's, for small epsilons."""
+    """Renyi orders: Google's up to 63, then closer together than Google's, for small epsilons."""
     low = [1 + x / 10 for x in range(1, 100)] + [float(x) for x in range(11, 64)]
     orders = np.array([*low, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024], dtype=np.float64)
     orders.setflags(write=False)
@@ -39,16 +38,16 @@ def _choose_renyi_orders() -> FloatVector:
 
 
 ORDERS: FloatVector = _choose_renyi_orders()
-"""The Renyi orders [A] at which every `Spend` is kept."""
+"""The Renyi orders [A] at which every `Spend` keeps its RDP."""
 
 SIGMA_MIN, SIGMA_MAX = 0.01, 1e6
-"""Where `calibrate` looks. Below 0.01 nothing is hidden; above 1e6 nothing is learned."""
+"""Search range of `calibrate_sigma`. Below 0.01 nothing is hidden; above 1e6 nothing is learned."""
 
 MAX_STEPS = 10**9
-"""Where `steps_for` stops looking."""
+"""Upper limit of the search of `compute_max_steps`."""
 
-# Rounding and the cut tail of the series are below this in the log moment of one step. It is added, so
-# that they cannot make a curve too low; a value below 0 would even read as epsilon = 0.
+# Upper bound on the rounding and truncation errors in the log moment of one step. It is added, so that
+# errors cannot make a curve too low; a value below 0 would even give epsilon = 0.
 _LOG_MOMENT_PAD = 1e-12
 
 
@@ -75,8 +74,8 @@ def compute_step_rdp(rate: float, sigma: float) -> FloatVector:
 def convert_rdp_to_epsilon(rdp: FloatVector, delta: float) -> FloatVector:
     """The smallest epsilon that RDP curves [..., A] prove at delta: [...].
 
-    At each order the bound of Canonne, Kamath and Steinke (2020, proposition 12), or 0 where already
-    the total variation distance is below delta (Bretagnolle and Huber).
+    At each order: the bound of Canonne, Kamath and Steinke (2020, proposition 12), or 0 where the total
+    variation distance is already below delta (Bretagnolle and Huber).
     """
     offset = np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
     bounds = np.where(delta**2 + np.expm1(-rdp) > 0, 0.0, rdp + offset)
@@ -90,7 +89,7 @@ EventCounts = frozenset[tuple[tuple[float, float], int]]
 
 
 def _estimate_loss_size(rate: float, sigma: float) -> tuple[float, float]:
-    """Of the privacy loss of one step: its usual size (standard deviation, roughly) and its largest."""
+    """The privacy loss of one step: its approximate standard deviation and its largest value."""
     largest = 10 / sigma + 0.5 / sigma**2
     return min(rate * math.sqrt(math.expm1(min(sigma**-2, 600.0))), largest), largest
 
@@ -110,8 +109,8 @@ def _choose_pld_interval(parts: Sequence[tuple[float, float, int]]) -> float:
 
 
 MAX_EXACT_PLD_KINDS, PLD_ROUNDING_RATIO = 16, 1.004
-"""PLD composes up to KINDS different (rate, sigma) as they are. Of more, as a noise schedule has, each sigma is
-rounded down to a power of GRID: an upper bound, at most 0.4% above."""
+"""PLD composes up to KINDS different (rate, sigma) exactly. With more (a noise schedule) each sigma is rounded down
+to a power of GRID: an upper bound, at most 0.4% above."""
 
 
 def _round_event_counts(parts: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
@@ -157,10 +156,10 @@ def _compute_pld_epsilon(counts: EventCounts, delta: float) -> float:
 
 @dataclass(frozen=True)
 class Spend:
-    """What has been released so far: start with `Spend.none()`, add with `plus`, ask with `epsilon`.
+    """All releases so far. Start with `Spend.empty()`, add with `add_events`, read `epsilon`.
 
-    counts: how many Gaussian releases at each (rate, sigma). rdp: their composed RDP [A] at ORDERS, kept so that one
-    more round costs one addition. others: how many releases of every other event, each event with count = 1.
+    counts: number of Gaussian releases per (rate, sigma). rdp: their composed RDP [A] at ORDERS, kept so that one
+    more round is one addition. others: number of releases of every other event, with each event's count set to 1.
     """
 
     counts: Mapping[tuple[float, float], int]
@@ -173,7 +172,7 @@ class Spend:
         return Spend({}, {}, np.zeros(len(ORDERS)))
 
     def add_events(self, events: Iterable[Event], times: int = 1) -> Spend:
-        """This and then `events`, all of them `times` over. Costs add up; nothing is ever forgotten."""
+        """A new spend: this one and `events`, `times` times."""
         counts, others, rdp = dict(self.counts), dict(self.others), self.rdp
         for event in events:
             count = _check_whole_count(event.count) * times
@@ -189,22 +188,22 @@ class Spend:
         return Spend(counts, others, rdp)
 
     def epsilon(self, delta: float, accountant: str = "rdp") -> float:
-        """Epsilon at `delta` of everything released so far; infinite if anything went out unprotected."""
+        """Epsilon at `delta` of everything released so far; infinite if any release was unprotected."""
         return float(compute_epsilons([self], delta, accountant)[0])
 
     @property
     def num_unprotected(self) -> int:
-        """How many releases went out without noise."""
+        """Number of releases without noise."""
         return sum(count for event, count in self.others.items() if isinstance(event, Unprotected))
 
     @property
     def releases(self) -> int:
-        """How many sums went out, noised or not."""
+        """Number of released sums, with or without noise."""
         return sum(self.others.values()) + sum(self.counts.values())
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The same total as events, one for each kind."""
+        """The same total as events, one per kind."""
         noised = [Gaussian(rate, sigma, count) for (rate, sigma), count in sorted(self.counts.items())]
         return (*noised, *(event.with_count(count) for event, count in self.others.items()))
 
@@ -227,9 +226,9 @@ def _check_whole_count(count: int) -> int:
 class Accountant:
     """A way to turn spends into epsilons.
 
-    epsilons(spends, delta): an upper bound on the epsilon of each spend [len(spends)], for spends whose events it
-    supports. supports(event): whether it can bound what the event costs; a spend with any other event has an infinite
-    epsilon. summary: one line for users. software(): who computes it, for privacy statements.
+    epsilons(spends, delta): an upper bound on the epsilon of each spend [len(spends)], for spends of supported events.
+    supports(event): whether the accountant can bound the event's cost; a spend with any other event has an infinite
+    epsilon. summary: one line for users. software(): name of the software, for privacy statements.
     """
 
     name: str
@@ -242,7 +241,7 @@ class Accountant:
 ACCOUNTANTS = Registry[Accountant](
     "privacy.accountant", entry_points="fulcrum.accountants", kind=Accountant, noun="accountant"
 )
-"""All accountants by name. Yours comes by `ACCOUNTANTS.add`, by entry point, or as package.module:accountant."""
+"""Accountants by name. Add your own by `ACCOUNTANTS.add`, by entry point, or as package.module:accountant."""
 
 
 def _compute_rdp_epsilons(spends: Sequence[Spend], delta: float) -> FloatVector:
@@ -252,7 +251,7 @@ def _compute_rdp_epsilons(spends: Sequence[Spend], delta: float) -> FloatVector:
 def _compute_pld_epsilons(spends: Sequence[Spend], delta: float) -> FloatVector:
     values = _compute_rdp_epsilons(spends, delta)
     for i, spend in enumerate(spends):
-        # The Fourier transform of the composition is exact to about 1e-16 a step: where that is not
+        # The Fourier transform of the composition is exact to about 1e-16 per step; where that is not
         # small against delta the RDP value, an upper bound too, stays.
         if spend.counts and min(s for _, s in spend.counts) > 0 and delta > 1e-13 * spend.releases:
             values[i] = _compute_pld_epsilon(spend.key[0], delta)
@@ -278,10 +277,10 @@ for _accountant in (RDP_ACCOUNTANT, PLD_ACCOUNTANT):
 
 
 def reported_accountants(enforced: str) -> tuple[Accountant, ...]:
-    """The accountants whose epsilons plans and statements show, the headline first.
+    """The accountants whose epsilons plans and statements show; the first one is the headline.
 
-    RDP and PLD are always among them, so that runs can be compared; RDP is the headline of both. Any other accountant
-    that is enforced comes before them.
+    RDP and PLD are always included, in this order, so that runs can be compared. Any other enforced accountant comes
+    first.
     """
     chosen = ACCOUNTANTS.find(enforced)
     return (
@@ -292,7 +291,7 @@ def reported_accountants(enforced: str) -> tuple[Accountant, ...]:
 
 
 def compute_epsilons(spends: Sequence[Spend], delta: float, accountant: str | Accountant = "rdp") -> FloatVector:
-    """Epsilon of each of many spends at once: [len(spends)]; infinite with an event that is not supported."""
+    """Epsilon of each spend: [len(spends)]; infinite where an event is not supported."""
     chosen = check_accounting_terms(delta, accountant)
     if not spends:
         return np.zeros(0)
@@ -304,12 +303,12 @@ def compute_epsilons(spends: Sequence[Spend], delta: float, accountant: str | Ac
 
 
 def compute_epsilon(events: Iterable[Event], delta: float, accountant: str = "rdp") -> float:
-    """Epsilon at `delta` of all these events together; infinite with anything Unprotected among them."""
+    """Epsilon at `delta` of all these events together; infinite if any event is `Unprotected`."""
     return Spend.empty().add_events(events).epsilon(delta, accountant)
 
 
 def check_accounting_terms(delta: float, accountant: str | Accountant) -> Accountant:
-    """The accountant; ConfigError unless delta and the accountant's name make sense."""
+    """The accountant; ConfigError if delta is out of range or the accountant is unknown."""
     if not 0 < delta < 1:
         raise ConfigError(f"delta = {delta!r} is out of range; it must be greater than 0 and less than 1.")
     return accountant if isinstance(accountant, Accountant) else ACCOUNTANTS.find(accountant)
@@ -319,7 +318,7 @@ def check_accounting_terms(delta: float, accountant: str | Accountant) -> Accoun
 
 
 def combine_sigmas(sigma_a: float, sigma_b: float) -> float:
-    """The multiplier of one release that costs what two on the same sample cost: (a^-2 + b^-2)^(-1/2)."""
+    """The multiplier of one release with the cost of two releases on the same sample: (a^-2 + b^-2)^(-1/2)."""
     return float((sigma_a**-2 + sigma_b**-2) ** -0.5)
 
 
@@ -332,10 +331,10 @@ def calibrate_sigma(
 ) -> float:
     """The smallest sigma at which the planned events cost at most epsilon at delta.
 
-    planned(sigma) lists every event of the run, in any mixture of rates and multipliers, so long as
-    a larger sigma never costs more. The answer is at most a factor 1 + tolerance above the smallest,
-    and always on the safe side: epsilon(planned(answer)) <= epsilon. ConfigError where no sigma up to
-    1e6 is enough; 0.01 where even less noise would do.
+    planned(sigma) lists every event of the run, with any rates and multipliers, provided that a larger
+    sigma never costs more. The result is at most a factor 1 + tolerance above the smallest sigma, and
+    epsilon(planned(result)) <= epsilon always holds. ConfigError if no sigma up to 1e6 is enough; 0.01
+    if even less noise would be enough.
     """
     check_accounting_terms(delta, accountant)
     _check_epsilon(epsilon)
@@ -344,7 +343,7 @@ def calibrate_sigma(
         """log(cost / epsilon), finite: at most 0 is safe."""
         cost = Spend.empty().add_events(planned(sigma)).epsilon(delta, accountant)
         size = math.log(min(max(cost, 1e-9), 1e9) / epsilon)
-        # The sign comes from the numbers themselves, so that "safe" is what a caller will find.
+        # The sign comes from comparing the numbers, so that a caller who compares them gets the same answer.
         return max(size, 1e-15) if cost > epsilon else min(size, 0.0)
 
     low, high = 1.0, 1.0
@@ -373,8 +372,8 @@ def _bisect_sigma(
 ) -> float:
     """The safe end of a bracket (unsafe low, safe high) narrowed to a ratio of 1 + tolerance.
 
-    Secant steps on log excess against log sigma, each aimed a little past the crossing so that it
-    replaces the farther end; two steps that did not halve the bracket are followed by a halving.
+    Secant steps on log excess against log sigma, each aimed a little past the root so that it replaces
+    the farther end. After two steps that did not halve the bracket, one bisection step follows.
     """
     last, latest, slow = low, high, 0
     while high[0] > low[0] * (1 + tolerance):
@@ -393,7 +392,7 @@ def _bisect_sigma(
 def compute_max_steps(rate: float, sigma: float, epsilon: float, delta: float, accountant: str = "rdp") -> int:
     """The largest number of releases at (rate, sigma) that costs at most epsilon at delta; 0 if none fits.
 
-    Counts up to 1e9, and says 1e9 where more would fit.
+    Returns at most 1e9.
     """
     check_accounting_terms(delta, accountant)
     _check_epsilon(epsilon)
@@ -405,7 +404,7 @@ def compute_max_steps(rate: float, sigma: float, epsilon: float, delta: float, a
 
 
 def find_largest_count(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest count in 0..limit that fits, where fewer always fit if more do; 0 always fits."""
+    """The largest count in 0..limit that fits. `fits` must be monotone; 0 always fits."""
     good, bad = 0, 1
     while bad <= limit and fits(bad):
         good, bad = bad, 2 * bad
@@ -422,5 +421,5 @@ def _check_epsilon(epsilon: float) -> None:
 
 
 def describe_software(accountants: Iterable[Accountant] = (RDP_ACCOUNTANT, PLD_ACCOUNTANT)) -> str:
-    """What computed the epsilons, for statements."""
+    """The software that computed the epsilons, for statements."""
     return ", ".join(f"{accountant.name.upper()} by {accountant.software()}" for accountant in accountants)

@@ -15,16 +15,16 @@ from fulcrum.settings.schema import Settings
 SERVER_CLIENT_ID = -1
 """The `client` of the server's own reply."""
 FEW_PARTIES = 100
-"""Below this many parties a plan warns: the noise that hides one of them hides what they have in common."""
+"""A plan warns below this number of parties: noise that hides one party then also hides their common signal."""
 
 
 @dataclass(frozen=True)
 class MeanEstimator:
-    """How a weighted sum of updates becomes their mean.
+    """Turns a weighted sum of updates into their mean.
 
-    divisor(terms, weight): what the sum is divided by, where `weight` is the total weight that took
-    part. sensitivity(terms): the most that one party can move the mean, for a clipping norm of 1.
-    words(terms): what the sum is divided by, in words for the privacy statement.
+    divisor(terms, weight): the divisor of the sum, where `weight` is the total weight of the participants.
+    sensitivity(terms): the largest change of the mean by one party, for a clipping norm of 1.
+    words(terms): a description of the divisor, for the privacy statement.
     """
 
     divisor: Callable[[ClientLevelTerms, float], float]
@@ -36,8 +36,9 @@ class MeanEstimator:
 class ClientLevelTerms:
     """The mechanism's public terms.
 
-    rate: q_c. clients: K. weights [K] float64, each in (0, 1]. total: W, their declared sum. floor:
-    q_c W_min. local_rate and local_steps: how a party trains inside, which costs nothing here.
+    rate: participation probability q_c. clients: number of parties K. weights [K], float64, each in (0, 1].
+    total: their declared sum W. floor: q_c W_min. local_rate and local_steps: a party's own training, which
+    has no privacy cost here.
     """
 
     rate: float
@@ -50,33 +51,33 @@ class ClientLevelTerms:
 
     @property
     def clients(self) -> int:
-        """K."""
+        """Number of parties K."""
         return len(self.weights)
 
     @property
     def cohort(self) -> float:
-        """q_c K, the expected number of participants."""
+        """Expected number of participants q_c K."""
         return self.rate * self.clients
 
     @property
     def sensitivity(self) -> float:
-        """The most that one party can move the released mean, for a clipping norm of 1."""
+        """The largest change of the released mean by one party, for a clipping norm of 1."""
         return ESTIMATORS.find(self.estimator).sensitivity(self)
 
     def divisor(self, weight: float) -> float:
-        """What the sum is divided by when parties of this total weight took part."""
+        """The divisor of the sum for participants of this total weight."""
         return ESTIMATORS.find(self.estimator).divisor(self, weight)
 
     @property
     def describe_divisor(self) -> str:
-        """What the sum is divided by, in words."""
+        """A description of the divisor."""
         return ESTIMATORS.find(self.estimator).words(self)
 
 
 ESTIMATORS = Registry[MeanEstimator](
     "client_level.estimator", entry_points="fulcrum.estimators", kind=MeanEstimator, noun="estimator"
 )
-"""All estimators by name. Yours comes by `ESTIMATORS.add`, by entry point, or as package.module:estimator."""
+"""Estimators by name. Add your own by `ESTIMATORS.add`, by entry point, or as package.module:estimator."""
 ESTIMATORS.add(
     "fixed",
     MeanEstimator(
@@ -119,7 +120,7 @@ def make_client_level_terms(settings: Settings, sizes: Any) -> ClientLevelTerms 
 
 
 def compute_party_weights(sizes: torch.Tensor, weights: str, cap: float = 0.0) -> torch.Tensor:
-    """w_k [K] float64, at most 1: equal, or min(n_k / cap, 1) with the median size as the cap where it is 0."""
+    """Weights w_k [K], float64, at most 1: equal, or min(n_k / cap, 1). cap 0: the median size."""
     if weights == "uniform":
         return torch.ones(len(sizes), dtype=torch.float64)
     sizes = sizes.double()

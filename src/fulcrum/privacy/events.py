@@ -1,8 +1,8 @@
-"""What was released, never what it costs: a small open family of privacy events.
+"""Privacy events: what was released, not what it costs. New kinds can be added.
 
-An event is a frozen dataclass with a `kind` name and a `count`. It writes itself as a JSON list that starts with its
-kind, `["gaussian", 0.05, 1.2, 1]`, and `EVENT_KINDS` finds the class that reads such a list. Ledgers and messages
-store events through `events_to_json` and `events_from_json` alone, so a new kind needs one class and one row of
+An event is a frozen dataclass with a `kind` name and a `count`. Its JSON form is a list that starts with its kind,
+`["gaussian", 0.05, 1.2, 1]`, and `EVENT_KINDS` finds the class that reads such a list. Ledgers and messages store
+events through `events_to_json` and `events_from_json` alone, so a new kind needs one class and one row of
 `EVENT_KINDS` here, and an accountant that supports it.
 """
 
@@ -32,7 +32,7 @@ class Event:
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        """The event from the values behind its kind; InputError where they are not its values."""
+        """The event from the values after its kind; InputError if they are invalid."""
         raise NotImplementedError
 
 
@@ -40,7 +40,7 @@ class Event:
 class Gaussian(Event):
     """One noised sum, released `count` times over fresh Poisson samples.
 
-    Each unit joins with probability `rate`, changes the sum by at most 1 (after scaling), and the
+    Each unit is sampled with probability `rate` and changes the sum by at most 1 (after scaling). The
     noise has standard deviation `sigma` in the same scale.
     """
 
@@ -63,7 +63,7 @@ class Gaussian(Event):
 
 @dataclass(frozen=True)
 class Unprotected(Event):
-    """Something about the data left without noise, `count` times: no finite epsilon holds."""
+    """A release of private data without noise, `count` times: no finite epsilon holds."""
 
     kind: ClassVar[str] = "unprotected"
     count: int = 1
@@ -81,7 +81,7 @@ class Unprotected(Event):
 
 
 EVENT_KINDS: dict[str, type[Event]] = {event.kind: event for event in (Gaussian, Unprotected)}
-"""Which class reads an event, by the kind's name. A package that brings a kind of its own adds it here."""
+"""Event classes by the name of their kind. A package with its own kind adds it here."""
 
 
 def events_to_json(events: Iterable[Event]) -> list[list[Any]]:

@@ -1,9 +1,9 @@
-"""The one mechanism: it clips by a rule, enforces the rule's bounds, adds the noise, and says what was released.
+"""The mechanism: it clips by a rule, enforces the rule's bounds, adds the noise, and states the privacy event.
 
-A rule says what a unit can change (`Bounds`); the scale of the noise and the event both follow from that here, so no
-rule can misstate its cost. Each privacy-critical step is written once: `apply_rule` clips and enforces the bounds,
-`add_noise` adds the noise, `event_of_step` says what a step releases. Every engine calls these. All of them work for
-one task and, under `torch.vmap` or with a leading dimension of T tasks, for many.
+A rule states the bounds of a unit's contribution (`Bounds`). This file derives the scale of the noise and the event
+from them, so no rule can misstate its cost. Each privacy-critical step is written once: `apply_rule` clips and
+enforces the bounds, `add_noise` adds the noise, `make_step_event` gives the event. Every engine calls these. They
+work for one task and, under `torch.vmap` or with a leading dimension T, for T tasks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fulcrum.types import Assignment, Bounds, RuleState, Stats
 
 @dataclass(frozen=True)
 class RuleDecision:
-    """What a rule decides for a batch of B units, after its bounds were enforced.
+    """A rule's output for a batch of B units, after its bounds were enforced.
 
-    factors [B, G] scale each unit's gradient in each group. second_factors [B, G] are those of a second sum; [B, 0]
-    where the rule asks for none. extra [B, J] are the rows of extra statistics. bounds: what one unit can change.
+    factors [B, G] scale each unit's gradient in each group. second_factors [B, G]: factors of a second sum; [B, 0]
+    without one. extra [B, J]: one row of extra statistics per unit. bounds: of one unit's contribution.
     """
 
     factors: Tensor
@@ -38,7 +38,7 @@ class RuleDecision:
 
 
 def apply_rule(rule: ClipRule, stats: Stats, state: RuleState) -> RuleDecision:
-    """Let the rule clip a batch, drop padding, and enforce the bounds it states. Works under `torch.vmap`."""
+    """Clip a batch by the rule, drop padding, and enforce the rule's bounds. Works under `torch.vmap`."""
     factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
     bounds = rule.bounds(state)
     extra = extra * stats.mask[:, None]
@@ -53,10 +53,10 @@ def apply_rule(rule: ClipRule, stats: Stats, state: RuleState) -> RuleDecision:
 def enforce_bounds(
     rule: ClipRule, factors: Tensor, extra: Tensor, norms: Tensor, bounds: Bounds
 ) -> tuple[Tensor, Tensor]:
-    """Factors [B, G] and extra rows [B, J], cut down to the bounds the rule itself stated.
+    """Factors [B, G] and extra rows [B, J], reduced to the bounds that the rule states.
 
-    A sound rule passes through unchanged; one whose `clip` and `bounds` disagree would otherwise make
-    epsilon a lie. Rules marked not sound are left as they are: their epsilon is nominal anyway.
+    A sound rule's output stays unchanged. If a rule's `clip` and `bounds` disagree, epsilon would be wrong
+    without this. Rules marked not sound are left unchanged: their epsilon is nominal anyway.
     """
     if not (rule.sound and rule.private):
         return factors, extra
@@ -69,7 +69,7 @@ def enforce_bounds(
 def enforce_joint_bound(
     rule: ClipRule, extra: Tensor, second_factors: Tensor, norms: Tensor, bounds: Bounds
 ) -> tuple[Tensor, Tensor]:
-    """Extra rows [B, J] and factors of a second sum [B, G], cut down so that together they keep `bounds.extra`."""
+    """Extra rows [B, J] and factors of a second sum [B, G], reduced so that together they are within `bounds.extra`."""
     if not (rule.sound and rule.private):
         return extra, second_factors
     size = torch.sqrt(extra.square().sum(dim=1) + (second_factors * norms).square().sum(dim=1))
@@ -84,8 +84,8 @@ def enforce_joint_bound(
 class NoiseMultipliers:
     """The noise of a release in units of the bounds: a multiplier for the sum and one for the extra statistics.
 
-    Numbers, or tensors [T] for T tasks; 0 where nothing is noised. shares: parties that make up one dose of noise; each
-    adds 1/shares of the variance.
+    Numbers, or tensors [T] for T tasks; 0: no noise. noise_parties: number of parties that jointly add one noise
+    vector; each adds 1/noise_parties of its variance.
     """
 
     sum: float | Tensor
@@ -94,9 +94,9 @@ class NoiseMultipliers:
 
 
 def make_step_event(rule: ClipRule, rate: float, sigma: float, batch: float, asked: bool = True) -> Event:
-    """What one step at noise multiplier `sigma` releases; `asked`: with the rule's statistics or without.
+    """The event of one step at noise multiplier `sigma`. asked: whether the step releases the rule's statistics.
 
-    The plan, the mechanism and the check after a round all take their events from here.
+    The plan, the mechanism and the check after a round all use this function.
     """
     if sigma == 0 or not rule.private:
         return Unprotected()
@@ -104,7 +104,7 @@ def make_step_event(rule: ClipRule, rate: float, sigma: float, batch: float, ask
 
 
 def compute_planned_events(task: Assignment, rule: ClipRule, batch: float, round: int) -> tuple[Event, ...]:
-    """What a task releases in a round (from 0), one event per kind of step. `batch`: the expected batch q n_k."""
+    """The events of a task in a round (from 0), one per kind of step. batch: expected batch size q n_k."""
     if task.sigma == 0 or not rule.private:
         return (Unprotected(task.steps),)
     asked = task.asked(round)
@@ -122,11 +122,11 @@ def compute_noise_multipliers(
     """The noise of one step at multiplier `sigma`, split between the sum and the extra statistics.
 
     The pair costs exactly one Gaussian release at sigma: the precisions (1 - s)/sigma^2 on the sum,
-    scaled by its bound, and s/sigma^2 on the extra, scaled by its own, add up to 1/sigma^2. A step that
-    is not asked for its extra has the same noise on the sum, and costs only that.
+    scaled by its bound, and s/sigma^2 on the extra, scaled by its own, add up to 1/sigma^2. A step without
+    extra statistics has the same noise on the sum, and costs only that.
 
-    With `shares` parties to one dose of noise, this one's part has 1/shares of the variance, and the event is that
-    of the sum over them all: the only thing that may be shown to anybody (privacy.aggregation).
+    If `shares` parties jointly add one noise vector, this party's noise has 1/shares of the variance. The event is that
+    of the sum over these parties, and only that sum may be released (privacy.aggregation).
     """
     if sigma == 0 or not rule.private:
         return NoiseMultipliers(0.0, 0.0)
@@ -144,7 +144,7 @@ def compute_noise_multipliers(
 class NoiseScale:
     """Standard deviations of the noise on the sum and on the extra statistics: numbers, or tensors [T] for T tasks.
 
-    asked: whether the extra statistics go out; False or 0 (of a tensor [T]) where they stay.
+    asked: whether the extra statistics are released; False, or 0 in a tensor [T], where they are not.
     """
 
     sum: float | Tensor
@@ -154,15 +154,15 @@ class NoiseScale:
 
 @dataclass(frozen=True)
 class ChargedNoiseScale(NoiseScale):
-    """The noise of one client's step, and the event that the step is charged as."""
+    """The noise of one client's step, and the event that is charged for the step."""
 
     event: Event = field(default_factory=Unprotected)
 
 
 def scale_noise(bounds: Bounds, multipliers: NoiseMultipliers, asked: bool | Tensor = True) -> NoiseScale:
-    """The noise for what a unit can change: bounds.C [G] or [T, G], bounds.extra a number or [T].
+    """Multiply the bounds by the multipliers: bounds.C [G] or [T, G], bounds.extra a number or [T].
 
-    C may be infinite where nothing is noised: a multiplier of 0 then still means no noise.
+    C may be infinite where the multiplier is 0; the scale is then 0.
     """
     reach = torch.linalg.vector_norm(bounds.C, dim=-1)
     on_sum: float | Tensor = reach * multipliers.sum
@@ -176,7 +176,7 @@ def scale_noise(bounds: Bounds, multipliers: NoiseMultipliers, asked: bool | Ten
 
 
 def refuse_unnoised_statistics(on_extra: float | Tensor) -> None:
-    """Stop a private release whose extra statistics would go out without noise: on_extra is its scale."""
+    """Refuse a private release of extra statistics without noise. on_extra: the scale of their noise."""
     if on_extra <= 0:
         raise ValueError("a rule releases extra statistics but gives them no share of the noise (ClipRule.share)")
 
@@ -188,11 +188,11 @@ def add_noise(
     normals: tuple[Tensor | None, Tensor | None],
     state: RuleState,
 ) -> tuple[Tensor, Tensor, RuleState]:
-    """The i.i.d. Gaussian mechanism: a clipped sum and its extra statistics with noise, ready to leave.
+    """The i.i.d. Gaussian mechanism: a clipped sum and its extra statistics with noise, ready for release.
 
-    clipped [m] and extra [J] of one task, or [T, m] and [T, J] of T tasks. normals: standard normal numbers for each of
-    the two, of the same shape; None where nothing is noised. Statistics that were not asked for come out as zeros.
-    `state` passes through: this mechanism keeps none.
+    clipped [m] and extra [J] of one task, or [T, m] and [T, J] of T tasks. normals: standard normal numbers of the same
+    two shapes; None without noise. Statistics that are not released become zeros. `state` is returned unchanged: this
+    mechanism has no state.
     """
     for_sum, for_extra = normals
     noisy = clipped if for_sum is None else clipped + for_sum * _broadcast_over_tasks(scale.sum)
@@ -206,15 +206,15 @@ def add_noise(
 
 
 def _broadcast_over_tasks(value: float | Tensor) -> float | Tensor:
-    """A number as it is; numbers of T tasks [T] as [T, 1], to scale the rows of [T, m]."""
+    """A number unchanged; a tensor [T] as [T, 1], to scale the rows of [T, m]."""
     return value[..., None] if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How a clipped sum becomes a release.
+    """Turns a clipped sum into a release.
 
-    init(d) -> state: what the mechanism remembers between releases, as named tensors.
+    init(d) -> state: the mechanism's state between releases, as named tensors.
     scale(bounds, multipliers, asked) -> NoiseScale.
     release(sum, extra, scale, normals, state) -> (noisy sum, noisy extra, state); see `add_noise` for the shapes.
     """
@@ -227,7 +227,7 @@ class Mechanism:
 
 
 GAUSSIAN_MECHANISM = Mechanism(init=lambda dim: {}, scale=scale_noise, release=add_noise)
-"""Independent Gaussian noise for every release. It keeps no state."""
+"""Independent Gaussian noise for every release, without state."""
 
 
 # --- one client's step ----------------------------------------------------------------------
@@ -236,7 +236,7 @@ GAUSSIAN_MECHANISM = Mechanism(init=lambda dim: {}, scale=scale_noise, release=a
 def compute_charged_scale(
     rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True, shares: int = 1
 ) -> ChargedNoiseScale:
-    """Noise and event of one step at multiplier `sigma`; see `noise_multipliers`."""
+    """Noise and event of one step at multiplier `sigma`; see `compute_noise_multipliers`."""
     multipliers = compute_noise_multipliers(rule, sigma, batch, asked, shares)
     found = scale_noise(bounds, multipliers, asked)
     return ChargedNoiseScale(found.sum, found.extra, asked, make_step_event(rule, rate, sigma, batch, asked))
@@ -251,7 +251,7 @@ def release_with_noise(
     mechanism: Mechanism = GAUSSIAN_MECHANISM,
     state: RuleState | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the noise from two streams of `key` and add it: (sum [m], extra [J]) -> what may leave the client."""
+    """Draw the noise from two streams of `key` and add it: (sum [m], extra [J]) -> what the client may release."""
     for_sum, for_extra = None, None
     if not isinstance(scale.event, Unprotected):
         for_sum = randomness.normal(("noise", *key), clipped.numel()).to(clipped)

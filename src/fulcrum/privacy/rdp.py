@@ -1,14 +1,14 @@
-"""Renyi divergence of one Poisson-sampled Gaussian release, at many orders at once and fast.
+"""Renyi divergence of one Poisson-sampled Gaussian release, at many orders at once.
 
 With rate q, multiplier sigma and order a the divergence is log A(a) / (a - 1), where (Mironov, Talwar and
 Zhang 2019)
 
     A(a) = E over z ~ N(0, 1) of (1 - q + q exp(z / sigma - 1 / (2 sigma^2)))^a.
 
-At whole orders that is a finite sum of binomial terms. At broken ones the integrand is analytic in the strip
+At integer orders this is a finite sum of binomial terms. At other orders the integrand is analytic in the strip
 |Im z| < pi sigma and falls off like a Gaussian, so the trapezoidal rule is exact to rounding once its step is
-small against sigma and 1. `dp_accounting` computes the same numbers one order after the other, forty
-milliseconds a sigma; a noise schedule has hundreds of sigmas, and calibrating it asks for thousands.
+small against sigma and 1. `dp_accounting` computes the same numbers order by order, in forty
+milliseconds per sigma; a noise schedule has hundreds of sigmas, and its calibration needs thousands.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FloatVector = npt.NDArray[np.float64]
 TRAPEZOID_STEP = 0.35
 """Step of the trapezoidal rule, in units of min(1, sigma): an error of exp(-2 pi^2 / STEP) = exp(-56) or less."""
 INTEGRAL_REACH = 9.5
-"""How many standard deviations beyond the outermost peak the integral goes: exp(-45) is left out."""
+"""Range of the integral beyond the outermost peak, in standard deviations: exp(-45) is left out."""
 MAX_TABLE_ORDER = 63
-"""Whole orders up to this one share a table of binomial coefficients."""
+"""Integer orders up to this one share a table of binomial coefficients."""
 MIN_INTEGRAL_SIGMA = 0.05
-"""Below this sigma broken orders are bounded by their whole neighbours instead: nothing is hidden there anyway."""
+"""Below this sigma fractional orders are bounded by their integer neighbours: nothing is hidden there anyway."""
 
 
 def compute_sampled_gaussian_rdp(rate: float, sigma: float, orders: FloatVector) -> FloatVector:
@@ -44,7 +44,7 @@ def compute_sampled_gaussian_rdp(rate: float, sigma: float, orders: FloatVector)
     if sigma >= MIN_INTEGRAL_SIGMA:
         log_moments[~whole] = _log_moments_by_integral(rate, sigma, orders[~whole])
     else:
-        # log A is convex in the order and 0 at order 1, so a chord between whole orders lies above it.
+        # log A is convex in the order and 0 at order 1, so a chord between integer orders lies above it.
         knots = tuple(range(2, math.ceil(orders[~whole].max(initial=2)) + 1))
         log_moments[~whole] = np.interp(orders[~whole], (1, *knots), (0.0, *_log_moments_by_sum(rate, sigma, knots)))
     return log_moments / (orders - 1)
@@ -53,7 +53,7 @@ def compute_sampled_gaussian_rdp(rate: float, sigma: float, orders: FloatVector)
 def _log_weighted_mean(log_weights: FloatVector, log_values: FloatVector) -> FloatVector:
     """log of the sum over the last axis of weight * exp(value), for weights [orders, n] that add up to 1.
 
-    Where the sum is near 1 it is found as 1 + sum of weight * (exp(value) - 1), so that small moments
+    Where the sum is near 1 it is computed as 1 + sum of weight * (exp(value) - 1), so that small moments
     keep their digits.
     """
     log_weights, log_values = np.broadcast_arrays(log_weights, log_values)
@@ -62,7 +62,7 @@ def _log_weighted_mean(log_weights: FloatVector, log_values: FloatVector) -> Flo
     near = top[:, 0] < 1
     found = np.empty(len(terms))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        # weight * (exp(value) - 1) as a difference, for exp(value) alone may overflow where its weight is tiny
+        # weight * (exp(value) - 1) as a difference, because exp(value) may overflow where its weight is tiny
         small = np.exp(log_weights[near])
         growth = np.where(log_values[near] < 1, small * np.expm1(log_values[near]), np.exp(terms[near]) - small)
         found[near] = np.log1p(growth.sum(axis=-1))
@@ -80,7 +80,7 @@ def _log_binomial_table(orders: tuple[int, ...]) -> FloatVector:
 
 
 def _log_moments_by_sum(rate: float, sigma: float, orders: tuple[int, ...]) -> FloatVector:
-    """log A at whole orders: the sum over k of (a over k) (1-q)^(a-k) q^k exp((k^2 - k) / (2 sigma^2))."""
+    """log A at integer orders: the sum over k of (a over k) (1-q)^(a-k) q^k exp((k^2 - k) / (2 sigma^2))."""
     if not orders:
         return np.zeros(0)
     table = _log_binomial_table(orders)

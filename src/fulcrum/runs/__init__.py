@@ -1,13 +1,13 @@
-"""What people call from Python: `train`, `rounds`, `resume`; and the steps they are made of.
+"""The Python interface: `train`, `rounds`, `resume`; and their steps.
 
 one_call.py     `train` and `rounds`: from names to a result in one call
 preparation.py  settings -> a federation: everything that can go wrong before training
-execution.py    a federation played to its end, kept in a folder, continued from one
-observers.py    what watches a run: progress, metrics.jsonl with checkpoints, users' own
-active_run.py   a run that is being played, and its privacy statement as things stand
-result.py       what a finished run hands back, and its summary.json
+execution.py    train a federation to its end, store it in a folder, resume from a folder
+observers.py    observers of a run: progress, metrics.jsonl with checkpoints, users' own
+active_run.py   a run in progress, and its current privacy statement
+result.py       the result of a finished run, and its summary.json
 
-Settings files are read where they are needed, so that ready-made `Settings` train without pydantic.
+Settings files are read on demand, so that ready-made `Settings` train without pydantic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run that is being played, and its privacy statement as things stand."""
+"""A run in progress, and its current privacy statement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fulcrum.training.federation import Federation
 
 @dataclass(frozen=True)
 class ActiveRun:
-    """A run with all that it writes to. id is its name in the ledger; folder is None where nothing is kept."""
+    """A run with its outputs. id: its name in the ledger. folder: None where nothing is stored."""
 
     federation: Federation
     folder: RunFolder | None
@@ -24,7 +24,7 @@ class ActiveRun:
 
 
 def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) -> dict[str, Any]:
-    """The privacy statement after so many rounds, also written into the folder."""
+    """The privacy statement after `rounds_done` rounds; also written to the folder."""
     settings, problem = run.federation.settings, run.federation.problem
     own = run.ledger.get_spends(run.id)
     words = make_statement(

@@ -1,7 +1,7 @@
-"""Names that settings may have, taken from what implements them: no list of names is written a second time.
+"""Valid names of settings, taken from the implementations: no list of names is written a second time.
 
-Settings are checked in two steps. `fulcrum.settings.check_settings` looks at ranges and at fields that must agree, and
-knows nothing of what is implemented. `check_choices` looks at names: it stands above all that implements one.
+Settings are checked in two steps. `fulcrum.settings.check_settings` checks ranges and fields that must agree, without
+the implementations. `check_choices` checks names and imports all implementations.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ SETTING_CHOICES: dict[str, Collection[str]] = {
     "run.engine": ("auto", *ENGINES),
     "run.precision": PRECISIONS,
 }
-"""Dotted path of a setting -> the names it may have. A `Registry` also takes names of installed packages, and most
-take package.module:name."""
+"""Dotted path of a setting -> its valid names. A `Registry` also accepts names of installed packages, and most
+accept package.module:name."""
 
 
 def list_choices(path: str) -> tuple[str, ...]:
-    """The names that a setting may have, those that installed packages offer included."""
+    """The valid names of a setting, including those of installed packages."""
     names = SETTING_CHOICES[path]
     return names.names() if isinstance(names, Registry) else tuple(names)
 
@@ -76,7 +76,7 @@ def _check_choice(path: str, name: str, names: Collection[str]) -> None:
     if name in names:
         return
     if isinstance(names, Registry):
-        names.find(name)  # raises its own sentence where it knows no such name
+        names.find(name)  # raises its own error for an unknown name
         return
     near = find_nearest_name(name, names)
     hint = f"; did you mean {near!r}?" if near else "."

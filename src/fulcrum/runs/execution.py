@@ -1,4 +1,4 @@
-"""A federation played to its end: in memory, kept in a folder, or continued from one."""
+"""Train a federation to its end: in memory, stored in a folder, or resumed from one."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def execute(
 ) -> Result:
     """Train to the end. With `out`, a new folder there holds the run and makes it resumable.
 
-    on_round is called with each RoundResult; observers watch the run (`fulcrum.Observer`, or names as of --observe).
+    on_round is called with each RoundResult; observers watch the run (`fulcrum.Observer`, or names as for --observe).
 
-    facts go into run.json beside the usual ones; an "id" among them is the run's id in ledgers.
+    facts: additional entries of run.json; an "id" among them is the run's id in ledgers.
     """
-    watching = [find_observer(given) for given in observers]  # before a folder is made: a wrong name leaves no trace
+    watching = [
+        find_observer(given) for given in observers
+    ]  # before the folder is created, so that a wrong name leaves no folder
     run = str((facts or {}).get("id", uuid.uuid4().hex))
     if out is None:
         with open_run_ledger(federation.settings) as ledger:
@@ -76,7 +78,7 @@ def resume_prepared(
     on_round: RoundCallback | None = None,
     observers: Sequence[str | Observer] = (),
 ) -> Result:
-    """Continue the run in a folder with a federation that was prepared anew from its settings."""
+    """Resume the run in a folder with a federation that was prepared again from its settings."""
     watching = [find_observer(given) for given in observers]
     path = Path(folder)
     facts = record.load_run_json(path, "run.json")
@@ -96,7 +98,7 @@ def open_run_ledger(settings: Settings, folder: Path | None = None) -> Ledger:
 
 
 def _write_start_files(folder: RunFolder, federation: Federation, run: str, facts: Mapping[str, Any]) -> None:
-    """What a new folder holds before the first round: settings, environment, and what `go_on` compares."""
+    """Write a new folder's files before the first round: settings, environment, and what `resume_prepared` compares."""
     from fulcrum.settings import files as settings_file
 
     problem = federation.problem
@@ -121,7 +123,7 @@ def _write_start_files(folder: RunFolder, federation: Federation, run: str, fact
 
 
 def _refuse_other_problem(federation: Federation, path: Path, facts: Mapping[str, Any]) -> None:
-    """RunError where run.json speaks of other data or another model than the federation has."""
+    """Raise RunError if run.json has other data or another model than the federation."""
     problem = federation.problem
     if facts.get("data") != problem.dataset.fingerprint:
         raise RunError(f"{path} was trained on other data than {problem.dataset.name} holds now; bring that data back.")
@@ -131,7 +133,7 @@ def _refuse_other_problem(federation: Federation, path: Path, facts: Mapping[str
         )
     if facts.get("buffers", compute_buffer_digest(problem.model)) != compute_buffer_digest(
         problem.model
-    ):  # older runs did not write it down
+    ):  # older runs did not store it
         raise RunError(
             f"{path} was trained with other means or buffers in its model; bring back the model's code, or the file of "
             f"model.init = {federation.settings.model.init!r}, as it was."
@@ -145,12 +147,12 @@ def _run_remaining_rounds(
     on_round: RoundCallback | None,
     watching: Sequence[Observer],
 ) -> Result:
-    """Play the remaining rounds, keeping the folder up to date, and sum up; also when interrupted.
+    """Run the remaining rounds, update the folder, and write the summary; also when interrupted.
 
-    lines: what metrics.jsonl holds of the rounds before `start`; those of the rounds that are played are added.
+    lines: the lines of metrics.jsonl before `start`; new rounds append theirs.
     """
     settings = run.federation.settings
-    # Another draw of secure randomness would be another release, so no round may have to be replayed.
+    # A new draw of secure randomness is a new release, so no round may need a replay.
     every = 1 if settings.privacy.randomness == "secure" else settings.run.checkpoint_every
     recorder = RunRecorder(run.folder, every, settings.train.rounds, start, lines)
     observers = ObserverList(recorder, watching, on_round)
@@ -160,7 +162,7 @@ def _run_remaining_rounds(
         observers.started(RunInfo(run.id, settings, where, run.federation.plan, score))
         for result, snapshot in federate(run.federation, run.ledger, run.id, start):
             observers.round(result, snapshot)
-        recorder.ended(None)  # the last checkpoint lies in the folder before the summary does
+        recorder.ended(None)  # the last checkpoint is written before the summary
         finished = finish_run(run, recorder.latest, lines)
     except BaseException:
         observers.notify_interrupted()

@@ -1,7 +1,7 @@
 """A run's folder: everything a reader needs to check, rerun or continue the run. Format: docs/run-folder.md.
 
 Files are written beside their final name and renamed, so a crash leaves the old file or the new one,
-never half of one. `metrics.jsonl` grows line by line; a torn last line is dropped when the run goes on.
+never half of one. `metrics.jsonl` grows line by line; an incomplete last line is dropped when the run is resumed.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from fulcrum.training.snapshot import Snapshot
 from fulcrum.types import RoundResult
 
 CHECKPOINTS_KEPT = 2
-"""Checkpoints kept; the one before the last is for the case that the disk lost the last."""
+"""Number of checkpoints kept; the second last is a backup if the last one is damaged."""
 MAX_PARTIES_PER_LINE = 100
-"""Federations up to this size have every party's epsilon and metrics in the lines of metrics.jsonl."""
+"""The largest number of parties for which metrics.jsonl has each party's epsilon and metrics."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run lives. Make one with `create` or `open`; both take the folder's lock."""
+    """The folder of a run. Make one with `create` or `open`; both take the folder's lock."""
 
     path: Path
     lock: IO[str]
 
     @staticmethod
     def create(path: Path) -> RunFolder:
-        """A new folder; refuses one that exists and holds anything."""
+        """A new folder; refuses an existing folder that is not empty."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunError(
                 f"folder {path} exists and is not empty; choose another --out, or continue it: fulcrum resume {path}"
@@ -55,25 +55,25 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path) -> RunFolder:
-        """An existing run's folder, to continue it."""
+        """An existing run's folder, to resume the run."""
         if not (path / "run.json").is_file():
             raise RunError(f"{path} is not a run's folder: it holds no run.json.")
         return RunFolder(path, _lock_folder(path))
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self.lock.close()
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file whole or not at all."""
+        """Write a file atomically."""
         write_file_atomically(self.path / name, text.encode())
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file whole or not at all; infinities become the string "inf"."""
+        """Write a JSON file atomically; infinities become the string "inf"."""
         self.write_text(name, to_json_text(value))
 
     def append_metrics_line(self, line: Mapping[str, Any]) -> None:
-        """Append one round's line (`metrics_line`) to metrics.jsonl."""
+        """Append one round's line (`make_metrics_line`) to metrics.jsonl."""
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -123,7 +123,7 @@ def make_metrics_line(result: RoundResult) -> dict[str, Any]:
         "epsilon": result.epsilon,
         "seconds": round(result.seconds, 6),
     }
-    if result.participants is not None:  # None: who took part is secret (unit client)
+    if result.participants is not None:  # None: participation is secret (unit client)
         line["participants"] = list(result.participants)
     if result.out_of_budget:
         line["out_of_budget"] = list(result.out_of_budget)
@@ -141,12 +141,12 @@ def make_metrics_line(result: RoundResult) -> dict[str, Any]:
 
 
 def compute_total_C(C: tuple[float, ...]) -> float:
-    """The norm one unit's whole contribution is clipped to."""
+    """The clipping norm of one unit's whole contribution, over all groups."""
     return math.hypot(*C)
 
 
 def load_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rounds of a run, in order. A torn last line is left out."""
+    """The rounds of a run, in order. Omits an incomplete last line."""
     file = folder / "metrics.jsonl"
     if not file.is_file():
         return []
@@ -183,7 +183,7 @@ def load_summary(folder: Path) -> dict[str, Any]:
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Where a run ran: versions, machine, threads, time."""
+    """The environment of a run: versions, machine, threads, time."""
     return {
         "date": current_utc_time(),
         "python": sys.version.split()[0],
@@ -230,7 +230,7 @@ def _describe_processor() -> str:
 
 
 def write_file_atomically(file: Path, content: bytes) -> None:
-    """Write a file whole or not at all: beside its name first, then renamed."""
+    """Write a file atomically: under a temporary name first, then renamed."""
     part = file.with_name(file.name + ".part")
     try:
         with part.open("wb") as opened:

@@ -1,4 +1,4 @@
-"""Observers: what watches a run while it is played. Write one in a few lines; see docs/own-observer.md.
+"""Observers of a run in progress. Write your own in a few lines; see docs/own-observer.md.
 
     class Printer(Observer):
         def round(self, result):
@@ -6,7 +6,7 @@
 
     fulcrum.train(data="digits", observers=[Printer()])
 
-The bar of the command line, metrics.jsonl with the checkpoints, and users' own observers all come through here.
+The command line's progress bar, metrics.jsonl with the checkpoints, and users' own observers all use this interface.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ RoundCallback = Callable[[RoundResult], None]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that begins or goes on. id: its name in ledgers. folder: None where nothing is kept.
+    """The run that starts or resumes. id: its name in ledgers. folder: None where nothing is stored.
 
-    score: the name of the metric that the run is judged by.
+    score: the name of the run's main metric.
     """
 
     id: str
@@ -53,23 +53,23 @@ class RunInfo:
 
 
 class Observer:
-    """Watches a run. Override what you need; every method does nothing by default.
+    """Observes a run. Override what you need; every method does nothing by default.
 
-    An observer sees released values only, so it costs no privacy. One that raises stops the run as Ctrl-C does: nothing
-    is lost, and the run can be continued.
+    An observer gets released values only, so it costs no privacy. An observer that raises stops the run like Ctrl-C:
+    nothing is lost, and the run can be resumed.
     """
 
     def started(self, run: RunInfo) -> None:
-        """Before the first round that is played, also where an interrupted run goes on."""
+        """Called before the first round, also when an interrupted run is resumed."""
 
     def snapshot(self, snapshot: Snapshot) -> None:
-        """After each round, before `round`: the state from which the run can go on."""
+        """Called after each round, before `round`, with the state from which the run can be resumed."""
 
     def round(self, result: RoundResult) -> None:
-        """After each round, which is then paid for and settled."""
+        """Called after each round, when it is paid and settled."""
 
     def ended(self, result: Result | None) -> None:
-        """At the end, once per `started`. None: the run was interrupted (Ctrl-C, an error) and may go on later."""
+        """Called at the end, once per `started`. None: the run was interrupted (Ctrl-C, error) and can be resumed."""
 
 
 # --- built-in observers -----------------------------------------------------------------------
@@ -77,7 +77,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class CallbackObserver(Observer):
-    """`on_round=f`: a function as an observer. What it raises ends the run as it is."""
+    """`on_round=f`: a function as an observer. Its exceptions end the run unchanged."""
 
     function: RoundCallback
 
@@ -90,8 +90,8 @@ class CallbackObserver(Observer):
 class RunRecorder(Observer):
     """Keeps the lines of metrics.jsonl, and in a folder the file itself and the checkpoints.
 
-    lines: those of the rounds before `latest`, the snapshot that the run goes on from. checkpoint_every: rounds between
-    two checkpoints; the last round always has one.
+    lines: of the rounds before `latest`, the snapshot from which the run resumes. checkpoint_every: rounds between two
+    checkpoints; the last round always has one.
     """
 
     folder: RunFolder | None
@@ -109,9 +109,9 @@ class RunRecorder(Observer):
         self._next = snapshot
 
     def round(self, result: RoundResult) -> None:
-        """Append the round's line, then write a checkpoint where one is due.
+        """Append the round's line, then write a checkpoint if one is due.
 
-        In this order, since a resumed run cuts off lines behind its checkpoint but cannot make up missing ones.
+        In this order, since a resumed run can drop lines after its checkpoint but cannot restore missing ones.
         """
         line = record.to_json_value(record.make_metrics_line(result))
         self.lines.append(line)
@@ -149,12 +149,12 @@ class ProgressLines(Observer):
 OBSERVERS: Registry[Observer | Callable[[], Observer]] = Registry(
     "--observe", noun="observer", entry_points="fulcrum.observers"
 )
-"""Observers, or functions and classes that make one, by name. Packages offer theirs under `fulcrum.observers`."""
+"""Observers, or functions and classes that make one, by name. Packages add theirs under `fulcrum.observers`."""
 OBSERVERS.add("lines", ProgressLines)
 
 
 def find_observer(given: str | Observer) -> Observer:
-    """An observer as it is, or the one of that name; a function or class of that name is called without arguments."""
+    """The given observer, or the one of that name; a function or class of that name is called without arguments."""
     if isinstance(given, Observer):
         return given
     found = OBSERVERS.find(given)
@@ -187,7 +187,7 @@ class ObserverList:
             self._started.append(observer)
 
     def round(self, result: RoundResult, snapshot: Snapshot) -> None:
-        """A round is done: first it is on disk, then the others are told."""
+        """A round is done: first write it to disk, then call the other observers."""
         for observer in self._all:
             with self._name_observer_errors(observer, "snapshot"):
                 observer.snapshot(snapshot)
@@ -195,13 +195,13 @@ class ObserverList:
                 observer.round(result)
 
     def ended(self, result: Result) -> None:
-        """The run has ended by itself. Every observer is told, then the first failure is raised."""
+        """The run has ended normally. Call every observer, then raise the first failure."""
         failures = self._notify_ended(result)
         if failures:
             raise failures[0]
 
     def notify_interrupted(self) -> None:
-        """The run stops early; what observers raise now is dropped, for the cause of the stop is on its way."""
+        """The run stops early. Observers' exceptions are dropped here, so that the cause of the stop is raised."""
         self._notify_ended(None)
 
     def _notify_ended(self, result: Result | None) -> list[Exception]:
@@ -217,7 +217,7 @@ class ObserverList:
 
     @contextlib.contextmanager
     def _name_observer_errors(self, observer: Observer, method: str) -> Iterator[None]:
-        """What an observer of the user's raises becomes one sentence that names it."""
+        """Translate an exception of a user's observer to one sentence that names the observer."""
         try:
             yield
         except Exception as error:

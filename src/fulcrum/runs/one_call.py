@@ -38,8 +38,8 @@ def train(
     data: a source's name, or a `Dataset` (`fulcrum.data.from_arrays` makes one). model: a name, or an
     nn.Module whose weights are the public start. Other names are those of the command line and the
     settings file: method, epsilon, delta, parties, rounds, lr, kappa, or whole sections such as
-    train={"server": "adam"}. settings: ready-made ones instead of names. out: a new folder that keeps
-    the run. on_round is called with each RoundResult; observers watch the run (`fulcrum.Observer`).
+    train={"server": "adam"}. settings: ready-made ones instead of names. out: a new folder for
+    the run. on_round is called with each RoundResult; observers observe the run (`fulcrum.Observer`).
     """
     federation = prepare(*_resolve_keywords(data, model, settings, names))
     return execute(federation, out, on_round, observers=observers)
@@ -52,7 +52,7 @@ def rounds(
     settings: Settings | None = None,
     **names: Any,
 ) -> Iterator[RoundResult]:
-    """As `train`, one round at a time, for notebooks. Nothing is kept; stop whenever you like.
+    """Like `train`, one round at a time, for notebooks. Nothing is stored; you can stop at any round.
 
     for r in fulcrum.rounds(data="digits", epsilon=4.0):
         print(r.round, r.metrics, r.C, r.epsilon)

@@ -1,4 +1,4 @@
-"""From settings to a federation: data, split, model, device and privacy plan, and all that can be wrong with them."""
+"""From settings to a federation: data, split, model, device and privacy plan, with all their checks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from fulcrum.training.problem import TrainingProblem
 
 
 def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module | None = None) -> Federation:
-    """Load the data, split it, build the model, plan the privacy: everything that can go wrong before training.
+    """Load the data, split it, build the model, plan the privacy. Raises every error that is known before training.
 
-    dataset and model take the place of what the settings name, for data and models made in Python. The federation's
-    settings say which partition was used where they left the choice.
+    dataset and model replace those in the settings, for data and models made in Python. The federation's settings name
+    the partition that "auto" chose.
     """
     check_choices(check_settings(settings))
     rule = find_rule(settings.clip.rule)
@@ -47,7 +47,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
 
 
 def load_training_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
-    """The records to train on, as the settings want them: of their task, less what is held out, as features."""
+    """The training records by the settings: with their task, without held-out records, as features."""
     if given is None:
         dataset = load(settings.data.source, settings.data.dir, task=settings.task)
     else:
@@ -68,7 +68,7 @@ def load_training_data(settings: Settings, given: Dataset | None, device: torch.
 
 
 def resolve_auto_partition(settings: Settings, dataset: Dataset) -> tuple[Settings, Dataset]:
-    """The settings with the partition that "auto" stands for, and the data set with a warning where that is iid."""
+    """The settings with the partition that "auto" chooses, and the data set with a warning if that is iid."""
     method = partition_method(settings.data, dataset.task)
     if settings.data.partition != "auto":
         return settings, dataset
@@ -79,7 +79,7 @@ def resolve_auto_partition(settings: Settings, dataset: Dataset) -> tuple[Settin
 
 
 def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module | None) -> tuple[nn.Module, Dataset]:
-    """The network to train, checked not to mix examples, and the records as it takes them."""
+    """The network to train, checked not to mix examples, and the records in the form of its inputs."""
     if given is not None and settings.model.coordinates != "plain":
         raise ConfigError(
             "model.coordinates is for models that the settings name; set it to plain, and hand over "
@@ -96,7 +96,7 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
         check_outputs(given, pair, dataset.task)
     except FulcrumError:
         raise
-    except Exception as problem:  # somebody's model may raise anything
+    except Exception as problem:  # a user's model may raise any error
         words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise ModelError(f"The model failed on two examples: {words}{suggest_integer_inputs(pair)}.") from problem
     return given, dataset
@@ -120,9 +120,9 @@ def find_device(name: str) -> torch.device:
 
 
 def collect_ledger_warnings(federation: Federation) -> list[str]:
-    """What a kept ledger says about this run: parties whose budget will run out before it ends.
+    """Warnings about parties whose budget in a kept ledger will run out before the end of this run.
 
-    Raises BudgetError where no party can pay for even one round.
+    Raises BudgetError if no party can pay for one round.
     """
     path = federation.settings.run.ledger
     if not path or not Path(path).is_file():

@@ -1,4 +1,4 @@
-"""What a finished (or stopped) run hands back, and the summary.json, model and privacy statement that it leaves."""
+"""The result of a finished (or stopped) run, and its summary.json, model and privacy statement."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Result:
 
     metrics are those of the last evaluation on public test data, by name; accuracy (a fraction) and loss are two of
     them, NaN where there is none. Where test records name their party, party_metrics are those on each party's records,
-    by its name (up to 100 parties), and mean_over_parties their mean, each party counting the same. epsilon is the
-    largest over the parties, epsilons each party's, delta theirs all; where `sound` is False epsilon is nominal, and
+    by its name (up to 100 parties), and mean_over_parties their mean with equal weights. epsilon is the largest
+    over the parties, epsilons has one per party, delta is common; where `sound` is False epsilon is nominal, and
     where `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
     clipping norm of every round. model is an ordinary nn.Module with the trained weights. summary is
-    what summary.json holds; folder is where it lies, None where nothing was kept.
+    the content of summary.json; folder is its folder, None where nothing was stored.
     """
 
     accuracy: float
@@ -49,7 +49,7 @@ class Result:
 
 
 def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mapping[str, Any]]) -> Result:
-    """Write what a reader needs of a finished run, and hand it back. lines: those of metrics.jsonl."""
+    """Write the files of a finished run, and return its result. lines: of metrics.jsonl."""
     settings, problem = run.federation.settings, run.federation.problem
     privacy = write_privacy_statement(run, len(lines), finished=len(lines) == settings.train.rounds)
     model = copy.deepcopy(problem.model)
@@ -60,7 +60,7 @@ def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mappin
         trained = snapshot.averaged if snapshot else problem.layout.flatten(model)
         run.folder.write_model_weights(
             fold_centring(model, problem.layout.unflatten(trained))
-        )  # a plain network, whatever trained it
+        )  # a plain network, whatever coordinates it was trained in
         run.folder.write_json("summary.json", summary)
     return Result(
         accuracy=float(summary["metrics"].get("accuracy", math.nan)),
@@ -81,7 +81,7 @@ def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mappin
 
 
 def _make_summary(run: ActiveRun, lines: Sequence[Mapping[str, Any]], privacy: Mapping[str, Any]) -> dict[str, Any]:
-    """What summary.json holds."""
+    """The content of summary.json."""
     settings, problem, plan = run.federation.settings, run.federation.problem, run.federation.plan
     finished = len(lines) == settings.train.rounds
     last = last_evaluated(lines)
@@ -124,7 +124,7 @@ def _make_summary(run: ActiveRun, lines: Sequence[Mapping[str, Any]], privacy: M
 
 
 def _describe_evaluation_data(run: ActiveRun) -> str:
-    """Which records the metrics are of."""
+    """The records on which the metrics were computed."""
     if run.federation.problem.dataset.test is None:
         return "nothing: there is no test set"
     return "a held-out part of the training data" if run.federation.settings.data.validation else "public test data"
@@ -133,7 +133,7 @@ def _describe_evaluation_data(run: ActiveRun) -> str:
 def last_evaluated(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The last line of metrics.jsonl whose round was evaluated; its `metrics` are empty where there is none.
 
-    Lines of the first versions have accuracy and loss alone.
+    Lines of the first versions have only accuracy and loss.
     """
     for line in reversed(lines):
         former = {name: line[name] for name in ("accuracy", "loss") if line.get(name) is not None}
@@ -150,5 +150,5 @@ def _numbers(metrics: Mapping[str, float | str | None]) -> dict[str, float]:
 
 def _compute_worst_pld_epsilon(ledger: Ledger, run: str, delta: float) -> float:
     """The largest epsilon of any party in this run, by PLD."""
-    distinct = {spend.key: spend for spend in ledger.get_spends(run).values()}  # the same past costs the same
+    distinct = {spend.key: spend for spend in ledger.get_spends(run).values()}  # equal spends have equal epsilons
     return max((spend.epsilon(delta, "pld") for spend in distinct.values()), default=0.0)

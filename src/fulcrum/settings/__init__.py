@@ -1,6 +1,6 @@
 """Settings of a run: their schema, checks and derived values; reading and writing them as files; presets.
 
-`schema`, `checks` and `derived` need the standard library alone; `reading` and `files` need pydantic.
+`schema`, `checks` and `derived` need only the standard library; `reading` and `files` need pydantic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which settings there are: one source for the template, the docs, the options' help and the error messages."""
+"""The list of settings: one source for the template, the docs, the options' help and the error messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHORT_NAMES: dict[str, str] = {
 }
 """Short names of the settings people change most: options of the command line, keywords in Python."""
 
-# Words for the fields that have none under them in config.py.
+# Texts of the fields that have no docstring in schema.py.
 FIELD_TEXTS: dict[str, str] = {
     "model.temper_scale": "s of the tempered sigmoid s sigmoid(T x) - o.",
     "model.temper_temperature": "T of the tempered sigmoid.",
@@ -79,7 +79,7 @@ class SettingField:
 
 @functools.cache
 def list_setting_fields() -> dict[str, SettingField]:
-    """Every setting by dotted path, in the order of config.py, with the words that stand under it there."""
+    """Every setting by dotted path, in the order of schema.py, with its docstring there."""
     words = FIELD_TEXTS | _read_field_docstrings()
     found: dict[str, SettingField] = {}
     for section, owner in {"": Settings, **SECTION_CLASSES}.items():
@@ -94,13 +94,13 @@ def list_setting_fields() -> dict[str, SettingField]:
 
 
 def find_setting_paths(name: str) -> list[str]:
-    """Dotted paths that a bare name may stand for: its short name's, then every section's field of that name."""
+    """Dotted paths that a bare name may mean: that of the short name, then each section's field of that name."""
     short = [SHORT_NAMES[name]] if name in SHORT_NAMES else []
     return short + [path for path, field in list_setting_fields().items() if field.name == name and path not in short]
 
 
 def _read_field_docstrings() -> dict[str, str]:
-    """The string that follows each field in config.py; Python itself forgets it."""
+    """The docstring after each field in schema.py, read from the source since Python does not keep it."""
     sections = {owner.__name__: f"{name}." for name, owner in SECTION_CLASSES.items()} | {"Settings": ""}
     found: dict[str, str] = {}
     for owner in ast.parse(inspect.getsource(config)).body:

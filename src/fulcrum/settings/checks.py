@@ -14,7 +14,7 @@ from fulcrum.settings.schema import Settings
 
 # --- checks -----------------------------------------------------------------------------------
 
-# field: (smallest, whether it itself is allowed, largest, whether it itself is allowed)
+# field: (lower limit, whether it is allowed, upper limit, whether it is allowed)
 SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "data.parties": (1, True, math.inf, False),
     "data.alpha": (0, False, math.inf, False),
@@ -142,7 +142,7 @@ def _check_combinations(settings: Settings) -> None:
 
 
 def _check_secure_sum_settings(settings: Settings) -> None:
-    """One dose of noise over all parties is right for one sum of one step, in which everybody takes part."""
+    """Refuse settings that one shared noise vector does not cover: it needs one step per round by all parties."""
     train, privacy = settings.train, settings.privacy
     wrong = {
         "privacy.unit": (privacy.unit, "example", privacy.unit != "example"),

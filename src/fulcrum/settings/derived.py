@@ -1,4 +1,4 @@
-"""What follows from settings alone: the number of local steps, the learning rate of a round."""
+"""Values derived from settings alone: the number of local steps, the learning rate of a round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fulcrum.settings.schema import Train
 
 
 def compute_local_steps(train: Train) -> int:
-    """N, the local steps of a round: as given, or from epochs and the sampling rate."""
+    """Number of local steps N per round: as given, or from epochs and the sampling rate."""
     return train.steps if train.steps > 0 else max(1, round(train.epochs / train.rate))
 
 
@@ -19,10 +19,10 @@ LR_SCHEDULES: dict[str, Callable[[Train, int], float]] = {
     "cosine": lambda train, t: 0.5 * (1.0 + math.cos(math.pi * (t / train.rounds))),
     "step": lambda train, t: train.decay ** sum(t >= r for r in train.decay_rounds),
 }
-"""What train.schedule may be: the factor of the learning rate in round t, from the training settings."""
+"""The choices of train.schedule: (training settings, round t) -> factor of the learning rate."""
 
 
 def compute_learning_rate(train: Train, t: int) -> float:
-    """eta_t for round t (from 0)."""
+    """Learning rate eta_t of round t (from 0)."""
     warm = min(1.0, (t + 1) / train.warmup) if train.warmup else 1.0
     return train.lr * warm * LR_SCHEDULES[train.schedule](train, t)

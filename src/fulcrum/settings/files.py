@@ -1,7 +1,7 @@
-"""TOML and words -> `Settings`, and back. The edge where pydantic lives; config.py needs none of it.
+"""TOML and command-line values -> `Settings`, and back. Needs pydantic; schema.py does not.
 
-catalogue.py   which settings there are, and what each means
-reading.py     files, keywords and command-line words -> Settings, in layers
+catalogue.py   the list of settings and their meaning
+reading.py     files, keywords and command-line values -> Settings, in layers
 writing.py     Settings -> TOML, and the commented template of `fulcrum init`
 """
 

@@ -1,9 +1,8 @@
-"""Methods: named presets over parts that are independent of each other.
+"""Methods: named presets of independent parts.
 
-A method says which settings it starts from and nothing more: no code asks which method is running. The
-parts are a clipping rule, an activation, a noise schedule, a unit and a server optimiser. Presets at example
-level leave C0 and the learning rate alone, so that methods can be compared from the same start. Adding one is
-adding a row.
+A method is a set of initial settings and nothing more: no code depends on the method's name. The parts are a
+clipping rule, an activation, a noise schedule, a unit and a server optimiser. Presets at example level do not
+set C0 and the learning rate, so that methods can be compared from the same start. A new method is a new row.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fulcrum.errors import ConfigError
 class MethodPreset:
     """A preset: `parts` overrides settings by section, e.g. {"clip": {"rule": "moo"}}.
 
-    unit is what one epsilon protects under this method ("" where it protects nothing).
+    unit: the protected unit of this method ("" where it protects nothing).
     """
 
     name: str
@@ -37,7 +36,7 @@ CLIENT_LEVEL_TRAINING: Mapping[str, Any] = {
     "rate": 0.2,
     "lr": 0.1,
 }
-"""How parties train where each is one unit: a fifth of them join a round, each for an epoch in five steps."""
+"""Training at unit client: a fifth of the parties join a round, each for one epoch in five steps."""
 
 METHODS: dict[str, MethodPreset] = {
     method.name: method
@@ -184,7 +183,7 @@ METHODS: dict[str, MethodPreset] = {
 
 
 def find_method(name: str) -> MethodPreset:
-    """The method of that name, or ConfigError with the nearest one."""
+    """The method of that name, or ConfigError with the nearest name."""
     if name in METHODS:
         return METHODS[name]
     near = difflib.get_close_matches(name, METHODS, n=1)

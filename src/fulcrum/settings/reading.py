@@ -1,9 +1,9 @@
-"""Files, keywords and command-line words -> `Settings`. Later layers win over earlier ones:
+"""Files, keywords and command-line values -> `Settings`. Later layers override earlier ones:
 
     defaults  <  preset of the file's method  <  file  <  preset of --method  <  command-line values
 
 so that `fulcrum run old.toml --method dp-sgd` changes the method and keeps the rest. Every mistake
-is one ConfigError sentence with the nearest name that exists, or the type that was wanted.
+raises a ConfigError of one sentence, with the nearest existing name or the expected type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fulcrum.settings.presets import find_method
 from fulcrum.settings.renamed import REMOVED_PATHS, RENAMED_PATHS, translate_old_names
 from fulcrum.settings.schema import Settings
 
-# Two ways to say one thing. A layer that gives one takes back the other from the layers below.
+# Alternative settings. A layer that sets one of them removes the other from the layers below.
 EXCLUSIVE_SETTINGS: dict[str, tuple[str, Any]] = {
     "privacy.epsilon": ("sigma", None),
     "privacy.sigma": ("epsilon", None),
@@ -78,7 +78,7 @@ def parse_settings(
 
 
 def read_settings(path: Path | str, overrides: Mapping[str, Any] | None = None, method: str | None = None) -> Settings:
-    """Checked settings from a TOML file; see `parse` for the rest."""
+    """Checked settings from a TOML file; see `parse_settings` for the rest."""
     return parse_settings(read_settings_tables(path), overrides, method)
 
 
@@ -102,7 +102,7 @@ def read_settings_tables(path: Path | str) -> dict[str, Any]:
 def settings_from_keywords(names: Mapping[str, Any], raw: Mapping[str, Any] | None = None) -> Settings:
     """Settings from keywords: short names, field names that only one section has, or whole sections.
 
-    from_names({"data": "mnist", "epsilon": 1.64, "kappa": 0.01, "train": {"server": "adam"}})
+    settings_from_keywords({"data": "mnist", "epsilon": 1.64, "kappa": 0.01, "train": {"server": "adam"}})
     """
     overrides: dict[str, Any] = {}
     for name, value in names.items():
@@ -166,7 +166,7 @@ def _check_setting_names(layer: Mapping[str, Any]) -> None:
 
 
 def _unknown_setting_error(name: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
-    """The sentence for a name that does not exist: where it does exist, else what is spelt most alike."""
+    """The sentence for an unknown name: the sections that have it, else the nearest name."""
     known = list(dict.fromkeys(known))
     near = [*elsewhere, *difflib.get_close_matches(name, known, n=1)]
     hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}."
@@ -221,8 +221,8 @@ def _settings_adapter() -> TypeAdapter[Settings]:
 
 
 def _validate_settings(merged: dict[str, Any]) -> Settings:
-    # Through JSON, because pydantic's strict mode takes lists for tuples and tables for dataclasses
-    # only there; strict, because rounds = "5" and diagnostics = 1 are mistakes.
+    # Through JSON, because only there pydantic's strict mode accepts lists as tuples and tables as
+    # dataclasses; strict, because rounds = "5" and diagnostics = 1 are mistakes.
     try:
         return _settings_adapter().validate_json(json.dumps(merged, default=_to_json_value), strict=True)
     except ValidationError as error:
@@ -236,7 +236,7 @@ def _validate_settings(merged: dict[str, Any]) -> Settings:
 
 
 def _to_json_value(value: Any) -> Any:
-    """NumPy's numbers as Python's; paths and dates as text."""
+    """NumPy numbers as Python numbers; paths and dates as text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 

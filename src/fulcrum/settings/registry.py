@@ -1,4 +1,4 @@
-"""Registries: the one list of names where users extend Fulcrum, filled by decorator, by call or by entry point.
+"""Registries: lists of names by which users extend Fulcrum, filled by decorator, by call or by entry point.
 
     RULES = Registry[ClipRule]("clip.rule", entry_points="fulcrum.rules", kind=ClipRule, noun="rule")
     RULES.add("fixed", FIXED)              # built in
@@ -6,8 +6,8 @@
     RULES.find("package.module:RULE")      # by place, importable from here or from the current folder
     RULES.find("fixd")                     # ConfigError: ... did you mean 'fixed'?
 
-A registry imports nothing until it is asked: what an installed package offers under the entry-point group is
-listed by name and imported when that name is used.
+A registry imports lazily: the entry points of installed packages are listed by name, and each is imported
+when its name is used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def find_nearest_name(word: str, names: Iterable[str]) -> str:
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Values by name, in the order in which they were added; a read-only mapping to everybody else.
+    """Values by name, in the order in which they were added; a read-only mapping except for `add` and `register`.
 
     setting: the setting that names a value ("clip.rule"), for error sentences. noun: what a value is ("rule").
     entry_points: the group under which installed packages offer values; empty: none. kind: the type that an imported
@@ -83,7 +83,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
         return add
 
-    # --- asking -----------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> T:
         return self._values[name]
@@ -102,7 +102,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return {point.name: f"{point.module}:{point.attr}" for point in points if point.name not in self._values}
 
     def names(self) -> tuple[str, ...]:
-        """All names that `find` takes, those of installed packages included."""
+        """All names that `find` accepts, including those of installed packages."""
         return (*self._values, *self.list_entry_points())
 
     def find(self, name: str) -> T:
@@ -146,7 +146,7 @@ def import_named_attribute(place: str, what: str, error: type[InputError] = Conf
     with current_folder_importable():
         try:
             module = importlib.import_module(module_name)
-        except Exception as problem:  # somebody's module may raise anything while it is imported
+        except Exception as problem:  # a user's module may raise any error while it is imported
             words = f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__
             raise error(f"{what} cannot be imported: module {module_name!r} fails ({words}).") from problem
     if not hasattr(module, attribute):
@@ -157,7 +157,7 @@ def import_named_attribute(place: str, what: str, error: type[InputError] = Conf
 
 
 def call_with_supported_arguments(function: Callable[..., T], offers: Mapping[str, Any]) -> T:
-    """What somebody's function returns when it is given those of the offers that it has as parameters."""
+    """Call a user's function with those of the offers that are among its parameters."""
     try:
         accepted = inspect.signature(function).parameters
     except (ValueError, TypeError):  # built-ins without a signature

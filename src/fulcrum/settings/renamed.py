@@ -1,6 +1,6 @@
-"""Old words of settings and what they are called today, so that files of earlier versions are still read.
+"""Old names of settings and their current names, so that files of earlier versions are still read.
 
-Needs the standard library alone: the worker of a study reads old jobs where no pydantic is.
+Needs only the standard library: the worker of a study reads old jobs without pydantic.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ RENAMED_PATHS: dict[str, str] = {
     "central.weight_cap": "client_level.weight_cap",
     "central.min_weight": "client_level.min_weight",
 }
-"""Old dotted path -> the path of today, such as "clip.refresh" -> "clip.statistics_interval"."""
+"""Old dotted path -> current path, such as "clip.refresh" -> "clip.statistics_interval"."""
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {"model.init": {"painted": "synthetic"}}
-"""Dotted path of today -> {old value: value of today}, such as "model.init" -> {"painted": "synthetic"}."""
+"""Current dotted path -> {old value: current value}, such as "model.init" -> {"painted": "synthetic"}."""
 REMOVED_PATHS: dict[str, str] = {}
-"""Old dotted path of a setting that is gone -> what to do, the end of a sentence."""
+"""Old dotted path of a removed setting -> advice, as the end of a sentence."""
 
 
 def translate_old_names(layer: Mapping[str, Any], say: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Sections of settings with the words of today; `say` gets one sentence per old word."""
+    """Sections of settings with current names; `say` gets one sentence per old name."""
     result: dict[str, Any] = {}
     for path, value in _list_setting_paths(layer):
         new = RENAMED_PATHS.get(path, path)
@@ -43,7 +43,7 @@ def translate_old_names(layer: Mapping[str, Any], say: Callable[[str], None] | N
 
 
 def to_original_names(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings in the words of the first version: what ids of kept results are made from."""
+    """The same settings with the names of the first version; ids of stored results are computed from these."""
     old_paths = {new: old for old, new in RENAMED_PATHS.items()}
     result: dict[str, Any] = {}
     for path, value in _list_setting_paths(layer):
@@ -54,7 +54,7 @@ def to_original_names(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _list_setting_paths(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Every setting by dotted path; what is no section stands under its own name, an empty section too."""
+    """Every setting by dotted path; a value that is not a section, or an empty section, has its own name as path."""
     found: list[tuple[str, Any]] = []
     for section, values in layer.items():
         if isinstance(values, Mapping) and values:

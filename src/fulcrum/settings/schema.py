@@ -1,9 +1,8 @@
 """A run's settings: frozen dataclasses, and the checks that no type can express.
 
-Reading TOML and command-line words into these is `settings_file.py`, which needs pydantic; this file
-needs the standard library alone. What decides the guarantee is in `Privacy`, `Train` and `Clip`;
-`Run` holds what only changes speed, place and what is kept, so that nobody can break a promise by
-tuning for speed.
+`reading.py` parses TOML and command-line values into these and needs pydantic; this file needs only the
+standard library. `Privacy`, `Train`, `Clip` and `ClientLevel` determine the guarantee. `Run` only changes
+speed, device and stored output, so tuning for speed cannot weaken the guarantee.
 """
 
 from __future__ import annotations
@@ -17,81 +16,81 @@ FORBID_EXTRA_FIELDS: dict[str, Any] = {"extra": "forbid"}
 
 @dataclass(frozen=True)
 class Data:
-    """Where the examples come from and how they lie over the parties."""
+    """The source of the examples and their split over the parties."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     source: str = "digits"
     """digits, mnist, fashion-mnist, cifar10, a path to an .npz file, or package.module:function."""
     dir: str = ""
-    """Folder to look in first; then FULCRUM_DATA (a path list), then the user's cache."""
+    """Folder to search first, before FULCRUM_DATA (a path list) and the user's cache."""
     parties: int = 5
-    """K. Ignored with partition = "given", where the data names each example's party."""
+    """Number of parties K. Ignored with partition = "given", where the data names each example's party."""
     partition: str = "auto"
     """auto (dirichlet where targets are classes, else iid), iid, dirichlet, shards, quantity, or given."""
     alpha: float = 0.5
     """Dirichlet concentration: of labels for dirichlet, of sizes for quantity. Smaller is more skewed."""
     shards: int = 2
-    """Label shards a party gets, for partition = "shards"."""
+    """Label shards per party, for partition = "shards"."""
     min_examples: int = 10
-    """No party holds fewer examples than this."""
+    """Smallest number of examples per party."""
     validation: float = 0.0
-    """Fraction of the training data held out and evaluated on in place of the test data (for tuning)."""
+    """Fraction of the training data that is held out and replaces the test data (for tuning)."""
     features: str = "none"
-    """What each record is turned into before training, by a fixed public map of that record alone: none, or scattering
-    (second-order wavelet scattering of images: 81 channels for each colour, a quarter as high and as wide)."""
+    """Fixed public feature map, applied to each record before training: none, or scattering (second-order wavelet
+    scattering of images: 81 channels per colour, a quarter of the height and width)."""
     feature_groups: int = 27
-    """Groups of channels in which each record's features are brought to mean 0 and variance 1 (GroupNorm); 0: none."""
+    """Number of channel groups in which each record's features are normalised (GroupNorm); 0: no normalisation."""
     feature_mirror: bool = False
-    """Whether features are the mean of those of an image and of its mirror image, for classes that do not tell them
-    apart: less for the noise to hide."""
+    """Whether to average the features of an image and of its mirror image, for classes that mirroring
+    does not change. This lowers the effect of the noise."""
     feature_center: bool = False
-    """Whether the mean features of fixed, made-up images (noise with the spectrum of photographs) are subtracted."""
+    """Whether to subtract the mean features of fixed synthetic images (noise with the spectrum of photographs)."""
     feature_whiten: float = 0.0
-    """0: off. Above: the mean features of painted pictures (made of formulas; no data is involved) are subtracted, and
-    channels are mixed by their covariance over those pictures to minus this power, so that no few directions fill the
-    norm that is clipped: 0.5 makes all directions vary alike, 0.25 goes halfway. Not with feature_center."""
+    """Whitening power; 0: off. Above 0, features are centred by their mean over synthetic images (made from formulas,
+    without data) and multiplied by their covariance over those images to the power of minus this value, so that a few
+    directions do not dominate the clipped norm. 0.5: full whitening; 0.25: halfway. Not with feature_center."""
 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What is predicted, and how predictions are judged. Ranges and classes are declared, not read off the data."""
+    """The prediction task and its metrics. Ranges and classes are declared, not computed from the data."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     name: str = "auto"
-    """auto (what the data says, else classification), classification, binary, multilabel, regression, tokens,
+    """auto (declared by the data, else classification), classification, binary, multilabel, regression, tokens,
     next-token, or package.module:task."""
     classes: int = 0
-    """Number of classes, labels or tokens of the vocabulary; 0: what the data declares, else the largest target + 1."""
+    """Number of classes, labels or vocabulary tokens; 0: declared by the data, else the largest target + 1."""
     class_weights: tuple[float, ...] = ()
-    """Weight of each class in the loss (multilabel: of each label's yes), in order; empty: 1 each."""
+    """Weight of each class in the loss (multilabel: of each positive label), in order; empty: all 1."""
     loss: str = "squared"
     """Loss of a regression: squared, absolute or huber."""
     huber_width: float = 1.0
-    """Error, in units of scale, from which the huber loss is linear."""
+    """Error, in units of scale, above which the huber loss is linear."""
     scale: float = 0.0
-    """Public size of a regression's targets: the model learns (target - offset) / scale. 0: half of high - low where
-    those are declared, else 1."""
+    """Public scale of regression targets: the model learns (target - offset) / scale. 0: (high - low) / 2 if both are
+    declared, else 1."""
     offset: float = 0.0
-    """Public centre of a regression's targets; the middle of low and high where those are declared and scale is not."""
+    """Public centre of regression targets; (low + high) / 2 if both are declared and scale is not."""
     low: float | None = None
     """Smallest target of a regression; smaller ones are raised to it."""
     high: float | None = None
     """Largest target of a regression; larger ones are lowered to it."""
     threshold: float = 0.5
-    """Probability from which an answer is a yes, for f1, sensitivity and specificity."""
+    """Probability threshold of a positive prediction, for f1, sensitivity and specificity."""
     ignored: int = -100
-    """Target of a position in a sequence that does not count."""
+    """Target value of sequence positions that are ignored."""
     metrics: tuple[str, ...] = ()
-    """Metrics to report beyond the task's own: names, or package.module:metric."""
+    """Metrics to report in addition to the task's own: names, or package.module:metric."""
     score: str = ""
     """The metric that searches and comparisons use; empty: the task's own choice."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained."""
+    """The model that is trained."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
@@ -105,16 +104,16 @@ class Model:
     hidden: tuple[int, ...] = (64,)
     """Widths of the mlp's hidden layers."""
     init: str = "random"
-    """Weights to start from, which must be public: random; painted (the CNNs, taught on pictures made of formulas: no
-    data is involved); or an .npz or .safetensors file. Layers that a file leaves out are random."""
+    """Public initial weights: random; synthetic (CNNs only, pretrained on images made from formulas, without data); or
+    an .npz or .safetensors file. Layers that are not in the file are random."""
     coordinates: str = "plain"
-    """In which the same network is trained: plain; centred (every layer sees its inputs less their mean over painted
-    pictures, so that the mean does not fill the norm that is clipped); whitened (all directions of the inputs to inner
-    layers vary alike there, too). The model that is kept is a plain one. All but plain need an init that has those
-    facts: painted, or a file that `fulcrum prior` made."""
+    """Coordinates in which the network is trained: plain; centred (the input of every layer minus its mean over
+    synthetic images, so that the mean does not dominate the clipped norm); whitened (centred, and the inputs of inner
+    layers whitened). The stored model is always plain. centred and whitened need an init with these statistics:
+    synthetic, or a file made by `fulcrum prior`."""
     whiten: float = 0.5
-    """How far whitened coordinates go: inputs are mixed by their covariance to minus this power. 0.5: all directions
-    vary alike. Less leaves some of the differences, and less of the noise in directions that hardly vary."""
+    """Whitening power for whitened coordinates: inputs are multiplied by their covariance to the power of minus this
+    value. 0.5: full whitening. Smaller values whiten less and add less noise in directions of small variance."""
 
 
 @dataclass(frozen=True)
@@ -124,19 +123,19 @@ class Train:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     rounds: int = 200
-    """T."""
+    """Number of rounds T."""
     participation: float = 1.0
-    """q_c, the chance that a party takes part in a round. Lowers the cost only where it is secret: unit client."""
+    """Probability q_c that a party takes part in a round. Lowers the privacy cost only at unit client (secret)."""
     min_parties: int = 1
     """The run ends when fewer parties than this have budget left."""
     steps: int = 1
-    """N local steps a round. 0: use epochs."""
+    """Number of local steps N per round. 0: use epochs."""
     epochs: float = 0.0
-    """E local epochs a round: N = round(E / rate), at least 1. 0: use steps."""
+    """Number of local epochs E per round: N = round(E / rate), at least 1. 0: use steps."""
     rate: float = 0.05
-    """q, the Poisson sampling rate of each local step."""
+    """Poisson sampling rate q of each local step."""
     lr: float = 1.0
-    """eta, the local learning rate."""
+    """Local learning rate eta."""
     schedule: str = "constant"
     """Learning rate over the rounds: constant, linear (to zero), cosine (to zero), or step."""
     warmup: int = 0
@@ -145,7 +144,7 @@ class Train:
     """For schedule = "step": after each of these rounds the rate is multiplied by decay."""
     decay: float = 0.1
     weight_decay: float = 0.0
-    """Pulls the weights towards zero outside the clipped gradient."""
+    """Decoupled weight decay: added after clipping and noise."""
     weights: str = "examples"
     """How updates are averaged: examples (by n_k; at unit client min(n_k / weight_cap, 1)) or uniform."""
     server: str = "sgd"
@@ -155,59 +154,59 @@ class Train:
     server_beta2: float = 0.99
     server_eps: float = 1e-3
     ema: float = 0.9
-    """Decay of the moving average of released models that is evaluated and kept; 0 is off."""
+    """Decay of the moving average of released models, which is evaluated and stored; 0: off."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """The clipping rule and its own settings. A rule reads those it knows."""
+    """The clipping rule and its settings. Each rule uses only some of them."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     rule: str = "moo"
     """A built-in rule or package.module:rule."""
     C0: float = 1.0
-    """The clipping norm: fixed, or where an adaptive rule starts."""
+    """The clipping norm: fixed, or the initial value of an adaptive rule."""
     groups: str = "flat"
     """flat, or layer (each layer clipped to its share of C)."""
     kappa: float = 0.0
-    """The price of C in the objective L_model + kappa C."""
+    """Weight of C in the objective L_model + kappa C."""
     balance: float = 2.5
-    """moo: how far the noise of all rounds would move the weights at its first step length, in units of the norm that
-    random weights have; three times that for a model of one layer, half of it in whitened coordinates."""
+    """moo: target ratio of the run's accumulated noise to the norm of random initial weights; sets the first step
+    length. Times 3 for one-layer models, times 0.5 in whitened coordinates."""
     reach: float = 0.8
-    """moo: the most that its first step length may be for a local step, in units of the norm that random weights have:
-    where the noise is small, not it but the shape of the loss limits the step. Less for one step a round from weights
-    that were learned, and for several steps in runs of fewer than 200 rounds; not for a single layer."""
+    """moo: upper limit of the first step length per local step, in units of the norm of random initial weights. It
+    applies where the noise is small and the curvature of the loss limits the step. Smaller for one step per round from
+    pretrained weights, and for several steps in runs of fewer than 200 rounds; no limit for one-layer models."""
     growth: float = 1.5
-    """moo: the step length never exceeds its first value by more than this factor."""
+    """moo: upper limit of the step length, as a multiple of its first value."""
     eta_C: float = 0.03
-    """How far a round moves what a rule learns (C, or moo's step length), in logarithms."""
+    """Change per round of the quantity that a rule adapts (C, or moo's step length), in logarithms."""
     beta: float = 0.98
-    """Memory of the released direction."""
+    """Decay of the running average of released directions."""
     phi: str = "sign"
-    """sign or identity: how the alignment becomes a step."""
+    """Function that turns the alignment into a step: sign or identity."""
     C_min: float = 1e-3
     C_max: float = 1e3
     gamma: float = 0.5
-    """quantile: the fraction of norms that C is to lie above."""
+    """quantile: target fraction of norms below C."""
     rho_c: float = 0.3
     """dynamic: C_t = C0 rho_c^(t/T); below 1, C falls."""
     shrink: float = 0.0
     """wav: soft threshold on the noised coefficients, in standard deviations of their noise; 0 is off."""
     stability: float = 0.01
-    """What keeps auto-s (gamma there) and psac (r there, 0.1 in its preset) from dividing by a zero norm."""
+    """Constant that prevents division by a zero norm in auto-s (its gamma) and psac (its r; 0.1 in its preset)."""
     reading: str = "loss"
-    """moo-paper, moo-paper-batch: what dL_model/dC is taken for: loss, hypergradient, or derivative (to the letter)."""
+    """moo-paper, moo-paper-batch: reading of dL_model/dC: loss, hypergradient, or derivative (literal)."""
     statistics_interval: float = 0.0
-    """Epochs between two releases of a paid rule's statistics; 0: with every step. In between only gradients go out."""
+    """Epochs between two releases of a rule's statistics; 0: with every step. Other steps release only gradients."""
     options: dict[str, bool | int | float | str] = field(default_factory=dict, hash=False)
-    """Settings of a rule that brings its own (docs/own-rule.md), by name: {"speed" = 0.5}."""
+    """A user's rule's own settings (docs/own-rule.md), by name: {"speed" = 0.5}."""
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """The budget and the guarantee's terms. Give epsilon (sigma is calibrated) or sigma (epsilon is reported)."""
+    """The budget and the terms of the guarantee. Give epsilon (sigma is calibrated) or sigma (epsilon is reported)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
@@ -215,28 +214,28 @@ class Privacy:
     sigma: float | None = None
     delta: float = 1e-5
     unit: str = "example"
-    """What is protected: example; person (the data has an id for each record); or client, a whole party, where
-    the server is trusted and adds the noise."""
+    """Protected unit: example; person (the data has a person id per record); or client (a whole party; the server
+    is trusted and adds the noise)."""
     accountant: str = "rdp"
     """rdp or pld: which epsilon is enforced. Both are reported."""
     max_participations: int = 0
     """Public cap on the rounds a party takes part in; 0 means all rounds."""
     budget: float | None = None
-    """Epsilon of a party over all runs of a kept ledger; None: that of the first run."""
+    """Epsilon of a party over all runs of a kept ledger; None: the epsilon of the first run."""
     budgets: dict[str, float] = field(default_factory=dict)
-    """Epsilon of single parties, by name, where it differs: {"party-0" = 2.0}."""
+    """Epsilon of parties with a different budget, by name: {"party-0" = 2.0}."""
     randomness: str = "seeded"
-    """seeded (science) or secure (real use: the operating system's entropy)."""
+    """seeded (research) or secure (real use: the operating system's entropy)."""
     noise_schedule: str = "constant"
     """Noise over the rounds: constant, growth (of 1/sigma, see rho_mu), or phases. sigma is that of the first round."""
     rho_mu: float = 0.8
-    """For noise_schedule = "growth": sigma_t = sigma rho_mu^(t/T); below 1, the noise falls as training goes on."""
+    """For noise_schedule = "growth": sigma_t = sigma rho_mu^(t/T); below 1, the noise decreases over the rounds."""
     aggregation: str = "plain"
-    """plain: the server sees every update, and each party's own noise protects it. ideal-secagg: it is ASSUMED to see
-    their weighted sum alone, and the parties share one dose of noise; the secure aggregation is only simulated."""
+    """plain: the server sees every update, and each party's own noise protects it. ideal-secagg: the server is ASSUMED
+    to see only the weighted sum, and the parties share one noise vector; the secure aggregation is only simulated."""
     phases: tuple[float, ...] = ()
-    """For noise_schedule = "phases": the budgets of equally long phases, relative to each other; [1, 3] gives the
-    second half three times the precision 1/sigma^2 of the first."""
+    """For noise_schedule = "phases": relative budgets of equally long phases; [1, 3] gives the second half three times
+    the precision 1/sigma^2 of the first."""
 
 
 @dataclass(frozen=True)
@@ -246,17 +245,17 @@ class ClientLevel:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     estimator: str = "fixed"
-    """What divides the weighted sum: fixed (the expected weight q_c W) or clipped (the weight that took part, at
-    least q_c W_min; twice the noise or more)."""
+    """Divisor of the weighted sum: fixed (the expected weight q_c W) or clipped (the weight of the participants, at
+    least q_c W_min; at least twice the noise)."""
     weight_cap: float = 0.0
-    """w_cap, public: with weights = "examples" a party weighs min(n_k / w_cap, 1). 0: the median of the sizes."""
+    """Public cap w_cap: with weights = "examples" a party's weight is min(n_k / w_cap, 1). 0: the median size."""
     min_weight: float = 1.0
-    """W_min as a part of the total weight W, for estimator = "clipped"."""
+    """W_min as a fraction of the total weight W, for estimator = "clipped"."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Speed, place and what is kept. Nothing here touches the guarantee."""
+    """Speed, device and stored output. Nothing here changes the guarantee."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
@@ -265,25 +264,25 @@ class Run:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     precision: str = "float32"
-    """Of matrix products in the stacked engine: float32, or for simulations tf32 or bf16, faster and less exact."""
+    """Precision of matrix products in the stacked engine: float32; tf32 or bf16 (simulations; faster, less exact)."""
     workers: int = 0
-    """Parties that the parallel engine trains at a time, a core each; 0: PyTorch's number of threads. Same bits."""
+    """Parties trained in parallel (parallel engine), one core per party; 0: PyTorch's threads. Same result."""
     evaluate_every: int = 1
     checkpoint_every: int = 10
     diagnostics: bool = False
     """Record non-private diagnostics (clip fraction, mean norm, losses). For simulations only."""
     ledger: str = ""
-    """Ledger kept over runs; empty: the run's own."""
+    """Path of a ledger for several runs; empty: a ledger of this run only."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that makes a run. Equal settings and seed give equal bits."""
+    """All settings of a run. Equal settings and seed give equal bits."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     method: str = "moo"
-    """The preset these settings started from (see `fulcrum methods`)."""
+    """The preset that these settings are based on (see `fulcrum methods`)."""
     data: Data = field(default_factory=Data)
     task: TaskSettings = field(default_factory=TaskSettings)
     model: Model = field(default_factory=Model)

@@ -21,19 +21,19 @@ TEMPLATE_VALUES: dict[str, Any] = {
     "train.rounds": 200,
     "privacy.epsilon": 4.0,
 }
-"""What the template sets; all but epsilon to the default."""
+"""Settings that the template sets; all except epsilon have their default."""
 
 EXAMPLE_NUMBER = 1.0
-"""What the template shows for a number that has no default."""
+"""Example values in the template for numbers without a default."""
 
 
 def dump_settings(settings: Settings) -> str:
-    """TOML that `parse` turns into equal settings. Values that are None are left out."""
+    """TOML that `parse_settings` reads as equal settings. Omits values that are None."""
     return tomli_w.dumps(_without_none(dataclasses.asdict(settings)))
 
 
 def make_settings_template() -> str:
-    """A commented config: a few lines to change at once, the others as `#name = default`."""
+    """A commented settings file: a few active lines, the others as `#name = default`."""
     lines = [
         "# Settings of a Fulcrum run; start it with:  fulcrum run config.toml",
         "# A # right before a name shows the default, or an example where there is none; take the # away to change it.",
@@ -45,7 +45,7 @@ def make_settings_template() -> str:
             lines += ["", "", f"[{section}]", *_comment_lines(inspect.getdoc(SECTION_CLASSES[section]) or "")]
         mark = "" if path in TEMPLATE_VALUES else "#"
         value = TEMPLATE_VALUES.get(path, EXAMPLE_NUMBER if field.default is None else field.default)
-        # JSON, because its literals are TOML's too, and lists stay on one line.
+        # JSON, because its literals are valid TOML, and lists stay on one line.
         lines += ["", *_comment_lines(field.words), f"{mark}{field.name} = {json.dumps(value)}"]
     return "\n".join(lines) + "\n"
 

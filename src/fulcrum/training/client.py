@@ -1,7 +1,7 @@
-"""A client's local training, from top to bottom.
+"""A client's local training.
 
-One local step: Poisson sample; gradient of each unit; clip; add up; noise; divide by the EXPECTED
-batch; step. An empty sample still adds noise and still steps. A non-finite gradient counts as zero.
+One local step: draw a Poisson sample, compute the gradient of each unit, clip, sum, add noise, divide by the
+EXPECTED batch size, step. An empty sample also gets noise and a step. A non-finite gradient counts as zero.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, RuleS
 def train_client(
     problem: TrainingProblem, request: RoundRequest, task: Assignment, state: RuleState, work: StepFn | None = None
 ) -> ClientReply:
-    """Run one client's N local steps and return what leaves it: its update and the events behind it.
+    """Run one client's N local steps and return its reply: the update and its privacy events.
 
-    `work` clips and adds up the gradients of a sample; by default it writes them all out (`by_matrix`).
+    `work` clips and sums the gradients of a sample. Default: `make_materialised_step`, which stores all gradients.
     """
     work = work or make_materialised_step(GradientRecorder(problem.model, problem.layout, problem.dataset.task))
     party = problem.party(task.client)
@@ -75,7 +75,7 @@ def train_client(
 
 @dataclass(frozen=True)
 class StepSample:
-    """One step's units at the weights theta [d]: rows [b] of the data set, the unit (0..count-1) of each row."""
+    """A step's sample, at weights theta [d]. rows [b] of the data set; slots [b]: unit (0..count-1) of each row."""
 
     theta: torch.Tensor
     rows: torch.Tensor
@@ -83,7 +83,7 @@ class StepSample:
     count: int
 
     def records(self, problem: TrainingProblem) -> tuple[ModelInputs, torch.Tensor]:
-        """The sampled records: inputs x [b, ...] (several by name) and targets y [b, ...]."""
+        """The sampled records: inputs x [b, ...] (a dict where the model has several inputs) and targets y [b, ...]."""
         records = problem.dataset.records
         return move_inputs_to_device(select_rows(records.x, self.rows), problem.device), records.y[self.rows].to(
             problem.device
@@ -92,7 +92,7 @@ class StepSample:
 
 @dataclass(frozen=True)
 class LocalStepTerms:
-    """A step's public numbers: noise multiplier, expected batch, learning rate."""
+    """A step's public numbers: noise multiplier, expected batch size, learning rate."""
 
     sigma: float
     batch: float
@@ -100,11 +100,11 @@ class LocalStepTerms:
 
 
 StepFn = Callable[[TrainingProblem, StepSample, View, RuleState, LocalStepTerms], "Contribution"]
-"""From a sample, a rule's view and state and the step's terms to the clipped sum, before noise."""
+"""(problem, sample, rule's view, rule's state, step's terms) -> the clipped sum before noise."""
 
 
 def make_materialised_step(follow: GradientRecorder) -> StepFn:
-    """The obvious way: every unit's gradient is written out, [B, d]."""
+    """The straightforward step: it stores every unit's gradient, [B, d]."""
 
     def work(
         problem: TrainingProblem, sample: StepSample, view: View, state: RuleState, terms: LocalStepTerms
@@ -122,8 +122,7 @@ def compute_unit_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradient [B, d] and loss [B] of each sampled unit.
 
-    For unit `person` a unit's gradient is the mean over that person's records, so that somebody with
-    many records counts as much as somebody with one.
+    For unit `person` the gradient is the mean over the person's records, so every person has the same weight.
     """
     tape = follow(sample.theta, *sample.records(problem))
     gradients, losses = tape.matrix(), tape.losses

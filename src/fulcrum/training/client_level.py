@@ -1,15 +1,15 @@
 """Client-level privacy: a trusted server averages the parties' updates and adds the noise itself.
 
-A unit is a whole party, and its "gradient" is -D_k, its update with the sign turned: so every rule
-that clips gradients clips updates too, and reads "one step at learning rate 1". In round t
+A unit is a whole party. Its "gradient" is -D_k, its update with the opposite sign, so every rule that
+clips gradients can clip updates as "one step at learning rate 1". In round t
 
     1. each party joins with probability q_c, in secret;
-    2. those who joined train plainly (no clipping, no noise) and hand D_k to the server;
-    3. the server clips each D_k by the rule, adds them up with weights w_k <= 1, divides, adds noise
-       of z times what one party can change, and releases the result. An empty round is noised too.
+    2. each party that joined trains without clipping and noise and sends D_k to the server;
+    3. the server clips each D_k by the rule, sums them with weights w_k <= 1, divides, adds noise of
+       z times the sensitivity, and releases the result. An empty round gets noise too.
 
-What one party can change depends on the divisor; docs/decisions/0004-client-level.md derives it. Every
-party is charged every round, whether it joined or not: nobody is to learn who did.
+The sensitivity depends on the divisor; docs/decisions/0004-client-level.md derives it. Every party is
+charged every round, whether it joined or not, because participation is secret.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fulcrum.types import Bounds, ClientReply, Released, RuleState
 
 
 def make_local_problem(problem: TrainingProblem) -> TrainingProblem:
-    """The problem as the parties see it at client level: plain training. Any other unit: unchanged."""
+    """The problem that parties train on at client level: no clipping, no noise. Any other unit: unchanged."""
     if problem.unit != "client":
         return problem
     return replace(problem, rule=NONE, unit="example", groups=(), diagnostics=False)
@@ -58,14 +58,14 @@ def check_server_rule(rule: ClipRule, settings: Settings, problem: TrainingProbl
 
 
 def draw_cohort(randomness: Randomness, t: int, terms: ClientLevelTerms) -> list[int]:
-    """Who joins round t: each of the K parties with probability q_c. Secret, since it amplifies privacy."""
+    """Draw who joins round t: each of the K parties with probability q_c. Secret, since it amplifies privacy."""
     joins = randomness.uniform(("cohort", t), terms.clients) < terms.rate
     chosen: list[int] = torch.nonzero(joins).flatten().tolist()
     return chosen
 
 
 def make_server_release(reply: ClientReply, terms: ClientLevelTerms, sigma: float, t: int, rounds: int) -> Released:
-    """The server's release as a rule's `adapt` reads it: one step at learning rate 1, the unit being the update."""
+    """The server's release in the form that a rule's `adapt` takes: one step at learning rate 1."""
     return Released(reply.delta, reply.extra, 1.0, 1.0, t, rounds, noise=sigma * terms.sensitivity)
 
 
@@ -78,10 +78,10 @@ def average_client_updates(
     rounds: int,
     sigma: float,
 ) -> ClientReply:
-    """Clip the updates of round t, average them, add noise of multiplier sigma: the server's reply to the world.
+    """Clip the updates of round t, average them, add noise of multiplier sigma. Returns the server's reply.
 
-    The extra statistics of a rule (quantile's count) are added up without weights and divided by the
-    expected number of participants q_c K, never by how many there were.
+    The extra statistics of a rule (quantile's count) are summed without weights and divided by the
+    expected number of participants q_c K, never by the actual number.
     """
     rule, device = problem.rule, problem.device
     updates = torch.stack([reply.delta for reply in replies]) if replies else torch.zeros((0, problem.layout.dim))

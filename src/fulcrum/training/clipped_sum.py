@@ -1,4 +1,4 @@
-"""The clipped sum of a batch: what each unit contributes, held to the bounds that the rule states."""
+"""The clipped sum of a batch. Each unit's contribution is within the bounds that the rule states."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fulcrum.types import Bounds, RuleState, Stats, View
 
 @dataclass(frozen=True)
 class Contribution:
-    """The clipped sum [m] and extra statistics [J] of a batch, before noise, and what bounds them.
+    """The clipped sum [m] and extra statistics [J] of a batch, before noise, and their bounds.
 
-    stats, factors [B, G] and losses [B] are what they were made from; never released.
+    stats, factors [B, G] and losses [B] are the inputs of these sums; never released.
     """
 
     sum: torch.Tensor
@@ -41,11 +41,11 @@ def compute_contribution(
     lr: float = 1.0,
     weights: torch.Tensor | None = None,
 ) -> Contribution:
-    """Clip each unit's gradient as the rule says and add up. No noise yet: the result must not leave.
+    """Clip each unit's gradient by the rule and sum. The result has no noise yet and must not be released.
 
     gradients [B, d], losses [B]; groups [d] is the group of each coordinate. Rows that are not finite,
-    and rows where mask [B] is False (padding), count as zero. weights [B] in [0, 1] scale what each unit
-    adds to the sum after clipping (client level); the extra statistics stay unweighted.
+    and rows where mask [B] is False (padding), count as zero. weights [B] in [0, 1] scale each unit's
+    clipped gradient in the sum (client level); the extra statistics stay unweighted.
     """
     mask = torch.ones(len(gradients), dtype=torch.bool, device=gradients.device) if mask is None else mask
     counted = torch.isfinite(torch.linalg.vector_norm(gradients, dim=1)) & mask
@@ -71,10 +71,10 @@ def compute_contribution(
 def clip_batch(
     rule: ClipRule, stats: Stats, state: RuleState, add_up: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, Bounds, RuleState]:
-    """What the rule makes of a batch: factors [B, G], the summed extra statistics, bounds, next state.
+    """Apply the rule to a batch: factors [B, G], the summed extra statistics, bounds, next state.
 
-    The statistics are [J], or [J + m] where the rule asks for a second sum; add_up(factors [B, G]) -> [m]
-    makes such a sum of the batch's gradients.
+    The statistics are [J], or [J + m] where the rule has a second sum; add_up(factors [B, G]) -> [m] computes
+    the sum of the batch's gradients with these factors.
     """
     decision = apply_rule(rule, stats, state)
     second_sum = [] if rule.second is None else [add_up(decision.second_factors)]
@@ -84,7 +84,7 @@ def clip_batch(
 
 def sum_clipped_rows(factors: torch.Tensor, coefficients: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     """Sum over the rows of coefficients [B, m], each coordinate scaled by its group's factor [B, G]: [m]."""
-    by_group = factors.T @ coefficients  # [G, m]: of each row only its own group's coordinates count
+    by_group = factors.T @ coefficients  # [G, m]: row g counts only in the coordinates of group g
     return by_group.gather(0, where[None, :]).squeeze(0)
 
 

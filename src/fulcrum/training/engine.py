@@ -1,4 +1,4 @@
-"""What the loop over rounds asks of an engine."""
+"""The interface of an engine, as the loop over rounds uses it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fulcrum.types import ClientReply, RoundRequest
 class Engine(Protocol):
     """Runs the local training of a round's participants. Subclass it and write `run`; the rest has defaults.
 
-    The defaults are those of an engine on this machine. An engine whose parties are elsewhere sets `remote`: its
-    parties may be away, answer late, or refuse from their own ledgers, and `run` leaves out those who did not answer.
+    The defaults suit an engine on this machine. An engine with parties on other machines sets `remote`: its parties
+    may be offline, reply late, or refuse because of their own ledgers. `run` omits parties that did not reply.
     """
 
     remote: bool = False
@@ -22,13 +22,13 @@ class Engine(Protocol):
         ...
 
     def list_reachable_clients(self, clients: Sequence[int]) -> Sequence[int]:
-        """Those of the clients that can be asked now; may wait until there are enough to go on."""
+        """The clients that can be reached now; may wait until there are enough of them."""
         return clients
 
     def spent(self) -> set[int]:
-        """Clients whose own ledger has refused: they take no further part."""
+        """Clients whose own ledger refused a round; they take part in no later round."""
         return set()
 
     def replays_rounds(self, randomness_mode: str) -> bool:
-        """Whether a round that is played again releases the same bytes again, so that it costs nothing."""
+        """Whether a repeated round releases the same bytes, so that it costs nothing."""
         return randomness_mode != "secure"

@@ -1,4 +1,4 @@
-"""The task's metrics on public test records: of all of them, and of each party's. Never called on training records."""
+"""The task's metrics on public test records, over all records and per party. Never called on training records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import mean_over_parties
 
 EVALUATION_BATCH_SIZES = {"cpu": 250, "cuda": 2000}
-"""Examples at a time: on a CPU few enough to stay near the cache."""
+"""Examples per batch; on a CPU few enough to fit the cache."""
 
 MetricValues = dict[str, float]
 MetricSums = dict[str, Tensor]
@@ -22,14 +22,14 @@ MetricSums = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics by name on all test records, empty where there are none; and by party where test records name theirs."""
+    """Metrics by name on all test records (empty without test records), and per party where test records name one."""
 
     metrics: MetricValues
     parties: dict[str, MetricValues] = field(default_factory=dict)
 
     @property
     def mean_over_parties(self) -> MetricValues:
-        """Each metric's mean over the parties, each counting the same; parties without a value (NaN) do not count."""
+        """Each metric's mean over the parties with equal weights; parties without a value (NaN) are left out."""
         return mean_over_parties(self.parties)
 
 
@@ -45,7 +45,7 @@ def evaluate_parties(problem: TrainingProblem, params: Tensor, batch: int = 0) -
 
 @torch.no_grad()
 def evaluate_with_parties(problem: TrainingProblem, params: Tensor, batch: int = 0) -> Evaluation:
-    """Both at once, in one pass over the test records, `batch` of them at a time (0: as suits the device)."""
+    """Both in one pass over the test records, `batch` records at a time (0: chosen by device)."""
     test, task, names = problem.dataset.test, problem.dataset.task, problem.dataset.party_names
     if test is None or not len(test):
         return Evaluation({})
@@ -59,7 +59,7 @@ def evaluate_with_parties(problem: TrainingProblem, params: Tensor, batch: int =
             of_party = None
         current = party
         pooled = merge_metric_sums(pooled, sums)
-        if party >= 0:  # sums of one party at a time: those of a ranking metric are long
+        if party >= 0:  # one party's sums at a time, because the sums of a ranking metric are long
             of_party = merge_metric_sums(of_party, sums)
     if of_party is not None:
         parties[names[current]] = task.results(of_party)
@@ -69,7 +69,7 @@ def evaluate_with_parties(problem: TrainingProblem, params: Tensor, batch: int =
 def _iterate_party_sums(
     problem: TrainingProblem, params: Tensor, test: Records, step: int
 ) -> Iterator[tuple[int, MetricSums]]:
-    """(party, sums) in pieces of at most `step` records, one party after the other; party -1 where none is named."""
+    """(party, sums) in pieces of at most `step` records, party by party; party -1 where records name no party."""
     task, device = problem.dataset.task, params.device
     order = None if test.party is None else torch.argsort(test.party, stable=True)
     for start in range(0, len(test), step):

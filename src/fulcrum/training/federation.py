@@ -1,4 +1,4 @@
-"""A run that is ready to start, and the public facts a rule may know of it."""
+"""A run that is ready to start, and the public facts that a rule may use."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ class Federation:
 
 
 PRETRAINED_NORM_RATIO = 1.5
-"""Weights whose norm is this many times that of random ones were learned; below, it is chance and biases."""
+"""Initial weights count as pretrained above this ratio of their norm to that of random weights."""
 
 
 def make_model_facts(federation: Federation) -> ModelFacts:
-    """What a rule may know when it starts: all of it is fixed by the settings and the public initial weights."""
+    """The facts a rule may use at the start. The settings and the public initial weights determine all of them."""
     train, problem = federation.settings.train, federation.problem
-    # Where the unit is the client its whole update is one step at learning rate 1.
+    # At unit client a whole update is one step at learning rate 1.
     steps, lr = (1, 1.0) if federation.plan.central else (compute_local_steps(train), train.lr)
     noise = federation.plan.compute_noise_to_signal(problem.layout.dim).direction / steps**0.5
     usual = problem.layout.expected_init_norm
-    left_out = find_centred_biases(
-        problem.model
-    )  # biases that stand for a mean say nothing of how large the weights are
+    left_out = find_centred_biases(problem.model)  # biases that represent a mean do not measure the size of the weights
     weights = problem.layout.unflatten(problem.layout.flatten(problem.model))
     own = torch.cat([value.flatten() for name, value in weights.items() if name not in left_out])
     larger = float(torch.linalg.vector_norm(own)) / usual

@@ -1,7 +1,7 @@
 """The loop over rounds: who takes part, reserve, train, aggregate, adapt C, settle, evaluate.
 
-`federate` is a generator: each round is finished, paid and settled before it is yielded, and the
-snapshot that comes with it is all that is needed to go on from there.
+`federate` is a generator: each round is finished, paid and settled before it is yielded, and a run
+can be resumed from the snapshot that is yielded with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fulcrum.training.snapshot import Snapshot, make_first_snapshot
 from fulcrum.types import RoundResult
 
 MAX_PARTIES_WITH_EPSILON = 1000
-"""Federations of up to this many parties list every party's epsilon in every round."""
+"""The largest number of parties for which every round lists each party's epsilon."""
 
 
 def federate(
@@ -42,12 +42,12 @@ def federate(
 ) -> Iterator[tuple[RoundResult, Snapshot]]:
     """Train round by round. `start` continues a run whose rounds until then are in the ledger under the name `run`.
 
-    Each yielded round has been reserved in the ledger before anything was computed, and settled after. What the parties
-    have spent is what the ledger says. Ends early when fewer than `train.min_parties` parties have budget left, or any
-    party's has run out where all of them share one noise.
+    Each round is reserved in the ledger before its computation and settled after it. The ledger alone determines what
+    the parties have spent. The run ends early when fewer than `train.min_parties` parties have budget left; where the
+    parties share one noise vector, it ends when any party's budget is spent.
 
-    Without a ledger (studies on public data) nothing is reserved, nobody runs out of budget, and no epsilon is
-    composed: `RoundResult.epsilon` is NaN and `epsilons` is empty.
+    Without a ledger (studies on public data) there are no reservations, no budgets and no epsilons:
+    `RoundResult.epsilon` is NaN and `epsilons` is empty.
     """
     settings, problem, plan, engine = federation.settings, federation.problem, federation.plan, federation.engine
     play = run_client_level_round if plan.central else run_round
@@ -69,7 +69,7 @@ def federate(
             if plan.parties - len(exhausted) < settings.train.min_parties:
                 return
             if plan.shares_noise and len(clients) < plan.parties:
-                return  # without its part of the noise the sum of the others would not be private
+                return  # without this party's noise share the sum of the others would not be private
 
         snapshot, replies, C = play(federation, snapshot, clients, t, events)
         took_part = clients if plan.central else [reply.client for reply in replies]
@@ -102,10 +102,10 @@ def federate(
 def select_participants(
     federation: Federation, t: int, counts: Sequence[int] | torch.Tensor, excluded: Collection[int] = ()
 ) -> list[int]:
-    """Who may take part in round t (from 0): those the public coin invites, up to their cap, less the excluded.
+    """The parties that may take part in round t (from 0): invited by the public coin, below their cap, not excluded.
 
-    counts [K]: the rounds each party took part in so far. Where the unit is the client everybody may, since the server
-    draws who does in secret.
+    counts [K]: the rounds each party took part in so far. At unit client all parties may take part, since the server
+    draws the participants in secret.
     """
     settings, plan = federation.settings, federation.plan
     asked = range(plan.parties) if plan.central else draw_invited_parties(settings, plan.parties, t)
@@ -113,15 +113,15 @@ def select_participants(
 
 
 def is_evaluation_round(settings: Settings, t: int) -> bool:
-    """Whether the model is evaluated after round t (from 0): every so many rounds, and after the last."""
+    """Whether the model is evaluated after round t (from 0): every `run.evaluate_every` rounds, and after the last."""
     return (t + 1) % settings.run.evaluate_every == 0 or t + 1 == settings.train.rounds
 
 
 def draw_invited_parties(settings: Settings, parties: int, t: int) -> list[int]:
-    """Who is asked in round t: each party with probability q_c. The coin is public: it amplifies nothing."""
+    """Draw the parties invited to round t, each with probability q_c. The coin is public: it amplifies nothing."""
     if settings.train.participation >= 1:
         return list(range(parties))
-    # The gaps between those who are drawn are geometric: nothing is drawn for the many who sit out.
+    # The gaps between invited parties are geometric, so the draws grow with the invited parties only.
     stream, chance = numpy_generator(settings.run.seed, "participation", t), settings.train.participation
     chosen: list[int] = []
     last = -1
@@ -135,11 +135,11 @@ def draw_invited_parties(settings: Settings, parties: int, t: int) -> list[int]:
 def reserve_round(
     ledger: Ledger, run: str, t: int, plan: Plan, events: Mapping[int, tuple[Event, ...]], replays: bool
 ) -> list[int]:
-    """Reserve the round's cost for every invited party; returns those whose budget it does not pass.
+    """Reserve the round's cost for every invited party; returns the parties whose budget allows it.
 
-    events: what each invited party would release. replays: whether the round, played again, gives the same bytes. A
-    round that was settled before (its outcome lost in a crash) then costs nothing. Otherwise (secure randomness) it is
-    a new release, so it is paid as a new attempt.
+    events: what each invited party would release. replays: whether a repeated round gives the same bytes. If so, a
+    round that was settled before (its outcome lost in a crash) costs nothing. Otherwise (secure randomness) it is a
+    new release and is paid as a new attempt.
     """
     ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in events)
     attempt = 0 if replays else ledger.count_settled_attempts(run, t)

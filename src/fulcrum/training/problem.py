@@ -22,8 +22,8 @@ from fulcrum.settings.schema import Settings
 class TrainingProblem:
     """What stays the same over all rounds and clients of a run: data, model, rule, randomness.
 
-    groups: for each parameter tensor the group it is clipped in; empty when flat. workers: how many
-    cores the parallel engine may use; 0 leaves it to PyTorch's number of threads.
+    groups: the clipping group of each parameter tensor; empty for flat clipping. workers: number of cores
+    for the parallel engine; 0: PyTorch's number of threads.
     """
 
     dataset: Dataset
@@ -52,7 +52,7 @@ class TrainingProblem:
     ) -> TrainingProblem:
         """The problem that the settings describe, over these records, parties and model; the model goes to the device.
 
-        rule, randomness: in place of those that the settings name.
+        rule, randomness: replace those that the settings name.
         """
         place = torch.device(device)
         model = model.to(place)
@@ -74,12 +74,12 @@ class TrainingProblem:
 
     @property
     def task(self) -> Task:
-        """What is predicted: its loss and metrics."""
+        """The prediction task, with its loss and metrics."""
         return self.dataset.task
 
     @property
     def shape(self) -> ModelFacts:
-        """What the rule may know of the model."""
+        """The model facts that the rule may use."""
         return ModelFacts(self.layout.dim, self.layout.sizes, self.groups)
 
     @cached_property
@@ -89,7 +89,7 @@ class TrainingProblem:
 
     @cached_property
     def gradient_recorder(self) -> GradientRecorder:
-        """The model, looked at once. For one thread at a time."""
+        """The gradient recorder of the model, made once. Not thread-safe."""
         return GradientRecorder(self.model, self.layout, self.dataset.task)
 
     def party(self, client: int) -> PartyData:

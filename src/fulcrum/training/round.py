@@ -1,4 +1,4 @@
-"""One round: train the participants, aggregate, step the server, move C."""
+"""One round: train the participants, aggregate, step the server, adapt C."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def run_round(
     t: int,
     events: Mapping[int, EventTuple] | None = None,
 ) -> PlayedRound:
-    """One round's arithmetic: train the clients, average, step the server, move C.
+    """Compute one round: train the clients, average, step the server, adapt C.
 
-    events: what each client was planned to release (`round_events`); computed here where it is not given.
+    events: the planned release of each client (`plan_round_events`); computed here where not given.
     """
     settings, problem, plan = federation.settings, federation.problem, federation.plan
     lr = compute_learning_rate(settings.train, t)
@@ -55,7 +55,7 @@ def run_round(
     tasks = tuple(plan.assignment(k, t, lr) for k in clients)
     request = RoundRequest(t, settings.train.rounds, snapshot.params, tasks, states, settings.train.weight_decay)
     replies = list(federation.engine.run(request))
-    if federation.engine.remote:  # who did not answer in time did not take part
+    if federation.engine.remote:  # a client that did not reply in time did not take part
         answered = {reply.client for reply in replies}
         tasks = tuple(task for task in tasks if task.client in answered)
         if not tasks:
@@ -95,17 +95,17 @@ def run_client_level_round(
     t: int,
     events: Mapping[int, EventTuple] | None = None,
 ) -> PlayedRound:
-    """As `play_round` where the unit is the client: who joins is drawn in secret, one noised mean is released.
+    """`run_round` for unit client: the participants are drawn in secret, and one noised mean is released.
 
-    Every one of `clients` may be drawn and has paid, drawn or not; a round that nobody joins is noised
-    and released like any other. The one reply is the server's.
+    Each of `clients` has paid, whether drawn or not. A round without participants is noised and released
+    like any other. The one reply is the server's.
     """
     settings, problem, plan = federation.settings, federation.problem, federation.plan
     assert plan.central is not None
     train, may = settings.train, set(clients)
     cohort = [k for k in draw_cohort(problem.randomness, t, plan.central) if k in may]
     tasks = tuple(plan.assignment(k, t, compute_learning_rate(train, t)) for k in cohort)
-    # The parties clip nothing: what they carry as a rule's state is a C that is never reached.
+    # The parties do not clip: the C in their rule state is never reached.
     loose = {"C": torch.full((1,), torch.inf, device=problem.device)}
     request = RoundRequest(t, train.rounds, snapshot.params, tasks, (loose,) * len(tasks), train.weight_decay)
     updates = list(federation.engine.run(request)) if tasks else []
@@ -131,8 +131,8 @@ def advance_snapshot(
 ) -> Snapshot:
     """The federation after round t (from 0): the server's step, the moving average, the rule's new state.
 
-    released: None where nobody took part; the model then stands still. rule_state: the state of a server rule, which
-    the release moves; None where the clients have states of their own. changes: other fields of the snapshot.
+    released: None without participants; the model then stays the same. rule_state: the state of a server rule, which
+    adapts to the release; None where each client has its own state. changes: other fields of the snapshot.
     """
     train, rule = federation.settings.train, federation.problem.rule
     params, server, after = snapshot.params, snapshot.server, snapshot.rule
@@ -160,14 +160,14 @@ def plan_round_events(plan: Plan, clients: Iterable[int], t: int) -> dict[int, E
 
 
 def find_planned_sigma(planned: Iterable[Sequence[Event]]) -> float:
-    """The multiplier of the server's one noise (unit client): the largest of what the parties were planned for."""
+    """The multiplier of the server's noise (unit client): the largest multiplier planned for any party."""
     return max(event.sigma if isinstance(event, Gaussian) else 0.0 for events in planned for event in events)
 
 
 def compute_aggregate_noise(tasks: Sequence[Assignment], noises: Sequence[float], weights: torch.Tensor) -> float:
     """Noise in one coordinate of the aggregate, in units of eta N C; see `Released`. Steps add in squares.
 
-    noises: that of one step of each client's mean gradient, in units of C.
+    noises: per client, the noise of one step's mean gradient, in units of C.
     """
     shares: list[float] = weights.tolist()
     each = [w * noise * math.sqrt(t.steps) for t, noise, w in zip(tasks, noises, shares, strict=True)]
@@ -182,7 +182,7 @@ def _update_client_states(
     tasks: Sequence[Assignment],
     noises: Sequence[float],
 ) -> dict[int, RuleState]:
-    """Each client's own rule state after the round, moved by its own release where the rule moves a round."""
+    """Each client's own rule state after the round, adapted to its own release if the rule adapts once per round."""
     states = dict(snapshot.clients)
     for reply, task, noise in zip(replies, tasks, noises, strict=True):
         own = dataclasses.replace(
@@ -198,7 +198,7 @@ def _update_client_states(
 
 
 def _check_released_events(reply: ClientReply, planned: Sequence[Event]) -> None:
-    """What was released must be what was reserved; anything else is a defect that must not go on."""
+    """Stop the run with BudgetError if the released events differ from the reserved ones: that is a defect."""
     if _count_events(reply.events) != _count_events(planned):
         who = "the server" if reply.client == SERVER_CLIENT_ID else f"party {reply.client}"
         raise BudgetError(f"{who} released {reply.events}, but {tuple(planned)} was reserved: the run stops here.")
@@ -216,8 +216,9 @@ def _count_events(events: Sequence[Event]) -> dict[Event, int]:
 def compute_reply_digests(
     plan: Plan, replies: Sequence[ClientReply], paid: Sequence[int], weights: str = "examples"
 ) -> dict[str, str]:
-    """What each payer's ledger names as released: its own reply, or for all of them the server's mean (unit client)
-    or the sum that is all the server sees (shared noise)."""
+    """The digest of the release for each party that paid, for its ledger.
+
+    The release is the party's own reply, the server's mean (unit client), or the parties' sum (shared noise)."""
     if plan.central:
         return dict.fromkeys(map(plan.name, paid), compute_reply_digest(replies[0]))
     if plan.shares_noise and replies:
@@ -230,7 +231,7 @@ def compute_reply_digests(
 
 
 def compute_reply_digest(reply: ClientReply) -> str:
-    """A short fingerprint of what left the client, for the ledger."""
+    """A short fingerprint of the client's release, for the ledger."""
     h = hashlib.blake2b(digest_size=16)
     for tensor in (reply.delta, reply.extra):
         h.update(tensor.detach().cpu().numpy().tobytes())

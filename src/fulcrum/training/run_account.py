@@ -1,4 +1,4 @@
-"""What each party has spent in a run, as the ledger says."""
+"""What each party has spent in a run, according to the ledger."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fulcrum.privacy.plan import Plan
 
 
 class RunAccount:
-    """The epsilon of each party in one run. Everything is read from the ledger, round by round.
+    """The epsilon of each party in one run. All of it is read from the ledger, round by round.
 
-    Reservations are added up in the order of the rounds, so that a run that was interrupted ends with the same bits.
+    Reservations are summed in the order of the rounds, so that an interrupted run ends with the same bits.
     Parties with the same past share one `Spend`, and its epsilon is computed once.
     """
 
@@ -24,7 +24,7 @@ class RunAccount:
         self._next: dict[tuple[int, tuple[Event, ...]], int] = {}
 
     def read_rounds_until(self, rounds: int) -> None:
-        """Add what the ledger holds of the first `rounds` rounds and was not read before."""
+        """Add the ledger's reservations of the first `rounds` rounds that were not read before."""
         for party, events in self.ledger.list_round_reservations(self.run, range(self._rounds_read, rounds)):
             past = self._past_of.get(party, 0)
             if (past, events) not in self._next:

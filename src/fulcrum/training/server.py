@@ -19,13 +19,13 @@ WEIGHTINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "examples": lambda sizes: sizes,
     "uniform": torch.ones_like,
 }
-"""What train.weights may be: the parties' weights [m] from their declared sizes [m]."""
+"""The choices of train.weights: declared sizes of the parties [m] -> their weights [m]."""
 
 
 def compute_client_weights(units: Sequence[float], weights: str) -> torch.Tensor:
-    """Weights [m] of the participants, adding up to 1: by their declared sizes, or equal.
+    """Weights [m] of the participants, with sum 1: proportional to declared sizes, or equal.
 
-    At example level who takes part is public, so dividing by the participants' total is right.
+    At example level participation is public, so dividing by the participants' total costs no privacy.
     """
     sizes = torch.tensor(list(units), dtype=torch.float64)
     chosen = WEIGHTINGS[weights](sizes)
@@ -42,7 +42,7 @@ def average_replies(replies: Sequence[ClientReply], weights: torch.Tensor) -> tu
 
 @dataclass(frozen=True)
 class ServerOptimiser:
-    """How the aggregate becomes a change of the model. scales: its first change is server_lr times the aggregate."""
+    """Turns the aggregate into a change of the model. scales: the first change is server_lr times the aggregate."""
 
     init: Callable[[int], RuleState]
     step: Callable[[torch.Tensor, RuleState, Train], tuple[torch.Tensor, RuleState]]
@@ -71,7 +71,7 @@ def _adam_step(aggregate: torch.Tensor, state: RuleState, train: Train) -> tuple
 SERVERS: Registry[ServerOptimiser] = Registry(
     "train.server", noun="server optimiser", entry_points="fulcrum.server_optimisers", kind=ServerOptimiser
 )
-"""Server optimisers by name. A user's own is package.module:name, or offered by an installed package."""
+"""Server optimisers by name. Your own: package.module:name, or an entry point of an installed package."""
 SERVERS.add("sgd", ServerOptimiser(lambda d: {}, _sgd_step))
 SERVERS.add("momentum", ServerOptimiser(lambda d: {"velocity": torch.zeros(d)}, _momentum_step))
 SERVERS.add(
@@ -87,7 +87,7 @@ SERVERS.add(
 def update_moving_average(averaged: torch.Tensor, params: torch.Tensor, decay: float, rounds_done: int) -> torch.Tensor:
     """The average of released models after `rounds_done` rounds.
 
-    The decay starts small and rises to its setting, so that the initial weights are forgotten early.
+    The decay starts small and rises to its setting, so that the initial weights soon have little weight.
     """
     if decay == 0:
         return params

@@ -14,9 +14,9 @@ from fulcrum.types import RuleState
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The federation between two rounds. `round` rounds are done; clients holds states of client rules.
+    """The federation between two rounds, after `round` rounds. clients: states of client rules, by client.
 
-    participations [K] counts the rounds each party took part in; zeros where that is secret (unit client).
+    participations [K]: the number of rounds each party took part in; zeros where that is secret (unit client).
     """
 
     round: int
@@ -34,7 +34,7 @@ class Snapshot:
         flat |= {f"rule.{name}": value for name, value in self.rule.items()}
         for client, state in self.clients.items():
             flat |= {f"client.{client}.{name}": value for name, value in state.items()}
-        # Tensors of a state may share memory, which safetensors refuses: each gets its own.
+        # Tensors of a state may share memory, which safetensors refuses, so each is copied.
         return {name: value.detach().cpu().clone().contiguous() for name, value in flat.items()}
 
     @staticmethod

@@ -5,8 +5,8 @@ stacking.py     what runs must have in common to share a stack
 server.py       models, server optimisers, averages and clipping states of all runs
 single_step.py  rounds of one local step: one sum per run
 local_steps.py  rounds of several local steps, or of whole parties as units, over a table of jobs
-jobs.py         that table: who trains in which round
-noise_at.py     what is clipped and noised: local steps at the parties, or updates at the server
+jobs.py         the table of jobs: which party trains in which round
+noise_at.py     clipping and noise: of local steps at the parties, or of updates at the server
 per_job.py      any other round, job by job
 chunks.py       samples of jobs of any size, in chunks of equal length
 """

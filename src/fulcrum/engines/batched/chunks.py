@@ -1,8 +1,8 @@
 """Poisson samples of jobs of any size, side by side in chunks of the same length.
 
-A row for each job, as long as the largest sample could be, would be mostly empty where jobs differ in size. Here a
-job takes as many chunks as its sample fills, at least one, so that only its last chunk has empty places, and room
-for chance is needed for all jobs together instead of for each.
+One row per job, of the length of the largest possible sample, would be mostly padding where jobs differ in size. Here
+a job takes as many chunks as its sample fills, at least one. Only its last chunk has padding, and the margin for
+random sample sizes is shared by all jobs.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 from fulcrum.engines.stacked.core import StackedCore
 
 CHUNK_MARGIN_DEVIATIONS = 5.0
-"""Standard deviations above the mean number of chunks for which there is room: one step in four million needs more,
-and costs a burst of rounds that is played again."""
+"""Margin of chunks above their mean number, in standard deviations: one step in four million needs more, and its
+burst of rounds is repeated."""
 
 ROUNDS_PER_CHECK = 25
-"""Rounds between two looks at whether every sample fitted and every sum was finite."""
+"""Rounds between two checks that every sample fitted and every sum was finite."""
 
 NUM_OVERFLOW_PLACES = 1024
-"""Places for units that do not join."""
+"""Places for units that are not sampled."""
 
 CHUNK_LENGTHS = (8, 16, 32, 64, 128, 256, 512)
-"""Places in a chunk: one of these."""
+"""Allowed numbers of places per chunk."""
 
 
 @dataclass(frozen=True)
 class JobUnits:
     """The units of all J jobs in one row of n places, job by job.
 
-    rows [n]: where each is in the data set; owner [n]: its job; rate [n], float64; last [J]: each job's last place.
+    rows [n]: each unit's row in the data set. owner [n]: its job. rate [n], float64. last [J]: each job's last place.
     """
 
     rows: Tensor
@@ -45,9 +45,9 @@ class JobUnits:
 
 @dataclass(frozen=True)
 class ChunkedBatch:
-    """rows and mask [S, B]; owner [S], the job of each chunk; starts [J + 1], where each job's begin and all end.
+    """rows and mask [S, B]; owner [S], the job of each chunk; starts [J + 1], each job's first chunk, then the end.
 
-    needed: how many chunks all samples fill; more than S: repeat with more.
+    needed: number of chunks that all samples fill; if above S, repeat with more chunks.
     """
 
     rows: Tensor
@@ -71,7 +71,7 @@ def sample_into_chunks(units: JobUnits, uniforms: Tensor, count: int, length: in
     shift = first * length - (upto - sizes)
     place = shift.index_select(0, units.owner) + so_far - 1
     total = count * length
-    # What does not join lands behind, in places of its own: many, because all would wait for one.
+    # Units that are not sampled go to many separate places at the end, since writes to one place would serialise.
     behind = total + torch.arange(len(place), device=device) % NUM_OVERFLOW_PLACES
     place = torch.where(joins & (place < total), place, behind)
     table = torch.zeros(total + NUM_OVERFLOW_PLACES, dtype=torch.int64, device=device).scatter_(0, place, units.rows)
@@ -95,7 +95,7 @@ def sum_chunks_by_job(chunks: ChunkedBatch, values: Tensor) -> Tensor:
         return values.new_zeros((len(chunks.starts) - 1, 0))
     every = torch.arange(len(values), device=values.device)
     sums = torch.nn.functional.embedding_bag(every, values, chunks.starts, mode="sum")
-    return sums[:-1]  # the last is of the chunks that nobody filled
+    return sums[:-1]  # the last sum is of the unused chunks
 
 
 def estimate_weights_cost(core: StackedCore) -> float:
@@ -105,9 +105,9 @@ def estimate_weights_cost(core: StackedCore) -> float:
 
 
 def read_overflow_check(core: StackedCore, most: Tensor, finite: Tensor) -> tuple[int, bool]:
-    """Waits for the device: the most places that were needed since the last look, and whether to repeat carefully.
+    """Wait for the device: the most places needed since the last check, and whether to repeat with masking.
 
-    Both notes are made blank.
+    Resets both values.
     """
     needed, fine = torch.stack([most, finite.to(most)]).tolist()
     most.zero_()
@@ -119,9 +119,9 @@ def read_overflow_check(core: StackedCore, most: Tensor, finite: Tensor) -> tupl
 
 
 def estimate_chunk_count(sizes: Sequence[int], rates: Sequence[float], length: int, among: Tensor | None = None) -> int:
-    """Chunks that have room for the samples of all jobs, `ROOM` deviations above the mean; samples as if normal.
+    """Chunks for the samples of all jobs, `CHUNK_MARGIN_DEVIATIONS` above the mean; sample sizes as if normal.
 
-    among [m, j]: rows of jobs that are played together (None: all of them at once); there is room for each row.
+    among [m, j]: rows of jobs that train together (None: all jobs at once); the result is enough for each row.
     """
     n, q = torch.tensor(sizes, dtype=torch.float64), torch.tensor(rates, dtype=torch.float64)
     mean, spread = n * q, (n * q * (1 - q)).sqrt().clamp_min(1e-6)
@@ -142,7 +142,7 @@ def choose_chunk_layout(
 ) -> tuple[int, int]:
     """(chunks, places in each) that cost least, for chunks of at most `limit` places.
 
-    weights: what a set of weights costs, in examples; every chunk has one. among: as in `expect`.
+    weights: what a set of weights costs, in examples; every chunk has one. among: as in `estimate_chunk_count`.
     """
     largest = max(n * q for n, q in zip(sizes, rates, strict=True))
     allowed = [length for length in CHUNK_LENGTHS if length <= limit] or [CHUNK_LENGTHS[0]]

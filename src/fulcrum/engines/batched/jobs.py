@@ -27,9 +27,9 @@ class RoundCohort:
 
 @dataclass(frozen=True)
 class PartyTable:
-    """The parties of all R runs, run by run, and behind them an empty one, of run R and without data: [P + 1].
+    """The parties of all R runs, run by run, followed by one padding party (run index R, size 0): [P + 1].
 
-    start: where each one's examples begin in the runs' orders, one behind the other. rate: of a local step, float64.
+    start: first place of each party's examples in the concatenated orders of the runs. rate: of a local step, float64.
     """
 
     run: Tensor
@@ -46,11 +46,11 @@ class PartyTable:
 class JobTable:
     """The jobs of T rounds of R runs, in groups of J that train side by side. All of it is on the host.
 
-    party [T * groups, J]: the party of each job, sorted, so run by run; the empty one where there are fewer. weight,
-    of the same shape: each job's in its run's sum, 0 for the empty one. With `steady` all rounds are alike, and there
-    are rows for one of them only. groups_of: how many groups each round has, at least one, because a round that nobody
-    joins has an end like any other. firsts: where each run's parties begin. places and slots: the most examples of a
-    group, and the most jobs of one run in it.
+    party [T * groups, J]: the party of each job, sorted, so run by run; padded with the padding party. weight, same
+    shape: the job's weight in its run's sum, 0 for padding. steady: all rounds are equal, and the table has rows for
+    one round only. groups_of: number of groups per round, at least one, because a round without participants also ends
+    with a server step. firsts: the first party of each run. places: the most examples in a group. slots: the most jobs
+    of one run in a group.
     """
 
     parties: PartyTable
@@ -65,17 +65,17 @@ class JobTable:
 
     @property
     def jobs(self) -> int:
-        """J."""
+        """Number of jobs J per group."""
         return self.party.shape[1]
 
     def members(self, t: int, group: int) -> list[tuple[int, int, int]]:
-        """(place, run, party's number in its run) of the jobs in a group of round t, without the empty ones."""
+        """(place, run, party's number in its run) of the jobs in a group of round t, without padding."""
         row = self.party[group if self.steady else t * self.groups + group].tolist()
         runs = self.parties.run[row].tolist()
         return [(j, r, p - self.firsts[r]) for j, (p, r) in enumerate(zip(row, runs, strict=True)) if r < len(self)]
 
     def __len__(self) -> int:
-        """R."""
+        """Number of runs R."""
         return len(self.firsts) - 1
 
 
@@ -132,7 +132,7 @@ def get_client_level_terms(federation: Federation) -> ClientLevelTerms:
 
 
 def draw_round_cohorts(federations: Sequence[Federation], rounds: int) -> tuple[list[list[RoundCohort]], Tensor]:
-    """The cohorts [T][R], from the same private streams as in `play_client_round`, and each sum's divisor [T, R]."""
+    """The cohorts [T][R], from the private streams of `run_client_level_round`, and each sum's divisor [T, R]."""
     divisor = torch.ones((rounds, len(federations)))
     found = []
     for t in range(rounds):

@@ -1,14 +1,14 @@
 """Rounds in which every party trains from weights of its own: several local steps, or whole parties as units.
 
-Who trains when is a table of jobs, known for all rounds beforehand (`jobs`). The jobs of a round lie one after the
-other in buffers as long as the largest round needs, whichever runs they belong to. Which party a job is comes from the
-table, on the device: a round needs nothing from the host but random numbers. A round is made of four programs. `begin`
-lays out the jobs' weights and examples, `step` is one local step of all jobs, `collect` adds the jobs' updates to their
-runs' sums, and `end` moves the servers. Where the jobs' weights would take too much memory, a round's jobs are played
-in groups, one after the other. What is clipped and noised, at the parties or at the server, is in `noise_at`.
+A table of jobs (`jobs`) lists who trains in which round, for all rounds in advance. The jobs of a round, of all runs,
+lie one after the other in buffers of the size of the largest round. The table is on the device, so a round needs only
+random numbers from the host. A round has four programs: begin lays out the jobs' weights and examples, step is one
+local step of all jobs, collect adds the jobs' updates to their runs' sums, and end updates the servers. Where the
+jobs' weights would take too much memory, a round's jobs train in groups, one after the other. Clipping and noise, at
+the parties or at the server, are in `noise_at`.
 
-The jobs' samples lie in chunks of equal length (`chunks`). Samples that did not fit are noticed after a burst of
-rounds, and the burst is played again with more room.
+The jobs' samples lie in chunks of equal length (`chunks`). After a burst of rounds a check finds samples that did not
+fit, and the burst is repeated with more chunks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def can_stack_local_steps(server: BatchedServer) -> bool:
 
 
 class JobRounds:
-    """Plays rounds of R runs; see `suits`. J jobs train side by side."""
+    """Plays rounds of R runs; see `can_stack_local_steps`. J jobs train side by side."""
 
     def __init__(self, server: BatchedServer) -> None:
         self.server = server
@@ -113,7 +113,7 @@ class JobRounds:
     # --- a round -------------------------------------------------------------------------------
 
     def run_rounds(self, t: int) -> None:
-        """Queues round t; nothing is read back."""
+        """Queue round t; nothing is read back from the device."""
         noise, run = self.noise, self.replayer.run_in_place
         self.draws.begin_round(t)
         for value in (*noise.totals, self.group):
@@ -155,7 +155,7 @@ class JobRounds:
         return values.index_select(0, self.client)
 
     def _get_job_runs(self) -> Tensor:
-        """The run of each job [J]; an empty job has the weights of the last."""
+        """The run of each job [J]; a padding job has the weights of the last run."""
         return self._select_by_job(self.parties.run).clamp_max(len(self.sources) - 1)
 
     def _begin_group(self) -> None:

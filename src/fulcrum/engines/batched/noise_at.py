@@ -29,8 +29,8 @@ from fulcrum.types import Bounds
 def sum_by_run(values: Tensor, weights: Tensor | None, starts: Tensor) -> Tensor:
     """Each run's sum of its jobs' rows, each row times its weight: [J, x], [J] -> [R, x].
 
-    starts [R + 1]: where the jobs of each run begin, and behind them the empty ones. Rows are added one after the
-    other, and only those of the run: the bits are always the same, and a neighbour that overflows does no harm.
+    starts [R + 1]: the first job of each run, then the first padding job. Rows are added one after the other, and
+    only those of the run, so the bits are reproducible and an overflow in another run has no effect.
     """
     if not values.shape[1]:
         return values.new_zeros((len(starts) - 1, 0))
@@ -242,7 +242,7 @@ class NoiseAtServer:
         return sum_chunks_by_job(chunks, found.sum).div_(batch[:, None])
 
     def collect(self, updates: Tensor, label: Tensor, weight: Tensor) -> None:
-        """Updates [J, d], clipped and weighted, into their runs' sums; see `training.client_level.average`."""
+        """Updates [J, d], clipped and weighted, into their runs' sums; see `average_client_updates`."""
         server, state, runs, jobs = self.server, self.server.rule_state, len(self.sum), len(updates)
         run, starts = label.clamp_max(runs - 1), _find_run_starts(label, runs)
         gradients = updates.neg_()  # as rules read them

@@ -95,7 +95,7 @@ class PerJobRounds:
         public: Tensor,
         t: int,
     ) -> None:
-        """Each client's own state: as its steps left it, moved by its own release where the rule moves a round.
+        """Each client's own state: as its steps left it, adapted to its own release if the rule adapts once per round.
 
         public [J, 3]: steps, asked and noise of each.
         """

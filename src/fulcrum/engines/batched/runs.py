@@ -62,10 +62,10 @@ class BatchedRoundResult:
 def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator[BatchedRoundResult]:
     """Train all federations side by side and yield their rounds.
 
-    They must have the same number of rounds. Those that may share a stack (`stack_key`) are stacked; the rest go in
-    stacks of their own. Rounds come in bursts: a burst is yielded once it is
-    known that every Poisson sample fitted its place and every sum was finite (otherwise it was played again, on the
-    same random numbers, with more room). rows_limit: the most examples in one piece of a step; 0 asks the device.
+    They must have the same number of rounds. Those with equal `make_federation_key` are stacked; the rest go in
+    stacks of their own. Rounds come in bursts: a burst is yielded once every
+    Poisson sample fitted its place and every sum was finite (otherwise the burst is repeated on the same random
+    numbers, with more places). rows_limit: the most examples in one piece of a step; 0: chosen by device memory.
     """
     if not federations:
         raise ConfigError("run_many was given no federations; give at least one.")

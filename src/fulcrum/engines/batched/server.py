@@ -98,7 +98,7 @@ class BatchedServer:
         return torch.tensor(values, dtype=torch.float32).to(self.device)
 
     def _compute_noise(self, t: int) -> list[float]:
-        """The noise in each run's aggregate, as a rule is told it; see `Released`."""
+        """The noise in each run's aggregate, as in `Released`."""
         found = []
         for r, federation in enumerate(self.federations):
             plan, here = federation.plan, self.participants[r][t]
@@ -184,5 +184,5 @@ class BatchedServer:
 
 
 def _average_decay(train: Train, t: int) -> float:
-    """The part of the average that stays in round t; see `aggregate.moving_average`."""
+    """The part of the average that stays in round t; see `update_moving_average`."""
     return min(train.ema, t / (t + 10.0)) if train.ema else 0.0

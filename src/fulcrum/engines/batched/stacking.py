@@ -1,8 +1,7 @@
-"""What runs must have in common to be trained in one stack. This is the one place that says it.
+"""The one definition of what runs must have in common to be trained in one stack.
 
-Everything in a run's settings must be equal, except what `SPREAD` lists: fields of which each run of a stack has its
-own value. A field that nobody thought of is therefore never taken from a neighbour: runs that differ in it are not
-stacked.
+All settings must be equal, except the fields in `STACKABLE_FIELDS`, of which each run of a stack has its own value.
+Runs that differ in any other field, including future ones, are not stacked.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ STACKABLE_FIELDS: dict[str, frozenset[str]] = {
     "train": frozenset(
         {
             *("participation", "rate", "weights"),  # in each run's own plan, participants and weights
-            *("lr", "schedule", "warmup", "decay_rounds", "decay", "weight_decay", "ema"),  # tables of `Server`
+            *("lr", "schedule", "warmup", "decay_rounds", "decay", "weight_decay", "ema"),  # tables of `BatchedServer`
             *("server_lr", "server_momentum", "server_beta2", "server_eps"),  # given to each server optimiser
             *("steps", "epochs"),  # only through the number of local steps, which is in the key
         }
     ),
-    # In the rule's state, which each run begins for itself, and in its plan (refresh). Not shrink: a stack has one
-    # transform.
+    # In each run's own rule state and plan (statistics_interval). Not shrink: a stack has one transform.
     "clip": frozenset(
         {
             *("C0", "kappa", "balance", "reach", "growth", "eta_C", "beta", "phi", "C_min", "C_max", "gamma", "rho_c"),

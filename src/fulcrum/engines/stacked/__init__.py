@@ -1,7 +1,7 @@
 """The stacked engine: the clients of a round, and their examples, as one tensor program; made for GPUs.
 
 Clients of similar size train side by side. While they share weights (the first local step) their examples
-are one large batch; after that every layer is a batched matrix product with one set of weights a client.
+are one large batch; after that every layer is a batched matrix product with one set of weights per client.
 Sequences of Linear, Conv2d, ReLU, Tanh, Sigmoid, tempered sigmoid, MaxPool2d, AvgPool2d, global average
 pooling, Flatten and Centre have hand-written passes; other models go through torch.func, whose gradients are written
 out; persons as units, and models that torch.func cannot follow, go client by client through the reference.
@@ -28,7 +28,7 @@ from fulcrum.types import ClientReply, RoundRequest
 
 
 class StackedEngine(Engine):
-    """Trains all participants of a round together. See the module's words for what it can stack."""
+    """Trains all participants of a round together. The module's docstring lists what it can stack."""
 
     def __init__(self, problem: TrainingProblem, rows_limit: int = 0) -> None:
         self.problem = problem

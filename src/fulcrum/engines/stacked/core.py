@@ -81,7 +81,7 @@ class StackedCore:
         return MatrixTape(tape.matrix(), tape.losses, self.coordinates, view.transform)
 
     def careful(self) -> None:
-        """From now on zero what counts as zero, because something was not finite."""
+        """Use masking from now on: a non-finite value was found, and 0 * NaN would leak it into the sums."""
         self.how = replace(self.how, careful=True)
 
 
@@ -141,7 +141,7 @@ class MatrixTape:
 
 @dataclass(frozen=True)
 class StackedTasks:
-    """S sets of weights with M tasks each and B places a task, T = S * M.
+    """S sets of weights with M tasks each and B places per task, T = S * M.
 
     theta [S, d]; rows, mask [S, M, B]; sigma, batch, lr [T]; state of every task. t may be a tensor.
     scale [S, M, B] weights each example in the sums (None: 1), for rows of several clients in one task; then
@@ -232,7 +232,7 @@ def _record_piece(
     width = tasks.state["C"].shape[1]
     bare = core.problem.rule is NONE and not core.problem.diagnostics
     plain = bare and not core.how.careful
-    if plain:  # nothing is clipped, so nobody needs norms: a finite sum proves that all gradients were
+    if plain:  # without clipping norms are not needed: a finite sum proves that all gradients were finite
         norms = tape.losses.new_zeros((*tape.losses.shape, width))
         good = torch.isfinite(tape.losses) & mask.view_as(tape.losses)
     else:

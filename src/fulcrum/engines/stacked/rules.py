@@ -65,7 +65,7 @@ class StackedRule:
         lr: Tensor,
         by_row: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, StackedState, Tensor, Tensor]:
-        """What the rule decides, held to its bounds.
+        """The rule's output, with its bounds enforced.
 
         Factors [T, n, G]; factors of a second sum [T, n, G], or [T, n, 0] where there is none; extra rows
         [T, n, J]; the state; C [T, G]; the extra's bound [T]. norms [T, n, G], mask [T, n], dots and losses [T, n];
@@ -131,7 +131,7 @@ class StackedRule:
         return self._map_over_tasks(one, (state, aggregate, extra), (lr, steps, noise, asked))  # type: ignore[no-any-return]
 
     def can_be_stacked(self, state: StackedState, d: int, t: Any, rounds: int) -> bool:
-        """Whether the whole rule can be stacked, rows of several clients included; tried on made-up numbers."""
+        """Whether the whole rule can be stacked, including rows of several clients; tested on dummy numbers."""
         C = state["C"]
         view, direction = self.view(state, t, rounds)
         rows, ones = C.new_ones((len(C), 2)), C.new_ones(len(C))
@@ -159,7 +159,7 @@ class StackedRule:
                 return vmap(function)(*stacked, *numbers)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as problem:  # whatever a rule does that cannot be stacked, it can do alone
+            except Exception as problem:  # a rule that cannot be stacked still works task by task
                 self.looped = _explain_looping(self.rule, problem)
         values = [own.tolist() for own in numbers]
         count = len(tree_leaves(stacked)[0])

@@ -1,8 +1,8 @@
 """Poisson sampling on the device: padded, masked, and never truncated.
 
-Every unit of every task gets its own uniform number, as in the reference. Those who join are moved to the
-front of a row of `pad` places; how many joined is reported, so that a row that was too short is noticed and
-the step is done again, on the same numbers, with a longer one.
+Every unit of every task gets its own uniform number, as in the reference. Sampled units are moved to the
+front of a row of `pad` places. Their number is reported: if a row was too short, the step is repeated on the
+same numbers with a longer row.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ from fulcrum.types import Bounds, View
 StepTerms = dict[str, Tensor]
 """The public terms of T tasks, each [T]: start and size of its part of `order`; rate; sigma; batch (expected);
 noise and noise_extra, the standard deviations in units of the bounds (0: none); lr and weight_decay; asked, 1 where
-the rule's statistics go out with the step and 0 where they stay."""
+the step releases the rule's statistics, else 0."""
 
 
 @dataclass(frozen=True)
 class StepResult:
     """After a step: theta [T, d], released extra [T, J], states, and what to check.
 
-    counts [T] are the units that joined (more than the pad: repeat). finite: see `Sums`.
+    counts [T] are the sampled units (more than the pad: repeat). finite: see `ClippedSums`.
     """
 
     theta: Tensor

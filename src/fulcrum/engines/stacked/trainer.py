@@ -38,10 +38,10 @@ class ClientJob:
 
 @dataclass
 class BucketResult:
-    """What a bucket of jobs brought back, still on the device: one `Stepped` a local step.
+    """The result of a bucket of jobs, still on the device: one `StepResult` per local step.
 
-    members are the jobs' positions; tensors may have more rows than members, for padding. events: of each member
-    the event of each step. asked: of each member how many steps released the rule's statistics.
+    members: the jobs' positions; tensors may have more rows than members, for padding. events: per member, the event
+    of each step. asked: per member, the number of steps that released the rule's statistics.
     """
 
     members: list[int]
@@ -155,7 +155,7 @@ class StackedTrainer:
         return BucketResult(members, start, steps, events, asked, pad, key)
 
     def _get_statistics_flags(self, asks: list[bool], places: int) -> Tensor:
-        """1 and 0 for the jobs that are asked for statistics in a step and those that are not, [places]."""
+        """1 for jobs that release statistics in a step, 0 for the others: [places]."""
         key = (*asks, *[False] * (places - len(asks)))
         if key not in self._flags:
             self._flags[key] = torch.tensor(key, dtype=torch.float32).to(self.device)
@@ -188,7 +188,7 @@ class StackedTrainer:
 
 
 def probe_statistics_width(core: StackedCore, state: StackedState, t: Any, rounds: int) -> int:
-    """J, the statistics a rule releases beside the gradient, tried on made-up numbers."""
+    """Number of statistics J that a rule releases beside the gradient, found by a call on dummy numbers."""
     C = state["C"][:1]
     view, direction = core.rule.view(state, t, rounds)
     rows = C.new_ones((1, 1))
@@ -212,7 +212,7 @@ def _make_padded_index(values: list[int], places: int, device: torch.device) -> 
 
 
 def _pad_states(state: StackedState, places: int) -> StackedState:
-    """Jobs that do not exist have the first one's state; their size is 0."""
+    """Padding jobs have the first job's state; their size is 0."""
     spare = places - len(state["C"])
     if not spare:
         return state

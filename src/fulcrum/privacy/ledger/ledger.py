@@ -1,4 +1,4 @@
-"""`Ledger`: all that can be asked of an open ledger, and what each call promises."""
+"""`Ledger`: the operations on an open ledger and their guarantees."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fulcrum.privacy.ledger.store import EMPTY_SPEND, LedgerStore, SpendAdder
 
 Key = TypeVar("Key")
 BUDGET_TOLERANCE = 1e-9
-"""Relative tolerance of the budget check: rounding in a sum, nothing else."""
+"""Relative tolerance of the budget check, for rounding errors only."""
 
 
 class Ledger:
     """An open ledger. Use `with Ledger.open(path) as ledger:`; safe to share between threads and processes.
 
-    Every change is one transaction that is on disk when the call returns. Spends are kept in memory
-    and brought up to date, from the rows that were added since, whenever something is asked.
+    Every change is one transaction, on disk when the call returns. Spends are kept in memory; each call
+    first reads the rows that were added since the last one.
     """
 
     def __init__(self, store: LedgerStore) -> None:
@@ -33,17 +33,17 @@ class Ledger:
     def open(path: str | Path, wait: float = 30.0) -> Ledger:
         """Open a ledger, or start a new one where there is no file; `wait` seconds for other processes.
 
-        ":memory:" is a ledger that is gone when closed.
+        ":memory:" is a ledger without a file.
         """
         return Ledger(LedgerStore.open(Path(path), wait))
 
     @property
     def path(self) -> Path:
-        """Where the file lies."""
+        """The path of the file."""
         return self._store.path
 
     def close(self) -> None:
-        """Close the file. Nothing is lost without it."""
+        """Close the file. No data is lost without this call."""
         self._store.db.close()
 
     def __enter__(self) -> Ledger:
@@ -57,9 +57,9 @@ class Ledger:
     def enroll(
         self, party: str, budget: float | None, delta: float, accountant: str, unit: str, population: str
     ) -> None:
-        """Open an account. Once enrolled, the same terms change nothing; other terms are a ConfigError.
+        """Open an account. For an enrolled party the same terms change nothing; other terms raise ConfigError.
 
-        A known party keeps its budget whatever is given here; `set_budget` changes it.
+        An enrolled party keeps its budget, whatever is given here; `change_budget` changes it.
         """
         self.enroll_parties([LedgerAccount(party, budget, delta, accountant, unit, population)])
 
@@ -70,7 +70,7 @@ class Ledger:
             check_accounting_terms(delta, accountant)
         for account in given:
             _check_budget_value(account.name, account.budget)
-        if all(account.name in known for account in given):  # terms never change: no need to look
+        if all(account.name in known for account in given):  # terms never change: no need to read them
             for account in given:
                 _check_same_account_terms(known[account.name][1], account)
             return
@@ -89,7 +89,7 @@ class Ledger:
                 self._insert_budget(cursor.lastrowid, account.budget)
 
     def change_budget(self, party: str, budget: float | None) -> None:
-        """Give a party another budget from now on; the former one stays on record."""
+        """Change a party's budget from now on; the former one stays on record."""
         _check_budget_value(party, budget)
         with self._store.write_transaction():
             self._insert_budget(self._store.find_account(party)[0], budget)
@@ -99,20 +99,20 @@ class Ledger:
         self._store.db.execute("INSERT INTO budgets (party, epsilon, time) VALUES (?, ?, ?)", values)
 
     def accounts(self) -> dict[str, LedgerAccount]:
-        """Every party with its present budget and terms, by name."""
+        """Every party with its current budget and terms, by name."""
         with self._store.reading():
             return {name: account for name, (_, account) in self._store.accounts.items()}
 
     # --- releases --------------------------------------------------------------------------------
 
     def reserve(self, run: str, round: int, wanted: Mapping[str, Sequence[Event]], attempt: int = 0) -> dict[str, bool]:
-        """Write down what each party is about to release, before it does. One transaction for all.
+        """Record what each party is about to release, before the release. One transaction for all parties.
 
-        True: granted, and counted from now on, whether or not anything is released. False: it would
-        pass the party's budget; nothing was written for it, and it must sit out. Asking again for the
-        same (party, run, round, attempt) and the same events is granted and costs nothing (a crash
-        lies between); other events under the same key are a BudgetError. To release something new for
-        a round that was already reserved, raise `attempt`: it is paid again.
+        True: granted, and counted from now on, whether or not the release happens. False: it would exceed
+        the party's budget; nothing was written for the party, and it must not take part. Repeating a
+        reservation with the same (party, run, round, attempt) and events is granted and costs nothing
+        (after a crash); other events under the same key raise BudgetError. For a new release in a round
+        that was already reserved, increase `attempt`: it is paid again.
         """
         asked = {party: tuple(events) for party, events in wanted.items()}
         store, add = self._store, SpendAdder()
@@ -123,7 +123,7 @@ class Ledger:
                     (run, round, attempt),
                 )
             )
-            fresh: dict[str, tuple[int, str, Spend]] = {}  # party -> its row, its events, its spend with them
+            fresh: dict[str, tuple[int, str, Spend]] = {}  # party -> its row, its events, its spend including them
             for party, events in asked.items():
                 row, text = store.find_account(party)[0], write_events_text(events)
                 if row not in held:
@@ -144,15 +144,15 @@ class Ledger:
                 [(row, run, round, attempt, text, now) for row, text, _ in granted],
             )
             (last,) = store.db.execute("SELECT coalesce(max(id), 0) FROM entries").fetchone()
-        # Only now is it on disk; the transaction kept every other writer out, so these are all the news.
+        # The rows are on disk now. The transaction excluded other writers, so there are no other new rows.
         store.remember_spends(last, {row: spend for row, _, spend in granted})
         return {party: fits.get(party, True) for party in asked}
 
     def settle(self, run: str, round: int, digests: Mapping[str, str], attempt: int | None = None) -> None:
         """Mark reservations as released, with the digest of what each party released. One transaction.
 
-        Settles each party's latest attempt unless told which. Again with the same digest changes
-        nothing; with another one it is a BudgetError, since the second release was not paid for.
+        Settles each party's latest attempt unless `attempt` is given. Settling again with the same digest
+        changes nothing; another digest raises BudgetError, since the second release was not paid for.
         """
         with self._store.write_transaction():
             rows = self._store.db.execute(
@@ -176,7 +176,7 @@ class Ledger:
             self._store.db.executemany("INSERT INTO settlements (entry, digest, time) VALUES (?, ?, ?)", new)
 
     def count_settled_attempts(self, run: str, round: int) -> int:
-        """The first attempt at this round that has not been settled: 0 unless something was released before."""
+        """The first attempt at this round that was not settled: 0 unless this round was released before."""
         with self._store.reading():
             (last,) = self._store.db.execute(
                 "SELECT coalesce(max(e.attempt), -1) FROM entries e JOIN settlements s ON s.entry = e.id"
@@ -185,15 +185,15 @@ class Ledger:
             ).fetchone()
             return int(last) + 1
 
-    # --- questions -------------------------------------------------------------------------------
+    # --- queries ---------------------------------------------------------------------------------
 
     def spent(self, party: str) -> Spend:
-        """All that the party has reserved so far, over all runs."""
+        """The party's total of reservations so far, over all runs."""
         with self._store.reading():
             return self._store.get_spend(self._store.find_account(party)[0])
 
     def get_spends(self, run: str | None = None) -> dict[str, Spend]:
-        """What every party has reserved so far: over all runs, or in one run."""
+        """The total of reservations per party so far: over all runs, or in one run."""
         store = self._store
         with store.reading():
             if run is None:
@@ -218,7 +218,7 @@ class Ledger:
             return [(name, read_events_text(events)) for name, events in rows]
 
     def epsilon(self, party: str) -> float:
-        """The epsilon the party has reserved so far, over all runs, by its own delta and accountant."""
+        """The epsilon that the party has reserved so far, over all runs, with its own delta and accountant."""
         with self._store.reading():
             row, account = self._store.find_account(party)
             return self._store.get_spend(row).epsilon(account.delta, account.accountant)
@@ -244,7 +244,7 @@ class Ledger:
             ]
 
     def list_run_costs(self) -> list[RunCostLine]:
-        """What each run cost each party, in the order in which they began."""
+        """The cost of each run for each party, in the order in which the runs began."""
         with self._store.reading():
             rows = self._store.db.execute(
                 "SELECT p.name, e.run, e.events, min(e.round), max(e.round), count(*), count(s.entry)"
@@ -262,7 +262,7 @@ class Ledger:
         return [RunCostLine(*key, *total[:4], total[4].releases, costs[key]) for key, total in totals.items()]
 
     def list_round_entries(self, party: str, run: str, round: int) -> list[LedgerEntry]:
-        """A party's reservations for one round of one run, first attempt first; found by index."""
+        """A party's reservations for one round of one run, first attempt first. Uses an index."""
         with self._store.reading():
             rows = self._store.db.execute(
                 "SELECT e.attempt, e.events, e.time, s.digest, s.time FROM entries e LEFT JOIN settlements s"
@@ -276,7 +276,7 @@ class Ledger:
 
 
 def _compute_spend_epsilons(spends: Mapping[Key, tuple[LedgerAccount, Spend]]) -> dict[Key, float]:
-    """Epsilon of each spend by the terms of its account; spends that are one object are computed once."""
+    """Epsilon of each spend with the terms of its account; spends that are the same object are computed once."""
     by_terms: dict[tuple[float, str], dict[int, Spend]] = {}
     for account, spend in spends.values():
         by_terms.setdefault((account.delta, account.accountant), {})[id(spend)] = spend
@@ -297,7 +297,7 @@ def _check_within_budgets(spends: Mapping[str, tuple[LedgerAccount, Spend]]) -> 
 
 
 def _check_budget_value(party: str, budget: float | None) -> None:
-    """Refuse a budget that limits nothing by mistake, or everything."""
+    """Refuse a budget that is not a finite number above 0."""
     if budget is not None and not 0 < budget < float("inf"):
         raise ConfigError(
             f"budget of party {party!r} = {budget!r} is out of range; it must be a finite number above 0."

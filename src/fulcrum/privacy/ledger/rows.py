@@ -1,4 +1,4 @@
-"""What the ledger's rows say, as frozen values; and events as the text that a row holds."""
+"""The ledger's rows as frozen values, and events as text in a row."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fulcrum.privacy.events import Event, Gaussian, Unprotected, events_from_jso
 
 @dataclass(frozen=True)
 class LedgerAccount:
-    """A party as the ledger knows it. budget is the epsilon over all runs; None records without a limit.
+    """A party's account. budget: epsilon over all runs; None: no limit.
 
-    unit, delta, accountant and population (which data it holds: a name or fingerprint) are fixed once
-    enrolled, since sums over different ones would mean nothing.
+    unit, delta, accountant and population (a name or fingerprint of the party's data) are fixed at
+    enrolment, since a sum over different terms would have no meaning.
     """
 
     name: str
@@ -42,7 +42,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True)
 class RunCostLine:
-    """What one run cost one party, for display. epsilon is that run's alone; epsilons of runs do not simply add."""
+    """What one run cost one party, for display. epsilon: of that run alone; epsilons of runs do not simply add."""
 
     party: str
     run: str
@@ -56,13 +56,13 @@ class RunCostLine:
 
 @lru_cache(maxsize=65536)
 def write_events_text(events: tuple[Event, ...]) -> str:
-    """Events as the text of a row: JSON, every digit kept."""
+    """Events as the text of a row: JSON with all digits."""
     return json.dumps(events_to_json(events), separators=(",", ":"), allow_nan=False)
 
 
 @lru_cache(maxsize=65536)
 def read_events_text(text: str) -> tuple[Event, ...]:
-    """The events of a row. Files of format 1 leave out the kind: [rate, sigma, count] with noise, [count] without."""
+    """The events of a row. Files of format 1 omit the kind: [rate, sigma, count] with noise, [count] without."""
     return events_from_json([_add_event_kind(row) for row in json.loads(text)])
 
 

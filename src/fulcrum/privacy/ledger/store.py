@@ -1,4 +1,4 @@
-"""A ledger's file: its format, transactions that are on disk or never were, and its rows kept in memory."""
+"""A ledger's file: its format, atomic transactions, and a copy of its rows in memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fulcrum.privacy.ledger.rows import LedgerAccount, read_events_text
 
 # --- the format: tables, and triggers that make the file append-only ----------------------------
 
-SQLITE_APPLICATION_ID = 0x46554C43  # "FULC": tells a ledger from any other SQLite file
+SQLITE_APPLICATION_ID = 0x46554C43  # "FULC": distinguishes a ledger from other SQLite files
 FORMAT_VERSION = 2
-"""The format that is written. Format 1 leaves out the kinds of events; it is read, and becomes 2 with the first row."""
+"""The written format. Format 1 omits the kinds of events; it is readable, and the first new row makes it format 2."""
 READABLE_VERSIONS = (1, 2)
 
 _TABLE_NAMES = ("parties", "budgets", "entries", "settlements")
@@ -56,7 +56,7 @@ def _is_ledger_file(db: sqlite3.Connection, path: Path) -> bool:
 
 
 def _create_tables(db: sqlite3.Connection) -> None:
-    """Make a new file a ledger, within the transaction that is open."""
+    """Create the tables of a ledger in a new file, within the open transaction."""
     for statement in _split_statements(_SCHEMA):
         db.execute(statement)
     db.execute(f"PRAGMA application_id = {SQLITE_APPLICATION_ID}")
@@ -64,7 +64,7 @@ def _create_tables(db: sqlite3.Connection) -> None:
 
 
 def _split_statements(script: str) -> Iterator[str]:
-    """Single statements, since `executescript` would commit half-way."""
+    """Split a script into statements, since `executescript` would commit the open transaction."""
     part = ""
     for piece in script.split(";"):
         part += piece + ";"
@@ -85,12 +85,12 @@ _SQLITE_ERROR_ADVICE = {
     "readonly": "cannot be written to; check the file's and the folder's permissions",
     "unable to open": "cannot be opened; check that the folder exists and can be written to",
 }
-"""What to do about an error, by a word of SQLite's own message."""
+"""Advice for an error, by a word of SQLite's message."""
 
 
 @contextmanager
 def _translate_sqlite_errors(path: Path) -> Iterator[None]:
-    """SQLite's errors as one sentence each."""
+    """Translate each SQLite error to one sentence."""
     try:
         yield
     except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
@@ -102,7 +102,7 @@ def _translate_sqlite_errors(path: Path) -> Iterator[None]:
 
 
 class SpendAdder:
-    """Spend plus events, computed once for all parties with the same past: they share one object."""
+    """Adds events to a spend, once for all parties with the same past: they share one object."""
 
     def __init__(self) -> None:
         self._done: dict[tuple[int, str, int], tuple[Spend, Spend]] = {}
@@ -110,16 +110,16 @@ class SpendAdder:
     def __call__(self, past: Spend, events: str, times: int = 1) -> Spend:
         key = (id(past), events, times)
         if key not in self._done:
-            # The past is kept beside the sum, so that its id cannot pass to another object.
+            # The past is kept with the sum, so that no other object can get its id.
             self._done[key] = (past, past.add_events(read_events_text(events), times))
         return self._done[key][1]
 
 
 class LedgerStore:
-    """An open file. Read `accounts` and call `account` and `spend` within `reading` or `changing`.
+    """An open file. Use `accounts`, `find_account` and `get_spend` within `reading` or `write_transaction`.
 
-    accounts: by name, each party's row and its present terms. Spends and accounts are brought up to date
-    from the rows that were added since, whenever a transaction begins.
+    accounts: each party's row and current terms, by name. At the beginning of a transaction, spends and
+    accounts are updated from the rows that were added since the last one.
     """
 
     def __init__(self, db: sqlite3.Connection, path: Path) -> None:
@@ -127,8 +127,8 @@ class LedgerStore:
         self.path = path
         self.accounts: dict[str, tuple[int, LedgerAccount]] = {}
         self._spends: dict[int, Spend] = {}
-        self._seen = 0  # last entry that is in _spends
-        self._budgets_seen = 0  # last budget that is in accounts; every party has one from the start
+        self._seen = 0  # last entry included in _spends
+        self._budgets_seen = 0  # last budget included in accounts; every party has one from the start
         self._lock = threading.RLock()
 
     @staticmethod
@@ -146,7 +146,7 @@ class LedgerStore:
                 store = LedgerStore(db, path)
                 if not _is_ledger_file(db, path):
                     with store._exclusive_transaction():
-                        if not _is_ledger_file(db, path):  # another process may have been faster
+                        if not _is_ledger_file(db, path):  # another process may have created them first
                             _create_tables(db)
                 return store
             except BaseException:
@@ -155,7 +155,7 @@ class LedgerStore:
 
     @contextmanager
     def _exclusive_transaction(self) -> Iterator[None]:
-        """One transaction that no other process can come between: all of it is on disk at the end, or none."""
+        """One exclusive, atomic transaction: at the end all of it is on disk, or none."""
         with self._lock, _translate_sqlite_errors(self.path):
             self.db.execute("BEGIN IMMEDIATE")
             try:
@@ -168,7 +168,7 @@ class LedgerStore:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A consistent view, with the spends in memory brought up to date."""
+        """A consistent view, with up-to-date spends in memory."""
         with self._lock, _translate_sqlite_errors(self.path):
             outer = self.db.in_transaction
             if not outer:
@@ -182,12 +182,12 @@ class LedgerStore:
 
     @contextmanager
     def write_transaction(self) -> Iterator[None]:
-        """`reading`, and what is written is on disk at the end, all or none; no other process can come between."""
+        """`reading` with exclusive, atomic writes: at the end all of them are on disk, or none."""
         with self._exclusive_transaction(), self.reading():
             yield
 
     def _refresh_spends(self) -> None:
-        # Only what was added since: the cost of a round must not grow with the parties that are enrolled.
+        # Only new rows: the cost of a round must not grow with the number of enrolled parties.
         fresh = self.db.execute(
             "SELECT b.id, p.id, p.name, b.epsilon, p.delta, p.accountant, p.unit, p.population FROM budgets b"
             " JOIN parties p ON p.id = b.party WHERE b.id > ? ORDER BY b.id",
@@ -205,23 +205,23 @@ class LedgerStore:
             self._seen = max(self._seen, last)
 
     def mark_current_format(self) -> None:
-        """Say in the file that its rows may name kinds of events, before the first such row; within `changing`."""
+        """Mark the file as the current format, before the first row of that format; within `write_transaction`."""
         if self.db.execute("PRAGMA user_version").fetchone() != (FORMAT_VERSION,):
             self.db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
 
     def remember_spends(self, last: int, spends: Mapping[int, Spend]) -> None:
-        """Take over the spends that this process has just put on disk, up to entry `last`, without reading them."""
+        """Keep the spends that this process has just written, up to entry `last`, without reading them again."""
         with self._lock:
             if self._seen < last:
                 self._spends.update(spends)
                 self._seen = last
 
     def find_account(self, party: str) -> tuple[int, LedgerAccount]:
-        """A party's row and terms; InputError for one that was never enrolled."""
+        """A party's row and terms; InputError for a party that is not enrolled."""
         if party not in self.accounts:
             raise InputError(f"party {party!r} is not in the ledger {self.path}; enroll it first.")
         return self.accounts[party]
 
     def get_spend(self, row: int) -> Spend:
-        """All that the party in this row has reserved."""
+        """The total of reservations of the party in this row."""
         return self._spends.get(row, EMPTY_SPEND)

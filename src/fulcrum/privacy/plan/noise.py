@@ -1,6 +1,6 @@
-"""How noisy a step is beside the largest signal, whose norm is C: of one party, of the aggregate, of a trusted server.
+"""The noise of a step relative to the largest signal, of norm C: of one party, the aggregate, or a trusted server.
 
-All are standard deviations of a mean gradient (unit client: a mean update) along one fixed direction, in units of C.
+Values are standard deviations of a mean gradient (unit client: mean update) along one fixed direction, in units of C.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fulcrum.privacy.plan.party_group import PartyGroup
 
 @dataclass(frozen=True)
 class PlannedNoise:
-    """The noise in one local step's mean gradient (unit client: a round's mean update), beside the largest
-    signal, whose norm is C.
+    """The noise in one local step's mean gradient (unit client: a round's mean update), relative to the
+    largest signal, of norm C.
 
-    coordinate: standard deviation of each coordinate. norm: of the whole vector, C sigma sqrt(d) / (q n).
-    ratio: norm / C. direction: the part along one fixed direction, relative to C: sigma / (q n).
+    coordinate: standard deviation per coordinate. norm: of the whole vector, C sigma sqrt(d) / (q n).
+    ratio: norm / C. direction: standard deviation along one fixed direction, in units of C: sigma / (q n).
     """
 
     coordinate: float
@@ -33,13 +33,13 @@ class PlannedNoise:
 
 
 def compute_total_noise(direction: float, dim: int, C: float) -> PlannedNoise:
-    """The noise of a vector of `dim` coordinates, from its part along one direction."""
+    """The noise of a vector of `dim` coordinates, from its standard deviation along one direction."""
     ratio = direction * math.sqrt(dim)
     return PlannedNoise(coordinate=direction * C, norm=ratio * C, ratio=ratio, direction=direction)
 
 
 def plan_step_noise(group: PartyGroup, units: int, t: int = 0) -> float:
-    """Of what a party of this group with so many units adds in a step of round t (from 0)."""
+    """The noise that one party of this group, with this number of units, adds in a step of round t (from 0)."""
     batch = group.rate * units
     return (
         gradient_multiplier(group.share, group.sigma * group.factors[t], batch) / batch / math.sqrt(group.noise_parties)
@@ -53,11 +53,11 @@ def plan_aggregate_noise(
     weights: str,
     participation: float,
 ) -> float:
-    """Of the parties' mean step in the first round, by the run's weights, over the expected number of participants.
+    """The noise of the aggregate step in the first round: run's weights, expected number of participants.
 
-    group_of [K]: the number of each party's group. sizes [K]: their units.
+    group_of [K]: index of each party's group. sizes [K]: units per party.
     """
-    if groups[0].share is no_statistics_share:  # all at once, since there may be a million of them
+    if groups[0].share is no_statistics_share:  # vectorised, since there may be a million parties
         rates, sigmas = np.array([g.rate for g in groups]), np.array([g.sigma for g in groups])
         each = sigmas[group_of] / (rates[group_of] * sizes) / math.sqrt(groups[0].noise_parties)
     else:
@@ -67,6 +67,6 @@ def plan_aggregate_noise(
 
 
 def plan_server_noise(groups: Sequence[PartyGroup], central: ClientLevelTerms) -> float:
-    """Of a trusted server's mean update in the first round: the loudest group's, since one noise serves all."""
+    """The noise of a trusted server's mean update in the first round: the largest over the groups, which share it."""
     loudest = max(group.sigma for group in groups)
     return gradient_multiplier(groups[0].share, loudest, central.cohort) * central.sensitivity

@@ -1,7 +1,7 @@
-"""Parties with the same terms as groups: what they release, what it costs them at most, and the noise they need.
+"""Groups of parties with the same terms: their releases, largest cost, and noise.
 
-Parties that share rate, steps, participations, budget and past form a group, and sigma is calibrated once per group: a
-million equal parties plan as fast as one.
+Parties with the same rate, steps, participations, budget and past spend form a group, and sigma is calibrated once per
+group: planning a million equal parties is as fast as planning one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fulcrum.types import Assignment
 
 @dataclass(frozen=True)
 class PartyGroup:
-    """Parties with the same terms, and the sigma that follows.
+    """Parties with the same terms, and their sigma.
 
-    rate: q. steps: N a round. participations: the public cap on rounds. budget: epsilon over the whole
-    run and what was spent before it, None where sigma was given. spent: what was spent before. sigma: the
-    multiplier of the first round. factors: those of the noise schedule, one per round. rule: the clipping rule,
-    which says what part of the precision its statistics take. every: they are released with every so-manieth step.
-    batch: the parties' expected batch, where not every step releases them. shares: how many parties make up one
-    dose of noise.
+    rate: sampling rate q. steps: number of local steps N per round. participations: the public cap on rounds. budget:
+    epsilon of the run and of what was spent before it; None where sigma was given. spent: what was spent before the
+    run. sigma: noise multiplier of the first round. factors: the noise schedule, one factor per round. rule: the
+    clipping rule, which sets the share of the precision for its statistics. statistics_interval: every n-th step
+    releases the rule's statistics. batch: the parties' expected batch size, where not every step releases statistics.
+    noise_parties: number of parties that jointly add one noise vector.
     """
 
     rate: float
@@ -52,32 +52,32 @@ class PartyGroup:
     noise_parties: int = 1
 
     def assignment(self, k: int, t: int, lr: float) -> Assignment:
-        """What party k of this group is asked to do in round t (from 0)."""
+        """The task of party k of this group in round t (from 0)."""
         return Assignment(
             k, self.rate, self.sigma * self.factors[t], self.steps, lr, self.statistics_interval, self.noise_parties
         )
 
     @property
     def share(self) -> ShareFn:
-        """The part of the precision that the rule's statistics take."""
+        """The share of the precision for the rule's statistics."""
         return self.rule.share
 
     def compute_round_events(self, t: int = 0) -> tuple[Event, ...]:
-        """What round t (from 0) releases."""
+        """The events of round t (from 0)."""
         return compute_planned_events(self.assignment(0, t, 1.0), self.rule, self.batch, t)
 
     def worst(self, rounds: int) -> tuple[Event, ...]:
-        """The most that the first `rounds` rounds can cost a party that keeps to its cap.
+        """The costliest events of a party in the first `rounds` rounds, within its cap.
 
-        Where it may take part in all of them these are their events. Otherwise it is charged for as many
-        steps as its cap allows, with the least noise that any steps have: whichever rounds it takes part in,
-        its i-th costliest step costs no more than the i-th of these.
+        If the cap allows all rounds, these are the events of all rounds. Otherwise these are the least noisy
+        steps, as many as the cap allows: whichever rounds the party takes part in, its i-th costliest step
+        costs no more than the i-th of these.
         """
         taken = min(rounds, self.participations) * self.steps
         if self.sigma == 0 or not taken:
             return (Unprotected(taken),) if taken else ()
         alike = self.statistics_interval == 1 and len(set(self.factors[:rounds])) == 1
-        counts: Counter[Event] = Counter()  # by the event with count = 1
+        counts: Counter[Event] = Counter()  # keys: events with count = 1
         for t in range(1 if alike else rounds):
             for event in self.compute_round_events(t):
                 counts[event.with_count(1)] += taken if alike else event.count
@@ -88,16 +88,16 @@ class PartyGroup:
         return tuple(event for event in found if event.count)
 
     def epsilon(self, rounds: int, delta: float, accountant: str) -> float:
-        """Epsilon after `rounds` rounds, of which a party takes part in at most its cap, with the past."""
+        """Epsilon after `rounds` rounds, with participations up to the cap, including the past spend."""
         return self.spent.add_events(self.worst(rounds)).epsilon(delta, accountant)
 
     def sigmas(self) -> tuple[float, float]:
-        """The multiplier of the first round and that of the last."""
+        """The multipliers of the first and of the last round."""
         return self.sigma * self.factors[0], self.sigma * self.factors[-1]
 
 
 def _sort_key_by_noise(event: Event) -> float:
-    """Sorts a group's events, which have one rate, from the costliest; what has no noise costs the most."""
+    """Sort key for a group's events, which have one rate: the costliest first. Events without noise cost the most."""
     return event.sigma if isinstance(event, Gaussian) else 0.0
 
 
@@ -105,14 +105,14 @@ def _sort_key_by_noise(event: Event) -> float:
 
 
 def compute_round_terms(settings: Settings) -> tuple[float, int]:
-    """(rate, releases a round) of the mechanism that is accounted: the local steps, or the server's one release."""
+    """(rate, releases per round) of the accounted mechanism: the local steps, or the server's one release."""
     if has_trusted_server(settings):
         return settings.train.participation, 1
     return settings.train.rate, compute_local_steps(settings.train)
 
 
 def make_common_terms(settings: Settings, rule: ClipRule) -> PartyGroup:
-    """The terms that all parties share, before any noise is chosen: sigma is 0, and nothing was spent before."""
+    """The terms that all parties share, before calibration: sigma is 0, and nothing was spent before."""
     privacy, train = settings.privacy, settings.train
     rate, steps = compute_round_terms(settings)
     return PartyGroup(
@@ -135,18 +135,16 @@ def group_parties(
     name: Callable[[int], str],
     special: Mapping[int, tuple[float | None, Spend | None]],
 ) -> tuple[list[PartyGroup], npt.NDArray[np.int32]]:
-    """The groups with their sigma, and the number of each party's group [K].
+    """The groups with their sigma, and the index of each party's group [K].
 
-    sizes [K] are the units n_k. special: (budget, past) of parties that have one of their own, by number.
+    sizes [K]: units n_k per party. special: (budget, past spend) of parties with their own, by party number.
     """
     common, rate, count = make_common_terms(settings, rule), settings.train.rate, len(sizes)
     by_size = False
-    if (
-        common.statistics_interval > 1
-    ):  # steps without statistics have the gradient's own noise, which may depend on the batch
+    if common.statistics_interval > 1:  # the noise of steps without statistics may depend on the batch size
         few, many = rate * float(sizes.min()), rate * float(sizes.max())
         common, by_size = replace(common, batch=few), _share_depends_on_batch(rule.share, few, many)
-    if by_size:  # then parties of different sizes pay differently, and each size is a group
+    if by_size:  # then the cost depends on the size, and each size is a group
         special = {k: special.get(k, (None, None)) for k in range(count)}
     numbers: dict[Any, int] = {}
     groups: list[PartyGroup] = []
@@ -172,18 +170,18 @@ def group_parties(
 
 
 def _compute_statistics_interval(settings: Settings, rule: ClipRule) -> int:
-    """Steps between two releases of the rule's statistics; the server of unit client releases them every round."""
+    """Steps between two releases of the rule's statistics; at unit client the server releases them every round."""
     paid = rule.private and rule.share is not no_statistics_share and not has_trusted_server(settings)
     return max(1, round(settings.clip.statistics_interval / settings.train.rate)) if paid else 1
 
 
 def _share_depends_on_batch(share: ShareFn, few: float, many: float) -> bool:
-    """Whether parties with expected batches between these give their statistics different shares, at any noise."""
+    """Whether the share of the statistics differs between expected batch sizes `few` and `many`, at any noise."""
     return any(share(float(sigma), few) != share(float(sigma), many) for sigma in np.geomspace(0.05, 1000.0, 200))
 
 
 def _choose_group_sigma(settings: Settings, rule: ClipRule, group: PartyGroup, who: str) -> float:
-    """The multiplier that was given, or the smallest that keeps a group within its budget; `who` is for errors."""
+    """The given multiplier, or the smallest one that keeps a group within its budget. who: name for error messages."""
     privacy = settings.privacy
     if not rule.private:
         return 0.0

@@ -1,4 +1,4 @@
-"""The plan as a value: the terms of every party, what they cost, and how it is shown."""
+"""The plan as a value: the terms of every party and their cost."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from fulcrum.privacy.plan.text import (
 from fulcrum.types import Assignment
 
 AGGREGATIONS = ("plain", "ideal-secagg")
-"""What privacy.aggregation may be: what the server is taken to see."""
+"""The choices of privacy.aggregation: what the server is assumed to see."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The terms of every party. Ask by party number k (0..parties-1).
+    """The terms of every party. Methods take the party number k (0..parties-1).
 
-    sizes [K] are the units n_k, group_of [K] the number of each party's group. delta, accountant, unit and the
-    noise schedule's name are the run's; rounds is T. central: the server's mechanism where the unit is the
-    client (sizes are then examples, and only make weights), else None. aggregation: what the server is taken to see.
+    sizes [K]: units n_k per party. group_of [K]: index of each party's group. delta, accountant, unit and the name of
+    the noise schedule: of the run. rounds: number of rounds T. central: the server's mechanism at unit client (sizes
+    are then examples, used for weights only), else None. aggregation: what the server is assumed to see.
     """
 
     name: Callable[[int], str]
@@ -65,29 +65,29 @@ class Plan:
 
     @property
     def parties(self) -> int:
-        """K."""
+        """Number of parties K."""
         return len(self.sizes)
 
     @property
     def has_trusted_server(self) -> bool:
-        """Whether a trusted server clips whole updates and adds the noise: the unit is then the client."""
+        """Whether a trusted server clips whole updates and adds the noise (unit client)."""
         return self.central is not None
 
     @property
     def get_server_terms(self) -> ClientLevelTerms:
-        """The trusted server's mechanism; ask only where `trusted_server` is true."""
+        """The trusted server's mechanism; call only if `has_trusted_server` is true."""
         if self.central is None:
             raise ValueError(f"a plan with unit {self.unit!r} has no trusted server")
         return self.central
 
     @property
     def shares_noise(self) -> bool:
-        """Whether the parties share one dose of noise, under an ideal secure aggregation that is assumed."""
+        """Whether the parties share one noise vector, under an assumed ideal secure aggregation."""
         return self.aggregation == "ideal-secagg"
 
     @property
     def promised_delta(self) -> float | None:
-        """delta; None where the rule adds no noise, so that nothing is promised."""
+        """delta; None where the rule adds no noise, so there is no guarantee."""
         return self.delta if self.private else None
 
     def group(self, k: int) -> PartyGroup:
@@ -95,31 +95,31 @@ class Plan:
         return self.groups[int(self.group_of[k])]
 
     def units(self, k: int) -> int:
-        """n_k: examples, or persons where the unit is the person; 1 where it is the client itself."""
+        """Number of units n_k: examples, or persons at unit person; 1 at unit client."""
         return 1 if self.has_trusted_server else int(self.sizes[k])
 
     def participations(self, k: int) -> int:
-        """The most rounds that party k takes part in."""
+        """The largest number of rounds that party k takes part in."""
         return self.group(k).participations
 
     def events(self, k: int, t: int = 0) -> tuple[Event, ...]:
-        """What party k releases if it takes part in round t (from 0)."""
+        """The events of party k if it takes part in round t (from 0)."""
         return self.group(k).compute_round_events(t)
 
     def assignment(self, k: int, t: int, lr: float) -> Assignment:
-        """What party k is asked to do in round t (from 0) at learning rate lr."""
+        """The task of party k in round t (from 0) at learning rate lr."""
         if self.central:  # plain training: the server clips and adds the noise
             return Assignment(k, self.central.local_rate, 0.0, self.central.local_steps, lr)
         return self.group(k).assignment(k, t, lr)
 
     def terms(self, k: int) -> dict[str, Any]:
-        """Party k's account in a ledger: the keywords of `Ledger.enroll` but its name."""
+        """Party k's account in a ledger: the keywords of `Ledger.enroll` except the name."""
         return {
             "budget": self.total_budget if self.total_budget is not None else self.group(k).budget,
             "delta": self.delta,
             "accountant": self.accountant,
             "unit": self.unit,
-            # Epsilons against different adversaries do not add up, so they have accounts of their own.
+            # Epsilons against different adversaries do not add up, so each has its own account.
             "population": f"{self.population}, "
             + ("whole" if self.has_trusted_server else f"{self.units(k)} {self.unit}s")
             + (", seen in sums only (ideal secure aggregation)" if self.shares_noise else ""),
@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def steady(self) -> bool:
-        """Whether every round asks the same of a party: no noise schedule, and statistics with every step or none."""
+        """Whether all rounds have the same terms: no noise schedule, and statistics with every step or none."""
         return self.schedule == "constant" and all(group.statistics_interval == 1 for group in self.groups)
 
     def compute_epsilon_at(self, round: int, k: int, accountant: str | None = None) -> float:
@@ -135,13 +135,13 @@ class Plan:
         return self.group(k).epsilon(round, self.delta, accountant or self.accountant)
 
     def curve(self, k: int, points: int = 11, accountant: str | None = None) -> list[tuple[int, float]]:
-        """(rounds done, epsilon) of party k, at about evenly spaced rounds from 0 to T."""
+        """(rounds done, epsilon) of party k, at roughly evenly spaced rounds from 0 to T."""
         rounds = sorted({round(self.rounds * i / max(points - 1, 1)) for i in range(points)})
         return [(t, self.compute_epsilon_at(t, k, accountant)) for t in rounds]
 
     @cached_property
     def ends(self) -> tuple[dict[str, float], ...]:
-        """Epsilon of each group at the end, by accountant: those of `reported_accountants`, the headline first."""
+        """Epsilon of each group at the end, by accountant, in the order of `reported_accountants`."""
         reported = reported_accountants(self.accountant)
         spends = [group.spent.add_events(group.worst(self.rounds)) for group in self.groups]
         by_name = {
@@ -156,7 +156,7 @@ class Plan:
 
     @property
     def costliest_party(self) -> int:
-        """The number of a party that can spend the most, by the headline's accountant first."""
+        """The number of a party with the largest final epsilon; the headline accountant compares first."""
         costs = [tuple(end.values()) for end in self.ends]
         return int((self.group_of == max(range(len(costs)), key=costs.__getitem__)).argmax())
 
@@ -180,7 +180,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences about the plan as a whole; parties are counted, not listed."""
+        """Warnings about the whole plan; they give numbers of parties, not names."""
         about = [
             *warn_about_rule(self.private, self.sound),
             *(warn_about_shared_noise(self.parties) if self.shares_noise else ()),
@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def rates(self) -> npt.NDArray[np.float64]:
-        """q of each party [K]."""
+        """Sampling rate q of each party [K]."""
         return np.array([g.rate for g in self.groups])[self.group_of]
 
     @property
@@ -206,17 +206,17 @@ class Plan:
     def compute_step_noise(self, k: int, t: int = 0) -> float:
         """Noise of one step's mean gradient of party k along any direction, in units of C: sigma_t / (q n_k).
 
-        sigma_t is the gradient's own: a paid rule's statistics take their share of the precision. Where K parties share
-        the noise it is what party k adds, sigma_t / (sqrt(K) q n_k); of the aggregate that leaves sigma_t / (q n).
+        sigma_t is the gradient's multiplier, after the share of the precision for the rule's statistics. Where K
+        parties share the noise, party k adds sigma_t / (sqrt(K) q n_k), and the aggregate has sigma_t / (q n).
         """
         return noise.plan_step_noise(self.group(k), self.units(k), t)
 
     def compute_noise_to_signal(self, dim: int, k: int | None = None, C: float | None = None) -> PlannedNoise:
-        """How noisy a step of the first round is for a model of `dim` parameters: party k alone, or the aggregate.
+        """The noise of a step of the first round for a model of `dim` parameters: of party k, or of the aggregate.
 
         The aggregate averages over the parties with the run's weights; with client sampling, over the
-        expected number of them. Where the unit is the client only the aggregate has noise, and k is
-        ignored. C is clip.C0 unless given; it only scales coordinate and norm.
+        expected number of participants. At unit client only the aggregate has noise, and k is ignored.
+        C is clip.C0 unless given; it only scales coordinate and norm.
         """
         if self.central:
             direction = noise.plan_server_noise(self.groups, self.central)
@@ -231,8 +231,8 @@ class Plan:
     def to_json(self, dim: int | None = None) -> dict[str, Any]:
         """For `fulcrum plan --json`: plain values, an infinite epsilon as the string "inf".
 
-        Lists groups in full and the first 1000 parties; `noise` (party by party and aggregate) where
-        the model's number of parameters is given.
+        Lists all groups and the first 1000 parties; `noise` (per party and of the aggregate) if the
+        model's number of parameters is given.
         """
         members = np.bincount(self.group_of, minlength=len(self.groups)).tolist()
         before = [group.spent.epsilon(self.delta, self.accountant) for group in self.groups]

@@ -1,4 +1,4 @@
-"""Settings, parties and a rule -> a `Plan`; and the other way round, how many rounds fit into a budget."""
+"""Settings, parties and a rule -> a `Plan`; and the inverse: the number of rounds that fit into a budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fulcrum.settings.schema import Settings
 
 
 def check_privacy_names(settings: Settings) -> None:
-    """ConfigError where the accountant, the noise schedule or the estimator that the settings name is not known."""
+    """Raise ConfigError if the settings name an unknown accountant, noise schedule or estimator."""
     ACCOUNTANTS.find(settings.privacy.accountant)
     SCHEDULES.find(settings.privacy.noise_schedule)
     ESTIMATORS.find(settings.client_level.estimator)
@@ -39,10 +39,10 @@ def make_plan(
 ) -> Plan:
     """Plan a run. names: the parties' names, or their number (then party-0, party-1, ...). units [K]: n_k.
 
-    With privacy.epsilon, sigma is the smallest that keeps each party within its budget over its cap on
-    participations; with privacy.sigma, epsilon is what that costs. spent, by party, is what was
-    released before this run and counts against the same budget; leave it out for "this run only".
-    population says which data the parties hold, for the ledger; by default it is told from the settings.
+    With privacy.epsilon, sigma is the smallest one that keeps each party within its budget over its cap on
+    participations; with privacy.sigma, epsilon is the resulting cost. spent, by party: releases before this
+    run, which count against the same budget; omit it for "this run only". population: identifies the parties'
+    data, for the ledger; by default derived from the settings.
     """
     privacy, train = settings.privacy, settings.train
     check_privacy_names(settings)
@@ -55,7 +55,7 @@ def make_plan(
         _check_shared_noise(settings, rule, groups)
         groups = [replace(groups[0], noise_parties=count)]
     central = make_client_level_terms(settings, sizes)
-    if central:  # one noise for all, so the party that needs most sets it
+    if central:  # one noise for all parties, so the party that needs the most noise sets it
         loudest = max(group.sigma for group in groups)
         groups = [replace(group, sigma=loudest) for group in groups]
     return Plan(
@@ -81,7 +81,7 @@ def make_plan(
 
 
 def _check_shared_noise(settings: Settings, rule: ClipRule, groups: Sequence[PartyGroup]) -> None:
-    """Refuse what one dose of noise over the parties' sum does not cover; `config.check` has looked at the settings."""
+    """Refuse what one shared noise vector does not cover; `check_settings` has checked the settings before."""
     view = rule.view(rule.init(settings.clip, ModelFacts(2, (2,))), 0, settings.train.rounds)
     reasons = {
         "adds no noise, so there is none to share": not rule.private,
@@ -102,14 +102,14 @@ def _check_shared_noise(settings: Settings, rule: ClipRule, groups: Sequence[Par
         )
 
 
-# --- who the parties are ------------------------------------------------------------------------
+# --- parties ------------------------------------------------------------------------------------
 
 MAX_NAMES_SEARCHED = 1000
-"""The most names that are searched for one that a misspelt name may have meant."""
+"""The largest number of names that are searched for the nearest match of a misspelt name."""
 
 
 class NamedParties(Protocol):
-    """Parties that know their number and names, such as a `data.Partition`."""
+    """Parties with their number and names, such as a `data.Partition`."""
 
     @property
     def parties(self) -> int: ...
@@ -118,7 +118,7 @@ class NamedParties(Protocol):
 
 
 def resolve_party_names(names: Sequence[str] | NamedParties | int) -> tuple[int, Callable[[int], str]]:
-    """How many parties there are, and the name of each by its number."""
+    """The number of parties, and a function from a party's number to its name."""
     if isinstance(names, int):
         return names, "party-{}".format
     if isinstance(names, Sequence):
@@ -129,7 +129,7 @@ def resolve_party_names(names: Sequence[str] | NamedParties | int) -> tuple[int,
 
 
 def check_unit_counts(units: Any, count: int) -> npt.NDArray[np.int64]:
-    """n_k of each party [K], at least 1."""
+    """Number of units n_k of each party [K], at least 1."""
     sizes = np.asarray(units)
     if sizes.shape != (count,) or count == 0:
         raise ConfigError(f"units has shape {sizes.shape}; it must hold one number for each of {count} parties.")
@@ -142,7 +142,7 @@ def check_unit_counts(units: Any, count: int) -> npt.NDArray[np.int64]:
 def find_special_parties(
     budgets: Mapping[str, float], spent: Mapping[str, Spend], count: int, name: Callable[[int], str]
 ) -> dict[int, tuple[float | None, Spend | None]]:
-    """(budget, past) of the parties that have one or the other of their own, by number; None for what they share."""
+    """(budget, past spend) of parties with their own budget or past, by party number; None for a shared value."""
     past = {party: spend for party, spend in spent.items() if spend.releases}
     if not budgets and not past:
         return {}
@@ -156,29 +156,29 @@ def find_special_parties(
 
 
 def identify_population(settings: Settings) -> str:
-    """Which data a party of that name holds: the same only for the same source, split and seed."""
+    """An identifier of the parties' data: equal only for the same source, split and seed."""
     data = settings.data
     if data.partition == "given":
         split = "given parties"
     else:
-        method = "dirichlet" if data.partition == "auto" else data.partition  # what "auto" means for classes
+        method = "dirichlet" if data.partition == "auto" else data.partition  # the meaning of "auto" for classes
         split = f"{method} over {data.parties}, alpha {data.alpha:g}, shards {data.shards}"
         split += f", floor {data.min_examples}, seed {settings.run.seed}"
     held = f", {data.validation:g} held out" if data.validation else ""
     return f"{data.source}, {split}{held}"
 
 
-# --- the other way round ------------------------------------------------------------------------
+# --- budget -> rounds ---------------------------------------------------------------------------
 
 
 def compute_rounds_for_budget(
     settings: Settings, epsilon: float | None = None, sigma: float | None = None, spent: Spend | None = None
 ) -> int:
-    """How many rounds of these settings' rate and steps fit into epsilon at sigma; 0 if not even one.
+    """The number of rounds, with these settings' rate and steps, that fit into epsilon at sigma; 0 if none fits.
 
-    epsilon and sigma are privacy.epsilon and privacy.sigma unless given here. A party may have spent
-    something before. At most a million rounds are counted. Under a noise schedule other than constant the
-    question is how many of its train.rounds rounds fit, from the first on.
+    epsilon and sigma are privacy.epsilon and privacy.sigma unless given here. spent: what a party released
+    before. The result is at most a million. With a noise schedule other than constant it is the number of the
+    schedule's train.rounds rounds that fit, from the first one.
     """
     privacy, train = settings.privacy, settings.train
     budget = privacy.epsilon if epsilon is None else epsilon
@@ -202,7 +202,7 @@ def compute_rounds_for_budget(
 
 
 def compute_affordable_rounds(plan: Plan, ledger: Ledger) -> dict[str, int]:
-    """Rounds that each party of a kept ledger can still pay for, by name; those that can pay for all are left out."""
+    """Rounds that each party can still pay for from a kept ledger, by name; omits parties that can pay for all."""
     accounts, spent = ledger.accounts(), ledger.get_spends()
     known: dict[tuple[Any, ...], int] = {}
     short: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A plan as people and programs read it: warnings in sentences, and the rows of `fulcrum plan --json`."""
+"""Output of a plan: warnings in sentences, and the rows of `fulcrum plan --json`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fulcrum.privacy.plan.party_group import PartyGroup
 # --- rows ---------------------------------------------------------------------------------------
 
 MAX_PARTIES_LISTED = 1000
-"""The most parties that `Plan.to_json` lists one by one."""
+"""The largest number of parties that `Plan.to_json` lists."""
 
 
 @dataclass(frozen=True)
 class PartyPlan:
-    """One party's terms. batch is the expected number of units in a step, q n_k; epsilons: at the end, by
-    accountant.
+    """One party's terms.
 
-    sigma is the multiplier of the first round, sigma_last that of the last. budget is None where sigma was
-    given. warnings are sentences for the user.
+    batch: expected number of units in a step, q n_k. epsilons: at the end, by accountant. sigma: multiplier
+    of the first round. sigma_last: of the last round. budget: None where sigma was given. warnings: sentences
+    for the user.
     """
 
     name: str
@@ -72,7 +72,7 @@ def make_epsilon_keys(epsilons: Mapping[str, float]) -> dict[str, float | str]:
 
 
 def make_group_row(group: PartyGroup, parties: int, ends: Mapping[str, float], spent: float) -> dict[str, Any]:
-    """A group of so many parties. ends: epsilon at the end, by accountant. spent: epsilon before the run."""
+    """The row of a group. parties: their number. ends: final epsilon by accountant. spent: epsilon before the run."""
     return {
         "parties": parties,
         "rate": group.rate,
@@ -88,7 +88,7 @@ def make_group_row(group: PartyGroup, parties: int, ends: Mapping[str, float], s
 
 
 def make_party_row(party: PartyPlan) -> dict[str, Any]:
-    """One party."""
+    """The row of one party."""
     row: dict[str, Any] = {}
     for name, value in vars(party).items():
         row |= make_epsilon_keys(party.epsilons) if name == "epsilons" else {name: value}
@@ -96,11 +96,11 @@ def make_party_row(party: PartyPlan) -> dict[str, Any]:
 
 
 def make_curve_rows(curve: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-    """Epsilon by rounds."""
+    """One row per point of the curve: round and epsilon."""
     return [{"round": t, "epsilon": infinity_to_text(epsilon)} for t, epsilon in curve]
 
 
-# --- warnings: sentences about a plan that promises less than it seems to, or will learn little ---
+# --- warnings: a plan that guarantees less than it seems to, or will learn little -----------------
 
 ASSUMED_AGGREGATION_WARNING = (
     "ASSUMES AN IDEAL SECURE AGGREGATION, which is simulated and not implemented: epsilon holds only against a server "
@@ -110,7 +110,7 @@ ASSUMED_AGGREGATION_WARNING = (
 
 
 def warn_about_rule(private: bool, sound: bool) -> list[str]:
-    """Whether the rule's epsilon is a guarantee at all."""
+    """Warnings about a rule whose epsilon is not a guarantee."""
     if not private:
         return ["The rule adds no noise: there is no privacy guarantee at all."]
     if not sound:
@@ -119,12 +119,12 @@ def warn_about_rule(private: bool, sound: bool) -> list[str]:
 
 
 def warn_about_shared_noise(parties: int) -> list[str]:
-    """What parties that share one dose of noise rely on."""
+    """The assumption of parties that share one noise vector."""
     return [ASSUMED_AGGREGATION_WARNING.format(parties=parties)]
 
 
 def warn_about_party(delta: float | None, units: int, batch: float) -> list[str]:
-    """One party of that many units and that expected batch; delta is None where nothing is promised."""
+    """Warnings about one party: its number of units and expected batch size. delta: None without a guarantee."""
     found = []
     if delta is not None and delta >= 1 / units:
         found.append(f"delta = {delta:g} is not below 1/n = 1/{units}; choose a smaller delta.")
@@ -140,7 +140,7 @@ def warn_about_party_sizes(
     name: Callable[[int], str],
     unit: str,
 ) -> list[str]:
-    """The same of all parties: their units n_k [K] and expected batches q n_k [K]."""
+    """The same warnings for all parties: their units n_k [K] and expected batch sizes q n_k [K]."""
     found, parties = [], len(sizes)
     exposed = 0 if delta is None else int((delta >= 1 / sizes).sum())
     if exposed:
@@ -156,7 +156,7 @@ def warn_about_party_sizes(
 
 
 def warn_about_client_unit(delta: float | None, parties: int, cohort: float, along: float) -> list[str]:
-    """A plan whose unit is the client. cohort: q_c K. along: a round's noise along any direction, in units of C."""
+    """Warnings at unit client. cohort: q_c K. along: a round's noise along any direction, in units of C."""
     found = []
     if delta is not None and delta >= 1 / parties:
         found.append(

@@ -1,12 +1,12 @@
-"""The privacy statement of a run: privacy.json for programs, PRIVACY.md for whoever signs it.
+"""The privacy statement of a run: privacy.json for programs, PRIVACY.md for the person who signs it.
 
-facts.py  privacy.json: every number and sentence under a stable key, and what left a party or the server
-text.py   sentences: the guarantee, what it relies on, warnings
-units.py  what one epsilon protects, from whom, and what it leaves out, per unit
+facts.py  privacy.json: every number and sentence under a stable key, and what a party or the server released
+text.py   sentences: the guarantee, its assumptions, warnings
+units.py  what epsilon protects, from whom, and what it does not cover, per unit
 page.py   PRIVACY.md, from these facts alone
 
-It says what is promised, to whom, against whom, at what price so far, and what is not promised. Every number comes from
-the accountant; every sentence from the settings that produced the run.
+The statement names the guarantee, the protected unit, the adversary, the epsilon spent so far, and what is not covered.
+Every number comes from the accountant; every sentence from the settings of the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""privacy.json: the statement as facts for programs. The page for people is made from them, and from nothing else."""
+"""privacy.json: the statement as facts for programs. PRIVACY.md is made from these facts alone."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from fulcrum.settings.schema import Settings
 
 @dataclass(frozen=True)
 class AccountedRun:
-    """A run as its privacy statement needs it.
+    """The input of a run's privacy statement.
 
-    spent: what each party has released within the scope ("run" or "ledger"), by name; a party that is
-    missing has released nothing. run_spent: the part of this run, where the scope is a ledger.
-    randomness_mode: "secure", "seeded" or "recorded". version: Fulcrum's.
+    spent: what each party has released within the scope ("run" or "ledger"), by name; a missing party has
+    released nothing. run_spent: the part of this run, where the scope is a ledger.
+    randomness_mode: "secure", "seeded" or "recorded". version: of Fulcrum.
     """
 
     settings: Settings
@@ -57,7 +57,7 @@ class AccountedRun:
 
 
 def make_statement(run: AccountedRun) -> dict[str, Any]:
-    """What privacy.json holds. All values are plain; an infinite epsilon is the string "inf".
+    """The content of privacy.json. All values are plain; an infinite epsilon is the string "inf".
 
     Keys, stable from version to version:
 
@@ -68,15 +68,15 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     private, sound, nominal private: noise was added at all; nominal: epsilon is not a guarantee
     guarantee               "yes", "assumed", "nominal" or "none", and `guarantee_text`, the sentence to read; assumed:
                             it rests on a secure aggregation that is simulated (see aggregation)
-    aggregation             "plain", or "ideal-secagg": the server is taken to see nothing but sums
-    target                  {epsilon, budgets, sigma}: what was asked for; null where it was not
-    planned                 {epsilon, epsilon_pld}: the most this run was planned to reach
-    schedule                {name, sigma_min, sigma_max}: how the noise moves over the rounds, over all parties
+    aggregation             "plain", or "ideal-secagg": the server is assumed to see only sums
+    target                  {epsilon, budgets, sigma}: the settings; null where not given
+    planned                 {epsilon, epsilon_pld}: the largest epsilon that the plan allows
+    schedule                {name, sigma_min, sigma_max}: the noise schedule and the range of sigma over all parties
     randomness              {mode, text}
-    scope                   {kind, text}; with kind "ledger" also run_epsilon, that of this run alone
+    scope                   {kind, text}; with kind "ledger" also run_epsilon, of this run alone
     run                     {id, date, version, finished, rounds_done, rounds, method, rule, dataset}
-    releases                [{kind, times, text}]: every kind of thing that left a party or the server
-    groups_of_records       [{records, epsilon, delta}]: what holds for m units of one person (client: m parties)
+    releases                [{kind, times, text}]: every kind of release of a party or the server
+    groups_of_records       [{records, epsilon, delta}]: group privacy for m units of one person (client: m parties)
     adds_up                 sentences on how parties and records add up
     not_covered, warnings   sentences
     parties                 [{name, units, rate, sigma, releases, epsilon_rdp, epsilon_pld, budget}]
@@ -158,14 +158,14 @@ def _spends_by_party(names: Sequence[str], spent: Mapping[str, Spend]) -> list[S
 
 
 def _compute_unique_epsilons(spends: list[Spend], delta: float, accountant: Accountant) -> list[float]:
-    """Epsilon of each; those with the same past are computed once."""
+    """Epsilon of each spend; equal spends are computed once."""
     unique = {spend.key: spend for spend in spends}
     costs = dict(zip(unique, compute_epsilons(list(unique.values()), delta, accountant).tolist(), strict=True))
     return [costs[spend.key] for spend in spends]
 
 
 def _make_group_privacy_rows(epsilon: float, delta: float) -> list[dict[str, Any]]:
-    """What (epsilon, delta) for one unit means for m of them: m epsilon, and m exp((m-1) epsilon) delta."""
+    """Group privacy: (epsilon, delta) for one unit gives m units (m epsilon, m exp((m-1) epsilon) delta)."""
     rows = []
     for m in (2, 5, 10):
         log_delta = math.log(m) + (m - 1) * epsilon + math.log(delta)
@@ -174,11 +174,11 @@ def _make_group_privacy_rows(epsilon: float, delta: float) -> list[dict[str, Any
     return rows
 
 
-# --- every kind of thing that left a party or the server, how often, and in which form ----------
+# --- releases: kind, number and form ------------------------------------------------------------
 
 
 def _describe_schedule(plan: Plan) -> dict[str, Any]:
-    """How the noise moves over the rounds: the schedule's name, and the least and the most sigma of any party."""
+    """The noise schedule's name, and the smallest and largest sigma of any party."""
     ends = [g.sigma * factor for g in plan.groups for factor in (min(g.factors), max(g.factors))]
     return {"name": plan.schedule, "sigma_min": min(ends), "sigma_max": max(ends)}
 
@@ -226,7 +226,7 @@ def _make_release_row(kind: str, times: int, text: str) -> dict[str, Any]:
 
 
 def _describe_main_release(plan: Plan, rule: ClipRule, counts: Sequence[int]) -> tuple[str, str, str]:
-    """What training releases: its kind, in words, and what becomes known of who takes part."""
+    """The release of training: its kind, a description, and what it reveals about participation."""
     noise = _describe_noise(plan) if rule.private else ""
     if plan.has_trusted_server:
         return "means", *_describe_server_means(plan.get_server_terms, rule, noise)
@@ -258,7 +258,7 @@ def _describe_party_updates(steps: int, counts: Sequence[int], sums: str) -> tup
 
 
 def _describe_party_sums(parties: int, sums: str) -> tuple[str, str]:
-    """The server is taken to see nothing but the parties' sum."""
+    """The server is assumed to see only the parties' sum."""
     return (
         f"The weighted sum over all {parties} parties of each round's updates, one step each: "
         f"{sums} on the sum; each party adds 1/{parties} of the variance, sigma / "
@@ -269,7 +269,7 @@ def _describe_party_sums(parties: int, sums: str) -> tuple[str, str]:
 
 
 def _describe_server_means(terms: ClientLevelTerms, rule: ClipRule, noise: str) -> tuple[str, str]:
-    """What a trusted server releases, and what it keeps to itself."""
+    """What a trusted server releases, and what it keeps secret."""
     divisor = terms.describe_divisor
     if rule.private:
         divisor += f"; one party moves it by at most {terms.sensitivity:.5g} times C"

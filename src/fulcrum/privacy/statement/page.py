@@ -8,7 +8,7 @@ from typing import Any
 from fulcrum.privacy.statement.units import UnitTexts, find_unit_texts
 
 MAX_PARTIES_ON_PAGE = 1000
-"""PRIVACY.md lists parties one by one up to this many, and sums up beyond."""
+"""The largest number of parties that PRIVACY.md lists; beyond, it gives a summary."""
 SIGNATURE_ROLES = ("responsible for the run", "data-protection officer")
 
 
@@ -20,7 +20,7 @@ GUARANTEE_BANNERS = {
     ),
     "none": "this run is NOT PRIVATE. Nothing below protects anybody.",
 }
-"""What the page warns of before anything else, where the guarantee is not "yes"."""
+"""The first warning on the page, where the guarantee is not "yes"."""
 
 
 def statement_to_markdown(facts: Mapping[str, Any]) -> str:
@@ -54,7 +54,7 @@ def statement_to_markdown(facts: Mapping[str, Any]) -> str:
 
 
 def _write_summary(facts: Mapping[str, Any]) -> list[str]:
-    """The run at a glance: which it was, what was asked for, what was spent."""
+    """Summary of the run: its identity, target and spent epsilon."""
     run = facts["run"]
     first, *others = _list_accountants(facts)
     beside = [f", {format_short_value(facts[f'epsilon_{name}'])} ({name.upper()})" for name in others]
@@ -77,7 +77,7 @@ def _write_summary(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _list_accountants(facts: Mapping[str, Any]) -> list[str]:
-    """The names of the accountants that the facts report, the headline first: each has a key per party."""
+    """The names of the accountants in the facts, the headline first: each has a key per party."""
     return [key.removeprefix("epsilon_") for key in facts["parties"][0] if key.startswith("epsilon_")]
 
 
@@ -98,7 +98,7 @@ def _describe_accounting(accountant: Mapping[str, str], unit: UnitTexts) -> str:
 
 
 def _write_group_privacy(facts: Mapping[str, Any], unit: UnitTexts) -> list[str]:
-    """What holds for several units together, where that is a question."""
+    """The guarantee for several units together, where it applies."""
     if not facts["private"] or not unit.several:
         return []
     rows = [
@@ -136,7 +136,7 @@ def _write_parties(facts: Mapping[str, Any]) -> list[str]:
 def _write_equal_parties(
     parties: Sequence[Mapping[str, Any]], columns: Sequence[str], costs: Sequence[str]
 ) -> list[str]:
-    """Where everyone is charged every round most parties have the same line: one for all of them."""
+    """The table with one line for all parties that have the same values."""
     keys = ("rate", "sigma", "releases", *costs, "budget")
     lines: dict[tuple[str, ...], list[str]] = {}
     for party in parties:
@@ -159,11 +159,11 @@ def _format_group_delta(delta: float) -> str:
     return format_short_value(delta) if delta < 1 else "1 (no guarantee)"
 
 
-# --- pieces of Markdown as lines, each ending in an empty one; values as a table's cells hold them ---
+# --- Markdown elements as lines, each ending in an empty line; values as text of table cells ---
 
 
 def format_short_value(value: float | str | None) -> str:
-    """A value in a few letters: five digits of a number, "none" for None, "infinite" for what JSON has as "inf"."""
+    """A value as short text: five digits of a number, "none" for None, "infinite" for JSON's "inf"."""
     if value is None:
         return "none"
     if isinstance(value, str):
@@ -172,17 +172,17 @@ def format_short_value(value: float | str | None) -> str:
 
 
 def escape_table_cell(text: str) -> str:
-    """Text that would break a table, made harmless."""
+    """Escape text for a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 def make_section(title: str, lines: Iterable[str]) -> list[str]:
-    """A heading and what is below it."""
+    """A heading and its lines."""
     return [f"## {title}", "", *lines]
 
 
 def make_paragraph(text: str) -> list[str]:
-    """Text by itself."""
+    """A paragraph."""
     return [text, ""]
 
 

@@ -1,4 +1,4 @@
-"""The statement's sentences: what is promised, what it relies on, how it adds up, and what to beware of."""
+"""The statement's sentences: the guarantee, its assumptions, composition, and warnings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCOPE_TEXTS = {
 
 
 def guarantee_level(plan: Plan, rule: ClipRule) -> str:
-    """What epsilon is worth: "yes", "assumed", "nominal" or "none"."""
+    """Whether epsilon is a guarantee: "yes", "assumed", "nominal" or "none"."""
     if not rule.private:
         return "none"
     if not rule.sound:
@@ -40,7 +40,7 @@ def guarantee_level(plan: Plan, rule: ClipRule) -> str:
 
 
 def guarantee_sentence(plan: Plan, rule: ClipRule, epsilons: Mapping[str, float], mode: str) -> str:
-    """The one sentence to read. epsilons: the largest of any party, by accountant. mode: of the randomness."""
+    """The statement's main sentence. epsilons: the largest of any party, by accountant. mode: of the randomness."""
     if not rule.private:
         return "There is no privacy guarantee: the updates left the parties without noise."
     first, *others = epsilons
@@ -72,7 +72,7 @@ def composition_sentence(plan: Plan, rule: ClipRule) -> list[str]:
 
 
 def collect_warnings(settings: Settings, plan: Plan, rule: ClipRule, mode: str, finished: bool) -> list[str]:
-    """What to beware of: in the plan, in the settings, in how far the run has come."""
+    """Warnings about the plan, the settings and the progress of the run."""
     found = list(plan.warnings)
     if not finished:
         found.append("The run is not finished: this statement covers what has been reserved so far.")

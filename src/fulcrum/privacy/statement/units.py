@@ -1,7 +1,6 @@
-"""What one epsilon protects, from whom, and what it leaves out: the words of the statement, one entry a unit.
+"""What epsilon protects, from whom, and what it does not cover: the texts of the statement, one entry per unit.
 
-Two units are two promises. The words are kept beside each other here so that a change to one is seen
-next to the other, and nothing that prints an epsilon has to guess.
+Each unit is a different guarantee. The texts are side by side here so that they stay consistent.
 """
 
 from __future__ import annotations
@@ -85,11 +84,11 @@ NOT_COVERED = (
 
 @dataclass(frozen=True)
 class UnitTexts:
-    """One unit of privacy in words.
+    """The texts of one unit of privacy.
 
-    short: for "epsilon of one ...". protected: a sentence's start. relation, adversary, counted, not_covered and
-    adds_up are sentences. several: heads the table of what holds for m units together; "" where there is none.
-    alike: whether everyone is charged alike, so that parties with the same line are shown as one.
+    short: for "epsilon of one ...". protected: the start of a sentence. relation, adversary, counted, not_covered and
+    adds_up: sentences. several: the heading of the table for m units together; "" for no table. alike: whether all
+    parties are charged the same, so that parties with the same line share one line.
     """
 
     short: str
@@ -170,9 +169,9 @@ SECURE_SUM_TEXTS = replace(
         *UNIT_TEXTS["example"].not_covered,
     ),
 )
-"""Of examples, where the parties share one dose of noise (privacy.aggregation = "ideal-secagg")."""
+"""Texts for unit example where the parties share one noise vector (privacy.aggregation = "ideal-secagg")."""
 
 
 def find_unit_texts(unit: str, aggregation: str = "plain") -> UnitTexts:
-    """The words for a unit and what the server is taken to see."""
+    """The texts for a unit and an aggregation."""
     return SECURE_SUM_TEXTS if aggregation == "ideal-secagg" else UNIT_TEXTS[unit]
