@@ -130,12 +130,12 @@ SIGNAL_CHANGE_RATIO = 1.5
 MIN_SIGNAL_DEVIATIONS = 3.0
 """A signal below this many standard deviations of the estimate counts as no signal."""
 CLEAR_SIGNAL_RATIO = 2.0
-"""C may rise on a comparison of two rounds only if the signal is this many times the threshold for a signal. At 6 standard
-deviations equal signals look `BETTER` times apart in one of twenty comparisons; at 3, in one of five."""
+"""C may rise on a comparison of two rounds only if the signal is this many times the signal threshold. At 6 standard
+deviations, equal signals differ by `SIGNAL_CHANGE_RATIO` in one of twenty comparisons; at 3, in one of five."""
 MAX_CLEAR_THRESHOLD = 0.2
 """If the threshold for a clear signal exceeds this (the maximum signal is 1), no round is informative about C."""
 HIDDEN_SIGNAL_C_MIN_FACTOR = 10.0
-"""In that case C falls to this many times C_min: below, well-classified examples weigh as much as misclassified ones."""
+"""In that case C stops at this many times C_min: below, well-classified examples weigh as much as others."""
 SEARCH_DOWN, SEARCH_DONE, SEARCH_UP = -1, 0, 1
 Number = TypeVar("Number", float, torch.Tensor)
 

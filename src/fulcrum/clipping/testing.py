@@ -163,7 +163,7 @@ def check_sgd_limit(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
 def check_release_events(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     """The privacy event matches the release: the noise, in units of the bounds, has the event's sigma.
 
-    Checked on an empty batch, with a generator that always returns 1: the output is then the noise's scale.
+    Checked on an empty batch, with a generator that returns 1: the output is the noise's scale.
     """
     state = rule.init(settings, shape)
     given = _compute_contribution(rule, state, shape, torch.zeros((0, shape.dim)))

@@ -1,7 +1,7 @@
 """Patches, pooling and norms in one kernel each where triton and a GPU are available; else None, and torch is used.
 
 The torch code of `geometry` is the reference: every function here gives the same values, up to one rounding
-of bf16. FULCRUM_TRITON=0 turns the kernels off. Kernels are compiled when first used (triton keeps them on disk); if that
+of bf16. FULCRUM_TRITON=0 disables them. Kernels are compiled when first used (triton keeps them on disk); if that
 fails, `kernel_failures` says why and torch is used from then on.
 """
 

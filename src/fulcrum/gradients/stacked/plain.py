@@ -168,7 +168,7 @@ def build_flatten(height: int, width: int, channels: int) -> ParameterlessLayer:
 
 
 def build_centring(layer: CentringLayer, here: tuple[int, ...]) -> tuple[ParameterlessLayer, tuple[int, ...]] | None:
-    """Pads an image with zeros, then subtracts the mean; and the output shape. None if the mean does not fit the inputs."""
+    """Pads an image with zeros, then subtracts the mean; and the output shape. None if the mean does not fit."""
     mean, (down, across) = layer.mean.detach().float(), layer.padding
     if mean.dim() != len(here) or (len(here) == 1 and (down or across)):
         return None
