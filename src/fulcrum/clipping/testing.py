@@ -200,7 +200,7 @@ def check_soundness(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
 
 
 def check_stacking(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
-    """Two stacked clients give the same results as each alone: no function branches on values with Python's `if`."""
+    """Two stacked clients give the same results as each alone: no function uses Python's `if` on values."""
     state = rule.init(settings, shape)
     twice = {name: torch.stack([value, value]) for name, value in state.items()}
     twice["C"] = torch.stack([state["C"], 2 * state["C"]])

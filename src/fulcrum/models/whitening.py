@@ -1,6 +1,6 @@
 """Other coordinates for the same networks: layers whose inputs are centred, or centred and whitened.
 
-A layer W x + b is written V M (x - m) + b' with V M = W and b' = b + W m: the same number of parameters, the same functions. But
+A layer W x + b is written V M (x - m) + b' with V M = W and b' = b + W m: as many parameters, the same functions. But
 an example's gradient in V is (gradient of the output) x (M (x - m)). The common part m of all inputs no longer
 dominates the clipped norm. With M = (covariance of x)^-1/2, neither do the few directions with the largest
 variance; the noise is spread over the features by their variance. m and M must be public. Reasons and results:
@@ -39,9 +39,9 @@ IMAGE_BATCH_SIZE = 250
 
 
 class CentringLayer(nn.Module):
-    """Pads images with zeros, subtracts a fixed mean (border included), then multiplies channels or features by a matrix.
+    """Pads images with zeros, subtracts a fixed mean (border included), then multiplies channels or features by M.
 
-    mean: without the batch dimension, of one example's shape or [C, 1, 1] for all pixels. padding: rows and columns of
+    mean: of one example's shape, or [C, 1, 1] for all pixels. padding: rows and columns of
     zeros on each side. A convolution without padding after this layer equals the original one with padding: for its weights
     W, -m in the border and the bias b + sum(W) m give the same result as zeros and b. mix: a symmetric [C, C] over the
     channels of images or [F, F] over flat features; None: no multiplication.
@@ -83,7 +83,7 @@ class CentringLayer(nn.Module):
 
 
 def centre_model(model: nn.Module, facts: Mapping[str, Tensor], head: bool = False) -> nn.Sequential:
-    """A copy of a plain sequence in which the inputs of every Linear and Conv2d are centred, and whitened if M is given.
+    """A copy of a plain sequence with centred inputs of every Linear and Conv2d, whitened where M is given.
 
     facts: from `compute_input_means` and `compute_whitening_matrices`, e.g.
     {"0.mean": [C, 1, 1], "7.mean": [C, H, W], "7.mix": [F, F]}.

@@ -68,7 +68,7 @@ def save_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
 def split_input_statistics(
     model: torch.nn.Module, found: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Splits a file's content into (weights, statistics of layer inputs): "3.mean", "3.mix" for the layer of 3.weight."""
+    """Splits a file into (weights, statistics of layer inputs): "3.mean", "3.mix" for the layer of 3.weight."""
     own = dict(model.named_parameters())
     layers = {name.removesuffix(".weight") for name in own if name.endswith(".weight")}
     facts = {layer + what for layer in layers for what in (MEAN_SUFFIX, MIX_SUFFIX)} - set(own)
