@@ -140,7 +140,7 @@ def check_padding(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
 
 
 def check_sgd_limit(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
-    """With a C that clips nothing the sum is the plain sum; with a small C it is not. C is kept constant for this check."""
+    """With a C that clips nothing the sum is the plain sum; with a small C it is not. C is kept constant."""
     if rule.bounds(rule.init(settings, shape)).C.isinf().all():
         return
     gradients = torch.randn(6, shape.dim, generator=torch.Generator().manual_seed(1))

@@ -149,7 +149,7 @@ def from_arrays(
     of the task. x_test, y_test: the same for the public test set, where there is one; party_test names the party of
     each test record. person [n]: integers or text, one per record. party [n]: integers or text that name the party
     of each record; with party_names, indices into it. task: a name ("classification", "regression", ...), settings, or
-    a Task; by default classification. classes: the number of classes, if the labels do not include all of them; otherwise
+    a Task; by default classification. classes: the number of classes, if the labels do not show them all; otherwise
     the largest label plus one. Values are not scaled: scale them beforehand, by public constants. A DataError
     names the array and the expected form.
     """

@@ -214,7 +214,7 @@ PARTITIONERS: dict[str, AssignOwnersFn] = {
 LABEL_PARTITIONS = ("dirichlet", "shards")
 """Partition methods that need classes."""
 PARTITIONS = ("auto", *PARTITIONERS, "given")
-"""Allowed values of data.partition; "auto": dirichlet for classes, else iid; "given": the data itself names each record's
+"""Allowed values of data.partition; "auto": dirichlet for classes, else iid; "given": the data names each record's
 party."""
 
 

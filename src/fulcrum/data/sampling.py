@@ -18,7 +18,7 @@ class PartyData:
     """A party's records, grouped by privacy unit.
 
     index [m] int64: rows of the Dataset. unit_of [m] int64: the unit (0..units-1) of each row:
-    the example itself or its person.
+    the row itself when examples are protected (apart is then True), its person when persons are.
     """
 
     index: Tensor

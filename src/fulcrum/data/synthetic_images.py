@@ -32,7 +32,7 @@ class ImageRecipes:
     is symmetric. body [n]: brightness of the filled outline, 0 for classes with strokes only. ends
     [n, STROKES, 3, 2]: start, bend and end of each stroke. width [n, STROKES], 0: no stroke. ink [n, STROKES, c]:
     colour of strokes. grating [n, 3]: angle, frequency and strength of stripes on the body. grain [n, 3]: slope of
-    the spectrum, stretch and strength of a random texture on the body. palette [n, 2, c]: colours of body and background.
+    the spectrum, stretch and strength of a random body texture. palette [n, 2, c]: colours of body and background.
     ground [n, 2]: slope and strength of the background's texture. hole [n]: radius of a cut-out, 0 for none.
     """
 

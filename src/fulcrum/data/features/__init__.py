@@ -1,4 +1,4 @@
-"""Fixed features of each record, computed before training: a public map of one record at a time, without privacy cost."""
+"""Fixed features of each record, computed before training: a public map per record, without privacy cost."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def fit_feature_whitening(found: Tensor, power: float) -> tuple[Tensor, Tensor]:
 def _compute_all_features(
     x: Tensor, settings: Data, device: torch.device, center: Tensor | None = None, mix: Tensor | None = None
 ) -> Tensor:
-    """Features of all records in batches, minus `center` [C, H, W] and with channels multiplied by `mix` [C, C], if given."""
+    """Features of all records in batches, minus `center` [C, H, W], channels multiplied by `mix` [C, C], if given."""
     make, step = FEATURE_MAPS[settings.features], FEATURE_BATCH_SIZE.get(device.type, FEATURE_BATCH_SIZE["cuda"])
     found: Tensor | None = None
     for start in range(0, len(x), step):

@@ -208,7 +208,7 @@ def check_class_weights(settings: TaskSettings, count: int) -> tuple[float, ...]
 
 @TASKS.register("regression")
 def make_regression(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
-    """Regression: finite targets [n] or [n, k]; one output per target. Public bounds and scale come from the settings."""
+    """Regression: finite targets [n] or [n, k]; one output per target. Public bounds and scale are settings."""
     shapes = [array.shape[1:] for array in targets]
     if any(len(shape) > 1 for shape in shapes):
         raise DataError("task.name = 'regression' needs targets of shape [n] or [n, k].")
@@ -295,7 +295,7 @@ def make_next_token(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task
 
 
 def shift_tokens(x: Tensor, ignored: int) -> Tensor:
-    """Targets of a next-token task from its inputs [n, L]: the target of a position is the token at the next position."""
+    """Targets of a next-token task from its inputs [n, L]: the target of a position is the next token."""
     return torch.cat([x[:, 1:], torch.full_like(x[:, :1], ignored)], dim=1).long()
 
 

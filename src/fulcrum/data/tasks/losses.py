@@ -111,7 +111,7 @@ def make_multilabel_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[Loss
 def make_regression_loss(kind: str, scale: float, offset: float, width: float = 1.0) -> tuple[LossFn, LossGradientFn]:
     """Mean over the targets of an example of the squared, absolute or Huber error; outputs and targets [..., O].
 
-    The model learns (target - offset) / scale, so that its outputs have a magnitude of about 1. squared: half the square. huber:
+    The model learns (target - offset) / scale, so that its outputs are of order 1. squared: half the square. huber:
     half the square up to `width`, linear beyond.
     """
     value, slope = REGRESSION_LOSSES[kind]

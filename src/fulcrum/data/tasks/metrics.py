@@ -43,7 +43,7 @@ class MetricContext:
     outputs: number of model outputs O per prediction. target_dims: dimensions of one example's target (0: a number).
     loss: one loss per example. predict: outputs -> predictions, in the targets' own units. probabilities: outputs ->
     probabilities of the classes [..., classes] (two for binary classification) or, with several labels, of each
-    label [..., O]; None where the targets are not classes. threshold: the smallest probability of a positive prediction.
+    label [..., O]; None where the targets are not classes. threshold: the lowest probability of a positive prediction.
     ignored: the target of a position that does not count. sequence: whether there is one prediction per position.
     """
 
@@ -187,7 +187,7 @@ CALIBRATION_BINS = 15
 
 @METRICS.register("calibration_error")
 def make_calibration_error(task: MetricContext) -> Metric:
-    """Expected calibration error: the distance between confidence and accuracy in 15 equal bins, weighted by their examples.
+    """Expected calibration error: distance of confidence and accuracy in 15 equal bins, weighted by their examples.
 
     With several classes, the confidence of the predicted class; for binary targets, the probability of the positive
     class is compared with its frequency.
@@ -245,7 +245,7 @@ def compute_score_histogram(task: MetricContext, outputs: Tensor, targets: Tenso
 
 
 def make_ranking_metric(task: MetricContext, name: str, of_histogram: Callable[[Tensor, Tensor], Tensor]) -> Metric:
-    """A metric of the score histograms, (negative, positive) [..., bins] each -> [...]; with several labels, their mean.
+    """A metric of score histograms, (negative, positive) [..., bins] each -> [...]; with several labels, their mean.
 
     Labels without positive or without negative examples do not count.
     """
