@@ -1,4 +1,4 @@
-"""`fulcrum account`: the calculator. Any two of noise, cost and length give the third."""
+"""`fulcrum account`: the privacy calculator. Any two of sigma, epsilon and steps give the third."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def account(
 
 
 def check_account_options(q: float, sigma: float | None, epsilon: float | None, steps: int | None) -> None:
-    """Refuse what no accountant can answer."""
+    """Refuse invalid options."""
     if not 0 < q <= 1:
         raise ConfigError(f"--q {q:g} is out of range; it must be greater than 0 and at most 1.")
     for name, value in (("--sigma", sigma), ("--epsilon", epsilon), ("--steps", steps)):
@@ -54,7 +54,7 @@ def check_account_options(q: float, sigma: float | None, epsilon: float | None, 
 def compute_account_row(
     q: float, sigma: float | None, epsilon: float | None, steps: int | None, delta: float, accountant: str
 ) -> dict[str, Any]:
-    """The complete row by one accountant: what was missing, and what the whole then costs."""
+    """The complete row by one accountant: the missing value and the total epsilon."""
     from fulcrum.privacy import accounting
     from fulcrum.privacy.events import Gaussian
 

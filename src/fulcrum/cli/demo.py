@@ -1,4 +1,4 @@
-"""`fulcrum demo`: the main job on data that everybody has, beside what privacy costs."""
+"""`fulcrum demo`: private training on scikit-learn's digits, compared with a fixed C and with no privacy."""
 
 from __future__ import annotations
 

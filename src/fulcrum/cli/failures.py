@@ -19,13 +19,13 @@ from fulcrum.errors import BudgetError, FulcrumError, InputError
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
-# typer brings its own copy of click in some versions and imports click in others; both have this tree.
+# Some versions of typer include their own copy of click, others import click; both have these classes.
 UsageError = typer.BadParameter.__bases__[0]
 ClickException = UsageError.__bases__[0]
 
 
 class RunInterrupted(Exception):
-    """Ctrl-C during a run; carries the sentence that says how to go on."""
+    """Ctrl-C during a run; its message says how to continue."""
 
 
 class RunStopped(FulcrumError):
@@ -49,12 +49,12 @@ def explain_interruption(folder: Path) -> Iterator[None]:
 
 
 def run_guarded(call: Callable[[], Any], words: Sequence[str]) -> int:
-    """Call, and turn whatever happens into an exit code and at most one sentence on stderr."""
+    """Call, and turn any result or error into an exit code and at most one sentence on stderr."""
     try:
         code = call()
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (head, less) has gone; Python would complain once more when it closes stdout.
+        # The reader (head, less) has closed the pipe; Python would report it again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except (Exception, KeyboardInterrupt) as error:
@@ -69,7 +69,7 @@ def run_guarded(call: Callable[[], Any], words: Sequence[str]) -> int:
 
 
 def explain_failure(error: BaseException) -> tuple[int, str]:
-    """Exit code and sentence of a failure; the first row that fits."""
+    """Exit code and sentence of a failure; the first matching row."""
     for kind, (code, words) in FAILURE_SENTENCES.items():
         if isinstance(error, kind):
             return (EXIT_WRONG_INPUT if is_disk_full(error.__cause__) else code), words(error)
@@ -100,7 +100,7 @@ def _format_error(error: BaseException) -> str:
 
 
 def _format_usage_error(error: Any) -> str:
-    """What typer says, with one suggestion in place of its list."""
+    """typer's message, with one suggestion instead of its list."""
     near = difflib.get_close_matches(
         getattr(error, "option_name", ""), getattr(error, "possibilities", None) or [], n=1
     )

@@ -145,11 +145,11 @@ def party(
         return load_party_data(data, task=task)
 
     if agreed is not None:
-        load_records(agreed.agreed_task)  # records that do not fit the terms end this here, with a sentence
+        load_records(agreed.agreed_task)  # stops here with a message if the records do not fit the terms
 
     def consent(proposed: PartyTerms) -> bool:
         task = proposed.agreed_task
-        # A task of the form package.module:task is code, and none of it runs before somebody agreed.
+        # A task of the form package.module:task is code, and none of it runs before a person has agreed.
         units = None if ":" in task.name else count_units(load_records(task), proposed.unit)
         view.print_message(make_consent_text(proposed, units))
         return typer.confirm(f"Agree, and write this to {terms}?", default=False, err=True)

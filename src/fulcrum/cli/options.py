@@ -1,4 +1,4 @@
-"""The options that settings have, made from the catalogue so that `run`, `plan` and the docs cannot drift apart."""
+"""The options that settings have, made from the catalogue so that `run`, `plan` and the docs agree."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def plan(
 
 
 def describe_engine(federation: Federation) -> dict[str, Any]:
-    """Which engine will run, on how many cores, and how each layer's per-example gradients are found."""
+    """Which engine will run, on how many cores, and how each layer's per-example gradients are computed."""
     from fulcrum.engines import choose_engine
     from fulcrum.gradients import list_gradient_paths
 
@@ -95,7 +95,7 @@ def describe_engine(federation: Federation) -> dict[str, Any]:
 
 
 def print_engine_lines(words: dict[str, Any]) -> None:
-    """The same in two lines or more."""
+    """Prints the engine's description in two or more lines."""
     at_once = f", {words['workers']} parties at a time" if words["workers"] > 1 else ""
     print(f"engine  {words['engine']} on {words['device']}{at_once}")
     ways = {"book": "by book-keeping", "vmap": "by vmap, written out and slower"}
@@ -107,7 +107,7 @@ def print_engine_lines(words: dict[str, Any]) -> None:
 
 
 def describe_schedule(made: Plan) -> list[str]:
-    """How the noise moves over the rounds, and when statistics go out; nothing where it is simple."""
+    """The noise schedule over the rounds, and when statistics are released; empty if both are constant."""
     lines = []
     group = made.groups[0]
     if made.schedule != "constant":
@@ -129,7 +129,7 @@ def describe_schedule(made: Plan) -> list[str]:
 
 
 def make_server_rows(made: Plan, dim: int) -> list[tuple[view.TableValue, ...]]:
-    """One line for all parties with the same terms, where the server adds one noise for all of them."""
+    """One line for all parties with the same terms, where the server adds one noise vector for all of them."""
     noise = made.compute_noise_to_signal(dim)
     members = [int((made.group_of == number).sum()) for number in range(len(made.groups))]
     return [

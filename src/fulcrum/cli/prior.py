@@ -1,4 +1,4 @@
-"""`fulcrum prior`: teach a built-in CNN on painted pictures, for weights to start from."""
+"""`fulcrum prior`: pretrain a built-in CNN on synthetic images, for initial weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prior(
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Teach a CNN on pictures made of formulas and keep its weights, to start private training from.
+    """Pretrain a CNN on synthetic images and save its weights, as initial weights for private training.
 
     No data set is read: the weights are public. Use them with --set model.init=FILE.
     """
@@ -46,7 +46,7 @@ def prior(
         raise ConfigError(f"model = {model!r} cannot be taught on pictures; choose one of {', '.join(shapes)}.")
     if out.suffix != ".npz":
         raise ConfigError(f"--out = {out} must end in .npz.")
-    # Before the lesson, which takes long: nothing is overwritten, and nothing is lost.
+    # Before the pretraining, which takes long: nothing is overwritten, and nothing is lost.
     if out.exists():
         raise ConfigError(f"--out = {out} exists; choose another name, or remove it first.")
     if not out.parent.is_dir():

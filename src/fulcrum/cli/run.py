@@ -44,7 +44,7 @@ def run(
         out if out is not None else choose_free_folder(f"{make_source_slug(settings.data.source)}-{settings.method}")
     )
     for warning in [*show.collect_run_warnings(federation), *api.collect_ledger_warnings(federation)]:
-        # That nothing is guaranteed, or only under an assumption, is always said.
+        # Always say so if there is no guarantee, or only under an assumption.
         view.print_message(f"warning: {warning}", quiet and federation.plan.sound and not federation.plan.shares_noise)
     bar = view.make_progress_observer(settings.method, settings.train.rounds, quiet)
     with explain_interruption(folder):
@@ -79,7 +79,7 @@ def resume(
 
 
 def choose_free_folder(name: str) -> Path:
-    """runs/NAME-TIME, with a number behind it where that is taken."""
+    """runs/NAME-TIME, with a number appended if that exists."""
     stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     number, folder = 1, Path("runs") / stem
     while folder.exists():

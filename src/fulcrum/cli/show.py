@@ -139,7 +139,7 @@ def format_method_name(method: str, sound: bool) -> str:
 
 
 def describe_guarantee(summary: Mapping[str, Any]) -> str:
-    """The epsilon of a run in words that claim no more than it gives."""
+    """The epsilon of a run, in words that do not overstate the guarantee."""
     if not summary["private"]:
         return "none: nothing was protected"
     nominal = "" if summary["sound"] else f"; {NOMINAL_NOTE}"
@@ -150,12 +150,12 @@ def describe_guarantee(summary: Mapping[str, Any]) -> str:
 
 
 def describe_assumption(facts: Mapping[str, Any]) -> str:
-    """Behind an epsilon: that it rests on a secure aggregation which is not there; "" where it does not."""
+    """Text after an epsilon that assumes a secure aggregation which is not implemented; otherwise ""."""
     return f"; {ASSUMED_NOTE}" if facts.get("aggregation") == "ideal-secagg" else ""
 
 
 def describe_unit(unit: str | None) -> str:
-    """Behind an epsilon: what it protects one of. An epsilon without its unit means nothing."""
+    """Text after an epsilon: its privacy unit. An epsilon without its unit means nothing."""
     return "" if unit is None else f" for one {UNIT_TEXTS[unit].short}"
 
 

@@ -40,7 +40,7 @@ BUILT_IN_STUDIES: dict[str, str] = {
 def make_study_command(name: str, commands: tuple[str, ...] = ()) -> Callable[..., None]:
     """The command that runs the study of that name and prints its page.
 
-    commands: the words that a name which is no study may have been meant for.
+    commands: command names to suggest if the name is not a study.
     """
 
     def run_study(options: StudyOptions) -> None:
@@ -51,7 +51,7 @@ def make_study_command(name: str, commands: tuple[str, ...] = ()) -> Callable[..
         near = find_nearest_name(name, commands)
         if near and split_study_path(name, None)[0] == name and name not in list_study_names(options.experiments):
             raise ConfigError(f"study {name} is neither a command nor a study; did you mean study {near}?")
-        clock = TimeBudget(options.seconds)  # it starts before the jobs are made: the machine's limit counts that too
+        clock = TimeBudget(options.seconds)  # started before the jobs are made: the machine's limit includes that time
         study = read_study(name, options.experiments, options.part)
         warn_unknown_methods(study.unknown)
         folder = options.out or study.results
@@ -146,7 +146,7 @@ def merge(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Bring the results of several machines together; a run that lies there twice is kept once."""
+    """Merge the results of several machines; a run that occurs twice is kept once."""
     from fulcrum.study import store
 
     counts = store.merge_results(folders, into or folders[0], keep)
@@ -196,7 +196,7 @@ def choose(
             c.settings,
         )
         for c in made
-        if c.worst is not None  # always, of choices just made
+        if c.worst is not None  # always set for new choices
     ]
     view.print_table(("data", "epsilon", "row", "trial", "of", "validation", "worst trial", "settings"), rows)
     if lacking:

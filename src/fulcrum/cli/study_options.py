@@ -1,4 +1,4 @@
-"""The options that every study has, said once: `fulcrum study NAME` and `fulcrum reproduce paper` share them."""
+"""The options that every study has: `fulcrum study NAME` and `fulcrum reproduce paper` share them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def with_study_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_study_part(datasets: str, methods: str, epsilons: str, seeds: int = 0) -> StudyPart:
-    """The part of a study that the words of the command line name."""
+    """The part of a study that the command line selects."""
     from fulcrum.study.studies import StudyPart
 
     return StudyPart(split_comma_list(datasets), split_comma_list(methods), parse_epsilon_list(epsilons), seeds)

@@ -190,9 +190,9 @@ def make_progress_observer(title: str, rounds: int, quiet: bool = False) -> Obse
 
 @contextlib.contextmanager
 def show_progress(title: str, rounds: int, quiet: bool = False) -> Iterator[Callable[[RoundResult], None]]:
-    """`progress_observer` for callers that take a function per round."""
+    """`make_progress_observer` for callers that take a function per round."""
     observer = make_progress_observer(title, rounds, quiet)
-    observer.started(None)  # type: ignore[arg-type]  # the bar asks nothing of the run
+    observer.started(None)  # type: ignore[arg-type]  # the bar does not use the run
     try:
         yield observer.round
     finally:

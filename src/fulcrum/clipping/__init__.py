@@ -1,7 +1,7 @@
-"""Clipping rules. A rule is a value (`ClipRule`); adding one is a file and a line in `RULES`.
+"""Clipping rules. A rule is a value (`ClipRule`); to add one, add a file and a line in `RULES`.
 
-Your own comes by `package.module:rule`, or by name through the entry point group `fulcrum.rules`
-(docs/own-rule.md). The building blocks of the built-in rules are here for it.
+Use your own rule as `package.module:rule`, or by name through the entry point group `fulcrum.rules`
+(docs/own-rule.md). This package exports the building blocks of the built-in rules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fulcrum.clipping.wav import WAV
 from fulcrum.settings.registry import Registry
 
 RULES_ENTRY_POINT = "fulcrum.rules"
-"""Packages offer rules by name under this group: `my-rule = "package.module:RULE"`."""
+"""Entry point group under which packages add rules by name: `my-rule = "package.module:RULE"`."""
 RULES: Registry[ClipRule] = Registry("clip.rule", noun="rule", entry_points=RULES_ENTRY_POINT, kind=ClipRule)
 """The built-in rules by name."""
 for _rule in (
@@ -47,7 +47,7 @@ for _rule in (
 
 
 def find_rule(name: str) -> ClipRule:
-    """The rule of that name: built in, `package.module:rule`, or what an installed package offers by that name."""
+    """The rule of that name: built in, `package.module:rule`, or from an installed package."""
     return RULES.find(name)
 
 

@@ -1,8 +1,8 @@
-"""Dynamic DP (Du et al. 2021): C falls over the rounds by a public schedule, C_t = C0 rho_c^(t/T).
+"""Dynamic DP (Du et al. 2021): C decreases over the rounds by a public schedule, C_t = C0 rho_c^(t/T).
 
-The other half of that method, noise that falls too (sigma_t = sigma rho_mu^(t/T)), is a noise schedule:
-privacy.noise_schedule = "growth". The preset `dynamic` sets both, and sigma is solved for so that the rounds,
-composed as they are by RDP or PLD, cost the target epsilon; the paper uses a central-limit estimate there.
+The other half of that method, decreasing noise (sigma_t = sigma rho_mu^(t/T)), is a noise schedule:
+privacy.noise_schedule = "growth". The preset `dynamic` sets both, and sigma is solved so that all rounds,
+composed by RDP or PLD, cost the target epsilon; the paper uses a central-limit estimate instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _init_dynamic(settings: Clip, shape: ModelFacts) -> RuleState:
 
 
 def _follow_schedule(state: RuleState, released: Released) -> RuleState:
-    """The C of the next round. A round in which nobody takes part leaves C where it is."""
+    """The C of the next round. A round without participants leaves C unchanged."""
     progress = (released.round + 1) / released.rounds
     return {**state, "C": state["start"] * state["rho_c"] ** progress}
 

@@ -1,4 +1,4 @@
-"""Rules whose C never moves: no clipping at all, and the classic fixed norm."""
+"""Rules with constant C: no clipping, and the classic fixed norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def equal_shares(total: float, groups: int) -> torch.Tensor:
 
 
 def plain_view(state: RuleState, t: int, rounds: int) -> View:
-    """Norms and nothing else."""
+    """Asks for norms only."""
     return View()
 
 
@@ -30,7 +30,7 @@ def shrink(norms: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
 
 
 def clip_to_C(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
-    """Scale each unit's gradient to norm at most C; release nothing beside it."""
+    """Scale each unit's gradient to norm at most C; release no extra statistics."""
     return shrink(stats.norms, state["C"]), no_extra(stats), state
 
 

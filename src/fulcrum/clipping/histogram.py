@@ -1,17 +1,17 @@
-"""DC-SGD (Wei et al. 2025), form E: C minimises the squared error that a noised histogram of norms predicts.
+"""DC-SGD (Wei et al. 2025), form E: C minimises the squared error predicted by a noised histogram of norms.
 
-Once an epoch (clip.statistics_interval = 1) every client releases a histogram of its norms in 20 bins beside its
-gradient, with noise sigma_H = max(6, 5 sigma). One unit is in one bin, so the sensitivity is 1. The server
-averages them and takes the C that minimises
+Once per epoch (clip.statistics_interval = 1) every client releases, with its gradient, a histogram of its norms in
+20 bins, with noise sigma_H = max(6, 5 sigma). One unit is in one bin, so the sensitivity is 1. The server
+averages the histograms and chooses the C that minimises
 
     (noise of the mean gradient)^2 + bias = (nu C)^2 d + E[(|g| - C)_+^2],
 
-nu C being the noise of one step's released mean along one direction: sigma C / B for one client of
-expected batch B, less for the mean of several. Steps with a histogram cost sigma, the others
-sigma_T = (sigma^-2 - sigma_H^-2)^(-1/2), the noise that all gradients have; the plan composes both.
+where nu C is the noise of one step's released mean along one direction: sigma C / B for one client of
+expected batch B, less for the mean of several clients. Steps with a histogram cost sigma, the others
+sigma_T = (sigma^-2 - sigma_H^-2)^(-1/2), the noise of every gradient; the plan composes both.
 
-Departures from print: the bins reach from 0 to 4 C of the current C (the last takes all above), so that
-no range has to be known; negative counts are put to 0; one C for the federation, from all histograms.
+Differences from the paper: the bins cover 0 to 4 C for the current C (the last bin also holds larger norms), so that
+no range must be known; negative counts are set to 0; one C for the federation, from all histograms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fulcrum.types import Bounds, Released, RuleState, Stats
 
 NUM_BINS = 20
 HISTOGRAM_RANGE = 4.0
-"""The last bin starts a little below this many C, and holds everything above."""
+"""Upper end of the bins in units of C; the last bin also holds larger norms."""
 NUM_CANDIDATES = 97
 """Values of C that are compared, from C/32 to 4 C in equal ratios."""
 
@@ -61,7 +61,7 @@ def _minimise_predicted_error(state: RuleState, released: Released) -> RuleState
     middles = (torch.arange(NUM_BINS, device=total.device) + 0.5) * (HISTOGRAM_RANGE / NUM_BINS)  # in units of C
     candidates = torch.logspace(-5, 2, NUM_CANDIDATES, base=2.0, device=total.device)
     bias = ((middles - candidates[:, None]).clamp_min(0.0).square() * weights).sum(dim=1)
-    noise = released.noise * released.steps**0.5  # of one step: that of the round's mean is smaller
+    noise = released.noise * released.steps**0.5  # noise of one step; the noise of the round's mean is smaller
     error = (noise * candidates).square() * state["dim"] + bias
     best = candidates.gather(0, error.argmin().unsqueeze(0)).squeeze(0)
     moved = torch.clamp(total * best, state["C_min"], state["C_max"])

@@ -1,4 +1,4 @@
-"""Geyer's rule: C is the median of the norms at hand. It reads raw private values, so it is not sound."""
+"""Geyer's rule: C is the median of the batch's norms. It reads raw private values, so it is not sound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fulcrum.types import RuleState, Stats
 
 
 def init_median(settings: Clip, shape: ModelFacts) -> RuleState:
-    """C0 stands in until something was seen; C_min and C_max keep the median in bounds."""
+    """C is C0 until the first non-empty batch; C_min and C_max bound the median."""
     return {
         "C": equal_shares(settings.C0, shape.count),
         "C_min": torch.tensor(settings.C_min),
@@ -20,7 +20,7 @@ def init_median(settings: Clip, shape: ModelFacts) -> RuleState:
 
 
 def masked_median(norms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Median [G] of the rows of norms [B, G] where mask [B] is True: the mean of the two middle ones."""
+    """Median [G] of the rows of norms [B, G] where mask [B] is True: the mean of the two middle values."""
     ordered = torch.where(mask[:, None], norms, torch.inf).sort(dim=0).values
     count = mask.sum()
     middle = torch.stack([(count - 1) // 2, count // 2]).clamp_min(0)
@@ -28,8 +28,8 @@ def masked_median(norms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def clip_to_median(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
-    """g / max(1, ||g|| / C) with C the median of the norms; a batch without units leaves C as it was."""
-    # Two rows of padding, so that there is something to select from when the batch is empty.
+    """g / max(1, ||g|| / C) with C the median of the norms; an empty batch leaves C unchanged."""
+    # Two rows of padding, so that the index is valid when the batch is empty.
     padding = stats.norms.new_zeros((2, stats.norms.shape[1]))
     mask = torch.cat([stats.mask, torch.zeros(2, dtype=torch.bool, device=stats.mask.device)])
     median = masked_median(torch.cat([stats.norms, padding]), mask)
@@ -44,7 +44,7 @@ MEDIAN = ClipRule(
     clip=clip_to_median,
     bounds=bound_C,
     sound=False,
-    normalises=True,  # C0 only counts while nothing was seen: no choice of it turns clipping off
+    normalises=True,  # C0 only matters before the first non-empty batch: no C0 turns clipping off
     summary="C is the median of the norms",
     cost="nominal",
     reference="Geyer et al. 2017",

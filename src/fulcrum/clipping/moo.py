@@ -1,41 +1,41 @@
-"""Multi-objective clipping: C descends L_model(C) + kappa C, seen through released updates only.
+"""Multi-objective clipping: gradient descent on L_model(C) + kappa C, from released updates only.
 
-Two rules live here. `moo-c` moves C alone; `moo`, the default, also takes the step length off the
-user's hands. Both are functions of releases and public settings: they cost no privacy.
+This module has two rules. `moo-c` adapts C only; `moo`, the default, also chooses the step length.
+Both are functions of releases and public settings: they cost no privacy.
 
-**moo-c.** One step ahead, raising log C changes the loss by minus the part of the clipped update that
-points downhill, plus a price. The server cannot see the true descent direction, but it has an estimate
-it paid for already: the moving average of the updates released so far. With v its unit vector and D_t
+**moo-c.** One step ahead, raising log C changes the loss by minus the part of the clipped update along
+the descent direction, plus a penalty. The server cannot see the true descent direction, but it has an estimate
+that is already paid for: the moving average of the updates released so far. With v its unit vector and D_t
 the released aggregate of round t,
 
     A_t = <v_{t-1}, D_t> / (eta N C_t)
 
-is the share of a fully clipped step that keeps going the same way. While A_t > kappa C_t a larger C
-would have gone further in a direction that has proved right, so C grows; when the updates stop
-agreeing with their past (overshooting, or noise), C shrinks:
+is the fraction of a fully clipped step along that direction. While A_t > kappa C_t, a larger C
+would have gone further in a good direction, so C grows. When the updates no longer
+align with earlier ones (overshooting, or noise), C shrinks:
 
     C_{t+1} = clamp(C_t exp(eta_C phi(A_t - kappa C_t)), C_min, C_max),   phi = sign or identity.
 
-Projecting on one direction leaves noise sigma/(q n), without the sqrt(d) that |D_t| would carry.
+The projection on one direction has noise sigma/(q n), without the factor sqrt(d) of |D_t|.
 
 **moo.** In that rule C does two jobs: it sets the length of the step (eta C) and the trade between
-bias and noise. They are learned apart here, because each has its own signal. Write u_t = D_t/(eta N C)
-for the release in units of C: a mean of clipped gradients of length at most 1, plus noise of a known
+bias and noise. `moo` learns them separately, because each has its own signal. Write u_t = D_t/(eta N C)
+for the release in units of C: a mean of clipped gradients of norm at most 1, plus noise of known
 standard deviation nu in each of d coordinates. The server applies theta <- theta + s_t u_t.
 
-  1. The step length s starts where the noise of all T rounds together would move the weights by
-     `balance` times R, the norm that random weights of these layers have: s_0 = balance R / (nu sqrt(d T)),
-     but a local step at no more than `reach` R, since with little noise the loss bends first (a single
-     layer is exempt, and bears three times the noise). From there it moves by the alignment A_t, as C
-     does in moo-c, and never exceeds s_0 by more than `growth`. Neither eta nor C0 is in it.
-  2. C is searched where the signal |u_t|^2 - nu^2 d (an unbiased estimate, since nu is public) stops
-     rising when C falls: above the gradients' norms a larger C only shrinks u_t, below them it changes
-     nothing but the bias. C falls by 3 while that helps or while no signal shows; then rises by 3
-     until it hurts. A C that ends too small costs little, as the noise is in units of C as well: where
-     the noise hides whether C helps, C does not rise, and where no round can show it, C does not fall all the way.
-  3. eta N C never exceeds s, so that several local steps do not run ahead of the server.
+  1. At the first step length s_0, the accumulated noise of all T rounds moves the weights by `balance` times R,
+     the norm of random initial weights: s_0 = balance R / (nu sqrt(d T)). A local step is at most `reach` R,
+     since with little noise the curvature of the loss is the limit (a single layer is exempt, and tolerates
+     three times the noise). After that, the alignment A_t adapts s, as it adapts C
+     in moo-c; s never exceeds s_0 by more than the factor `growth`. Neither eta nor C0 affects s.
+  2. The search looks for the C at which the signal |u_t|^2 - nu^2 d (an unbiased estimate, since nu is public)
+     stops rising as C falls: above the gradients' norms a larger C only shrinks u_t, below them it changes
+     only the bias. C is divided by 3 while that helps or while there is no signal; then it is multiplied by 3
+     until that hurts. A C that is too small costs little, since the noise is also in units of C. Where
+     the noise hides the effect of C, C does not rise; where no round can show it, C does not fall to C_min.
+  3. eta N C never exceeds s, so that several local steps do not move further than the server.
 
-docs/moo.md derives it and shows what was measured.
+docs/moo.md has the derivation and the measurements.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from fulcrum.settings.schema import Clip
 from fulcrum.types import Released, RuleState
 
 ALIGNMENT_FUNCTIONS = ("sign", "identity")
-"""What clip.phi may be: how the alignment becomes a step."""
+"""Allowed values of clip.phi, which maps the alignment to a step."""
 MAX_LOG_STEP = 0.3
-"""phi = identity moves log C by at most this a round."""
+"""phi = identity changes log C by at most this per round."""
 
 
 def init_moo_c(settings: Clip, shape: ModelFacts) -> RuleState:
@@ -71,7 +71,7 @@ def init_moo_c(settings: Clip, shape: ModelFacts) -> RuleState:
 
 
 def compute_alignment(state: RuleState, released: Released) -> torch.Tensor:
-    """A_t: how much of a fully clipped step went along the remembered direction. 0 with no memory."""
+    """Alignment A_t: the fraction of a fully clipped step along the remembered direction. 0 with no memory."""
     total = torch.linalg.vector_norm(state["C"])
     memory = state["memory"]
     length = torch.linalg.vector_norm(memory)
@@ -80,7 +80,7 @@ def compute_alignment(state: RuleState, released: Released) -> torch.Tensor:
 
 
 def compute_log_step(state: RuleState, seen: torch.Tensor) -> torch.Tensor:
-    """How far a round with this A_t moves the logarithm of what is learned: eta_C phi(A_t - kappa C_t).
+    """Change of log C (moo-c) or log s (moo) for this A_t: eta_C phi(A_t - kappa C_t).
 
     0 with no memory.
     """
@@ -117,37 +117,37 @@ MOO_C = ClipRule(
 # --- moo: step length and C apart ---------------------------------------------------------------
 
 SINGLE_LAYER_NOISE_FACTOR = 3.0
-"""How many times the noise that `balance` says a model of one layer bears."""
+"""Factor on `balance` for a model of one layer, which tolerates more noise."""
 LONG_RUN_ROUNDS = 200
-"""Runs of at least so many rounds can afford first rounds that overshoot."""
+"""Runs of at least this many rounds can recover from first rounds that overshoot."""
 WHITENED_NOISE_FACTOR = 0.5
-"""How many times the noise that `balance` says a network in whitened coordinates bears: noise reaches the directions in
-which features hardly vary, and the same loss takes a shorter way."""
+"""Factor on `balance` for a network in whitened coordinates: noise also affects the directions in which features
+hardly vary, and the same loss needs a shorter path."""
 C_SEARCH_FACTOR = 3.0
-"""C falls or rises by this in one round of the search."""
+"""Factor by which C falls or rises per round of the search."""
 SIGNAL_CHANGE_RATIO = 1.5
-"""A signal (in squares) this many times the last one is taken for a change."""
+"""A squared signal this many times the last one counts as a change."""
 MIN_SIGNAL_DEVIATIONS = 3.0
-"""Standard deviations of the estimate below which there is no signal."""
+"""A signal below this many standard deviations of the estimate counts as no signal."""
 CLEAR_SIGNAL_RATIO = 2.0
-"""How many times what it takes to show a signal must be before C may rise on a comparison of two rounds. At 6 standard
-deviations equal signals look `BETTER` times apart in one of twenty comparisons; at 3, in one of five."""
+"""C may rise on a comparison of two rounds only if the signal is this many times the signal threshold. At 6 standard
+deviations, equal signals differ by `SIGNAL_CHANGE_RATIO` in one of twenty comparisons; at 3, in one of five."""
 MAX_CLEAR_THRESHOLD = 0.2
-"""Where a signal must be larger than this to be clear (1 is the most there can be), no round says anything of C."""
+"""If the threshold for a clear signal exceeds this (the maximum signal is 1), no round is informative about C."""
 HIDDEN_SIGNAL_C_MIN_FACTOR = 10.0
-"""There C falls to so many times C_min and no further: below, examples that are told well count as much as others."""
+"""In that case C stops at this many times C_min: below, well-classified examples weigh as much as others."""
 SEARCH_DOWN, SEARCH_DONE, SEARCH_UP = -1, 0, 1
 Number = TypeVar("Number", float, torch.Tensor)
 
 
 def compute_signal_threshold(variance: Number, dim: int) -> Number:
-    """What a signal must be to be told from none, where each of dim coordinates has noise of this variance."""
+    """Smallest detectable signal, where each of dim coordinates has noise of this variance."""
     root: float = (2 * dim) ** 0.5
     return MIN_SIGNAL_DEVIATIONS * variance * root
 
 
 def compute_lowest_C(settings: Clip, shape: ModelFacts) -> float:
-    """How far the search may take C down: to C_min, or less far where it would be noise alone that takes it there."""
+    """Lower limit of the search for C: C_min, or more where only noise would move C there."""
     if CLEAR_SIGNAL_RATIO * compute_signal_threshold(shape.noise**2, shape.dim) <= MAX_CLEAR_THRESHOLD:
         return settings.C_min
     return max(settings.C_min, min(HIDDEN_SIGNAL_C_MIN_FACTOR * settings.C_min, settings.C0))
@@ -156,10 +156,10 @@ def compute_lowest_C(settings: Clip, shape: ModelFacts) -> float:
 def compute_max_first_step(settings: Clip, shape: ModelFacts) -> float:
     """The longest first step of a model of several layers, in units of R.
 
-    With one step a round all parties' first gradients point the same way, and weights that were learned, and so are
-    larger than random ones, turn a step into a larger change of what the network computes: less, unless the server's
-    momentum makes the first steps short anyway. N local steps go N times as far in a run that is long enough to get
-    over first rounds that overshot; a shorter one starts with less.
+    With one step per round, all parties' first gradients point the same way. Pretrained weights are larger than random
+    ones, so that a step changes the network's outputs more: the limit is then lower, unless the server's
+    momentum already shortens the first steps. N local steps go N times as far in a run that is long enough to recover
+    from first rounds that overshot; a shorter run starts with a lower limit.
     """
     one = min(1.0, 1 / (shape.larger * shape.first))
     several = shape.steps * min(1.0, (shape.rounds / LONG_RUN_ROUNDS) ** 0.5) if shape.steps > 1 else 0.0
@@ -167,10 +167,10 @@ def compute_max_first_step(settings: Clip, shape: ModelFacts) -> float:
 
 
 def init_balanced_moo(settings: Clip, shape: ModelFacts) -> RuleState:
-    """The first step length from public facts, and C0 cut down to it."""
+    """The first step length from public facts, and C0 limited to it."""
     full = shape.lr * shape.steps
     spread = shape.noise * (shape.dim * shape.rounds) ** 0.5
-    # Without noise nothing limits the step but the user's own choice.
+    # Without noise only the user's settings limit the step.
     step = full * settings.C0
     if spread > 0:
         deep = shape.depth > 1  # the loss of a single layer is convex, and no other layer amplifies its noise
@@ -193,13 +193,13 @@ def init_balanced_moo(settings: Clip, shape: ModelFacts) -> RuleState:
 
 
 def apply_balanced_moo(state: RuleState, released: Released) -> torch.Tensor:
-    """The release at length s: s u_t, times what a schedule has left of the learning rate."""
+    """The release at length s: s u_t, times the learning-rate schedule's current factor."""
     reach = state["lr"] * released.steps * torch.linalg.vector_norm(state["C"])
     return torch.mul(released.aggregate, state["step"] / reach)
 
 
 def estimate_signal(state: RuleState, released: Released) -> tuple[torch.Tensor, torch.Tensor]:
-    """(|u_t|^2 less its noise, what it takes to be told from none)."""
+    """(|u_t|^2 minus its noise, the smallest detectable signal)."""
     in_C = released.aggregate / (released.lr * released.steps * torch.linalg.vector_norm(state["C"]))
     variance = torch.as_tensor(released.noise) ** 2
     dim = released.aggregate.numel()
@@ -207,13 +207,13 @@ def estimate_signal(state: RuleState, released: Released) -> tuple[torch.Tensor,
 
 
 def advance_C_search(state: RuleState, released: Released) -> RuleState:
-    """One round of the search for C: the wished C, the phase, and the signal to compare with."""
+    """One round of the search for C: the target C, the phase, and the signal to compare with."""
     now, floor = estimate_signal(state, released)
     last, phase = state["signal"], state["phase"]
     shows = now >= floor
     down_on = (phase == SEARCH_DOWN) & ((last == 0) | ~shows | (now > SIGNAL_CHANGE_RATIO * last))
     level = (phase == SEARCH_DOWN) & ~down_on
-    # Only a C whose own signal was clear may be returned to; else the smaller C is the safer side.
+    # Only return to a C whose own signal was clear; otherwise the smaller C is safer.
     turn = level & (last >= CLEAR_SIGNAL_RATIO * floor)
     rest = level & ~turn
     up_on = (phase == SEARCH_UP) & shows & (now >= last / SIGNAL_CHANGE_RATIO)
@@ -234,7 +234,7 @@ def advance_C_search(state: RuleState, released: Released) -> RuleState:
 
 
 def adapt_balanced_moo(state: RuleState, released: Released) -> RuleState:
-    """Search C, move the step length along the alignment, remember what was applied."""
+    """Search C, adapt the step length by the alignment, remember the applied update."""
     found = advance_C_search(state, released)
     step = state["step"] * torch.exp(compute_log_step(state, compute_alignment(state, released)))
     step = torch.minimum(step, state["longest"])

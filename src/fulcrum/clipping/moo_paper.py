@@ -1,24 +1,24 @@
-"""The paper's Algorithm 1, step by step, to check the paper against. NOT SOUND: C is set from raw gradients and
+"""The paper's Algorithm 1, step by step, to check the paper's results. NOT SOUND: C is set from raw gradients and
 losses of the private batch, so the epsilon of a run with it is nominal.
 
 For each example of the batch, in order: C <- max(C - eta_C grad_C, C_min), then the example is clipped to that
-C. The paper writes grad_C = kappa - (dL_model/dC) / C; what the bracket stands for is open (`clip.reading`):
+C. The paper writes grad_C = kappa - (dL_model/dC) / C; the meaning of the bracket is ambiguous (`clip.reading`):
 
     loss            kappa - l_i / C                       kappa C tracks the loss
     hypergradient   kappa - eta |g_i| 1[|g_i| > C]        the one-step derivative, grad L(theta') taken as g_i
-    derivative      kappa + eta |g_i| 1[|g_i| > C] / C    equation A2 to the letter: C falls to its floor
+    derivative      kappa + eta |g_i| 1[|g_i| > C] / C    equation A2 as printed: C falls to C_min
 
 Each client keeps its own C across rounds. The noise of a batch uses the C after its last example.
 
-`moo-paper-batch` moves C once a batch, by the mean of grad_C over the batch, and clips all examples with the
-C after it: fast, but one step of eta_C in place of as many as there are examples. With eta_C divided by the size
+`moo-paper-batch` moves C once per batch, by the mean of grad_C over the batch, and clips all examples with the
+new C: fast, but one step of eta_C instead of one step per example. With eta_C divided by the size
 of the batch, `moo-paper` does the same to first order in eta_C.
 
-Departures from print:
-* the noise is added once a batch and the model moves once a batch; in print both sit inside the loop
-  over examples, which would noise and apply every example as often as there are examples after it;
-* the local steps follow one another; in print each starts from theta_t, so that only the last would count;
-* the expected batch divides, not the realised one (dividing by that would need a sensitivity of its own);
+Differences from the paper:
+* the noise is added once per batch and the model moves once per batch; in the paper both are inside the loop
+  over examples, which would noise and apply every example again for each example after it;
+* each local step starts from the one before; in the paper each starts from theta_t, so that only the last counts;
+* the sum is divided by the expected batch size, not the realised one (which would need its own sensitivity);
 * an example whose gradient is not finite counts as one with zero gradient and zero loss.
 """
 
@@ -53,7 +53,7 @@ def _view_losses(state: RuleState, t: int, rounds: int) -> View:
 def _compute_C_gradient(
     loss: torch.Tensor, norm: torch.Tensor, C: torch.Tensor, lr: float, state: RuleState
 ) -> torch.Tensor:
-    """grad_C of examples at C, by the reading of the state."""
+    """grad_C of examples at C, by the state's `reading`."""
     over = lr * norm * (norm > C)
     readings = torch.stack([-loss / C, -over, over / C], dim=-1)
     return state["kappa"] + (readings * state["reading"]).sum(dim=-1)
@@ -68,13 +68,13 @@ def _clip_to_C_path(
 
 
 def _get_losses_and_norms(stats: Stats) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and whole norm of each example."""
+    """Loss and total norm of each example."""
     assert stats.losses is not None  # the view asks for them
     return stats.losses, torch.linalg.vector_norm(stats.norms, dim=1)
 
 
 def _clip_example_by_example(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
-    """C moves with every example, in order; padding leaves it."""
+    """C moves with every example, in order; padding leaves C unchanged."""
     losses, norms = _get_losses_and_norms(stats)
     C = torch.linalg.vector_norm(state["C"])
     path = []
@@ -86,7 +86,7 @@ def _clip_example_by_example(stats: Stats, state: RuleState) -> tuple[torch.Tens
 
 
 def _clip_whole_batch(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
-    """C moves once, by the mean slope; an empty batch leaves it."""
+    """C moves once, by the mean slope; an empty batch leaves C unchanged."""
     losses, norms = _get_losses_and_norms(stats)
     C = torch.linalg.vector_norm(state["C"])
     slopes = _compute_C_gradient(losses, norms, C, stats.lr, state) * stats.mask

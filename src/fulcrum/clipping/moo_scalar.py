@@ -1,21 +1,21 @@
-"""Two relatives of moo-c: one C a client, and a C learned from a number that is paid for.
+"""Two variants of moo-c: one C per client, and a C learned from a released number that costs privacy.
 
-`moo-client` is moo-c with a C for each client, moved by that client's own releases: free, and noisier.
+`moo-client` is moo-c with a C for each client, adapted by that client's own releases: no extra cost, but noisier.
 
-`moo-scalar` pays for a better view. Beside its gradient each client releases
+`moo-scalar` pays for a better estimate. With its gradient each client releases
 
     a_k = sum over clipped units i of <v, g_i / |g_i|> + noise,
 
-which one unit changes by 1 at most, whatever C and d are. v is the unit vector of the remembered gradient:
-minus that of the moving average of released updates. A = sum of w_k a_k / (N q n_k), a_k summed over the N
-steps, takes the place of moo-c's alignment, and C moves as there. It sees clipped units only, so its signal
-ends when raising C no longer changes anything. It rests on the exact one-step derivative
+which one unit changes by 1 at most, whatever C and d are. v is the unit vector of the remembered gradient,
+which is minus the moving average of released updates. A = sum of w_k a_k / (N q n_k), a_k summed over the N
+steps, replaces moo-c's alignment, and C moves as in moo-c. It counts clipped units only, so its signal
+vanishes when raising C no longer changes anything. It is based on the exact one-step derivative
 
     dL/dC = -(eta/B) <grad L(theta'), sum over clipped i of g_i/|g_i| + sigma z>,     z the noise drawn,
 
 with the remembered direction in place of grad L(theta'). The number takes 2% of the precision (its noise is
-7.1 sigma, the gradient's 1.01 sigma). With clip.groups = layer a unit counts as clipped where any of its
-layers is, and with its whole gradient.
+7.1 sigma, the gradient's 1.01 sigma). With clip.groups = layer a unit counts as clipped, with its whole gradient,
+if any of its layers is clipped.
 """
 
 from __future__ import annotations

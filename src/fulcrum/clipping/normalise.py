@@ -1,6 +1,6 @@
-"""Rules that scale every gradient to about the same norm, or take their step in units of C.
+"""Rules that scale every gradient to about the same norm, or divide the clipped gradient by C.
 
-With them C matters little or not at all, so they are the cheapest rivals of any claim that C needs no
+For these rules C matters little or not at all, so they are the simplest baselines for any claim that C needs no
 tuning. No C makes them plain SGD (`normalises`).
 """
 
@@ -19,12 +19,12 @@ def _init_normalise(settings: Clip, shape: ModelFacts) -> RuleState:
 
 
 def _scale_by_auto_s(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
-    """C g / (|g| + gamma): nearly norm C, whatever the gradient's own."""
+    """C g / (|g| + gamma): norm close to C, whatever the gradient's norm."""
     return state["C"] / (stats.norms + state["stability"]), no_extra(stats), state
 
 
 def _scale_by_psac(stats: Stats, state: RuleState) -> tuple[torch.Tensor, torch.Tensor, RuleState]:
-    """C g / (|g| + r / (|g| + r)): as auto-s for large gradients, without blowing up small ones as much."""
+    """C g / (|g| + r / (|g| + r)): like auto-s for large gradients, but enlarges small ones less."""
     r = state["stability"]
     return state["C"] / (stats.norms + r / (stats.norms + r)), no_extra(stats), state
 
@@ -36,7 +36,7 @@ def _clip_in_units_of_C(stats: Stats, state: RuleState) -> tuple[torch.Tensor, t
 
 
 def _bound_by_one(state: RuleState) -> Bounds:
-    """One unit changes a sum in units of C by at most 1 in all."""
+    """One unit changes a sum in units of C by at most 1 in total."""
     return Bounds(state["C"] / torch.linalg.vector_norm(state["C"]))
 
 

@@ -1,13 +1,13 @@
-"""OSO-style: C learned on the fly by privatised gradient descent, after Galli et al. 2024.
+"""OSO-style: C learned during training by privatised gradient descent, after Galli et al. 2024.
 
-Only the abstract of that work was at hand, so this is the vector form that it suggests. Raising C by a
-little moves the clipped sum along the sum of the unit gradients of the clipped units, r_t; where the next
-gradient s_{t+1} still points that way, a larger C would have helped:
+Only the abstract of that work was available, so this is the vector form that it suggests. Raising C slightly
+moves the clipped sum along r_t, the sum of the unit gradients of the clipped units. Where the next
+gradient s_{t+1} still has that direction, a larger C would have helped:
 
     C <- C exp(eta_C sign<s_t, r_{t-1}>).
 
-s_t is the released gradient (minus the released update, as far as a sign goes). r_t is a second noised
-vector, of sensitivity 1 whatever C is, released beside it: 1/sigma^2 = 1/sigma_s^2 + 1/sigma_r^2 with
+s_t is the released gradient (minus the released update; only the sign matters). r_t is a second noised
+vector, of sensitivity 1 whatever C is, released with it: 1/sigma^2 = 1/sigma_s^2 + 1/sigma_r^2 with
 sigma_s = 1.01 sigma. With clip.groups = layer a clipped layer counts with its share of C.
 """
 

@@ -1,17 +1,17 @@
 """C follows a quantile of the norms (Andrew et al. 2021), one C for the federation.
 
-Beside its gradient every client releases how many of its units were below C, centred so that one unit
-changes it by 1/2 at most:
+With its gradient every client releases the number of its units below C, centred so that one unit
+changes it by at most 1/2:
 
-    b~ = (sum of (1[|g_i| <= C] - 1/2) + N(0, sigma_b^2)) / m + 1/2,      m the expected batch,
+    b~ = (sum of (1[|g_i| <= C] - 1/2) + N(0, sigma_b^2)) / m + 1/2,      m the expected batch size,
     C <- C exp(-eta_C (b~ - gamma)).
 
-The sign: more units below C than gamma make C shrink. The count's share of the precision is
-sigma^2 / (2 sigma_b)^2 with sigma_b = max(m/20, 5 sigma), so gradient and count together cost what a
-gradient at sigma alone costs: the gradient's multiplier is (sigma^-2 - (2 sigma_b)^-2)^(-1/2), which is
-never imaginary and at most 0.51% above sigma.
+The sign: if the fraction of units below C exceeds gamma, C shrinks. The count's share of the precision is
+sigma^2 / (2 sigma_b)^2 with sigma_b = max(m/20, 5 sigma), so gradient and count together cost as much as a
+gradient at sigma alone: the gradient's multiplier is (sigma^-2 - (2 sigma_b)^-2)^(-1/2), which is
+always real and at most 0.51% above sigma.
 
-Departures from print: the unit is an example (there a client); the server averages the clients' b~ with
+Differences from the paper: the unit is an example (in the paper a client); the server averages the clients' b~ with
 their weights. With clip.groups = layer every layer follows the quantile of its own norms, and the
 counts' noise is sqrt(layers) times sigma_b, so that the cost stays the same.
 """
@@ -52,7 +52,7 @@ def _count_share(sigma: float, batch: float) -> float:
 
 def _adapt_to_quantile(state: RuleState, released: Released) -> RuleState:
     excess = released.extra + 0.5 - state["gamma"]
-    moved = state["C"] * torch.exp((-state["eta_C"] * excess).clamp(-20.0, 20.0))  # beyond, C leaves its limits anyway
+    moved = state["C"] * torch.exp((-state["eta_C"] * excess).clamp(-20.0, 20.0))  # beyond, C exceeds its limits anyway
     total = torch.linalg.vector_norm(moved)
     held = moved * (torch.clamp(total, state["C_min"], state["C_max"]) / total)
     return {**state, "C": torch.where(has_statistics(state, released), held, state["C"])}

@@ -1,4 +1,4 @@
-"""What a clipping rule is: a small value made of functions. No rule states its own privacy cost."""
+"""A clipping rule: a small value made of functions. No rule states its own privacy cost."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fulcrum.types import Bounds, Released, RuleState, Stats, View
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a rule may know of the model when it starts: public facts only.
+    """What a rule may know about the model at the start: public facts only.
 
-    dim: d. tensors: the number of elements of each parameter tensor, in order. groups: for each
+    dim: number of parameters d. tensors: the number of elements of each parameter tensor, in order. groups: for each
     parameter tensor, the group (0..G-1) it is clipped in, as `clip.groups` asks; empty when flat.
-    start: the norm that random initial weights of these layers have; larger: how many times that the weights
-    at hand have, at least 1. depth: how many layers. mixed: whether the inputs of some are whitened. first: the
-    part of an update that the server's optimiser applies at once. noise: as in `Released`, as expected beforehand
-    (0 where nothing is noised). rounds, lr and steps: T, eta and N as set.
+    start: the norm of random initial weights of these layers; larger: the ratio of the actual initial weights' norm to
+    it, at least 1. depth: number of layers. mixed: whether the inputs of some layers are whitened. first: the
+    fraction of an update that the server's optimiser applies at once. noise: as in `Released`, expected before the run
+    (0 without noise). rounds, lr and steps: number of rounds T, learning rate eta and local steps N, from the settings.
     """
 
     dim: int
@@ -43,14 +43,14 @@ class ModelFacts:
 
     @property
     def count(self) -> int:
-        """G."""
+        """Number of groups G."""
         return max(self.groups) + 1 if self.groups else 1
 
 
 CLIP_GROUPINGS = ("flat", "layer")
-"""What clip.groups may be: all parameters clipped together, or each layer to its share of C."""
+"""Allowed values of clip.groups: clip all parameters together, or each layer to its share of C."""
 RuleOptions = type[Any] | Mapping[str, bool | int | float | str] | None
-"""Settings of a rule's own: a frozen dataclass, or name -> default."""
+"""A rule's own settings: a frozen dataclass, or name -> default."""
 InitFn = Callable[[Clip, ModelFacts], RuleState]
 ViewFn = Callable[[RuleState, int, int], View]
 ClipFn = Callable[[Stats, RuleState], tuple[torch.Tensor, torch.Tensor, RuleState]]
@@ -62,60 +62,60 @@ SecondSumFn = Callable[[Stats, RuleState], torch.Tensor]
 
 
 def no_statistics_share(sigma: float, batch: float) -> float:
-    """All of the precision goes to the gradient."""
+    """The gradient gets all of the precision."""
     return 0.0
 
 
 def gradient_multiplier(share: ShareFn, sigma: float, batch: float) -> float:
-    """The multiplier of the gradient's own noise where gradient and statistics together have `sigma`."""
+    """The noise multiplier of the gradient where gradient and statistics together have `sigma`."""
     return sigma / math.sqrt(1.0 - share(sigma, batch))
 
 
 def has_statistics(state: RuleState, released: Released) -> torch.Tensor:
-    """Whether statistics were released this round, as a truth value on the state's device."""
+    """Whether statistics were released this round, as a boolean tensor on the state's device."""
     return torch.as_tensor(released.asked, device=state["C"].device) > 0
 
 
 def keep_state(state: RuleState, released: Released) -> RuleState:
-    """An `adapt` that never moves C."""
+    """An `adapt` that never changes C."""
     return state
 
 
 def use_aggregate(state: RuleState, released: Released) -> torch.Tensor:
-    """The model moves by the aggregate itself."""
+    """An `apply` that returns the aggregate unchanged."""
     return released.aggregate
 
 
 @dataclass(frozen=True)
 class ClipRule:
-    """A rule for clipping per-unit gradients, and for moving C.
+    """A rule for clipping per-unit gradients and for adapting C.
 
-    init(settings, shape) -> state: C lives in the state.
-    view(state, t, T) -> View: what the rule needs to see of each unit.
+    init(settings, shape) -> state: C is part of the state.
+    view(state, t, T) -> View: what the rule needs to know about each unit.
     clip(stats, state) -> (factors [B, G], extra [B, J], state): the scale of each unit's gradient in
-        each group, and the statistics it wants released. Sound rules return the state unchanged.
-    bounds(state) -> Bounds: what one unit can change after `clip`.
+        each group, and the statistics to release. Sound rules return the state unchanged.
+    bounds(state) -> Bounds: the most that one unit can change after `clip`.
     adapt(state, released) -> state: sees released values only.
-    apply(state, released) -> [d]: the update that is handed to the server optimiser: the aggregate, or
-        a multiple of it. Post-processing of what was released, like `adapt`; sees the state before it.
-    share(sigma, batch) -> s in [0, 1): the part of the precision 1/sigma^2 that goes to the extra
-        statistics. Gradient and extra together always cost what one release at sigma costs:
+    apply(state, released) -> [d]: the update passed to the server optimiser: the aggregate, or
+        a multiple of it. Post-processing of released values, like `adapt`; called with the state before `adapt`.
+    share(sigma, batch) -> s in [0, 1): the fraction of the precision 1/sigma^2 for the extra
+        statistics. Gradient and extra together always cost as much as one release at sigma:
         1/sigma^2 = (1 - s)/sigma^2 + s/sigma^2. Steps that release no extra (`clip.statistics_interval`) keep the
-        gradient's noise and cost that alone: sigma / sqrt(1 - s).
-    second(stats, state) -> factors [B, G]: asks for a second sum of the same gradients with these
-        factors, noised and released behind the extra statistics (which then has J + d entries). A unit's
-        row of extra statistics and its part of the second sum together keep within `bounds.extra`.
-    where: "server" (one state for the federation) or "client" (one each).
+        gradient's noise and cost only that: sigma / sqrt(1 - s).
+    second(stats, state) -> factors [B, G]: requests a second sum of the same gradients with these
+        factors, noised and released after the extra statistics (which then have J + d entries). A unit's
+        row of extra statistics and its part of the second sum together stay within `bounds.extra`.
+    where: "server" (one state for the federation) or "client" (one state per client).
     when: "round" or "step" (client rules only).
-    sound: whether C depends on released values alone. Where False, epsilon is nominal.
+    sound: whether C depends on released values only. Where False, epsilon is nominal.
     private: False only for `none`: nothing is bounded, nothing is noised, no epsilon holds.
     normalises: True where units are scaled to a norm rather than clipped, so that no C gives plain SGD.
-    options: settings of the rule's own (`[clip.options]`): a frozen dataclass, or a mapping name -> default. `init`
-        finds them as `settings.options`: an instance of the dataclass, or a mapping with all names.
-    summary, cost and reference are words for `fulcrum methods`.
+    options: the rule's own settings (`[clip.options]`): a frozen dataclass, or a mapping name -> default. `init`
+        gets them as `settings.options`: an instance of the dataclass, or a mapping with all names.
+    summary, cost and reference: text for `fulcrum methods`.
 
     Settings that the functions need (kappa, eta_C) live in the state as tensors, and no function
-    looks at values with Python's `if`: so a rule is one constant, and an engine may stack clients
+    branches on values with Python's `if`: so a rule is one constant, and an engine may stack clients
     and runs with different settings.
     """
 
@@ -143,11 +143,11 @@ class ClipRule:
             object.__setattr__(self, "init", _add_options_to_init(self))
 
 
-ClipRule.__module__ = "fulcrum.clipping"  # where people import it from: error sentences name that
+ClipRule.__module__ = "fulcrum.clipping"  # the public import path: error messages show it
 
 
 def _add_options_to_init(rule: ClipRule) -> InitFn:
-    """`init` of a rule with options, called with all of them checked and filled in."""
+    """`init` of a rule with options: checks the options and fills in defaults first."""
     original = rule.init
 
     def init(settings: Clip, shape: ModelFacts) -> RuleState:
@@ -160,8 +160,8 @@ def _add_options_to_init(rule: ClipRule) -> InitFn:
 def resolve_rule_options(rule: ClipRule, given: Any) -> Any:
     """The options of a rule with their defaults: an instance of its dataclass, or a mapping of all names.
 
-    given: name -> value, as `[clip.options]` has them. Raises ConfigError for a name that the rule does not know, for
-    a value of another type than the default, and where a value without a default is not given.
+    given: name -> value, as `[clip.options]` has them. Raises ConfigError for an unknown name, for
+    a value whose type differs from the default's, and for a missing value without a default.
     """
     declared = rule.options
     if isinstance(declared, type) and isinstance(given, declared):

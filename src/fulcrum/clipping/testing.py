@@ -1,11 +1,11 @@
-"""The contract of a clipping rule, as a suite to run on your own rule from your own tests.
+"""Tests of the contract of a clipping rule, to run on your own rule from your own tests.
 
     from fulcrum.testing import check_rule
     def test_my_rule():
         check_rule(MY_RULE)
 
-Each check raises AssertionError with a sentence that says which promise was broken. Rules that are
-marked not sound are only held to the promises that do not concern privacy.
+Each check raises AssertionError with a message that says which property is violated. Rules
+marked not sound are only checked for properties that do not concern privacy.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ TEST_MODELS = (
 TEST_ROUNDS = 10
 TEST_RATE, TEST_SIGMA, TEST_BATCH_SIZE = 0.1, 1.3, 20.0
 ROUNDING_TOLERANCE = 1 + 1e-4
-"""For rounding."""
+"""Factor on bounds, for rounding."""
 
 
 def check_rule(rule: ClipRule, settings: Clip | None = None) -> None:
-    """Run every check on a rule; raises AssertionError at the first broken promise.
+    """Run every check on a rule; raises AssertionError at the first violated property.
 
-    settings: those of the rule, where the defaults are not enough. The suite checks flat and layer-wise
+    settings: the rule's settings, where the defaults are not enough. The suite checks flat and layer-wise
     clipping by itself, whatever settings.groups says.
     """
     settings = settings or Clip(rule=rule.name)
@@ -82,7 +82,7 @@ def check_output_shapes(rule: ClipRule, settings: Clip, shape: ModelFacts) -> No
 
 
 def check_sensitivity(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
-    """Taking one unit out changes the sums by no more than `bounds` says, whatever the unit is."""
+    """Removing any one unit changes the sums by no more than `bounds`."""
     if not (rule.sound and rule.private):
         return
     for state in _make_reachable_states(rule, settings, shape):
@@ -111,7 +111,7 @@ def check_sensitivity(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None
 
 
 def check_unit_independence(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
-    """What happens to a unit depends on that unit alone: the others may come and go."""
+    """The outputs for a unit depend on that unit only, whichever other units are in the batch."""
     if not (rule.sound and rule.private):
         return
     for state in _make_reachable_states(rule, settings, shape):
@@ -140,7 +140,7 @@ def check_padding(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
 
 
 def check_sgd_limit(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
-    """With a C that clips nothing the sum is the plain sum; with a small C it is not. C is held still for this."""
+    """With a C that clips nothing the sum is the plain sum; with a small C it is not. C is kept constant."""
     if rule.bounds(rule.init(settings, shape)).C.isinf().all():
         return
     gradients = torch.randn(6, shape.dim, generator=torch.Generator().manual_seed(1))
@@ -161,9 +161,9 @@ def check_sgd_limit(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
 
 
 def check_release_events(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
-    """The event says what was released: the noise, seen in units of the bounds, has the event's sigma.
+    """The privacy event matches the release: the noise, in units of the bounds, has the event's sigma.
 
-    Checked on an empty batch, with a generator whose every number is 1: what comes out is the noise's scale.
+    Checked on an empty batch, with a generator that returns 1: the output is the noise's scale.
     """
     state = rule.init(settings, shape)
     given = _compute_contribution(rule, state, shape, torch.zeros((0, shape.dim)))
@@ -186,9 +186,9 @@ def check_release_events(rule: ClipRule, settings: Clip, shape: ModelFacts) -> N
 
 
 def check_soundness(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
-    """C is a function of releases alone: other private batches with the same releases leave the same states.
+    """C is a function of releases only: different private batches with the same releases give the same states.
 
-    One history after the other, so that what a rule hides outside its state shows too.
+    The histories run one after the other, so that hidden state outside the rule's state is also detected.
     """
     if not rule.sound:
         return
@@ -200,7 +200,7 @@ def check_soundness(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
 
 
 def check_stacking(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
-    """Two clients in one tensor give what each gives alone: no function looks at values with Python's `if`."""
+    """Two stacked clients give the same results as each alone: no function uses Python's `if` on values."""
     state = rule.init(settings, shape)
     twice = {name: torch.stack([value, value]) for name, value in state.items()}
     twice["C"] = torch.stack([state["C"], 2 * state["C"]])
@@ -249,7 +249,7 @@ RULE_CHECKS = (
 
 @dataclasses.dataclass(frozen=True)
 class _ConstantRandomness:
-    """Randomness without any: every number is 1, so that noise shows its scale."""
+    """A generator that always returns 1, so that the noise equals its scale."""
 
     mode: str = "recorded"
 
@@ -277,7 +277,7 @@ def _make_batches(shape: ModelFacts) -> Iterator[torch.Tensor]:
 
 
 def _make_reachable_states(rule: ClipRule, settings: Clip, shape: ModelFacts) -> Iterator[RuleState]:
-    """The state at the start, and after some rounds of releases."""
+    """The initial state, and the states after some rounds of releases."""
     state = rule.init(settings, shape)
     yield state
     generator = torch.Generator().manual_seed(2)
@@ -288,7 +288,7 @@ def _make_reachable_states(rule: ClipRule, settings: Clip, shape: ModelFacts) ->
 
 
 def _run_history(rule: ClipRule, settings: Clip, shape: ModelFacts, size: int) -> list[RuleState]:
-    """The states, and what is applied to the model, over some rounds; releases do not depend on the batch's size."""
+    """The states and the applied updates over some rounds; releases do not depend on the batch's size."""
     batch = torch.randn(5, shape.dim, generator=torch.Generator().manual_seed(size)) * 10.0**size
     state = rule.init(settings, shape)
     generator = torch.Generator().manual_seed(3)
@@ -329,18 +329,18 @@ def _compute_finite_stats(rule: ClipRule, state: RuleState, shape: ModelFacts, g
 
 
 def _select_unit(stats: Stats, i: int) -> Stats:
-    """The same for one unit on its own."""
+    """The statistics of one unit."""
     named = ((name, getattr(stats, name)) for name in ("norms", "mask", "dots", "losses"))
     return dataclasses.replace(stats, **{name: value[i : i + 1] for name, value in named if value is not None})
 
 
 def _compute_second_factors(rule: ClipRule, stats: Stats, state: RuleState) -> torch.Tensor:
-    """Factors of the rule's second sum; zero where it has none."""
+    """Factors of the rule's second sum; zero if the rule has none."""
     return torch.zeros_like(stats.norms) if rule.second is None else rule.second(stats, state)
 
 
 def _compute_unit_outputs(rule: ClipRule, stats: Stats, state: RuleState) -> dict[str, torch.Tensor]:
-    """What the rule does with each unit, a row each."""
+    """The rule's outputs for each unit, one row per unit."""
     factors, extra, _ = rule.clip(stats, state)
     return {
         "factors": factors,
@@ -358,7 +358,7 @@ def _compute_unit_norms(rule: ClipRule, stats: Stats, state: RuleState) -> tuple
 
 
 def _measure_noise_precision(bounds: Bounds, on_sum: torch.Tensor, on_extra: torch.Tensor, asked: bool) -> float:
-    """1 / multiplier^2 of noise whose scale is seen, in units of what one unit can change."""
+    """1 / multiplier^2 of noise with this scale, in units of what one unit can change."""
     found = (float(torch.linalg.vector_norm(bounds.C)) / float(on_sum.abs().min())) ** 2
     if on_extra.numel() and asked:
         found += (float(bounds.extra) / max(float(on_extra.abs().min()), 1e-30)) ** 2
@@ -366,6 +366,6 @@ def _measure_noise_precision(bounds: Bounds, on_sum: torch.Tensor, on_extra: tor
 
 
 def _to_model_coordinates(rule: ClipRule, given: Contribution) -> torch.Tensor:
-    """The clipped sum in the model's own coordinates."""
+    """The clipped sum in the model's coordinates."""
     view = rule.view(given.state, 0, TEST_ROUNDS)
     return given.sum if view.transform is None else view.transform.inverse(given.sum)

@@ -1,17 +1,17 @@
 """WAV-style clipping: each gradient is clipped level by level in a Haar wavelet basis, and noised there.
 
-The parameters are laid out in a row (a row for each layer with clip.groups = layer), padded with zeros to a
+The parameters form one row (one row per layer with clip.groups = layer), padded with zeros to a
 power of two and transformed by the orthonormal Haar transform. Each level l of coefficients is clipped to C_l
-with sum of C_l^2 = C^2, so a unit still changes the whole by C at most; clipping every level to C itself would
-need noise for C sqrt(levels). The levels share C^2 half equally and half by their number of coefficients: an
-even share alone starves the finest level, which holds half of them.
+with sum of C_l^2 = C^2, so a unit still changes the sum by at most C; clipping every level to C itself would
+need noise for C sqrt(levels). Half of C^2 is split equally over the levels, half by their number of coefficients: an
+equal split alone gives too little to the finest level, which has half of the coefficients.
 
-Orthonormal Haar with one group, plus noise that is the same in every direction, is plain DP-SGD in
-other coordinates. What can help is clipping by level, and shrinking the noised coefficients towards zero
-before going back (clip.shrink): a soft threshold, in standard deviations of the noise, which is told from the
-median coefficient of the finest level. It sees only what is released anyway, and costs nothing.
+Orthonormal Haar with one group, with isotropic noise, is plain DP-SGD in
+other coordinates. Clipping by level can help, and so can shrinking the noised coefficients towards zero
+before the inverse transform (clip.shrink): a soft threshold in standard deviations of the noise, estimated from the
+median coefficient of the finest level. It uses only released values, and costs no privacy.
 
-Named after DP-SGD-WAV (Ranaweera et al. 2023), whose details were not at hand: hence WAV-style.
+Named after DP-SGD-WAV (Ranaweera et al. 2023), whose details were not available: hence WAV-style.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fulcrum.settings.schema import Clip
 from fulcrum.types import RuleState, Transform, View
 
 NORMAL_ABS_MEDIAN = 0.6745
-"""Median of the absolute value of a standard normal number."""
+"""Median of the absolute value of a standard normal variable."""
 
 
 def _init_wav(settings: Clip, shape: ModelFacts) -> RuleState:
@@ -33,17 +33,17 @@ def _init_wav(settings: Clip, shape: ModelFacts) -> RuleState:
         torch.tensor(shape.groups or (0,) * len(shape.tensors)), torch.tensor(shape.tensors)
     )  # [d]: the row of each parameter
     sizes = torch.bincount(owner)
-    length = 1 << (int(sizes.max()) - 1).bit_length()  # of a row: the next power of two
-    place = torch.empty(shape.dim, dtype=torch.int64)  # [d]: where each parameter lies among the rows
+    length = 1 << (int(sizes.max()) - 1).bit_length()  # row length: the next power of two
+    place = torch.empty(shape.dim, dtype=torch.int64)  # [d]: position of each parameter in the rows
     for row in range(len(sizes)):
         mine = torch.nonzero(owner == row).flatten()
         place[mine] = row * length + torch.arange(len(mine))
-    take = torch.full((len(sizes) * length,), shape.dim)  # [m]: the parameter at each place; d where there is none
+    take = torch.full((len(sizes) * length,), shape.dim)  # [m]: the parameter at each position; d for padding
     take[place] = torch.arange(shape.dim)
 
-    levels = length.bit_length()  # of one row: 1, 1, 2, 4, ... coefficients
+    levels = length.bit_length()  # levels of one row: 1, 1, 2, 4, ... coefficients
     level = torch.repeat_interleave(torch.tensor([1, *(1 << n for n in range(levels - 1))]))
-    rows = torch.arange(len(sizes))[:, None] * levels + level  # [rows, length]: every level of every row apart
+    rows = torch.arange(len(sizes))[:, None] * levels + level  # [rows, length]: every level of every row separately
     counts = torch.bincount(rows.flatten()).float()
     squares = 0.5 / len(counts) + 0.5 * counts / counts.sum()
     return {
@@ -64,14 +64,14 @@ def _shrink_and_invert(noised: torch.Tensor, state: RuleState) -> torch.Tensor:
     rows = noised.unflatten(0, tuple(state["level"].shape))
     sd = (
         rows[:, rows.shape[1] // 2 :].abs().median() / NORMAL_ABS_MEDIAN
-    )  # of the noise: the finest level holds little else
+    )  # standard deviation of the noise: the finest level is mostly noise
     kept = torch.sign(rows) * (rows.abs() - state["shrink"] * sd).clamp_min(0.0)
     return inverse_haar_transform(kept).flatten()[state["place"]]
 
 
 def _view_wavelet_levels(state: RuleState, t: int, rounds: int) -> View:
     rows, length = state["level"].shape
-    levels = length.bit_length() if rows == 1 else 0  # of one row as it lies; several are laid out anew
+    levels = length.bit_length() if rows == 1 else 0  # one row keeps its order; several rows are rearranged
     return View(
         transform=Transform(
             forward=lambda gradients: _to_wavelet_domain(gradients, state),

@@ -2,10 +2,10 @@
 
 load("mnist") -> Dataset        from_arrays(x, y, x_test, y_test) -> Dataset
 holdout(dataset, 0.1, seed)     split(dataset, settings.data, seed) -> Partition
-featured(dataset, settings.data, device) -> Dataset of fixed, public features
-party_of(dataset, partition, k, "example") -> Party
-sample_units(randomness, key, party, rate) -> rows, slots, count
-available(), verify(name), fetch(name): what is on this machine, and how to get the rest
+compute_features(dataset, settings.data, device) -> Dataset of fixed, public features
+build_party_data(dataset, partition, k, "example") -> PartyData
+poisson_sample_units(randomness, key, party, rate) -> rows, slots, count
+list_available_datasets(), verify_dataset(name), fetch(name): which data sets are here, and how to get the others
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ from fulcrum.settings.schema import TaskSettings
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """What is learned (the task), from which training records, and the public records it is evaluated on.
+    """The task, the training records, and the public test records.
 
-    train is None where no training records are here (a coordinator), test is None where there is nothing to evaluate
-    on. Values are scaled by public constants only, never by statistics of the records. party_names: of the parties
-    that records name. warnings: sentences a user must see. fingerprint: short hash of all records and the task.
-    task_settings: what the task was made from; None where it was given as a Task.
+    train is None without training records (a coordinator), test is None without test records.
+    Values are scaled by public constants only, never by statistics of the records. party_names: names of the parties
+    in the records. warnings: messages for the user. fingerprint: short hash of all records and the task.
+    task_settings: the settings of the task; None if a Task was given.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Dataset:
 
     @property
     def records(self) -> Records:
-        """The training records; DataError where there are none."""
+        """The training records; DataError if there are none."""
         if self.train is None:
             raise DataError(f"{self.name} has no training records; add x and y.")
         return self.train
 
     @property
     def public(self) -> Records:
-        """The records to evaluate on; DataError where there are none."""
+        """The test records; DataError if there are none."""
         if self.test is None:
             raise DataError(f"{self.name} has no test set; add x_test and y_test, public records to evaluate on.")
         return self.test
@@ -87,17 +87,17 @@ class Dataset:
 
     @property
     def person(self) -> Tensor | None:
-        """Whose each training record is."""
+        """The person of each training record."""
         return self.records.person
 
     @property
     def party(self) -> Tensor | None:
-        """Which party holds each training record."""
+        """The party of each training record."""
         return self.records.party
 
     @property
     def classes(self) -> int:
-        """Number of classes, or of outputs where targets are no classes."""
+        """Number of classes, or number of outputs where targets are not classes."""
         return self.task.classes or self.task.outputs
 
     def with_changes(self, **changes: Any) -> Dataset:
@@ -119,7 +119,7 @@ class Dataset:
         if not self.has_integers:
             return self
         floats = dataclasses.replace(self, train=numbers(self.train), test=numbers(self.test))
-        # As if they had been saved as float32: the fingerprint says what is trained on.
+        # As if saved as float32: the fingerprint describes the data used for training.
         return dataclasses.replace(floats, fingerprint=compute_dataset_fingerprint(floats))
 
     @property
@@ -143,19 +143,19 @@ def from_arrays(
     party_names: Sequence[str] = (),
     warnings: Sequence[str] = (),
 ) -> Dataset:
-    """Check arrays (NumPy, torch or nested lists) and make a Dataset of them.
+    """Check arrays (NumPy, torch or nested lists) and make a Dataset from them.
 
     x [n, ...]: finite numbers, or a dict of such arrays for several inputs; integers stay integers. y [n, ...]: targets
     of the task. x_test, y_test: the same for the public test set, where there is one; party_test names the party of
     each test record. person [n]: integers or text, one per record. party [n]: integers or text that name the party
     of each record; with party_names, indices into it. task: a name ("classification", "regression", ...), settings, or
-    a Task; by default classification. classes: the number of classes, where the labels do not show them all; otherwise
-    the largest label plus one. Values are used as they are: scale them beforehand, by public constants. A DataError
-    names the array and what would be right.
+    a Task; by default classification. classes: the number of classes, if the labels do not show them all; otherwise
+    the largest label plus one. Values are not scaled: scale them beforehand, by public constants. A DataError
+    names the array and the expected form.
     """
     notes = list(warnings)
     settings = task if isinstance(task, TaskSettings) else TaskSettings(name=task if isinstance(task, str) else "auto")
-    if classes is not None and settings.name != "regression":  # there it would count outputs
+    if classes is not None and settings.name != "regression":  # for regression this is the number of outputs
         if classes < 2 and settings.name in ("auto", "classification"):
             raise DataError(f"classes = {classes}; at least 2 are needed.")
         settings = dataclasses.replace(settings, classes=settings.classes or classes)
@@ -206,7 +206,7 @@ def from_arrays(
 
 
 def recheck_dataset(data: Dataset, name: str, task: TaskSettings | None = None) -> Dataset:
-    """A Dataset that someone else's code made, checked like arrays; task: settings that change the data's own task."""
+    """A Dataset from user code, checked like arrays; task: settings that change the data's own task."""
     train, test = data.train, data.test
     chosen = apply_task_settings(data, task or TaskSettings())
     made = from_arrays(
@@ -226,7 +226,7 @@ def recheck_dataset(data: Dataset, name: str, task: TaskSettings | None = None) 
 
 
 def apply_task_settings(data: Dataset, wanted: TaskSettings) -> Task | TaskSettings:
-    """What the data set's task becomes with these settings: another, or its own with single settings changed."""
+    """The data set's task under these settings: another task, or its own with single settings changed."""
     if wanted == TaskSettings():
         return data.task
     declared = data.task_settings
@@ -258,7 +258,7 @@ def compute_dataset_fingerprint(data: Dataset) -> str:
 
 
 def _list_dataset_tensors(data: Dataset) -> list[Tensor | None]:
-    """All tensors of a data set, in an order that old run folders know."""
+    """All tensors of a data set, in an order that is compatible with old run folders."""
     found: list[Tensor | None] = []
     for records in (data.train, data.test):
         found += [None, None] if records is None else [*_list_input_tensors(records.x), records.y]
@@ -273,7 +273,7 @@ def _list_input_tensors(x: ModelInputs) -> list[Tensor]:
 
 
 def _make_records(name: str, inputs: ModelInputs, targets: Any, task: Task) -> Records:
-    """Inputs with the targets that the task has checked, equally many."""
+    """Records from inputs and targets; the task checks the targets, and their numbers must be equal."""
     checked = task.check_targets(name, targets)
     if len(checked) != count_examples(inputs):
         other = name.replace("y", "x")
@@ -292,11 +292,11 @@ def _get_token_input(inputs: ModelInputs | None) -> Tensor:
 
 
 def holdout(dataset: Dataset, fraction: float, seed: int) -> Dataset:
-    """Hold out a random part of the training records and evaluate on it in place of the test set.
+    """Hold out a random part of the training records and evaluate on it instead of the test set.
 
     fraction in (0, 1) of the records, to the nearest record; whole persons where there are person ids
-    (then at least that fraction). The original test set is dropped unseen, so that tuning never
-    touches it. Same seed, same part.
+    (then at least that fraction). The original test set is dropped, so that tuning never
+    uses it. The same seed gives the same part.
     """
     if not 0.0 < fraction < 1.0:
         raise ConfigError(f"data.validation = {fraction!r} is out of range; it must lie between 0 and 1.")
@@ -326,7 +326,7 @@ def holdout(dataset: Dataset, fraction: float, seed: int) -> Dataset:
 # --- checks of single arrays ------------------------------------------------------------------
 
 TOKEN_DTYPES = (np.int32, np.int64, np.uint32, np.uint64)
-"""Types whose integers stay integers: token ids. Smaller ones are taken for numbers such as bytes of images."""
+"""Types that stay integers: token ids. Smaller integer types become numbers, such as bytes of images."""
 
 
 def check_inputs(name: str, value: Any, notes: list[str], tokens: bool = False) -> ModelInputs:
@@ -366,9 +366,9 @@ def _check_feature_array(name: str, value: Any, notes: list[str], tokens: bool =
     if isinstance(value, Tensor) and value.dtype == torch.float32:
         tensor = value.detach().cpu()
     else:
-        with np.errstate(over="ignore"):  # what overflows becomes infinite, and is refused below
+        with np.errstate(over="ignore"):  # overflow gives infinity, which is rejected below
             tensor = torch.from_numpy(np.array(array, dtype=np.float32, order="C"))
-    # The sum is finite almost always when all values are, and costs no second array of the data's size.
+    # If all values are finite, the sum almost always is; it needs no second array of the data's size.
     if not bool(torch.isfinite(tensor.sum())):
         bad = (~torch.isfinite(tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None])).any(dim=1).nonzero()
         if len(bad):
@@ -416,7 +416,7 @@ def _check_parties(value: Any, n: int, names: tuple[str, ...]) -> tuple[Tensor, 
 
 
 def _check_test_parties(value: Any, n: int, names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:
-    """The party of each test record, by the names of the training records' parties; those may be none."""
+    """The party of each test record, as an index into the names of the training records' parties, if there are any."""
     codes, own = _check_parties(value, n, names if _is_integer_array(value) else ())
     if not names:
         return codes, own

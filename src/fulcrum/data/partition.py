@@ -1,6 +1,6 @@
 """Which party holds which record: iid, Dirichlet over labels, label shards, quantity skew, or as given.
 
-Every split first gives each item an owner, then lifts parties below the floor by moving items from
+Every split first assigns each item to a party, then moves items to parties below the minimum size from
 those above it. Items are records, or whole persons where the data has person ids. Everything is
 vectorised, so a million parties take seconds.
 """
@@ -42,12 +42,12 @@ class Partition:
 
     @property
     def parties(self) -> int:
-        """K."""
+        """Number of parties K."""
         return len(self.starts) - 1
 
     @property
     def sizes(self) -> Tensor:
-        """n_k, the records of each party: [K] int64."""
+        """Number of records n_k of each party: [K] int64."""
         return self.starts.diff()
 
     def indices(self, k: int) -> Tensor:
@@ -63,7 +63,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class _SplitItems:
-    """What is dealt out: label [m] and weight [m] (records) of each item."""
+    """The items to assign: label [m] and weight [m] (number of records) of each item."""
 
     label: IntArray
     weight: IntArray
@@ -74,14 +74,14 @@ AssignOwnersFn = Callable[[_SplitItems, Data, np.random.Generator], IntArray]
 
 
 def split(dataset: Dataset, settings: Data, seed: int) -> Partition:
-    """Split the training records over the parties as `settings` says; same seed, same split.
+    """Split the training records over the parties as `settings` says; the same seed gives the same split.
 
-    No party gets fewer than settings.min_examples records: where the draw leaves one below, records are
+    No party gets fewer than settings.min_examples records: if the draw gives a party fewer, records are
     moved to it from parties that have more. Where the data has person ids, all records of a person go
     to one party (labels then count by each person's most frequent one). With partition = "given"
-    nothing is moved: the data decides, and a person may have records at several parties. By label (dirichlet, shards)
-    works for targets that are classes. A request
-    that cannot be met raises ConfigError (or DataError for "given") with the numbers.
+    nothing is moved: the data names each record's party, and a person may have records at several parties. Splits by
+    label (dirichlet, shards) need targets that are classes. An infeasible request
+    raises ConfigError (or DataError for "given") with the numbers.
     """
     method = partition_method(settings, dataset.task)
     if method == "given":
@@ -168,11 +168,11 @@ def _check_feasible(dataset: Dataset, items: _SplitItems, settings: Data, method
         )
 
 
-# --- dealing: items, settings, randomness -> the owner of each item ---------------------------
+# --- assignment: items, settings, randomness -> the party of each item------------------------
 
 
 def _assign_iid(items: _SplitItems, settings: Data, rng: np.random.Generator) -> IntArray:
-    """At random, equally many each (give or take one)."""
+    """At random, with sizes that differ by at most one."""
     owner = np.empty(len(items.label), dtype=np.int64)
     owner[rng.permutation(len(owner))] = np.arange(len(owner)) % settings.parties
     return owner
@@ -187,7 +187,7 @@ def _assign_by_quantity(items: _SplitItems, settings: Data, rng: np.random.Gener
 
 
 def _assign_by_label(items: _SplitItems, settings: Data, rng: np.random.Generator) -> IntArray:
-    """Each class is shared out by its own draw from Dirichlet(alpha)."""
+    """Each class is split by its own draw from Dirichlet(alpha)."""
     owner = np.empty(len(items.label), dtype=np.int64)
     for members in _shuffle_within_classes(items.label, rng):
         shares = _apportion_counts(len(members), _sample_dirichlet(settings.alpha, settings.parties, rng))
@@ -196,10 +196,10 @@ def _assign_by_label(items: _SplitItems, settings: Data, rng: np.random.Generato
 
 
 def _assign_shards(items: _SplitItems, settings: Data, rng: np.random.Generator) -> IntArray:
-    """Sorted by label, cut into equal shards, and each party draws so many of them."""
+    """Items are sorted by label and cut into equal shards; each party draws the same number of shards."""
     total = settings.shards * settings.parties
     order = np.concatenate(_shuffle_within_classes(items.label, rng))
-    shard = np.arange(len(order)) * total // len(order)  # equal lengths, give or take one
+    shard = np.arange(len(order)) * total // len(order)  # lengths differ by at most one
     owner = np.empty(len(order), dtype=np.int64)
     owner[order] = rng.permutation(total)[shard] // settings.shards
     return owner
@@ -212,9 +212,9 @@ PARTITIONERS: dict[str, AssignOwnersFn] = {
     "quantity": _assign_by_quantity,
 }
 LABEL_PARTITIONS = ("dirichlet", "shards")
-"""Those that need classes."""
+"""Partition methods that need classes."""
 PARTITIONS = ("auto", *PARTITIONERS, "given")
-"""What data.partition may be; "auto": dirichlet for classes, else iid; "given": the data itself names each record's
+"""Allowed values of data.partition; "auto": dirichlet for classes, else iid; "given": the data names each record's
 party."""
 
 
@@ -229,7 +229,7 @@ def _sample_dirichlet(alpha: float, parties: int, rng: np.random.Generator) -> F
     shares: FloatArray = rng.dirichlet(np.full(parties, alpha))
     if np.isfinite(shares).all() and shares.sum() > 0:
         return shares
-    shares = np.zeros(parties)  # alpha so small that all shares underflow: the limit, one party takes it all
+    shares = np.zeros(parties)  # alpha so small that all shares underflow: in the limit one party gets everything
     shares[rng.integers(parties)] = 1.0
     return shares
 
@@ -243,14 +243,14 @@ def _apportion_counts(total: int, shares: FloatArray) -> IntArray:
     return parts
 
 
-# --- the floor --------------------------------------------------------------------------------
+# --- the minimum size -------------------------------------------------------------------------
 
 
 def _rebalance_records(owner: IntArray, weight: IntArray, settings: Data, rng: np.random.Generator) -> IntArray:
-    """Move single records so that every party reaches the floor.
+    """Move single records so that every party reaches the minimum size.
 
-    Parties above the floor give in proportion to what they have beyond it, random ones of their own;
-    what a party receives comes from few others, so that label skew survives.
+    Parties above the minimum give random records in proportion to their surplus;
+    a party receives records from few others, so that label skew is preserved.
     """
     sizes = np.bincount(owner, minlength=settings.parties)
     need = np.maximum(settings.min_examples - sizes, 0)
@@ -258,7 +258,7 @@ def _rebalance_records(owner: IntArray, weight: IntArray, settings: Data, rng: n
     if total == 0:
         return owner
     spare = np.maximum(sizes - settings.min_examples, 0)
-    # In integers: a party must never give more than it can spare, and rounding must not lose a record.
+    # In integers: a party must never give more than its surplus, and rounding must not lose a record.
     give, rest = np.divmod(spare * total, int(spare.sum()))
     give[np.argsort(-rest, kind="stable")[: total - int(give.sum())]] += 1
     order = rng.permutation(len(owner))
@@ -270,13 +270,13 @@ def _rebalance_records(owner: IntArray, weight: IntArray, settings: Data, rng: n
 
 
 def _rebalance_persons(owner: IntArray, weight: IntArray, settings: Data, rng: np.random.Generator) -> IntArray:
-    """The same with whole persons: the largest party gives first, the person that fits best."""
+    """Move whole persons so that every party reaches the minimum size: the largest party gives first, the best fit."""
     floor = settings.min_examples
     moved = owner.copy()
     sizes: list[int] = np.bincount(owner, weights=weight, minlength=settings.parties).astype(np.int64).tolist()
     if min(sizes) >= floor:
         return moved
-    by_party = np.lexsort((weight, owner))  # each party's persons, lightest first
+    by_party = np.lexsort((weight, owner))  # each party's persons, those with the fewest records first
     members = np.split(by_party, np.cumsum(np.bincount(owner, minlength=settings.parties))[:-1])
     donors = [(-size, k) for k, size in enumerate(sizes) if size > floor]
     heapq.heapify(donors)
@@ -295,7 +295,7 @@ def _rebalance_persons(owner: IntArray, weight: IntArray, settings: Data, rng: n
             spare, need = sizes[donor] - floor, floor - sizes[needy]
             at = max(bisect_right(weights, min(spare, need)) - 1, 0)
             if not weights or weights[at] > spare:
-                continue  # nobody here is light enough; what it can spare only shrinks, so never again
+                continue  # no person here is small enough; the surplus only shrinks, so skip this party from now on
             load = weights.pop(at)
             moved[persons.pop(at)] = needy
             sizes[donor] -= load

@@ -1,4 +1,4 @@
-"""Records: inputs of any type with their targets, and who they belong to; and what inputs of a batch can do.
+"""Records: inputs of any type with their targets, persons and parties; and functions on the inputs of a batch.
 
 Inputs are one tensor [n, ...] or several by name, {name: [n, ...]}; token ids stay integers. A model gets one tensor
 as its argument, several as keyword arguments.
@@ -18,7 +18,7 @@ ModelInputs = Tensor | Mapping[str, Tensor]
 
 
 def map_inputs(change: Callable[[Tensor], Any], x: ModelInputs) -> Any:
-    """The function of each tensor of the inputs."""
+    """Applies `change` to each tensor of the inputs."""
     return change(x) if isinstance(x, Tensor) else {name: change(value) for name, value in x.items()}
 
 
@@ -28,7 +28,7 @@ def list_input_tensors(x: ModelInputs) -> list[Tensor]:
 
 
 def count_examples(x: ModelInputs) -> int:
-    """n."""
+    """Number of examples n."""
     return len(list_input_tensors(x)[0])
 
 
@@ -57,7 +57,7 @@ def get_input_shape(x: ModelInputs) -> Any:
 class Records:
     """n records. x: inputs [n, ...], or several by name. y [n, ...]: targets, as the task checks them.
 
-    person [n] int64: whose record it is (None: one person per record). party [n] int64: which party holds it, an
+    person [n] int64: the person of each record (None: one person per record). party [n] int64: the party, an
     index into the data set's party_names (None: not given).
     """
 
@@ -83,6 +83,6 @@ class Records:
         return Records(select_rows(self.x, rows), self.y[rows], part(self.person), part(self.party))
 
     def tensors(self) -> Iterator[Tensor | None]:
-        """Everything they hold, in a fixed order, for fingerprints."""
+        """All tensors in a fixed order, for fingerprints."""
         yield from list_input_tensors(self.x)
         yield from (self.y, self.person, self.party)

@@ -1,4 +1,4 @@
-"""What one party holds, and the Poisson sample of a local step."""
+"""The data of one party, and the Poisson sample of a local step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fulcrum.rng import Randomness, StreamKey
 
 @dataclass(frozen=True, eq=False)
 class PartyData:
-    """A party's records, grouped by what is protected.
+    """A party's records, grouped by privacy unit.
 
-    index [m] int64: rows of the Dataset. unit_of [m] int64: which of the `units` (0..units-1) each row
-    belongs to: itself when examples are protected (apart is then True), its person when persons are.
+    index [m] int64: rows of the Dataset. unit_of [m] int64: the unit (0..units-1) of each row:
+    the row itself when examples are protected (apart is then True), its person when persons are.
     """
 
     index: Tensor
@@ -49,9 +49,9 @@ def poisson_sample_units(
     """A Poisson sample: every unit joins independently with probability `rate`.
 
     Returns rows [b] (Dataset rows of all records of the sampled units), slots [b] (0..count-1, the
-    sampled unit of each row) and count, which may be 0: an empty sample is still noised and stepped.
+    sampled unit of each row) and count, which may be 0: for an empty sample, noise is still added and a step is taken.
     """
-    joins = randomness.uniform(key, party.units) < rate  # uniform is in [0, 1), so rate 1 takes everyone
+    joins = randomness.uniform(key, party.units) < rate  # uniform is in [0, 1), so rate 1 samples every unit
     if party.apart:
         rows = party.index[joins]
         return rows, party.unit_of[: len(rows)], len(rows)
@@ -61,7 +61,7 @@ def poisson_sample_units(
 
 
 def count_units_per_party(dataset: Dataset, partition: Partition, unit: str) -> Tensor:
-    """n_k of every party [K] int64: its examples, or its persons where persons are protected."""
+    """Number of units n_k of every party [K] int64: its examples, or its persons where persons are protected."""
     if unit != "person" or dataset.person is None:
         return partition.sizes
     parties = torch.repeat_interleave(torch.arange(partition.parties), partition.sizes)

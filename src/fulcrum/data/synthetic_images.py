@@ -1,9 +1,9 @@
-"""Pictures made of formulas: figures with outlines, strokes and textures, in as many kinds as wanted.
+"""Synthetic images from formulas: figures with outlines, strokes and textures, in any number of classes.
 
-A kind is a fixed recipe (an outline, some strokes, a texture, a palette) drawn once from a seed. A picture
-of it is the recipe with everything moved a little: place, size, slant, outline, stroke ends, brightness. No
-photograph, no data set and no record is involved, so weights learned here are public on both sides of every
-neighbouring pair.
+A class ("kind") is a fixed recipe (an outline, some strokes, a texture, a palette) drawn once from a seed. An image
+of it is a random variation of the recipe: position, size, slant, outline, stroke ends, brightness. No
+photograph, data set or record is used, so weights pretrained on these images are public: they are the same for
+every pair of neighbouring data sets.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 
 OUTLINE_TERMS = 6
-"""Fourier terms of an outline."""
+"""Number of Fourier terms of an outline."""
 STROKES_PER_KIND = 4
-"""Curved strokes of a kind, some of them absent."""
+"""Maximum number of curved strokes per class."""
 SEGMENTS_PER_STROKE = 6
-"""Straight pieces a stroke is drawn with."""
+"""Number of straight segments per stroke."""
 
 
 @dataclass(frozen=True)
 class ImageRecipes:
-    """Recipes of n kinds of picture; every tensor starts with [n].
+    """Recipes of n image classes; the first dimension of every tensor is n.
 
     outline [n, 2, WAVES]: cosine and sine terms of the radius over the angle. mirror [n]: 1 where the figure
-    is symmetric. body [n]: brightness of the filled outline, 0 where a kind is strokes alone. ends
+    is symmetric. body [n]: brightness of the filled outline, 0 for classes with strokes only. ends
     [n, STROKES, 3, 2]: start, bend and end of each stroke. width [n, STROKES], 0: no stroke. ink [n, STROKES, c]:
     colour of strokes. grating [n, 3]: angle, frequency and strength of stripes on the body. grain [n, 3]: slope of
-    the spectrum, stretch and strength of a random texture on the body. palette [n, 2, c]: colours of body and ground.
-    ground [n, 2]: slope and strength of the ground's texture. hole [n]: radius of a cut-out, 0 for none.
+    the spectrum, stretch and strength of a random body texture. palette [n, 2, c]: colours of body and background.
+    ground [n, 2]: slope and strength of the background's texture. hole [n]: radius of a cut-out, 0 for none.
     """
 
     outline: Tensor
@@ -50,14 +50,14 @@ class ImageRecipes:
     aspect: Tensor
 
     def to(self, device: torch.device) -> ImageRecipes:
-        """On a device."""
+        """The recipes on a device."""
         return ImageRecipes(**{name: value.to(device) for name, value in vars(self).items()})
 
 
 def sample_recipes(kinds: int, channels: int, generator: torch.Generator) -> ImageRecipes:
-    """Recipes of `kinds` kinds of picture with `channels` colours, drawn from a CPU generator.
+    """Recipes of `kinds` image classes with `channels` colours, drawn from a CPU generator.
 
-    With one channel the ground is black, as in scans of single things; with three it is coloured and textured.
+    With one channel the background is black, as in scans of single objects; with three it is coloured and textured.
     """
 
     def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -76,7 +76,7 @@ def sample_recipes(kinds: int, channels: int, generator: torch.Generator) -> Ima
     palette = torch.zeros(kinds, 2, channels)
     if grey:
         palette[:, 0] = uniform(1, low=0.25)
-    else:  # a brightness, and a tint around it: photographs are less colourful than paint boxes
+    else:  # a brightness with a tint around it: photographs have muted colours
         tint = torch.randn(kinds, 2, channels, generator=generator)
         palette = uniform(2, 1, low=0.1, high=0.9) + 0.15 * tint
     return ImageRecipes(
@@ -101,10 +101,10 @@ def sample_recipes(kinds: int, channels: int, generator: torch.Generator) -> Ima
 def render_images(
     recipes: ImageRecipes, kinds: Tensor, side: int, generator: torch.Generator, jitter: float = 1.0, scene: float = 0.0
 ) -> Tensor:
-    """Pictures [B, c, side, side] with values in 0..1 of the given kinds [B], each a little different.
+    """Images [B, c, side, side] with values in 0..1 of the given classes [B], each with random variation.
 
-    generator: on the recipes' device. jitter scales how far pictures of a kind differ. scene: the part of the pictures
-    whose figure stands before the picture of another kind in place of its own ground.
+    generator: on the recipes' device. jitter scales the variation within a class. scene: the fraction of images
+    with an image of another class as background.
     """
     own = ImageRecipes(**{name: value[kinds] for name, value in vars(recipes).items()})
     count, device = len(kinds), kinds.device
@@ -164,7 +164,7 @@ def render_images(
 def _compute_pixel_coordinates(
     side: int, own: ImageRecipes, draw: Callable[..., Tensor], jitter: float
 ) -> tuple[Tensor, Tensor]:
-    """Where each pixel lies on the figure's own plane: moved, turned, slanted and scaled for every picture."""
+    """Coordinates of each pixel in the figure's plane: shifted, rotated, slanted and scaled per image."""
     line = torch.linspace(-1, 1, side, device=own.outline.device)
     down, across = torch.meshgrid(line, line, indexing="ij")
     turn = 0.35 * jitter * draw(1)[:, 0]
@@ -180,7 +180,7 @@ def _compute_pixel_coordinates(
 
 
 def _compute_curve_distance(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    """How far each pixel [B, H, W] is from a curve through start, bend and end [B, 3, 2]."""
+    """Distance of each pixel [B, H, W] to a curve through start, bend and end [B, 3, 2]."""
     steps = torch.linspace(0, 1, SEGMENTS_PER_STROKE + 1, device=x.device).view(-1, 1, 1)
     a, b, c = ends.unbind(dim=1)
     curve = (1 - steps) ** 2 * a + 2 * steps * (1 - steps) * b + steps**2 * c  # [PIECES + 1, B, 2]
@@ -205,7 +205,7 @@ def sample_textures(slope: Tensor, stretch: Tensor, channels: int, side: int, ge
     gain[:, 0, 0] = 0
     noise = torch.randn(count, channels, side, side, generator=generator, device=device)
     picture = torch.fft.irfft2(torch.fft.rfft2(noise) * gain[:, None], s=(side, side))
-    # Colours of a texture go together more than apart.
+    # The colour channels of a texture are correlated.
     picture = 0.8 * picture.mean(dim=1, keepdim=True) * channels**0.5 + 0.2 * picture
     size: Tensor = picture.square().mean(dim=(1, 2, 3), keepdim=True).sqrt().clamp_min(1e-6)
     return torch.div(picture, size)

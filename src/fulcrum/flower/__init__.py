@@ -12,7 +12,7 @@ party_statement.py  a party's own privacy statement
 party.py            a party's service: it answers requests within its terms and its ledger's budget
 registry.py         which node is which party: only signed answers count
 coordinator.py      an engine that asks parties instead of computing
-prepare.py          what a coordinator needs before it asks anybody
+prepare.py          what a coordinator needs before it contacts parties
 certs.py            a development CA, a server certificate and key pairs
 transport.py        those bytes in Flower's messages, by its public API
 flwr141/            everything that is internal to Flower 1.41.0: SuperLink, SuperNode, executor

@@ -1,7 +1,7 @@
 """Certificates and keys for a federation that has none yet: a development CA, a server certificate, key pairs.
 
 For real use take the server's certificate from your own CA; the parties need that CA's certificate.
-Key pairs are made by the parties themselves, each its own, and only NAME.pub is sent to the coordinator.
+Each party makes its own key pair and sends only NAME.pub to the coordinator.
 """
 
 from __future__ import annotations

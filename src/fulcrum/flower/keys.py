@@ -1,7 +1,7 @@
-"""A party's key pair: ECDSA on P-384 in OpenSSH's format, the same pair that its SuperNode proves itself with.
+"""A party's key pair: ECDSA on P-384 in OpenSSH's format, the same pair that authenticates its SuperNode.
 
-The private key never leaves the party. The coordinator keeps one public key a party, `NAME.pub`; the
-file's name is the party's name, so nobody can take another's.
+The private key never leaves the party. The coordinator keeps one public key per party, `NAME.pub`; the
+file's name is the party's name, so a party cannot use another's name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fulcrum.flower.messages import Envelope
 
 PARTY_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SIGNATURE_CONTEXT = b"fulcrum reply 1:"
-"""Keeps a signature over a reply from being taken for one over anything else (Flower signs timestamps)."""
+"""Context prefix, so that a signature over a reply is not valid for anything else (Flower signs timestamps)."""
 
 
 def check_party_name(name: str) -> str:
@@ -32,7 +32,7 @@ def check_party_name(name: str) -> str:
 
 
 def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write NAME (private, readable by the owner alone) and NAME.pub; refuses to overwrite either."""
+    """Write NAME (private, readable by the owner only) and NAME.pub; refuses to overwrite either."""
     private, public = folder / check_party_name(name), folder / f"{name}.pub"
     for path in (private, public):
         if path.exists():
@@ -57,7 +57,7 @@ def write_secret_file(path: Path, content: bytes) -> None:
 
 
 def load_private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """A private key file as `make_pair` or `ssh-keygen -t ecdsa -b 384` write it, without a passphrase."""
+    """A private key file as `make_key_pair` or `ssh-keygen -t ecdsa -b 384` write it, without a passphrase."""
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:

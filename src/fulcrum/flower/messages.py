@@ -1,4 +1,4 @@
-"""What travels between coordinator and parties: a small JSON header, and arrays in one safetensors body.
+"""The messages between coordinator and parties: a small JSON header, and arrays in one safetensors body.
 
 Nothing received is trusted: sizes are bounded before anything is parsed, a body cannot ask for more
 memory than it has bytes, names, types and shapes must be exactly those expected, and every number
@@ -173,12 +173,12 @@ def read_message_arrays(envelope: Envelope, wanted: ArraySpec) -> dict[str, Tens
 
 
 def make_state_spec(state: RuleState) -> ArraySpec:
-    """The arrays of a clipping state, under the names they travel by."""
+    """The arrays of a clipping state, under their names in a message."""
     return {f"state.{name}": (value.dtype, tuple(value.shape)) for name, value in state.items()}
 
 
 def state_to_arrays(state: RuleState) -> dict[str, Tensor]:
-    """A clipping state under the names it travels by."""
+    """A clipping state under its names in a message."""
     return {f"state.{name}": value for name, value in state.items()}
 
 

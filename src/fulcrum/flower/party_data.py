@@ -38,8 +38,8 @@ def check_task(dataset: Dataset, agreed: TaskSettings) -> Dataset:
 def population_fingerprint(dataset: Dataset) -> str:
     """The fingerprint by which a party's ledger knows the records.
 
-    Version 0.1 had the first training record in the test set's place where there was none; the fingerprint is still
-    taken that way, so that its ledgers go on.
+    Version 0.1 used the first training record as the test set if there was none; the fingerprint is still
+    computed that way, so that old ledgers stay valid.
     """
     if dataset.test is not None:
         return dataset.fingerprint

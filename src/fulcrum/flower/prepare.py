@@ -1,4 +1,4 @@
-"""What a coordinator prepares before it asks anybody: settings, public data, the model, who takes part."""
+"""What a coordinator prepares before it contacts parties: settings, public data, the model, who takes part."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def add_party_names(problem: TrainingProblem, parties: Sequence[PartyInfo]) -> T
 
 
 def make_served_federation(settings: Settings, engine: FlowerEngine) -> Federation:
-    """The run that `runs.execute` plays, over the parties of an engine."""
+    """The federation that `runs.execute` runs, over the parties of an engine."""
     names, units = [party.name for party in engine.clients], [party.units for party in engine.clients]
     plan = make_plan(settings, names, units, engine.problem.rule, population="each party's own data")
     return Federation(settings, engine.problem, plan, engine)

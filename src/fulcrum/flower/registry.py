@@ -1,4 +1,4 @@
-"""Which Flower node is which party: nodes come and go, parties have names and keys.
+"""Which Flower node is which party: nodes connect and disconnect, parties have names and keys.
 
 The coordinator greets every node that connects, and counts an answer only if a registered party signed it.
 A `Transport` carries the envelopes.

@@ -99,7 +99,7 @@ def serve_run(
 ) -> Result:
     """A run over parties elsewhere, from the first greeting to the last statement; the folder `out` must be new.
 
-    facts are kept in run.json, for `resume_serving`.
+    facts are kept in run.json, for `resume_served_run`.
     """
     wait_policy = wait_policy or WaitPolicy(min_parties=settings.train.min_parties)
     settings = make_served_settings(settings, len(public_keys), simulation)
@@ -213,7 +213,7 @@ def run_party_service(
     def over() -> bool:
         nonlocal finished
         if until_done and service.done and not finished:
-            finished = time.monotonic()  # the SuperNode still has to carry the last answer away
+            finished = time.monotonic()  # the SuperNode still has to send the last answer
         return stop() or bool(finished and time.monotonic() - finished > 2)
 
     executor = SupernodeExecutor(server, home, answer, ca=ca, key=key, say=service.say)

@@ -178,7 +178,7 @@ MAX_PARTIES = 1_000_000
 """A party's number in a run must be below this: its own memory grows with the number."""
 
 ROUNDING_TOLERANCE = 1e-12
-"""Relative room for numbers that were computed twice."""
+"""Relative tolerance for numbers that were computed twice."""
 
 ASSIGNMENT_LIMITS: dict[str, tuple[str, Callable[[PartyTerms, Any], bool]]] = {
     "client": ("party", lambda terms, value: 0 <= value < MAX_PARTIES),
@@ -235,7 +235,7 @@ def check_clipping_state(terms: PartyTerms, state: RuleState) -> None:
     """
     C = state["C"].double()
     total = float(torch.linalg.vector_norm(C))
-    slack = 1e-6  # C is a 32-bit number that was multiplied often; the range is in decimal
+    slack = 1e-6  # C is float32 and accumulates rounding; the range is in decimal
     if not (bool((C > 0).all()) and terms.C_min * (1 - slack) <= total <= terms.C_max * (1 + slack)):
         raise TermsRefusal("C")
     for name, value in state.items():
@@ -372,7 +372,7 @@ def _validate_terms_types(raw: Mapping[str, Any]) -> PartyTerms:
 
 
 def _read_field_docs() -> dict[str, str]:
-    """The sentence under each field of `Terms`, as its source has it."""
+    """The docstring of each field of `PartyTerms`, from its source."""
     source = inspect.getsource(PartyTerms)
     found = {}
     for each in dataclasses.fields(PartyTerms):

@@ -1,4 +1,4 @@
-"""Envelopes in Flower's messages, with Flower's public API alone."""
+"""Envelopes in Flower's messages, with Flower's public API only."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Per-example gradients of a batch: norms, inner products and clipped sums without writing them all out.
 
-    tape = record(model, layout, params, x, y, task)
+    tape = record_gradients(model, layout, params, x, y, task)
     factors = (C / tape.norms()).clamp(max=1)
     clipped_sum = tape.weighted_sum(factors)
 
-`record` follows layers that it knows by book-keeping (`ghost.py`) and everything else by vmap (`vmap.py`);
-`paths` says which layer takes which.
+`record_gradients` uses ghost norms for the layers it knows (`ghost.py`) and vmap for everything else (`vmap.py`);
+`list_gradient_paths` lists the method of each layer.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from fulcrum.rng import torch_generator
 __all__ = ["GradientRecorder", "GradientTape", "list_gradient_paths", "record_gradients", "retain_freed_memory"]
 
 PASS_MEMORY_BYTES = {"cpu": 12 * 2**20, "cuda": 4 * 2**30}
-"""Bytes of layer inputs and outputs that one pass may have: a larger batch goes through in pieces. On a CPU more
-would save a few percent of the time, but every worker needs it."""
+"""Maximum bytes of layer inputs and outputs per pass: a larger batch is processed in pieces. On a CPU a higher limit
+saves a few percent of the time, but every worker needs that memory."""
 
 NUM_PROBE_EXAMPLES = 3
-"""Examples on which a model with a forward of its own is compared with vmap, once."""
+"""Number of examples for the one comparison with vmap of a model with its own forward."""
 
 
 class GradientRecorder:
-    """Records batches of one model, having looked at its structure once: `follower(params, x, y)` is a `Tape`.
+    """Records batches of one model and analyses its structure once: `recorder(params, x, y)` is a `GradientTape`.
 
-    task says what is learned: its loss, with the slopes in the model's outputs. x is one tensor [B, ...] of any type,
+    task: gives the loss and its gradient in the model's outputs. x is one tensor [B, ...] of any type,
     or several by name; y [B, ...] are the task's targets.
 
-    The model's layers, hooks and frozen parameters must stay as they are while it is in use. Threads may share
-    the follower of a plain `nn.Sequential` (`shareable`); any other model gets hooks for the duration of a call,
-    and each thread needs a `twin`.
+    The model's layers, hooks and frozen parameters must not change while the recorder is in use. Threads may share
+    the recorder of a plain `nn.Sequential` (`is_thread_safe`). Any other model gets hooks for the duration of a call,
+    and each thread needs a `clone`.
     """
 
     def __init__(self, model: nn.Module, layout: ParameterLayout, task: Task, how: str = "auto") -> None:
@@ -61,11 +61,11 @@ class GradientRecorder:
 
     @property
     def is_thread_safe(self) -> bool:
-        """Whether threads may use it at the same time."""
+        """Whether several threads may use this recorder at the same time."""
         return bool(self.program.sequence) and self.how != "vmap"
 
     def clone(self) -> GradientRecorder:
-        """A follower of a copy of the model, for another thread; what was found out about the model is kept."""
+        """A recorder of a copy of the model, for another thread; it keeps the results of the analysis."""
         other = GradientRecorder(copy.deepcopy(self.model), self.layout, self.task, self.how)
         other._verdict, other._elements = self._verdict, dict(self._elements)
         return other
@@ -88,7 +88,7 @@ class GradientRecorder:
 
     @torch.no_grad()
     def outputs(self, params: Tensor, x: ModelInputs) -> Tensor:
-        """The model's outputs for a batch x with the parameters `params` [d], and nothing to go back by."""
+        """The model's outputs for a batch x with the parameters `params` [d], without a backward pass."""
         tensors = self.layout.unflatten(params.detach())
         if not self.program.sequence:
             found: Tensor = call_with_parameters(self.model, tensors, x)
@@ -98,7 +98,7 @@ class GradientRecorder:
         return sequence.forward_sequence(self.program, kernels, one, keep=False)[0]
 
     def settle(self, params: Tensor, x: ModelInputs, y: Tensor) -> None:
-        """Finds out, once, whether book-keeping is right for a model with a forward of its own."""
+        """Checks once whether ghost norms are correct for a model with its own forward."""
         if self._verdict is None:
             self._verdict = _compare_with_vmap(self.model, self.program, self.layout, params, x, y, self.task)
 
@@ -106,7 +106,7 @@ class GradientRecorder:
         return record_ghost_tape(self.model, self.program, self.layout, params, x, y, self.task)
 
     def _record_in_pieces(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
-        """Equal pieces that depend on the shapes alone, so that a resumed run rounds as the first one did."""
+        """Records equal pieces. They depend on the shapes only, so that a resumed run has the same rounding."""
         shape = tuple(value.shape[1:] for value in list_input_tensors(x))
         if shape not in self._elements:
             self._elements[shape] = self._run(params, select_rows(x, slice(0, 1)), y[:1]).elements
@@ -123,7 +123,7 @@ class GradientRecorder:
 _probe_results: WeakKeyDictionary[nn.Module, tuple[ParameterLayout, Task, str | None, dict[Hashable, int]]] = (
     WeakKeyDictionary()
 )
-"""What was found out about models by `record`."""
+"""Results of `GradientRecorder.settle` per model, kept by `record_gradients`."""
 
 
 def record_gradients(
@@ -135,16 +135,16 @@ def record_gradients(
     task: Task,
     how: str = "auto",
 ) -> GradientTape:
-    """Runs the batch x [B, ...], y [B, ...] forward and backward with the parameters `params` [d], and keeps what its
-    per-example gradients can be answered from. For many batches of one model, a `Follower` saves time.
+    """Runs the batch x [B, ...], y [B, ...] forward and backward with the parameters `params` [d], and keeps what is
+    needed to compute with its per-example gradients. For many batches of one model, a `GradientRecorder` saves time.
 
     The model's own trainable parameters are neither read nor changed; frozen parameters and buffers are the
-    model's. `task` gives one loss per example. `how`: "auto"; "book" (raises ModelError where the model cannot
-    be followed); "vmap" (gradients written out, B times the memory of the model: the plain oracle).
+    model's. `task` gives one loss per example. `how`: "auto"; "book" (ghost norms; raises ModelError where
+    the model is not supported); "vmap" (materialised gradients, B times the memory of the model: the reference).
 
     A model that is not a plain `nn.Sequential` gets hooks for the duration of the call: do not share it between
-    threads. With "auto" such a model is first compared with vmap on a few made-up examples, and vmap is used from
-    then on if they differ, for instance because a parameter is used other than by calling its layer.
+    threads. With "auto" such a model is first compared with vmap on a few random examples. If they differ, vmap
+    is used from then on: for instance, a parameter is used other than by calling its layer.
     """
     follower = GradientRecorder(model, layout, task, how)
     known = _probe_results.get(model)
@@ -165,16 +165,16 @@ def _compare_with_vmap(
     y: Tensor,
     task: Task,
 ) -> str:
-    """Why book-keeping must not be used, or "": found on made-up examples with the model's own parameters.
+    """The reason why ghost norms must not be used, or "": tested on random examples with the model's own parameters.
 
-    Neither the data nor the progress of the training decides, so that a resumed run takes the same path.
+    The result depends neither on the data nor on the training progress, so that a resumed run takes the same path.
     """
     index = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % count_examples(x)
     own, stream = layout.flatten(model).to(params), torch_generator(0, "probe")
 
     def made_up(value: Tensor) -> Tensor:
         if not value.is_floating_point():
-            return value[index]  # only the data know which numbers a model's tables have
+            return value[index]  # only the data show which indices are valid for the model's tables
         return torch.rand((NUM_PROBE_EXAMPLES, *value.shape[1:]), generator=stream, dtype=value.dtype).to(value.device)
 
     probe: ModelInputs = map_inputs(made_up, x)
@@ -196,9 +196,9 @@ def _gradients_agree(found: Tensor, truth: Tensor, layout: ParameterLayout) -> b
 
 
 def list_gradient_paths(model: nn.Module) -> list[tuple[str, str, str]]:
-    """For each layer with trainable parameters: its name, "book" or "vmap", and why.
+    """For each layer with trainable parameters: its name, "book" (ghost norms) or "vmap", and the reason.
 
-    >>> paths(nn.Sequential(nn.Linear(4, 2)))
+    >>> list_gradient_paths(nn.Sequential(nn.Linear(4, 2)))
     [('0', 'book', 'Linear')]
     """
     program = analyse_model(model, ParameterLayout.of(model))

@@ -1,11 +1,11 @@
-"""Book-keeping: one forward and backward pass that differentiates layer outputs only, never parameters.
+"""Ghost norms: one forward and backward pass that differentiates layer outputs only, never parameters.
 
-Each layer with trainable parameters is a site. The forward pass notes the site's input a; the backward
-pass brings the gradient g of its output; the two make the layer's parts (`parts.py`), and g is let go
-as soon as they are made. The first site's input needs no gradient and gets none.
+Each layer with trainable parameters is a site. The forward pass records the site's input a; the backward
+pass computes the gradient g of its output. Both together make the layer's parameter gradients (`param_grads.py`);
+then g is freed. The gradient of the first site's input is not computed.
 
-Two ways through the model. A plain `nn.Sequential` of known layers is run layer by layer with the given
-parameters and without autograd (`sequence.py`). Any other model runs by itself with hooks on its sites.
+There are two methods. A plain `nn.Sequential` of known layers is run layer by layer with the given
+parameters and without autograd (`sequence.py`). Any other model runs its own forward with hooks on its sites.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fulcrum.gradients.vmap import compute_module_grads
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 MAX_MATERIALISED_RATIO = 1.5
-"""Written-out gradients may take this many times the memory of the sites' inputs and outputs."""
+"""Materialised gradients may take this many times the memory of the sites' inputs and outputs."""
 
 
 # --- recording ------------------------------------------------------------------------------------
@@ -41,23 +41,23 @@ class _SiteUse:
     site: GradSite
     a: Tensor | ConvPatches
     entries: int
-    """Of the gradients of all examples, where writing them out pays; else 0."""
+    """Number of entries of all examples' gradients where it is cheaper to materialise them; else 0."""
 
 
 class _UseRecorder:
-    """Collects uses on the way forward and parts on the way back."""
+    """Collects uses in the forward pass and parameter gradients in the backward pass."""
 
     def __init__(self, count: int, tensors: tuple[Tensor, ...]) -> None:
         self.count = count
         self.tensors = tensors
         self.elements = 0
-        """Inputs and outputs of all uses together, in numbers."""
+        """Total number of elements in the inputs and outputs of all uses."""
         self.uses: dict[int, _SiteUse] = {}
         self.written: set[int] = set()
         self.parts: list[list[ParamGrad]] = [[] for _ in tensors]
 
     def add_use(self, site: GradSite, a: Tensor | ConvPatches, elements: int, out: torch.Size) -> int:
-        """Notes a use, with the shape of its output; returns its number."""
+        """Records a use with the shape of its output; returns the index of the use."""
         size = site.kind.size(site.module, out) if site.kind and "weight" in site.own else None
         entries = size.entries * self.count if size and size.should_materialise else 0
         self.elements += elements
@@ -65,7 +65,7 @@ class _UseRecorder:
         return len(self.uses) - 1
 
     def choose(self) -> None:
-        """Settles, before the way back, which gradients are written out: the smallest, as long as there is room."""
+        """Chooses, before the backward pass, which gradients to materialise: the smallest, while memory allows."""
         room = MAX_MATERIALISED_RATIO * self.elements
         for entries, number in sorted((use.entries, n) for n, use in self.uses.items() if use.entries):
             room -= entries
@@ -73,12 +73,12 @@ class _UseRecorder:
                 self.written.add(number)
 
     def collect(self, number: int, g: Tensor) -> None:
-        """Makes the parts of a use from the gradient of its output, and lets go of its input."""
+        """Makes the parameter gradients of a use from the gradient of its output, and frees its input."""
         use = self.uses.pop(number)
         site, a = use.site, use.a
         tensors = {name: self.tensors[place] for name, place in site.own.items()}
         if site.kind is None:
-            assert isinstance(a, Tensor)  # patches are of convolutions
+            assert isinstance(a, Tensor)  # only convolutions have patches
             rows = compute_module_grads(site.module, tensors, a, g)
             found: dict[str, ParamGrad] = {name: MaterialisedGrad(grads.flatten(1)) for name, grads in rows.items()}
         else:
@@ -97,7 +97,7 @@ def record_ghost_tape(
     y: Tensor,
     task: Task,
 ) -> GhostTape:
-    """One pass over the batch. Raises Unsuitable where the model does not keep examples in rows."""
+    """One pass over the batch. Raises UnsupportedModel where dimension 0 of the model's outputs is not the batch."""
     if model in program.sites and program.sites[model].kind is None:
         raise UnsupportedModel(program.sites[model].reason)
     tensors = tuple(layout.unflatten(params.detach()).values())
@@ -165,7 +165,7 @@ def _record_with_hooks(
         return tap(site, args[0], out) if torch.is_grad_enabled() else out
 
     def tap(site: GradSite, a: Tensor, out: Tensor) -> Tensor:
-        """Notes a use; the returned output takes the place of `out`."""
+        """Records a use; the returned output replaces `out`."""
         fits = site.kind is None or site.kind.fits(site.module, a)
         if not fits or a.dim() == 0 or out.dim() == 0 or len(a) != count or len(out) != count:
             raise UnsupportedModel(f"{site.name} does not see one example per row")
@@ -205,18 +205,18 @@ def _record_with_hooks(
 
 @dataclass(frozen=True)
 class GhostTape:
-    """A tape of parts: for each parameter tensor of the layout, those of all its uses."""
+    """A tape of parameter gradients: for each parameter tensor of the layout, those of all its uses."""
 
     layout: ParameterLayout
     params: Tensor
     raw_losses: Tensor
     parts: tuple[tuple[ParamGrad, ...], ...]
     elements: int
-    """Inputs and outputs of all sites together, in numbers."""
+    """Total number of elements in the inputs and outputs of all sites."""
 
     @cached_property
     def _squared_norms(self) -> Tensor:
-        """Squared norms [B, tensors] of each tensor's gradient, before anything is zeroed."""
+        """Squared norms [B, tensors] of each tensor's gradient, before non-finite examples are zeroed."""
         return torch.stack([self._tensor_squared_norms(parts) for parts in self.parts], dim=1)
 
     def _tensor_squared_norms(self, parts: tuple[ParamGrad, ...]) -> Tensor:
@@ -225,7 +225,7 @@ class GhostTape:
         squares = self.raw_losses.new_zeros(len(self.raw_losses))
         if not parts:
             return squares
-        # Several uses of one tensor add up before the norm is taken.
+        # The gradients of several uses of one tensor are summed before the norm is computed.
         size = parts[0].slice(0, 1).rows().numel() * squares.element_size()
         for start, stop in scratch_ranges(len(squares), 2 * size, squares.device):
             total = torch.stack([part.slice(start, stop).rows() for part in parts]).sum(dim=0)
@@ -275,7 +275,7 @@ class GhostTape:
 
     def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
         if "_good" not in self.__dict__:
-            # Nobody asked for norms: a finite sum proves that every gradient was finite.
+            # No norms were computed: a finite sum proves that every gradient is finite.
             total = self._sum_parts(self.parts, factors, groups)
             if bool(torch.isfinite(total).all()) and bool(torch.isfinite(self.raw_losses).all()):
                 return total

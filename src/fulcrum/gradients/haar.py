@@ -1,4 +1,4 @@
-"""The orthonormal Haar transform of gradients, and the norms of its levels without writing it out."""
+"""The orthonormal Haar transform of gradients, and the norms of its levels without storing the coefficients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def haar_transform(x: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_haar_transform(w: torch.Tensor) -> torch.Tensor:
-    """The inverse of `haar`, which is its transpose."""
+    """The inverse of `haar_transform`, which is its transpose."""
     x, rest = w[..., :1], w[..., 1:]
     while rest.shape[-1]:
         detail, rest = rest[..., : x.shape[-1]], rest[..., x.shape[-1] :]
@@ -28,9 +28,9 @@ def inverse_haar_transform(w: torch.Tensor) -> torch.Tensor:
 
 
 def haar_level_norms(x: torch.Tensor, levels: int) -> torch.Tensor:
-    """Norms of the levels of `haar` of each row [B, d] padded to 2^(levels - 1), coarse to fine: [B, levels].
+    """Norm of each level of `haar_transform`, per row [B, d] padded to 2^(levels - 1), coarse to fine: [B, levels].
 
-    The coefficients are not kept, so this reads what `haar` would write.
+    The coefficients are not stored.
     """
     squares = []
     for _ in range(levels - 1):
@@ -41,9 +41,9 @@ def haar_level_norms(x: torch.Tensor, levels: int) -> torch.Tensor:
 
 
 def haar_level_sums(x: torch.Tensor, levels: int) -> torch.Tensor:
-    """Level l of `haar` of row l: rows [T, levels, d], each padded to m = 2^(levels - 1) -> [T, m], coarse to fine.
+    """Level l of `haar_transform` of row l: rows [T, levels, d], padded to m = 2^(levels - 1) -> [T, m], coarse first.
 
-    A row goes no deeper than its own level, and the padding is not computed.
+    Row l is transformed down to level l only, and the padding is not computed.
     """
     found = x.new_zeros((len(x), 1 << (levels - 1)))
     for level in range(levels - 1, 0, -1):
@@ -58,4 +58,4 @@ def haar_level_sums(x: torch.Tensor, levels: int) -> torch.Tensor:
 
 
 def _pad_to_even_length(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, 1)) if x.shape[-1] % 2 else x  # a pad of nothing would copy
+    return torch.nn.functional.pad(x, (0, 1)) if x.shape[-1] % 2 else x  # padding by zero would copy

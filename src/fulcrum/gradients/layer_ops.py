@@ -1,9 +1,9 @@
-"""One layer forward and back: what a plain sequence is made of, without autograd.
+"""Forward and backward of single layers, without autograd, for plain sequences.
 
-A move runs a layer and returns its output with a memo; from the memo and the gradient of the output it
-finds the gradient of the input. The layers that small models are made of are written out here; any
-other goes through autograd by itself. On a CPU images have their channels last in memory, where
-pooling is many times faster.
+A `LayerOp` runs a layer and returns its output with a memo. From the memo and the gradient of the output it
+computes the gradient of the input. The common layers of small models are implemented here; any
+other layer uses autograd for that layer only. On a CPU images have their channels last in memory, because
+pooling is then many times faster.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ LayerParams = Mapping[str, Tensor]
 """A layer's own parameters by local name: weight, bias."""
 
 SMALL_POOL_NUMEL = 100_000
-"""Numbers in a batch of images up to which PyTorch's own max-pooling costs less than the calls made here."""
+"""Batches of images with at most this many elements use PyTorch's max-pooling, which is faster for them."""
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class LayerOp:
-    """How a layer goes forward and back.
+    """Forward and backward of a layer.
 
-    run(layer, x, params, mine) -> (output, memo); `mine`: nobody else needs x, it may be overwritten.
+    run(layer, x, params, mine) -> (output, memo); `mine`: x is not needed elsewhere and may be overwritten.
     back(layer, memo, params, g) -> gradient of x, from the gradient g of the output, which it may overwrite.
-    suits(layer, x): whether the move can take this very layer and input.
-    spare: whether its way back can do without its output, so that what follows may overwrite that.
-    output(layer, x, params): the output alone, where nobody goes back and that is cheaper.
+    suits(layer, x): whether this op supports this layer and input.
+    spare: whether `back` does not need the output, so that the next layer may overwrite it.
+    output(layer, x, params): the output only, for passes without backward, where that is cheaper.
     """
 
     run: Callable[[Any, Tensor, LayerParams, bool], tuple[Tensor, Any]]
@@ -51,7 +51,7 @@ class LayerOp:
 
 
 def build_autograd_op(call: Callable[[Any, Tensor, LayerParams], Tensor], spare: bool = False) -> LayerOp:
-    """A move that differentiates `call(layer, x, params)` with respect to x alone."""
+    """An op that differentiates `call(layer, x, params)` with respect to x only."""
 
     def run(layer: Any, x: Tensor, params: LayerParams, mine: bool) -> tuple[Tensor, Any]:
         with torch.enable_grad():
@@ -84,7 +84,7 @@ def _linear_backward(layer: nn.Linear, memo: None, params: LayerParams, g: Tenso
 
 
 def _run_convolution(layer: nn.Conv1d | nn.Conv2d, x: Tensor, params: LayerParams) -> Tensor:
-    # PyTorch's own, which pads by padding_mode first; only the parameters are ours.
+    # PyTorch's own forward, which first pads by padding_mode, with the given parameters.
     out: Tensor = layer._conv_forward(x, params["weight"], params.get("bias"))
     return out
 
@@ -115,8 +115,8 @@ def _patches_backward(layer: nn.Conv2d, memo: ConvPatches, params: LayerParams, 
 
 
 def _patches_are_supported(layer: nn.Conv2d, x: Tensor) -> bool:
-    """Where the stride skips positions, one product over patches beats the CPU's convolution by a third,
-    and the patches serve the gradients too."""
+    """Where the stride skips positions, one product over patches is a third faster than the CPU's convolution,
+    and the gradients reuse the patches."""
     strided = max(layer.stride) > 1 and max(layer.dilation) == 1 and layer.groups == 1
     return strided and x.device.type == "cpu" and _conv_is_supported(layer, x)
 
@@ -167,7 +167,7 @@ def _flatten_backward(layer: nn.Flatten, memo: torch.Size, params: LayerParams, 
 def _centre_forward(layer: CentringLayer, x: Tensor, params: LayerParams, mine: bool) -> tuple[Tensor, torch.Size]:
     if any(layer.padding):
         return layer.mixed(F.pad(x, layer.pad_amounts).sub_(layer.mean)), x.shape
-    into = x if mine else torch.empty_like(x)  # laid out as x is, whatever the mean is
+    into = x if mine else torch.empty_like(x)  # memory layout of x, not of the mean
     return layer.mixed(torch.sub(x, layer.mean, out=into)), x.shape
 
 
@@ -186,7 +186,7 @@ def _to_pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _window_slices(size: int, stride: int) -> tuple[slice, slice]:
-    """First and second places of all windows of two."""
+    """First and second positions of all windows of two."""
     reach = stride * ((size - 2) // stride) + 1
     return slice(0, reach, stride), slice(1, reach + 1, stride)
 
@@ -194,7 +194,7 @@ def _window_slices(size: int, stride: int) -> tuple[slice, slice]:
 def _max_pool_2x2_forward(
     layer: nn.MaxPool2d, x: Tensor, params: LayerParams, mine: bool
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """Windows of 2 x 2: along the rows, then across them. The differences remember which one was larger."""
+    """Windows of 2 x 2: along the rows, then across them. The sign of each difference shows which one was larger."""
     down, right = _to_pair(layer.stride)
     image = x.permute(0, 2, 3, 1)
     one, two = _window_slices(image.shape[2], right)
@@ -223,10 +223,10 @@ def _max_pool_2x2_backward(layer: nn.MaxPool2d, memo: tuple[Any, ...], params: L
 
 
 def _scatter_to_larger(g: Tensor, difference: Tensor, size: int, dim: int, stride: int) -> Tensor:
-    """Each gradient to the larger of its window of two along `dim`; to the first if they are equal, as PyTorch does."""
+    """Adds each gradient to the larger entry of its window of two along `dim`; on ties to the first, as in PyTorch."""
     second = aten.threshold_backward(g, difference, 0)
     grad = g.new_empty([*g.shape[:dim], size, *g.shape[dim + 1 :]])
-    # The first places of all windows are written below; what lies outside of them starts at zero.
+    # The first positions of all windows are written below; entries outside all windows start at zero.
     (grad if stride > 1 else grad.narrow(dim, g.shape[dim], size - g.shape[dim])).zero_()
     one, two = ((slice(None),) * dim + (half,) for half in _window_slices(size, stride))
     torch.sub(g, second, out=grad[one])
@@ -276,7 +276,7 @@ def _global_pool_forward(
 
 def _global_pool_backward(layer: nn.AdaptiveAvgPool2d, memo: Tensor, params: LayerParams, g: Tensor) -> Tensor:
     share = g / (memo.shape[2] * memo.shape[3])
-    return torch.empty_like(memo).copy_(share)  # laid out as the images are
+    return torch.empty_like(memo).copy_(share)  # memory layout of the images
 
 
 def _global_pool_is_supported(layer: nn.AdaptiveAvgPool2d, x: Tensor) -> bool:
@@ -286,7 +286,7 @@ def _global_pool_is_supported(layer: nn.AdaptiveAvgPool2d, x: Tensor) -> bool:
 # --- the table ----------------------------------------------------------------------------------
 
 AUTOGRAD_OP = build_autograd_op(_call_layer)
-"""For a layer without parameters that has no move of its own."""
+"""For a layer without parameters that has no op in the table."""
 
 LAYER_OPS: dict[type[nn.Module], tuple[LayerOp, ...]] = {
     nn.Linear: (LayerOp(_linear_forward, _linear_backward, spare=True),),
@@ -322,9 +322,9 @@ LAYER_OPS: dict[type[nn.Module], tuple[LayerOp, ...]] = {
         AUTOGRAD_OP,
     ),
 }
-"""For each class of layers its moves; the first that suits is taken."""
+"""The ops of each layer class; the first whose `suits` is True is used."""
 
 
 def find_layer_op(layer: nn.Module, x: Tensor) -> LayerOp:
-    """How `layer` goes forward and back on inputs like x."""
+    """The op for `layer` on inputs like x."""
     return next(move for move in LAYER_OPS.get(type(layer), (AUTOGRAD_OP,)) if move.suits(layer, x))

@@ -1,7 +1,7 @@
-"""The layers that book-keeping knows, and the parts of each after the backward pass. How they run is in `moves.py`.
+"""The layers with ghost norms, and their parameter gradients. `layer_ops.py` runs them forward and backward.
 
-A layer is recognised by its exact class: a subclass may compute something else. Adding one is a `Kind`
-in the table at the end.
+A layer is recognised by its exact class: a subclass may compute something else. To add one, add a `GradSampler`
+to the table at the end.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fulcrum.gradients.param_grads import EmbeddingGrad, MaterialisedGrad, Param
 
 @dataclass(frozen=True)
 class GradSampler:
-    """What book-keeping needs to know of a class of layers.
+    """What ghost norms need to know about a class of layers.
 
-    parts(layer, a, g, params, wanted): for each wanted parameter name the part made of input a and
-        output gradient g, examples first in both; a is `Patches` where the layer left them.
-    fits(layer, x): whether dimension 0 of x is what the layer treats as the batch.
-    objection(layer): why this very layer needs another path; empty if it does not.
-    size(layer, shape): what the weight's gradients cost, from the output's shape, where there is a choice of
-        how to find them.
+    parts(layer, a, g, params, wanted): for each wanted parameter name its gradients from input a and
+        output gradient g, both with examples first; a is `ConvPatches` where the layer kept its patches.
+    fits(layer, x): whether the layer treats dimension 0 of x as the batch.
+    objection(layer): why this layer is not supported; empty if it is.
+    size(layer, shape): cost of the weight's gradients, from the output's shape, where there is a choice of
+        method.
     """
 
     parts: Callable[[Any, Any, Tensor, LayerParams, set[str]], dict[str, ParamGrad]]
@@ -61,7 +61,7 @@ def _linear_grad_cost(layer: nn.Linear, shape: torch.Size) -> WeightGradCost:
 
 
 def _conv_padding(layer: nn.Conv1d | nn.Conv2d) -> list[int]:
-    """Left and right of the last dimension, then of the one before, as `F.pad` takes them."""
+    """Padding left and right of the last dimension, then of the one before, in the order of `F.pad`."""
     amounts: list[int] = []
     for i in reversed(range(len(layer.kernel_size))):
         if isinstance(layer.padding, str):
@@ -161,7 +161,7 @@ GRAD_SAMPLERS: dict[type[nn.Module], GradSampler] = {
 
 
 def find_unsupported_reason(layer: nn.Module) -> str:
-    """Why book-keeping cannot take this layer, or "" if it can."""
+    """Why ghost norms do not support this layer, or "" if they do."""
     kind = GRAD_SAMPLERS.get(type(layer))
     if kind is None:
         return f"no book-keeping rule for {type(layer).__name__}"
@@ -174,6 +174,6 @@ def find_unsupported_reason(layer: nn.Module) -> str:
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Whether somebody registered forward or backward hooks on the module."""
+    """Whether the module has forward or backward hooks."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(layer, name, None) for name in hooks)

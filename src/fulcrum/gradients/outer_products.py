@@ -1,11 +1,11 @@
-"""Parts whose gradients are sums of outer products: linear layers and convolutions.
+"""Per-example gradients that are sums of outer products: linear layers and convolutions.
 
-The gradient of example b is sum_t g_t a_t^T over the positions t that share the weights. It is written
-out once where that pays; else its norm comes from it a few examples at a time, or from the two Gram
-matrices over positions ("ghost"), and sums come from the layer's ordinary weight gradient with
+The gradient of example b is sum_t g_t a_t^T over the positions t that share the weights. It is
+materialised once where that is cheaper. Otherwise its norm is computed from a few gradients at a time, or from the
+two Gram matrices over positions ("ghost"), and sums are the layer's ordinary weight gradient with
 scaled output gradients.
 
-Letters: B examples, T positions, K inputs and O outputs of each position.
+Symbols: B examples, T positions, K inputs and O outputs per position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fulcrum.gradients.param_grads import (
 )
 
 WRITE_READ_COST = 20
-"""What it costs to write and read back one entry of a per-example gradient, in multiply-adds."""
+"""Cost of writing and reading one entry of a per-example gradient, in multiply-adds."""
 
 
 @dataclass(frozen=True)
@@ -42,30 +42,30 @@ class WeightGradCost:
 
     @property
     def entries(self) -> int:
-        """n, the entries of the weight."""
+        """Number of entries n of the weight."""
         return self.blocks * self.inputs * self.outputs
 
     @property
     def ghost(self) -> int:
-        """Multiply-adds of an example's norm from the two Gram matrices over positions."""
+        """Multiply-adds per example for the norm from the two Gram matrices over positions."""
         return self.blocks * self.positions**2 * (self.inputs + self.outputs)
 
     @property
     def should_materialise(self) -> bool:
-        """Whether writing the gradient out once beats a ghost norm followed by a separate sum."""
+        """Whether materialising the gradient once is cheaper than a ghost norm followed by a separate sum."""
         return self.positions > 1 and WRITE_READ_COST * self.entries < self.ghost
 
     @property
     def prefers_ghost_norms(self) -> bool:
-        """Whether, where the gradient is not kept, its norm is cheaper by Gram matrices."""
+        """Whether the norm of a gradient that is not kept is cheaper from Gram matrices."""
         return self.ghost < (self.positions + WRITE_READ_COST) * self.entries
 
 
 def ghost_squared_norms(inputs: Tensor, grads: Tensor) -> Tensor:
     """Squared norms [B] of sum_t g_t a_t^T from a [B, K, T] and g [B, T, O], as sum_st <a_s, a_t><g_s, g_t>.
 
-    Where positions cancel almost wholly the sum loses its digits, and too small a norm would let an
-    example through unclipped; so it is never taken below what rounding can account for.
+    Where positions cancel almost completely, the sum loses precision, and too small a norm would leave an
+    example unclipped. So the result has a lower limit: the possible rounding error.
     """
     if inputs.shape[2] == 1:
         return row_squared_norms(inputs) * row_squared_norms(grads)
@@ -83,7 +83,7 @@ class LinearGrad:
     a: Tensor
     g: Tensor
     order: EntryOrder | None = None
-    """Where the weight's entries lie in another order than [O, K]: a convolution over patches."""
+    """Order of the weight's entries where it is not [O, K]: a convolution over patches."""
 
     @property
     def size(self) -> WeightGradCost:
@@ -123,7 +123,7 @@ class LinearGrad:
 
 @dataclass(frozen=True)
 class ConvPatches:
-    """The patches [B, T, kh * kw * C] that a convolution's kernel sees, and where they came from."""
+    """The input patches [B, T, kh * kw * C] of a convolution, and their source."""
 
     values: Tensor
     source: Tensor
@@ -136,7 +136,7 @@ class ConvPatches:
         return weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
 
     def part(self, g: Tensor, weight: Tensor) -> LinearGrad:
-        """The weight's part, from the gradient g [B, O, h, w] of the output."""
+        """The weight's gradients, from the gradient g [B, O, h, w] of the output."""
         grads = g.permute(0, 2, 3, 1).reshape(len(g), -1, g.shape[1])
         return LinearGrad(self.values, grads, _patch_entry_order(1, weight))
 
@@ -155,14 +155,14 @@ def unfold_patches(
 
 
 def _patch_entry_order(groups: int, weight: Tensor) -> EntryOrder:
-    """Of a gradient [groups, O, patch] over patches with channels last, for a weight [O, C, kh, kw]."""
+    """Entry order of a gradient [groups, O, patch] over patches with channels last, for a weight [O, C, kh, kw]."""
     o, c, kh, kw = weight.shape
     return EntryOrder((groups, o // groups, kh, kw, c), (0, 1, 4, 2, 3))
 
 
 @dataclass(frozen=True)
 class ConvGrad:
-    """A convolution's weight [O, C / groups, kh, kw]: inputs a [B, C, H, W] padded already, g [B, O, h, w]."""
+    """A convolution's weight [O, C / groups, kh, kw]: padded inputs a [B, C, H, W], output gradients g [B, O, h, w]."""
 
     a: Tensor
     g: Tensor
@@ -179,7 +179,7 @@ class ConvGrad:
 
     @property
     def copies_channels_last(self) -> bool:
-        """Whether patches are copied in longer runs when channels come last in memory."""
+        """Whether channels last in memory gives longer contiguous copies of patches."""
         kw, stride = self.weight.shape[3], self.stride[1]
         run = self.weight.shape[1] * (kw if self.dilation[1] == 1 and self.groups == 1 else 1)
         return run >= (self.g.shape[3] if stride == 1 else 1)
@@ -205,7 +205,7 @@ class ConvGrad:
 
     @property
     def order(self) -> EntryOrder | None:
-        """Of the entries of `outer` gradients, [groups, O, patch] each, the patch as it was copied."""
+        """Entry order of the gradients, [groups, O, patch] each, with the patch as it was copied."""
         return _patch_entry_order(self.groups, self.weight) if self.copies_channels_last else None
 
     def squared_norms(self) -> Tensor:
@@ -235,9 +235,9 @@ class ConvGrad:
 
 
 def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad:
-    """Writes the gradients out, with their squared norms; a convolution's a cacheful of patches at a time."""
+    """Materialises the gradients and their squared norms; for a convolution, in pieces that fit the cache."""
     size, count, order = part.size, len(part.g), part.order
-    swap = size.inputs < size.outputs  # the longer side last: better use of vector registers
+    swap = size.inputs < size.outputs  # the longer dimension last: better use of vector registers
     sides = (size.inputs, size.outputs) if swap else (size.outputs, size.inputs)
     grads = part.g.new_empty(count * size.blocks, *sides)
     patches = part.g.element_size() * size.blocks * size.positions * size.inputs if isinstance(part, ConvGrad) else 0
@@ -250,7 +250,7 @@ def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad:
 
 
 def _swap_entry_order(order: EntryOrder | None, size: WeightGradCost) -> EntryOrder:
-    """The order of gradients stored with the output last, from the order with it first."""
+    """The entry order of gradients stored with the output last, from the order with the output first."""
     if order is None:
         return EntryOrder((size.blocks, size.inputs, size.outputs), (0, 2, 1))
     n, o, *patch = order.sizes
@@ -259,7 +259,7 @@ def _swap_entry_order(order: EntryOrder | None, size: WeightGradCost) -> EntryOr
 
 
 def outer_squared_norms(part: LinearGrad | ConvGrad) -> Tensor:
-    """Squared norms of the gradients, by the cheaper way, keeping none of them."""
+    """Squared norms of the gradients by the cheaper method, without keeping the gradients."""
     size, count = part.size, len(part.g)
     squares = part.g.new_empty(count)
     entries = size.blocks * size.positions * (size.inputs + 2 * size.positions)

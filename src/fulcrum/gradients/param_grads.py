@@ -1,12 +1,11 @@
-"""A part is one use of one parameter tensor by a batch: what its per-example gradients are made of.
+"""Per-example gradients of one parameter tensor, for one use of it by a batch.
 
-Each kind of part answers the same five questions from what it holds, without writing out the
-gradients of all examples where that can be avoided:
+Each class has the same methods (`ParamGrad`) and avoids materialising the gradients of all examples where it can:
 
-    Rows    the gradients themselves, where they are small or were needed anyway
-    Lookup  indices and output gradients of an embedding
-    Dense   activations and output gradients of a linear layer (`outer.py`)
-    Conv    the same of a convolution (`outer.py`)
+    MaterialisedGrad  the gradients themselves, where they are small or needed anyway
+    EmbeddingGrad     indices and output gradients of an embedding
+    LinearGrad        inputs and output gradients of a linear layer (`outer_products.py`)
+    ConvGrad          inputs and output gradients of a convolution (`outer_products.py`)
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SCRATCH_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
-"""Bytes of unfolded patches (or gradients) alive at a time: on a CPU they should stay in the cache."""
+"""Maximum bytes of unfolded patches (or gradients) at a time: on a CPU they should fit the cache."""
 
 
 class ParamGrad(Protocol):
@@ -40,20 +39,20 @@ class ParamGrad(Protocol):
         ...
 
     def rows(self) -> Tensor:
-        """The gradients written out, [B, n]."""
+        """The materialised gradients, [B, n]."""
         ...
 
     def only(self, good: Tensor) -> ParamGrad:
-        """The same with zero for every example where `good` [B] is False."""
+        """The same gradients, with zero for every example where `good` [B] is False."""
         ...
 
     def slice(self, start: int, stop: int) -> ParamGrad:
-        """The same for a range of the examples."""
+        """The gradients of a range of examples."""
         ...
 
 
 def zero_masked_rows(values: Tensor, good: Tensor) -> Tensor:
-    """Zero in the rows where `good` is False; multiplying would keep a NaN."""
+    """Sets rows to zero where `good` is False; multiplying by 0 would keep a NaN."""
     return torch.where(good.view(-1, *[1] * (values.dim() - 1)), values, torch.zeros((), dtype=values.dtype))
 
 
@@ -63,7 +62,7 @@ def scale_rows(values: Tensor, factors: Tensor) -> Tensor:
 
 
 def row_squared_norms(values: Tensor) -> Tensor:
-    """Squared norm [B] of each row of [B, ...]; in one pass, where squaring first would write a copy."""
+    """Squared norm [B] of each row of [B, ...]; in one pass, without a squared copy."""
     norms: Tensor = torch.linalg.vector_norm(values if values.dim() == 2 else values.flatten(1), dim=1)
     return norms.square()
 
@@ -80,26 +79,26 @@ def scratch_ranges(count: int, bytes_each: float, device: torch.device) -> Itera
 
 @dataclass(frozen=True)
 class EntryOrder:
-    """How stored entries become a parameter's: seen as `sizes`, dimensions moved by `permutation`."""
+    """How stored entries map to a parameter's entries: view as `sizes`, then permute dimensions by `permutation`."""
 
     sizes: tuple[int, ...]
     permutation: tuple[int, ...]
 
     def to_parameter(self, values: Tensor) -> Tensor:
-        """[..., n] as stored -> [..., n] as the parameter has them."""
+        """[..., n] in stored order -> [..., n] in the parameter's order."""
         lead = values.dim() - 1
         moved = (*range(lead), *(lead + i for i in self.permutation))
         return values.reshape(*values.shape[:lead], *self.sizes).permute(moved).reshape(values.shape)
 
     def to_stored(self, direction: Tensor) -> Tensor:
-        """[n] as the parameter has them -> [n] as stored."""
+        """[n] in the parameter's order -> [n] in stored order."""
         back = tuple(self.permutation.index(i) for i in range(len(self.sizes)))
         return direction.reshape([self.sizes[i] for i in self.permutation]).permute(back).reshape(-1)
 
 
 @dataclass(frozen=True)
 class MaterialisedGrad:
-    """Gradients that are written out: [B, n], perhaps in another order of entries than the parameter's."""
+    """Materialised gradients [B, n]; the entry order may differ from the parameter's."""
 
     grads: Tensor
     order: EntryOrder | None = None
@@ -134,15 +133,15 @@ class EmbeddingGrad:
     index: Tensor
     g: Tensor
     entries: int
-    """V."""
+    """Number of embedding rows V."""
 
     def _flat_indices(self, example_offset: int) -> Tensor:
-        """Indices [B * T], those of example b moved up by b * offset."""
+        """Indices [B * T]; b * example_offset is added to those of example b."""
         offset = torch.arange(len(self.index), device=self.index.device) * example_offset
         return (self.index + offset.view(-1, 1)).reshape(-1)
 
     def squared_norms(self) -> Tensor:
-        # An index that occurs twice in an example adds up before it is squared.
+        # Gradients of an index that occurs twice in an example are summed before squaring.
         found, place = torch.unique(self._flat_indices(self.entries), return_inverse=True)
         sums = self.g.new_zeros(len(found), self.g.shape[2]).index_add_(0, place, self.g.flatten(0, 1))
         owner = torch.div(found, self.entries, rounding_mode="floor")

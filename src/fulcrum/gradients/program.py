@@ -1,4 +1,4 @@
-"""How a model is going to be followed: which of its modules are sites, and whether it is a plain sequence."""
+"""Analysis of a model: which of its modules are sites, and whether it is a plain sequence."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ PARAMETERLESS_LAYERS = frozenset(
     | {nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d}
     | {nn.Flatten, nn.Dropout, CentringLayer}
 )
-"""Layers without parameters that keep examples apart and do not care how memory is laid out."""
+"""Layers without parameters that do not mix examples and do not depend on the memory layout."""
 
 
 class UnsupportedModel(Exception):
-    """Book-keeping cannot follow this model; the message says why."""
+    """Ghost norms do not support this model; the message says why."""
 
 
 @dataclass(frozen=True)
 class GradSite:
-    """A module whose parameters get gradients. kind None: it alone goes through vmap."""
+    """A module whose parameters get gradients. kind None: this module uses vmap."""
 
     name: str
     module: nn.Module
     kind: GradSampler | None
     own: dict[str, int]
-    """Local name of each trainable parameter -> its place in the layout."""
+    """Local name of each trainable parameter -> its index in the layout."""
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class SequenceNode:
-    """A layer of a plain sequence. kind and site are None for layers without parameters, or none to train."""
+    """A layer of a plain sequence. kind and site are None for layers without trainable parameters."""
 
     layer: nn.Module
     kind: GradSampler | None
@@ -49,7 +49,7 @@ class SequenceNode:
 
 @dataclass(frozen=True)
 class GradProgram:
-    """How a model is going to be followed."""
+    """The sites of a model, and its layers where it is a plain sequence."""
 
     sites: dict[nn.Module, GradSite]
     sequence: tuple[SequenceNode, ...]
@@ -57,7 +57,7 @@ class GradProgram:
 
 
 def analyse_model(model: nn.Module, layout: ParameterLayout) -> GradProgram:
-    """Finds the sites: the layers that book-keeping knows, and the smallest modules around everything else."""
+    """Finds the sites: the layers with ghost norms, and the smallest modules around all other parameters."""
     named = dict(model.named_parameters())
     places = {id(named[name]): place for place, name in enumerate(layout.names)}
     sites = {site.module: site for site in _find_sites(model, "", places)}

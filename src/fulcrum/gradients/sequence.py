@@ -1,4 +1,4 @@
-"""A plain sequence of layers, forward and back. The model itself is not touched, so that threads may share it."""
+"""Forward and backward of a plain sequence of layers. The model is not changed, so that threads may share it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fulcrum.gradients.program import GradProgram, SequenceNode, UnsupportedMode
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One layer's way forward, and what its way back needs."""
+    """One layer's forward pass, and what its backward pass needs."""
 
     node: SequenceNode
     move: LayerOp
@@ -29,31 +29,31 @@ class RecordedStep:
 
     @property
     def seen(self) -> Tensor | ConvPatches:
-        """What the layer's parts are made of: its input, or the patches it made of it."""
+        """What the layer's parameter gradients are computed from: its input, or the patches of its input."""
         return self.memo if isinstance(self.memo, ConvPatches) else self.x
 
     @property
     def elements(self) -> int:
-        """Numbers that are kept for the layer: its input, its output, and its patches if it made them."""
+        """Number of elements kept for the layer: its input, its output, and its patches if any."""
         patches = self.memo.values.numel() if isinstance(self.memo, ConvPatches) else 0
         return self.x.numel() + self.out.numel() + patches
 
 
 def prepare_weights(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """The parameters as a sequence wants them: kernels with their channels last in memory on a CPU."""
+    """The parameters in the memory layout of a sequence: on a CPU, kernels with channels last."""
     return tuple(_to_channels_last(t) if t.dim() == 4 and device.type == "cpu" else t for t in tensors)
 
 
 def _to_channels_last(weight: Tensor) -> Tensor:
     if weight.shape[1] > 1:
         return weight.contiguous(memory_format=torch.channels_last)
-    # With one channel both layouts have the same bytes; the stride says which one the output gets.
+    # With one channel both layouts have the same bytes; the stride decides the layout of the output.
     _, _, height, width = weight.shape
     return weight.contiguous().as_strided(weight.shape, (height * width, 1, width, 1))
 
 
 def require_single_input(x: ModelInputs) -> Tensor:
-    """The one tensor that a sequence takes. Raises Unsuitable where there are several."""
+    """The single input tensor of a sequence. Raises UnsupportedModel where there are several."""
     first, *others = list_input_tensors(x)
     if others:
         raise UnsupportedModel("a sequence takes one input")
@@ -64,8 +64,8 @@ def require_single_input(x: ModelInputs) -> Tensor:
 def forward_sequence(
     program: GradProgram, tensors: tuple[Tensor, ...], x: Tensor, keep: bool = True
 ) -> tuple[Tensor, list[RecordedStep]]:
-    """The outputs for a batch x, and (if `keep`) the steps that lead back. Raises Unsuitable where a layer would
-    not treat the first dimension as the batch."""
+    """The outputs for a batch x, and (if `keep`) the steps for the backward pass. Raises UnsupportedModel where a
+    layer does not treat the first dimension as the batch."""
     h, mine, steps = x.detach(), False, []
     for node in program.sequence:
         layer, params = node.layer, node.frozen
@@ -86,7 +86,7 @@ def forward_sequence(
 
 @torch.no_grad()
 def backward_sequence(steps: list[RecordedStep], g: Tensor, collect: Callable[[RecordedStep, Tensor], None]) -> None:
-    """Brings the gradient of every site's output to `collect`, last layer first. Memos are let go on the way."""
+    """Passes the gradient of every site's output to `collect`, last layer first, and frees the memos."""
     first = next((n for n, step in enumerate(steps) if step.node.site is not None), len(steps))
     while len(steps) > first:
         step = steps.pop()

@@ -1,4 +1,4 @@
-"""What a recorded batch can answer, whichever way its gradients were found."""
+"""The interface of a recorded batch, whichever method computed its gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fulcrum.errors import ModelError
 
 
 def check_loss_per_example(losses: Tensor, count: int) -> Tensor:
-    """The losses, or a ModelError where they are not one per example, [B]."""
+    """The losses [B]; raises ModelError where they are not one per example."""
     if losses.shape != (count,):
         raise ModelError(f"loss must give one value an example, [B], but gave the shape {list(losses.shape)}.")
     return losses
@@ -21,15 +21,15 @@ def check_loss_per_example(losses: Tensor, count: int) -> Tensor:
 class GradientTape(Protocol):
     """One forward and backward pass over a batch of B examples, for a model of d parameters.
 
-    An example whose loss, gradient or gradient norm is not finite counts as zero in every answer: a
-    row of zeros, norm 0, inner product 0, loss 0, and no part in any sum whatever its factor.
-    `groups` names, for each parameter tensor of the layout, the group 0..G-1 that it belongs to;
+    An example whose loss, gradient or gradient norm is not finite counts as zero everywhere: a
+    row of zeros, norm 0, inner product 0, loss 0, and no contribution to any sum whatever its factor.
+    `groups` gives the group 0..G-1 of each parameter tensor of the layout;
     empty means one group.
     """
 
     @property
     def losses(self) -> Tensor:
-        """[B]"""
+        """The loss of each example, [B]."""
         ...
 
     def matrix(self) -> Tensor:
@@ -64,7 +64,7 @@ def select_group_factors(factors: Tensor, groups: tuple[int, ...], tensor: int) 
 
 @dataclass(frozen=True)
 class EmptyTape:
-    """The tape of a batch without examples: a Poisson sample may be empty, and the step still happens."""
+    """The tape of a batch without examples: a Poisson sample may be empty, and the step is still taken."""
 
     like: Tensor
     """The parameters [d], for size, type and device."""
@@ -88,7 +88,7 @@ class EmptyTape:
 
 @dataclass(frozen=True)
 class ChunkedTape:
-    """Tapes of consecutive pieces of a batch, as one."""
+    """The tapes of consecutive pieces of a batch, combined."""
 
     tapes: tuple[GradientTape, ...]
     sizes: tuple[int, ...]

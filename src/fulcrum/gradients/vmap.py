@@ -1,7 +1,7 @@
-"""Per-example gradients written out, for any module: slow, general, and the oracle for book-keeping.
+"""Materialised per-example gradients for any module: slow, general, and the reference for ghost norms.
 
-`torch.func.vmap` over the gradient of one example; where an operation has no batching rule (an LSTM,
-say), a plain loop over the examples.
+`torch.func.vmap` over the gradient of one example; where an operation has no batching rule (such as
+an LSTM), a plain loop over the examples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fulcrum.gradients.tape import GradientTape, select_group_factors, sum_squar
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 VMAP_MEMORY_BYTES = 256 * 2**20
-"""Bytes of gradients that one vmap call may work on."""
+"""Maximum bytes of gradients per vmap call."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Models: parameters as one vector, built-in and own models, whitening, pretraining, what cannot be trained."""
+"""Models: parameters as one vector, built-in and own models, whitening, pretraining, checks."""
 
 from __future__ import annotations
 

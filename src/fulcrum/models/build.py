@@ -24,18 +24,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 MODELS: Registry[Callable[..., nn.Module]] = Registry(
     "model.name", noun="factory", entry_points="fulcrum.models", error=ModelError
 )
-"""Factories of models by name: the built-in ones, and those that users add."""
+"""Model factories by name: built-in ones, and those that users add."""
 for _name, _factory in BUILTIN_MODELS.items():
     MODELS.add(_name, _factory)
 
 
 def register_model(name: str) -> Callable[[F], F]:
-    """A decorator that makes a factory a model's name; `build` says what it is called with."""
+    """A decorator that registers a model factory under a name; `build_model` lists the factory's arguments."""
     return MODELS.register(name)
 
 
 def find_factory(name: str) -> Callable[..., nn.Module]:
-    """The factory of that name, or of package.module:factory; ModelError with the nearest name where there is none."""
+    """The factory of that name, or of package.module:factory; ModelError with the nearest name if there is none."""
     if ":" in name or name in MODELS.names():
         return MODELS.find(name)
     known = ("auto", *MODELS.names())
@@ -47,7 +47,7 @@ def find_factory(name: str) -> Callable[..., nn.Module]:
 
 
 def is_built_in(settings: config.Model) -> bool:
-    """Whether the settings name a model of Fulcrum's own; those take numbers, not token ids."""
+    """Whether the settings name a built-in model; built-in models take numbers, not token ids."""
     return settings.name == "auto" or settings.name in BUILTIN_MODELS
 
 
@@ -63,14 +63,14 @@ def build_model(
     """The model that the settings name, for examples of `input_shape` (without the batch; one per name where an example
     has several inputs) and with `outputs` numbers per prediction: the task's outputs.
 
-    The same seed gives the same parameters, whatever the global generators hold. `name` may be
+    The same seed gives the same parameters, whatever the state of the global generators. `name` may be
     "package.module:factory", or a name that `register_model` or an installed package (entry points fulcrum.models) has
     added: the factory is called with those of input_shape, outputs, classes (the same number), task, settings and
     activation (a function that makes one activation layer) that it has as parameters, with the global CPU generator
     seeded for the call and restored after it, and must return an nn.Module that maps [B, *input_shape] to
-    [B, outputs], or to [B, L, outputs] where the task predicts a `sequence` (with `task`, what that says). sample:
-    inputs of some examples, which show their type: integers are taken from there when the model is tried, numbers are
-    made up.
+    [B, outputs], or to [B, L, outputs] where the task predicts a `sequence` (with `task`, as the task says). sample:
+    inputs of some examples, which show their type: the trial run takes integers from the sample and draws numbers at
+    random.
     Raises ModelError where the model cannot be built, or cannot be trained with a bound per example.
     """
     shape = _to_int_shape(input_shape)
@@ -119,7 +119,7 @@ def _to_int_shape(shape: InputShape | Mapping[str, InputShape]) -> InputShape | 
 
 
 def _apply_initial_weights(model: nn.Module, settings: config.Model, name: str) -> nn.Module:
-    """The model with the weights that the settings name in place of random ones."""
+    """The model with the weights named in the settings instead of random ones."""
     found = {} if settings.init == "random" else priors.load_weights(settings.init, name, settings.activation)
     weights, facts = priors.split_input_statistics(model, found)
     if settings.init != "random":

@@ -107,7 +107,7 @@ BUILTIN_MODELS: dict[str, Callable[[config.Model, InputShape, int, ActivationFac
 }
 
 AUTO_MODELS: Mapping[InputShape, str] = {(1, 28, 28): "mnist-cnn", (3, 32, 32): "cifar-cnn"}
-"""What "auto" means for these shapes of an example; "linear" for any other."""
+"""The model that "auto" chooses by the shape of an example; "linear" for any other shape."""
 
 
 def initialise_weights(model: nn.Module, generator: torch.Generator) -> None:

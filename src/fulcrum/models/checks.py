@@ -1,4 +1,4 @@
-"""What cannot be trained with a bound per example, found by type and by behaviour."""
+"""Finds models that cannot be trained with a bound per example, by type and by behaviour."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _validate_by_behaviour(model: nn.Module, sample: ModelInputs) -> None:
 
 
 def _change_first_example(values: Tensor) -> Tensor:
-    """The batch with another first example: numbers plus 1; integers those of another example."""
+    """The batch with a changed first example: numbers plus 1; integers replaced by those of another example."""
     changed = values.clone()
     if values.is_floating_point():
         changed[0] = values[0] + 1.0
@@ -108,7 +108,7 @@ OutputTrace = list[tuple[str, str, Tensor]]
 def _run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[OutputTrace, Any, str]:
     """Runs the model: the outputs of its modules in order, its own output, and the first buffer that changed.
 
-    The model is left as it was: buffers are put back, and so is the global generator.
+    The model is unchanged afterwards: buffers and the global generator are restored.
     """
     trace: OutputTrace = []
 

@@ -19,11 +19,11 @@ from fulcrum.errors import ModelError
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Where each trainable parameter lies in the flat vector [d]. A shared parameter appears once.
+    """The position of each trainable parameter in the flat vector [d]. A shared parameter appears once.
 
     names, shapes: of the parameter tensors, in order. layers: for each tensor the number of its layer; tensors
-    of the same module have the same number, counted from 0 in order of appearance. lookups: places of tensors that
-    are tables of an embedding, [vocabulary, width].
+    of the same module have the same number, counted from 0 in order of appearance. lookups: indices of tensors that
+    are embedding tables, [vocabulary, width].
     """
 
     names: tuple[str, ...]
@@ -53,26 +53,26 @@ class ParameterLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts in the vector."""
+        """The start of each tensor in the vector."""
         return tuple(sum(self.sizes[:i]) for i in range(len(self.sizes)))
 
     @cached_property
     def dim(self) -> int:
-        """d, the number of trainable parameters."""
+        """Number of trainable parameters d."""
         return sum(self.sizes)
 
     @cached_property
     def depth(self) -> int:
-        """How many tensors have more than one dimension: about the number of layers."""
+        """Number of tensors with more than one dimension: about the number of layers."""
         return sum(len(shape) > 1 for shape in self.shapes)
 
     @cached_property
     def expected_init_norm(self) -> float:
-        """About the norm of all weights together when each layer is drawn as PyTorch does by default.
+        """Approximate norm of all weights under PyTorch's default initialisation.
 
         A layer's weights are uniform within 1 / sqrt(fan in), so their squares add up to a third of its outputs;
-        biases are left out. An embedding is a layer whose inputs are the words and whose outputs are its columns. It
-        depends on the shapes alone. 1 for a model of vectors and scalars only.
+        biases are left out. For an embedding, the inputs are the words and the outputs are its columns. The norm
+        depends on the shapes only. It is 1 for a model with only vectors and scalars.
         """
         outputs = sum(
             shape[1 if place in self.lookups else 0] for place, shape in enumerate(self.shapes) if len(shape) > 1
@@ -98,12 +98,12 @@ class ParameterLayout:
 
 
 def call_with_parameters(model: nn.Module, tensors: Mapping[str, Tensor], inputs: Tensor | Mapping[str, Tensor]) -> Any:
-    """The model's output with `tensors` (by parameter name, as `Layout.unflatten` gives them) in place of its own.
+    """The model's output with `tensors` (by parameter name, see `ParameterLayout.unflatten`) instead of its own.
 
     inputs: one tensor, the model's argument; or several by name, its keyword arguments.
 
     As `torch.func.functional_call`, which loses the parameters of a module that appears twice in the model.
-    The model is as before afterwards, but must not be shared between threads during the call.
+    The model is unchanged afterwards, but must not be shared between threads during the call.
     """
     given = {id(parameter): tensors[name] for name, parameter in model.named_parameters() if name in tensors}
     slots: dict[str, Tensor] = {}

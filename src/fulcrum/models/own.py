@@ -1,4 +1,4 @@
-"""A model of your own: package.module:factory."""
+"""Your own model: package.module:factory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import derive_stream_seed, torch_generator
 from fulcrum.settings.registry import call_with_supported_arguments, current_folder_importable
 
-# --- models of your own ---------------------------------------------------------------------------
+# --- your own models ------------------------------------------------------------------------------
 
 
 def build_own_model(factory: Callable[..., Any], name: str, offers: Mapping[str, object], seed: int) -> nn.Module:
-    """What a factory makes, called with those of the offers that it has as parameters."""
+    """The model from a factory, called with those offers that match its parameters."""
     if not callable(factory):
         raise ModelError(f"model.name = {name!r} is not a function but {type(factory).__name__}; name a factory.")
     with current_folder_importable(), torch.random.fork_rng(devices=[]):
@@ -44,7 +44,7 @@ def _describe_failure(problem: Exception) -> str:
 
 
 NUM_TRIAL_EXAMPLES = 3
-"""Examples on which a model of one's own is tried."""
+"""Number of examples for the trial run of a user's own model."""
 
 
 def make_trial_inputs(shape: InputShape | Mapping[str, InputShape], sample: ModelInputs | None = None) -> ModelInputs:
@@ -88,7 +88,7 @@ def _check_own_model(model: nn.Module, name: str, sample: ModelInputs, outputs: 
 def check_outputs(model: nn.Module, sample: ModelInputs, task: Task) -> None:
     """Raises ModelError where the model's outputs for some examples do not have the shape that the task needs.
 
-    More outputs than classes do no harm; anything else would be broadcast against the targets without a word.
+    More outputs than classes are allowed; any other mismatch would silently be broadcast against the targets.
     """
     found, count = _run_dry(model, sample)[1], count_examples(sample)
     wanted = f"[{count}, {'length, ' if task.sequence else ''}{task.outputs}]"
@@ -101,7 +101,7 @@ def check_outputs(model: nn.Module, sample: ModelInputs, task: Task) -> None:
 
 
 def suggest_integer_inputs(sample: ModelInputs) -> str:
-    """What may help a model that fails on integers; "" where there are none."""
+    """A hint for a model that fails on integers; "" if there are no integers."""
     integers = not all(part.is_floating_point() for part in list_input_tensors(sample))
     return "; x holds integers (token ids): if they are numbers, save x as float32" if integers else ""
 

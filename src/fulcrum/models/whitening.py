@@ -1,14 +1,16 @@
-"""Other coordinates for the same networks: layers that see their inputs centred, or centred and whitened.
+"""Other coordinates for the same networks: layers whose inputs are centred, or centred and whitened.
 
 A layer W x + b is written V M (x - m) + b' with V M = W and b' = b + W m: as many parameters, the same functions. But
-an example's gradient in V is then (gradient of the output) x (M (x - m)). The part m that all inputs share no longer
-fills the norm that is clipped, and with M = (covariance of x)^-1/2 neither do the few directions in which inputs vary
-most; the noise spreads over the features by how much they vary. m and M must be public. Why, and what it gains:
+an example's gradient in V is (gradient of the output) x (M (x - m)). The common part m of all inputs no longer
+dominates the clipped norm. With M = (covariance of x)^-1/2, neither do the few directions with the largest
+variance; the noise is spread over the features by their variance. m and M must be public. Reasons and results:
 docs/decisions/0008-coordinates.md.
 
-    facts = {**means(plain, pictures), **mixes(plain, pictures)}  # without the mixes: centred only
-    model = centred(plain, facts)  # computes what `plain` computes, but for the last layer
-    folded(model)  # the parameters of the plain network that computes what `model` computes
+    facts = {**compute_input_means(plain, images), **compute_whitening_matrices(plain, images)}
+    model = centre_model(plain, facts)  # same function as `plain`, except for the last layer
+    fold_centring(model)  # parameters of the plain network with the same function as `model`
+
+Without the whitening matrices the model is only centred.
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ from fulcrum.data.features.covariance import compute_whitening_matrix
 from fulcrum.errors import ModelError
 
 CENTRING_PREFIX = "centre"
-"""What a Centre is called: this, and the name of the layer it is for."""
+"""Prefix of a CentringLayer's name; the name of its layer follows."""
 MEAN_SUFFIX = ".mean"
-"""What a mean is called: the name of the layer that sees inputs less it, and this."""
+"""Suffix of a mean's name, after the name of its layer."""
 MIX_SUFFIX = ".mix"
-"""What a layer's M is called."""
+"""Suffix of a whitening matrix's name, after the name of its layer."""
 IMAGE_BATCH_SIZE = 250
-"""Pictures at a time."""
+"""Number of images per batch."""
 
 
 class CentringLayer(nn.Module):
-    """Pads images with zeros, takes a fixed mean off everywhere, the border included, then mixes channels or features.
+    """Pads images with zeros, subtracts a fixed mean (border included), then multiplies channels or features by M.
 
-    mean: without the batch, as large as one example or [C, 1, 1] for all pixels alike. padding: rows and columns of
-    zeros on each side. A convolution without padding after it computes what the one with padding did: for its weights
-    W, the border's -m and the bias b + sum(W) m come to the same as zeros and b. mix: a symmetric [C, C] over the
-    channels of images or [F, F] over flat features; None leaves them as they are.
+    mean: of one example's shape, or [C, 1, 1] for all pixels. padding: rows and columns of
+    zeros on each side. A convolution without padding after this layer equals the original with padding: for its
+    weights W, -m in the border and the bias b + sum(W) m give the same result as zeros and b. mix: a symmetric [C, C] over the
+    channels of images or [F, F] over flat features; None: no multiplication.
     """
 
     mean: Tensor
@@ -56,12 +58,12 @@ class CentringLayer(nn.Module):
 
     @property
     def pad_amounts(self) -> tuple[int, int, int, int]:
-        """The padding as `F.pad` takes it."""
+        """The padding in the order of `F.pad`."""
         down, across = self.padding
         return across, across, down, down
 
     def mixed(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] or [B, F], mixed. It is its own way back, for M is symmetric."""
+        """x [B, C, H, W] or [B, F] times M. It is also its own backward, since M is symmetric."""
         if self.mix is None:
             return x
         if x.dim() == 2:
@@ -81,15 +83,16 @@ class CentringLayer(nn.Module):
 
 
 def centre_model(model: nn.Module, facts: Mapping[str, Tensor], head: bool = False) -> nn.Sequential:
-    """A copy of a plain sequence in which every Linear and Conv2d sees its input less its mean, mixed where asked.
+    """A copy of a plain sequence with centred inputs of every Linear and Conv2d, whitened where M is given.
 
-    facts: as `means` and `mixes` give them, e.g. {"0.mean": [C, 1, 1], "7.mean": [C, H, W], "7.mix": [F, F]}.
-    Parameters keep their names. Weights and biases are changed so that all layers compute what they did; the last
-    one's only with `head`: where it is drawn at random it may as well stay what it is.
+    facts: from `compute_input_means` and `compute_whitening_matrices`, e.g.
+    {"0.mean": [C, 1, 1], "7.mean": [C, H, W], "7.mix": [F, F]}.
+    Parameters keep their names. Weights and biases are changed so that all layers compute the same functions; the last
+    layer only with `head`: a random last layer need not be changed.
     """
     made = copy.deepcopy(_check_can_be_centred(model, facts))
     layers, flattened = list(_weighted_layers(made)), _layers_after_flatten(made)
-    # Before a Flatten, where means are of images: then activations need not be reordered. Mixed features are flat.
+    # Before a Flatten where means have image shape: activations need no reordering. Whitened features are flat.
     early = {name for name in flattened if facts[name + MEAN_SUFFIX].dim() == 3 and name + MIX_SUFFIX not in facts}
     places = {flattened[name] if name in early else name: name for name in layers}
     out = nn.Sequential()
@@ -116,20 +119,20 @@ def centre_model(model: nn.Module, facts: Mapping[str, Tensor], head: bool = Fal
 
 
 COORDINATE_CHOICES = ("plain", "centred", "whitened")
-"""What model.coordinates may be."""
+"""Allowed values of model.coordinates."""
 
 
 def select_statistics(facts: Mapping[str, Tensor], coordinates: str) -> dict[str, Tensor]:
-    """Those facts that "centred" or "whitened" coordinates need, of all that are known; none where some are missing."""
+    """The statistics that "centred" or "whitened" coordinates need; empty if some are missing."""
     if coordinates == "whitened" and not any(name.endswith(MIX_SUFFIX) for name in facts):
         return {}
     return {name: value for name, value in facts.items() if coordinates == "whitened" or name.endswith(MEAN_SUFFIX)}
 
 
 def whiten_partially(model: nn.Module, facts: Mapping[str, Tensor], power: float) -> dict[str, Tensor]:
-    """The facts with every M = s cov^-1/2 taken to a smaller power of the covariance, as `whitens(cov, power)` has it.
+    """The facts with every M = s cov^-1/2 changed to a smaller power, as in `compute_whitening_matrix(cov, power)`.
 
-    power: above 0 and at most 0.5, which leaves all as it is. model: the plain sequence that the facts are of.
+    power: above 0 and at most 0.5, which changes nothing. model: the plain sequence of the facts.
     """
     if power == 0.5:
         return dict(facts)
@@ -137,7 +140,7 @@ def whiten_partially(model: nn.Module, facts: Mapping[str, Tensor], power: float
     found = dict(facts)
     for name, mix in facts.items():
         if name.endswith(MIX_SUFFIX):
-            # The floor is in M already.
+            # M already includes the variance floor.
             found[name] = compute_whitening_matrix(torch.linalg.inv(mix.double() @ mix.double()), power, floor=0.0).to(
                 mix.device
             )
@@ -147,7 +150,7 @@ def whiten_partially(model: nn.Module, facts: Mapping[str, Tensor], power: float
 def fold_centring(model: nn.Module, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The parameters, by name, of the plain network that computes what `model` does: W = V M, b = b' - W m.
 
-    params: parameters to take in place of the model's own. A model that is not centred has its own, unchanged.
+    params: parameters to use instead of the model's own. For a model without centring they are returned unchanged.
     """
     given = dict(model.named_parameters()) if params is None else params
     out_of = {**dict(model.named_parameters()), **given}
@@ -162,7 +165,7 @@ def fold_centring(model: nn.Module, params: Mapping[str, Tensor] | None = None) 
 
 
 def find_centred_biases(model: nn.Module) -> dict[str, CentringLayer]:
-    """The biases that stand for b + W m in place of b, by name, each with what takes m off; none in a plain model."""
+    """The biases that are b + W m instead of b, by name, each with its CentringLayer; empty for a plain model."""
     return {
         f"{name.removeprefix(CENTRING_PREFIX)}.bias": child
         for name, child in model.named_children()
@@ -172,10 +175,10 @@ def find_centred_biases(model: nn.Module) -> dict[str, CentringLayer]:
 
 @torch.no_grad()
 def compute_input_means(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
-    """The mean input of every Linear and Conv2d of a plain sequence over public pictures [B, C, H, W], as fed to it.
+    """The mean input of every Linear and Conv2d of a plain sequence over public images [B, C, H, W].
 
     By name, e.g. "3.mean": [C, 1, 1] before a convolution; [C, H, W] before a Flatten and a Linear; [F] before any
-    other Linear. The pictures may be on any device, and must be where the model is.
+    other Linear. The images must be on the model's device.
     """
     flattened = _layers_after_flatten(model)
     places = {flattened.get(name, name): name for name in _weighted_layers(model)}
@@ -189,7 +192,7 @@ def compute_input_means(model: nn.Sequential, pictures: Tensor) -> dict[str, Ten
                 if isinstance(child, nn.Conv2d):
                     total = total.mean(dim=(1, 2), keepdim=True)
                 found[key] = found[key] + total if key in found else total
-                if name == last:  # which may be on another device, for nobody needs what it computes
+                if name == last:  # its output is not needed, and it may be on another device
                     break
             x = child(x)
     return {name: value.float() for name, value in found.items()}
@@ -197,11 +200,11 @@ def compute_input_means(model: nn.Sequential, pictures: Tensor) -> dict[str, Ten
 
 @torch.no_grad()
 def compute_whitening_matrices(model: nn.Sequential, pictures: Tensor) -> dict[str, Tensor]:
-    """What whitens the input of every layer of a plain sequence but the first and the last, by name: "3.mix".
+    """The whitening matrix of the input of every layer of a plain sequence except the first and the last: "3.mix".
 
-    M = (covariance over public pictures [B, C, H, W], as fed to it)^-1/2, times a number so that the sum of all
-    variances stays: [C, C] over channels before a convolution, [F, F] before a Linear. The first layer's input has no
-    channels worth mixing, and the last one sees features that were made to be told apart; neither gained when tried.
+    M = (covariance over public images [B, C, H, W])^-1/2, times a factor that keeps the sum of all
+    variances: [C, C] over channels before a convolution, [F, F] before a Linear. Whitening the inputs of the first
+    and the last layer brought no gain: the first has few channels, the last has features trained to be separable.
     """
     layers = list(_weighted_layers(model))
     sums: dict[str, Tensor] = {}
@@ -222,7 +225,7 @@ def compute_whitening_matrices(model: nn.Sequential, pictures: Tensor) -> dict[s
 
 
 def compute_buffer_digest(model: nn.Module) -> str:
-    """Of a model's buffers, which are not among its parameters but decide what it computes; "" if it has none."""
+    """Digest of a model's buffers, which affect its outputs but are not parameters; "" if it has none."""
     held = list(model.named_buffers())
     state = hashlib.sha256()
     for name, value in held:
@@ -239,7 +242,7 @@ def _weighted_layers(model: nn.Sequential) -> Iterator[str]:
 
 
 def _layers_after_flatten(model: nn.Sequential) -> dict[str, str]:
-    """Linear layers that come right after a Flatten of everything, and its name."""
+    """Linear layers directly after a full Flatten -> the name of that Flatten."""
     pairs = pairwise(model.named_children())
     return {
         name: before
@@ -249,7 +252,7 @@ def _layers_after_flatten(model: nn.Sequential) -> dict[str, str]:
 
 
 def _multiply_mean(layer: Any, weight: Tensor, mean: Tensor) -> Tensor:
-    """W m: what a layer's weights make of its mean."""
+    """W m: a layer's weights times the mean of its input."""
     weight, mean = weight.double(), mean.to(weight.device).double()  # a GPU may round products of float32
     if not isinstance(layer, nn.Conv2d):
         return weight @ mean.flatten()
@@ -258,14 +261,14 @@ def _multiply_mean(layer: Any, weight: Tensor, mean: Tensor) -> Tensor:
 
 
 def _multiply_inputs(layer: Any, weight: Tensor, mix: Tensor) -> Tensor:
-    """Weights times a matrix, on the side of the inputs: of all features, or of the channels of each pixel."""
+    """Weights times a matrix on the input side: over all features, or over the channels of each pixel."""
     if not isinstance(layer, nn.Conv2d):
         return weight.double() @ mix.to(weight.device)
     return torch.einsum("ocij,cd->odij", weight.double(), mix.to(weight.device))
 
 
 def _check_can_be_centred(model: nn.Module, facts: Mapping[str, Tensor]) -> nn.Sequential:
-    """The model; ModelError unless it can be centred, and there is a mean of the right size for every layer."""
+    """The model; raises ModelError unless it can be centred and every layer has a mean of the right size."""
     if type(model) is not nn.Sequential:
         raise ModelError(f"model.coordinates needs a torch.nn.Sequential, not {type(model).__name__}; set it to plain.")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]

@@ -3,13 +3,13 @@
     job.py         one run of a study as a value; its id is a hash of the settings that matter
     store.py       finished runs as lines of JSON; a run is never done twice
     backends.py    how jobs are run: one after the other, in processes, or stacked on a GPU
-    worker.py      `python -m fulcrum.study.worker`: runs prepared jobs with torch, numpy and safetensors alone
-    calibrate.py   sigma for every job, once for those that share it
+    worker.py      `python -m fulcrum.study.worker`: runs prepared jobs with torch, numpy and safetensors only
+    calibrate.py   sigma for every job, computed once for jobs that share it
     experiment.py  the files of experiments/ -> jobs
     search.py      lists of trials, and the choice of settings on held-out data
-    selection.py   what choosing settings would cost if it were paid for
+    selection.py   the privacy cost of choosing settings on private data
     stats.py       means, intervals, paired differences
-    cells.py       finished runs -> cells of a table
+    table_cells.py finished runs -> cells of a table
     tables.py      cells -> Markdown, LaTeX, JSON
     robustness.py  the grid over C0 and learning rates, and its summary
     figures.py     line plots and heat maps as SVG

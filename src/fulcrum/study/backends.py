@@ -1,6 +1,6 @@
-"""How jobs are run: one after the other, in processes of one thread each, or stacked on a GPU.
+"""Runs jobs: one after the other, in processes of one thread each, or stacked on a GPU.
 
-`run_jobs` is an iterator of (job, outcome) in the order they finish; whoever calls it keeps them.
+`run_jobs` is an iterator of (job, outcome) in the order they finish; the caller stores them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ MessageFn = Callable[[str], None]
 
 @dataclass
 class TimeBudget:
-    """A time budget in seconds (0: none). `fits` guesses from the last of its kind.
+    """A time budget in seconds (0: none). `fits` estimates from the last job of the same kind.
 
-    Not from the slowest: the first of a kind also loads data and records programs, which the next ones do not. For the
-    same reason `check` leaves a job's first rounds out.
+    It does not use the slowest: the first job of a kind also loads data and records programs. For the
+    same reason `check_time_left` leaves out a job's first rounds.
     """
 
     seconds: float = 0.0
@@ -57,14 +57,14 @@ class TimeBudget:
         return self.remaining_seconds > 1.1 * size * self.last.get(kind, 0.0)
 
     def record_duration(self, kind: Hashable, seconds: float) -> None:
-        """Remember how long one took."""
+        """Record the duration of one job."""
         self.last[kind] = seconds
 
     def check_time_left(self, done: int, total: int, since: float) -> None:
-        """Within a job that began at `since`: raise Stopped as soon as it is plain that it will not end in time."""
+        """In a job that began at `since`: raise TimeBudgetExceeded once it is clear that it will not end in time."""
         now = time.monotonic()
         first, then = self.marks.setdefault(since, (done, now))
-        # A burst of rounds is told of all at once, so the rate is taken over at least a tenth of the job.
+        # Rounds are reported in bursts, so the rate is computed over at least a tenth of the job.
         known = done - first >= max(2, total // 10)
         if self.remaining_seconds <= 0 or (
             known and (now - then) / (done - first) * (total - done) > self.remaining_seconds
@@ -74,7 +74,7 @@ class TimeBudget:
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """Options of the backends. stack: the most runs in one tensor program. workers: processes (0: one a core).
+    """Options of the backends. stack: maximum runs in one tensor program. workers: processes (0: one per core).
 
     precision: run.precision for all jobs; empty: each job's own.
     """
@@ -94,7 +94,7 @@ BackendFn = Callable[[Sequence[StudyJob], BackendOptions], Iterator[tuple[StudyJ
 def run_jobs(
     jobs: Iterable[StudyJob], backend: str = "auto", how: BackendOptions | None = None
 ) -> Iterator[tuple[StudyJob, JobOutcome]]:
-    """Run the jobs; each comes out once, in the order they finish. Ends early when the clock has run out."""
+    """Run the jobs and yield each once, in the order they finish. Ends early when the time budget is spent."""
     jobs, how = list(jobs), how or BackendOptions()
     chosen = choose_backend(how.device) if backend == "auto" else backend
     if chosen not in BACKENDS:
@@ -103,7 +103,7 @@ def run_jobs(
 
 
 def choose_backend(device: str) -> str:
-    """What `auto` means here: stacked with a GPU, processes with several cores, else sequential."""
+    """The backend for "auto": stacked with a GPU, processes with several cores, else sequential."""
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         return "stacked"
     return "processes" if count_available_cores() > 1 else "sequential"
@@ -118,7 +118,7 @@ def count_available_cores() -> int:
 
 
 def run_sequentially(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple[StudyJob, JobOutcome]]:
-    """One after the other, each with the engine that `auto` chooses."""
+    """One after the other, each with the engine that "auto" chooses."""
     datasets = DatasetCache(how.data_dir)
     for job in jobs:
         result = _run_single_job(job, datasets, how)
@@ -140,7 +140,7 @@ def _run_single_job(job: StudyJob, datasets: DatasetCache, how: BackendOptions) 
         return None
     except FulcrumError:
         raise
-    except Exception as error:  # a defect of one rule must not cost the others a night's machine time
+    except Exception as error:  # an error in one rule must not stop the other jobs
         how.say(f"FAILED, left undone: {job.cell} seed {job.seed}: {type(error).__name__}: {error}")
         return None
     how.clock.record_duration(kind, time.monotonic() - began)
@@ -154,7 +154,7 @@ _worker_state: dict[str, Any] = {}
 
 
 def _init_worker_process(how: BackendOptions) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
     _worker_state.update(datasets=DatasetCache(how.data_dir), how=how)
 
@@ -169,17 +169,17 @@ def run_in_processes(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[
     if workers <= 1:
         yield from run_sequentially(jobs, how)
         return
-    # Only plain values travel to a new process, and its clock starts when it does.
+    # Only plain values are sent to a new process, and its clock starts with the process.
     left = max(how.clock.remaining_seconds, 1e-3) if how.clock.seconds else 0.0
     options = BackendOptions(how.data_dir, how.device, precision=how.precision, clock=TimeBudget(left))
-    # Not a Pool, which waits for ever where its processes die at the start.
+    # Not a Pool, which waits forever if its processes die at the start.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _init_worker_process, (options,)) as pool:
         try:
             for done in as_completed([pool.submit(_run_in_worker, job) for job in jobs]):
                 job, result = done.result()
                 if result is not None:
                     yield job, result
-        except BaseException:  # interrupted, or nobody wants the rest: do not wait for runs under way
+        except BaseException:  # interrupted, or the caller stopped: do not wait for active runs
             for process in list((pool._processes or {}).values()):
                 process.terminate()
             raise
@@ -189,7 +189,7 @@ def run_in_processes(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[
 
 
 def _run_stack(federations: Sequence[Federation], check: Callable[[int, int], None]) -> list[JobOutcome]:
-    """Outcomes of runs trained together, in order. THE ONE PLACE that knows `run_many`: adjust here if it changes.
+    """Outcomes of runs trained together, in order. The only place that uses `run_many`.
 
     It yields one value per round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), and .metrics by name,
     [R] each (NaN where a run was not evaluated, or has no such metric).
@@ -215,7 +215,7 @@ def _run_stack(federations: Sequence[Federation], check: Callable[[int, int], No
 
 
 def run_stacked(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple[StudyJob, JobOutcome]]:
-    """Jobs that may share a stack (`stack_key`), together on one device; what cannot be stacked goes alone."""
+    """Jobs that may share a stack (`make_batch_key`) run together on one device; other jobs run alone."""
     datasets = DatasetCache(how.data_dir)
     alone = [job for job in jobs if not can_stack_runs(job.settings)]
     groups: dict[Hashable, list[StudyJob]] = {}
@@ -223,7 +223,7 @@ def run_stacked(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple
         if can_stack_runs(job.settings):
             groups.setdefault(make_batch_key(job), []).append(job)
     for kind, members in groups.items():
-        members.sort(key=lambda job: job.settings.train.rate)  # batches of one size need no padding
+        members.sort(key=lambda job: job.settings.train.rate)  # batches of equal size need no padding
         size = how.stack
         while members:
             if not how.clock.fits(kind, min(size, len(members))):
@@ -258,7 +258,7 @@ def run_stacked(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple
 
 
 def make_batch_key(job: StudyJob) -> Hashable:
-    """What jobs must share to go into one stack, and to take about equally long."""
+    """Equal for jobs that may share a stack and take about equally long."""
     settings = job.settings
     # At client level a round of 1000 parties and one of 10 take very different times.
     return make_stack_key(settings), settings.data.parties if settings.privacy.unit == "client" else 0

@@ -1,4 +1,4 @@
-"""Sigma for every job, found once for all jobs that share it. Needs the accountant; the machines that train do not."""
+"""Sigma for every job, computed once for all jobs that share it. Only this step needs the accountant."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COST_FREE_SETTINGS = {
         "stability",
     ),
 }
-"""Settings that cannot change what a release costs; those of any other name are taken to."""
+"""Settings that do not affect the privacy cost of a release; all others are assumed to."""
 
 
 def calibrate_jobs(jobs: Iterable[StudyJob]) -> list[StudyJob]:
@@ -67,7 +67,7 @@ def make_calibration_key(settings: Settings) -> str:
 
 
 def plan_without_data(settings: Settings) -> Plan:
-    """A plan without the data: what a release costs does not depend on how many examples a party has."""
+    """A plan without the data: the cost of a release does not depend on a party's number of examples."""
     parties = settings.data.parties
     return make_plan(settings, parties, [1000] * parties, find_rule(settings.clip.rule))
 

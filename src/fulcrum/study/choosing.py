@@ -1,4 +1,4 @@
-"""From finished trials to chosen settings: the best of equally many, on held-out data."""
+"""Chooses settings from finished trials: the best of an equal number per method, on held-out data."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def choose_settings(
 ) -> tuple[list[ChosenSettings], dict[str, int]]:
     """(the choice of every finished cell, how many trials each unfinished cell still lacks).
 
-    A cell with trials missing is not decided, so that every method gets as many; `partial` decides it
-    from what there is, and the choice says from how many.
+    A cell with missing trials gets no choice, so that every method has the same number; with `partial`
+    the finished trials are used, and the choice records their number.
     """
     cells: dict[str, list[StudyJob]] = {}
     for job in list_tuning_jobs(experiment, protocol, at):
@@ -62,7 +62,7 @@ def choose_settings(
 
 
 def save_choices(experiment: Experiment, new: Sequence[ChosenSettings]) -> Experiment:
-    """The experiment with the new choices over the old ones, written to chosen.toml."""
+    """The experiment with the new choices replacing old ones, written to chosen.toml."""
 
     def key(choice: ChosenSettings) -> tuple[object, ...]:
         return (choice.dataset, choice.epsilon, choice.row, choice.protocol)

@@ -1,7 +1,7 @@
 """The files of a folder of experiments -> jobs: what `fulcrum reproduce paper` and `fulcrum study` run.
 
 Every job's settings are: the defaults, the file's [settings], those of the data set, the method's
-preset, the row's own, the chosen ones; the later wins. Seeds are shared by all rows, so that split,
+preset, the row's own, the chosen ones; later ones take precedence. Seeds are shared by all rows, so that split,
 initialisation, sampling and noise are the same wherever the settings allow it.
 """
 
@@ -36,7 +36,7 @@ from fulcrum.study.search import (
 class TableRow:
     """A row of a table: a method at its own unit, with its own settings. paper: the row of the paper's table.
 
-    against: the row it is compared with, where unit, parties and what the server sees are the same.
+    against: the row to compare with, if unit, parties and the server's view are the same.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TableRow:
 class Experiment:
     """paper.toml with search.toml and chosen.toml beside it, or another study of the same form.
 
-    name: which; that of the file, and of its runs in results/. title: heads its table.
+    name: of the file, and of its runs in results/. title: of its table.
     """
 
     datasets: tuple[str, ...]
@@ -71,7 +71,7 @@ class Experiment:
     name: str = "paper"
     title: str = "The paper's table under equal conditions"
     notes: tuple[str, ...] = ()
-    """What a reader of the table must know besides."""
+    """Notes for readers of the table."""
     unknown: tuple[str, ...] = ()
     """Methods that the file names and this version lacks."""
 
@@ -82,7 +82,7 @@ class Experiment:
         epsilons: Sequence[float] = (),
         seeds: int = 0,
     ) -> Experiment:
-        """A part of it; empty means all. methods are names of rows or of methods; seeds is how many."""
+        """A part of the experiment; empty means all. methods: names of rows or methods; seeds: number of seeds."""
         rows = self.rows
         if methods:
             rows = tuple(row for row in rows if row.name in methods or row.method in methods)
@@ -107,7 +107,7 @@ class Experiment:
 
     @property
     def chosen_path(self) -> Path:
-        """Where the settings that are chosen for it are written."""
+        """The file for the chosen settings."""
         return find_chosen_file(self.folder, self.name)
 
 
@@ -121,7 +121,7 @@ def _select_part(what: str, all_: tuple[Any, ...], wanted: Sequence[Any]) -> tup
 BUILT_IN_FOLDER = Path(__file__).parent / "experiments"
 """The studies that come with Fulcrum."""
 WORKING_FOLDER = Path("experiments")
-"""A user's own studies, and the settings that were chosen for any study."""
+"""Folder of a user's own studies, and of the chosen settings of any study."""
 
 
 def find_study_folder(given: Path | None = None, name: str = "paper") -> Path:
@@ -136,27 +136,27 @@ def find_study_folder(given: Path | None = None, name: str = "paper") -> Path:
 
 
 def list_study_files(folder: Path) -> list[str]:
-    """Names of the studies in a folder: its TOML files, but for those that belong to another (search, chosen)."""
+    """Names of the studies in a folder: its TOML files, except the companion files (search, chosen)."""
     names = {file.stem for file in folder.glob("*.toml")}
     beside_others = {companion_file(folder, name, what).stem for name in names for what in ("search", "chosen")}
     return sorted(names - beside_others - {"search", "chosen"})
 
 
 def companion_file(folder: Path, name: str, what: str) -> Path:
-    """The file that goes with a study: search.toml is the paper's, open-search.toml that of the open track."""
+    """The companion file of a study: search.toml for the paper, open-search.toml for the open track."""
     return folder / (f"{what}.toml" if name == "paper" else f"{name}-{what}.toml")
 
 
 def find_chosen_file(folder: Path, name: str) -> Path:
-    """Where a study's chosen settings are written: beside it, or in ./experiments for a study of the package."""
+    """The file for a study's chosen settings: in its folder, or in ./experiments for a study of the package."""
     return companion_file(WORKING_FOLDER if folder == BUILT_IN_FOLDER else folder, name, "chosen")
 
 
 def read_experiment(given: Path | None = None, name: str = "paper") -> Experiment:
     """A study with `[[rows]]` as its files describe it: the paper's, the open track ("open"), or a user's own.
 
-    NAME-search.toml and NAME-chosen.toml beside it are optional. Settings chosen in the working folder win over
-    those that the package has for its own studies.
+    NAME-search.toml and NAME-chosen.toml beside it are optional. Settings chosen in the working folder take precedence
+    over those of the package.
     """
     folder = find_study_folder(given, name)
     raw = read_toml_file(folder / f"{name}.toml")
@@ -193,7 +193,7 @@ def read_experiment(given: Path | None = None, name: str = "paper") -> Experimen
 def make_run_settings(
     base: Mapping[str, Any], dataset: str, method: str, epsilon: float | None, overrides: Mapping[str, Any]
 ) -> Settings:
-    """Checked settings of a run; without privacy where the method's rule has none."""
+    """Checked settings of a run; without privacy if the method's rule is not private."""
     words = {"data.source": dataset, "privacy.epsilon": epsilon, **overrides}
     settings = check_choices(settings_file.parse_settings(base, words, method))
     if find_rule(settings.clip.rule).private or epsilon is None:
@@ -202,7 +202,7 @@ def make_run_settings(
 
 
 def merge_sections(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of settings, the second over the first."""
+    """Merged sections of settings; the second takes precedence."""
     return {name: {**base.get(name, {}), **over.get(name, {})} for name in {**base, **over}}
 
 
@@ -230,7 +230,7 @@ def make_study_job(
     base = merge_sections(experiment.settings, experiment.by_dataset.get(dataset, {}))
     settings = make_run_settings(base, dataset, row.method, epsilon, {**row.set, **overrides})
     cell = "/".join([dataset, "none" if epsilon is None else f"{epsilon:g}", row.name, *([suffix] if suffix else [])])
-    # Either number only ever rises, so that their sum tells old results from new ones.
+    # Both numbers only increase, so that their sum distinguishes old results from new ones.
     painted = experiment.weights.get(dataset, 0) if settings.model.init == SYNTHETIC_INIT_NAME else 0
     revision = experiment.revisions.get(settings.clip.rule, 0) + painted
     return StudyJob(settings, study, cell, dataset, row.name, epsilon, trial, revision)
@@ -258,7 +258,7 @@ def list_paper_jobs(experiment: Experiment) -> list[StudyJob]:
 
 
 def list_protocol_jobs(experiment: Experiment) -> list[StudyJob]:
-    """The paper's own protocol: one C0 for all methods, nothing else of C tuned."""
+    """The paper's own protocol: one C0 for all methods, no other clipping setting tuned."""
     shared = {"clip.C0": float(experiment.protocol["C0"])}
     return [
         make_study_job(
@@ -282,7 +282,7 @@ def list_protocol_jobs(experiment: Experiment) -> list[StudyJob]:
 
 
 def list_tuning_jobs(experiment: Experiment, protocol: bool = False, at: Sequence[float] = ()) -> list[StudyJob]:
-    """Every trial of every cell, one seed, judged on held-out training data; `at` limits the epsilons."""
+    """Every trial of every cell, one seed, evaluated on held-out training data; `at` limits the epsilons."""
     search, study = experiment.search, "tune-protocol" if protocol else "tune"
     if not search.trials:
         where = companion_file(experiment.folder, experiment.name, "search")
@@ -352,19 +352,19 @@ def reduce_to_one_cell(experiment: Experiment) -> Experiment:
         settings=small,
         choices=(),
         title=plan.get("title", experiment.title),
-        notes=tuple(plan.get("notes", ())),  # those of the whole study speak of other runs
+        notes=tuple(plan.get("notes", ())),  # the notes of the whole study describe other runs
     )
 
 
 def has_choice_for_cell(experiment: Experiment, cell: StudyJob | ChosenSettings) -> bool:
-    """Whether chosen.toml already has a choice for this very cell."""
+    """Whether chosen.toml already has a choice for this cell."""
     protocol = cell.protocol if isinstance(cell, ChosenSettings) else cell.study == "tune-protocol"
     key = (cell.dataset, cell.epsilon, cell.row, protocol)
     return any((c.dataset, c.epsilon, c.row, c.protocol) == key for c in experiment.choices)
 
 
 def replace_choices(experiment: Experiment, choices: Sequence[ChosenSettings]) -> Experiment:
-    """The experiment at other choices."""
+    """The experiment with other choices."""
     return replace(experiment, choices=tuple(choices))
 
 

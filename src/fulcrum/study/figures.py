@@ -10,7 +10,7 @@ from html import escape
 SERIES_COLOURS = ("#0b7189", "#d1495b", "#edae49", "#66a182", "#6a4c93", "#8d6a4f", "#97a3b0", "#111111", "#7a9e26")
 FONT_ATTRIBUTES = 'font-family="sans-serif" font-size="11" fill="#222"'
 LETTER_WIDTH = 6.4
-"""Width to reserve for a letter of a legend."""
+"""Width per letter of a legend."""
 PlotSeries = Mapping[str, Sequence[tuple[float, float]]]
 
 
@@ -24,10 +24,10 @@ def draw_line_plot(
     order: Sequence[str] = (),
     log_x: bool = False,
 ) -> str:
-    """A line plot with a legend. series: name -> points; points that cannot be drawn are left out.
+    """A line plot with a legend. series: name -> points; points that are not drawable are left out.
 
-    log, log_x: logarithmic y, x. note: a comment kept in the file, such as where it came from. order: all names there
-    are, so that a name has the same colour in every figure.
+    log, log_x: logarithmic y, x. note: a comment kept in the file, such as where it came from. order: all
+    names, so that a name has the same colour in every figure.
     """
     height, left, top, bottom = 360, 60, 34, 44
     drawn = {
@@ -88,10 +88,10 @@ def draw_heat_map(
     note: str = "",
     digits: int | None = 1,
 ) -> str:
-    """A heat map with its numbers written in: values[i][j] belongs to rows[i] and columns[j]; NaN is left grey.
+    """A heat map with printed numbers: values[i][j] belongs to rows[i] and columns[j]; NaN is left grey.
 
     low and high: the values with the darkest and the brightest colour; low is the larger one where a lower value is
-    better. digits: decimals of the numbers; None: three digits in all.
+    better. digits: decimals of the numbers; None: three significant digits.
     """
     size, tall, left, top = 62, 30, 70, 52
     span = high - low

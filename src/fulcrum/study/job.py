@@ -1,4 +1,4 @@
-"""One run of a study as a value, and the id under which its result is kept."""
+"""One run of a study as a value, and the id of its result."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fulcrum.settings.renamed import to_original_names, translate_old_names
 from fulcrum.settings.schema import Settings, TaskSettings
 
 IGNORED_IN_ID = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
-"""What does not decide a result: the preset's name, where files lie. The privacy target is in the id apart."""
+"""Settings that do not affect a result: the preset's name, file locations. The id has the privacy target separately."""
 LATER_SETTINGS: dict[str, dict[str, Any]] = {
     "clip": {"options": {}},
     "data": {"feature_whiten": 0.0},
     "model": {"coordinates": "plain", "whiten": 0.5},
 }
-"""Settings that are younger than kept results, and what those were made with: at that value they are not in the id."""
+"""Settings newer than stored results, with the value those results used: at that value they are not in the id."""
 LATER_SECTIONS: dict[str, dict[str, Any]] = {"task": dataclasses.asdict(TaskSettings())}
-"""Whole sections that are younger than kept results: at their defaults they are not in the id."""
+"""Whole sections newer than stored results: at their defaults they are not in the id."""
 CLIP_SETTINGS_READ: dict[str, tuple[str, ...]] = {
     "none": (),
     "fixed": ("C0",),
@@ -36,8 +36,8 @@ CLIP_SETTINGS_READ: dict[str, tuple[str, ...]] = {
     "dc-sgd": ("C0", "C_min", "C_max", "refresh"),
     "median": ("C0", "C_min", "C_max"),
 }
-"""Settings of [clip] that a rule reads, besides `rule` and `groups`: the others do not decide its results, so that a
-change of their defaults leaves those valid. A rule that is not here is taken to read them all."""
+"""Settings of [clip] that a rule reads, besides `rule` and `groups`: the others do not affect its results, so that a
+change of their defaults keeps those valid. A rule that is not listed is assumed to read them all."""
 SECTION_FACTORIES: dict[str, Any] = {
     field.name: field.default_factory
     for field in dataclasses.fields(Settings)
@@ -49,11 +49,11 @@ SECTION_FACTORIES: dict[str, Any] = {
 class StudyJob:
     """Settings to run once, and the place of the result in a study.
 
-    study: paper, tune, protocol, parties, robustness, ... cell: what the result is averaged into with
-    those of other seeds. row: the method's name in tables (a method may have several rows). epsilon is
+    study: paper, tune, protocol, parties, robustness, ... cell: the table cell in which the result is averaged
+    over seeds. row: the method's name in tables (a method may have several rows). epsilon is
     the target, None without privacy; once calibrated, settings.privacy.sigma holds the noise and
-    `accounted` the epsilon it costs. revision: raised in experiments/ when a rule's code has changed so
-    much that old results no longer stand for it.
+    `accounted` the epsilon it costs. revision: increased in experiments/ when a rule's code has changed so
+    much that old results are no longer valid.
     """
 
     settings: Settings
@@ -68,7 +68,7 @@ class StudyJob:
 
     @property
     def seed(self) -> int:
-        """Of split, initialisation, sampling and noise."""
+        """The seed of split, initialisation, sampling and noise."""
         return self.settings.run.seed
 
     @property
@@ -88,13 +88,13 @@ class StudyJob:
 
 
 def compute_job_id(settings: Settings, epsilon: float | None, revision: int = 0) -> str:
-    """A hash of what decides a result: not device, engine, folders or how often it is looked at.
+    """A hash of the settings that affect a result: not device, engine, folders or evaluation interval.
 
-    Of the noise it takes the target epsilon (or, without one, sigma), so that an accountant that is
-    tighter in the fifth digit does not make every result a stranger.
+    For the noise it uses the target epsilon (or, without one, sigma), so that an accountant that is
+    tighter in the fifth digit does not invalidate every result.
     """
     plain = to_original_names(dataclasses.asdict(settings))
-    if plain["data"]["partition"] == "auto":  # younger than kept results, which were made with what it means
+    if plain["data"]["partition"] == "auto":  # newer than stored results, which used the value that "auto" means
         plain["data"]["partition"] = "dirichlet"
     kept: dict[str, Any] = {}
     for section, values in plain.items():
@@ -160,7 +160,7 @@ def _cast_like_default(default: Any, value: Any) -> Any:
 
 
 def job_from_json(plain: Mapping[str, Any]) -> StudyJob:
-    """A job from what `Job.to_json` gave."""
+    """A job from the values of `StudyJob.to_json`."""
     tags = {f.name: plain[f.name] for f in dataclasses.fields(StudyJob) if f.name != "settings" and f.name in plain}
     return StudyJob(settings=settings_from_json(plain["settings"]), **tags)
 
@@ -181,7 +181,7 @@ class JobShard:
     count: int = 1
 
     def contains_job(self, job: StudyJob) -> bool:
-        """By id alone, so that the parts stay the same whatever has been finished."""
+        """By id only, so that the parts do not depend on finished jobs."""
         return int(job.id, 16) % self.count == self.index
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Where, when and how an output was made; every file of a study carries it."""
+"""Where, when and how an output was made; every file of a study includes it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def collect_provenance(settings: Mapping[str, Any], seeds: Iterable[int], runs: 
 
 
 def get_command_line() -> str:
-    """The words that started this process."""
+    """The command line of this process."""
     return shlex.join(["fulcrum", *sys.argv[1:]])
 
 

@@ -1,7 +1,7 @@
-"""What a finished run's record says of its score, whichever version wrote it. The one place that knows old records.
+"""Reads the score of a finished run's record, of any version. Only this module handles old record formats.
 
-A record holds `metrics` (name -> value after the last round), `score` (the name of the metric that choices, tables
-and searches go by) and `higher_is_better`. Records of the first versions have `accuracy` and `loss` alone; later
+A record holds `metrics` (name -> value after the last round), `score` (the name of the metric for choices, tables
+and searches) and `higher_is_better`. Records of the first versions have `accuracy` and `loss` only; later
 ones keep these two keys where the run has such metrics.
 """
 
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 
 DEFAULT_SCORE = "accuracy"
-"""The score of records that name none."""
+"""The score of records that do not name one."""
 TOP_LEVEL_METRICS = (DEFAULT_SCORE, "loss")
-"""Metrics that stand at the top of a record, too."""
+"""Metrics that are also top-level keys of a record."""
 
 
 @dataclass(frozen=True)
 class StudyScore:
-    """The metric that choices, tables and searches go by."""
+    """The metric for choices, tables and searches."""
 
     name: str = DEFAULT_SCORE
     higher_is_better: bool = True
 
     @property
     def is_fraction(self) -> bool:
-        """Whether it is a part of 1, shown in %."""
+        """Whether the metric is a fraction, shown in %."""
         return self.name.endswith(DEFAULT_SCORE)
 
     @property
     def unit(self) -> str:
-        """What stands behind its values in tables: "%" or nothing."""
+        """The unit of its values in tables: "%" or nothing."""
         return "%" if self.is_fraction else ""
 
     @property
@@ -45,11 +45,11 @@ class StudyScore:
         return 100 * value if self.is_fraction else value
 
     def text(self, value: float) -> str:
-        """The value for people: 97.31%, or 0.1234 for what is no fraction."""
+        """The value for people: 97.31%, or 0.1234 if it is not a fraction."""
         return self.format_number(value) + self.unit
 
     def format_number(self, value: float) -> str:
-        """The value as a table shows it, whose heading has the unit."""
+        """The value for a table whose heading has the unit."""
         return f"{100 * value:.2f}" if self.is_fraction else f"{value:.4g}"
 
     def cell(self, scaled: float, sign: str = "") -> str:
@@ -74,17 +74,17 @@ class StudyScore:
 
 
 def get_record_score(record: Mapping[str, Any]) -> StudyScore:
-    """The score that a record's run was judged by."""
+    """The score of a record's run."""
     return StudyScore(record.get("score", DEFAULT_SCORE), record.get("higher_is_better", True))
 
 
 def get_common_score(records: Iterable[Mapping[str, Any]]) -> StudyScore:
-    """The score that all these records have in common: the first one's; that of old records where there is none."""
+    """The common score of these records: that of the first; that of old records if there are none."""
     return next(map(get_record_score, records), StudyScore())
 
 
 def get_record_metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    """All metrics of a record after its last round; a run's summary.json is one, too."""
+    """All metrics of a record after its last round; a run's summary.json is also a record."""
     former = {name: record[name] for name in TOP_LEVEL_METRICS if record.get(name) is not None}
     return {**former, **record.get("metrics", {})}
 
@@ -95,7 +95,7 @@ def get_score_value(record: Mapping[str, Any]) -> float:
 
 
 def make_score_entries(metrics: Mapping[str, float], score: StudyScore) -> dict[str, Any]:
-    """The entries of a new record; metrics that old records have at the top are there, too."""
+    """The entries of a new record; metrics that old records have as top-level keys are also included."""
     former = {name: metrics[name] for name in TOP_LEVEL_METRICS if name in metrics}
     return {**former, "metrics": dict(metrics), "score": score.name, "higher_is_better": score.higher_is_better}
 
@@ -107,10 +107,10 @@ OLD_CHOICE_KEY = f"validation_{DEFAULT_SCORE}"
 
 
 def update_choice_keys(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of a file of chosen settings with the names of today."""
+    """An entry of a file of chosen settings with the current names."""
     return {"validation_score" if name == OLD_CHOICE_KEY else name: value for name, value in entry.items()}
 
 
 def choice_to_cell_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A choice as table-cells.json has it, whose keys are kept."""
+    """A choice with the keys of table-cells.json, which do not change."""
     return {OLD_CHOICE_KEY if name == "validation_score" else name: value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Writes what a study leaves: tables in three formats, figures, and where they came from."""
+"""Writes the output of a study: tables in three formats, figures, and their provenance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TABLE_CAPTION = (
 
 
 def write_text_file(file: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
+    """Write a text file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".part")
     part.write_text(text, encoding="utf-8")
@@ -41,7 +41,7 @@ def write_text_file(file: Path, text: str) -> None:
 
 
 def write_json_file(file: Path, value: Any) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file atomically."""
     write_text_file(file, json.dumps(to_json_value(value), indent=1) + "\n")
 
 
@@ -99,12 +99,12 @@ def _select_cells(cells: Iterable[TableCell], dataset: str, epsilon: float | Non
 
 
 def make_score_title(cells: Iterable[TableCell]) -> str:
-    """What the numbers of a table are, with the unit; several where data sets have scores of their own."""
+    """The score and unit of a table's numbers; several if data sets have different scores."""
     return " or ".join(dict.fromkeys(cell.score.title for cell in cells if cell.values)) or StudyScore().title
 
 
 def score_of_cells(cells: Iterable[TableCell]) -> StudyScore:
-    """The score of the first cell that has results; that of old records where none has."""
+    """The score of the first cell with results; that of old records if there is none."""
     return next((cell.score for cell in cells if cell.values), StudyScore())
 
 
@@ -155,7 +155,7 @@ def make_table_page(
 
 
 def compare_with_paper(cells: Sequence[TableCell]) -> list[str]:
-    """A sentence on how many of moo's cells have at least the paper's figure, and which have not; none without any."""
+    """A sentence on how many of moo's cells reach the paper's figure, and which do not; empty without any cell."""
     own = [c for c in cells if c.row == OUR_METHOD and c.paper is not None and c.values]
     if not own:
         return []
@@ -194,7 +194,7 @@ def describe_settings(experiment: Experiment) -> str:
 
 
 def _describe_own_ranges(own: Mapping[str, Any]) -> str:
-    """What one row searches besides or in place of what all share, in words."""
+    """What one row searches in addition to or instead of the shared space, in words."""
     dropped, instead = own.get("drop", ()), own.get("instead", {})
     ranges = {f"{d['path']} (in place of {path})": d for path, d in instead.items()} | dict(own.get("space", {}))
     parts = [f"{path} { ({k: v for k, v in d.items() if k != 'path'}) }" for path, d in ranges.items()]
@@ -227,7 +227,7 @@ def _format_epsilon(epsilon: float | None) -> str:
 
 
 def make_table_notes(cells: Sequence[TableCell], costs: TuningCosts) -> list[str]:
-    """What a reader must know beside the numbers."""
+    """Notes for readers of the table."""
     found = []
     if any(not cell.sound for cell in cells):
         found.append(
@@ -287,7 +287,7 @@ def compute_selection_costs(experiment: Experiment, protocol: bool = False) -> d
 
 
 def describe_tuning_cost(epsilon: float, cost: Mapping[str, float]) -> str:
-    """The privacy cost of tuning, beside the table."""
+    """The privacy cost of tuning, as a sentence for the table."""
     return (
         f"Tuning is not in the table's epsilon. At {epsilon:g}, the best of {cost['trials']:g} trials on private data "
         f"would cost {cost['logarithmic']:.2f} by private selection with a random number of trials of that mean "

@@ -1,4 +1,4 @@
-"""Does a rule need its C0 and its learning rate tuned? Every rule from every start of a grid, and what that shows."""
+"""Does a rule need its C0 and its learning rate tuned? Runs every rule from every start of a grid, and summarises."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def read_robustness_grid(
 
 
 def list_robustness_jobs(grid: RobustnessGrid) -> list[StudyJob]:
-    """One job a rule, start, learning rate, epsilon, data set and seed."""
+    """One job per rule, start, learning rate, epsilon, data set and seed."""
     return [
         make_grid_job(grid, dataset, epsilon, rule, C0, lr, seed)
         for dataset in grid.datasets
@@ -118,7 +118,7 @@ def make_grid_job(
 class ScoreMap:
     """Score of one rule over the grid: values[i][j] at C0[i] and lr[j], the mean over seeds; NaN: not run.
 
-    Values are as `Score.scaled` gives them: fractions in %.
+    Values are from `StudyScore.to_table_scale`: fractions in %.
     """
 
     dataset: str
@@ -173,7 +173,7 @@ def make_score_maps(grid: RobustnessGrid, done: Mapping[str, RunRecord]) -> list
 class RobustnessFinding:
     """One rule at one data set and epsilon, in points of the score.
 
-    best_fixed: the best fixed (C, learning rate) of the grid. The gaps are best_fixed less the rule's
+    best_fixed: the best fixed (C, learning rate) of the grid. The gaps are best_fixed minus the rule's
     worst cell: over every C0 at the default learning rate, and over the whole grid.
     """
 
@@ -195,7 +195,7 @@ class RobustnessFinding:
 
 
 def summarise_maps(grid: RobustnessGrid, found: Iterable[ScoreMap]) -> list[RobustnessFinding]:
-    """What the complete maps show; a rule whose map, or the fixed rule's, has holes is left out."""
+    """Findings from the complete maps; a rule is left out if its map or the fixed rule's is incomplete."""
     complete = [one for one in found if one.is_complete]
     fixed = {(one.dataset, one.epsilon): one.score.best(one.flat) for one in complete if one.rule == grid.fixed}
     at = grid.lr.index(grid.default_lr)

@@ -1,4 +1,4 @@
-"""Writes what the robustness study shows: summary.json, summary.md and a heat map for every rule."""
+"""Writes the results of the robustness study: summary.json, summary.md and a heat map for every rule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fulcrum.study.store import RunRecord
 def write_robustness_report(
     folder: Path, grid: RobustnessGrid, done: Mapping[str, RunRecord]
 ) -> list[RobustnessFinding]:
-    """summary.json, summary.md, maps.json and figures/ from whatever has been run."""
+    """summary.json, summary.md, maps.json and figures/ from all finished runs."""
     jobs = list_robustness_jobs(grid)
     found = make_score_maps(grid, done)
     shown = summarise_maps(grid, found)
@@ -60,7 +60,7 @@ def write_robustness_report(
 def make_robustness_page(
     grid: RobustnessGrid, found: Sequence[ScoreMap], shown: Sequence[RobustnessFinding], facts: dict[str, Any]
 ) -> str:
-    """The Markdown page: one table a data set and epsilon, and whether the promise holds."""
+    """The Markdown page: one table per data set and epsilon, and whether the criterion holds."""
     title = " or ".join(dict.fromkeys(one.score.title for one in found)) or StudyScore().title
     below = "points below" if all(one.score.is_fraction for one in found) else "how much worse a rule is than"
     parts = [

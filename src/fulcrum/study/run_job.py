@@ -1,7 +1,7 @@
-"""One job, played: data kept between jobs, rounds without a ledger, and what is remembered of them.
+"""Runs one job: data cached between jobs, rounds without a ledger, and the recorded outcome.
 
-A study spends nobody's budget: its runs are simulations on public data, and their noise was
-calibrated beforehand. So no ledger is asked and no epsilon is composed round by round.
+A study spends no party's budget: its runs are simulations on public data, and their noise was
+calibrated beforehand. So there is no ledger, and epsilon is not composed per round.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
 
 NUM_CURVE_POINTS = 20
-"""About how many values of C and of the score are kept of a run."""
+"""Approximate number of values of C and of the score stored per run."""
 JobProgressFn = Callable[[int, int], None]
-"""Called with (rounds done, rounds); may raise `Stopped`."""
+"""Called with (rounds done, rounds); may raise `TimeBudgetExceeded`."""
 
 
 class TimeBudgetExceeded(Exception):
-    """The time is up; what was under way is left undone."""
+    """The time budget is spent; active runs are not finished."""
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """What is remembered of a finished run.
+    """The recorded outcome of a finished run.
 
-    metrics are those after the last round, by name. score: which of them choices and tables go by. C and curve (of
+    metrics are those after the last round, by name. score: the metric for choices and tables. C and curve (of
     the score) are lists of (round, value), evenly thinned. seconds is wall time; of a run in a stack, its share.
     """
 
@@ -57,7 +57,7 @@ class JobOutcome:
 
     @property
     def score_name(self) -> str:
-        """The name of the metric that the run is judged by."""
+        """The name of the run's score."""
         return self.score.name
 
     @property
@@ -82,7 +82,7 @@ class DatasetCache:
             return records
         key = (records.fingerprint, feature_signature(data))
         if key not in self._made:
-            self._made.clear()  # gigabytes; studies come one data set after the other
+            self._made.clear()  # gigabytes; studies use one data set after the other
             self._made[key] = compute_features(records, data, api.find_device(device))
         return self._made[key]
 
@@ -94,7 +94,7 @@ class DatasetCache:
             return self._whole[records]
         key = (*records, part, settings.run.seed)
         if key not in self._held:
-            self._held.clear()  # a copy of the whole data; studies come one split after the other
+            self._held.clear()  # a copy of the whole data; studies use one split after the other
             self._held[key] = holdout(self._whole[records], part, settings.run.seed)
         return self._held[key]
 
@@ -103,7 +103,7 @@ class DatasetCache:
         try:
             return load(source, self.folder or folder, task=task)
         except DataError:
-            # Where scikit-learn is missing, its digits may have been brought along (see `pack_digits`).
+            # Where scikit-learn is missing, its digits may be in a file (see `write_digits_npz`).
             if source != "digits" or not packed.is_file():
                 raise
         with np.load(packed) as arrays:
@@ -121,7 +121,7 @@ def write_digits_npz(folder: Path) -> Path:
 
 
 def prepare_job(job: StudyJob, datasets: DatasetCache, device: str = "auto", precision: str = "") -> Federation:
-    """The job ready to run: data from the cache, evaluated every fifth round or more rarely."""
+    """The job ready to run: data from the cache, evaluated every fifth round or less often."""
     if not job.is_calibrated:
         raise ConfigError(f"job {job.id} ({job.cell}) has no sigma yet; prepare it with fulcrum study prepare.")
     settings = job.settings
@@ -139,7 +139,7 @@ def prepare_job(job: StudyJob, datasets: DatasetCache, device: str = "auto", pre
 
 
 def get_federation_score(federation: Federation) -> StudyScore:
-    """The score of a federation's task: the metric that a study judges its runs by."""
+    """The score of a federation's task: the metric by which a study compares its runs."""
     task = federation.problem.task
     return StudyScore(task.score, task.higher_is_better)
 
@@ -194,7 +194,7 @@ def thin_curve(series: Sequence[tuple[int, float]], most: int = NUM_CURVE_POINTS
 
 
 def make_job_record(job: StudyJob, result: JobOutcome, machine: dict[str, Any]) -> dict[str, Any]:
-    """The line that is kept of a finished job."""
+    """The stored record of a finished job."""
     rule = find_rule(job.settings.clip.rule)
     return {
         **job.to_json(),
@@ -221,6 +221,6 @@ def make_job_record(job: StudyJob, result: JobOutcome, machine: dict[str, Any]) 
 
 
 def describe_machine(device: str = "auto") -> dict[str, Any]:
-    """What the runs run on, in a few words."""
+    """A short description of the machine."""
     facts = record.describe_environment(api.find_device(device))
     return {name: facts[name] for name in ("device", "processor", "cores", "python", "torch")}

@@ -1,8 +1,8 @@
-"""Tuning: the same number of trials for every method, from lists fixed beforehand, judged on held-out data.
+"""Tuning: the same number of trials for every method, from lists fixed beforehand, evaluated on held-out data.
 
-Trial 0 is the method's preset as it is; the others are the points of one shifted Halton sequence.
+Trial 0 is the method's unchanged preset; the others are the points of one shifted Halton sequence.
 The dimensions that all methods share come first, so that every method tries the same learning rates,
-clipping norms, rates and steps, and none is luckier than another.
+clipping norms, rates and steps, and none has an advantage by chance.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ settings that go together, under any name without a dot."""
 class SearchSettings:
     """search.toml, or NAME-search.toml of another study.
 
-    plain: of the trials, the first so many leave the clipping rule's settings as they are; the protocol of
-    one C0 for all is tuned on those alone. validation: the part of the training data that trials are judged on.
-    run_seed: that of every trial, none of the final ones. space: what all methods share. rows, datasets: by
+    plain: number of first trials that keep the clipping rule's settings; the protocol of
+    one C0 for all is tuned on those only. validation: fraction of the training data for evaluating trials.
+    run_seed: the seed of every trial, not used by final runs. space: shared by all methods. rows, datasets: by
     name, further dimensions and those to leave out; a row's `datasets` hold its dimensions on one data set, and its
     `instead` what it has in place of a shared one: the same points of the sequence, and in plain trials too.
     """
@@ -45,7 +45,7 @@ class SearchSettings:
     datasets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def make_row_space(self, row: str, dataset: str, clipping: bool = True) -> SearchSpace:
-        """What is searched for one row of the table; without `clipping` nothing of C is."""
+        """The search space of one row of the table; without `clipping`, no clipping settings."""
         mine, here = self.rows.get(row, {}), self.datasets.get(dataset, {})
         both = mine.get("datasets", {}).get(dataset, {})
         space = self.space | {p: d for p, d in here.get("space", {}).items() if p in self.space}
@@ -54,7 +54,7 @@ class SearchSettings:
         return {p: d for p, d in space.items() if p not in dropped and (clipping or not p.startswith("clip."))}
 
     def make_row_trials(self, row: str, dataset: str, clipping: bool = True) -> list[dict[str, Any]]:
-        """Settings by dotted path, one entry a trial; without `clipping`, the plain ones."""
+        """Settings by dotted path, one entry per trial; without `clipping`, the plain ones."""
         count = self.trials if clipping else self.plain or self.trials
         found = make_trials(self.make_row_space(row, dataset, clipping), count, self.seed, list(self.space))
         found = [_drop_clip_settings(t) if i < self.plain else t for i, t in enumerate(found)]
@@ -63,7 +63,7 @@ class SearchSettings:
 
 
 NO_SEARCH = SearchSettings(trials=0, seed=0, validation=0.1, run_seed=0, space={})
-"""The search of a study without a search file: its runs take the presets, and nothing can be chosen."""
+"""The search of a study without a search file: its runs use the presets, and no settings are chosen."""
 
 
 def _drop_clip_settings(trial: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _drop_clip_settings(trial: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_search_file(file: Path) -> SearchSettings:
-    """A search file, checked."""
+    """Reads and checks a search file."""
     raw = read_toml_file(file)
     search = SearchSettings(**{name: raw[name] for name in SearchSettings.__dataclass_fields__ if name in raw})
     if not 0 < search.validation < 1:
@@ -128,7 +128,7 @@ def _flatten_choices(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def halton_number(index: int, base: int) -> float:
-    """The index's digits mirrored at the point: evenly spread over [0, 1)."""
+    """The index's digits mirrored at the radix point: evenly spread over [0, 1)."""
     result, scale = 0.0, 1.0
     while index:
         index, digit = divmod(index, base)
@@ -155,8 +155,8 @@ def pick_search_value(path: str, dimension: Mapping[str, Any], u: float) -> Any:
 class ChosenSettings:
     """Settings chosen for a cell: the best of `trials` on held-out data. epsilon None: without privacy.
 
-    validation_score and worst: the score of the best and of the worst trial (where it was kept): how much there is to
-    lose without tuning. score: the name of that metric.
+    validation_score and worst: the score of the best and of the worst trial (where it was kept): how much the score can
+    drop without tuning. score: the name of that metric.
     """
 
     dataset: str
@@ -196,7 +196,7 @@ def read_choices(file: Path) -> list[ChosenSettings]:
 
 
 def write_choices(file: Path, choices: Iterable[ChosenSettings], note: str) -> None:
-    """Write a file of chosen settings whole; `note` says how it came about."""
+    """Write a file of chosen settings whole; `note` says how it was made."""
     import tomli_w
 
     def key(c: ChosenSettings) -> tuple[Any, ...]:

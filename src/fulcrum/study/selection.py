@@ -1,6 +1,6 @@
-"""What choosing settings would cost in privacy, if the trials ran on the private data and were paid for.
+"""The privacy cost of choosing settings, if the trials ran on the private data.
 
-The tables' epsilon is that of one run, as in the paper. Somebody who tunes on private data releases
+The tables' epsilon is that of one run, as in the paper. Tuning on private data releases
 more. If the number of trials K is drawn at random and only the best one's output is published, the
 cost grows slowly: Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy" (ICLR
 2022), theorem 2, after Liu and Talwar, "Private selection from private candidates" (STOC 2019). For K
@@ -41,7 +41,7 @@ def solve_gamma(trials: float, eta: float) -> float:
     """The gamma at which `trials` are made on average (at least 1): fewer trials, larger gamma."""
     if trials < 1:
         raise ConfigError(f"trials = {trials:g}; at least 1 is needed.")
-    low, high = math.log(1e-15), 0.0  # of log gamma
+    low, high = math.log(1e-15), 0.0  # range of log gamma
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (
@@ -53,7 +53,7 @@ def solve_gamma(trials: float, eta: float) -> float:
 def compute_selection_rdp(rdp: FloatVector, trials: float, eta: float) -> FloatVector:
     """RDP at ORDERS [A] of publishing the best of about `trials` trials, each of RDP `rdp` [A] at ORDERS."""
     gamma = solve_gamma(trials, eta)
-    second = (1 + eta) * ((1 - 1 / ORDERS) * rdp + math.log(1 / gamma) / ORDERS)  # any order b will do: the best
+    second = (1 + eta) * ((1 - 1 / ORDERS) * rdp + math.log(1 / gamma) / ORDERS)  # any order b is valid: use the best
     total: FloatVector = rdp + np.min(second) + math.log(compute_mean_trials(eta, gamma)) / (ORDERS - 1)
     return total
 
@@ -67,7 +67,7 @@ def compute_selection_epsilon(rdp: FloatVector, trials: float, delta: float) -> 
 
 
 def compute_trial_rdp(jobs: Iterable[StudyJob]) -> FloatVector:
-    """RDP at ORDERS of one trial drawn from these calibrated jobs: at every order that of the costliest."""
+    """RDP at ORDERS of one trial drawn from these calibrated jobs: at every order the RDP of the costliest job."""
     worst = np.zeros(len(ORDERS))
     seen: set[tuple[object, ...]] = set()
     for job in jobs:

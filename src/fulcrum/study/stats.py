@@ -28,7 +28,7 @@ class MeanInterval:
 
 
 def compute_mean_interval(values: Sequence[float], level: float = 0.95) -> MeanInterval:
-    """Mean and t interval of independent values: half-width t_{n-1} s / sqrt(n), s with n - 1 below the line."""
+    """Mean and t interval of independent values: half-width t_{n-1} s / sqrt(n), s with denominator n - 1."""
     n = len(values)
     if n == 0:
         return MeanInterval(math.nan, math.nan, 0)
@@ -40,7 +40,7 @@ def compute_mean_interval(values: Sequence[float], level: float = 0.95) -> MeanI
 
 
 def compute_paired_interval(one: Mapping[int, float], other: Mapping[int, float]) -> MeanInterval:
-    """Interval of one - other over the seeds both have: what the seeds share cancels."""
+    """Interval of one - other over common seeds: variation due to the seed cancels."""
     return compute_mean_interval([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
 
 

@@ -1,8 +1,8 @@
 """Finished runs: one line of JSON each, in the *.jsonl files (shards) of a folder; large merged ones are gzipped.
 
 Lines are appended whole and flushed, so a crash loses at most the line being written, which readers
-drop. Ids are computed from the settings in the line, not trusted from it: results stay valid when a
-new setting with a harmless default appears, and become strangers when a default has changed.
+drop. Ids are computed from the settings in the line, not read from it: results stay valid when a
+new setting with a neutral default is added, and become invalid when a default changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fulcrum.study.job import StudyJob, compute_job_id, settings_from_json
 from fulcrum.study.records import get_record_score, get_score_value
 
 GZIP_THRESHOLD_BYTES = 4 * 2**20
-"""Bytes of a merged file above which it is kept gzipped: settings repeat themselves, and take a twentieth then."""
+"""Bytes of a merged file above which it is kept gzipped: settings repeat, so gzip reduces them to a twentieth."""
 GZIP_SUFFIX = ".gz"
 RunRecord = dict[str, Any]
 """A finished run: the job's tags and settings, metrics, curves, and where it ran (see records.py)."""
@@ -57,7 +57,7 @@ class ShardWriter:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Give the lock back; leaves no empty shard behind."""
+        """Release the lock and delete the shard if it is empty."""
         empty = self._file.seek(0, os.SEEK_END) == 0
         if empty:
             self.path.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ def _read_shard_text(file: Path) -> str:
 
 
 def _recompute_id(record: RunRecord) -> str:
-    """The id as this version sees it; that of a version with other settings is left as it was."""
+    """The id computed by this version; unchanged if the record's settings are from another version."""
     try:
         return compute_job_id(settings_from_json(record["settings"]), record["epsilon"], record.get("revision", 0))
     except ConfigError:
@@ -112,7 +112,7 @@ def _recompute_id(record: RunRecord) -> str:
 def load_results(folders: Path | Sequence[Path], keep: str = "") -> dict[str, RunRecord]:
     """All finished runs of one or more folders, by id.
 
-    The same run may lie there twice if it came out the same. If not, that is an error unless keep is
+    The same run may occur twice with the same result. With different results, that is an error unless keep is
     "earliest" or "latest", by the date of the run.
     """
     found: dict[str, RunRecord] = {}
@@ -136,7 +136,7 @@ def _is_preferred(new: RunRecord, old: RunRecord, keep: str) -> bool:
 
 
 def is_same_result(one: RunRecord, other: RunRecord) -> bool:
-    """Whether two records of one job tell the same: equal score at equal noise."""
+    """Whether two records of one job agree: equal score at equal noise."""
     return get_score_value(one) == get_score_value(other) and _get_noise_terms(one) == _get_noise_terms(other)
 
 
@@ -160,10 +160,10 @@ def find_missing_jobs(jobs: Iterable[StudyJob], done: Mapping[str, RunRecord]) -
 
 
 def merge_results(sources: Sequence[Path], target: Path, keep: str = "") -> dict[str, int]:
-    """Bring the results of several folders into one; returns how many runs each study has there then.
+    """Merge the results of several folders into one; returns the number of runs per study in it.
 
-    Afterwards the target holds one file a study, sorted by cell and seed, gzipped where it is large; the other folders
-    stay as they are. Nothing is removed before everything is on the disk.
+    Afterwards the target holds one file per study, sorted by cell and seed, gzipped where it is large; the other
+    folders are unchanged. Nothing is removed before everything is on the disk.
     """
     for source in sources:
         if not source.is_dir():

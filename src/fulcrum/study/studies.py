@@ -1,4 +1,4 @@
-"""Which studies there are: what each runs, which page it writes, where its results lie.
+"""The available studies: what each runs, which page it writes, where its results are.
 
 A study is a TOML file: with `[[rows]]` a table of methods, with `rules` a grid over C0 and learning rates. The
 package has some; ./experiments may hold more. `protocol` and `parties` are two further tables from paper.toml.
@@ -32,7 +32,7 @@ from fulcrum.study.search import read_toml_file
 from fulcrum.study.store import RunRecord
 
 TUNE_SUFFIX = "-tune"
-"""What a study's name ends in where its tuning trials are meant."""
+"""Suffix of a study's name that means its tuning trials."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class StudyPart:
 
 @dataclass(frozen=True)
 class Study:
-    """A study, read and cut down to a part.
+    """A study, or a part of it.
 
     jobs(): what it runs. trials(): its tuning trials. write(folder, done): writes its tables and figures from the
-    finished runs. page: the file among those that is shown to people. results: where its results lie by default.
+    finished runs. page: the file among those that is shown to people. results: default folder of its results.
     unknown: methods that its file names and this version lacks.
     """
 
@@ -122,7 +122,7 @@ PAPER_STUDIES: dict[str, StudyReaderFn] = {"protocol": _read_protocol_study, "pa
 
 
 def read_experiment_part(name: str, folder: Path | None, part: StudyPart) -> Experiment:
-    """A study with rows, cut down to a part."""
+    """A part of a study with rows."""
     return read_experiment(folder, name).only(part.datasets, part.methods, part.epsilons, part.seeds)
 
 
@@ -133,7 +133,7 @@ def list_study_names(folder: Path | None = None) -> list[str]:
 
 
 def split_study_path(name: str, folder: Path | None) -> tuple[str, Path | None]:
-    """The name and folder of a study that was given by its path ("somewhere/mine.toml"), or both as they are."""
+    """The name and folder of a study that was given by its path ("somewhere/mine.toml"), or both unchanged."""
     path = Path(name)
     if path.suffix != ".toml":
         return name, folder

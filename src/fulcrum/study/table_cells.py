@@ -16,7 +16,7 @@ from fulcrum.study.stats import MeanInterval, compute_mean_interval, compute_pai
 from fulcrum.study.store import RunRecord
 
 OUR_METHOD = "moo"
-"""The row that the others are compared with."""
+"""The row with which the others are compared."""
 
 PAPER_RESULTS: dict[str, dict[str, tuple[float, ...]]] = {
     "non-private FL": {"mnist": (96.25,), "fashion-mnist": (89.45,), "cifar10": (72.61,)},
@@ -51,17 +51,17 @@ PAPER_RESULTS: dict[str, dict[str, tuple[float, ...]]] = {
         "cifar10": (64.37, 62.92, 59.89),
     },
 }
-"""The paper's table, classified rightly in %, by its rows, our data sets, and epsilon 6.38, 3.61, 1.64."""
+"""The paper's table, accuracy in %, by its rows, our data sets, and epsilon 6.38, 3.61, 1.64."""
 PAPER_EPSILONS = (6.38, 3.61, 1.64)
 
 
 @dataclass(frozen=True)
 class TableCell:
-    """One cell. values: score by seed, fractions in %. paper: its figure there, None where it has none.
+    """One cell. values: score by seed, fractions in %. paper: the paper's figure, None if it has none.
 
-    ahead: moo less this row over shared seeds, None where that compares nothing (moo itself, another
-    unit, another number of parties, a server that sees something else). aggregation: what the server is taken
-    to see. choice: how its settings were found, None: the preset as it is. method: its name in table.json; empty: the
+    ahead: moo minus this row over shared seeds, None if not comparable (moo itself, another
+    unit, another number of parties, another view of the server). aggregation: what the server is assumed
+    to see. choice: how its settings were chosen, None: the unchanged preset. method: its name in table.json; empty: the
     row's.
     """
 
@@ -121,7 +121,7 @@ class TableCell:
 
 
 def find_paper_figure(row: str, dataset: str, epsilon: float | None) -> float | None:
-    """What the paper reports for one of its rows."""
+    """The paper's figure for one of its rows."""
     figures = PAPER_RESULTS.get(row, {}).get(dataset)
     if figures is None:
         return None
@@ -173,7 +173,7 @@ def make_table_cells(
 def _name_cells(cells: Sequence[TableCell], methods: Mapping[str, str]) -> list[TableCell]:
     """The cells with their methods' names, where those and the number of parties tell rows apart; else the rows'.
 
-    Rows under another adversary keep theirs: nobody is to take them for the method as it is elsewhere.
+    Rows under another adversary keep their names, so that they are not confused with the usual method.
     """
 
     def place(cell: TableCell) -> tuple[str, float | None, str, int]:
@@ -207,7 +207,7 @@ def _compute_lead(one: TableCell, other: TableCell) -> MeanInterval:
 def count_wins(cells: Sequence[TableCell]) -> tuple[int, int, list[str]]:
     """(cells in which moo is not behind any sound example-level baseline, cells compared, where it is behind).
 
-    Not behind: the upper end of the paired interval of moo less the baseline is at least 0.
+    Not behind: the upper end of the paired interval of moo minus the baseline is at least 0.
     """
     fair = [c for c in cells if c.ahead is not None and c.sound and c.ahead.n > 1]
     places = sorted({(c.dataset, c.epsilon) for c in fair}, key=str)

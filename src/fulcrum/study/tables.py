@@ -16,7 +16,7 @@ UNIT_TITLES = {"example": "example", "person": "person", "client": "whole party 
 
 
 def make_dataset_label(dataset: str, cells: Iterable[TableCell]) -> str:
-    """The data set as the tables name it; a copy that is not the public file is called one."""
+    """The data set as the tables name it; a copy that differs from the public file is marked."""
     name = DATASET_TITLES.get(dataset, dataset)
     copied = any("not the public file" in note for cell in cells if cell.dataset == dataset for note in cell.notes)
     if not copied:
@@ -25,7 +25,7 @@ def make_dataset_label(dataset: str, cells: Iterable[TableCell]) -> str:
 
 
 def format_interval(stats: MeanInterval, score: StudyScore, sign: str = "") -> str:
-    """97.31 ± 0.20, or 0.8123 ± 0.0101 where the score is no percentage; the interval from two values on."""
+    """97.31 ± 0.20, or 0.8123 ± 0.0101 if the score is not a percentage; the interval needs two values."""
     if stats.n == 0:
         return "-"
     return score.cell(stats.mean, sign) + ("" if math.isnan(stats.half) else f" ± {_half_width(stats.half, score)}")
@@ -70,7 +70,7 @@ def make_score_rows(cells: Sequence[TableCell], epsilons: Sequence[float]) -> li
 
 
 def make_row_label(cell: TableCell) -> str:
-    """A row's label; marks say that its epsilon is nominal, or rests on a secure aggregation that is not there."""
+    """A row's label; marks say that its epsilon is nominal, or assumes a secure aggregation that is not implemented."""
     marks = [mark for mark, due in ((NOMINAL_MARK, not cell.sound), (ASSUMED_MARK, cell.aggregation != "plain")) if due]
     return " ".join([cell.label, *marks])
 
@@ -137,7 +137,7 @@ LATEX_ESCAPES |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
 
 def escape_latex(words: str) -> str:
-    """Words with what LaTeX takes for commands escaped."""
+    """The text with LaTeX's special characters escaped."""
     return "".join(LATEX_ESCAPES.get(letter, letter) for letter in words.replace("\\", "/"))
 
 

@@ -4,7 +4,7 @@
     python -m fulcrum.study.worker jobs.json --out DIR --data-dir DATA    # there
     fulcrum study merge DIR --into results/paper                          # here again
 
-Results are written as they come; a job whose result lies in --out (or --done) is not run again, so
+Results are written as they come; a job with a result in --out (or --done) is not run again, so
 the same command continues after a crash. With --seconds it stops before the time is up.
 """
 
@@ -78,7 +78,7 @@ def run_missing_jobs(
     done: Sequence[Path] = (),
     on_done: MessageFn | None = None,
 ) -> int:
-    """Run what has no result yet, keeping each as it comes; returns how many of the shard are left undone."""
+    """Run the jobs without a result and store each result at once; returns the shard's number of unfinished jobs."""
     how, shard = how or BackendOptions(say=print_progress_line), shard or JobShard()
     finished = load_results([out, *done]) if out.is_dir() else load_results(list(done))
     todo = [job for job in find_missing_jobs(jobs, finished) if shard.contains_job(job)]

@@ -1,4 +1,4 @@
-"""Fixed features of each record, computed before training: a public map of one record at a time, free of cost."""
+"""Fixed features of each record, computed before training: a public map per record, without privacy cost."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from fulcrum.settings.schema import Data
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"scattering": compute_scattering}
 """From records [B, ...] to features [B, channels, height, width], each from its own record alone."""
 FEATURE_BATCH_SIZE = {"cpu": 32, "cuda": 1024}
-"""Records at a time."""
+"""Number of records per batch."""
 NUM_NOISE_IMAGES = 1000
-"""Made-up images whose mean features are subtracted (data.feature_center)."""
+"""Number of noise images whose mean features are subtracted (data.feature_center)."""
 NUM_SYNTHETIC_IMAGES, NUM_SYNTHETIC_KINDS, SYNTHETIC_BATCH_SIZE = 4000, 2000, 500
-"""Painted pictures whose features' mean and covariance are those of data.feature_whiten; of how many kinds; how many
-are painted at a time, which decides what stands before what in scenes."""
+"""Number of synthetic images for the mean and covariance of data.feature_whiten; number of their classes; number per
+rendered batch, which affects the backgrounds of scenes."""
 FEATURE_VARIANCE_FLOOR = 1e-3
-"""Smaller variances than this part of the largest count as that: nothing is blown up that pictures hardly have."""
+"""Minimum variance relative to the largest: directions with almost no variance are not amplified."""
 
 
 def compute_features(dataset: Dataset, settings: Data, device: torch.device) -> Dataset:
-    """The data set with data.features in place of its records: x [n, channels, height, width] float32, on the CPU.
+    """The data set with data.features instead of its inputs: x [n, channels, height, width] float32, on the CPU.
 
-    They are computed in pieces on `device`. Each record's channels are then brought to mean 0 and variance 1 in
-    `data.feature_groups` groups (as nn.GroupNorm does, within the record): what a record becomes depends on no
-    other record, so it is public like a change of units. data.feature_whiten makes M (x - m) of such features x, see
-    `whitening`; m and M come from painted pictures alone. With "none" the data set comes back as it is.
+    They are computed in batches on `device`. Each record's channels are then normalised to mean 0 and variance 1 in
+    `data.feature_groups` groups (as nn.GroupNorm does, within the record). A record's features depend on no
+    other record, so the map is public, like a change of units. data.feature_whiten maps features x to M (x - m), see
+    `fit_feature_whitening`; m and M come from synthetic images only. With "none" the data set is returned unchanged.
     """
     if settings.features == "none":
         return dataset
@@ -68,7 +68,7 @@ def compute_features(dataset: Dataset, settings: Data, device: torch.device) -> 
         dataset,
         train=made(dataset.train),
         test=made(dataset.test),
-        # Both are functions of the old records alone: hashing gigabytes of new ones would say no more.
+        # The features depend only on the old records: hashing gigabytes of features would add no information.
         fingerprint=hashlib.blake2b(f"{dataset.fingerprint}|{words}".encode(), digest_size=8).hexdigest(),
     )
 
@@ -81,18 +81,18 @@ def get_image_inputs(records: Records) -> Tensor:
 
 
 def feature_signature(settings: Data) -> tuple[str | float | bool, ...]:
-    """What decides the features of a record: equal for settings that make the same ones."""
+    """The settings that determine the features: equal for settings with the same features."""
     if settings.features == "none":
         return ("none",)
     made = (settings.features, settings.feature_groups, settings.feature_mirror, settings.feature_center)
-    # Younger than kept results: where it is off, their fingerprints stay.
+    # Newer than stored results: if it is off, their fingerprints are unchanged.
     return (*made, settings.feature_whiten) if settings.feature_whiten else made
 
 
 def make_noise_images(shape: tuple[int, ...], count: int = NUM_NOISE_IMAGES) -> Tensor:
-    """Images [count, C, H, W] in [-1, 1] that nobody took: noise with the 1/f spectrum of photographs, always the same.
+    """Noise images [count, C, H, W] in [-1, 1] with the 1/f spectrum of photographs, always the same.
 
-    Colours share most of their light, as in photographs; the rest is blue against yellow and red against green.
+    Colour channels are strongly correlated, as in photographs; the rest is blue-yellow and red-green contrast.
     """
     if len(shape) != 3:
         raise DataError(f"data.feature_center needs images, and a record has shape {list(shape)}; set it to false.")
@@ -109,9 +109,9 @@ def make_noise_images(shape: tuple[int, ...], count: int = NUM_NOISE_IMAGES) -> 
 
 
 def make_synthetic_images(shape: tuple[int, ...], count: int = NUM_SYNTHETIC_IMAGES) -> Tensor:
-    """Pictures [count, C, H, W] in [-1, 1] made of formulas, always the same on every machine.
+    """Synthetic images [count, C, H, W] in [-1, 1], the same on every machine.
 
-    Of images that are not square it is the middle of square ones.
+    Images that are not square are the centre crop of square ones.
     """
     if len(shape) != 3:
         raise DataError(f"data.feature_whiten needs images, and a record has shape {list(shape)}; set it to 0.")
@@ -131,15 +131,15 @@ def make_synthetic_images(shape: tuple[int, ...], count: int = NUM_SYNTHETIC_IMA
 
 
 def fit_feature_whitening(found: Tensor, power: float) -> tuple[Tensor, Tensor]:
-    """m [C, H, W] and M [C, C] from public features [n, C, H, W]: M (x - m) evens out how much directions vary.
+    """Mean m [C, H, W] and matrix M [C, C] from public features [n, C, H, W]: M (x - m) has more equal variances.
 
-    M = s cov^-power, with cov [C, C] the covariance of channels over pictures and positions, and s such that the sum
-    of the variances stays. Of a direction's variance v about s^2 v^(1 - 2 power) is left: 0.5 whitens, 0.25 goes
-    halfway. Variances below FLOOR of the largest count as that.
+    M = s cov^-power, with cov [C, C] the covariance of channels over images and positions, and s such that the sum
+    of the variances is unchanged. A direction's variance v becomes about s^2 v^(1 - 2 power): 0.5 whitens, 0.25 goes
+    halfway. The minimum variance is FEATURE_VARIANCE_FLOOR times the largest.
     """
     means = found.mean(dim=(0, 2, 3), keepdim=True, dtype=torch.float64)
     cov = torch.zeros(found.shape[1], found.shape[1], dtype=torch.float64)
-    for piece in found.split(SYNTHETIC_BATCH_SIZE):  # in pieces: doubles of them all are gigabytes
+    for piece in found.split(SYNTHETIC_BATCH_SIZE):  # in pieces: all of them as float64 take gigabytes
         flat = (piece - means).transpose(0, 1).flatten(1)
         cov += flat @ flat.T
     cov /= found.numel() / found.shape[1]
@@ -149,7 +149,7 @@ def fit_feature_whitening(found: Tensor, power: float) -> tuple[Tensor, Tensor]:
 def _compute_all_features(
     x: Tensor, settings: Data, device: torch.device, center: Tensor | None = None, mix: Tensor | None = None
 ) -> Tensor:
-    """Features of all records in pieces, less `center` [C, H, W] and with channels mixed by `mix` [C, C], if given."""
+    """Features of all records in batches, minus `center` [C, H, W], channels multiplied by `mix` [C, C], if given."""
     make, step = FEATURE_MAPS[settings.features], FEATURE_BATCH_SIZE.get(device.type, FEATURE_BATCH_SIZE["cuda"])
     found: Tensor | None = None
     for start in range(0, len(x), step):
@@ -162,7 +162,7 @@ def _compute_all_features(
         made = made.cpu() if center is None else made.cpu() - center
         if mix is not None:
             made = torch.einsum("ij,njhw->nihw", mix, made)
-        if found is None:  # filled in place: two copies of them all might not fit
+        if found is None:  # filled in place: two copies might not fit in memory
             found = torch.empty((len(x), *made.shape[1:]))
         found[start : start + len(made)] = made
     if found is None:

@@ -1,4 +1,4 @@
-"""Powers of a covariance matrix, to mix features by."""
+"""Powers of a covariance matrix, to whiten features."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 VARIANCE_FLOOR = 1e-4
-"""Variances below this part of the largest count as that much, so that M stays well conditioned."""
+"""Minimum variance relative to the largest, so that M is well conditioned."""
 
 
 def compute_whitening_matrix(covariance: Tensor, power: float = 0.5, floor: float = VARIANCE_FLOOR) -> Tensor:
-    """The symmetric matrix s cov^-power [n, n] as float32, with s such that the sum of all variances stays.
+    """The symmetric matrix s cov^-power [n, n] as float32, with s such that the sum of all variances is unchanged.
 
-    0.5 makes all directions vary alike, less goes part of the way. Smaller variances than `floor` of the largest count
-    as that.
+    power 0.5 gives all directions equal variance, a smaller power goes part of the way. floor: minimum variance
+    relative to the largest.
     """
     values, vectors = torch.linalg.eigh(covariance)
     values = values.clamp_min(floor * float(values.max()))

@@ -1,9 +1,9 @@
 """Second-order scattering of images: fixed, public features that a linear model can learn from (Bruna and Mallat 2013).
 
 Every image passes through Morlet wavelets of J = 2 scales and L = 8 directions, a modulus, and a Gaussian low-pass
-that is read at every fourth pixel; the moduli of the finer scale pass through the coarser one once more. That is
-1 + 16 + 64 = 81 channels for each colour channel. Nothing is learned and no record is looked at beside another, so
-the map costs no privacy. Filters and borders are those of kymatio's Scattering2D(J=2, L=8), written anew.
+sampled at every fourth pixel; the moduli of the finer scale also pass through the coarser one. That is
+1 + 16 + 64 = 81 channels for each colour channel. Nothing is learned and each record is processed on its own, so
+the map costs no privacy. Filters and borders equal those of kymatio's Scattering2D(J=2, L=8).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fulcrum.errors import DataError
 
 J, L = 2, 8
 LOW_PASS_STRIDE = 2**J
-"""Pixels between two readings of the low-pass; also the reflected border on every side."""
+"""Pixels between two samples of the low-pass; also the width of the reflected border on every side."""
 SCATTERING_CHANNELS = 1 + J * L + L * L
 MIN_IMAGE_SIDE = 8
 MORLET_SIGMA, MORLET_FREQUENCY, MORLET_SLANT = 0.8, 3 * math.pi / 4, 4 / L
-"""Of the finest wavelet: width of its envelope, its frequency, the envelope's narrowing along the wave."""
+"""Finest wavelet: width of its envelope, frequency, and the envelope's narrowing along the wave."""
 
 
 def compute_scattering(images: Tensor) -> Tensor:
     """[B, C, H, W] -> [B, 81 C, H/4, W/4], on the device of the images.
 
-    Channels of one colour lie together: the low-pass, then 8 directions at each of 2 scales, then for each of 8
+    Channels of one colour are adjacent: the low-pass, then 8 directions at each of 2 scales, then for each of 8
     directions of the finer scale 8 of the coarser one. H and W are multiples of 4, at least 8.
     """
     if images.dim() != 4 or any(side % LOW_PASS_STRIDE or side < MIN_IMAGE_SIDE for side in images.shape[2:]):
@@ -48,7 +48,7 @@ def compute_scattering(images: Tensor) -> Tensor:
     again = torch.fft.fft2(fine)
     twice = [
         torch.fft.ifft2(_downsample_spectrum(again * wavelet)).abs() for wavelet in bank.coarse
-    ]  # a list spares memory
+    ]  # a list saves memory
     parts = [bank.apply_low_pass(x[:, None]), bank.apply_low_pass(fine), bank.apply_half_low_pass(coarse)]
     second = torch.stack([bank.apply_half_low_pass(u) for u in twice], dim=2).flatten(1, 2)  # [B C, L L, H/4, W/4]
     return torch.cat([*parts, second], dim=1).reshape(
@@ -58,9 +58,9 @@ def compute_scattering(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _FilterBank:
-    """Filters for one size of image, on one device. fine, coarse: [L, M, N], wavelets as the Fourier plane has them.
+    """Filters for one size of image, on one device. fine, coarse: [L, M, N], wavelets in the Fourier plane.
 
-    down and across: the low-pass read at every fourth pixel inside the border, as matrices [H/4, M] and [W/4, N];
+    down and across: the low-pass sampled at every fourth pixel inside the border, as matrices [H/4, M] and [W/4, N];
     down_half and across_half: the same from every second pixel.
     """
 
@@ -116,10 +116,10 @@ def _make_low_pass_matrix(side: int, half: bool) -> npt.NDArray[np.float64]:
     place = np.arange(-2 * side, 3 * side)
     bell = np.exp(-(place**2) / (2 * width**2)) / (math.sqrt(2 * math.pi) * width)
     bell = bell.reshape(5, side).sum(axis=0)
-    if half:  # its low frequencies, which are nearly all it has
+    if half:  # keep the low frequencies, which have nearly all of its energy
         bell = np.fft.ifft(np.fft.ifftshift(np.fft.fftshift(np.fft.fft(bell))[side // 4 : -(side // 4)])).real
     step = LOW_PASS_STRIDE // 2 if half else LOW_PASS_STRIDE
-    # The first and the last reading lie in the border.
+    # The first and the last sample are in the border.
     readings = step * np.arange(1, side // LOW_PASS_STRIDE - 1)
     return np.asarray(bell[(readings[:, None] - np.arange(len(bell))) % len(bell)])
 

@@ -1,4 +1,4 @@
-"""From a word to a Dataset: a name, a path to a file, or package.module:function.
+"""Loads a Dataset by name, by the path of a file, or from package.module:function.
 
     load("mnist")
     load("patients.npz", task=TaskSettings("regression"))
@@ -7,7 +7,7 @@
 
 named.py   digits, mnist, fashion-mnist, cifar10
 own.py     .npz files, and arrays by name -> Dataset
-public/    the public files: where they lie, how they are fetched and checked
+public/    the public files: locations, download and checks
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fulcrum.settings.schema import TaskSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 SourceReader = Callable[..., Dataset | Mapping[str, Any]]
-"""Gives a Dataset, or a dict of arrays with the keys of an .npz file. It is called with those of `source`, `path` (of
+"""Returns a Dataset, or a dict of arrays with the keys of an .npz file. Its arguments are those of `source`, `path` (of
 a file), `folder`, `seed` and `task` that it has as parameters."""
 
 SOURCES: Registry[SourceReader] = Registry(
@@ -48,7 +48,7 @@ SOURCES.add(".npz", read_npz)
 
 
 def register_source(name: str) -> Callable[[F], F]:
-    """A decorator that makes a function a data source: under a name, or for files with an ending such as ".csv"."""
+    """A decorator that registers a function as a data source: by name, or for files with an ending such as ".csv"."""
     return SOURCES.register(name)
 
 
@@ -63,10 +63,10 @@ def load(
 
     source: a name (digits, mnist, fashion-mnist, cifar10 and what `register_source` or an installed package adds); a
     path to a file with a known ending (.npz, see `own.read_npz`); or package.module:function, importable from here or
-    from the current folder. folder: looked in first, before FULCRUM_DATA (a path list) and the user's cache. seed:
-    handed to a function of yours that takes one; named sources and files do not depend on it. task: what is predicted,
-    where the settings say more than the data. need: which records there must be, "train", "test" or both; others are
-    loaded where they are there. Raises DataError, one sentence.
+    from the current folder. folder: searched first, before FULCRUM_DATA (a path list) and the user's cache. seed:
+    passed to your function if it has this parameter; named sources and files do not depend on it. task: what is
+    predicted, where the settings say more than the data. need: the required records, "train", "test" or both; others
+    are loaded if present. Raises DataError, one sentence.
     """
     wanted = task or TaskSettings()
     reader, path = _find_reader(source, folder)
@@ -78,7 +78,7 @@ def load(
             found = call_with_supported_arguments(reader, offers)
         except FulcrumError:
             raise
-        except Exception as error:  # somebody's function may raise anything
+        except Exception as error:  # a user's function may raise anything
             words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise DataError(f"data.source = {source!r}: the function failed ({words}).") from error
     if isinstance(found, Dataset):
@@ -94,7 +94,7 @@ def load(
 
 
 def _find_reader(source: str, folder: str) -> tuple[SourceReader, Path | None]:
-    """The reader of a source, and the path of the file where the source is one."""
+    """The reader of a source, and the path if the source is a file."""
     names = SOURCES.names()
     if source in names:
         return SOURCES.find(source), None

@@ -1,4 +1,4 @@
-"""The data sets with a name: digits, mnist, fashion-mnist, cifar10, each with its own fixed test set."""
+"""The named data sets: digits, mnist, fashion-mnist, cifar10, each with its own fixed test set."""
 
 from __future__ import annotations
 

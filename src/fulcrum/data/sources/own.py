@@ -1,4 +1,4 @@
-"""A user's own data: an .npz file, or arrays by name; train and test records apart, either may be missing."""
+"""A user's own data: an .npz file, or arrays by name; train or test records may be missing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_npz(path: Path) -> dict[str, Any]:
 
 
 def find_file(source: str, folder: str) -> Path:
-    """Where a file lies: a relative path is looked for here, then in `folder`, FULCRUM_DATA and the user's cache."""
+    """The path of a file: a relative path is searched for here, then in `folder`, FULCRUM_DATA and the user's cache."""
     path = Path(source).expanduser()
     tried = [path] if path.is_absolute() else [path, *(base / path for base in search_folders(folder))]
     found = next((candidate for candidate in tried if candidate.is_file()), None)
@@ -56,7 +56,7 @@ def find_file(source: str, folder: str) -> Path:
 def dataset_from_mapping(
     given: Mapping[str, Any], where: str, name: str, task: TaskSettings, need: Sequence[str] = ("train",)
 ) -> Dataset:
-    """A Dataset from arrays by name (see `read_npz`); where: what error sentences call the place they come from."""
+    """A Dataset from arrays by name (see `read_npz`); where: name of their source in error messages."""
     arrays = _join_inputs(given, where)
     # Unknown keys are refused, not ignored: "persons" for "person" would silently protect the wrong unit.
     unknown = [key for key in arrays if key not in RECORD_ARRAYS + OPTIONAL_ARRAYS]
@@ -85,7 +85,7 @@ def dataset_from_mapping(
 
 
 def require_records(data: Dataset, need: Sequence[str]) -> Dataset:
-    """The data set, or a DataError where records that are needed are missing."""
+    """The data set; DataError if required records are missing."""
     for part in need:
         if getattr(data, part) is None:
             raise DataError(f"{data.name} {MISSING_RECORDS_ADVICE[part]}")

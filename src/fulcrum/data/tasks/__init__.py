@@ -1,7 +1,7 @@
 """Tasks: what is predicted, its loss, its metrics. `Task` is a value; `make_task` makes one from settings.
 
-losses.py   losses of single examples with closed-form slopes
-metrics.py  metrics as sums that merge, METRICS
+losses.py   losses of single examples with closed-form gradients
+metrics.py  metrics as mergeable sums, METRICS
 task.py     the value
 builtin.py  classification, binary, multilabel, regression, tokens, next-token; TASKS
 """

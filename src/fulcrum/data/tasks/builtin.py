@@ -1,4 +1,4 @@
-"""The tasks that Fulcrum knows, made from settings and targets: `make_task` is the one way to a `Task`."""
+"""The tasks that Fulcrum knows, made from settings and targets: `make_task` makes every `Task`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fulcrum.settings.schema import TaskSettings
 
 AnyArray = npt.NDArray[Any]
 TaskFactory = Callable[[TaskSettings, Sequence[AnyArray]], Task]
-"""From settings and the target arrays at hand (training, test; any of them may be missing) to a task."""
+"""From settings and target arrays (training, test; any of them may be missing) to a task."""
 
 TASKS: Registry[TaskFactory | Task] = Registry("task.name", noun="task", entry_points="fulcrum.tasks")
-"""Tasks by name. One of your own: package.module:task, a Task or a function (settings, targets) -> Task."""
+"""Tasks by name. Your own: package.module:task, a Task or a function (settings, targets) -> Task."""
 
 DTYPE_KIND_NAMES = {"O": "Python objects", "U": "text", "S": "bytes", "c": "complex numbers", "f": "decimal numbers"}
 
@@ -51,15 +51,15 @@ def task_from_loss(
     target_dims: int = 0,
     sequence: bool = False,
 ) -> Task:
-    """A task of your own from its loss: outputs [..., O] and targets -> one loss per example [...].
+    """Your own task from its loss: outputs [..., O] and targets -> one loss per example [...].
 
-    The loss always sees outputs [B, O] (sequence: [B, L, O]). Slopes come by autograd. Targets are taken as they are:
+    The loss always sees outputs [B, O] (sequence: [B, L, O]). Gradients come from autograd. Targets are not changed:
     integers, or finite numbers as float32. metrics: by name, beside "loss". For more control, make a `Task`.
     """
     of_example = 2 if sequence else 1  # dimensions of one example's outputs
 
     def in_one_batch(found: Tensor, targets: Tensor) -> Tensor:
-        leading = found.shape[: found.dim() - of_example]  # runs and clients come before the examples
+        leading = found.shape[: found.dim() - of_example]  # dimensions of runs and clients, before the examples
         if len(leading) == 1:
             return loss(found, targets)
         last = len(leading) - 1
@@ -127,7 +127,7 @@ def make_classification(settings: TaskSettings, targets: Sequence[AnyArray]) -> 
 
 @TASKS.register("binary")
 def make_binary(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
-    """Yes or no: targets [n] are 0 or 1; one logit. class_weights: of 0 and of 1."""
+    """Binary classification: targets [n] are 0 or 1; one logit. class_weights: weights of 0 and of 1."""
     weights = check_class_weights(settings, 2)
     loss, slopes = losses.make_binary_cross_entropy(weights)
 
@@ -151,7 +151,7 @@ def make_binary(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
 
 @TASKS.register("multilabel")
 def make_multilabel(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
-    """Several labels per example, each yes or no: targets [n, labels] are 0 or 1; one logit per label."""
+    """Several binary labels per example: targets [n, labels] are 0 or 1; one logit per label."""
     labels = settings.classes or next((array.shape[1] for array in targets if array.ndim == 2), 0)
     if not labels:
         shapes = ", ".join(str(list(array.shape)) for array in targets) or "none"
@@ -208,7 +208,7 @@ def check_class_weights(settings: TaskSettings, count: int) -> tuple[float, ...]
 
 @TASKS.register("regression")
 def make_regression(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
-    """Numbers: targets [n] or [n, k], finite; one output per target. Public bounds and scale come from the settings."""
+    """Regression: finite targets [n] or [n, k]; one output per target. Public bounds and scale are settings."""
     shapes = [array.shape[1:] for array in targets]
     if any(len(shape) > 1 for shape in shapes):
         raise DataError("task.name = 'regression' needs targets of shape [n] or [n, k].")
@@ -290,12 +290,12 @@ def make_token_task(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task
 
 @TASKS.register("next-token")
 def make_next_token(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
-    """The next token of a sequence x [n, L]: where no targets are given they are x shifted by one, the last ignored."""
+    """The next token of a sequence x [n, L]: without given targets they are x shifted by one, the last ignored."""
     return make_token_task(settings, targets)
 
 
 def shift_tokens(x: Tensor, ignored: int) -> Tensor:
-    """Targets of a next-token task from its inputs [n, L]: each position's is the next position's token."""
+    """Targets of a next-token task from its inputs [n, L]: the target of a position is the next token."""
     return torch.cat([x[:, 1:], torch.full_like(x[:, :1], ignored)], dim=1).long()
 
 
@@ -303,7 +303,7 @@ def shift_tokens(x: Tensor, ignored: int) -> Tensor:
 
 
 def to_numpy_array(name: str, value: object) -> AnyArray:
-    """A NumPy view or copy of what the user gave; tensors come to the CPU."""
+    """A NumPy view or copy of the user's value; tensors are moved to the CPU."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
@@ -314,7 +314,7 @@ def to_numpy_array(name: str, value: object) -> AnyArray:
 
 
 def check_whole_numbers(name: str, value: object, dims: int) -> Tensor:
-    """Integers or truth values of that many dimensions, as int64."""
+    """Integers or booleans with `dims` dimensions, as int64."""
     array = to_numpy_array(name, value)
     if array.dtype.kind not in "biu":
         held = DTYPE_KIND_NAMES.get(array.dtype.kind, str(array.dtype))
@@ -327,7 +327,7 @@ def check_whole_numbers(name: str, value: object, dims: int) -> Tensor:
 
 
 def check_class_range(name: str, labels: Tensor, classes: int) -> Tensor:
-    """The labels, or a DataError where one lies outside 0..classes-1."""
+    """The labels; DataError if one is outside 0..classes-1."""
     if labels.numel() and int(labels.min()) < 0:
         raise DataError(f"the labels hold {int(labels.min())}; they must be integers from 0 to classes - 1.")
     if labels.numel() and int(labels.max()) >= classes:

@@ -1,8 +1,8 @@
-"""Losses of single examples, each with its closed-form slope where there is one.
+"""Losses of single examples, each with its closed-form gradient where there is one.
 
 Examples are all leading dimensions: outputs [..., O] (or [..., L, O] for sequences of length L) and their targets
 give one loss per example, [...]. A `loss` is differentiable by autograd; its `slopes` give the same losses and their
-gradient in the outputs without autograd. Half precision is widened to float32; float64 stays.
+gradient in the outputs without autograd. Half precision is widened to float32; float64 is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LossGradientFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def to_full_precision(outputs: Tensor) -> Tensor:
-    """Outputs of half precision as float32; float32 and float64 as they are."""
+    """Outputs of half precision as float32; float32 and float64 unchanged."""
     return outputs if outputs.dtype == torch.float64 else outputs.float()
 
 
@@ -48,7 +48,7 @@ def make_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[LossFn, LossGra
 
 
 def _select_class_weights(weights: tuple[float, ...], targets: Tensor, like: Tensor) -> Tensor:
-    """The weight of each target's class, without a copy from the host that a recorded GPU program could not hold."""
+    """The weight of each target's class, without a copy from the host, which a CUDA graph cannot record."""
     total = torch.zeros_like(like)
     for number, weight in enumerate(weights):
         total = torch.where(targets == number, weight, total)
@@ -59,7 +59,7 @@ def _select_class_weights(weights: tuple[float, ...], targets: Tensor, like: Ten
 
 
 def make_binary_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[LossFn, LossGradientFn]:
-    """Cross-entropy of one logit per question, [..., 1], with answers 0 or 1, [...]; weights: of 0 and of 1."""
+    """Binary cross-entropy of one logit, [..., 1], with targets 0 or 1, [...]; weights: of 0 and of 1."""
 
     def weighted(targets: Tensor) -> Tensor:
         return weights[0] + (weights[1] - weights[0]) * targets if weights else torch.ones_like(targets)
@@ -80,7 +80,7 @@ def make_binary_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[LossFn, 
 
 
 def make_multilabel_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[LossFn, LossGradientFn]:
-    """Mean binary cross-entropy over labels: logits and answers (0 or 1) [..., O]; weights: of the 1s, per label."""
+    """Mean binary cross-entropy over labels: logits and targets (0 or 1) [..., O]; weights: of the 1s, per label."""
 
     def weighted(answers: Tensor) -> Tensor:
         if not weights:
@@ -111,7 +111,7 @@ def make_multilabel_cross_entropy(weights: tuple[float, ...] = ()) -> tuple[Loss
 def make_regression_loss(kind: str, scale: float, offset: float, width: float = 1.0) -> tuple[LossFn, LossGradientFn]:
     """Mean over the targets of an example of the squared, absolute or Huber error; outputs and targets [..., O].
 
-    The model learns (target - offset) / scale, so that its outputs are of size 1. squared: half the square. huber:
+    The model learns (target - offset) / scale, so that its outputs are of order 1. squared: half the square. huber:
     half the square up to `width`, linear beyond.
     """
     value, slope = REGRESSION_LOSSES[kind]
@@ -142,7 +142,7 @@ REGRESSION_LOSSES: dict[str, tuple[PointwiseErrorFn, PointwiseErrorFn]] = {
     "absolute": (lambda error, width: error.abs(), lambda error, width: error.sign()),
     "huber": (_huber_loss, lambda error, width: error.clamp(-width, width)),
 }
-"""Kinds of regression loss: (value, slope) of an error; the second argument is Huber's width."""
+"""Regression losses by name: (value, derivative) of an error; the second argument is Huber's width."""
 
 
 # --- sequences of tokens --------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def make_token_cross_entropy(ignored: int) -> tuple[LossFn, LossGradientFn]:
 
 
 def sum_token_log_likelihood(outputs: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Per example the summed log likelihood of its counted tokens, and how many they are: [...] each, float64."""
+    """Per example the summed log likelihood of its counted tokens, and their number: [...] each, float64."""
     counts = targets != ignored
     column = targets.masked_fill(~counts, 0).unsqueeze(-1)
     logs = F.log_softmax(to_full_precision(outputs), dim=-1).gather(-1, column).squeeze(-1).double()
@@ -186,7 +186,7 @@ def sum_token_log_likelihood(outputs: Tensor, targets: Tensor, ignored: int) -> 
 
 
 def make_autograd_gradient(loss: LossFn) -> LossGradientFn:
-    """The slopes of a loss that has no closed form: one backward pass through the loss alone."""
+    """The gradient of a loss without a closed form: one backward pass through the loss only."""
 
     def slopes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():

@@ -1,9 +1,9 @@
-"""Metrics as sums that merge: per batch, per party, per device. What the sums say is computed once, at the end.
+"""Metrics as sums that can be merged over batches, parties and devices. The results are computed once, at the end.
 
-A metric sees the outputs and targets of n examples and gives a fixed number of sums over them, float64 [..., k].
+A metric maps the outputs and targets of n examples to a fixed number of sums over them, float64 [..., k].
 Leading dimensions before n are separate runs. The sums of two batches add up; `result` turns sums into one number per
 run. Ranking metrics (AUC, average precision) keep a histogram of scores in 65,536 bins, fine near 0 and
-wider for larger scores: pairs of examples that fall into one bin count as ties, one half.
+wider for larger scores: a pair of examples in the same bin counts as a tie, one half.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MetricSumsFn = Callable[[Tensor, Tensor], Tensor]
 class Metric:
     """One number about predictions.
 
-    sums(outputs, targets) -> [..., k]: see above. result(sums [..., k]) -> [...]: NaN where it is not defined.
+    sums(outputs, targets) -> [..., k]: see above. result(sums [..., k]) -> [...]: NaN where the metric is undefined.
     higher_is_better: whether a search maximises it.
     """
 
@@ -38,12 +38,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class MetricContext:
-    """What a metric may know of its task.
+    """What a metric may know about its task.
 
-    outputs: the model's outputs per prediction, O. target_dims: dimensions of one example's target (0: a number).
+    outputs: number of model outputs O per prediction. target_dims: dimensions of one example's target (0: a number).
     loss: one loss per example. predict: outputs -> predictions, in the targets' own units. probabilities: outputs ->
-    probabilities of the classes [..., classes] (two where one logit answers yes or no) or, of several labels, of each
-    label [..., O]; None where the targets are no classes. threshold: the probability from which an answer is yes.
+    probabilities of the classes [..., classes] (two for binary classification) or, with several labels, of each
+    label [..., O]; None where the targets are not classes. threshold: the lowest probability of a positive prediction.
     ignored: the target of a position that does not count. sequence: whether there is one prediction per position.
     """
 
@@ -63,31 +63,31 @@ class MetricContext:
         return self.probabilities(outputs)
 
     def require_classes(self, metric: str, single: bool = False) -> None:
-        """Raises ConfigError where the targets are no classes, or (single) where an example has several."""
+        """Raises ConfigError if the targets are not classes, or (single) if an example has several."""
         if self.probabilities is None or (single and self.target_dims):
             raise ConfigError(f"task.metrics: {metric} is a metric of classes, and this task's targets are none.")
 
     def require_binary_targets(self, metric: str) -> None:
-        """Raises ConfigError where the targets are not answers yes or no."""
+        """Raises ConfigError if the targets are not binary."""
         self.require_classes(metric)
         if not self.target_dims and max(2, self.outputs) != 2:
             raise ConfigError(f"task.metrics: {metric} is of yes and no; this task has {self.outputs} classes.")
 
     def get_positive_scores(self, outputs: Tensor) -> Tensor:
-        """The score of a yes for ranking, [..., n] or, of several labels, [..., n, O]."""
+        """The score of the positive class for ranking, [..., n] or, with several labels, [..., n, O]."""
         if self.target_dims:
             return outputs
         return outputs[..., 0] if self.outputs == 1 else outputs[..., 1] - outputs[..., 0]
 
     def get_positive_probabilities(self, outputs: Tensor) -> Tensor:
-        """The probability of a yes, [..., n] or, of several labels, [..., n, O]."""
+        """The probability of the positive class, [..., n] or, with several labels, [..., n, O]."""
         chances = self.get_probabilities(outputs)
         return chances if self.target_dims else chances[..., 1]
 
 
 MetricFactory = Callable[[MetricContext], Metric]
 METRICS: Registry[MetricFactory] = Registry("task.metrics", noun="metric", entry_points="fulcrum.metrics")
-"""Functions that make a metric for a task, by the metric's name. A metric of your own: package.module:metric."""
+"""Functions that make a metric for a task, by the metric's name. Your own metric: package.module:metric."""
 
 
 def divide_sums(sums: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def make_column_sum(dims: int, *columns: Tensor) -> Tensor:
 
 @METRICS.register("loss")
 def make_mean_loss(task: MetricContext) -> Metric:
-    """The mean loss of an example, as it is trained on."""
+    """The mean training loss per example."""
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         losses = task.loss(outputs, targets)
@@ -119,7 +119,7 @@ def make_mean_loss(task: MetricContext) -> Metric:
 
 @METRICS.register("accuracy")
 def make_accuracy(task: MetricContext) -> Metric:
-    """The fraction of right predictions: of examples; of labels where an example has several; of counted tokens."""
+    """The fraction of correct predictions: of examples; of labels where an example has several; of counted tokens."""
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
         counted = targets != task.ignored
@@ -130,7 +130,7 @@ def make_accuracy(task: MetricContext) -> Metric:
 
 @METRICS.register("balanced_accuracy")
 def make_balanced_accuracy(task: MetricContext) -> Metric:
-    """The mean over classes of the fraction of their examples that are right; classes without examples do not count."""
+    """The mean over classes of the fraction of correct predictions; classes without examples do not count."""
     task.require_classes("balanced_accuracy", single=True)
     classes = max(2, task.outputs)
 
@@ -150,7 +150,7 @@ def make_balanced_accuracy(task: MetricContext) -> Metric:
 
 @METRICS.register("log_loss")
 def make_log_loss(task: MetricContext) -> Metric:
-    """The mean negative log probability of what is true (natural logarithm, no class weights)."""
+    """The mean negative log probability of the true class (natural logarithm, no class weights)."""
     task.require_classes("log_loss")
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def make_log_loss(task: MetricContext) -> Metric:
 
 @METRICS.register("brier")
 def make_brier_score(task: MetricContext) -> Metric:
-    """The mean squared error of the probability of a yes; of several classes, summed over the classes."""
+    """The mean squared error of the positive class's probability; with several classes, summed over the classes."""
     task.require_classes("brier")
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -182,15 +182,15 @@ def make_brier_score(task: MetricContext) -> Metric:
 
 
 CALIBRATION_BINS = 15
-"""Equal bins of confidence, as in Guo et al. 2017."""
+"""Number of equal confidence bins, as in Guo et al. 2017."""
 
 
 @METRICS.register("calibration_error")
 def make_calibration_error(task: MetricContext) -> Metric:
-    """Expected calibration error: how far confidence is from accuracy, in 15 equal bins, weighted by their examples.
+    """Expected calibration error: distance of confidence and accuracy in 15 equal bins, weighted by their examples.
 
-    Of several classes, confidence is that of the predicted class; of yes and no, the probability of a yes is compared
-    with how often it is one.
+    With several classes, the confidence of the predicted class; for binary targets, the probability of the positive
+    class is compared with its frequency.
     """
     task.require_classes("calibration_error")
     bins = CALIBRATION_BINS
@@ -218,7 +218,7 @@ def make_calibration_error(task: MetricContext) -> Metric:
     return Metric(sums, result, higher_is_better=False)
 
 
-# --- yes and no: ranking --------------------------------------------------------------------------
+# --- binary: ranking ------------------------------------------------------------------------------
 
 SCORE_BINS = 2**16
 FINE_SCORE, LARGEST_SCORE = 0.01, 1000.0
@@ -226,14 +226,14 @@ FINE_SCORE, LARGEST_SCORE = 0.01, 1000.0
 
 
 def assign_score_bins(scores: Tensor) -> Tensor:
-    """The bin 0..65535 of each score, in the order of the scores; NaN is in the middle."""
+    """The bin 0..65535 of each score, in the order of the scores; NaN is in the middle bin."""
     far = math.asinh(LARGEST_SCORE / FINE_SCORE)
     place = torch.asinh(scores.double() / FINE_SCORE) / far  # -1..1
     return ((place.nan_to_num(0.0) + 1) * (SCORE_BINS / 2)).clamp(0, SCORE_BINS - 1).long()
 
 
 def compute_score_histogram(task: MetricContext, outputs: Tensor, targets: Tensor) -> Tensor:
-    """How many examples with answer no, and with yes, have a score in each bin: [..., labels, 2, SCORE_BINS]."""
+    """Number of negative and of positive examples with a score in each bin: [..., labels, 2, SCORE_BINS]."""
     scores = task.get_positive_scores(outputs)
     if not task.target_dims:
         scores, targets = scores.unsqueeze(-1), targets.unsqueeze(-1)
@@ -245,9 +245,9 @@ def compute_score_histogram(task: MetricContext, outputs: Tensor, targets: Tenso
 
 
 def make_ranking_metric(task: MetricContext, name: str, of_histogram: Callable[[Tensor, Tensor], Tensor]) -> Metric:
-    """A metric of the histograms of scores, (no [..., bins], yes [..., bins]) -> [...]; of several labels, their mean.
+    """A metric of score histograms, (negative, positive) [..., bins] each -> [...]; with several labels, their mean.
 
-    Labels that have no yes, or no no, do not count.
+    Labels without positive or without negative examples do not count.
     """
     task.require_binary_targets(name)
 
@@ -263,7 +263,7 @@ def make_ranking_metric(task: MetricContext, name: str, of_histogram: Callable[[
 
 @METRICS.register("auc")
 def make_roc_auc(task: MetricContext) -> Metric:
-    """The area under the ROC curve: how often a yes has a higher score than a no."""
+    """The area under the ROC curve: how often a positive example has a higher score than a negative one."""
 
     def area(no: Tensor, yes: Tensor) -> Tensor:
         below = no.cumsum(dim=-1) - no
@@ -286,13 +286,13 @@ def make_average_precision(task: MetricContext) -> Metric:
     return make_ranking_metric(task, "average_precision", area)
 
 
-# --- yes and no: at a threshold -------------------------------------------------------------------
+# --- binary: at a threshold -----------------------------------------------------------------------
 
 
 def make_confusion_metric(
     task: MetricContext, name: str, of_counts: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ) -> Metric:
-    """A metric of the counts (true yes, false yes, true no, false no), over all labels where there are several."""
+    """A metric of the counts (true and false positives, true and false negatives), over all labels."""
     task.require_binary_targets(name)
 
     def sums(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -313,13 +313,13 @@ def make_f1_score(task: MetricContext) -> Metric:
 
 @METRICS.register("sensitivity")
 def make_sensitivity(task: MetricContext) -> Metric:
-    """The fraction of true yeses that are found at the threshold (recall, true-positive rate)."""
+    """The fraction of positive examples predicted as positive at the threshold (recall, true-positive rate)."""
     return make_confusion_metric(task, "sensitivity", lambda tp, fp, tn, fn: tp / (tp + fn))
 
 
 @METRICS.register("specificity")
 def make_specificity(task: MetricContext) -> Metric:
-    """The fraction of true noes that are told at the threshold (true-negative rate)."""
+    """The fraction of negative examples predicted as negative at the threshold (true-negative rate)."""
     return make_confusion_metric(task, "specificity", lambda tp, fp, tn, fn: tn / (tn + fp))
 
 
@@ -340,7 +340,7 @@ def make_error_metric(
 
 @METRICS.register("rmse")
 def make_rmse(task: MetricContext) -> Metric:
-    """Root mean squared error, in the targets' own units; of several targets per example, over all together."""
+    """Root mean squared error, in the targets' own units; with several targets per example, over all of them."""
     return make_error_metric(task, torch.square, torch.sqrt)
 
 
@@ -378,7 +378,7 @@ def make_r_squared(task: MetricContext) -> Metric:
 
 @METRICS.register("perplexity")
 def make_perplexity(task: MetricContext) -> Metric:
-    """exp of the mean negative log likelihood of a counted token."""
+    """exp of the mean negative log likelihood per counted token."""
     if not task.sequence:
         raise ConfigError("task.metrics: perplexity is of sequences of tokens, and this task has none.")
 

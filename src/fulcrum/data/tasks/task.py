@@ -1,10 +1,10 @@
 """A learning problem as a value: what is predicted, its loss, its metrics, how targets are checked.
 
-    task = make_task(settings.task, y_train, y_test)
-    losses, slopes = task.losses_and_slopes(outputs, targets)
+    task = make_task(settings.task, [y_train, y_test])
+    losses, slopes = task.compute_losses_and_gradients(outputs, targets)
     task.results(task.sums(outputs, targets))     # {"auc": 0.93, "loss": 0.2}
 
-Nothing outside this folder knows a loss or a metric by name.
+No code outside this folder refers to a loss or a metric by name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fulcrum.data.tasks.metrics import Metric
 class Task:
     """What is predicted from a record.
 
-    name: classification, binary, multilabel, regression, tokens, or your own. outputs: size of the last dimension of
-    the model's outputs, O. loss: outputs [..., O] and targets -> one loss per example [...]. slopes: the same losses
-    with their gradient in the outputs, in closed form; None: by autograd. metrics: by name; "loss" is always there.
+    name: classification, binary, multilabel, regression, tokens, or your own. outputs: size O of the last dimension of
+    the model's outputs. loss: outputs [..., O] and targets -> one loss per example [...]. slopes: the same losses
+    with their gradient in the outputs, in closed form; None: by autograd. metrics: by name; "loss" is always included.
     score: the metric that searches and comparisons use. predict: outputs -> predictions in the targets' own units.
-    check_targets: (name of the array, array) -> tensor of targets [n, ...]; DataError where they cannot be.
+    check_targets: (name of the array, array) -> tensor of targets [n, ...]; DataError where they are not valid.
     target_dims: dimensions of one example's target: 0 for a number, 1 for several labels or a sequence. sequence:
     whether outputs have one prediction per position, [..., L, O]. classes: number of classes that a split by label may
-    use; 0 where targets are no classes. notes: sentences that a user must see. options: the settings it was made from.
+    use; 0 where targets are not classes. notes: messages for the user. options: the settings of the task.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Task:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a larger score is the better one."""
+        """Whether a larger score is better."""
         return self.metrics[self.score].higher_is_better
 
     @property
@@ -69,7 +69,7 @@ class Task:
         return {name: float(metric.result(sums[name])) for name, metric in self.metrics.items()}
 
     def key(self) -> tuple[object, ...]:
-        """Equal for tasks that train alike: what runs must share to be stacked."""
+        """Equal for tasks with the same training; runs must have equal keys to be stacked."""
         made_from = self.options or (id(self.loss),)
         shape = (self.name, self.outputs, self.target_dims, self.sequence, self.score)
         return (*shape, tuple(self.metrics), *made_from)

@@ -1,16 +1,16 @@
-"""Everything that is internal to Flower 1.41.0, in one folder; tests/test_flower_link.py notices when it moves.
+"""Everything that is internal to Flower 1.41.0, in one folder; tests/test_flower_link.py fails when it changes.
 
-`Link` is a SuperLink inside this process. Its public port serves the fleet API and nothing else: no
+`LocalSuperlink` is a SuperLink inside this process. Its public port serves the fleet API and nothing else: no
 control API (registering keys, starting runs) and no runtime API (taking tasks) listen anywhere, since
-the coordinator talks to the link's state directly. `Executor` starts a stock SuperNode beside a party,
+the coordinator talks to the link's state directly. `SupernodeExecutor` starts a stock SuperNode for a party,
 takes its tasks and answers them with the party's own code; the app that the server distributes is
 never installed, loaded or run.
 
-pinned.py     the one version that this was written for, and its waits shortened
+pinned.py     the supported version of Flower, with shorter waits
 link.py       the coordinator's side: the SuperLink
-gate.py       its public port's front door
+gate.py       the filter of its public port
 grid.py       its messages, sent and received without a port
-bundles.py    the app bundle that SuperNodes insist on
+bundles.py    the app bundle that SuperNodes require
 executor.py   the party's side: tasks taken and answered
 supernode.py  the child process beside it: python -m fulcrum.flower.flwr141.supernode
 """

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 def make_app_bundle(files: Mapping[str, str] | None = None) -> bytes:
-    """A Flower app bundle. SuperNodes insist on downloading one; Fulcrum's parties never run it."""
+    """A Flower app bundle. SuperNodes always download one; Fulcrum's parties never run it."""
     project = """[project]
 name = "federation"
 version = "1.0.0"

@@ -43,7 +43,7 @@ def find_free_port() -> int:
 class SupernodeExecutor:
     """A SuperNode as a child process, and the loop that answers its tasks with the party's own code.
 
-    The child runs Flower's SuperNode in `--isolation process`: it fetches messages and waits for somebody to
+    The child runs Flower's SuperNode in `--isolation process`: it fetches messages and waits for a process to
     take them. The runtime port is on loopback and asks for a secret that only this process knows.
     """
 
@@ -68,7 +68,7 @@ class SupernodeExecutor:
         self._failures = 0
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Answer until `stop` says so. A SuperNode that ends is started again, later each time."""
+        """Answer until `stop` returns True. A SuperNode that ends is restarted, with a longer pause each time."""
         quiet, idle = False, 0
         try:
             while not stop():
@@ -77,7 +77,7 @@ class SupernodeExecutor:
                     continue
                 try:
                     idle = 0 if self._answer_one_task() else idle + 1
-                    if idle:  # a round is seconds apart from the next, an idle hour is long
+                    if idle:  # poll less often when idle
                         time.sleep(0.05 if idle < 40 else 0.25)
                     quiet = False
                 except (httpx.HTTPError, RuntimeError, ValueError) as error:
@@ -105,7 +105,7 @@ class SupernodeExecutor:
             self._start()
 
     def _pause_before_restart(self, ended: subprocess.Popen[bytes], stop: Callable[[], bool]) -> None:
-        """Wait before another start, longer after each that did not last a minute."""
+        """Wait before a restart, longer after each start that lasted less than a minute."""
         lasted = time.monotonic() - self._started
         self._failures = 0 if lasted > 60 else self._failures + 1
         if ended.returncode == 1 and self._failures > 1:
@@ -115,7 +115,7 @@ class SupernodeExecutor:
             time.sleep(0.1)
 
     def _start(self) -> None:
-        """A new SuperNode, with a secret and a port of its own."""
+        """Starts a new SuperNode, with its own secret and port."""
         secret = secrets.token_bytes(32)
         secret_file = self.home / "secret"
         secret_file.unlink(missing_ok=True)
@@ -139,7 +139,7 @@ class SupernodeExecutor:
         )
 
     def _make_runtime_client(self, interceptor: Any) -> RuntimeHttpClient:
-        # No retry invoker: Flower's sends SIGINT to its own process when it is turned away.
+        # No retry invoker: Flower's sends SIGINT to its own process when it is refused.
         return RuntimeHttpClient.from_server_address(
             self._address, True, None, [RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), interceptor]
         )
@@ -153,7 +153,7 @@ class SupernodeExecutor:
             beating = threading.Event()
             threading.Thread(target=_send_heartbeats, args=(client, beating), daemon=True).start()
             try:
-                # The bundle that comes with the task is left where it is: this party runs its own code.
+                # The task's bundle is not used: this party runs its own code.
                 message, context, _, _ = pull_task_input(client)
                 push_message(client, self.answer(message), context)
                 client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details=""))

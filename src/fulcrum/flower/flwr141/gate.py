@@ -1,4 +1,4 @@
-"""The public port's front door: what a SuperNode needs passes, everything else is 404."""
+"""Filter of the public port: paths that a SuperNode needs pass, everything else is 404."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FLEET_PATHS = (
     "pull-object",
     "confirm-message-received",
 )
-"""All that the public port answers: what a SuperNode with a registered key needs."""
+"""The paths of the public port: those that a SuperNode with a registered key needs."""
 ANONYMOUS_FLEET_PATHS = ("register-node", "unregister-node")
-"""What anonymous SuperNodes need beside it, served only without TLS."""
+"""Further paths for anonymous SuperNodes, served only without TLS."""
 MAX_REQUEST_BYTES = 64 << 20
 """Bytes of the largest request that the public port reads."""
 
 
 class FleetGate:
-    """The public port's front door: known fleet paths pass, everything else is 404. Counts bytes both ways."""
+    """Filter of the public port: known fleet paths pass, everything else is 404. Counts bytes both ways."""
 
     def __init__(self, app: Any, paths: Iterable[str]) -> None:
         self.app = app
@@ -50,7 +50,7 @@ class FleetGate:
             event = await receive()
             seen += len(event.get("body", b""))
             self.received += len(event.get("body", b""))
-            # A chunked request declares no length; beyond the limit it is treated as broken off.
+            # A chunked request declares no length; beyond the limit it is treated as disconnected.
             return {"type": "http.disconnect"} if seen > MAX_REQUEST_BYTES else event
 
         async def count_out(event: Any) -> None:

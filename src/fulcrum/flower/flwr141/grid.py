@@ -13,7 +13,7 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 
 
 class _LocalRuntimeClient:
-    """The runtime API's calls, made on the link's state directly: there is no port that a stranger could find."""
+    """The runtime API's calls, made on the link's state directly, without a port."""
 
     def __init__(self, state: Any, task: Any) -> None:
         self._state, self._task = state, task
@@ -45,7 +45,7 @@ class LocalGrid(HttpGrid):  # type: ignore[misc,unused-ignore]
         return self._local
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Replies that have arrived whole: a slow upload, or one that never ends, keeps nobody else waiting."""
+        """Replies that have arrived completely: a slow or endless upload does not delay other replies."""
         ready = [sent for sent in message_ids if not self._is_reply_arriving(sent)]
         return super().pull_messages(ready) if ready else []
 

@@ -28,7 +28,7 @@ from fulcrum.flower.flwr141.grid import LocalGrid
 from fulcrum.flower.flwr141.pinned import HEARTBEAT_SECONDS, check_flower_version, shorten_poll_interval
 
 REPLY_PARTS_TIMEOUT = 1.0
-"""How long the coordinator looks for the parts of a reply that was said to be whole."""
+"""Seconds that the coordinator waits for the parts of a reply that was announced as complete."""
 _FLOWER_ACTIVATE_NODE = fleet_handlers.activate_node
 
 
@@ -41,7 +41,7 @@ class TlsFiles:
 
 
 class LocalSuperlink:
-    """A SuperLink in this process: `with Link(...) as link:` then `link.grid` sends and receives."""
+    """A SuperLink in this process: `with LocalSuperlink(...) as link:` then `link.grid` sends and receives."""
 
     def __init__(
         self, host: str, port: int, tls: TlsFiles | None, nodes: Mapping[str, bytes], app: bytes | None = None
@@ -100,14 +100,14 @@ class LocalSuperlink:
         self._thread.join(timeout=5)
 
     def restarted(self) -> set[int]:
-        """Nodes that were activated again since this was last asked."""
+        """Nodes that were activated again since the last call."""
         back, self._back = self._back, set()
         return back
 
     def _activate_node(self, request: Any, state: Any) -> Any:
         """As Flower's own, but a node that was killed may come back at once.
 
-        Flower would turn it away for a minute, until its last heartbeat is old. The request is signed with
+        Flower would refuse it for a minute, until its last heartbeat is old. The request is signed with
         the node's key by now (the middleware before this has checked), so it is the node itself.
         """
         node = state.get_node_id_by_public_key(request.public_key)
@@ -142,6 +142,6 @@ class LocalSuperlink:
         return grid
 
     def _send_heartbeats(self) -> None:
-        """Flower ends a run whose task is silent for a minute."""
+        """Sends heartbeats: Flower ends a run whose task sends none for a minute."""
         while not self._stop.wait(HEARTBEAT_SECONDS / 2):
             self.state.acknowledge_task_heartbeat(self.task_id)

@@ -1,4 +1,4 @@
-"""The one version of Flower that this folder was written for, and its waits shortened."""
+"""The only supported version of Flower, with shorter waits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fulcrum.errors import ConfigError
 
 PINNED_FLOWER_VERSION = "1.41.0"
 HEARTBEAT_SECONDS = 20.0
-"""Seconds between the signs of life that nodes register with; running tasks give them twice as often."""
+"""Heartbeat interval of nodes in seconds; running tasks send heartbeats twice as often."""
 
 
 def check_flower_version() -> None:
-    """Flower's insides move between releases; refuse any other than the one this was written for."""
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it tells of every request, also of strangers'
+    """Refuse any other version of Flower: its internals change between releases."""
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every request, also from unknown clients
     if flwr.__version__ != PINNED_FLOWER_VERSION:
         raise ConfigError(
             f"flwr {flwr.__version__} is installed, and this needs {PINNED_FLOWER_VERSION}: "

@@ -1,4 +1,4 @@
-"""A stock SuperNode that looks for mail more often, and ends with its parent. Run by `Executor`, with its words."""
+"""A stock SuperNode that polls for messages more often, and ends with its parent. `SupernodeExecutor` runs it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from fulcrum.flower.flwr141.pinned import shorten_poll_interval
 
 POLL_SECONDS = 0.25
-"""Seconds between a SuperNode's looks for mail; Flower's own are 3."""
+"""Polling interval of a SuperNode in seconds; Flower's default is 3."""
 
 
 def main() -> None:
-    """A stock SuperNode that looks for mail more often, and ends with its parent."""
+    """Runs a stock SuperNode that polls for messages more often, and ends with its parent."""
     with contextlib.suppress(OSError, AttributeError):  # Linux: a signal when the parent dies, however it dies
         import ctypes
 

@@ -1,8 +1,8 @@
-"""Patches, pooling and norms in one kernel each, where triton and a GPU are there; else None, and torch does it.
+"""Patches, pooling and norms in one kernel each where triton and a GPU are available; else None, and torch is used.
 
-The torch code of `geometry` stays the definition: every function here gives the same numbers, up to one rounding
-of bf16. FULCRUM_TRITON=0 turns this off. Kernels are compiled when first used (triton keeps them on disk); if that
-fails, `trouble` says why and torch does the work from then on.
+The torch code of `geometry` is the reference: every function here gives the same values, up to one rounding
+of bf16. FULCRUM_TRITON=0 disables them. Kernels are compiled when first used (triton keeps them on disk); if that
+fails, `kernel_failures` says why and torch is used from then on.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from fulcrum.gradients.haar import haar_level_norms
 from fulcrum.gradients.stacked.geometry import SlidingWindow
 
 BLOCK_SIZE = 1024
-"""Numbers that one program writes."""
+"""Number of output elements per triton program."""
 
 kernel_failures: list[str] = []
-"""Why the kernels are not used although they are wanted; empty while all is well."""
+"""Why the kernels are not used although they are enabled; empty if they work."""
 
 
 @cache
 def _triton_status() -> tuple[bool, bool]:
-    """(there and not turned off, run by triton's interpreter): asked once a process."""
+    """(installed and not turned off, run by triton's interpreter): checked once per process."""
     there = os.environ.get("FULCRUM_TRITON", "1") != "0" and importlib.util.find_spec("triton") is not None
     return there, there and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def can_use_kernels(values: Tensor) -> bool:
-    """Whether the kernels take this tensor."""
+    """Whether the kernels support this tensor."""
     there, interpreted = _triton_status()
     fits = values.dtype in (torch.float32, torch.bfloat16) and values.numel() > 0
     return there and not kernel_failures and fits and (values.is_cuda or interpreted)
 
 
 def _launch_per_image(name: str, size: int, images: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
-    """Runs a kernel that writes `size` numbers for each image; False if it could not be compiled."""
+    """Runs a kernel that writes `size` elements per image; False if it could not be compiled."""
     block = min(BLOCK_SIZE, max(64, 1 << (size - 1).bit_length()))
     blocks = -(-size // block)
     return _launch_kernel(name, images * blocks, tensors, {**given, "BLOCKS": blocks, "BLOCK": block})
@@ -68,7 +68,7 @@ def _window_constants(window: SlidingWindow) -> dict[str, int]:
 
 
 def fused_extract_patches(h: Tensor, window: SlidingWindow) -> Tensor | None:
-    """As `geometry.patches`."""
+    """As `geometry.extract_patches`."""
     if not can_use_kernels(h):
         return None
     sets, n = h.shape[:2]
@@ -82,7 +82,7 @@ def fused_extract_patches(h: Tensor, window: SlidingWindow) -> Tensor | None:
 
 
 def fused_fold_patches(g: Tensor, window: SlidingWindow) -> Tensor | None:
-    """As `geometry.unpatch`; sums of bf16 are kept in float32."""
+    """As `geometry.fold_patches`; sums of bf16 are accumulated in float32."""
     if not can_use_kernels(g) or window.dilation != (1, 1):
         return None
     out = g.new_empty((*g.shape[:2], window.height, window.width, window.channels))
@@ -98,7 +98,7 @@ def fused_fold_patches(g: Tensor, window: SlidingWindow) -> Tensor | None:
 def fused_pool(
     h: Tensor, window: SlidingWindow, mean: bool, relu: bool, bias: Tensor | None
 ) -> tuple[Tensor, Any] | None:
-    """Bias [S, C] added, relu, then the largest or the mean of each window; and a note for `unpool`."""
+    """Adds bias [S, C], applies relu, then max or mean per window; also returns a note for `fused_pool_backward`."""
     area = window.kernel[0] * window.kernel[1]
     if not can_use_kernels(h) or area > (31 if mean and relu else 255):
         return None
@@ -114,7 +114,7 @@ def fused_pool(
 
 
 def fused_pool_backward(g: Tensor, note: Tensor | None, window: SlidingWindow, mean: bool, relu: bool) -> Tensor | None:
-    """The gradient of `pool`, from its note."""
+    """The gradient of `fused_pool`, from its note."""
     if not can_use_kernels(g) or (note is None and (relu or not mean)):
         return None
     out = g.new_empty((*g.shape[:2], window.height, window.width, window.channels))
@@ -128,7 +128,7 @@ def fused_pool_backward(g: Tensor, note: Tensor | None, window: SlidingWindow, m
 def fused_ghost_squared_norms(a: Tensor, g: Tensor) -> Tensor | None:
     """Squared norm of each example's g^T a from its two Gram matrices: [X, P, k], [X, P, o] -> [X], float32.
 
-    Up to 64 positions, where products need not be float32's own: three products of tf32 are as exact as its rounding.
+    For up to 64 positions. Each float32 product is computed as three tf32 products, which is as exact as float32.
     """
     positions = a.shape[1]
     exact = a.is_cuda and a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
@@ -143,11 +143,11 @@ def fused_ghost_squared_norms(a: Tensor, g: Tensor) -> Tensor | None:
 
 
 HAAR_LEVELS_PER_KERNEL, HAAR_BLOCK_SIZE = 6, 2048
-"""Haar levels that one kernel takes, and the numbers a program of one warp holds: 64 a thread, 32 left at the end."""
+"""Haar levels per kernel, and elements per program of one warp: 64 per thread, 32 left at the end."""
 
 
 def fused_haar_level_norms(x: Tensor, count: int) -> Tensor | None:
-    """As `clip.wav.level_norms` of rows [B, d] in float32: each launch reads them once and leaves 1 number of 64."""
+    """As `haar.haar_level_norms` of rows [B, d] in float32: each launch reads them once and leaves 1 of 64 elements."""
     if not can_use_kernels(x) or x.dtype != torch.float32 or x.shape[1] <= 1 << HAAR_LEVELS_PER_KERNEL:
         return None
     finer: list[Tensor] = []  # squared norms, from fine to coarse
@@ -173,7 +173,7 @@ def fused_haar_level_norms(x: Tensor, count: int) -> Tensor | None:
 
 
 def _readable_row_length(x: Tensor) -> int:
-    """How many numbers of each row [B, d] may be read: d rounded up to 16, if the memory goes on after the last row."""
+    """Elements of each row [B, d] that may be read: d rounded up to 16 if memory continues after the last row."""
     n, d = x.shape
     rounded = -(-d // 16) * 16
     held = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()

@@ -1,6 +1,6 @@
-"""Convolution and pooling as matrix work on strided views: no kernel launch an image, no autograd.
+"""Convolution and pooling as matrix products on strided views: no kernel launch per image, no autograd.
 
-Images lie channels last: h [S, n, H, W, C], where S counts sets of weights and n the examples of each.
+Images are channels last: h [S, n, H, W, C], where S counts sets of weights and n the examples of each.
 A convolution is one matrix product over patches [S, n, P, k], with P output pixels and k = kh * kw * C.
 """
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 IntPair = tuple[int, int]
 
 NO_GRADIENT = 255
-"""In place of which pixel was the largest: none of them gets a gradient."""
+"""Stored instead of the index of the largest pixel: no pixel of the window gets a gradient."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,24 @@ class SlidingWindow:
 
     @property
     def out(self) -> IntPair:
-        """Height and width of what comes out."""
+        """Height and width of the output."""
         sides = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
         first, second = ((side + 2 * p - d * (k - 1) - 1) // s + 1 for side, k, s, p, d in sides)
         return first, second
 
     @property
     def positions(self) -> int:
-        """P."""
+        """Number of positions P: pixels of the output."""
         return self.out[0] * self.out[1]
 
     @property
     def size(self) -> int:
-        """k, the numbers under one window."""
+        """Number of elements k per window."""
         return self.kernel[0] * self.kernel[1] * self.channels
 
 
 def extract_patches(h: Tensor, window: SlidingWindow) -> Tensor:
-    """What each window position sees: [S, n, H, W, C] -> [S, n, P, k], in the order (kh, kw, C)."""
+    """The patch at each window position: [S, n, H, W, C] -> [S, n, P, k], in the order (kh, kw, C)."""
     (ph, pw), (sh, sw), (dh, dw) = window.padding, window.stride, window.dilation
     if ph or pw:
         h = F.pad(h, (0, 0, pw, pw, ph, ph))
@@ -63,13 +63,13 @@ def extract_patches(h: Tensor, window: SlidingWindow) -> Tensor:
 
 
 def fold_patches(g: Tensor, window: SlidingWindow) -> Tensor:
-    """The transpose of `patches`: adds each patch entry to the pixel it came from, [S, n, P, k] -> [S, n, H, W, C].
+    """The transpose of `extract_patches`: adds each patch entry to its pixel, [S, n, P, k] -> [S, n, H, W, C].
 
-    Where the stride divides the kernel, one addition serves stride x stride taps at once.
+    Where the stride divides the kernel, one addition handles stride x stride taps.
     """
     (kh, kw), (sh, sw), (dh, dw), (ph, pw) = window.kernel, window.stride, window.dilation, window.padding
     sets, n, (oh, ow), c = g.shape[0], g.shape[1], window.out, window.channels
-    # Blocks of taps that land side by side: (taps in a block, blocks) for each axis.
+    # Blocks of adjacent taps: (taps per block, blocks) for each axis.
     bh = sh if dh == 1 and kh % sh == 0 else 1
     bw = sw if dw == 1 and kw % sw == 0 else 1
     high = max(window.height + 2 * ph, sh * (oh - 1) + dh * (kh - 1) + 1)
@@ -94,7 +94,7 @@ def _view_window_pixel(h: Tensor, window: SlidingWindow, i: int, j: int) -> Tens
 
 
 def max_pool_forward(h: Tensor, window: SlidingWindow) -> tuple[Tensor, Tensor]:
-    """The largest pixel of each window, and which it was (the first in reading order, as PyTorch takes it)."""
+    """The largest pixel of each window, and its index (on ties the first in reading order, as in PyTorch)."""
     best, which = _view_window_pixel(h, window, 0, 0), None
     for tap in range(1, window.kernel[0] * window.kernel[1]):
         other = _view_window_pixel(h, window, tap // window.kernel[1], tap % window.kernel[1])
@@ -108,7 +108,7 @@ def max_pool_forward(h: Tensor, window: SlidingWindow) -> tuple[Tensor, Tensor]:
 
 
 def max_pool_backward(g: Tensor, which: Tensor, window: SlidingWindow) -> Tensor:
-    """The gradient of `max_pool`, [S, n, oh, ow, C] -> [S, n, H, W, C]. Without atomics, so always the same bits."""
+    """The gradient of `max_pool_forward`, [S, n, oh, ow, C] -> [S, n, H, W, C]. Without atomics, so deterministic."""
     out = g.new_zeros((*g.shape[:2], window.height, window.width, window.channels))
     for tap in range(window.kernel[0] * window.kernel[1]):
         target = _view_window_pixel(out, window, tap // window.kernel[1], tap % window.kernel[1])
@@ -124,7 +124,7 @@ def avg_pool_forward(h: Tensor, window: SlidingWindow) -> Tensor:
 
 
 def avg_pool_backward(g: Tensor, window: SlidingWindow) -> Tensor:
-    """The gradient of `avg_pool`."""
+    """The gradient of `avg_pool_forward`."""
     (kh, kw), (oh, ow) = window.kernel, window.out
     share = g / (kh * kw)
     if window.stride == window.kernel and (window.height, window.width) == (oh * kh, ow * kw):
@@ -139,7 +139,7 @@ def avg_pool_backward(g: Tensor, window: SlidingWindow) -> Tensor:
 
 
 def relu_avg_pool_backward(g: Tensor, bits: Tensor, window: SlidingWindow) -> Tensor:
-    """The gradient of relu and then `avg_pool`. Bit i * kw + j of `bits` [S, n, oh, ow, C]: the pixel was positive."""
+    """The gradient of relu and average pooling. Bit i * kw + j of `bits` [S, n, oh, ow, C]: the pixel was positive."""
     (kh, kw) = window.kernel
     share = g / (kh * kw)
     out = g.new_zeros((*g.shape[:2], window.height, window.width, window.channels))

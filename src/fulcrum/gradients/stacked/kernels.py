@@ -1,8 +1,8 @@
-"""Triton kernels of the stacked engine. Import this only where triton is installed; `fused` does.
+"""Triton kernels of the stacked engine. Import this only where triton is installed, as `fused` does.
 
-Every kernel writes each number of its output once, from a gather: no atomics, so always the same bits. A program
-serves BLOCK neighbouring numbers of one image; all of a layer's geometry is known when it is compiled, and block
-sizes are fixed, so that a launch can be recorded in a CUDA graph. Images lie channels last, [image, H, W, C].
+Every kernel writes each output element once, from a gather: no atomics, so results are deterministic. A program
+handles BLOCK adjacent elements of one image. A layer's geometry is a compile-time constant, and block
+sizes are fixed, so that a launch can be recorded in a CUDA graph. Images are channels last, [image, H, W, C].
 """
 
 import triton
@@ -15,7 +15,7 @@ def extract_patches_kernel(
     OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
 ):  # fmt: skip
-    """h [image, H, W, C] -> out [image, OH * OW, KH * KW * C], zeros where a window looks over the edge."""
+    """h [image, H, W, C] -> out [image, OH * OW, KH * KW * C], zeros where a window extends beyond the image."""
     size: tl.constexpr = OH * OW * KH * KW * C
     pid = tl.program_id(0)
     image = (pid // BLOCKS).to(tl.int64)
@@ -41,7 +41,7 @@ def fold_patches_kernel(
     OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PH: tl.constexpr, PW: tl.constexpr,
 ):  # fmt: skip
-    """g [image, OH * OW, KH * KW * C] -> out [image, H, W, C], the sum over the windows that saw a pixel."""
+    """g [image, OH * OW, KH * KW * C] -> out [image, H, W, C], the sum over the windows that contain a pixel."""
     size: tl.constexpr = H * W * C
     pid = tl.program_id(0)
     image = (pid // BLOCKS).to(tl.int64)
@@ -69,10 +69,10 @@ def pool_kernel(
     C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr,
     SW: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """h [image, H, W, C] -> out, note [image, OH, OW, C]: bias [image // per_set, C] added, relu, largest or mean.
+    """h [image, H, W, C] -> out, note [image, OH, OW, C]: bias [image // per_set, C] added, relu, max or mean.
 
-    note: for the largest, which it was (the first in reading order), 255 where relu stops the gradient; for the
-    mean with relu, a bit for each number of the window that relu lets through.
+    note: for max, the index of the largest (on ties the first in reading order), 255 where relu stops the gradient;
+    for the mean with relu, one bit per window element, set where the element is positive.
     """
     size: tl.constexpr = OH * OW * C
     pid = tl.program_id(0)
@@ -93,7 +93,7 @@ def pool_kernel(
         value = tl.load(start + ((tap // KW) * W + tap % KW) * C, mask=inside, other=0.0).to(tl.float32) + shift
         if MEAN:
             if RELU:
-                stopped = value <= 0  # NaN goes through
+                stopped = value <= 0  # NaN passes
                 value = tl.where(stopped, 0.0, value)
                 found = tl.where(stopped, found, found | (1 << tap))
             best += value
@@ -120,7 +120,7 @@ def pool_backward_kernel(
     OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     RELU: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of `pool`: g, note [image, OH, OW, C] -> out [image, H, W, C]."""
+    """The gradient of `pool_kernel`: g, note [image, OH, OW, C] -> out [image, H, W, C]."""
     size: tl.constexpr = H * W * C
     pid = tl.program_id(0)
     image = (pid // BLOCKS).to(tl.int64)
@@ -161,7 +161,7 @@ def _gram_matrix(rows, P: tl.constexpr, K: tl.constexpr, TALL: tl.constexpr, WID
     for first in range(0, K, WIDE):
         k = first + tl.arange(0, WIDE)
         part = tl.load(rows + p[:, None] * K + k[None, :], mask=(p[:, None] < P) & (k[None, :] < K), other=0.0)
-        # Three products of halves keep float32's precision: a norm must not come out smaller than it is.
+        # Three tf32 products keep float32's precision: a norm must not be underestimated.
         total = tl.dot(part, tl.trans(part), total, input_precision="tf32x3")
     return total
 
@@ -183,19 +183,19 @@ def haar_levels_kernel(
     x, energies, rest, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, D: tl.constexpr,
     WIDE: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """The DEPTH finest Haar levels of rows x [row, D] that lie STRIDE numbers apart and end in zeros, in one read.
+    """The DEPTH finest Haar levels of zero-padded rows x [row, D] with stride STRIDE (in elements), in one read.
 
-    energies [row, BLOCKS, DEPTH]: of each level's details within a block of BLOCK numbers, from fine to coarse.
-    rest [row, BLOCKS * BLOCK / 2^DEPTH]: what the coarser levels are made of. WIDE >= D numbers of a row may be read:
-    a round number of them is read in wide words.
+    energies [row, BLOCKS, DEPTH]: energy of each level's details per block of BLOCK elements, from fine to coarse.
+    rest [row, BLOCKS * BLOCK / 2^DEPTH]: input of the coarser levels. WIDE >= D elements of a row may be read,
+    so that loads are vectorised.
     """
     pid = tl.program_id(0).to(tl.int64)
     at = (pid % BLOCKS).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + (pid // BLOCKS) * STRIDE + at, mask=at < WIDE, other=0.0)
-    values = tl.where(at < D, values, 0.0)  # beyond the row may lie anything
+    values = tl.where(at < D, values, 0.0)  # memory beyond the row is arbitrary
     for level in tl.static_range(DEPTH):
         even, odd = tl.split(tl.reshape(values, (BLOCK >> (level + 1), 2)))
-        detail = even - odd  # squared as it is: differences of energies would cancel
+        detail = even - odd  # squared directly: differences of energies would cancel
         tl.store(energies + pid * DEPTH + level, 0.5 * tl.sum(detail * detail))
         values = (even + odd) * 0.7071067811865476
     tl.store(rest + pid * (BLOCK >> DEPTH) + tl.arange(0, BLOCK >> DEPTH), values)

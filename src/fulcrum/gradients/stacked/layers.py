@@ -2,8 +2,8 @@
 
     program, reason = compile_model(model, layout, shape)
 
-Activations are [S, n, F] or [S, n, H, W, C]: S sets of weights (one a run, or one a client once clients
-differ), n examples for each. Nothing here uses autograd, so a pass can be recorded as a CUDA graph.
+Activations are [S, n, F] or [S, n, H, W, C]: S sets of weights (one per run, or one per client once clients
+differ), n examples per set. Nothing here uses autograd, so a pass can be recorded as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ StackedWeights = tuple[Tensor, ...]
 class StackedSite:
     """A layer with parameters, as a matrix product over P positions: out [S, n, P, o] = a [S, n, P, k] W^T + b.
 
-    weight and bias are places in the layout (bias None: it has none). window is None for a linear layer; one that
+    weight and bias are indices in the layout (bias None: no bias). window is None for a linear layer; one that
     follows a flattened image has the whole image as its window, so that weights are reordered, not activations.
     """
 
@@ -55,17 +55,17 @@ class StackedSite:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether the library has a convolution for it."""
+        """Whether this layer is a convolution that the library supports."""
         return self.window is not None and not self.whole
 
     @property
     def positions(self) -> int:
-        """P."""
+        """Number of positions P."""
         return self.window.positions if self.window else 1
 
     @property
     def ghost(self) -> bool:
-        """Whether the norm is cheaper from the two P x P Gram matrices than from the gradient written out."""
+        """Whether the norm is cheaper from the two P x P Gram matrices than from the materialised gradient."""
         return 2 * self.positions**2 <= self.outputs * self.inputs
 
     def matrix(self, weights: StackedWeights) -> Tensor:
@@ -78,7 +78,7 @@ class StackedSite:
 
     @property
     def needs_reordering(self) -> bool:
-        """Whether the layout has a gradient's numbers in another order than the patches."""
+        """Whether the entry order of the layout differs from that of the patches."""
         return self.window is not None and self.window.channels > 1 and self.window.kernel != (1, 1)
 
     def to_layout_order(self, rows: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class StackedSite:
         return self.to_layout_order(gradient).flatten(1)
 
     def extract_input_patches(self, h: Tensor) -> Tensor:
-        """a [S, n, P, k]."""
+        """The patches a [S, n, P, k] of the input h."""
         if self.window is None:
             return h[:, :, None]
         if self.whole:
@@ -102,7 +102,7 @@ class StackedSite:
         return geo.extract_patches(h, self.window) if found is None else found
 
     def native(self, h: Tensor, weights: StackedWeights, bare: bool = False) -> Tensor:
-        """The output by the library's own convolution: one set of weights only, no patches. bare: without the bias."""
+        """The output from the library's convolution: one set of weights only, no patches. bare: without the bias."""
         assert self.window is not None
         w, bias = self._get_conv_filters(weights, h.dtype), None
         if self.bias is not None and not bare:
@@ -112,7 +112,7 @@ class StackedSite:
         return out.permute(0, 2, 3, 1)[None]
 
     def library_backward(self, g: Tensor, h: Tensor, weights: StackedWeights, wanted: str) -> Tensor:
-        """By the library: the gradient of the input ("input") or, summed over the examples, of the filters."""
+        """From the library: the gradient of the input ("input"), or of the filters, summed over the examples."""
         assert self.window is not None
         window, back = self.window, torch.ops.aten.convolution_backward
         mask = [wanted == "input", wanted == "weight", False]
@@ -136,7 +136,7 @@ class StackedSite:
         return out.view(sets, n, *self.window.out, self.outputs) if self.window and not self.whole else out
 
     def backward(self, g: Tensor, weights: StackedWeights) -> Tensor:
-        """The gradient of the input, from that of the output."""
+        """The gradient of the input, from the gradient of the output."""
         sets, n = g.shape[:2]
         gp = torch.bmm(g.reshape(sets, -1, self.outputs), self.matrix(weights).to(g.dtype))
         if self.window is None:
@@ -155,16 +155,16 @@ def _to_nchw_images(h: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StackedProgram:
-    """A model as steps. image: whether examples enter channels last; shape is that of one example as stored."""
+    """A model as steps. image: whether inputs are channels last; shape: of one example as stored."""
 
     steps: tuple[StackedSite | ParameterlessLayer, ...]
     layout: ParameterLayout
     image: bool
     elements: int
-    """Numbers one example takes through a pass, roughly: patches, activations and their gradients."""
+    """Approximate number of elements per example in a pass: patches, activations and their gradients."""
 
     def table(self, x: Tensor) -> Tensor:
-        """Examples as a pass wants them: [n, C, H, W] -> [n, H, W, C] for images, [n, F] otherwise."""
+        """Examples in the layout of a pass: [n, C, H, W] -> [n, H, W, C] for images, [n, F] otherwise."""
         return x.permute(0, 2, 3, 1).contiguous() if self.image else x.flatten(1)
 
 
@@ -172,7 +172,7 @@ class StackedProgram:
 
 
 class _UnsupportedLayer(Exception):
-    """This model cannot be stacked by hand; the message says why."""
+    """This model has no hand-written stacked pass; the message says why."""
 
 
 def compile_model(model: nn.Module, layout: ParameterLayout, shape: Any) -> tuple[StackedProgram | None, str]:
@@ -232,7 +232,7 @@ def _is_full_flatten(layer: Any) -> bool:
 def _compile_layer(
     layer: Any, here: tuple[int, ...], places: dict[int, int], flattened: bool = False
 ) -> tuple[StackedSite | ParameterlessLayer | None, tuple[int, ...]]:
-    """The step of one layer, and the shape after it. flattened: a Flatten came just before, and was left out."""
+    """The step of one layer, and the shape after it. flattened: the layer before was a Flatten, which was left out."""
     kind = type(layer)
     if kind in ACTIVATION_BUILDERS:
         return ACTIVATION_BUILDERS[kind](layer), here

@@ -1,6 +1,6 @@
-"""One forward and backward pass over stacked examples, and what it can answer about their gradients.
+"""One forward and backward pass over stacked examples, with norms and sums of their gradients.
 
-    tape = run_pass(program, theta, x, y, task, how)
+    tape = run_stacked_pass(program, theta, x, y, task, how)
     norms = tape.norms(groups); total = tape.weighted_sum(factors, groups, segments)
 
 Examples are [S, n]: n for each of S sets of weights. A sum is taken over segments of them: with `segments`
@@ -25,21 +25,21 @@ from fulcrum.gradients.stacked.plain import ParameterlessLayer
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 PRECISIONS: dict[str, torch.dtype] = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
-"""What activations are held in. Norms, sums, noise and weights are float32 always."""
+"""Types of activations. Norms, sums, noise and weights are always float32."""
 
 ROUNDING_MARGIN = {"float32": 0.0, "tf32": 2.0**-9, "bf16": 2.0**-6}
-"""Factors are shrunk by this part, so that rounding in a product does not carry a contribution over its bound."""
+"""Relative reduction of factors, so that rounding in a product does not push a contribution over its bound."""
 
 ROW_ALIGNMENT = 32
-"""Numbers in 128 bytes: rows of gradients that start there are read and written in wide words, whatever d is."""
+"""Elements in 128 bytes: aligned rows of gradients have vectorised reads and writes, whatever d is."""
 
 
 @dataclass(frozen=True)
 class PassOptions:
-    """Speed choices of a pass. native: convolutions by the library where all examples share weights.
+    """Speed choices of a pass. native: use the library's convolution where all examples share weights.
 
-    careful: examples that count as zero have their activations and gradients zeroed too, since 0 * NaN is NaN;
-    only needed once something was not finite.
+    careful: also zero the activations and gradients of examples that count as zero, since 0 * NaN is NaN;
+    only needed after a non-finite value was found.
     """
 
     precision: str = "float32"
@@ -54,20 +54,20 @@ def unflatten_stacked(layout: ParameterLayout, theta: Tensor) -> StackedWeights:
 
 
 def batched_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """A batched product with a float32 result, whatever its inputs are held in."""
+    """A batched product with a float32 result, whatever the type of its inputs."""
     if a.dtype == torch.float32:
         return torch.bmm(a, b)
     if a.is_cuda:
-        return torch.bmm(a, b, out_dtype=torch.float32)  # inputs stay as they are, sums are kept in full
+        return torch.bmm(a, b, out_dtype=torch.float32)  # inputs keep their type, sums are in float32
     return torch.bmm(a.float(), b.float())
 
 
 MIN_SUM_TERMS = 1024
-"""Terms that a sum of many may be cut into, and no fewer."""
+"""Minimum number of terms per part of a split sum."""
 
 
 def count_sum_splits(rows: int, positions: int) -> int:
-    """Equal parts of a sum over examples and positions: as many as divide the examples and keep STRETCH terms."""
+    """Number of equal parts of a sum: the most that divide the examples and keep MIN_SUM_TERMS terms per part."""
     most = rows * positions // MIN_SUM_TERMS
     return next((count for count in range(min(rows, most), 1, -1) if rows % count == 0), 1)
 
@@ -83,7 +83,7 @@ def sum_of_squares(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
 
 @dataclass
 class _StackedSiteUse:
-    """A site's input h, its patches a [S, n, P, k] (made when first asked for) and output gradient g [S, n, P, o]."""
+    """A site's input h, its patches a [S, n, P, k] (computed on first use) and output gradient g [S, n, P, o]."""
 
     site: StackedSite
     h: Tensor
@@ -93,7 +93,7 @@ class _StackedSiteUse:
     """The gradients of all examples [S, n, o, k], where the norm needed them."""
 
     added: Tensor | None = None
-    """g added up over the positions, when first asked for."""
+    """Sum of g over the positions, computed on first use."""
 
     def bias_gradients(self) -> Tensor:
         """The bias gradient of each example, [S, n, o] in float32."""
@@ -124,13 +124,13 @@ class _StackedSiteUse:
         return sum_of_squares(self.written, (2, 3))
 
     def write(self, place: Tensor) -> None:
-        """Puts the weight gradient of each example into place [S * n, o * k], in the layout's order."""
+        """Writes the weight gradient of each example to `place` [S * n, o * k], in the layout's order."""
         site, a, g = self.site, self.seen().flatten(0, 1), self.g.flatten(0, 1).transpose(1, 2)
         if site.needs_reordering and site.positions >= site.outputs:
             found = site.to_layout_order(batched_matmul(g, a))
             place.view(found.shape).copy_(found)
             return
-        a = site.to_layout_order(a).reshape(a.shape)  # fewer numbers to reorder than the gradient has, or none
+        a = site.to_layout_order(a).reshape(a.shape)  # fewer elements to reorder than in the gradient, or none
         place = place.view(len(a), site.outputs, site.inputs)
         if a.dtype == place.dtype:
             torch.bmm(g, a, out=place)
@@ -151,7 +151,7 @@ class _StackedSiteUse:
             assert site.window is not None
             shaped = scaled.view(1, n, *site.window.out, site.outputs)
             return site.flatten_gradient(site.library_backward(shaped, self.h, weights, "weight").float())
-        # A small matrix that is a very long sum keeps few of a GPU's processors busy: many shorter sums, then theirs.
+        # A small matrix that is a very long sum uses few of a GPU's processors: compute partial sums, then add them.
         parts = count_sum_splits(rows, site.positions)
         a = self.seen().reshape(groups * parts, -1, site.inputs)
         g = scaled.reshape(groups * parts, -1, site.outputs)
@@ -167,7 +167,7 @@ class _StackedSiteUse:
         return (through.view(sets, n, -1) * a.reshape(sets, n, -1)).sum(dim=2)
 
     def zero_examples(self, good: Tensor) -> None:
-        """Examples where good [S, n] is False take no part, whatever they hold."""
+        """Excludes examples where good [S, n] is False, whatever values they have."""
         bad = ~good[:, :, None, None]
         self.a = self.seen().masked_fill(bad, 0)
         self.h = self.h.masked_fill(~good.view(*good.shape, *[1] * (self.h.dim() - 2)), 0)
@@ -178,7 +178,7 @@ class _StackedSiteUse:
 
 @dataclass
 class StackedTape:
-    """What a hand-written pass can answer. losses [S, n], float32, as they came (padding and NaN included)."""
+    """The tape of a hand-written pass. losses [S, n], float32, unmasked (padding and NaN included)."""
 
     layout: ParameterLayout
     weights: StackedWeights
@@ -208,7 +208,7 @@ class StackedTape:
         return total
 
     def matrix(self) -> Tensor:
-        """Every example's gradient, [S * n, d], in rows that start a multiple of ROUND numbers apart."""
+        """Every example's gradient, [S * n, d], in rows whose stride is a multiple of 128 bytes."""
         dim = self.layout.dim
         whole = self.losses.new_empty((self.losses.numel(), -(-dim // ROW_ALIGNMENT) * ROW_ALIGNMENT))[:, :dim]
         places = whole.split(self.layout.sizes, dim=1)
@@ -219,7 +219,7 @@ class StackedTape:
         return whole
 
     def zero_examples(self, good: Tensor) -> None:
-        """Take the examples where good [S, n] is False out of all sums."""
+        """Excludes the examples where good [S, n] is False from all sums."""
         for use in self.uses:
             use.zero_examples(good)
 
@@ -265,7 +265,7 @@ def forward_stacked(
 
 
 def _find_deferred_bias(program: StackedProgram, i: int, weights: StackedWeights, h: Tensor) -> Tensor | None:
-    """A convolution's bias [S, C] where the pooling kernel that follows adds it in passing; else None."""
+    """A convolution's bias [S, C] where the next pooling kernel adds it; else None."""
     step, after = program.steps[i], program.steps[i + 1] if i + 1 < len(program.steps) else None
     if (
         not isinstance(step, StackedSite)
@@ -307,7 +307,7 @@ def run_stacked_pass(
 def functional_pass(
     model: nn.Module, layout: ParameterLayout, theta: Tensor, x: ModelInputs, y: Tensor, task: Task
 ) -> tuple[Tensor, Tensor]:
-    """Gradients [S * n, d] and losses [S, n] of any model that torch.func can follow."""
+    """Gradients [S * n, d] and losses [S, n] of any model that torch.func supports."""
 
     def loss(flat: Tensor, one: ModelInputs, target: Tensor) -> Tensor:
         outputs = call_with_parameters(model, layout.unflatten(flat), map_inputs(lambda value: value[None], one))

@@ -19,7 +19,7 @@ from fulcrum.models.whitening import CentringLayer
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """What a pooling does, mean or largest of each window, and its torch form (as in `Plain`)."""
+    """A pooling: mean or max of each window, and its torch functions (as in `ParameterlessLayer`)."""
 
     window: SlidingWindow
     mean: bool
@@ -31,7 +31,7 @@ class PoolSpec:
 class ParameterlessLayer:
     """A layer without parameters. forward(h) -> (out, kept); backward(g, kept) -> gradient of h.
 
-    A pooling says so in `pool`; its forward(h, bias) adds a bias [S, C] first.
+    pool: set for a pooling layer; its forward(h, bias) adds a bias [S, C] first.
     """
 
     name: str
@@ -109,7 +109,7 @@ def build_global_pool(height: int, width: int, channels: int) -> ParameterlessLa
 
 
 def _build_pool(pool: PoolSpec, relu: bool = False) -> ParameterlessLayer:
-    """Pooling, after relu or not: one kernel where there is one, else by torch. Either reads the other's notes."""
+    """Pooling, with or without relu before it: one kernel if available, else torch. Both use the same notes."""
     window, mean = pool.window, pool.mean
 
     def by_torch(h: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
@@ -120,7 +120,7 @@ def _build_pool(pool: PoolSpec, relu: bool = False) -> ParameterlessLayer:
         if mean:
             out = torch.relu(h)
             return pool.forward(out)[0], out
-        best, which = pool.forward(h)  # relu of the largest is the largest relu, and there are fewer of them
+        best, which = pool.forward(h)  # relu after max gives the same result on fewer elements
         return torch.relu(best), which.masked_fill_(best <= 0, geo.NO_GRADIENT)
 
     def forward(h: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -142,7 +142,7 @@ def _build_pool(pool: PoolSpec, relu: bool = False) -> ParameterlessLayer:
 
 
 def fuse_relu_into_pools(steps: list[Any]) -> list[Any]:
-    """Steps with each relu before a pooling taken into it, so that one pass over the numbers does both."""
+    """The steps with each relu merged into the pooling after it, so that one pass over the data does both."""
     out: list[Any] = []
     for step in steps:
         last = out[-1] if out else None
@@ -168,7 +168,7 @@ def build_flatten(height: int, width: int, channels: int) -> ParameterlessLayer:
 
 
 def build_centring(layer: CentringLayer, here: tuple[int, ...]) -> tuple[ParameterlessLayer, tuple[int, ...]] | None:
-    """Zeros around an image, then less the mean; and the shape after it. None if the mean is not of such inputs."""
+    """Pads an image with zeros, then subtracts the mean; and the output shape. None if the mean does not fit."""
     mean, (down, across) = layer.mean.detach().float(), layer.padding
     if mean.dim() != len(here) or (len(here) == 1 and (down or across)):
         return None
@@ -176,12 +176,12 @@ def build_centring(layer: CentringLayer, here: tuple[int, ...]) -> tuple[Paramet
         mean = mean.permute(1, 2, 0)
     if any(own not in (1, side) for own, side in zip(mean.shape, here, strict=True)):
         return None
-    mean = mean.contiguous()  # float32, on the device: bf16 is widened, and rounded once
+    mean = mean.contiguous()  # float32, on the device: bf16 is widened, then rounded once
     mix = layer.mix
     if mix is not None and mix.shape[0] != here[-1]:
         return None
 
-    def mixed(h: Tensor) -> Tensor:  # its own way back, for M is symmetric
+    def mixed(h: Tensor) -> Tensor:  # also its own backward, since M is symmetric
         return h if mix is None else (h.reshape(-1, h.shape[-1]) @ mix.to(h.dtype)).view(h.shape)
 
     if not (down or across):

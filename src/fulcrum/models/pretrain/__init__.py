@@ -1,6 +1,6 @@
-"""Weights to start from. Either those that come along, taught on pictures made of formulas (`paint`, `learn`;
-`fulcrum prior` makes them again), or a file of your own. Whatever they are, they must be public: no record that a
-run protects may have touched them.
+"""Initial weights: either the shipped ones, pretrained on synthetic images (`synthetic_images`, `learn`;
+`fulcrum prior` recreates them), or your own file. They must be public: they must not depend on any record that a
+run protects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SYNTHETIC_INIT_NAME = "synthetic"
 
 
 def find_shipped_weights(model: str, activation: str) -> Path:
-    """The file of a built-in model's painted weights; it need not exist."""
+    """The file of a built-in model's pretrained weights; it need not exist."""
     return WEIGHTS_FOLDER / f"{model}-{activation}.npz"
 
 
@@ -55,12 +55,12 @@ def _read_npz(file: Path) -> dict[str, Tensor]:
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    load = importlib.import_module("safetensors.torch").load_file  # the core does without it
+    load = importlib.import_module("safetensors.torch").load_file  # optional dependency
     return {name: value.float() for name, value in load(file).items()}
 
 
 def save_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
-    """Keeps weights as half-precision numbers, which is finer than any noise that will be added to them."""
+    """Saves weights in half precision, which is finer than any noise added to them later."""
     arrays: dict[str, Any] = {name: value.detach().cpu().half().numpy() for name, value in weights.items()}
     np.savez_compressed(file, **arrays)
 
@@ -68,7 +68,7 @@ def save_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
 def split_input_statistics(
     model: torch.nn.Module, found: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a file holds as (weights, facts about layers' inputs): "3.mean", "3.mix" for a layer that has 3.weight."""
+    """Splits a file into (weights, statistics of layer inputs): "3.mean", "3.mix" for the layer of 3.weight."""
     own = dict(model.named_parameters())
     layers = {name.removesuffix(".weight") for name in own if name.endswith(".weight")}
     facts = {layer + what for layer in layers for what in (MEAN_SUFFIX, MIX_SUFFIX)} - set(own)
@@ -76,10 +76,10 @@ def split_input_statistics(
 
 
 def assign_weights(model: torch.nn.Module, weights: Mapping[str, Tensor], name: str) -> None:
-    """Writes weights into a model, in place. Layers whose weights are not given keep what they have.
+    """Writes weights into a model, in place. Layers without given weights keep their own.
 
-    ModelError where a name is not the model's, a shape is another, or nothing fits. A last layer for another number
-    of classes is left out by whoever made the file, not skipped here: a wrong file must not pass in silence.
+    Raises ModelError for an unknown name, a different shape, or if nothing fits. A last layer for another number
+    of classes must be left out of the file; it is not skipped here: a wrong file must not pass silently.
     """
     own = dict(model.named_parameters())
     unknown = sorted(set(weights) - set(own))

@@ -1,4 +1,4 @@
-"""Teaches a network to tell painted kinds apart, and hands over what it learned as weights to start from."""
+"""Pretrains a network to classify synthetic images, for use as initial weights."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fulcrum.data.synthetic_images import ImageRecipes, render_images, sample_re
 from fulcrum.models import whitening as coordinates
 
 GRAPH_WARMUP_STEPS = 20
-"""Steps before a GPU's work is recorded."""
+"""Number of steps before a step is recorded as a CUDA graph."""
 NUM_EVALUATION_IMAGES = 8000
-"""Fresh pictures that a lesson ends with: to see what was learned, and for what is to be known of layers' inputs."""
+"""Number of new images after pretraining, to measure the accuracy and the statistics of layer inputs."""
 
 
 @dataclass(frozen=True)
 class PretrainSettings:
-    """How a network is taught.
+    """Settings of pretraining.
 
-    kinds: of pictures to tell apart. pool: pictures painted beforehand, each seen several times; 0: every batch is
-    painted anew, which is slower and never repeats a picture. steps: of `batch` pictures each, shifted and mirrored,
-    with AdamW at a learning rate that rises to lr and falls to zero. jitter: how far pictures of a kind differ. scene:
-    the part of the pictures whose figure stands before a picture of another kind. colours: how far light and colours
-    are changed each time a picture is seen. scale: what every weight tensor is multiplied by at the end (`rescale`).
+    kinds: number of image classes. pool: number of images rendered in advance, each used several times; 0: every batch
+    is rendered anew, which is slower and never repeats an image. steps: number of steps of `batch` images each, shifted
+    and mirrored, with AdamW at a learning rate that rises to lr and falls to zero. jitter: variation within a class.
+    scene: fraction of images with an image of another class as background. colours: strength of the random change of
+    brightness and colours per use. scale: factor on every weight tensor at the end (`rescale_weights`).
     """
 
     kinds: int = 1000
@@ -50,10 +50,10 @@ def pretrain_model(
     device: torch.device,
     say: Callable[[str], None],
 ) -> float:
-    """Trains all layers but the last of a model for pictures of `shape` (channels, side, side), in place.
+    """Trains all layers but the last of a model for images of `shape` (channels, side, side), in place.
 
-    A head for the painted kinds takes the last layer's place meanwhile. Pictures are scaled to -1..1, as the built-in
-    data sets are. Returns the fraction of fresh pictures that the network tells right at the end.
+    A head for the synthetic classes replaces the last layer meanwhile. Images are scaled to -1..1, like the built-in
+    data sets. Returns the final accuracy on new images.
     """
     last = model[-1]
     assert isinstance(last, nn.Linear)
@@ -103,7 +103,7 @@ def pretrain_model(
 
 
 def _build_head(width: int, lesson: PretrainSettings) -> nn.Linear:
-    # Its own draw would move the global generator.
+    # The default initialisation would advance the global generator.
     head: nn.Linear = nn.utils.skip_init(nn.Linear, width, lesson.kinds)
     generator = torch.Generator().manual_seed(lesson.seed + 2)
     with torch.no_grad():
@@ -115,14 +115,14 @@ def _build_head(width: int, lesson: PretrainSettings) -> nn.Linear:
 def _render_batch(
     recipes: ImageRecipes, side: int, lesson: PretrainSettings, generator: torch.Generator, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Pictures as bytes [count, c, side, side] and their kinds [count]."""
+    """Images as bytes [count, c, side, side] and their classes [count]."""
     kinds = torch.randint(lesson.kinds, (count,), generator=generator, device=generator.device)
     parts = [render_images(recipes, part, side, generator, lesson.jitter, lesson.scene) for part in kinds.split(2048)]
     return torch.cat([(255 * part).round().to(torch.uint8) for part in parts]), kinds
 
 
 def _compute_learning_rate(step: int, lesson: PretrainSettings) -> float:
-    """Of a step: up over the first 200, then down to zero along a cosine."""
+    """Learning rate of a step: rises over the first 200 steps, then a cosine decay to zero."""
     return lesson.lr * min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / lesson.steps))
 
 
@@ -131,8 +131,8 @@ def _scale_pixels(pictures: Tensor) -> Tensor:
 
 
 def augment_images(pictures: Tensor, generator: torch.Generator, colours: float = 0.0) -> Tensor:
-    """Bytes [B, c, side, side] as a network sees them, in -1..1: each picture shifted by up to two pixels and perhaps
-    mirrored; with `colours` above 0 in another light and with stronger or weaker colours, too."""
+    """Bytes [B, c, side, side] as network inputs in -1..1: each image is shifted by up to two pixels and randomly
+    mirrored; with `colours` above 0 its brightness and colours are changed, too."""
     count, channels, side, _ = pictures.shape
     device = pictures.device
 
@@ -155,7 +155,7 @@ def augment_images(pictures: Tensor, generator: torch.Generator, colours: float 
 
 
 def _record_cuda_graph(study: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
-    """The same step as a CUDA graph: the small network would wait for Python otherwise."""
+    """The same step as a CUDA graph: otherwise Python overhead dominates for a small network."""
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(generator)
     stream = torch.cuda.Stream()
@@ -172,9 +172,9 @@ def _record_cuda_graph(study: Callable[[], None], generator: torch.Generator) ->
 def rescale_weights(model: nn.Sequential, scale: float) -> None:
     """Multiplies every weight tensor but the last layer's by `scale`, in place, and biases to match.
 
-    With an activation for which f(a x) = a f(x), the network computes the same features at another size. Why it
-    matters: with every gradient clipped and noised alike, larger features make the last layer learn faster than the
-    ones before it, and larger weights are disturbed less by the same noise. With other activations only 1 is right.
+    With an activation for which f(a x) = a f(x), the network computes the same features at another scale. This
+    matters because every gradient is clipped and noised alike: larger features make the last layer learn faster than
+    the others, and the same noise disturbs larger weights less. With other activations only 1 is correct.
     """
     total = 1.0
     for layer in list(model)[:-1]:
@@ -186,7 +186,7 @@ def rescale_weights(model: nn.Sequential, scale: float) -> None:
 
 
 def get_trunk_weights(model: nn.Sequential) -> dict[str, Tensor]:
-    """What is kept: all parameters but those of the last layer."""
+    """The weights to save: all parameters but those of the last layer."""
     last = f"{len(model) - 1}."
     return {name: value.detach().cpu() for name, value in model.named_parameters() if not name.startswith(last)}
 
@@ -194,11 +194,11 @@ def get_trunk_weights(model: nn.Sequential) -> dict[str, Tensor]:
 def compute_input_statistics(
     model: nn.Sequential, shape: tuple[int, ...], lesson: PretrainSettings, device: torch.device
 ) -> dict[str, Tensor]:
-    """What model.coordinates needs: mean ("3.mean") and whitening matrix ("3.mix") of layers' inputs, over SEEN fresh
-    painted pictures of a lesson.
+    """The statistics for model.coordinates: mean ("3.mean") and whitening matrix ("3.mix") of layer inputs, over new
+    synthetic images.
 
-    Call it after `teach`, on the weights that are kept. The files that come along were given theirs by this on a CPU,
-    with the pictures of their own lessons. The model's layers are moved to the device.
+    Call it after `pretrain_model`, on the weights to save. The shipped files have statistics from this function on a
+    CPU, with the images of their own pretraining. The model's layers are moved to the device.
     """
     recipes = sample_recipes(lesson.kinds, shape[0], torch.Generator().manual_seed(lesson.seed)).to(device)
     generator = torch.Generator(device).manual_seed(lesson.seed + 3)

@@ -1,4 +1,4 @@
-"""Unpacks a data set's tar.gz without trusting what is in it."""
+"""Unpacks a data set's tar.gz without trusting its contents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def unpack_archive(
     """Write the wanted members of a tar.gz into `place`, each checked and renamed in one step.
 
     The archive may hold its own folder, the data set's files and the known extras as plain files, each
-    once. Anything else (links, devices, other paths) makes all of it refused before a file is written.
+    once. If it holds anything else (links, devices, other paths), it is refused before any file is written.
     """
     members = {f"{archive.prefix}/{file.name}": file for file in files}
     allowed = {*members, *(f"{archive.prefix}/{extra}" for extra in archive.extras)}

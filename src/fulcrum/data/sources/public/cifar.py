@@ -1,9 +1,9 @@
-"""Reader for CIFAR-10's batches, which are pickles, without running anything a pickle could ask for.
+"""Reader for CIFAR-10's batches, which are pickles, without running code from the pickle.
 
-Two walls. First the stream of pickle instructions is walked without executing it, and anything that
+Two safeguards. First the pickle instructions are scanned without executing them, and any that
 an array of bytes with its labels does not need is refused. Then it is unpickled with stand-ins in
-place of the three NumPy names that such an array mentions; the stand-ins build nothing but a byte
-array whose size they have checked. No name is ever imported, so not even NumPy's own code runs.
+place of the three NumPy names that such an array mentions; the stand-ins only build a byte
+array of a checked size. No name is ever imported, so not even NumPy's own code runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ALLOWED_OPCODES = frozenset(
         *ARRAY_OPCODES,
     )
 )
-"""All that a batch is made of. Everything else that pickle can do is refused unread."""
+"""The pickle opcodes of a batch. All others are refused."""
 
 
 def parse_cifar_batch(data: bytes, shape: tuple[int, ...], path: Path) -> tuple[AnyArray, AnyArray]:
@@ -80,7 +80,7 @@ def parse_cifar_batch(data: bytes, shape: tuple[int, ...], path: Path) -> tuple[
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Walk the instructions without executing any; raise on the first that a batch does not need."""
+    """Scan the instructions without executing any; raise on the first that a batch does not need."""
     for seen, (instruction, argument, _) in enumerate(pickletools.genops(data)):
         if instruction.name not in ALLOWED_OPCODES:
             raise ValueError(f"the pickle instruction {instruction.name} has no place in it")
@@ -93,7 +93,7 @@ def _check_opcodes(data: bytes) -> None:
 
 
 class _ByteArrayStandIn:
-    """What `numpy.ndarray` becomes: filled once, with bytes of exactly the expected shape."""
+    """Replaces `numpy.ndarray`: filled once, with bytes of exactly the expected shape."""
 
     __slots__ = ("shape", "values")
 
@@ -113,7 +113,7 @@ class _ByteArrayStandIn:
 
 
 class _DtypeStandIn:
-    """What `numpy.dtype` becomes: unsigned bytes, whatever its state says."""
+    """Replaces `numpy.dtype`: unsigned bytes, whatever its state says."""
 
     __slots__ = ()
 
@@ -123,7 +123,7 @@ class _DtypeStandIn:
 
 
 class _FunctionStandIn:
-    """What a pickle gets for an admitted name. It can be called; it has nothing that could be changed."""
+    """Replaces an allowed name in a pickle. It can be called; it has no attributes to change."""
 
     __slots__ = ("_call",)
 

@@ -1,7 +1,7 @@
-"""One file from the first of several mirrors that delivers the right bytes.
+"""Downloads one file from the first mirror that delivers the right bytes.
 
-A download goes into a `.part` file of its own for each mirror (two mirrors may compress the same
-content differently, so their bytes never mix), is checked there, and then renamed in one step.
+Each mirror has its own `.part` file (two mirrors may compress the same
+content differently, so their bytes never mix). It is checked, and then renamed in one step.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fulcrum.errors import DownloadError
 AcceptFn = Callable[[Path], bool]
 """Whether the downloaded file holds what it should."""
 ReportFn = Callable[[int, int | None], None]
-"""Called with (bytes of this file so far, bytes of this file in all or None)."""
+"""Called with (bytes of this file so far, total bytes of this file or None)."""
 
 CHUNK_BYTES = 1 << 17
-MAX_FRUITLESS_ATTEMPTS = 4  # attempts in a row without a new byte before a mirror is given up
-MAX_ATTEMPTS = 100  # attempts in all at one mirror, for one that drips
+MAX_FRUITLESS_ATTEMPTS = 4  # attempts in a row without a new byte before trying the next mirror
+MAX_ATTEMPTS = 100  # total attempts per mirror, for very slow mirrors
 
 
 class _TransferInterrupted(Exception):
@@ -52,7 +52,7 @@ class DownloadRequest:
 
 
 def download_from_mirrors(urls: Sequence[str], job: DownloadRequest) -> None:
-    """Bring job.target from the first address that delivers acceptable bytes, or raise DownloadError."""
+    """Download job.target from the first address that delivers acceptable bytes, or raise DownloadError."""
     reasons = []
     parts = [_part_file_path(job.target, url) for url in urls]
     for url, part in zip(urls, parts, strict=True):
@@ -74,13 +74,13 @@ def _part_file_path(target: Path, url: str) -> Path:
 
 
 def _download_verified(url: str, part: Path, job: DownloadRequest) -> None:
-    """Leave the right bytes in `part`, or raise _GivenUp."""
+    """Download the right bytes to `part`, or raise _MirrorFailed."""
     resumed = _get_file_size(part) > 0
     _download_with_retries(url, part, job)
     if job.accept(part):
         return
     _discard_part_file(part, job)
-    # What was left of an earlier day may be stale, which is not the mirror's fault: once more from the start.
+    # A partial file from an earlier day may be stale, which is not the mirror's fault: start again.
     if resumed:
         _download_with_retries(url, part, job)
         if job.accept(part):
@@ -90,7 +90,7 @@ def _download_verified(url: str, part: Path, job: DownloadRequest) -> None:
 
 
 def _download_with_retries(url: str, part: Path, job: DownloadRequest) -> None:
-    """Try until the file is complete, resuming; _GivenUp when nothing more comes."""
+    """Retry and resume until the file is complete; _MirrorFailed when no more bytes arrive."""
     fruitless, reason = 0, ""
     for _ in range(MAX_ATTEMPTS):
         before = _get_file_size(part)
@@ -180,7 +180,7 @@ def _discard_part_file(part: Path, job: DownloadRequest) -> None:
 
 @contextmanager
 def translate_disk_errors(path: Path) -> Iterator[None]:
-    """A full or forbidden disk is the user's to mend: say so, and do not blame a mirror."""
+    """Reports a full or read-only disk as the user's problem, not as a mirror's."""
     try:
         yield
     except OSError as error:

@@ -21,12 +21,12 @@ from fulcrum.data.sources.public.verify import check_file_status, find_public_da
 from fulcrum.errors import ConfigError, DataError, DownloadError
 
 ProgressFn = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) of the whole data set; done falls when a mirror's bytes are discarded."""
+"""Called with (bytes done, total bytes) of the whole data set; done decreases when a mirror's bytes are discarded."""
 
 FetchFileFn = Callable[[Path, int, AcceptFn, ReportFn], None]
 """(target, expected bytes, accept, report): downloads one file."""
 
-SIZE_SLACK_BYTES = 1 << 20  # bytes above the expected size before a mirror is called a liar
+SIZE_SLACK_BYTES = 1 << 20  # bytes above the expected size before a mirror is rejected
 
 
 def fetch(
@@ -42,8 +42,8 @@ def fetch(
 
     folder: where to put it (default: the user's cache); it gets a folder of its own inside. mirrors:
     base addresses to use in place of the public ones. Files that are already there and public are
-    kept; corrupt ones are replaced; changed ones are never overwritten. Interrupted downloads go on
-    where they stopped. pause: seconds before the first retry, doubled each time. timeout: seconds
+    kept; corrupt ones are replaced; changed ones are never overwritten. Interrupted downloads
+    are resumed. pause: seconds before the first retry, doubled each time. timeout: seconds
     without a byte. Raises DownloadError when no mirror delivers the right bytes.
     """
     if name == "digits":
@@ -127,7 +127,7 @@ def _fetch_archive(
 
 @contextmanager
 def _exclusive_download(place: Path) -> Iterator[None]:
-    """One download at a time: two processes that append to one `.part` file would spoil it."""
+    """One download at a time: two processes that append to one `.part` file would corrupt it."""
     with translate_disk_errors(place):
         handle = (place / ".fetch.lock").open("wb")
     with handle:

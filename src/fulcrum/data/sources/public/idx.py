@@ -38,7 +38,7 @@ def read_maybe_gzipped(path: Path, limit: int) -> bytes:
 
 
 def compute_idx_size(shape: tuple[int, ...]) -> int:
-    """Bytes of an idx file with this shape: magic number, one length a dimension, the values."""
+    """Bytes of an idx file with this shape: magic number, one length per dimension, the values."""
     return 4 + 4 * len(shape) + math.prod(shape)
 
 

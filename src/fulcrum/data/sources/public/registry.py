@@ -21,7 +21,7 @@ class DataFile:
     digest: str
     shape: tuple[int, ...]
     download: int = 0
-    """Bytes of the public download: what a progress bar expects before the server has spoken."""
+    """Bytes of the public download: expected size for a progress bar before the server answers."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DataArchive:
     download: int
     prefix: str
     extras: tuple[str, ...]
-    """Members that may be in it and are not needed."""
+    """Members that the archive may hold and that are not needed."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PublicDataset:
     files: tuple[DataFile, ...]
     test_files: tuple[str, ...]
     folders: tuple[str, ...]
-    """Where its files may lie within a data folder, in this order; fetched files go to the first."""
+    """Possible locations of its files within a data folder, in this order; fetched files go to the first."""
     mirrors: tuple[str, ...]
     read: Callable[[bytes, tuple[int, ...], Path], tuple[AnyArray, ...]]
     limit: Callable[[tuple[int, ...]], int]
@@ -178,7 +178,7 @@ def search_folders(folder: str | Path = "") -> list[Path]:
 
 
 def find_data_file(known: PublicDataset, file: DataFile, folder: Path) -> Path | None:
-    """The file in this very folder, gzipped or not, or None."""
+    """The file directly in this folder, gzipped or not, or None."""
     candidates = (folder / (file.name + suffix) for suffix in known.suffixes)
     return next((path for path in candidates if path.is_file()), None)
 
@@ -199,7 +199,7 @@ def locate_dataset(known: PublicDataset, folder: str | Path = "") -> tuple[Path 
 
 
 def _holds_other_dataset(known: PublicDataset, place: Path) -> bool:
-    """Whether files that lie loose in a folder are another data set's: MNIST and Fashion-MNIST share their names."""
+    """Whether files directly in a folder belong to another data set: MNIST and Fashion-MNIST share file names."""
     smallest = min(known.files, key=lambda file: (len(file.shape), file.shape))
     path = find_data_file(known, smallest, place)
     if path is None:
@@ -215,7 +215,7 @@ def _holds_other_dataset(known: PublicDataset, place: Path) -> bool:
 
 
 def require_dataset(known: PublicDataset, folder: str | Path = "") -> Path:
-    """The folder that holds the data set, or a DataError that says where it was looked for."""
+    """The folder that holds the data set, or a DataError that lists the searched folders."""
     place, partial = locate_dataset(known, folder)
     if place is not None:
         return place

@@ -25,7 +25,7 @@ class DatasetAvailability:
 
 
 def list_available_datasets(folder: str = "") -> list[DatasetAvailability]:
-    """All data sets with a name, where each was found (None: nowhere) and its status. Reads every file."""
+    """All named data sets, the folder of each (None: not found) and its status. Reads every file."""
     rows = []
     for name, examples in (
         ("digits", 1797),
