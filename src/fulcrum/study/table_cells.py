@@ -51,7 +51,7 @@ PAPER_RESULTS: dict[str, dict[str, tuple[float, ...]]] = {
         "cifar10": (64.37, 62.92, 59.89),
     },
 }
-"""The paper's table, accuracy in %, by its rows, our data sets, and epsilon 6.38, 3.61, 1.64."""
+"""The paper's table, test score in %, by its rows, our data sets, and epsilon 6.38, 3.61, 1.64."""
 PAPER_EPSILONS = (6.38, 3.61, 1.64)
 
 

@@ -15,7 +15,7 @@ from fulcrum.models import whitening as coordinates
 GRAPH_WARMUP_STEPS = 20
 """Number of steps before a step is recorded as a CUDA graph."""
 NUM_EVALUATION_IMAGES = 8000
-"""Number of new images after pretraining, to measure the accuracy and the statistics of layer inputs."""
+"""Number of new images after pretraining, to measure the fraction of right answers and the statistics of layer inputs."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def pretrain_model(
     """Trains all layers but the last of a model for images of `shape` (channels, side, side), in place.
 
     A head for the synthetic classes replaces the last layer meanwhile. Images are scaled to -1..1, like the built-in
-    data sets. Returns the final accuracy on new images.
+    data sets. Returns the final fraction of right answers on new images.
     """
     last = model[-1]
     assert isinstance(last, nn.Linear)
