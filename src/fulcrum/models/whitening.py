@@ -43,8 +43,8 @@ class CentringLayer(nn.Module):
 
     mean: of one example's shape, or [C, 1, 1] for all pixels. padding: rows and columns of
     zeros on each side. A convolution without padding after this layer equals the original with padding: for its
-    weights W, -m in the border and the bias b + sum(W) m give the same result as zeros and b. mix: a symmetric [C, C] over the
-    channels of images or [F, F] over flat features; None: no multiplication.
+    weights W, -m in the border and the bias b + sum(W) m give the same result as zeros and b. mix: a symmetric
+    [C, C] over the channels of images or [F, F] over flat features; None: no multiplication.
     """
 
     mean: Tensor
