@@ -2,7 +2,7 @@
 
 Numbers are limits: a request may ask for less (a smaller rate, fewer steps, more noise), never for
 more. The budget is kept by the party's ledger, over all runs. Whatever is refused is answered with one
-of the fixed sentences of `REFUSALS`, so that an answer never carries anything about the data.
+of the fixed sentences of `REFUSAL_TEXTS`, so that an answer never carries anything about the data.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from fulcrum.models import whitening as coordinates
 GRAPH_WARMUP_STEPS = 20
 """Number of steps before a step is recorded as a CUDA graph."""
 NUM_EVALUATION_IMAGES = 8000
-"""Number of new images after pretraining, to measure the fraction of right answers and the statistics of layer inputs."""
+"""Number of new images after pretraining, to measure right answers and the statistics of layer inputs."""
 
 
 @dataclass(frozen=True)
