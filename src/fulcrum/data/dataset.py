@@ -167,6 +167,9 @@ def from_arrays(
         for which, value in (("x", x), ("x_test", x_test))
     )
     if settings.name == "next-token":
+        for which, own in (("x", inputs), ("x_test", inputs_test)):
+            if own is not None and settings.classes:
+                _check_tokens(which, _get_token_input(own), settings.classes)
         y = shift_tokens(_get_token_input(inputs), settings.ignored) if y is None and inputs is not None else y
         y_test = (
             shift_tokens(_get_token_input(inputs_test), settings.ignored)
@@ -282,6 +285,16 @@ def _make_records(name: str, inputs: ModelInputs, targets: Any, task: Task) -> R
             "many."
         )
     return Records(inputs, checked)
+
+
+def _check_tokens(which: str, tokens: Tensor, vocabulary: int) -> None:
+    """DataError where an input token lies outside the vocabulary: found here, it costs no budget."""
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= vocabulary:
+        bad = most if most >= vocabulary else least
+        raise DataError(
+            f"{which} holds token {bad}; with task.classes = {vocabulary} they must lie in 0..{vocabulary - 1}."
+        )
 
 
 def _get_token_input(inputs: ModelInputs | None) -> Tensor:

@@ -8,7 +8,7 @@ initialisation, sampling and noise are the same wherever the settings allow it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,19 @@ def find_chosen_file(folder: Path, name: str) -> Path:
     return companion_file(WORKING_FOLDER if folder == BUILT_IN_FOLDER else folder, name, "chosen")
 
 
+def _read_row(entry: Mapping[str, Any], file: Path) -> TableRow:
+    """One of the [[rows]] of a study; its method and label are its name where they are not given."""
+    known = [each.name for each in fields(TableRow)]
+    unknown = [key for key in entry if key not in known]
+    if unknown:
+        raise ConfigError(
+            f"{file}: a row has {unknown[0]!r}, which has no meaning; {suggest_nearest_names(unknown[0], known)}"
+        )
+    if "name" not in entry:
+        raise ConfigError(f"{file}: a row has no name; give each of [[rows]] a name, such as 'moo'.")
+    return TableRow(**{"method": entry["name"], "label": entry["name"], **entry})
+
+
 def read_experiment(given: Path | None = None, name: str = "paper") -> Experiment:
     """A study with `[[rows]]` as its files describe it: the paper's, the open track ("open"), or a user's own.
 
@@ -163,7 +176,7 @@ def read_experiment(given: Path | None = None, name: str = "paper") -> Experimen
     lost = [key for key in ("datasets", "epsilons", "seeds", "rows") if key not in raw]
     if lost:
         raise ConfigError(f"{folder / name}.toml has no {lost[0]}; a study needs datasets, epsilons, seeds and rows.")
-    rows = [TableRow(**{"method": entry["name"], **entry}) for entry in raw["rows"]]
+    rows = [_read_row(entry, folder / f"{name}.toml") for entry in raw["rows"]]
     search, chosen = companion_file(folder, name, "search"), find_chosen_file(folder, name)
     return Experiment(
         datasets=tuple(raw["datasets"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -49,6 +50,14 @@ def evaluate_with_parties(problem: TrainingProblem, params: Tensor, batch: int =
     test, task, names = problem.dataset.test, problem.dataset.task, problem.dataset.party_names
     if test is None or not len(test):
         return Evaluation({})
+    if (
+        problem.dataset.train is not None
+        and problem.dataset.train.party is not None
+        and problem.partition.names != names
+    ):
+        test = dataclasses.replace(
+            test, party=None
+        )  # the records were split anew: the file's parties do not train here
     step = batch or EVALUATION_BATCH_SIZES.get(params.device.type, EVALUATION_BATCH_SIZES["cuda"])
     pooled: MetricSums | None = None
     of_party: MetricSums | None = None

@@ -33,11 +33,23 @@ def make_task(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
     """The task that the settings name, for these target arrays; "auto" is classification."""
     made = TASKS.find("classification" if settings.name == "auto" else settings.name)
     if isinstance(made, Task):
-        return made
+        return _refuse_other_metrics(made, settings)
     task = made(settings, targets)
     if not isinstance(task, Task):
         raise ConfigError(f"task.name = {settings.name!r} gave a {type(task).__name__}, not a fulcrum Task.")
     return dataclasses.replace(task, options=dataclasses.astuple(settings))
+
+
+def _refuse_other_metrics(task: Task, settings: TaskSettings) -> Task:
+    """A ready-made task brings its own metrics and score: settings that name others are refused, not ignored."""
+    wanted = [*settings.metrics, *([settings.score] if settings.score and settings.score != task.score else [])]
+    missing = [name for name in wanted if name not in task.metrics]
+    if missing:
+        raise ConfigError(
+            f"task.name = {settings.name!r} brings its own metrics ({', '.join(task.metrics)}), and {missing[0]!r} is "
+            "not among them; add it to the task."
+        )
+    return dataclasses.replace(task, score=settings.score) if settings.score else task
 
 
 def task_from_loss(
@@ -93,6 +105,12 @@ def choose_metrics(
     """The task's own metrics and those that the settings add, by name, and the name of the score."""
     names = dict.fromkeys([*own, *settings.metrics, "loss"])
     metrics = {name: METRICS.find(name)(context) for name in names}
+    wrong = [name for name, metric in metrics.items() if not isinstance(metric, Metric)]
+    if wrong:
+        kind = type(metrics[wrong[0]]).__name__
+        raise ConfigError(
+            f"task.metrics: {wrong[0]!r} gave a {kind}; a metric's function must return a fulcrum Metric."
+        )
     chosen = settings.score or score
     if chosen not in metrics:
         near = find_nearest_name(chosen, metrics)
