@@ -76,3 +76,6 @@ def test_rows_of_a_study_need_a_name_and_nothing_unknown(tmp_path: Path) -> None
     (tmp_path / "mine.toml").write_text(head + 'label = "x"\n')
     with pytest.raises(ConfigError, match="a row has no name"):
         read_experiment(tmp_path, "mine")
+    (tmp_path / "mine.toml").write_text(head + 'name = "mooo"\n')
+    with pytest.raises(ConfigError, match="did you mean 'moo'"):
+        read_experiment(tmp_path, "mine")

@@ -162,7 +162,11 @@ def _read_row(entry: Mapping[str, Any], file: Path) -> TableRow:
         )
     if "name" not in entry:
         raise ConfigError(f"{file}: a row has no name; give each of [[rows]] a name, such as 'moo'.")
-    return TableRow(**{"method": entry["name"], "label": entry["name"], **entry})
+    method = str(entry.get("method", entry["name"]))
+    if method not in METHODS:
+        hint = suggest_nearest_names(method, METHODS)
+        raise ConfigError(f"{file}: row {entry['name']!r} has no known method ({method!r}); {hint}")
+    return TableRow(**{"method": method, "label": entry["name"], **entry})
 
 
 def read_experiment(given: Path | None = None, name: str = "paper") -> Experiment:
