@@ -55,7 +55,13 @@ def lines_so_far(folder: Path) -> int:
 
 
 def start_and_stop(words: list[str], folder: Path, after: int, how: signal.Signals, delay: float) -> int:
-    process = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # Where the tests run in the background their shell ignores SIGINT, and a child would inherit that.
+    process = subprocess.Popen(
+        command(*words),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while process.poll() is None and lines_so_far(folder) < after:
         time.sleep(0.002)
     time.sleep(delay)
