@@ -9,7 +9,7 @@ import typer
 
 from fulcrum.cli import view
 from fulcrum.cli.options import JsonOption, show_help_without_command
-from fulcrum.cli.study_options import StudyOptions, parse_epsilon_list, warn_unknown_methods, with_study_options
+from fulcrum.cli.study_options import StudyOptions, parse_epsilon_list, with_study_options
 
 if TYPE_CHECKING:
     from fulcrum.study.job import StudyJob
@@ -37,7 +37,6 @@ def paper(
     from fulcrum.study import experiment as studies
 
     whole = studies.read_experiment(options.experiments)
-    warn_unknown_methods(whole.unknown)
     part = options.part
     experiment = studies.reduce_to_one_cell(whole) if subset else whole
     experiment = experiment.only(part.datasets, part.methods, part.epsilons, part.seeds)

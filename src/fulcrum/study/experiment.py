@@ -72,8 +72,6 @@ class Experiment:
     title: str = "The paper's table under equal conditions"
     notes: tuple[str, ...] = ()
     """Notes for readers of the table."""
-    unknown: tuple[str, ...] = ()
-    """Methods that the file names and this version lacks."""
 
     def only(
         self,
@@ -186,7 +184,7 @@ def read_experiment(given: Path | None = None, name: str = "paper") -> Experimen
         datasets=tuple(raw["datasets"]),
         epsilons=tuple(map(float, raw["epsilons"])),
         seeds=tuple(raw["seeds"]),
-        rows=tuple(row for row in rows if row.method in METHODS),
+        rows=tuple(rows),
         settings=raw.get("settings", {}),
         by_dataset=raw.get("by_dataset", {}),
         revisions=raw.get("revisions", {}),
@@ -200,7 +198,6 @@ def read_experiment(given: Path | None = None, name: str = "paper") -> Experimen
         name=name,
         title=raw.get("title", Experiment.title if name == "paper" else name),
         notes=tuple(raw.get("notes", ())),
-        unknown=tuple(dict.fromkeys(row.method for row in rows if row.method not in METHODS)),
     )
 
 

@@ -73,7 +73,6 @@ def _read_table_study(name: str, folder: Path | None, part: StudyPart) -> Study:
         write=lambda out, done: report.write_table(out, experiment, done),
         page="table.md",
         results=Path("results") / name,
-        unknown=experiment.unknown,
     )
 
 
@@ -101,7 +100,6 @@ def _read_protocol_study(folder: Path | None, part: StudyPart) -> Study:
         write=lambda out, done: report.write_table(out, experiment, done, "protocol"),
         page="protocol.md",
         results=Path("results/paper"),
-        unknown=experiment.unknown,
     )
 
 
@@ -113,7 +111,6 @@ def _read_parties_study(folder: Path | None, part: StudyPart) -> Study:
         write=lambda out, done: report.write_parties_table(out, experiment, done),
         page="parties.md",
         results=Path("results/paper"),
-        unknown=experiment.unknown,
     )
 
 
