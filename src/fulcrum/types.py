@@ -142,7 +142,10 @@ class Assignment:
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """A round, as input of an engine: the model, one assignment per participant, one clipping state per participant."""
+    """A round, as input of an engine: the model, one assignment per participant, one clipping state per participant.
+
+    attempt: 0, or the number of times that this round was released and paid before; its randomness is new each time.
+    """
 
     round: int
     rounds: int
@@ -150,6 +153,7 @@ class RoundRequest:
     assignments: tuple[Assignment, ...]
     states: tuple[RuleState, ...]
     weight_decay: float = 0.0
+    attempt: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""The mechanism: it clips by a rule, enforces the rule's bounds, adds the noise, and states the privacy event.
+"""The mechanism: it adds the noise to a clipped sum, and states the privacy event.
 
-A rule states the bounds of a unit's contribution (`Bounds`). This file derives the scale of the noise and the event
-from them, so no rule can misstate its cost. Each privacy-critical step is written once: `apply_rule` clips and
-enforces the bounds, `add_noise` adds the noise, `make_step_event` gives the event. Every engine calls these. They
-work for one task and, under `torch.vmap` or with a leading dimension T, for T tasks.
+A rule states the bounds of a unit's contribution (`Bounds`), and `bounds.apply_rule` enforces them. This file derives
+the scale of the noise and the event from them, so no rule can misstate its cost. Each privacy-critical step is written
+once: `release_with_noise` releases a sum as integers on a grid (`exact_noise`), `make_step_event` gives the event.
+`add_noise` is the form of a release for simulations of many runs or parties at once: float32, without rounding.
 """
 
 from __future__ import annotations
@@ -16,66 +16,9 @@ from torch import Tensor
 
 from fulcrum.clipping.rule import ClipRule, gradient_multiplier
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
+from fulcrum.privacy.exact_noise import release_on_grid
 from fulcrum.rng import Randomness, StreamKey
-from fulcrum.types import Assignment, Bounds, RuleState, Stats
-
-# --- clipping -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RuleDecision:
-    """A rule's output for a batch of B units, after its bounds were enforced.
-
-    factors [B, G] scale each unit's gradient in each group. second_factors [B, G]: factors of a second sum; [B, 0]
-    without one. extra [B, J]: one row of extra statistics per unit. bounds: of one unit's contribution.
-    """
-
-    factors: Tensor
-    second_factors: Tensor
-    extra: Tensor
-    bounds: Bounds
-    state: RuleState
-
-
-def apply_rule(rule: ClipRule, stats: Stats, state: RuleState) -> RuleDecision:
-    """Clip a batch by the rule, drop padding, and enforce the rule's bounds. Works under `torch.vmap`."""
-    factors, extra, state = rule.clip(stats, state)  # [B, G], [B, J]
-    bounds = rule.bounds(state)
-    extra = extra * stats.mask[:, None]
-    second_factors = factors[:, :0]
-    if rule.second is not None:
-        second_factors = rule.second(stats, state)
-        extra, second_factors = enforce_joint_bound(rule, extra, second_factors, stats.norms, bounds)
-    factors, extra = enforce_bounds(rule, factors, extra, stats.norms, bounds)
-    return RuleDecision(factors, second_factors, extra, bounds, state)
-
-
-def enforce_bounds(
-    rule: ClipRule, factors: Tensor, extra: Tensor, norms: Tensor, bounds: Bounds
-) -> tuple[Tensor, Tensor]:
-    """Factors [B, G] and extra rows [B, J], reduced to the bounds that the rule states.
-
-    A sound rule's output stays unchanged. If a rule's `clip` and `bounds` disagree, epsilon would be wrong
-    without this. Rules marked not sound are left unchanged: their epsilon is nominal anyway.
-    """
-    if not (rule.sound and rule.private):
-        return factors, extra
-    tiny = torch.finfo(norms.dtype).tiny
-    allowed = bounds.C * (1 + 1e-6) / norms.clamp_min(tiny)  # room for rounding, not for a wrong rule
-    rows = torch.linalg.vector_norm(extra, dim=1, keepdim=True).clamp_min(tiny)
-    return torch.minimum(factors, allowed), extra * torch.clamp(bounds.extra * (1 + 1e-6) / rows, max=1.0)
-
-
-def enforce_joint_bound(
-    rule: ClipRule, extra: Tensor, second_factors: Tensor, norms: Tensor, bounds: Bounds
-) -> tuple[Tensor, Tensor]:
-    """Extra rows [B, J] and factors of a second sum [B, G], reduced so that together they are within `bounds.extra`."""
-    if not (rule.sound and rule.private):
-        return extra, second_factors
-    size = torch.sqrt(extra.square().sum(dim=1) + (second_factors * norms).square().sum(dim=1))
-    keep = torch.clamp(bounds.extra * (1 + 1e-6) / size.clamp_min(torch.finfo(norms.dtype).tiny), max=1.0)[:, None]
-    return extra * keep, second_factors * keep
-
+from fulcrum.types import Assignment, Bounds, RuleState
 
 # --- what is released -----------------------------------------------------------------------
 
@@ -164,7 +107,8 @@ def scale_noise(bounds: Bounds, multipliers: NoiseMultipliers, asked: bool | Ten
 
     C may be infinite where the multiplier is 0; the scale is then 0.
     """
-    reach = torch.linalg.vector_norm(bounds.C, dim=-1)
+    # float64, and a little more than the norm: its own rounding must not make the noise too small.
+    reach = torch.linalg.vector_norm(bounds.C.double(), dim=-1) * (1 + 2.0**-40)
     on_sum: float | Tensor = reach * multipliers.sum
     if multipliers.noise_parties > 1:
         on_sum = on_sum / multipliers.noise_parties**0.5
@@ -195,9 +139,9 @@ def add_noise(
     mechanism has no state.
     """
     for_sum, for_extra = normals
-    noisy = clipped if for_sum is None else clipped + for_sum * _broadcast_over_tasks(scale.sum)
+    noisy = clipped if for_sum is None else (clipped + for_sum * _broadcast_over_tasks(scale.sum)).to(clipped.dtype)
     if for_extra is not None:
-        extra = extra + for_extra * _broadcast_over_tasks(scale.extra)
+        extra = (extra + for_extra * _broadcast_over_tasks(scale.extra)).to(extra.dtype)
     if isinstance(scale.asked, Tensor):
         extra = extra * scale.asked[..., None]
     elif not scale.asked:
@@ -248,15 +192,16 @@ def release_with_noise(
     scale: ChargedNoiseScale,
     randomness: Randomness,
     key: StreamKey,
-    mechanism: Mechanism = GAUSSIAN_MECHANISM,
-    state: RuleState | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the noise from two streams of `key` and add it: (sum [m], extra [J]) -> what the client may release."""
-    for_sum, for_extra = None, None
-    if not isinstance(scale.event, Unprotected):
-        for_sum = randomness.normal(("noise", *key), clipped.numel()).to(clipped)
-        if extra.numel() and scale.asked:
-            refuse_unnoised_statistics(scale.extra)
-            for_extra = randomness.normal(("noise-extra", *key), extra.numel()).to(extra)
-    noisy, noisy_extra, _ = mechanism.release(clipped, extra, scale, (for_sum, for_extra), state or {})
-    return noisy, noisy_extra
+    """What a client may release of a sum [m] and extra statistics [J], float32: integers on a grid, times the grid.
+
+    key: the release's place, (round, client, step); the noise comes from two streams of that name. Statistics that are
+    not released are zeros. Without noise (a rule that is not private) the sums are returned as they are.
+    """
+    if isinstance(scale.event, Unprotected):
+        return clipped.float(), extra.float() if scale.asked else torch.zeros_like(extra, dtype=torch.float32)
+    noisy = release_on_grid(clipped, float(scale.sum), randomness, ("noise", *key)).values.float()
+    if not (extra.numel() and scale.asked):
+        return noisy, torch.zeros_like(extra, dtype=torch.float32)
+    refuse_unnoised_statistics(scale.extra)
+    return noisy, release_on_grid(extra, float(scale.extra), randomness, ("noise-extra", *key)).values.float()

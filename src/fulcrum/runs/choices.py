@@ -48,6 +48,7 @@ SETTING_CHOICES: dict[str, Collection[str]] = {
     "privacy.unit": UNIT_TEXTS,
     "privacy.accountant": ACCOUNTANTS,
     "privacy.randomness": RANDOMNESS,
+    "privacy.arithmetic": ("auto", "proven", "fast"),
     "privacy.aggregation": AGGREGATIONS,
     "privacy.noise_schedule": SCHEDULES,
     "client_level.estimator": ESTIMATORS,

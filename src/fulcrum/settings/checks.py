@@ -66,6 +66,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "privacy.rho_mu": (0, False, math.inf, False),
     "client_level.weight_cap": (0, True, math.inf, False),
     "client_level.min_weight": (0, False, 1, True),
+    "privacy.seed": (0, True, 2**63, False),
     "run.seed": (0, True, 2**63, False),
     "run.workers": (0, True, 1024, True),
     "run.evaluate_every": (1, True, math.inf, False),

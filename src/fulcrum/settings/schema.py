@@ -225,7 +225,13 @@ class Privacy:
     budgets: dict[str, float] = field(default_factory=dict)
     """Epsilon of parties with a different budget, by name: {"party-0" = 2.0}."""
     randomness: str = "seeded"
-    """seeded (research) or secure (real use: the operating system's entropy)."""
+    """seeded (simulations: sampling and noise follow from a seed) or secure (real use: a key from the operating
+    system, never written down)."""
+    seed: int | None = None
+    """Private seed of sampling and noise in a seeded run; None: run.seed. It must stay secret."""
+    arithmetic: str = "auto"
+    """How the bounds on contributions hold: proven (float64 from gradients to the release, each step with a written
+    bound), fast (float32 sums with measured margins), or auto (proven with secure randomness, else fast)."""
     noise_schedule: str = "constant"
     """Noise over the rounds: constant, growth (of 1/sigma, see rho_mu), or phases. sigma is that of the first round."""
     rho_mu: float = 0.8
@@ -260,6 +266,8 @@ class Run:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     seed: int = 0
+    """Public seed: the split over the parties, the initial weights, who is invited. Where privacy.seed is not set, also
+    the private seed of a seeded run."""
     engine: str = "auto"
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""

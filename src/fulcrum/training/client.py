@@ -17,6 +17,7 @@ from fulcrum.data.records import ModelInputs, move_inputs_to_device, select_rows
 from fulcrum.gradients import GradientRecorder
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.mechanism import compute_charged_scale, release_with_noise
+from fulcrum.rng import name_stream
 from fulcrum.training.clipped_sum import Contribution, compute_contribution
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, RuleState, View
@@ -38,8 +39,8 @@ def train_client(
     seen: list[dict[str, float]] = []
 
     for step in range(task.steps):
-        key = (request.round, task.client, step)
-        rows, slots, count = poisson_sample_units(problem.randomness, ("sample", *key), party, task.rate)
+        key = name_stream("sample", request.round, task.client, step, attempt=request.attempt)
+        rows, slots, count = poisson_sample_units(problem.randomness, key, party, task.rate)
         view = problem.rule.view(state, request.round, request.rounds)
         terms = LocalStepTerms(task.sigma, batch, task.lr)
         given = work(problem, StepSample(theta, rows, slots, count), view, state, terms)
@@ -49,7 +50,7 @@ def train_client(
         scale = compute_charged_scale(
             problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.noise_parties
         )
-        noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key)
+        noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:])
         gradient = (noisy if view.transform is None else view.transform.inverse(noisy)) / batch  # [d]
         change = -task.lr * (gradient + request.weight_decay * theta)
         theta = theta + change

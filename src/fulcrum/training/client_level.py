@@ -24,7 +24,7 @@ from fulcrum.clipping.fixed import NONE
 from fulcrum.errors import ConfigError
 from fulcrum.privacy.client_level import SERVER_CLIENT_ID, ClientLevelTerms
 from fulcrum.privacy.mechanism import compute_charged_scale, release_with_noise
-from fulcrum.rng import Randomness
+from fulcrum.rng import Randomness, name_stream
 from fulcrum.settings.schema import Settings
 from fulcrum.training.clipped_sum import compute_contribution
 from fulcrum.training.problem import TrainingProblem, assign_coordinate_groups
@@ -57,9 +57,9 @@ def check_server_rule(rule: ClipRule, settings: Settings, problem: TrainingProbl
 # --- a round ------------------------------------------------------------------------------------
 
 
-def draw_cohort(randomness: Randomness, t: int, terms: ClientLevelTerms) -> list[int]:
+def draw_cohort(randomness: Randomness, t: int, terms: ClientLevelTerms, attempt: int = 0) -> list[int]:
     """Draw who joins round t: each of the K parties with probability q_c. Secret, since it amplifies privacy."""
-    joins = randomness.uniform(("cohort", t), terms.clients) < terms.rate
+    joins = randomness.uniform(name_stream("cohort", t, attempt=attempt), terms.clients) < terms.rate
     chosen: list[int] = torch.nonzero(joins).flatten().tolist()
     return chosen
 
@@ -77,6 +77,7 @@ def average_client_updates(
     t: int,
     rounds: int,
     sigma: float,
+    attempt: int = 0,
 ) -> ClientReply:
     """Clip the updates of round t, average them, add noise of multiplier sigma. Returns the server's reply.
 
@@ -105,7 +106,9 @@ def average_client_updates(
     mean = given.sum / terms.divisor(float(weights.sum()))
     reach = Bounds(given.bounds.C * terms.sensitivity, given.bounds.extra / terms.cohort)
     scale = compute_charged_scale(rule, reach, terms.rate, sigma, terms.cohort)
-    noisy, extra = release_with_noise(mean, given.extra / terms.cohort, scale, problem.randomness, ("central", t))
+    noisy, extra = release_with_noise(
+        mean, given.extra / terms.cohort, scale, problem.randomness, ("central", t, *([attempt] if attempt else []))
+    )
     step = noisy if view.transform is None else view.transform.inverse(noisy)
     seen = {}
     if problem.diagnostics:

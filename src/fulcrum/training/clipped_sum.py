@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fulcrum.clipping.rule import ClipRule
-from fulcrum.privacy.mechanism import apply_rule
+from fulcrum.privacy.bounds import apply_rule
 from fulcrum.types import Bounds, RuleState, Stats, View
 
 

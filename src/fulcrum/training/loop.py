@@ -60,18 +60,19 @@ def federate(
         clients = engine.list_reachable_clients(select_participants(federation, t, snapshot.participations, exhausted))
         exhausted |= engine.spent()
         events = plan_round_events(plan, clients, t)
+        attempt = 0
         if ledger:
-            invited, clients = (
-                clients,
-                reserve_round(ledger, run, t, plan, events, engine.replays_rounds(problem.randomness.mode)),
-            )
+            # A round that repeats the same bytes costs nothing twice; any other repetition is a new attempt.
+            if not engine.replays_rounds(problem.randomness.mode):
+                attempt = ledger.count_settled_attempts(run, t)
+            invited, clients = clients, reserve_round(ledger, run, t, plan, events, attempt)
             exhausted |= set(invited) - set(clients)
             if plan.parties - len(exhausted) < settings.train.min_parties:
                 return
             if plan.shares_noise and len(clients) < plan.parties:
                 return  # without this party's noise share the sum of the others would not be private
 
-        snapshot, replies, C = play(federation, snapshot, clients, t, events)
+        snapshot, replies, C = play(federation, snapshot, clients, t, events, attempt)
         took_part = clients if plan.central else [reply.client for reply in replies]
         if ledger and account:
             ledger.settle(run, t, compute_reply_digests(plan, replies, clients, settings.train.weights))
@@ -133,15 +134,13 @@ def draw_invited_parties(settings: Settings, parties: int, t: int) -> list[int]:
 
 
 def reserve_round(
-    ledger: Ledger, run: str, t: int, plan: Plan, events: Mapping[int, tuple[Event, ...]], replays: bool
+    ledger: Ledger, run: str, t: int, plan: Plan, events: Mapping[int, tuple[Event, ...]], attempt: int
 ) -> list[int]:
     """Reserve the round's cost for every invited party; returns the parties whose budget allows it.
 
-    events: what each invited party would release. replays: whether a repeated round gives the same bytes. If so, a
-    round that was settled before (its outcome lost in a crash) costs nothing. Otherwise (secure randomness) it is a
-    new release and is paid as a new attempt.
+    events: what each invited party would release. attempt: 0 for a round that is released once, or repeats the same
+    bytes (its outcome was lost in a crash); a round that was settled before and has new randomness is paid again.
     """
     ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in events)
-    attempt = 0 if replays else ledger.count_settled_attempts(run, t)
     granted = ledger.reserve(run, t, {plan.name(k): planned for k, planned in events.items()}, attempt=attempt)
     return [k for k in events if granted[plan.name(k)]]

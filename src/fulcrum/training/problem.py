@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,7 +26,8 @@ class TrainingProblem:
     """What stays the same over all rounds and clients of a run: data, model, rule, randomness.
 
     groups: the clipping group of each parameter tensor; empty for flat clipping. workers: number of cores
-    for the parallel engine; 0: PyTorch's number of threads.
+    for the parallel engine; 0: PyTorch's number of threads. proven: whether the bounds on contributions are proven, in
+    float64 from the gradients to the release (privacy.arithmetic).
     """
 
     dataset: Dataset
@@ -38,6 +42,7 @@ class TrainingProblem:
     diagnostics: bool = False
     precision: str = "float32"
     workers: int = 0
+    proven: bool = False
 
     @staticmethod
     def of(
@@ -63,13 +68,19 @@ class TrainingProblem:
             model=model,
             layout=layout,
             rule=rule or find_rule(settings.clip.rule),
-            randomness=randomness or make_randomness(settings.privacy.randomness, settings.run.seed),
+            randomness=randomness
+            or make_randomness(
+                settings.privacy.randomness,
+                get_private_seed(settings),
+                identify_releases(settings, dataset, partition, model, layout),
+            ),
             unit=settings.privacy.unit,
             groups=layout.layers if settings.clip.groups == "layer" else (),
             device=place,
             diagnostics=settings.run.diagnostics,
             precision=settings.run.precision,
             workers=settings.run.workers,
+            proven=uses_proven_arithmetic(settings),
         )
 
     @property
@@ -95,6 +106,37 @@ class TrainingProblem:
     def party(self, client: int) -> PartyData:
         """The client's records and units."""
         return build_party_data(self.dataset, self.partition, client, self.unit)
+
+
+def uses_proven_arithmetic(settings: Settings) -> bool:
+    """Whether bounds are proven: privacy.arithmetic, where auto means proven with secure randomness, else fast."""
+    chosen = settings.privacy.arithmetic
+    return chosen == "proven" or (chosen == "auto" and settings.privacy.randomness == "secure")
+
+
+def get_private_seed(settings: Settings) -> int:
+    """The seed of sampling and noise in a seeded run: privacy.seed, or run.seed where it is not set."""
+    return settings.run.seed if settings.privacy.seed is None else settings.privacy.seed
+
+
+def identify_releases(
+    settings: Settings, dataset: Dataset, partition: Partition, model: nn.Module, layout: ParameterLayout
+) -> str:
+    """A digest, keyed by the private seed, of all that decides what a run releases: the id in its private streams.
+
+    A seeded run with the same settings, records, split and initial weights repeats bit for bit, and any other run has
+    unrelated noise. Engine, device, paths, ledgers and budgets are left out: they change no release. It stays in
+    memory: a stored digest of records would be a test for guessed records.
+    """
+    mac = hashlib.blake2b(str(get_private_seed(settings)).encode(), digest_size=32, person=b"fulcrum-run-id")
+    parts = {name: dataclasses.asdict(getattr(settings, name)) for name in ("train", "clip", "privacy", "client_level")}
+    for left_out in ("randomness", "arithmetic", "seed", "budget", "accountant"):
+        parts["privacy"].pop(left_out)
+    mac.update(json.dumps(parts, sort_keys=True, default=str).encode())
+    mac.update(f"|{dataset.fingerprint}|{dataset.task.name}|{type(model).__qualname__}|{layout.shapes}|".encode())
+    for tensor in (partition.order, partition.starts, layout.flatten(model).detach().cpu()):
+        mac.update(tensor.contiguous().numpy().tobytes())
+    return mac.hexdigest()
 
 
 def assign_coordinate_groups(layout: ParameterLayout, groups: tuple[int, ...]) -> torch.Tensor:

@@ -33,10 +33,12 @@ def run_round(
     clients: Sequence[int],
     t: int,
     events: Mapping[int, EventTuple] | None = None,
+    attempt: int = 0,
 ) -> PlayedRound:
     """Compute one round: train the clients, average, step the server, adapt C.
 
-    events: the planned release of each client (`plan_round_events`); computed here where not given.
+    events: the planned release of each client (`plan_round_events`); computed here where not given. attempt: number of
+    times that this round was released before.
     """
     settings, problem, plan = federation.settings, federation.problem, federation.plan
     lr = compute_learning_rate(settings.train, t)
@@ -53,7 +55,9 @@ def run_round(
 
     events = plan_round_events(plan, clients, t) if events is None else events
     tasks = tuple(plan.assignment(k, t, lr) for k in clients)
-    request = RoundRequest(t, settings.train.rounds, snapshot.params, tasks, states, settings.train.weight_decay)
+    request = RoundRequest(
+        t, settings.train.rounds, snapshot.params, tasks, states, settings.train.weight_decay, attempt
+    )
     replies = list(federation.engine.run(request))
     if federation.engine.remote:  # a client that did not reply in time did not take part
         answered = {reply.client for reply in replies}
@@ -94,6 +98,7 @@ def run_client_level_round(
     clients: Sequence[int],
     t: int,
     events: Mapping[int, EventTuple] | None = None,
+    attempt: int = 0,
 ) -> PlayedRound:
     """`run_round` for unit client: the participants are drawn in secret, and one noised mean is released.
 
@@ -103,17 +108,17 @@ def run_client_level_round(
     settings, problem, plan = federation.settings, federation.problem, federation.plan
     assert plan.central is not None
     train, may = settings.train, set(clients)
-    cohort = [k for k in draw_cohort(problem.randomness, t, plan.central) if k in may]
+    cohort = [k for k in draw_cohort(problem.randomness, t, plan.central, attempt) if k in may]
     tasks = tuple(plan.assignment(k, t, compute_learning_rate(train, t)) for k in cohort)
     # The parties do not clip: the C in their rule state is never reached.
     loose = {"C": torch.full((1,), torch.inf, device=problem.device)}
-    request = RoundRequest(t, train.rounds, snapshot.params, tasks, (loose,) * len(tasks), train.weight_decay)
+    request = RoundRequest(t, train.rounds, snapshot.params, tasks, (loose,) * len(tasks), train.weight_decay, attempt)
     updates = list(federation.engine.run(request)) if tasks else []
 
     events = plan_round_events(plan, clients, t) if events is None else events
     planned = {events[k] for k in clients}
     sigma = find_planned_sigma(planned)
-    reply = average_client_updates(problem, plan.central, snapshot.rule, updates, t, train.rounds, sigma)
+    reply = average_client_updates(problem, plan.central, snapshot.rule, updates, t, train.rounds, sigma, attempt)
     for one in planned:
         _check_released_events(reply, one)
 

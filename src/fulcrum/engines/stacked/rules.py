@@ -15,7 +15,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fulcrum.clipping.rule import ClipRule
-from fulcrum.privacy.mechanism import apply_rule
+from fulcrum.privacy.bounds import apply_rule
 from fulcrum.types import Released, RuleState, Stats, View
 
 StackedState = dict[str, Tensor]

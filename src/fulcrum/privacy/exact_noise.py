@@ -1,0 +1,178 @@
+"""Noise first, then round: a Gaussian release as integers on a public grid, exactly distributed.
+
+What leaves is round((x + s N) / g), with N a true Gaussian and g a power of two that follows from s alone. x + s N is
+never a float that somebody sees: its low bits would tell x apart (Mironov 2012). Rounding after the noise is
+post-processing, so the release costs what Gaussian(s) costs, in any dimension; rounding x before would cost up to
+g sqrt(d) more sensitivity.
+
+float64 gives (x + s N) / g up to a stated error (`rng.normals.bound_error`). Coordinates that lie within that error of
+a boundary between two integers, a few in a million, are decided by `decide_in_high_precision`, with further bits.
+docs/privacy/gaussian-release.md has the proof.
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fulcrum.rng import CipherRandomness, Randomness, StreamKey
+from fulcrum.rng.normals import NormalDraws, bound_error, count_normal_words, words_to_normals
+
+GRID_BITS = 16
+"""The grid is 2^-16 times the noise's standard deviation s, rounded down to a power of two: 2^16 <= s / g < 2^17."""
+
+
+def choose_grid(scale: float) -> float:
+    """The grid g of a release with noise of standard deviation `scale` > 0: a public power of two."""
+    if not 0 < scale < math.inf:
+        raise ValueError(f"a grid needs noise of a finite scale above 0, not {scale!r}")
+    return math.ldexp(1.0, math.frexp(scale)[1] - 1 - GRID_BITS)
+
+
+@dataclass(frozen=True)
+class GridRelease:
+    """What leaves: integers int64 [m] in units of `grid`. Everything computed from them is post-processing."""
+
+    integers: Tensor
+    grid: float
+
+    @property
+    def values(self) -> Tensor:
+        """The released numbers, float64 [m]."""
+        return self.integers.double() * self.grid
+
+
+def release_on_grid(clipped: Tensor, scale: float, randomness: Randomness, key: StreamKey) -> GridRelease:
+    """The release of a sum x [m] with noise of standard deviation `scale`, from the stream `key`.
+
+    Numbers of x that are not finite count as 0: a sum of bounded contributions has none. Recorded numbers, for tests,
+    are rounded without certification: they have no further bits.
+    """
+    grid = choose_grid(scale)
+    x = torch.nan_to_num(clipped.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
+    count = x.numel()
+    if not isinstance(randomness, CipherRandomness):
+        noise = randomness.normal(key, count).double().to(x.device)
+        return GridRelease(torch.round((x + noise * scale) / grid).to(torch.int64), grid)
+    words = randomness.words(key, count_normal_words(count), x.device)
+    draws = words_to_normals(words, count)
+    integers, doubtful = round_with_margin(x, scale, grid, draws)
+    found = torch.nonzero(doubtful).flatten().tolist()
+    if found:
+        half = words.shape[-1] // 2
+        exact = [
+            decide_in_high_precision(
+                float(x[j]),
+                scale,
+                grid,
+                (int(words[j % half]), int(words[half + j % half])),
+                sine=j >= half,
+                more=_read_further_words(randomness, key, j % half),
+            )
+            for j in found
+        ]
+        integers[found] = torch.tensor(exact, dtype=torch.int64, device=integers.device)
+    return GridRelease(integers, grid)
+
+
+def round_with_margin(x: Tensor, scale: float, grid: float, draws: NormalDraws) -> tuple[Tensor, Tensor]:
+    """Integers [m] = round((x + scale N) / grid), and where float64 cannot be sure of them [m]."""
+    exact = (x + draws.values * scale) / grid  # x + s N: two roundings, of s N and of the sum; g is a power of two
+    rounded = torch.round(exact)
+    error = bound_error(draws)
+    both = torch.cat([error, error], dim=-1)[: x.numel()]
+    sizes = exact.abs().add_(x.abs() / grid)
+    margin = both * (scale / grid) + 2.0**-50 * (1.0 + sizes)
+    doubtful = ((exact - rounded).abs() >= 0.5 - margin) | ~torch.isfinite(margin)
+    return torch.where(doubtful, torch.zeros_like(rounded), rounded).to(torch.int64), doubtful
+
+
+# --- arbitrary precision ------------------------------------------------------------------------
+
+FurtherWords = Callable[[int], tuple[int, int]]
+"""Number of the extension (from 0) -> 64 further bits of U and of V, as unsigned numbers."""
+
+
+def _read_further_words(randomness: CipherRandomness, key: StreamKey, pair: int) -> FurtherWords:
+    """Further bits of one pair of normal numbers: a stream of its own, named after the stream and the pair."""
+
+    def read(extension: int) -> tuple[int, int]:
+        purpose, *place = key
+        words = randomness.words((f"{purpose}+{pair}", *place), 2 * (extension + 1))[-2:].tolist()
+        return words[0] % 2**64, words[1] % 2**64
+
+    return read
+
+
+def decide_in_high_precision(
+    x: float, scale: float, grid: float, words: tuple[int, int], sine: bool, more: FurtherWords
+) -> int:
+    """round((x + scale N) / grid) for the N whose first bits are `words`; reads further bits until it is certain."""
+    first, second = words[0] % 2**64, words[1] % 2**64
+    bits, extension = 64, 0
+    while True:
+        with decimal.localcontext(decimal.Context(prec=60 + bits, Emin=-(10**9), Emax=10**9)):
+            value, error = _enclose_normal(first, second, bits, sine)
+            unit = Decimal(scale) / Decimal(grid)
+            middle = Decimal(x) / Decimal(grid) + unit * value
+            margin = unit * error + abs(middle) * Decimal(10) ** -(40 + bits // 4)
+            low, high = _round_half_up(middle - margin), _round_half_up(middle + margin)
+            if low == high:
+                return low
+        after = more(extension)
+        first, second = (first << 64) | after[0], (second << 64) | after[1]
+        bits, extension = bits + 64, extension + 1
+
+
+def _round_half_up(value: Decimal) -> int:
+    """The nearest integer. An exact half has probability 0, so its direction does not matter."""
+    return int((value + Decimal("0.5")).to_integral_value(rounding=decimal.ROUND_FLOOR))
+
+
+def _enclose_normal(first: int, second: int, bits: int, sine: bool) -> tuple[Decimal, Decimal]:
+    """(N, bound of its error) for U in [first, first + 1] / 2^bits, and V likewise (as a signed fraction)."""
+    size = Decimal(2) ** bits
+    low = Decimal(max(first, 1)) / size  # U = 0 has probability 0; a first word of 0 asks for further bits
+    U = (Decimal(first) + Decimal("0.5")) / size
+    radius = (-2 * U.ln()).sqrt()
+    smallest = max((-2 * (min(U + 1 / size, 1 - 1 / size)).ln()).sqrt(), Decimal(2) ** -(bits // 2 + 2))
+    signed = second - (1 << bits) if second >> (bits - 1) else second
+    angle = _compute_pi(bits) * (2 * Decimal(signed) + 1) / size
+    wave = _sine(angle, bits) if sine else _sine(angle + _compute_pi(bits) / 2, bits)
+    spread = 2 / (size * low * smallest) if first else Decimal(10) ** 6
+    return radius * wave, spread + 8 * radius / size
+
+
+@lru_cache(maxsize=64)
+def _compute_pi(bits: int) -> Decimal:
+    """Pi to far more than `bits` bits, by Machin's formula."""
+
+    def arctan_inverse(n: int) -> Decimal:
+        total = term = Decimal(1) / n
+        k, square = 1, n * n
+        while abs(term) > Decimal(10) ** -(80 + bits // 2):
+            term /= -square
+            k += 2
+            total += term / k
+        return total
+
+    with decimal.localcontext(decimal.Context(prec=100 + bits)):
+        return 4 * (4 * arctan_inverse(5) - arctan_inverse(239))
+
+
+def _sine(angle: Decimal, bits: int) -> Decimal:
+    """sin(angle) by its series; |angle| is at most 3 pi / 2, so the terms stay below 120."""
+    total = term = angle
+    k, square = 1, angle * angle
+    while abs(term) > Decimal(10) ** -(60 + bits // 2):
+        term *= -square / ((k + 1) * (k + 2))
+        k += 2
+        total += term
+    return total
