@@ -14,6 +14,7 @@ from torch import nn
 from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.data import Dataset, Partition, PartyData, build_party_data
+from fulcrum.data.declared import choose_randomness, choose_unit
 from fulcrum.data.tasks import Task
 from fulcrum.gradients import GradientRecorder
 from fulcrum.models.layout import ParameterLayout
@@ -59,6 +60,10 @@ class TrainingProblem:
 
         rule, randomness: replace those that the settings name.
         """
+        # "auto" must not decide anything below: a private data set's randomness is secure.
+        settings = settings.replace(
+            privacy={"unit": choose_unit(settings, dataset), "randomness": choose_randomness(settings, dataset)}
+        )
         place = torch.device(device)
         model = model.to(place)
         layout = ParameterLayout.of(model)
@@ -130,7 +135,7 @@ def identify_releases(
     """
     mac = hashlib.blake2b(str(get_private_seed(settings)).encode(), digest_size=32, person=b"fulcrum-run-id")
     parts = {name: dataclasses.asdict(getattr(settings, name)) for name in ("train", "clip", "privacy", "client_level")}
-    for left_out in ("randomness", "arithmetic", "seed", "budget", "accountant"):
+    for left_out in ("randomness", "arithmetic", "seed", "budget", "accountant", "evaluation_epsilon"):
         parts["privacy"].pop(left_out)
     mac.update(json.dumps(parts, sort_keys=True, default=str).encode())
     mac.update(f"|{dataset.fingerprint}|{dataset.task.name}|{type(model).__qualname__}|{layout.shapes}|".encode())
