@@ -19,9 +19,9 @@ def resolve_data_settings(settings: Settings, dataset: Dataset) -> tuple[Setting
 
     Raises ConfigError where explicit settings contradict what private data says of its parties.
     """
+    method = partition_method(settings.data, dataset)
     notes = [*_check_parties(settings, dataset)]
     unit, randomness = choose_unit(settings, dataset), choose_randomness(settings, dataset)
-    method = partition_method(settings.data, dataset)
     if settings.data.partition == "auto" and method == "iid" and dataset.train is not None:
         notes.append(_explain_even_split(dataset))
     if unit == "example" and dataset.train is not None and dataset.train.person is not None:
