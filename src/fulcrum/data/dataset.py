@@ -344,7 +344,9 @@ def _list_dataset_tensors(data: Dataset) -> list[Tensor | None]:
         found += [None, None] if records is None else [*_list_input_tensors(records.x), records.y]
     train, test = data.train, data.test
     found += [train.person if train else None, train.party if train else None]
-    return found if test is None or test.party is None else [*found, test.party]
+    found = found if test is None or test.party is None else [*found, test.party]
+    held = data.held_out
+    return found if held is None else [*found, *_list_input_tensors(held.x), held.y, held.person, held.party]
 
 
 def _list_input_tensors(x: ModelInputs) -> list[Tensor]:
