@@ -24,7 +24,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.privacy.accounting import calibrate_sigma
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.exact_noise import release_on_grid
-from fulcrum.rng import Randomness, name_stream
+from fulcrum.rng import CipherRandomness, Randomness, name_stream
 
 BINARY_BINS = 10
 """Bins of the positive class's probability, before the threshold is added as a further edge."""
@@ -175,6 +175,8 @@ def release_histogram(
     histogram: Tensor, sigma: float, randomness: Randomness, round: int, party: int, attempt: int
 ) -> Tensor:
     """What leaves: the histogram [cells] with noise of standard deviation sigma in each cell, on a public grid."""
+    if not isinstance(randomness, CipherRandomness):
+        raise TypeError(f"a histogram of private records needs a cipher's noise, not {type(randomness).__name__}")
     key = name_stream("evaluation", round, party, attempt=attempt)
     return release_on_grid(histogram, sigma, randomness, key).values
 
