@@ -1,7 +1,7 @@
 """Finding 7: the number of classes was read off private labels. It is declared, or the run is refused.
 
-At 243f1c8 `from_arrays(x, y)` took the largest label plus one, and every party and the model's shape showed it: one label
-changed from 2 to 9 turned 3 classes into 10.
+At 243f1c8 `from_arrays(x, y)` took the largest label plus one, and every party and the model's shape showed it: one
+label changed from 2 to 9 turned 3 classes into 10.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def test_one_private_label_changes_nothing_that_others_see():
 @pytest.mark.parametrize("how", ["setting", "argument", "test labels", "public"])
 def test_a_declaration_is_enough(how: str):
     public_labels = {"x_test": np.zeros((6, 4), np.float32), "y_test": np.arange(6) % 3}
-    more: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "setting": {},
         "argument": {"classes": 3},
         "test labels": public_labels,
         "public": {"public": True},
-    }[how]
-    assert outputs(from_arrays(**records(**more)), **({"classes": 3} if how == "setting" else {})) == 3
+    }
+    assert outputs(from_arrays(**records(**ways[how])), **({"classes": 3} if how == "setting" else {})) == 3
 
 
 def test_a_label_outside_is_an_error_for_the_user():
@@ -85,7 +85,7 @@ def test_a_file_declares_its_classes_and_cannot_declare_itself_public(tmp_path: 
 def test_a_vocabulary_is_declared_too(name: str):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 7, size=(40, 5))
-    given = {"x": x} if name == "next-token" else {"x": x, "y": x}
+    given: dict[str, Any] = {"x": x} if name == "next-token" else {"x": x, "y": x}
     inferred = from_arrays(**given, task=name)
     assert "tokens" in inferred.inferred
     declared = from_arrays(**given, task=TaskSettings(name, classes=7))
