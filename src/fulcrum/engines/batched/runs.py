@@ -3,9 +3,9 @@
     for r in run_many([prepare(s) for s in settings]):
         print(r.round, r.accuracy)
 
-For studies: nothing is charged to a ledger and no replies of single clients exist. Each run has the same
-distribution of results as it would have alone; its random numbers on a GPU depend on the seeds of all runs that
-it shares a stack with. With the same recorded numbers it equals the reference engine.
+For studies: nothing is charged to a ledger and no replies of single clients exist. A run gets the same samples and
+noise however it is stacked, bit for bit, and they are those of the reference engine; sums may round otherwise in
+another stack. Runs with secure randomness or proven arithmetic are never stacked.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def _make_run_stack(federations: Sequence[Federation], members: list[int], rows_
     mine = [federations[i] for i in members]
     first = mine[0]
     core = None
-    if can_stack_runs(first.settings, first.problem.rule):
+    real = first.problem.proven or first.problem.randomness.mode == "secure"
+    if not real and can_stack_runs(first.settings, first.problem.rule):
         core, _ = build_stacked_core(make_local_problem(first.problem), rows_limit)
     if core is None:
         return SeparateRuns(members, mine)
