@@ -56,7 +56,7 @@ def test_the_parties_parts_make_exactly_one_dose_on_the_aggregate(engine: str) -
     loud, quiet = (federation(engine, privacy={"sigma": factor * sigma}) for factor in (2, 1))
     found = update(loud) - update(quiet)  # the same samples and draws: what is left is the noise of one sigma
     plan, randomness, d = quiet.plan, quiet.problem.randomness, quiet.problem.layout.dim
-    draws = torch.stack([randomness.normal(("noise", 0, k, 0), d) for k in range(3)])
+    draws = torch.stack([randomness.normal(("noise", 0, k, 0), d) for k in range(3)]).float()
     whole = sum(plan.units(k) for k in range(3))
     part = LR * sigma * C / (RATE * whole) / math.sqrt(3)  # of each party: three independent ones make sigma C / (q n)
     torch.testing.assert_close(found, -part * draws.sum(dim=0), rtol=1e-4, atol=1e-5)
@@ -68,8 +68,8 @@ def on_host(made: Federation) -> torch.Tensor:
     return update(made)
 
 
-def pooled(made: Federation) -> torch.Tensor:
-    """As on a GPU, where a run's noise is drawn as one Gaussian."""
+def on_device(made: Federation) -> torch.Tensor:
+    """As on a GPU, which makes the parties' noise itself and adds it up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
         last = list(run_many([made]))[-1].averaged
@@ -87,7 +87,7 @@ def spread(aggregation: str, by: Any) -> float:
     return math.sqrt(sum(squares) / len(squares))
 
 
-@pytest.mark.parametrize("by", [on_host, pooled])
+@pytest.mark.parametrize("by", [on_host, on_device])
 def test_the_aggregates_noise_has_the_promised_standard_deviation(by: Any) -> None:
     assert spread("ideal-secagg", by) == pytest.approx(1.0, abs=0.06)  # 60 x 21 draws: 2% of standard error
     assert spread("plain", by) == pytest.approx(math.sqrt(3), abs=0.1)  # every party's own dose: rejected above
