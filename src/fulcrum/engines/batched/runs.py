@@ -27,7 +27,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.training.client_level import make_local_problem
 from fulcrum.training.federation import Federation
-from fulcrum.training.loop import federate, is_evaluation_round
+from fulcrum.training.loop import check_randomness, federate, is_evaluation_round
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator
     rounds = federations[0].settings.train.rounds
     if any(federation.settings.train.rounds != rounds for federation in federations):
         raise ConfigError("train.rounds differs between the runs; runs that are trained together need the same.")
+    for federation in federations:
+        check_randomness(federation, "")
     stacks = [_make_run_stack(federations, members, rows_limit) for members in group_stackable_runs(federations)]
     burst = min(stack.burst for stack in stacks)
     for first in range(0, rounds, burst):
