@@ -23,7 +23,7 @@ from fulcrum.engines.batched.noise_at import NoiseAtParties
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import sampling
 from fulcrum.engines.stacked.replay import GraphReplayer
-from fulcrum.rng import RecordedRandomness, SeededRandomness
+from fulcrum.rng import RecordedRandomness
 from fulcrum.runs import prepare
 from fulcrum.training.federation import Federation
 from fulcrum.types import RoundResult

@@ -3,8 +3,8 @@
 With one local step all clients of a run compute gradients at the same weights, and the aggregate is a weighted
 sum over all their examples. The clients' own sums are never needed. The noise of the aggregate is the weighted sum of
 the clients' own draws, from the streams that the reference engine reads: the same bits however runs are stacked. The
-reference rounds each client's release to a grid of at most 2^-16 of its noise's standard deviation; that rounding, at
-most 2^-17 of it, is left out here.
+reference rounds each client's release to a grid; that rounding, at most 2^-21 of its noise's standard deviation
+(`exact_noise.GRID_BITS`), is left out here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """One local step of many tasks at once: sample, clip, add up, noise, step. The stacked form of `train_client`.
 
 `run_local_step` is for seeded simulations: one tensor program, whose noise is added without rounding to a grid. It
-leaves out at most 2^-17 of the noise's standard deviation; the numbers are those of the reference. In real use, and in
-proven arithmetic, the program ends with the clipped sums (`sum_local_step`), and `release_local_step` releases each
-task's sum by the one function that all engines use, `release_with_noise`: integers on a grid.
+leaves out at most 2^-21 of the noise's standard deviation (`exact_noise.GRID_BITS`); the random numbers are those of
+the reference. In real use, and in proven arithmetic, the program ends with the clipped sums (`sum_local_step`), and
+`release_local_step` releases each task's sum by the one function that all engines use, `release_with_noise`: integers
+on a grid.
 """
 
 from __future__ import annotations
