@@ -130,7 +130,7 @@ def identify_releases(
     """
     mac = hashlib.blake2b(str(get_private_seed(settings)).encode(), digest_size=32, person=b"fulcrum-run-id")
     parts = {name: dataclasses.asdict(getattr(settings, name)) for name in ("train", "clip", "privacy", "client_level")}
-    for left_out in ("randomness", "arithmetic", "seed", "budget", "accountant"):
+    for left_out in ("randomness", "arithmetic", "seed", "budget", "budget_delta", "accountant"):
         parts["privacy"].pop(left_out)
     mac.update(json.dumps(parts, sort_keys=True, default=str).encode())
     mac.update(f"|{dataset.fingerprint}|{dataset.task.name}|{type(model).__qualname__}|{layout.shapes}|".encode())
