@@ -195,7 +195,7 @@ def test_the_noise_that_is_drawn_is_the_schedules() -> None:
         task = dataclasses.replace(plan.assignment(0, t, 1.0), rate=1e-9)
         silent = one_client(problem, rate=task.rate, sigma=task.sigma, lr=1e-9)
         noise = problem.randomness.normal(("noise", 0, 0, 0), problem.layout.dim).float()
-        torch.testing.assert_close(silent.delta.double() * problem.party(0).units, -task.sigma * noise, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(silent.delta * problem.party(0).units, -task.sigma * noise, rtol=1e-3, atol=1e-5)
 
 
 # --- statistics now and then --------------------------------------------------------------------

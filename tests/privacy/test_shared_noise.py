@@ -71,7 +71,7 @@ def test_the_parties_parts_make_exactly_one_dose_on_the_aggregate(engine: str) -
     draws = torch.stack([randomness.normal(("noise", 0, k, 0), d).float() for k in range(3)])
     whole = sum(plan.units(k) for k in range(3))
     part = LR * sigma * C / (RATE * whole) / math.sqrt(3)  # of each party: three independent ones make sigma C / (q n)
-    torch.testing.assert_close(found.double(), -part * draws.sum(dim=0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, -part * draws.sum(dim=0), rtol=1e-4, atol=1e-5)
     for wrong in (1.0, 3.0):  # parts as large as a dose; a part of a part
         assert not torch.allclose(found, -part * math.sqrt(3) / wrong * draws.sum(dim=0), rtol=1e-2)
 
