@@ -94,6 +94,9 @@ class Ledger:
             _check_budget_value(account.name, account.budget)
         if all(account.name in known for account in given):  # terms never change: no need to read them
             for account in given:
+                if known[account.name][1].population != account.population:  # but units may have been registered
+                    with self._store.reading():
+                        pass
                 _check_same_account_terms(known[account.name][1], account, account.name in self._store.unit_rows)
             return
         with self._store.write_transaction():
