@@ -8,6 +8,7 @@ the sum its share (`SumMargin`). docs/privacy/bounded-contributions.md has the p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +24,9 @@ DEFAULT_NORM_ERROR = 2.0**-20
 SMALLEST_ETA, USUAL_ETA, LARGEST_ETA = 2.0**-20, 2.0**-10, 0.5
 USUAL_SPREAD = 64.0
 """K that is aimed at: products that add up to a gradient may be 64 times as long as the gradient, free of charge."""
+
+SPREAD_IN_OTHER_BASIS = 4096.0
+"""K that is aimed at where whole gradients are added up at the factors of one level of another basis."""
 
 
 FAST_SUM_MARGIN = {
@@ -49,7 +53,9 @@ class RuleDecision:
     state: RuleState
 
 
-def choose_sum_margin(units: int, positions: int = 1, pieces: int = 1) -> SumMargin:
+def choose_sum_margin(
+    units: int, positions: int = 1, pieces: int = 1, usual_spread: float = USUAL_SPREAD
+) -> SumMargin:
     """The margin of a float64 sum over `units` gradients, each of which adds `positions` products to a coordinate.
 
     A coordinate of the sum adds up at most N = units * positions + pieces + 64 numbers, so it is off by at most
@@ -57,11 +63,11 @@ def choose_sum_margin(units: int, positions: int = 1, pieces: int = 1) -> SumMar
 
         E = gamma(N) * sum over units of factor * A <= gamma(N) * units * K * C.
 
-    Two neighbours are off by E each, and a second sum likewise: eta = 4 gamma(N) units K. K is USUAL_SPREAD or more as
-    long as eta stays below USUAL_ETA. `units` must follow from public numbers and the coins of sampling only.
+    Two neighbours are off by E each, and a second sum likewise: eta = 4 gamma(N) units K. K is `usual_spread` or more
+    as long as eta stays below USUAL_ETA. `units` must follow from public numbers and the coins of sampling only.
     """
     unit = 4 * bound_roundings(units * positions + pieces + 64) * max(units, 1)
-    eta = min(max(USUAL_SPREAD * unit, SMALLEST_ETA), USUAL_ETA)
+    eta = min(max(usual_spread * unit, SMALLEST_ETA), USUAL_ETA)
     eta = min(max(eta, 2 * unit), LARGEST_ETA)
     return SumMargin(eta, eta / unit)
 
@@ -98,9 +104,12 @@ def sanitise_bounds(rule: ClipRule, bounds: Bounds) -> Bounds:
     """The bounds that a private rule states, with 0 in place of what is negative or not finite: nothing may pass."""
     if not rule.private:
         return bounds
-    stated = bounds.extra
-    stated = keep_nonnegative(stated) if isinstance(stated, Tensor) else float(keep_nonnegative(torch.tensor(stated)))
-    return replace(bounds, C=keep_nonnegative(bounds.C), extra=stated)
+    extra = bounds.extra
+    if isinstance(extra, Tensor):
+        extra = keep_nonnegative(extra)
+    elif not 0 <= extra < math.inf:
+        extra = 0.0
+    return replace(bounds, C=keep_nonnegative(bounds.C), extra=extra)
 
 
 # --- bounds -------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def make_local_problem(problem: TrainingProblem) -> TrainingProblem:
     """The problem that parties train on at client level: no clipping, no noise. Any other unit: unchanged."""
     if problem.unit != "client":
         return problem
-    return replace(problem, rule=NONE, unit="example", groups=(), diagnostics=False)
+    return replace(problem, rule=NONE, unit="example", groups=(), diagnostics=False, proven=False)
 
 
 def check_server_rule(rule: ClipRule, settings: Settings, problem: TrainingProblem) -> None:

@@ -125,6 +125,6 @@ def measure_group_norms(coefficients: torch.Tensor, where: torch.Tensor, groups:
         return to_norm_table(SquaredNorms(*(each[:, None] for each in found)), coefficients.dtype)
     squares = torch.zeros((count, groups), dtype=torch.float64, device=coefficients.device)
     for start, stop in scratch_ranges(count, 16 * size, coefficients.device, DOUBLE_SCRATCH):
-        squares[start:stop].index_add_(1, where, coefficients[start:stop].double().square_())
+        squares[start:stop].index_add_(1, where, coefficients[start:stop].double().square())
     bounds = squares * (1 + relative_square_error(64 * size, torch.float64))
     return to_norm_table(SquaredNorms(squares, bounds, bounds), coefficients.dtype)
