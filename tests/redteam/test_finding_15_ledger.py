@@ -183,3 +183,33 @@ def test_shared_units_against_sets_of_python() -> None:
         assert (found is None) == (not any(pairs.values()))
         if found is not None:
             assert found[2] == pairs[found[0], found[1]]
+
+
+# --- units that several parties have, on purpose ---------------------------------------------------
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_what_any_party_releases_of_a_shared_person_counts_for_all_that_have_the_person(
+    ledger: Ledger, accountant: str
+) -> None:
+    people = {"north": digests(1, 2, 3), "south": digests(3, 4), "west": digests(5, 6)}
+    ledger.register_all_units("run", people, allow_shared=True)
+    enroll(ledger, *people, accountant=accountant, delta=2 * DELTA)
+    ledger.register_plans("run", dict.fromkeys(people, PLAN))
+    assert all(ledger.reserve("run", 0, dict.fromkeys(people, RUN)).values())
+    assert ledger.spent("north") == ledger.spent("south") == Spend.empty().add_events(RUN, 2)
+    assert ledger.spent("west") == Spend.empty().add_events(RUN)
+    assert ledger.epsilon("north") > 1.2 * ledger.epsilon("west")
+    ledger.register_all_units("next", {"north": digests(1, 2), "south": digests(3)}, allow_shared=True)
+    assert ledger.spent("north") == Spend.empty().add_events(RUN), "the shared person has left"
+    assert ledger.spent("south") == Spend.empty().add_events(RUN, 2), "and is still here"
+
+
+def test_a_shared_persons_budget_is_not_passed_by_two_parties_in_one_round(ledger: Ledger) -> None:
+    people = {"north": digests(1, 2, 3), "south": digests(3, 4)}
+    ledger.register_all_units("run", people, allow_shared=True)
+    enroll(ledger, *people, budget=1.2 * COST)
+    ledger.register_plans("run", dict.fromkeys(people, PLAN))
+    assert not any(ledger.reserve("run", 0, dict.fromkeys(people, RUN)).values()), "both together are too much"
+    assert ledger.reserve("run", 0, {"north": RUN})["north"]
+    assert not ledger.reserve("run", 0, {"south": RUN})["south"]

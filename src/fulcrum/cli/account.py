@@ -39,7 +39,9 @@ def account(
     shown = [
         (
             name,
-            row["sigma"] if sigma is not None else accounting.format_epsilon(row["sigma"], 5),  # up: less noise costs more
+            row["sigma"]
+            if sigma is not None
+            else accounting.format_epsilon(row["sigma"], 5),  # up: less noise costs more
             row["steps"],
             accounting.format_epsilon(row["epsilon"]),
             delta,

@@ -40,7 +40,6 @@ from fulcrum.privacy.ledger.units import (
     UnitArray,
     find_members,
     find_shared_units,
-    merge_units,
     name_unit_set,
     parse_units,
     write_units,
@@ -312,7 +311,8 @@ class Ledger:
     def register_units(self, run: str, party: str, digests: bytes, allow_shared: bool = False) -> None:
         """The units of a party in a run, before its first release: concatenated 16-byte keyed digests.
 
-        Units that this ledger knows under another party's name are refused unless `allow_shared`.
+        Units that this ledger knows under another party's name are refused unless `allow_shared`: then what any party
+        released of a unit counts in the accounts of all parties that have it.
         """
         self.register_all_units(run, {party: digests}, allow_shared)
 
@@ -329,13 +329,22 @@ class Ledger:
                         "began with, or start another run."
                     )
             new = {party: units for party, units in given.items() if run not in before[party]}
-            if not allow_shared:
-                self._refuse_shared_units(new)
+            known = {party: self._read_party_units(party) for party in store.unit_rows}
+            shared = find_shared_units(known, new)
+            if shared is not None and not allow_shared:
+                party, other, count = shared
+                raise BudgetError(
+                    f"{count} of the {len(new[party])} records of party {party!r} are in this ledger as records of party "
+                    f"{other!r}, whose budget counts what was released of them; use the parties' names of before."
+                )
             numbers = self._store_unit_sets(new.values())
             store.insert(
                 "units",
-                ("party", "run", "unit_set"),
-                [(party, run, numbers[name_unit_set(write_units(units))]) for party, units in new.items()],
+                ("party", "run", "unit_set", "shared"),
+                [
+                    (party, run, numbers[name_unit_set(write_units(units))], shared is not None)
+                    for party, units in new.items()
+                ],
             )
 
     def _store_unit_sets(self, sets: Iterable[UnitArray]) -> dict[bytes, int]:
@@ -350,21 +359,9 @@ class Ledger:
         added = self._store.insert("unit_sets", ("digest", "members"), missing)
         return numbers | {name: number for (name, _), number in zip(missing, added, strict=True)}
 
-    def _refuse_shared_units(self, given: Mapping[str, UnitArray]) -> None:
-        """BudgetError where units of one party are known under another name, here or in the ledger."""
-        known = {party: self._read_party_units(party) for party in self._store.unit_rows}
-        shared = find_shared_units(known, given)
-        if shared is not None:
-            party, other, count = shared
-            raise BudgetError(
-                f"{count} of the {len(given[party])} records of party {party!r} are in this ledger as records of party "
-                f"{other!r}, whose budget counts what was released of them; use the parties' names of before."
-            )
-
     def _read_party_units(self, party: str) -> UnitArray:
         """All units that a party ever had in this ledger."""
-        numbers = {number for _, number in self._store.unit_rows.get(party, ())}
-        return merge_units([self._pricer.read_set(number) for number in sorted(numbers)])
+        return self._pricer.read_party_units(party)
 
     def find_known_units(self, party: str, digests: bytes) -> KnownUnits:
         """How many of these units this ledger knows, from the party's earlier runs or from other parties."""
@@ -421,7 +418,8 @@ class Ledger:
                         f"party {party!r} already reserved other events for round {round} of run {run!r} (attempt "
                         f"{attempt}); what is released must be what was reserved, so nothing was released."
                     )
-            fits = {party: self._is_affordable(run, each) for party, each in fresh.items()}
+            with self._pricer.assume(run, {each.row: each.after[1] for each in fresh.values()}):
+                fits = {party: self._is_affordable(run, each) for party, each in fresh.items()}
             granted = [fresh[party] for party in fresh if fits[party]]
             self._insert_terms({each.row: each.terms for each in granted})
             numbers = store.insert(
