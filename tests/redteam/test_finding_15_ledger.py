@@ -52,7 +52,7 @@ def ledger() -> Any:
 
 def test_records_known_under_another_name_are_refused(ledger: Ledger) -> None:
     assert train(ledger, "first", "north", digests(*range(10)))
-    with pytest.raises(BudgetError, match="3 of the 5 records of party 'party-0' .* records of party 'north'"):
+    with pytest.raises(BudgetError, match=r"3 of the 5 records of party 'party-0' .* records of party 'north'"):
         ledger.register_units("second", "party-0", digests(7, 8, 9, 10, 11))
     assert ledger.find_known_units("party-0", digests(7, 8, 9, 10, 11)) == KnownUnits(5, 0, 0, {"north": 3})
     ledger.register_units("second", "party-0", digests(10, 11))  # other people are welcome
@@ -137,7 +137,7 @@ def test_runs_without_digests_count_for_everybody(ledger: Ledger) -> None:
 
 def test_a_changed_population_is_refused_without_digests_and_welcome_with_them(ledger: Ledger) -> None:
     enroll(ledger, "north")
-    with pytest.raises(ConfigError, match="population = .* register the digests of its records") as caught:
+    with pytest.raises(ConfigError, match=r"population = .* register the digests of its records") as caught:
         enroll(ledger, "north", population="x, one record less")
     assert "another ledger" not in str(caught.value), "that advice would give the same people a new budget"
     ledger.register_units("run", "north", digests(1, 2))

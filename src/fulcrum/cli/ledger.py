@@ -128,9 +128,11 @@ def _print_verified(opened: Ledger, as_json: bool) -> None:
         view.print_json({"verified": head.sequence > 0, **vars(head)})
     elif head.sequence:
         view.print_line(
-            f"ledger {head.ledger}: {head.sequence} rows, each covered by the hash of the next; the last is {head.digest}."
+            f"ledger {head.ledger}: {head.sequence} rows, each covered by the hash of the next; "
+            f"the last is {head.digest}."
         )
     else:
         view.print_line(
-            f"{opened.path} has an older format without a chain of hashes, so nothing can be verified; its next row adds one."
+            f"{opened.path} has an older format without a chain of hashes, so nothing can be verified; "
+            "its next row adds one."
         )

@@ -151,24 +151,24 @@ class Ledger:
         with self._store.reading():
             if head.ledger != self._store.identity:
                 raise InputError(
-                    f"ledger {self.path} is another ledger ({self._store.identity or 'none'}) than the one that this run "
-                    f"was charged to ({head.ledger or 'none'}); give the path of that one."
+                    f"ledger {self.path} is another ledger ({self._store.identity or 'none'}) than the one that this "
+                    f"run was charged to ({head.ledger or 'none'}); give the path of that one."
                 )
             if not head.sequence:
                 return
             end = self._store.head()
             if end.sequence < head.sequence:
                 raise InputError(
-                    f"ledger {self.path} was rolled back: it has {end.sequence} rows, and this run knows {head.sequence}; "
-                    "give its latest copy."
+                    f"ledger {self.path} was rolled back: it has {end.sequence} rows, and this run knows "
+                    f"{head.sequence}; give its latest copy."
                 )
             (digest,) = self._store.db.execute(
                 "SELECT digest FROM chain WHERE sequence = ?", (head.sequence,)
             ).fetchone()
             if bytes(digest).hex() != head.digest:
                 raise InputError(
-                    f"ledger {self.path} was rewritten: its row {head.sequence} is not the one that this run knows; give "
-                    "the copy that this run was charged to."
+                    f"ledger {self.path} was rewritten: its row {head.sequence} is not the one that this run knows; "
+                    "give the copy that this run was charged to."
                 )
 
     # --- runs ------------------------------------------------------------------------------------
@@ -245,8 +245,8 @@ class Ledger:
             advice = f"at most {left:.4g}" if left > DELTA_ROUNDING * account.delta else "nothing"
             raise BudgetError(
                 f"the plan of party {party!r} has delta = {plan.delta:g}, and {advice} is left of the "
-                f"delta = {account.delta:g} of its account, since the deltas of runs add up: give each run a smaller --delta and the account their sum (privacy.budget_delta), or use "
-                "accountant rdp, which needs no parts."
+                f"delta = {account.delta:g} of its account, since the deltas of runs add up: give each run a smaller "
+                "--delta and the account their sum (privacy.budget_delta), or use accountant rdp, which needs no parts."
             )
         raise BudgetError(
             f"the plan of party {party!r} costs epsilon = {format_epsilon(epsilon)}, which with its earlier runs makes "
@@ -266,7 +266,7 @@ class Ledger:
             return {name for name, row in rows.items() if run in self._store.plans.get(row, {})}
 
     def identify_past(self, party: str) -> object:
-        """A value that is equal only for parties that spent the same in the same runs: their accounts have equal room."""
+        """A value that is equal only for parties that spent the same: their accounts have equal room."""
         with self._store.reading():
             row, account = self._store.find_account(party)
             cost = self._pricer.compute_cost(account, row, self._pricer.choose_terms(row, account))
@@ -334,8 +334,8 @@ class Ledger:
             if shared is not None and not allow_shared:
                 party, other, count = shared
                 raise BudgetError(
-                    f"{count} of the {len(new[party])} records of party {party!r} are in this ledger as records of party "
-                    f"{other!r}, whose budget counts what was released of them; use the parties' names of before."
+                    f"{count} of the {len(new[party])} records of party {party!r} are in this ledger as records of "
+                    f"party {other!r}, whose budget counts what was released of them; use the parties' names of before."
                 )
             numbers = self._store_unit_sets(new.values())
             store.insert(
@@ -619,8 +619,8 @@ def _describe_other_record(known: RunRecord, given: RunRecord) -> str:
     """The first difference between two records of one run, in a sentence."""
     name = next(name for name, value in vars(known).items() if value != getattr(given, name))
     return (
-        f"run {known.id} is in the ledger with {name} = {getattr(known, name)!r}, not {getattr(given, name)!r}; a run is "
-        "resumed with the settings and data that it began with, or started under another id."
+        f"run {known.id} is in the ledger with {name} = {getattr(known, name)!r}, not {getattr(given, name)!r}; a run "
+        "is resumed with the settings and data that it began with, or started under another id."
     )
 
 

@@ -389,7 +389,7 @@ class LedgerStore:
         return [row[1:] for row in rows]
 
     def remember_spends(self, last: int, run: str, spends: Mapping[int, tuple[Spend, Spend]]) -> None:
-        """Keep the (total, run's) spends that this process has just written, up to entry `last`, without reading them."""
+        """Keep the (total, run's) spends that this process has just written, up to entry `last`."""
         with self._lock:
             if self._seen["entries"] < last:
                 for row, (total, own) in spends.items():
