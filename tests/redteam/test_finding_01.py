@@ -7,14 +7,18 @@ all that decides the releases.
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
 from fulcrum.data import from_arrays
-from fulcrum.rng import SeededRandomness
+from fulcrum.errors import RunError
+from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.runs import prepare
+from fulcrum.training.loop import federate
 from fulcrum.training.problem import identify_releases
 from support.federations import toy_data, toy_settings
 
@@ -36,6 +40,7 @@ CHANGES: list[dict[str, dict[str, Any]]] = [
     {"train": {"rate": 0.21}},
     {"train": {"server_lr": 0.5}},
     {"train": {"weight_decay": 0.01}},
+    {"privacy": {"accountant": "pld", "sigma": 1.0}},
     {"data": {"parties": 2}},
     {"data": {"partition": "quantity"}},
     {"run": {"seed": 1}},
@@ -100,3 +105,27 @@ def test_the_id_is_keyed_by_the_private_seed_and_the_private_seed_can_be_set_apa
     assert not torch.equal(weights[0], weights[1])  # the public seed makes the weights, the private one does not
     same = prepare(settings.replace(privacy={"seed": 9}), data).problem
     assert torch.equal(weights[0], torch.cat([p.detach().flatten() for p in same.model.parameters()]))
+
+
+def test_a_federation_whose_settings_are_replaced_does_not_train_with_the_old_noise() -> None:
+    federation = prepare(toy_settings(privacy={"sigma": 1.0}), toy_data())
+    changed = dataclasses.replace(federation, settings=federation.settings.replace(clip={"C0": 2.0}))
+    with pytest.raises(RunError, match="prepare it again"):
+        next(federate(changed))
+    assert next(federate(federation))  # the check is about the change
+
+
+def test_secure_randomness_serves_one_run_in_one_process() -> None:
+    source = SecureRandomness()
+    source.claim("first")
+    source.claim("first")  # a resumed generator of the same run
+    with pytest.raises(RunError, match="repeat its noise"):
+        source.claim("second")
+    with pytest.raises(RunError, match="never leaves the process"):
+        pickle.dumps(source)
+    object.__setattr__(source, "_process", -1)  # as after a fork
+    for draw in (source.uniform, source.normal):
+        with pytest.raises(RunError, match="another process"):
+            draw(("noise", 0, 0, 0), 1)
+    with pytest.raises(RunError, match="another process"):
+        source.locate_stream(("noise", 0, 0, 0))

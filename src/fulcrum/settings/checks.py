@@ -63,6 +63,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "privacy.sigma": (1e-6, True, 1e9, True),
     "privacy.delta": (0, False, 1, False),
     "privacy.budget": (0, False, math.inf, False),
+    "privacy.budget_delta": (0, False, 1, False),
     "privacy.max_participations": (0, True, math.inf, False),
     "privacy.rho_mu": (1e-6, True, 1e6, True),
     "client_level.weight_cap": (0, True, math.inf, False),

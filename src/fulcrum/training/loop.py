@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from fulcrum.errors import RunError
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.ledger import Ledger, LedgerAccount
-from fulcrum.privacy.plan import Plan
-from fulcrum.rng import numpy_generator
+from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunPlan
+from fulcrum.privacy.plan import Plan, find_affordable_rounds
+from fulcrum.rng import SecureRandomness, SeededRandomness, numpy_generator
 from fulcrum.settings.schema import Settings
 from fulcrum.training.evaluate import Evaluation, evaluate_with_parties
 from fulcrum.training.federation import Federation
+from fulcrum.training.problem import identify_releases
 from fulcrum.training.round import (
     average_diagnostics,
     compute_reply_digests,
@@ -51,6 +53,7 @@ def federate(
     """
     settings, problem, plan, engine = federation.settings, federation.problem, federation.plan, federation.engine
     play = run_client_level_round if plan.central else run_round
+    check_randomness(federation, run)
     snapshot = start or make_first_snapshot(federation)
     account = RunAccount(ledger, run, plan.delta, plan.accountant) if ledger else None
     exhausted: set[int] = set()
@@ -100,6 +103,25 @@ def federate(
         )
 
 
+def check_randomness(federation: Federation, run: str) -> None:
+    """Raise RunError where the noise of this run would be that of another one.
+
+    Secure randomness serves one run. Seeded randomness is bound to the settings with which the federation was
+    prepared; a federation whose settings were replaced since would repeat noise at other settings.
+    """
+    problem = federation.problem
+    source = problem.randomness
+    if isinstance(source, SecureRandomness) and run:
+        source.claim(run)
+    if isinstance(source, SeededRandomness) and source.run:
+        parts = (problem.dataset, problem.partition, problem.model, problem.layout)
+        if source.run != identify_releases(federation.settings, *parts):
+            raise RunError(
+                "the federation's settings, records or weights were replaced after prepare, and its noise is bound to "
+                "the former ones; prepare it again."
+            )
+
+
 def select_participants(
     federation: Federation, t: int, counts: Sequence[int] | torch.Tensor, excluded: Collection[int] = ()
 ) -> list[int]:
@@ -142,5 +164,32 @@ def reserve_round(
     bytes (its outcome was lost in a crash); a round that was settled before and has new randomness is paid again.
     """
     ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in events)
+    register_party_plans(ledger, run, plan, events)
     granted = ledger.reserve(run, t, {plan.name(k): planned for k, planned in events.items()}, attempt=attempt)
     return [k for k in events if granted[plan.name(k)]]
+
+
+def register_party_plans(ledger: Ledger, run: str, plan: Plan, clients: Iterable[int]) -> None:
+    """Register what these parties will release in this run at most, where that is not done: before a first release.
+
+    The plan follows from the settings alone. Where it exceeds what is left of a party's account, the rounds that fit
+    are planned, so that the party takes part until they are used up.
+    """
+    numbers = {plan.name(k): k for k in clients}
+    known = ledger.list_planned_parties(run, numbers)
+    plans: dict[str, RunPlan] = {}
+    full: dict[str, RunPlan] = {}
+    of_group: dict[int, RunPlan] = {}
+    for party, k in numbers.items():
+        if party in known:
+            continue
+        group = int(plan.group_of[k])
+        if group not in of_group:
+            of_group[group] = plan.make_run_plan(k)
+        plans[party] = of_group[group]
+        if plan.accountant != "rdp" and not ledger.fits(party, run, plans[party]):
+            full[party] = plans[party]
+            plans[party] = plan.make_run_plan(k, find_affordable_rounds(plan, k, ledger, run, party))
+    chosen = {party: each for party, each in plans.items() if each.events}
+    # Where nobody has room for one round, the refusal of the whole plan says why.
+    ledger.register_plans(run, chosen if chosen or known else full)
