@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from fulcrum.data.dataset import Dataset
+from fulcrum.data.fingerprints import shares_records_with_test
 from fulcrum.data.partition import LABEL_PARTITIONS, partition_method
 from fulcrum.errors import ConfigError
 from fulcrum.settings.schema import Data, Settings
@@ -31,6 +32,16 @@ def resolve_data_settings(settings: Settings, dataset: Dataset) -> tuple[Setting
         )
     if not dataset.public and randomness != "secure":
         notes.append(describe_simulation(settings))
+    elif not dataset.public and settings.run.diagnostics and dataset.train is not None:
+        raise ConfigError(
+            f"run.diagnostics = true writes down clip fractions and losses of {dataset.name} without noise, and the "
+            "data is private; turn it off, or say data.public = true if everybody may see the data."
+        )
+    if not dataset.public and shares_records_with_test(dataset):
+        notes.append(
+            "Some test records are also training records: test records count as public and are scored in the clear, so "
+            "hand over others, or hold some out with data.validation and privacy.evaluation_epsilon."
+        )
     resolved = settings.replace(data={"partition": method}, privacy={"unit": unit, "randomness": randomness})
     return resolved, dataclasses.replace(dataset, warnings=(*dataset.warnings, *notes))
 

@@ -109,19 +109,29 @@ def is_same_data(dataset: Dataset, stored: str) -> bool:
     return stored in (compute_keyed_fingerprint(dataset), dataset.fingerprint)
 
 
+def shares_records_with_test(dataset: Dataset) -> bool:
+    """Whether a test record has the inputs of a training record, for data sets whose records have digests."""
+    if dataset.train is None or dataset.test is None or dataset.test.digests is None:
+        return False
+    train, test = (set(_list_record_digests(part, torch.arange(len(part)))) for part in (dataset.train, dataset.test))
+    return not train.isdisjoint(test)
+
+
 # --- units --------------------------------------------------------------------------------------
 
 
 def add_record_digests(dataset: Dataset) -> Dataset:
-    """The data set with a digest of each training record's inputs as loaded: features and types may change later.
+    """The data set with a digest of each record's inputs as loaded: features and types may change later.
 
     Targets are left out: the same people are known again when something else about them is predicted.
     """
-    if dataset.train is None or dataset.train.digests is not None:
-        return dataset
-    return dataclasses.replace(
-        dataset, train=dataclasses.replace(dataset.train, digests=compute_record_digests(dataset.train))
-    )
+
+    def added(records: Records | None) -> Records | None:
+        if records is None or records.digests is not None:
+            return records
+        return dataclasses.replace(records, digests=compute_record_digests(records))
+
+    return dataclasses.replace(dataset, train=added(dataset.train), test=added(dataset.test))
 
 
 def compute_record_digests(records: Records) -> Tensor:
