@@ -110,7 +110,7 @@ class Model:
     hidden: tuple[int, ...] = (64,)
     """Widths of the mlp's hidden layers."""
     init: str = "random"
-    """Public initial weights: random; synthetic (CNNs only, pretrained on images made from formulas, without data); or
+    """Public initial weights: random; synthetic (CNNs only, pretrained on images made from formulas); or
     an .npz or .safetensors file. Layers that are not in the file are random."""
     coordinates: str = "plain"
     """Coordinates in which the network is trained: plain; centred (the input of every layer minus its mean over
