@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +30,8 @@ from fulcrum.data.records import Records, list_input_tensors
 from fulcrum.errors import ConfigError, DataError
 
 KEY_BYTES = 32
+PUBLIC_KEY = b"public data needs no secret key."
+"""In place of the user's key where data is public: the same everywhere."""
 DIGEST_BYTES = 16
 """Bytes of one unit's digest."""
 
@@ -173,15 +176,7 @@ def select_held_out(dataset: Dataset, fraction: float) -> Tensor:
     It depends on the unit alone: no other record, label or seed moves a unit to the other side, so each side is a
     data set of its own people. The same unit stays on its side from run to run.
     """
-    records = dataset.records
-    if records.person is not None:
-        persons, unit_of = torch.unique(records.person, return_inverse=True)
-        names = _name_persons(dataset, persons)
-    else:
-        unit_of = torch.arange(len(records))
-        names = _list_record_digests(records, unit_of)
-    chances = b"".join(_keyed_digests(b"fulcrum-holdout", names))
-    draws = np.frombuffer(chances, dtype="<u8").reshape(-1, DIGEST_BYTES // 8)[:, 0]
+    draws, unit_of = _draw_per_unit(dataset, b"fulcrum-holdout")
     held: Tensor = torch.from_numpy(draws < np.uint64(int(fraction * 2.0**64)))[unit_of]
     if not held.any() or held.all():
         side = "all" if held.all() else "none"
@@ -190,6 +185,28 @@ def select_held_out(dataset: Dataset, fraction: float) -> Tensor:
             "is drawn on its own, so take a fraction that leaves several on both sides."
         )
     return held
+
+
+def assign_hashed_parties(dataset: Dataset, parties: int) -> Tensor:
+    """The party 0..parties-1 of each training record [n] int64, by a keyed hash of its unit (person, else record).
+
+    It depends on the unit alone, so people who stay keep their party when records come or go.
+    """
+    draws, unit_of = _draw_per_unit(dataset, b"fulcrum-party")
+    return torch.from_numpy((draws % np.uint64(parties)).astype(np.int64))[unit_of]
+
+
+def _draw_per_unit(dataset: Dataset, purpose: bytes) -> tuple[npt.NDArray[np.uint64], Tensor]:
+    """A number below 2^64 for each unit (person, else record), by a keyed hash, and the unit of each record [n]."""
+    records = dataset.records
+    if records.person is not None:
+        persons, unit_of = torch.unique(records.person, return_inverse=True)
+        names = _name_persons(dataset, persons)
+    else:
+        unit_of = torch.arange(len(records))
+        names = _list_record_digests(records, unit_of)
+    chances = b"".join(_keyed_digests(purpose, names, PUBLIC_KEY if dataset.public else None))
+    return np.frombuffer(chances, dtype="<u8").reshape(-1, DIGEST_BYTES // 8)[:, 0], unit_of
 
 
 def _name_persons(dataset: Dataset, persons: Tensor) -> list[bytes]:
@@ -215,8 +232,8 @@ def _number_repeated(names: Iterable[bytes]) -> list[bytes]:
     return found
 
 
-def _keyed_digests(purpose: bytes, names: Iterable[bytes]) -> list[bytes]:
-    start = hashlib.blake2b(key=read_record_key(), digest_size=DIGEST_BYTES, person=purpose[:16])
+def _keyed_digests(purpose: bytes, names: Iterable[bytes], key: bytes | None = None) -> list[bytes]:
+    start = hashlib.blake2b(key=key or read_record_key(), digest_size=DIGEST_BYTES, person=purpose[:16])
     found = []
     for name in names:
         mac = start.copy()
