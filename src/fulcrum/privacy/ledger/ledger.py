@@ -35,7 +35,7 @@ from fulcrum.privacy.ledger.rows import (
     read_events_text,
     write_events_text,
 )
-from fulcrum.privacy.ledger.store import EMPTY_SPEND, LedgerStore, SpendAdder
+from fulcrum.privacy.ledger.store import EMPTY_SPEND, FORMAT_VERSION, LedgerStore, SpendAdder
 from fulcrum.privacy.ledger.units import (
     UnitArray,
     find_members,
@@ -382,7 +382,12 @@ class Ledger:
         with self._store.reading():
             row, account = self._store.find_account(party)
             rule, order = self._pricer.choose_terms(row, account)
-            return describe_rule(rule, order, account.delta, account.accountant, len(self._store.get_run_spends(row)))
+            runs = self._store.get_run_spends(row)
+            words = describe_rule(rule, order, account.delta, account.accountant, len(runs))
+            older = (
+                self._store.former < FORMAT_VERSION and runs and next(iter(runs)) not in self._store.plans.get(row, {})
+            )
+            return f"{words[:-1]}; rows of an earlier version count as if it had been so then." if older else words
 
     # --- releases --------------------------------------------------------------------------------
 
