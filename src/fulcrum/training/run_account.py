@@ -9,7 +9,10 @@ from fulcrum.privacy.plan import Plan
 
 
 class RunAccount:
-    """The epsilon of each party in one run. All of it is read from the ledger, round by round.
+    """The epsilon of each party in one run so far, for display. All of it is read from the ledger, round by round.
+
+    It is what these rounds cost as a plan of their own. Statements take `Ledger.costs`, which holds for people who stop
+    or go on after looking and may say more; after the last round of a run without pauses the two agree.
 
     Reservations are summed in the order of the rounds, so that an interrupted run ends with the same bits.
     Parties with the same past share one `Spend`, and its epsilon is computed once.
