@@ -43,7 +43,16 @@ from fulcrum.settings.schema import Clip  # noqa: E402
 SOUND = tuple(name for name, rule in RULES.items() if rule.sound and rule.private)
 CLASSES, SIDE = 3, 7
 BATCHES = (1, 2, 5, 16, 64, 300, 1000)
-RECORDS = ("normal", "constant", "almost constant", "one coordinate", "zero", "sparse", "opposite halves", "mixed scales")
+RECORDS = (
+    "normal",
+    "constant",
+    "almost constant",
+    "one coordinate",
+    "zero",
+    "sparse",
+    "opposite halves",
+    "mixed scales",
+)
 OTHERS = ("normal", "the target", "minus the target", "scaled targets", "zero")
 WEIGHTS = ("usual", "tiny", "large", "cancelling", "zero")
 

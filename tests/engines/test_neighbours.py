@@ -105,7 +105,9 @@ def test_a_client_moves_the_mean_by_no_more_than_is_charged(rule: str) -> None:
 
 def test_without_the_bound_the_replay_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = build_replay_problem(records(), torch.arange(UNITS) % 3, network("mlp"), "fixed", proven=True)
-    rule = dataclasses.replace(problem.rule, clip=lambda stats, state: (2 * stats.norms.new_ones(stats.norms.shape), stats.norms[:, :0], state))
+    rule = dataclasses.replace(
+        problem.rule, clip=lambda stats, state: (2 * stats.norms.new_ones(stats.norms.shape), stats.norms[:, :0], state)
+    )
     problem = dataclasses.replace(problem, rule=rule)
     for engine in STEP_SUMS:
         assert worst(problem, engine) <= 1
