@@ -101,7 +101,7 @@ class Watch:
 
             return fill
 
-        RandomDraws.fill_uniforms = fill_uniforms  # type: ignore[method-assign]
+        RandomDraws.fill_uniforms = fill_uniforms  # type: ignore[method-assign, assignment]
         RandomDraws.fill_normals = by_row(normals, "normal")  # type: ignore[method-assign]
         RandomDraws.sum_normals = by_row(sums, "sum")  # type: ignore[method-assign]
 

@@ -43,7 +43,7 @@ PLAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_run(player: str, seed: int) -> Federation:
     """One of several runs: each has a seed, parties of uneven size and a learning rate of its own."""
     unit, shared = PLAYERS[player]
-    own = {
+    own: dict[str, dict[str, Any]] = {
         "run": {"seed": seed},
         "data": {"partition": "quantity", "parties": 3 + seed % 3, "min_examples": 2},
         "train": {"lr": 0.1 + 0.1 * seed},
