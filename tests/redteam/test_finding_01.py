@@ -40,6 +40,7 @@ CHANGES: list[dict[str, dict[str, Any]]] = [
     {"train": {"rate": 0.21}},
     {"train": {"server_lr": 0.5}},
     {"train": {"weight_decay": 0.01}},
+    {"privacy": {"accountant": "pld", "sigma": 1.0}},
     {"data": {"parties": 2}},
     {"data": {"partition": "quantity"}},
     {"run": {"seed": 1}},

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from fulcrum.data.declared import refuse_without_ledger
 from fulcrum.errors import RunError
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.ledger import Ledger, LedgerAccount
-from fulcrum.privacy.plan import Plan
+from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunPlan
+from fulcrum.privacy.plan import Plan, find_affordable_rounds
 from fulcrum.rng import SecureRandomness, SeededRandomness, numpy_generator
 from fulcrum.settings.schema import Settings
-from fulcrum.training.evaluate import Evaluation, evaluate_with_parties
+from fulcrum.training.evaluate import Evaluation, evaluate_round
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import identify_releases
 from fulcrum.training.round import (
@@ -49,8 +50,10 @@ def federate(
     parties share one noise vector, it ends when any party's budget is spent.
 
     Without a ledger (studies on public data) there are no reservations, no budgets and no epsilons:
-    `RoundResult.epsilon` is NaN and `epsilons` is empty.
+    `RoundResult.epsilon` is NaN and `epsilons` is empty. Private data is refused there.
     """
+    if ledger is None:
+        refuse_without_ledger(federation.problem.dataset)
     settings, problem, plan, engine = federation.settings, federation.problem, federation.plan, federation.engine
     play = run_client_level_round if plan.central else run_round
     check_randomness(federation, run)
@@ -77,12 +80,13 @@ def federate(
 
         snapshot, replies, C = play(federation, snapshot, clients, t, events, attempt)
         took_part = clients if plan.central else [reply.client for reply in replies]
-        if ledger and account:
+        if ledger:
             ledger.settle(run, t, compute_reply_digests(plan, replies, clients, settings.train.weights))
+        found = Evaluation({})
+        if is_evaluation_round(settings, t):
+            found = evaluate_round(federation, snapshot.averaged, t, ledger, run, attempt)
+        if account:  # after the evaluation, which held-out private records pay for
             account.read_rounds_until(t + 1)
-        found = (
-            evaluate_with_parties(problem, snapshot.averaged) if is_evaluation_round(settings, t) else Evaluation({})
-        )
         yield (
             RoundResult(
                 round=t + 1,
@@ -96,6 +100,7 @@ def federate(
                 seconds=time.perf_counter() - began,
                 metrics=found.metrics,
                 party_metrics=found.parties,
+                evaluation=found.note,
                 diagnostics=average_diagnostics(replies),
                 out_of_budget=tuple(sorted(exhausted)) if plan.central else (),
             ),
@@ -164,5 +169,32 @@ def reserve_round(
     bytes (its outcome was lost in a crash); a round that was settled before and has new randomness is paid again.
     """
     ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in events)
+    register_party_plans(ledger, run, plan, events)
     granted = ledger.reserve(run, t, {plan.name(k): planned for k, planned in events.items()}, attempt=attempt)
     return [k for k in events if granted[plan.name(k)]]
+
+
+def register_party_plans(ledger: Ledger, run: str, plan: Plan, clients: Iterable[int]) -> None:
+    """Register what these parties will release in this run at most, where that is not done: before a first release.
+
+    The plan follows from the settings alone. Where it exceeds what is left of a party's account, the rounds that fit
+    are planned, so that the party takes part until they are used up.
+    """
+    numbers = {plan.name(k): k for k in clients}
+    known = ledger.list_planned_parties(run, numbers)
+    plans: dict[str, RunPlan] = {}
+    full: dict[str, RunPlan] = {}
+    of_group: dict[int, RunPlan] = {}
+    for party, k in numbers.items():
+        if party in known:
+            continue
+        group = int(plan.group_of[k])
+        if group not in of_group:
+            of_group[group] = plan.make_run_plan(k)
+        plans[party] = of_group[group]
+        if plan.accountant != "rdp" and not ledger.fits(party, run, plans[party]):
+            full[party] = plans[party]
+            plans[party] = plan.make_run_plan(k, find_affordable_rounds(plan, k, ledger, run, party))
+    chosen = {party: each for party, each in plans.items() if each.events}
+    # Where nobody has room for one round, the refusal of the whole plan says why.
+    ledger.register_plans(run, chosen if chosen or known else full)

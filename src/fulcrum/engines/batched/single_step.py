@@ -159,6 +159,7 @@ class SingleStepRounds:
         noised, noised_extra = (select_row_on_device(value, row) for value in (self.noised, self.noised_extra))
         scale = scale_noise(Bounds(sums.C, sums.extra_bound), NoiseMultipliers(noised, noised_extra), asked)
         gradient, extra, _ = add_noise(sums.sum, sums.extra, scale, (self.noise, self.noise_extra), {})
+        gradient, extra = gradient.float(), extra.float()  # float64 where bounds are proven
         aggregate = -lr[:, None] * (gradient + server.weight_decay[:, None] * server.theta)
         C = state["C"].clone()
         noise = select_row_on_device(server.noise, server.t)

@@ -78,7 +78,7 @@ def add_noise_and_average(
     if view.transform is not None:
         total = vmap(view.transform.inverse)(total)
     batch = terms["batch"][:, None]
-    return total / batch, extra / batch
+    return (total / batch).float(), (extra / batch).float()
 
 
 @dataclass(frozen=True)
