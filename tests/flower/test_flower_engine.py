@@ -27,7 +27,7 @@ from fulcrum.settings.presets import METHODS
 from fulcrum.settings.schema import Settings
 from fulcrum.types import Assignment
 from support.federations import toy_data
-from support.flower import NAMES, serve, toy_federation, toy_settings, toy_terms
+from support.flower import NAMES, serve, share_streams, toy_federation, toy_settings, toy_terms
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}
 """In-process against Flower on one machine: the arithmetic is the same, so are the bits up to threading."""
@@ -44,6 +44,7 @@ def ledger_lines(path, party):
 
 @pytest.mark.parametrize("settings", [toy_settings(), toy_settings(3, "fixed", steps=2, server="momentum", ema=0.5)])
 def test_a_simulation_across_machines_is_the_run_in_one_process(tmp_path, monkeypatch, settings):
+    share_streams(monkeypatch)
     alone = api.execute(api.prepare(settings, toy_data(120)), tmp_path / "alone")
     with toy_federation(tmp_path, settings) as bus:
         result = serve(bus, settings, tmp_path / "served", monkeypatch)
@@ -60,6 +61,7 @@ def test_a_simulation_across_machines_is_the_run_in_one_process(tmp_path, monkey
 def test_a_party_that_trains_fast_gives_what_the_reference_engine_gives(tmp_path, monkeypatch):
     """The parties take the engine that `auto` picks; the reference engine writes every gradient out."""
     settings = toy_settings(3, steps=2)
+    share_streams(monkeypatch)
     reference = dataclasses.replace(settings, run=dataclasses.replace(settings.run, engine="reference"))
     alone = api.execute(api.prepare(reference, toy_data(120)))
     with toy_federation(tmp_path, settings) as bus:
@@ -93,6 +95,7 @@ def test_the_presets_use_every_sound_rule():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_sound_preset_gives_the_same_across_machines(tmp_path, monkeypatch, name):
     settings = preset_settings(name, steps=2)
+    share_streams(monkeypatch)
     alone = api.execute(api.prepare(settings, toy_data(120)), tmp_path / "alone")
     with toy_federation(tmp_path, settings) as bus:
         result = serve(bus, settings, tmp_path / "served", monkeypatch)

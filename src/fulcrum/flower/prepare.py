@@ -13,16 +13,17 @@ from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, Partition, load
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
-from fulcrum.flower.messages import compute_model_fingerprint, write_shape
+from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint, write_shape
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, PartyReportFn, Transport
 from fulcrum.flower.task_terms import declare_task, task_fingerprint
 from fulcrum.flower.terms import make_proposal
 from fulcrum.privacy.plan import make_plan
+from fulcrum.rng import CipherRandomness
 from fulcrum.runs.preparation import build_checked_model
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.federation import Federation
-from fulcrum.training.problem import TrainingProblem
+from fulcrum.training.problem import TrainingProblem, get_private_seed
 
 
 def load_public_data(source: str, folder: str = "", task: TaskSettings | None = None) -> Dataset:
@@ -69,6 +70,16 @@ def make_public_problem(settings: Settings, public: Dataset, device: torch.devic
     return TrainingProblem.of(settings, public, nobody, model, device, rule=rule)
 
 
+def make_simulated_streams(settings: Settings, problem: TrainingProblem) -> SimulatedStreams:
+    """The seed and the id of the random streams of a simulation: the same settings, model and public data repeat it.
+
+    A coordinator has no party's records, so the id is that of what it does have (`identify_releases`).
+    """
+    randomness = problem.randomness
+    assert isinstance(randomness, CipherRandomness)
+    return SimulatedStreams(get_private_seed(settings), randomness.run)
+
+
 def make_party_registry(
     transport: Transport,
     public_keys: Mapping[str, ec.EllipticCurvePublicKey],
@@ -79,7 +90,6 @@ def make_party_registry(
 ) -> PartyRegistry:
     """The registry of a run, with what every party's greeting must say."""
     required = {
-        "classes": problem.task.outputs,
         "shape": write_shape(problem.dataset.shape),
         "model": compute_model_fingerprint(problem.model, problem.layout),
         "task": task_fingerprint(problem.dataset),
