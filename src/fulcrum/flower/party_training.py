@@ -12,12 +12,17 @@ import torch
 from fulcrum.clipping.party_state import complete_party_state
 from fulcrum.clipping.rule import ClipRule, gradient_multiplier
 from fulcrum.data import Dataset
+from fulcrum.data.records import select_rows
 from fulcrum.engines import Engine, find_engine
+from fulcrum.errors import FulcrumError, ModelError
 from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint
-from fulcrum.flower.party_data import count_units, make_single_party_partition
+from fulcrum.flower.party_data import count_units, make_single_party_partition, make_stand_in
 from fulcrum.flower.task_terms import task_fingerprint
 from fulcrum.flower.terms import PartyTerms, find_allowed_rule, terms_to_settings
+from fulcrum.models.build import is_built_in
+from fulcrum.models.checks import validate_model
 from fulcrum.models.layout import ParameterLayout
+from fulcrum.models.own import check_outputs
 from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.runs.preparation import build_checked_model
 from fulcrum.settings.schema import Settings
@@ -55,7 +60,17 @@ class LocalTrainer:
 
     @cached_property
     def _model_and_records(self) -> tuple[torch.nn.Module, Dataset]:
-        model, dataset = build_checked_model(self.settings, self._given, None)
+        # Built without a look at the records: others get to know the model's fingerprint, buffers included.
+        model, _ = build_checked_model(self.settings, make_stand_in(self._given), None)
+        dataset = self._given.with_float_inputs() if is_built_in(self.settings.model) else self._given
+        pair = select_rows(dataset.sample.x, slice(0, 2))
+        try:
+            validate_model(model, pair)
+            check_outputs(model, pair, dataset.task)
+        except FulcrumError:
+            raise
+        except Exception as problem:  # a user's model may raise any error
+            raise ModelError(f"The model of the terms failed on two of this party's records: {problem}.") from problem
         return model.to(self.device), dataset
 
     @property
