@@ -72,8 +72,12 @@ REFUSAL_TEXTS: dict[str, str] = {
 
 MAX_WEIGHT = 1e6
 """The largest weight, in absolute value, of a model that a request may send: beyond it gradients may overflow."""
+MIN_SIGMA = 1e-3
+"""The noise multiplier of terms is above this: below, accounting overflows, and nothing is protected."""
 MAX_SIGMA = 1e6
 """The largest noise multiplier of a request: beyond it the noise may overflow."""
+MAX_CLASSES = 10_000_000
+"""The most classes, labels or tokens."""
 MIN_RATE = 1e-9
 """The smallest sampling rate of a request: below it the mean over an expected batch may overflow."""
 
@@ -165,7 +169,7 @@ def validate_terms(terms: PartyTerms, look_up: bool = True) -> PartyTerms:
     limits: dict[str, tuple[float, float]] = {
         "budget": (0, math.inf),
         "rate": (0, 1),
-        "sigma": (0, MAX_SIGMA),
+        "sigma": (MIN_SIGMA, MAX_SIGMA),
         "lr": (0, math.inf),
         "C_min": (0, math.inf),
         "C_max": (0, math.inf),
@@ -184,6 +188,8 @@ def validate_terms(terms: PartyTerms, look_up: bool = True) -> PartyTerms:
         raise ConfigError("terms: unit must be example or person, and groups flat or layer.")
     if terms.arithmetic not in ARITHMETIC_STRENGTHS:
         raise ConfigError(f"terms: arithmetic = {terms.arithmetic!r} must be auto, proven or fast.")
+    if not 0 <= terms.agreed_task.classes <= MAX_CLASSES:
+        raise ConfigError(f"terms: classes = {terms.agreed_task.classes} must be a number up to {MAX_CLASSES}.")
     check_settings(terms_to_settings(terms))  # the ranges of a run's settings, those of [clip] among them
     return terms
 
@@ -417,7 +423,9 @@ def _to_toml(value: Any) -> str:
 
 
 def _validate_terms_types(raw: Mapping[str, Any]) -> PartyTerms:
-    """Strict types, through JSON as the settings do; unknown fields are refused."""
+    """Strict types, through JSON as the settings do; unknown fields are refused, and numbers of any unusual size."""
+    if not _has_ordinary_numbers(raw):
+        raise ConfigError("terms: a number is not finite, or beyond 1e300.")
     try:
         return TypeAdapter(PartyTerms).validate_json(json.dumps(raw, allow_nan=False, default=list), strict=True)
     except ValidationError as error:
@@ -426,6 +434,14 @@ def _validate_terms_types(raw: Mapping[str, Any]) -> PartyTerms:
         raise ConfigError(f"terms: {where}: {first['msg'][0].lower()}{first['msg'][1:]}.") from None
     except ValueError:
         raise ConfigError("terms: a number is not finite.") from None
+
+
+def _has_ordinary_numbers(value: Any, depth: int = 0) -> bool:
+    """Whether all numbers in nested tables and lists are finite and of a size that arithmetic bears."""
+    if isinstance(value, Mapping | list | tuple):
+        inside = value.values() if isinstance(value, Mapping) else value
+        return depth < 8 and all(_has_ordinary_numbers(each, depth + 1) for each in inside)
+    return not isinstance(value, int | float) or -1e300 < value < 1e300
 
 
 def _read_field_docs() -> dict[str, str]:
