@@ -31,7 +31,7 @@ from fulcrum.privacy.accounting import Spend, check_accounting_terms
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.plan import make_plan
 from fulcrum.settings.checks import check_settings
-from fulcrum.settings.derived import compute_local_steps
+from fulcrum.settings.derived import compute_local_steps, get_planned_unit
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Model, Privacy, Settings, TaskSettings, Train
 from fulcrum.types import Assignment, RuleState
 
@@ -321,7 +321,7 @@ def make_proposal(settings: Settings, classes: int = 0, task: TaskSettings | Non
         "classes": classes,
         "arithmetic": settings.privacy.arithmetic,
         "clip": dataclasses.asdict(RuleTerms.of(settings.clip)),
-        "unit": settings.privacy.unit,
+        "unit": get_planned_unit(settings.privacy),
         "accountant": settings.privacy.accountant,
         "groups": settings.clip.groups,
         "statistics_interval": plan.groups[0].statistics_interval,
