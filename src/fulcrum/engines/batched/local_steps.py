@@ -199,6 +199,7 @@ class JobRounds:
             lr.index_select(0, owner),
             server.t,
             server.rounds,
+            units=chunks.rows.numel(),
         )
         found = compute_clipped_sums(self.core, tasks)
         gradient = self.noise.step(found, chunks, self.client, batch)

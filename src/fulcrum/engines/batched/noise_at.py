@@ -21,6 +21,7 @@ from fulcrum.engines.stacked.sampling import select_row_on_device
 from fulcrum.engines.stacked.step import StepTerms, add_noise_and_average
 from fulcrum.engines.stacked.trainer import probe_statistics_width
 from fulcrum.errors import BudgetError
+from fulcrum.gradients.rounding import NormTable, SquaredNorms, squared_norms, to_norm_table
 from fulcrum.privacy.mechanism import ChargedNoiseScale, NoiseMultipliers, add_noise, compute_charged_scale, scale_noise
 from fulcrum.training.problem import assign_coordinate_groups
 from fulcrum.types import Bounds
@@ -246,11 +247,10 @@ class NoiseAtServer:
         server, state, runs, jobs = self.server, self.server.rule_state, len(self.sum), len(updates)
         run, starts = label.clamp_max(runs - 1), _find_run_starts(label, runs)
         gradients = updates.neg_()  # as rules read them
-        norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
-        good = torch.isfinite(norms)
+        good = torch.isfinite(squared_norms(gradients).bounds.sqrt().float())[:, None]
         gradients.masked_fill_(~good, 0)
         groups = state["C"].shape[1]
-        norms = norms.masked_fill(~good, 0) if groups == 1 else self._compute_group_norms(gradients, groups)
+        norms, norm_bounds, _ = self._measure_group_norms(gradients, groups)
 
         # The rule sees each run's jobs as a batch: [R, slots].
         place = starts[:-1, None] + torch.arange(self.slots, device=label.device)
@@ -266,7 +266,9 @@ class NoiseAtServer:
         if direction is not None:
             dots = by_run((gradients * direction.index_select(0, run)).sum(dim=1))
         sigma, ones = select_row_on_device(self.sigma, server.t), torch.ones_like(self.cohort)
-        decided = self.rule.clip(state, by_run(norms), mask, dots, None, sigma, self.cohort, ones)
+        decided = self.rule.clip(
+            state, by_run(norms), mask, dots, None, sigma, self.cohort, ones, norm_bounds=by_run(norm_bounds)
+        )
         factors, again, extra, _, C, bound = decided
 
         back = run * self.slots + torch.arange(jobs, device=label.device) - starts.index_select(0, run)
@@ -285,13 +287,14 @@ class NoiseAtServer:
         self.C.copy_(C)
         self.bound.copy_(bound)
 
-    def _compute_group_norms(self, gradients: Tensor, groups: int) -> Tensor:
-        """[J, G]; tensor by tensor, so that a GPU adds up in the same order each time."""
+    def _measure_group_norms(self, gradients: Tensor, groups: int) -> NormTable:
+        """[J, G] each; tensor by tensor, so that a GPU adds up in the same order each time."""
         problem = self.server.federations[0].problem
-        squares = [gradients.new_zeros(len(gradients)) for _ in range(groups)]
-        for group, part in zip(problem.groups, gradients.split(problem.layout.sizes, dim=1), strict=True):
-            squares[group] = squares[group] + torch.linalg.vector_norm(part, dim=1).square()
-        return torch.stack(squares, dim=1).sqrt()
+        parts = gradients.split(problem.layout.sizes, dim=1) if groups > 1 else (gradients,)
+        tables = [gradients.new_zeros((3, len(gradients)), dtype=torch.float64) for _ in range(groups)]
+        for group, part in zip(problem.groups if groups > 1 else (0,), parts, strict=True):
+            tables[group] = tables[group] + torch.stack(squared_norms(part))
+        return to_norm_table(SquaredNorms(*torch.stack(tables, dim=2)), gradients.dtype)
 
     def end(self) -> None:
         """The means, their noise, the rules and the server optimisers, in place: one step at learning rate 1."""

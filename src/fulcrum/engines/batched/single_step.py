@@ -160,6 +160,7 @@ class SingleStepRounds:
             spread, spread_extra = (spread > 0).float(), (spread_extra > 0).float()
         scale = scale_noise(Bounds(sums.C, sums.extra_bound), NoiseMultipliers(spread, spread_extra), asked)
         gradient, extra, _ = add_noise(sums.sum, sums.extra, scale, (self.noise, self.noise_extra), {})
+        gradient, extra = gradient.float(), extra.float()  # float64 where bounds are proven
         aggregate = -lr[:, None] * (gradient + server.weight_decay[:, None] * server.theta)
         C = state["C"].clone()
         noise = select_row_on_device(server.noise, server.t)

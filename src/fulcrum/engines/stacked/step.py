@@ -63,7 +63,7 @@ def add_noise_and_average(
     if view.transform is not None:
         total = vmap(view.transform.inverse)(total)
     batch = terms["batch"][:, None]
-    return total / batch, extra / batch
+    return (total / batch).float(), (extra / batch).float()
 
 
 def run_local_step(
