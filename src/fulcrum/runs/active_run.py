@@ -15,12 +15,16 @@ from fulcrum.training.federation import Federation
 
 @dataclass(frozen=True)
 class ActiveRun:
-    """A run with its outputs. id: its name in the ledger. folder: None where nothing is stored."""
+    """A run with its outputs. id: its name in the ledger. folder: None where nothing is stored.
+
+    notes: warnings about this run that its outputs show, such as rounds that are paid a second time.
+    """
 
     federation: Federation
     folder: RunFolder | None
     ledger: Ledger
     id: str
+    notes: tuple[str, ...] = ()
 
 
 def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) -> dict[str, Any]:

@@ -6,14 +6,16 @@ never half of one. `metrics.jsonl` grows line by line; an incomplete last line i
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import json
 import math
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -63,6 +65,15 @@ class RunFolder:
     def close(self) -> None:
         """Release the lock."""
         self.lock.close()
+
+    @contextlib.contextmanager
+    def remove_unless_started(self) -> Iterator[None]:
+        """Around the start of a new run: where it fails, what was written is removed, so that nothing is left."""
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file atomically."""
