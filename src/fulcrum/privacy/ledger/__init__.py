@@ -4,14 +4,38 @@ A round's releases are reserved before any data leaves a party, and a reservatio
 later adds the digest of the release. The file is append-only: its triggers refuse changes. A crash leaves
 either the whole reservation or none of it, so the ledger may show more than was released, never less.
 
-ledger.py   `Ledger`: enroll, reserve, settle, and queries of what was spent
-store.py    the file: its format, transactions, and a copy of its rows in memory
-rows.py     the rows as frozen values
+ledger.py       `Ledger`: enroll, register, reserve, settle, and queries of what was spent
+composition.py  how the runs of an account add up, so that the sum holds for people who look before they go on
+units.py        who was in which run, by keyed digests
+chain.py        the hash chain over all rows
+store.py        the file: its format, transactions, and a copy of its rows in memory
+rows.py         the rows as frozen values
 """
 
 from __future__ import annotations
 
 from fulcrum.privacy.ledger.ledger import Ledger
-from fulcrum.privacy.ledger.rows import LedgerAccount, LedgerEntry, RunCostLine
+from fulcrum.privacy.ledger.rows import (
+    UNKNOWN,
+    KnownUnits,
+    LedgerAccount,
+    LedgerEntry,
+    LedgerHead,
+    RunCostLine,
+    RunPlan,
+    RunRecord,
+    make_seed_digest,
+)
 
-__all__ = ["Ledger", "LedgerAccount", "LedgerEntry", "RunCostLine"]
+__all__ = [
+    "UNKNOWN",
+    "KnownUnits",
+    "Ledger",
+    "LedgerAccount",
+    "LedgerEntry",
+    "LedgerHead",
+    "RunCostLine",
+    "RunPlan",
+    "RunRecord",
+    "make_seed_digest",
+]

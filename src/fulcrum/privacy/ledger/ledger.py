@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
-from fulcrum.errors import BudgetError, ConfigError
+from fulcrum.errors import BudgetError, ConfigError, InputError
 from fulcrum.privacy.accounting import Spend, check_accounting_terms, compute_epsilons
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.ledger.rows import LedgerAccount, LedgerEntry, RunCostLine, read_events_text, write_events_text
+from fulcrum.privacy.ledger.rows import (
+    UNKNOWN,
+    KnownUnits,
+    LedgerAccount,
+    LedgerEntry,
+    LedgerHead,
+    RunCostLine,
+    RunPlan,
+    RunRecord,
+    read_events_text,
+    write_events_text,
+)
 from fulcrum.privacy.ledger.store import EMPTY_SPEND, LedgerStore, SpendAdder
+from fulcrum.privacy.ledger.units import parse_units
 
 Key = TypeVar("Key")
 BUDGET_TOLERANCE = 1e-9
@@ -82,26 +94,115 @@ class Ledger:
                     _check_same_account_terms(before, account)
                     continue
                 added[account.name] = account
-                cursor = self._store.db.execute(
-                    "INSERT INTO parties (name, delta, accountant, unit, population, time) VALUES (?, ?, ?, ?, ?, ?)",
-                    (account.name, account.delta, account.accountant, account.unit, account.population, time.time()),
-                )
-                self._insert_budget(cursor.lastrowid, account.budget)
+            rows = self._store.insert(
+                "parties",
+                ("name", "delta", "accountant", "unit", "population"),
+                [(a.name, a.delta, a.accountant, a.unit, a.population) for a in added.values()],
+            )
+            budgets = [(row, account.budget) for row, account in zip(rows, added.values(), strict=True)]
+            self._store.insert("budgets", ("party", "epsilon"), budgets)
 
     def change_budget(self, party: str, budget: float | None) -> None:
         """Change a party's budget from now on; the former one stays on record."""
         _check_budget_value(party, budget)
         with self._store.write_transaction():
-            self._insert_budget(self._store.find_account(party)[0], budget)
-
-    def _insert_budget(self, row: int | None, budget: float | None) -> None:
-        values = (row, budget, time.time())
-        self._store.db.execute("INSERT INTO budgets (party, epsilon, time) VALUES (?, ?, ?)", values)
+            self._store.insert("budgets", ("party", "epsilon"), [(self._store.find_account(party)[0], budget)])
 
     def accounts(self) -> dict[str, LedgerAccount]:
         """Every party with its current budget and terms, by name."""
         with self._store.reading():
             return {name: account for name, (_, account) in self._store.accounts.items()}
+
+    # --- the file as a whole -------------------------------------------------------------------
+
+    @property
+    def identity(self) -> str:
+        """The ledger's random name, written at its creation; empty for a file of an older format without new rows."""
+        with self._store.reading():
+            return self._store.identity
+
+    def head(self) -> LedgerHead:
+        """The end of the chain of rows, to be kept with a run and compared by `check_contains`."""
+        with self._store.reading():
+            end = self._store.head()
+            return LedgerHead(self._store.identity, end.sequence, end.digest.hex() if end.sequence else "")
+
+    def check_contains(self, head: LedgerHead) -> None:
+        """InputError unless this ledger is the one that had this head, with all its rows up to there."""
+        with self._store.reading():
+            if head.ledger != self._store.identity:
+                raise InputError(
+                    f"ledger {self.path} is another ledger ({self._store.identity or 'none'}) than the one that this run "
+                    f"was charged to ({head.ledger or 'none'}); give the path of that one."
+                )
+            if not head.sequence:
+                return
+            end = self._store.head()
+            if end.sequence < head.sequence:
+                raise InputError(
+                    f"ledger {self.path} was rolled back: it has {end.sequence} rows, and this run knows {head.sequence}; "
+                    "give its latest copy."
+                )
+            (digest,) = self._store.db.execute(
+                "SELECT digest FROM chain WHERE sequence = ?", (head.sequence,)
+            ).fetchone()
+            if bytes(digest).hex() != head.digest:
+                raise InputError(
+                    f"ledger {self.path} was rewritten: its row {head.sequence} is not the one that this run knows; give "
+                    "the copy that this run was charged to."
+                )
+
+    # --- runs ------------------------------------------------------------------------------------
+
+    def register_run(self, record: RunRecord, plans: Mapping[str, RunPlan] = MappingProxyType({})) -> None:
+        """Say what a run is, and the most that each party will release in it, before its first release.
+
+        Again with equal content (to resume): nothing changes. Other content under the same id is refused, and so is a
+        private seed that another run of this ledger had, since its noise would be the same.
+        """
+        with self._store.write_transaction():
+            known = self._store.records.get(record.id)
+            if known is None:
+                _check_new_seed(record, self._store.records.values())
+                self._store.insert(
+                    "runs",
+                    ("run", "seed_digest", "record"),
+                    [(record.id, record.seed_digest, json.dumps(vars(record), sort_keys=True))],
+                )
+            elif known != record:
+                raise ConfigError(_describe_other_record(known, record))
+        self.register_plans(record.id, plans)
+
+    def register_plans(self, run: str, plans: Mapping[str, RunPlan]) -> None:
+        """The plans of enrolled parties for a run; those that are registered stay, and other content is refused."""
+
+    def runs(self) -> dict[str, RunRecord]:
+        """Every run of this ledger by its id, in the order of their first rows; unregistered ones are "unknown"."""
+        with self._store.reading():
+            found = dict(self._store.records)
+            for (run,) in self._store.db.execute("SELECT run FROM entries GROUP BY run ORDER BY min(id)"):
+                found.setdefault(run, RunRecord.unknown(run))
+            return found
+
+    # --- units -----------------------------------------------------------------------------------
+
+    def register_units(self, run: str, party: str, digests: bytes, allow_shared: bool = False) -> None:
+        """The units of a party in a run, before its first release: concatenated 16-byte keyed digests.
+
+        Units that this ledger knows under another party's name are refused unless `allow_shared`.
+        """
+        self.register_all_units(run, {party: digests}, allow_shared)
+
+    def register_all_units(self, run: str, digests: Mapping[str, bytes], allow_shared: bool = False) -> None:
+        """`register_units` of many parties in one transaction; if one is refused none is added."""
+
+    def find_known_units(self, party: str, digests: bytes) -> KnownUnits:
+        """How many of these units this ledger knows, from the party's earlier runs or from other parties."""
+        return KnownUnits(len(parse_units(digests)), 0, 0, {})
+
+    def describe_composition(self, party: str) -> str:
+        """One sentence: how the party's runs add up."""
+        return ""
 
     # --- releases --------------------------------------------------------------------------------
 
@@ -136,16 +237,12 @@ class Ledger:
             fits = _check_within_budgets(
                 {party: (store.find_account(party)[1], spend) for party, (_, _, spend) in fresh.items()}
             )
-            granted, now = [fresh[party] for party in fresh if fits[party]], time.time()
-            if granted:
-                store.mark_current_format()
-            store.db.executemany(
-                "INSERT INTO entries (party, run, round, attempt, events, time) VALUES (?, ?, ?, ?, ?, ?)",
-                [(row, run, round, attempt, text, now) for row, text, _ in granted],
+            granted = [fresh[party] for party in fresh if fits[party]]
+            numbers = store.insert(
+                "entries",
+                ("party", "run", "round", "attempt", "events"),
+                [(row, run, round, attempt, text) for row, text, _ in granted],
             )
-            (last,) = store.db.execute("SELECT coalesce(max(id), 0) FROM entries").fetchone()
-        # The rows are on disk now. The transaction excluded other writers, so there are no other new rows.
-        store.remember_spends(last, {row: spend for row, _, spend in granted})
         return {party: fits.get(party, True) for party in asked}
 
     def settle(self, run: str, round: int, digests: Mapping[str, str], attempt: int | None = None) -> None:
@@ -172,8 +269,8 @@ class Ledger:
                         "new attempt before releasing again."
                     )
                 if old is None:
-                    new.append((entry, digest, time.time()))
-            self._store.db.executemany("INSERT INTO settlements (entry, digest, time) VALUES (?, ?, ?)", new)
+                    new.append((entry, digest))
+            self._store.insert("settlements", ("entry", "digest"), new)
 
     def count_settled_attempts(self, run: str, round: int) -> int:
         """The first attempt at this round that was not settled: 0 unless this round was released before."""
@@ -294,6 +391,27 @@ def _check_within_budgets(spends: Mapping[str, tuple[LedgerAccount, Spend]]) -> 
         party: account.budget is None or costs[party] <= account.budget * (1 + BUDGET_TOLERANCE)
         for party, (account, _) in spends.items()
     }
+
+
+def _check_new_seed(record: RunRecord, others: Iterable[RunRecord]) -> None:
+    """Refuse a private seed that another run had."""
+    if record.seed_digest in ("", UNKNOWN):
+        return
+    for other in others:
+        if other.seed_digest == record.seed_digest:
+            raise ConfigError(
+                f"the private seed of this run was used by run {other.id} in this ledger; its noise would repeat: give "
+                "another --private-seed, or privacy.randomness = secure."
+            )
+
+
+def _describe_other_record(known: RunRecord, given: RunRecord) -> str:
+    """The first difference between two records of one run, in a sentence."""
+    name = next(name for name, value in vars(known).items() if value != getattr(given, name))
+    return (
+        f"run {known.id} is in the ledger with {name} = {getattr(known, name)!r}, not {getattr(given, name)!r}; a run is "
+        "resumed with the settings and data that it began with, or started under another id."
+    )
 
 
 def _check_budget_value(party: str, budget: float | None) -> None:

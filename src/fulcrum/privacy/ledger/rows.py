@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -52,6 +54,88 @@ class RunCostLine:
     settled: int
     releases: int
     epsilon: float
+
+
+UNKNOWN = "unknown"
+"""What a run's record says where nobody registered the run: rows of older files, and callers that only reserve."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run was: registered once, before its first release, and never changed.
+
+    rule, sound, private: the clipping rule, and whether its epsilon is a guarantee. randomness: "seeded" or "secure".
+    arithmetic: "proven" or "fast". aggregation, unit: as in the settings. seed_digest: of the private seed
+    (`make_seed_digest`); empty for secure randomness. data_digest: a keyed fingerprint of the data. settings_digest: of
+    what decides the releases. simulation: whether the run is a simulation, so that nothing is claimed for real people.
+    """
+
+    id: str
+    rule: str
+    sound: bool
+    private: bool
+    randomness: str
+    arithmetic: str
+    aggregation: str
+    unit: str
+    seed_digest: str
+    data_digest: str
+    settings_digest: str
+    simulation: bool
+
+    @staticmethod
+    def unknown(id: str) -> RunRecord:
+        """A run of which nobody said what it was. Statements must take it for the worst."""
+        return RunRecord(
+            id, UNKNOWN, False, False, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, False
+        )
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the run was registered."""
+        return self.rule != UNKNOWN
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The most that a party will release in a run, fixed before its first release. delta: of this run's guarantee."""
+
+    events: tuple[Event, ...]
+    delta: float
+
+
+@dataclass(frozen=True)
+class LedgerHead:
+    """The end of a ledger's chain of rows. ledger: its identity. sequence: number of rows. digest: of the last one."""
+
+    ledger: str
+    sequence: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class KnownUnits:
+    """A party's units now, compared with those of its earlier runs in a ledger: numbers of units.
+
+    new: in no earlier run of this party. staying: in one of them. gone: in one of them, and not there now. elsewhere:
+    units known under another party's name, by that name.
+    """
+
+    new: int
+    staying: int
+    gone: int
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
+
+
+def make_seed_digest(seed: int | None, ledger_identity: str) -> str:
+    """A fingerprint by which one ledger knows a private seed again; another ledger's differs. None (secure): empty.
+
+    A slow hash (scrypt): seeds are often small numbers, and whoever reads the ledger must not find one by trying.
+    """
+    if seed is None:
+        return ""
+    salt = b"fulcrum private seed" + ledger_identity.encode()
+    return hashlib.scrypt(str(int(seed)).encode(), salt=salt, n=2**14, r=8, p=1, dklen=16).hex()
 
 
 @lru_cache(maxsize=65536)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fulcrum.errors import InputError
 from fulcrum.privacy.accounting import Spend
-from fulcrum.privacy.ledger.rows import LedgerAccount, read_events_text
+from fulcrum.privacy.ledger.chain import CHAINED_TABLES, ChainEnd, append_rows, append_table, check_chain, read_chain_end
+from fulcrum.privacy.ledger.rows import LedgerAccount, RunPlan, RunRecord, read_events_text
 
 # --- the format: tables, and triggers that make the file append-only ----------------------------
 
 SQLITE_APPLICATION_ID = 0x46554C43  # "FULC": distinguishes a ledger from other SQLite files
-FORMAT_VERSION = 2
-"""The written format. Format 1 omits the kinds of events; it is readable, and the first new row makes it format 2."""
-READABLE_VERSIONS = (1, 2)
+FORMAT_VERSION = 3
+"""The written format. Format 1 omits the kinds of events. Formats 1 and 2 have no chain, no identity and no records of
+runs, plans and units; both are readable, and the first new row makes them format 3. Their rows are chained as they are
+found then: a change made before that cannot be seen, and what their runs were stays unknown."""
+READABLE_VERSIONS = (1, 2, 3)
 
-_TABLE_NAMES = ("parties", "budgets", "entries", "settlements")
-_SCHEMA = """
+_FIRST_TABLES = """
 CREATE TABLE parties (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, delta REAL NOT NULL,
     accountant TEXT NOT NULL, unit TEXT NOT NULL, population TEXT NOT NULL, time REAL NOT NULL);
 CREATE TABLE budgets (id INTEGER PRIMARY KEY, party INTEGER NOT NULL REFERENCES parties, epsilon REAL,
@@ -32,12 +38,64 @@ CREATE UNIQUE INDEX entry_of ON entries (run, round, attempt, party);
 CREATE INDEX entries_of ON entries (party, run);
 CREATE TABLE settlements (entry INTEGER PRIMARY KEY REFERENCES entries, digest TEXT NOT NULL,
     time REAL NOT NULL);
-""" + "".join(
-    f"CREATE TRIGGER {table}_{verb} BEFORE {verb} ON {table} "
-    "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;\n"
-    for table in _TABLE_NAMES
-    for verb in ("UPDATE", "DELETE")
-)
+"""
+_TABLES_OF_FORMAT_3 = """
+CREATE TABLE identity (id INTEGER PRIMARY KEY, value TEXT NOT NULL, former INTEGER NOT NULL, time REAL NOT NULL);
+CREATE TABLE runs (id INTEGER PRIMARY KEY, run TEXT NOT NULL UNIQUE, seed_digest TEXT NOT NULL, record TEXT NOT NULL,
+    time REAL NOT NULL);
+CREATE TABLE terms (id INTEGER PRIMARY KEY, party INTEGER NOT NULL UNIQUE REFERENCES parties, rule TEXT NOT NULL,
+    renyi_order REAL NOT NULL, time REAL NOT NULL);
+CREATE TABLE plans (id INTEGER PRIMARY KEY, party INTEGER NOT NULL REFERENCES parties, run TEXT NOT NULL,
+    events TEXT NOT NULL, delta REAL NOT NULL, epsilon REAL, time REAL NOT NULL);
+CREATE UNIQUE INDEX plan_of ON plans (run, party);
+CREATE TABLE unit_sets (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, members BLOB NOT NULL,
+    time REAL NOT NULL);
+CREATE TABLE units (id INTEGER PRIMARY KEY, party TEXT NOT NULL, run TEXT NOT NULL,
+    unit_set INTEGER NOT NULL REFERENCES unit_sets, time REAL NOT NULL);
+CREATE UNIQUE INDEX units_of ON units (run, party);
+CREATE TABLE chain (sequence INTEGER PRIMARY KEY, source TEXT NOT NULL, row INTEGER NOT NULL, digest BLOB NOT NULL);
+"""
+_UNIQUE_COLUMNS = {
+    "parties": ("name",),
+    "entries": ("run", "round", "attempt", "party"),
+    "runs": ("run",),
+    "terms": ("party",),
+    "plans": ("run", "party"),
+    "unit_sets": ("digest",),
+    "units": ("run", "party"),
+}
+"""Columns that no two rows share, besides the row's number."""
+
+
+def _make_change_triggers(tables: Iterable[str]) -> str:
+    """Triggers that refuse UPDATE and DELETE."""
+    return "".join(
+        f"CREATE TRIGGER {table}_{verb} BEFORE {verb} ON {table} "
+        "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;\n"
+        for table in tables
+        for verb in ("UPDATE", "DELETE")
+    )
+
+
+def _make_replace_triggers(tables: Iterable[str]) -> str:
+    """Triggers that refuse an INSERT in the place of a row: REPLACE deletes without calling a DELETE trigger."""
+    script = ""
+    for table in tables:
+        keys = [(_KEY_COLUMNS[table],)] + ([_UNIQUE_COLUMNS[table]] if table in _UNIQUE_COLUMNS else [])
+        taken = " OR ".join(
+            f"EXISTS (SELECT 1 FROM {table} WHERE {' AND '.join(f'{name} = NEW.{name}' for name in key)})"
+            for key in keys
+        )
+        script += (
+            f"CREATE TRIGGER {table}_replace BEFORE INSERT ON {table} WHEN {taken} "
+            "BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;\n"
+        )
+    return script
+
+
+_KEY_COLUMNS = {**CHAINED_TABLES, "chain": "sequence"}
+_FIRST_TABLE_NAMES = ("parties", "budgets", "entries", "settlements")
+_NEW_TABLE_NAMES = tuple(name for name in _KEY_COLUMNS if name not in _FIRST_TABLE_NAMES)
 
 
 def _is_ledger_file(db: sqlite3.Connection, path: Path) -> bool:
@@ -57,9 +115,24 @@ def _is_ledger_file(db: sqlite3.Connection, path: Path) -> bool:
 
 def _create_tables(db: sqlite3.Connection) -> None:
     """Create the tables of a ledger in a new file, within the open transaction."""
-    for statement in _split_statements(_SCHEMA):
+    for statement in _split_statements(_FIRST_TABLES + _make_change_triggers(_FIRST_TABLE_NAMES)):
         db.execute(statement)
     db.execute(f"PRAGMA application_id = {SQLITE_APPLICATION_ID}")
+    _add_tables_of_format_3(db, former=FORMAT_VERSION)
+
+
+def _add_tables_of_format_3(db: sqlite3.Connection, former: int) -> None:
+    """Add what format 3 has and earlier ones lack, within the open transaction: identity, records, chain."""
+    script = _TABLES_OF_FORMAT_3 + _make_change_triggers(_NEW_TABLE_NAMES) + _make_replace_triggers(_KEY_COLUMNS)
+    for statement in _split_statements(script):
+        db.execute(statement)
+    db.execute(
+        "INSERT INTO identity (id, value, former, time) VALUES (1, ?, ?, ?)",
+        (secrets.token_hex(16), former, time.time()),
+    )
+    end = ChainEnd()
+    for table in CHAINED_TABLES:
+        end = append_table(db, end, table)
     db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
 
 
@@ -116,19 +189,30 @@ class SpendAdder:
 
 
 class LedgerStore:
-    """An open file. Use `accounts`, `find_account` and `get_spend` within `reading` or `write_transaction`.
+    """An open file. Use its values within `reading` or `write_transaction`; these bring them up to date.
 
-    accounts: each party's row and current terms, by name. At the beginning of a transaction, spends and
-    accounts are updated from the rows that were added since the last one.
+    accounts: each party's row and current terms, by name. records: registered runs. terms: how each account is
+    composed, (rule, Renyi order), by the party's row. plans: (party's row, run) -> (plan, its epsilon or None).
+    unit_rows: party's name -> (run, number of its set of units), oldest first. Only rows that were added since the last
+    transaction are read.
     """
 
     def __init__(self, db: sqlite3.Connection, path: Path) -> None:
         self.db = db
         self.path = path
+        self.identity = ""
+        self.former = 0
         self.accounts: dict[str, tuple[int, LedgerAccount]] = {}
+        self.records: dict[str, RunRecord] = {}
+        self.terms: dict[int, tuple[str, float]] = {}
+        self.plans: dict[tuple[int, str], tuple[RunPlan, float | None]] = {}
+        self.unit_rows: dict[str, list[tuple[str, int]]] = {}
         self._spends: dict[int, Spend] = {}
-        self._seen = 0  # last entry included in _spends
-        self._budgets_seen = 0  # last budget included in accounts; every party has one from the start
+        self._run_spends: dict[int, dict[str, Spend]] = {}  # party's row -> run -> spend
+        self._seen: dict[str, int] = dict.fromkeys(CHAINED_TABLES, 0)  # last row that was read, by table
+        self._chained = False  # whether the file has a chain: format 3
+        self._end = ChainEnd()  # last row of the chain that was checked
+        self._new_end: ChainEnd | None = None  # including the rows of the transaction in progress
         self._lock = threading.RLock()
 
     @staticmethod
@@ -148,7 +232,8 @@ class LedgerStore:
                     with store._exclusive_transaction():
                         if not _is_ledger_file(db, path):  # another process may have created them first
                             _create_tables(db)
-                return store
+                with store.reading():  # checks the chain
+                    return store
             except BaseException:
                 db.close()
                 raise
@@ -158,23 +243,27 @@ class LedgerStore:
         """One exclusive, atomic transaction: at the end all of it is on disk, or none."""
         with self._lock, _translate_sqlite_errors(self.path):
             self.db.execute("BEGIN IMMEDIATE")
+            self._new_end = None
             try:
                 yield
                 self.db.execute("COMMIT")
+                self._end = self._new_end or self._end
             except BaseException:
                 if self.db.in_transaction:
                     self.db.execute("ROLLBACK")
                 raise
+            finally:
+                self._new_end = None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A consistent view, with up-to-date spends in memory."""
+        """A consistent view, with up-to-date values in memory."""
         with self._lock, _translate_sqlite_errors(self.path):
             outer = self.db.in_transaction
             if not outer:
                 self.db.execute("BEGIN")
             try:
-                self._refresh_spends()
+                self._refresh()
                 yield
             finally:
                 if not outer and self.db.in_transaction:
@@ -186,35 +275,105 @@ class LedgerStore:
         with self._exclusive_transaction(), self.reading():
             yield
 
-    def _refresh_spends(self) -> None:
+    def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[int]:
+        """Add rows to a table and to the chain, within `write_transaction`; returns their numbers.
+
+        Every table's last column is the time, which is added here. A file of an older format is brought to format 3.
+        """
+        if not rows:
+            return []
+        self._bring_to_current_format()
+        key, now = CHAINED_TABLES[table], time.time()
+        if key in columns:
+            numbers = [int(row[columns.index(key)]) for row in rows]
+            names, values = [*columns, "time"], [(*row, now) for row in rows]
+        else:
+            (last,) = self.db.execute(f"SELECT coalesce(max({key}), 0) FROM {table}").fetchone()
+            numbers = list(range(last + 1, last + 1 + len(rows)))
+            names = [key, *columns, "time"]
+            values = [(number, *row, now) for number, row in zip(numbers, rows, strict=True)]
+        marks = ", ".join("?" * len(names))
+        self.db.executemany(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})", values)
+        # Read back: the chain covers what SQLite stored, in its types.
+        chosen = set(numbers)
+        stored = [
+            (row[0], row[1:])
+            for row in self.db.execute(
+                f"SELECT {key}, * FROM {table} WHERE {key} BETWEEN ? AND ? ORDER BY {key}", (min(chosen), max(chosen))
+            )
+            if row[0] in chosen
+        ]
+        self._new_end = append_rows(self.db, self._new_end or self._end, table, stored)
+        return numbers
+
+    def _bring_to_current_format(self) -> None:
+        """Before the first new row: add what an older format lacks."""
+        (version,) = self.db.execute("PRAGMA user_version").fetchone()
+        if version != FORMAT_VERSION:
+            _add_tables_of_format_3(self.db, former=version)
+            self._new_end = read_chain_end(self.db)
+
+    def head(self) -> ChainEnd:
+        """The checked end of the chain; sequence 0 for a file of an older format."""
+        return self._end
+
+    def _refresh(self) -> None:
+        """Check and read the rows that were added since the last transaction, here or by another process."""
         # Only new rows: the cost of a round must not grow with the number of enrolled parties.
-        fresh = self.db.execute(
+        if not self._chained:
+            (version,) = self.db.execute("PRAGMA user_version").fetchone()
+            self._chained = version == FORMAT_VERSION
+        if self._chained:
+            self._end = check_chain(self.db, self.path, self._end)
+            self._read_new_records()
+        for budget, party, *terms in self.db.execute(
             "SELECT b.id, p.id, p.name, b.epsilon, p.delta, p.accountant, p.unit, p.population FROM budgets b"
             " JOIN parties p ON p.id = b.party WHERE b.id > ? ORDER BY b.id",
-            (self._budgets_seen,),
-        )
-        for budget, party, *terms in fresh:
+            (self._seen["budgets"],),
+        ):
             self.accounts[terms[0]] = (party, LedgerAccount(*terms))
-            self._budgets_seen = budget
+            self._seen["budgets"] = budget
         rows = self.db.execute(
-            "SELECT party, events, count(*), max(id) FROM entries WHERE id > ? GROUP BY party, events", (self._seen,)
+            "SELECT party, run, events, count(*), max(id) FROM entries WHERE id > ? GROUP BY party, run, events"
+            " ORDER BY min(id)",
+            (self._seen["entries"],),
         ).fetchall()
         add = SpendAdder()
-        for party, events, times, last in rows:
+        for party, run, events, times, last in rows:
             self._spends[party] = add(self.get_spend(party), events, times)
-            self._seen = max(self._seen, last)
+            runs = self._run_spends.setdefault(party, {})
+            runs[run] = add(runs.get(run, EMPTY_SPEND), events, times)
+            self._seen["entries"] = max(self._seen["entries"], last)
 
-    def mark_current_format(self) -> None:
-        """Mark the file as the current format, before the first row of that format; within `write_transaction`."""
-        if self.db.execute("PRAGMA user_version").fetchone() != (FORMAT_VERSION,):
-            self.db.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
+    def _read_new_records(self) -> None:
+        """The rows of identity, runs, terms, plans and units that were not read before."""
+        if not self.identity:
+            self.identity, self.former = self.db.execute("SELECT value, former FROM identity").fetchone()
+        for record in self._read_new_rows("runs", "record"):
+            known = RunRecord(**json.loads(record[0]))
+            self.records[known.id] = known
+        for party, rule, order in self._read_new_rows("terms", "party, rule, renyi_order"):
+            self.terms[party] = (rule, order)
+        for party, run, events, delta, epsilon in self._read_new_rows("plans", "party, run, events, delta, epsilon"):
+            self.plans[party, run] = (RunPlan(read_events_text(events), delta), epsilon)
+        for name, run, members in self._read_new_rows("units", "party, run, unit_set"):
+            self.unit_rows.setdefault(name, []).append((run, members))
 
-    def remember_spends(self, last: int, spends: Mapping[int, Spend]) -> None:
-        """Keep the spends that this process has just written, up to entry `last`, without reading them again."""
+    def _read_new_rows(self, table: str, columns: str) -> list[tuple[Any, ...]]:
+        rows = self.db.execute(
+            f"SELECT id, {columns} FROM {table} WHERE id > ? ORDER BY id", (self._seen[table],)
+        ).fetchall()
+        self._seen[table] = rows[-1][0] if rows else self._seen[table]
+        return [row[1:] for row in rows]
+
+    def remember_spends(self, last: int, run: str, spends: Mapping[int, tuple[Spend, Spend]]) -> None:
+        """Keep the (total, run's) spends that this process has just written, up to entry `last`, without reading them."""
         with self._lock:
-            if self._seen < last:
-                self._spends.update(spends)
-                self._seen = last
+            if self._seen["entries"] < last:
+                for row, (total, own) in spends.items():
+                    self._spends[row] = total
+                    self._run_spends.setdefault(row, {})[run] = own
+                self._seen["entries"] = last
 
     def find_account(self, party: str) -> tuple[int, LedgerAccount]:
         """A party's row and terms; InputError for a party that is not enrolled."""
@@ -223,5 +382,14 @@ class LedgerStore:
         return self.accounts[party]
 
     def get_spend(self, row: int) -> Spend:
-        """The total of reservations of the party in this row."""
+        """The total of reservations of the party in this row, of all its units together."""
         return self._spends.get(row, EMPTY_SPEND)
+
+    def get_run_spends(self, row: int) -> Mapping[str, Spend]:
+        """The reservations of the party in this row, by run, in the order in which the runs began."""
+        return self._run_spends.get(row, {})
+
+    def read_members(self, unit_set: int) -> bytes:
+        """The 16-byte digests of a set of units, sorted and concatenated."""
+        (members,) = self.db.execute("SELECT members FROM unit_sets WHERE id = ?", (unit_set,)).fetchone()
+        return bytes(members)
