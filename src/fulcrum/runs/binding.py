@@ -169,12 +169,13 @@ class StoredRun:
             found.append(head_from_json(record.load_run_json(self.path, HEAD_FILE), self.path / HEAD_FILE))
         return found
 
-    @property
-    def last_checkpoint(self) -> int:
-        """The round of the newest checkpoint that was ever written; 0 before the first."""
-        if not (self.path / HEAD_FILE).is_file():
-            return 0
-        return int(record.load_run_json(self.path, HEAD_FILE).get("round", 0))
+    def read_settings(self) -> Settings:
+        """The settings in the folder; RunError where they were edited since the run began."""
+        from fulcrum.settings import files as settings_file
+
+        settings = settings_file.read_settings(self.path / "settings.toml")
+        self.check_settings(settings)
+        return settings
 
     def check_settings(self, settings: Settings) -> None:
         """RunError, naming the field, where the settings are not those with which the run began."""
@@ -229,18 +230,44 @@ class StoredRun:
                 f"{self.path}/run.json was edited: its settings are not those that ledger {ledger.path} has on record "
                 f"for run {self.id}; restore it."
             )
-        self.check_rounds(ledger, len(record.load_metrics(self.path)))
+        self.check_rounds(ledger)
 
-    def check_rounds(self, ledger: Ledger, rounds: int) -> None:
-        """RunError where the folder has more rounds on record than were paid for in the ledger."""
-        paid = count_paid_rounds(ledger, self.id)
-        if paid < rounds:
+    def check_rounds(self, ledger: Ledger) -> None:
+        """RunError where the folder has a round on record that nobody paid for in the ledger."""
+        lines = record.load_metrics(self.path)
+        # A round to which the public coin invited nobody costs nothing. Secret participation (None) always costs.
+        played = [int(line["round"]) for line in lines if line.get("participants") != []]
+        paid = [t for t in played if ledger.list_round_reservations(self.id, range(t - 1, t))]
+        if len(paid) < len(played):
             raise RunError(
-                f"{self.path} has {rounds} rounds on record, and ledger {ledger.path} only {paid} of them; bring back "
-                "the ledger that paid for the others, since a statement from this one would say too little."
+                f"{self.path} has {len(played)} rounds on record, and ledger {ledger.path} knows of {len(paid)} of "
+                "them; bring back the ledger that paid for all, since a statement from this one would say too little."
             )
 
 
-def count_paid_rounds(ledger: Ledger, run: str) -> int:
-    """The number of rounds until the last one that any party reserved in this run."""
-    raise NotImplementedError
+def check_checkpoints(stored: StoredRun, federation: Federation, ledger: Ledger, start: int, repeat: bool) -> list[str]:
+    """Warnings about rounds after round `start` that are released a second time; RunError where that needs consent.
+
+    Between a release and its checkpoint a crash can lose one round. Where more are missing, checkpoints were lost.
+    """
+    rounds = federation.settings.train.rounds
+    settled = [t for t in range(start, rounds) if ledger.count_settled_attempts(stored.id, t)]
+    if not settled or federation.engine.replays_rounds(federation.problem.randomness.mode):
+        return []
+    which = f"round {settled[0] + 1}" if len(settled) == 1 else f"rounds {settled[0] + 1} to {settled[-1] + 1}"
+    if len(settled) > 1 and not repeat:
+        raise RunError(
+            f"{stored.path} lost its checkpoint after round {settled[-1] + 1} (the newest there is of round {start}), and "
+            f"secure noise cannot be drawn again; bring the checkpoint back, or pay for {which} a second time with "
+            "--repeat."
+        )
+    return [f"The checkpoint after {which} was lost: secure noise is drawn anew there, and paid a second time."]
+
+
+def identify_file(path: Path) -> tuple[int, int] | None:
+    """(device, inode) of a file, by which a replaced file is noticed; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

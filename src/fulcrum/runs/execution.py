@@ -96,11 +96,11 @@ def resume_prepared(
     _refuse_other_problem(federation, path, stored.facts)
     with closing(RunFolder.open(path)) as opened, stored.open_ledger() as ledger:
         start = opened.load_last_snapshot(federation.problem.device)
-        run = ActiveRun(federation, opened, ledger, stored.id)
-        again = binding.check_checkpoints(stored, run.federation, ledger, start.round if start else 0, repeat)
-        lines = opened.truncate_metrics(start.round if start else 0)
+        done = start.round if start else 0
+        notes = binding.check_checkpoints(stored, federation, ledger, done, repeat)
         binding.register_run(federation, ledger, stored.id)  # the same record as before, or refused
-        run = dataclasses.replace(run, notes=again)
+        lines = opened.truncate_metrics(done)
+        run = ActiveRun(federation, opened, ledger, stored.id, tuple(notes))
         return _run_remaining_rounds(run, start, lines, on_round, watching)
 
 
@@ -174,7 +174,7 @@ def _run_remaining_rounds(
     write_privacy_statement(run, len(lines), finished=False)
     try:
         where, score = run.folder.path if run.folder else None, run.federation.problem.task.score
-        observers.started(RunInfo(run.id, settings, where, run.federation.plan, score))
+        observers.started(RunInfo(run.id, settings, where, run.federation.plan, score, run.notes))
         for result, snapshot in federate(run.federation, run.ledger, run.id, start):
             observers.round(result, snapshot)
         recorder.ended(None)  # the last checkpoint is written before the summary

@@ -15,7 +15,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -119,8 +119,12 @@ class RunFolder:
             raise RunError(
                 f"{self.path}/metrics.jsonl has {len(lines)} rounds but the checkpoint {rounds}: it was cut."
             )
-        self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        self.write_metrics(lines)
         return lines
+
+    def write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write metrics.jsonl anew."""
+        self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def make_metrics_line(result: RoundResult) -> dict[str, Any]:

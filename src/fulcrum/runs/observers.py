@@ -39,7 +39,8 @@ RoundCallback = Callable[[RoundResult], None]
 class RunInfo:
     """The run that starts or resumes. id: its name in ledgers. folder: None where nothing is stored.
 
-    score: the name of the run's main metric.
+    score: the name of the run's main metric. notes: warnings about a run that goes on, such as rounds that are paid a
+    second time.
     """
 
     id: str
@@ -47,6 +48,7 @@ class RunInfo:
     folder: Path | None
     plan: Plan
     score: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def parties(self) -> tuple[str, ...]:
