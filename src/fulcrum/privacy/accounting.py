@@ -15,6 +15,7 @@ import importlib.metadata
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import ROUND_CEILING, Decimal
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -71,15 +72,30 @@ def compute_step_rdp(rate: float, sigma: float) -> FloatVector:
     return curve
 
 
-def convert_rdp_to_epsilon(rdp: FloatVector, delta: float) -> FloatVector:
-    """The smallest epsilon that RDP curves [..., A] prove at delta: [...].
+def compute_order_epsilons(rdp: FloatVector, delta: float) -> FloatVector:
+    """The epsilon that RDP curves [..., A] prove at delta by each order alone: [..., A].
 
     At each order: the bound of Canonne, Kamath and Steinke (2020, proposition 12), or 0 where the total
     variation distance is already below delta (Bretagnolle and Huber).
     """
-    offset = np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
-    bounds = np.where(delta**2 + np.expm1(-rdp) > 0, 0.0, rdp + offset)
-    best: FloatVector = np.maximum(bounds.min(axis=-1), 0.0)
+    bounds = np.where(delta**2 + np.expm1(-rdp) > 0, 0.0, rdp + compute_order_offsets(delta))
+    positive: FloatVector = np.maximum(bounds, 0.0)
+    return positive
+
+
+def compute_order_offsets(delta: float) -> FloatVector:
+    """What the conversion to epsilon adds to the RDP at each order: [A]."""
+    offsets: FloatVector = np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
+    return offsets
+
+
+def convert_rdp_to_epsilon(rdp: FloatVector, delta: float) -> FloatVector:
+    """The smallest epsilon that RDP curves [..., A] prove at delta: [...]. For a plan that was fixed in advance.
+
+    The best order depends on the curve, so it may not be chosen again after seeing releases; see
+    `fulcrum.privacy.ledger.composition`.
+    """
+    best: FloatVector = compute_order_epsilons(rdp, delta).min(axis=-1)
     return best
 
 
@@ -418,6 +434,18 @@ def find_largest_count(fits: Callable[[int], bool], limit: int) -> int:
 def _check_epsilon(epsilon: float) -> None:
     if not 0 < epsilon < math.inf:
         raise ConfigError(f"epsilon = {epsilon!r} is out of range; it must be a finite number greater than 0.")
+
+
+def format_epsilon(value: float, digits: int = 4) -> str:
+    """An epsilon to `digits` digits, rounded up in decimal: what is printed is never less than what was spent."""
+    if not math.isfinite(value):
+        return "inf" if value > 0 else str(value)
+    if value == int(value) and abs(value) < 10**digits:
+        return str(int(value))
+    exact = Decimal(value)  # every digit of the binary number
+    step = Decimal(1).scaleb(exact.adjusted() - digits + 1)
+    found = f"{exact.quantize(step, rounding=ROUND_CEILING):f}"
+    return found.rstrip("0").rstrip(".") if "." in found else found
 
 
 def describe_software(accountants: Iterable[Accountant] = (RDP_ACCOUNTANT, PLD_ACCOUNTANT)) -> str:

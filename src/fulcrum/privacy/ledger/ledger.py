@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TypeVar
+
+import numpy as np
 
 from fulcrum.errors import BudgetError, ConfigError, InputError
-from fulcrum.privacy.accounting import Spend, check_accounting_terms, compute_epsilons
+from fulcrum.privacy.accounting import Spend, check_accounting_terms, format_epsilon
 from fulcrum.privacy.events import Event
+from fulcrum.privacy.ledger.composition import SLICES_RULE, Cost, describe_rule, fits_into, is_within_plan
+from fulcrum.privacy.ledger.pricing import Pricer, price_plans, total_of
 from fulcrum.privacy.ledger.rows import (
+    SUMS_ONLY,
     UNKNOWN,
     KnownUnits,
     LedgerAccount,
@@ -24,11 +29,15 @@ from fulcrum.privacy.ledger.rows import (
     write_events_text,
 )
 from fulcrum.privacy.ledger.store import EMPTY_SPEND, LedgerStore, SpendAdder
-from fulcrum.privacy.ledger.units import parse_units
-
-Key = TypeVar("Key")
-BUDGET_TOLERANCE = 1e-9
-"""Relative tolerance of the budget check, for rounding errors only."""
+from fulcrum.privacy.ledger.units import (
+    UnitArray,
+    find_members,
+    find_shared_units,
+    merge_units,
+    name_unit_set,
+    parse_units,
+    write_units,
+)
 
 
 class Ledger:
@@ -40,6 +49,7 @@ class Ledger:
 
     def __init__(self, store: LedgerStore) -> None:
         self._store = store
+        self._pricer = Pricer(store)
 
     @staticmethod
     def open(path: str | Path, wait: float = 30.0) -> Ledger:
@@ -84,14 +94,14 @@ class Ledger:
             _check_budget_value(account.name, account.budget)
         if all(account.name in known for account in given):  # terms never change: no need to read them
             for account in given:
-                _check_same_account_terms(known[account.name][1], account)
+                _check_same_account_terms(known[account.name][1], account, account.name in self._store.unit_rows)
             return
         with self._store.write_transaction():
             added: dict[str, LedgerAccount] = {}
             for account in given:
                 before = known[account.name][1] if account.name in known else added.get(account.name)
                 if before is not None:
-                    _check_same_account_terms(before, account)
+                    _check_same_account_terms(before, account, account.name in self._store.unit_rows)
                     continue
                 added[account.name] = account
             rows = self._store.insert(
@@ -174,7 +184,103 @@ class Ledger:
         self.register_plans(record.id, plans)
 
     def register_plans(self, run: str, plans: Mapping[str, RunPlan]) -> None:
-        """The plans of enrolled parties for a run; those that are registered stay, and other content is refused."""
+        """The most that enrolled parties will release in a run, before its first release. One transaction.
+
+        Equal plans that are registered already change nothing; other ones are refused. The first plan of an account
+        fixes how its runs add up (`composition.py`). Where runs add up as slices, the plan is priced here, once, and
+        BudgetError is raised if it does not fit into the budget or the delta that is left; rounds within it need no
+        accountant. Where they add up at a Renyi order nothing is refused here: each round is, once it does not fit.
+        """
+        if not plans:
+            return
+        store = self._store
+        with store.write_transaction():
+            new: dict[str, RunPlan] = {}
+            for party, plan in plans.items():
+                row = store.find_account(party)[0]
+                known = store.plans.get(row, {}).get(run)
+                if known is None:
+                    new[party] = RunPlan(tuple(plan.events), float(plan.delta))
+                elif known[0] != plan:
+                    raise ConfigError(
+                        f"party {party!r} registered another plan for run {run!r}; a plan is fixed before the first "
+                        "release: resume with the same settings, or start another run."
+                    )
+            accounts = {party: store.find_account(party) for party in new}
+            terms = {
+                party: self._pricer.choose_terms(row, account, run, total_of(new[party].events))
+                for party, (row, account) in accounts.items()
+            }
+            sliced = {party: plan for party, plan in new.items() if terms[party][0] == SLICES_RULE}
+            prices = price_plans(sliced, {party: account for party, (_, account) in accounts.items()})
+            for party, plan in sliced.items():
+                self._check_slice(party, run, terms[party], plan, prices[party])
+            self._insert_terms({accounts[party][0]: terms[party] for party in new})
+            store.insert(
+                "plans",
+                ("party", "run", "events", "delta", "epsilon"),
+                [
+                    (accounts[party][0], run, write_events_text(plan.events), plan.delta, _stored(prices.get(party)))
+                    for party, plan in new.items()
+                ],
+            )
+
+    def _check_slice(self, party: str, run: str, terms: tuple[str, float], plan: RunPlan, epsilon: float) -> None:
+        """BudgetError where a plan's (epsilon, delta) does not fit beside what the party's other runs took."""
+        row, account = self._store.find_account(party)
+        cost = self._pricer.compute_cost(account, row, terms, run, plan=(plan, epsilon))
+        if fits_into(cost, account.budget, account.delta):
+            return
+        if not fits_into(cost, None, account.delta):
+            left = account.delta - (cost.delta - plan.delta)
+            advice = f"at most {left:.4g} is left" if left > 0 else "nothing is left of it"
+            raise BudgetError(
+                f"the plan of party {party!r} has delta = {plan.delta:g}, and {advice} of the delta = {account.delta:g} of "
+                "its account, since the deltas of runs add up: plan each run with a part of it (privacy.run_delta), or use "
+                "accountant rdp, which needs no parts."
+            )
+        raise BudgetError(
+            f"the plan of party {party!r} costs epsilon = {format_epsilon(epsilon)}, which with its earlier runs makes "
+            f"{format_epsilon(cost.epsilon)} of its budget {account.budget:g}; plan fewer rounds or more noise."
+        )
+
+    def has_plan(self, run: str, party: str) -> bool:
+        """Whether the party's plan for this run is registered."""
+        with self._store.reading():
+            known = self._store.accounts.get(party)
+            return known is not None and run in self._store.plans.get(known[0], {})
+
+    def list_planned_parties(self, run: str, parties: Iterable[str]) -> set[str]:
+        """Those of these parties whose plan for this run is registered."""
+        with self._store.reading():
+            rows = {name: self._store.accounts[name][0] for name in parties if name in self._store.accounts}
+            return {name for name, row in rows.items() if run in self._store.plans.get(row, {})}
+
+    def fits(self, party: str, run: str, plan: RunPlan) -> bool:
+        """Whether a party's account has room for a plan in addition to its other runs. Nothing is written."""
+        with self._store.reading():
+            if party not in self._store.accounts:
+                return True
+            row, account = self._store.accounts[party]
+            spend = total_of(tuple(plan.events))
+            terms = self._pricer.choose_terms(row, account, run, spend)
+            if terms[0] == SLICES_RULE:
+                price = price_plans({party: plan}, {party: account})[party]
+                cost = self._pricer.compute_cost(account, row, terms, run, plan=(plan, price))
+                return fits_into(cost, account.budget, account.delta)
+            before = self._store.get_run_spends(row).get(run, EMPTY_SPEND)
+            others = [each for name, each in self._store.get_run_spends(row).items() if name != run]
+            total = spend
+            for each in others:
+                total = total.add_events(each.events)
+            larger = spend if is_within_plan(before, spend) else before.add_events(spend.events)
+            cost = self._pricer.compute_cost(account, row, terms, run, after=(total, larger))
+            return account.budget is None or cost.epsilon <= account.budget
+
+    def _insert_terms(self, terms: Mapping[int, tuple[str, float]]) -> None:
+        """Fix the rules of composition of accounts that have none."""
+        new = [(row, *pair) for row, pair in terms.items() if row not in self._store.terms]
+        self._store.insert("terms", ("party", "rule", "renyi_order"), new)
 
     def runs(self) -> dict[str, RunRecord]:
         """Every run of this ledger by its id, in the order of their first rows; unregistered ones are "unknown"."""
@@ -195,14 +301,74 @@ class Ledger:
 
     def register_all_units(self, run: str, digests: Mapping[str, bytes], allow_shared: bool = False) -> None:
         """`register_units` of many parties in one transaction; if one is refused none is added."""
+        given = {party: parse_units(each) for party, each in digests.items()}
+        store = self._store
+        with store.write_transaction():
+            before = {party: dict(store.unit_rows.get(party, ())) for party in given}
+            for party, units in given.items():
+                if run in before[party] and not np.array_equal(self._pricer.read_set(before[party][run]), units):
+                    raise ConfigError(
+                        f"party {party!r} registered other records for run {run!r}; resume a run with the data that it "
+                        "began with, or start another run."
+                    )
+            new = {party: units for party, units in given.items() if run not in before[party]}
+            if not allow_shared:
+                self._refuse_shared_units(new)
+            numbers = self._store_unit_sets(new.values())
+            store.insert(
+                "units",
+                ("party", "run", "unit_set"),
+                [(party, run, numbers[name_unit_set(write_units(units))]) for party, units in new.items()],
+            )
+
+    def _store_unit_sets(self, sets: Iterable[UnitArray]) -> dict[bytes, int]:
+        """Store sets of units that are not stored yet; returns the number of each set by its name."""
+        contents = {name_unit_set(write_units(units)): write_units(units) for units in sets}
+        numbers: dict[bytes, int] = {}
+        if self._store.identity:  # a file of an older format has no sets
+            for name in contents:
+                found = self._store.db.execute("SELECT id FROM unit_sets WHERE digest = ?", (name,)).fetchone()
+                numbers |= {name: found[0]} if found else {}
+        missing = [(name, content) for name, content in contents.items() if name not in numbers]
+        added = self._store.insert("unit_sets", ("digest", "members"), missing)
+        return numbers | {name: number for (name, _), number in zip(missing, added, strict=True)}
+
+    def _refuse_shared_units(self, given: Mapping[str, UnitArray]) -> None:
+        """BudgetError where units of one party are known under another name, here or in the ledger."""
+        known = {party: self._read_party_units(party) for party in self._store.unit_rows}
+        shared = find_shared_units(known, given)
+        if shared is not None:
+            party, other, count = shared
+            raise BudgetError(
+                f"{count} of the {len(given[party])} records of party {party!r} are in this ledger as records of party "
+                f"{other!r}, whose budget counts what was released of them; use the parties' names of before."
+            )
+
+    def _read_party_units(self, party: str) -> UnitArray:
+        """All units that a party ever had in this ledger."""
+        numbers = {number for _, number in self._store.unit_rows.get(party, ())}
+        return merge_units([self._pricer.read_set(number) for number in sorted(numbers)])
 
     def find_known_units(self, party: str, digests: bytes) -> KnownUnits:
         """How many of these units this ledger knows, from the party's earlier runs or from other parties."""
-        return KnownUnits(len(parse_units(digests)), 0, 0, {})
+        units = parse_units(digests)
+        with self._store.reading():
+            before = self._read_party_units(party)
+            staying = int(find_members(units, before).sum())
+            others = {
+                name: int(find_members(units, self._read_party_units(name)).sum())
+                for name in self._store.unit_rows
+                if name != party
+            }
+        elsewhere = {name: count for name, count in others.items() if count}
+        return KnownUnits(len(units) - staying, staying, len(before) - staying, elsewhere)
 
     def describe_composition(self, party: str) -> str:
         """One sentence: how the party's runs add up."""
-        return ""
+        with self._store.reading():
+            row, account = self._store.find_account(party)
+            rule, order = self._pricer.choose_terms(row, account)
+            return describe_rule(rule, order, account.delta, account.accountant, len(self._store.get_run_spends(row)))
 
     # --- releases --------------------------------------------------------------------------------
 
@@ -210,7 +376,8 @@ class Ledger:
         """Record what each party is about to release, before the release. One transaction for all parties.
 
         True: granted, and counted from now on, whether or not the release happens. False: it would exceed
-        the party's budget; nothing was written for the party, and it must not take part. Repeating a
+        the party's budget, or the plan of a run that was priced as a whole (`register_plans`; without a plan such an
+        account grants nothing); nothing was written for the party, and it must not take part. Repeating a
         reservation with the same (party, run, round, attempt) and events is granted and costs nothing
         (after a crash); other events under the same key raise BudgetError. For a new release in a round
         that was already reserved, increase `attempt`: it is paid again.
@@ -224,26 +391,46 @@ class Ledger:
                     (run, round, attempt),
                 )
             )
-            fresh: dict[str, tuple[int, str, Spend]] = {}  # party -> its row, its events, its spend including them
+            fresh: dict[str, _Asked] = {}
             for party, events in asked.items():
-                row, text = store.find_account(party)[0], write_events_text(events)
+                (row, account), text = store.find_account(party), write_events_text(events)
                 if row not in held:
-                    fresh[party] = (row, text, add(store.get_spend(row), text))
+                    own = store.get_run_spends(row).get(run, EMPTY_SPEND)
+                    after = (add(store.get_spend(row), text), add(own, text))
+                    terms = self._pricer.choose_terms(row, account, first=after[0])
+                    fresh[party] = _Asked(row, account, text, terms, after)
                 elif read_events_text(held[row]) != events:
                     raise BudgetError(
                         f"party {party!r} already reserved other events for round {round} of run {run!r} (attempt "
                         f"{attempt}); what is released must be what was reserved, so nothing was released."
                     )
-            fits = _check_within_budgets(
-                {party: (store.find_account(party)[1], spend) for party, (_, _, spend) in fresh.items()}
-            )
+            fits = {party: self._is_affordable(run, each) for party, each in fresh.items()}
             granted = [fresh[party] for party in fresh if fits[party]]
+            self._insert_terms({each.row: each.terms for each in granted})
             numbers = store.insert(
                 "entries",
                 ("party", "run", "round", "attempt", "events"),
-                [(row, run, round, attempt, text) for row, text, _ in granted],
+                [(each.row, run, round, attempt, each.text) for each in granted],
             )
+        if numbers:
+            # The rows are on disk now. The transaction excluded other writers, so there are no other new rows.
+            store.remember_spends(numbers[-1], run, {each.row: each.after for each in granted})
         return {party: fits.get(party, True) for party in asked}
+
+    def _is_affordable(self, run: str, asked: _Asked) -> bool:
+        """Whether a reservation is within the plan of its run and the account's budget."""
+        account = asked.account
+        if asked.terms[0] != SLICES_RULE:
+            return account.budget is None or self._compute_cost_after(run, asked).epsilon <= account.budget
+        plan = self._store.plans.get(asked.row, {}).get(run)
+        return (
+            plan is not None
+            and self._pricer.is_covered(asked.after[1], plan[0])
+            and fits_into(self._compute_cost_after(run, asked), account.budget, account.delta)
+        )
+
+    def _compute_cost_after(self, run: str, asked: _Asked) -> Cost:
+        return self._pricer.compute_cost(asked.account, asked.row, asked.terms, run, asked.after)
 
     def settle(self, run: str, round: int, digests: Mapping[str, str], attempt: int | None = None) -> None:
         """Mark reservations as released, with the digest of what each party released. One transaction.
@@ -285,24 +472,19 @@ class Ledger:
     # --- queries ---------------------------------------------------------------------------------
 
     def spent(self, party: str) -> Spend:
-        """The party's total of reservations so far, over all runs."""
+        """The party's total of reservations so far, over all runs: that of the present unit that was in most of it."""
         with self._store.reading():
-            return self._store.get_spend(self._store.find_account(party)[0])
+            row, account = self._store.find_account(party)
+            return self._pricer.find_largest_spend(account, row)
 
     def get_spends(self, run: str | None = None) -> dict[str, Spend]:
         """The total of reservations per party so far: over all runs, or in one run."""
         store = self._store
         with store.reading():
             if run is None:
-                return {name: store.get_spend(row) for name, (row, _) in store.accounts.items()}
-            totals = dict.fromkeys(store.accounts, EMPTY_SPEND)
-            for name, events, times in store.db.execute(
-                "SELECT p.name, e.events, count(*) FROM entries e JOIN parties p ON p.id = e.party"
-                " WHERE e.run = ? GROUP BY p.name, e.events",
-                (run,),
-            ):
-                totals[name] = totals[name].add_events(read_events_text(events), times)
-            return totals
+                find = self._pricer.find_largest_spend
+                return {name: find(account, row) for name, (row, account) in store.accounts.items()}
+            return {name: store.get_run_spends(row).get(run, EMPTY_SPEND) for name, (row, _) in store.accounts.items()}
 
     def list_round_reservations(self, run: str, rounds: range) -> list[tuple[str, tuple[Event, ...]]]:
         """(party, events) of every reservation of a run in these rounds, in the order of rounds and attempts."""
@@ -314,18 +496,34 @@ class Ledger:
             )
             return [(name, read_events_text(events)) for name, events in rows]
 
-    def epsilon(self, party: str) -> float:
-        """The epsilon that the party has reserved so far, over all runs, with its own delta and accountant."""
+    def cost(self, party: str, run: str | None = None) -> Cost:
+        """(epsilon, delta) that the party has spent so far, over all runs or in one, by its rule of composition."""
         with self._store.reading():
-            row, account = self._store.find_account(party)
-            return self._store.get_spend(row).epsilon(account.delta, account.accountant)
+            return self._compute_costs([party], run)[party]
 
-    def epsilons(self) -> dict[str, float]:
-        """`epsilon` of every party."""
+    def costs(self, run: str | None = None) -> dict[str, Cost]:
+        """`cost` of every party."""
         with self._store.reading():
-            return _compute_spend_epsilons(
-                {name: (terms, self._store.get_spend(row)) for name, (row, terms) in self._store.accounts.items()}
-            )
+            return self._compute_costs(self._store.accounts, run)
+
+    def _compute_costs(self, parties: Iterable[str], run: str | None) -> dict[str, Cost]:
+        found = {}
+        for party in parties:
+            row, account = self._store.find_account(party)
+            if run is not None:
+                found[party] = self._pricer.compute_run_cost(account, row, run)
+            else:
+                terms = self._pricer.choose_terms(row, account)
+                found[party] = self._pricer.compute_cost(account, row, terms)
+        return found
+
+    def epsilon(self, party: str, run: str | None = None) -> float:
+        """The epsilon of `cost`."""
+        return self.cost(party, run).epsilon
+
+    def epsilons(self, run: str | None = None) -> dict[str, float]:
+        """`epsilon` of every party."""
+        return {name: cost.epsilon for name, cost in self.costs(run).items()}
 
     def entries(self, party: str) -> list[LedgerEntry]:
         """Every reservation of a party, oldest first."""
@@ -353,9 +551,11 @@ class Ledger:
                 old = totals.get((name, run), (first, last, 0, 0, EMPTY_SPEND))
                 spend = old[4].add_events(read_events_text(events), count)
                 totals[name, run] = min(old[0], first), max(old[1], last), old[2] + count, old[3] + settled, spend
-            costs = _compute_spend_epsilons(
-                {key: (self._store.accounts[key[0]][1], total[4]) for key, total in totals.items()}
-            )
+            accounts = self._store.accounts
+            costs = {
+                key: self._pricer.compute_run_cost(accounts[key[0]][1], accounts[key[0]][0], key[1]).epsilon
+                for key in totals
+            }
         return [RunCostLine(*key, *total[:4], total[4].releases, costs[key]) for key, total in totals.items()]
 
     def list_round_entries(self, party: str, run: str, round: int) -> list[LedgerEntry]:
@@ -372,25 +572,20 @@ class Ledger:
             ]
 
 
-def _compute_spend_epsilons(spends: Mapping[Key, tuple[LedgerAccount, Spend]]) -> dict[Key, float]:
-    """Epsilon of each spend with the terms of its account; spends that are the same object are computed once."""
-    by_terms: dict[tuple[float, str], dict[int, Spend]] = {}
-    for account, spend in spends.values():
-        by_terms.setdefault((account.delta, account.accountant), {})[id(spend)] = spend
-    found = {
-        terms: dict(zip(same, compute_epsilons(list(same.values()), *terms).tolist(), strict=True))
-        for terms, same in by_terms.items()
-    }
-    return {key: found[account.delta, account.accountant][id(spend)] for key, (account, spend) in spends.items()}
+@dataclass(frozen=True)
+class _Asked:
+    """A party's wish to release. after: its (total, run's) spend with it. text: the events as a row has them."""
+
+    row: int
+    account: LedgerAccount
+    text: str
+    terms: tuple[str, float]
+    after: tuple[Spend, Spend]
 
 
-def _check_within_budgets(spends: Mapping[str, tuple[LedgerAccount, Spend]]) -> dict[str, bool]:
-    """Whether each party's spend fits into the budget of its account."""
-    costs = _compute_spend_epsilons({party: pair for party, pair in spends.items() if pair[0].budget is not None})
-    return {
-        party: account.budget is None or costs[party] <= account.budget * (1 + BUDGET_TOLERANCE)
-        for party, (account, _) in spends.items()
-    }
+def _stored(epsilon: float | None) -> float | None:
+    """An epsilon as SQLite keeps it: it has infinities."""
+    return None if epsilon is None else float(epsilon)
 
 
 def _check_new_seed(record: RunRecord, others: Iterable[RunRecord]) -> None:
@@ -422,10 +617,22 @@ def _check_budget_value(party: str, budget: float | None) -> None:
         )
 
 
-def _check_same_account_terms(known: LedgerAccount, given: LedgerAccount) -> None:
-    for term in ("unit", "delta", "accountant", "population"):
+def _check_same_account_terms(known: LedgerAccount, given: LedgerAccount, has_units: bool) -> None:
+    """Refuse other terms. has_units: the party's units are known by digests, so its data may change."""
+    for term in ("unit", "delta", "accountant"):
         if getattr(known, term) != getattr(given, term):
             raise ConfigError(
                 f"party {known.name!r} is in the ledger with {term} = {getattr(known, term)!r}, not "
                 f"{getattr(given, term)!r}; use the same {term}, or another ledger."
             )
+    if (SUMS_ONLY in known.population) != (SUMS_ONLY in given.population):
+        raise ConfigError(
+            f"party {known.name!r} is in the ledger with population = {known.population!r}, not {given.population!r}; "
+            "epsilons against different adversaries do not add up: use the same privacy.aggregation, or another ledger."
+        )
+    if known.population != given.population and not has_units:
+        raise ConfigError(
+            f"party {known.name!r} is in the ledger with population = {known.population!r}, not {given.population!r}; "
+            "use the same data, or register the digests of its records with every run (Ledger.register_units), so that "
+            "the people who stay keep what was spent."
+        )

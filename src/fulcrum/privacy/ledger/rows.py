@@ -56,6 +56,9 @@ class RunCostLine:
     epsilon: float
 
 
+SUMS_ONLY = ", seen in sums only (ideal secure aggregation)"
+"""The end of the population's name of accounts that hold against a server that sees sums only."""
+
 UNKNOWN = "unknown"
 """What a run's record says where nobody registered the run: rows of older files, and callers that only reserve."""
 

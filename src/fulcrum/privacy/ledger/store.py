@@ -14,7 +14,14 @@ from typing import Any
 
 from fulcrum.errors import InputError
 from fulcrum.privacy.accounting import Spend
-from fulcrum.privacy.ledger.chain import CHAINED_TABLES, ChainEnd, append_rows, append_table, check_chain, read_chain_end
+from fulcrum.privacy.ledger.chain import (
+    CHAINED_TABLES,
+    ChainEnd,
+    append_rows,
+    append_table,
+    check_chain,
+    read_chain_end,
+)
 from fulcrum.privacy.ledger.rows import LedgerAccount, RunPlan, RunRecord, read_events_text
 
 # --- the format: tables, and triggers that make the file append-only ----------------------------
@@ -192,7 +199,7 @@ class LedgerStore:
     """An open file. Use its values within `reading` or `write_transaction`; these bring them up to date.
 
     accounts: each party's row and current terms, by name. records: registered runs. terms: how each account is
-    composed, (rule, Renyi order), by the party's row. plans: (party's row, run) -> (plan, its epsilon or None).
+    composed, (rule, Renyi order), by the party's row. plans: party's row -> run -> (plan, its epsilon or None).
     unit_rows: party's name -> (run, number of its set of units), oldest first. Only rows that were added since the last
     transaction are read.
     """
@@ -205,7 +212,7 @@ class LedgerStore:
         self.accounts: dict[str, tuple[int, LedgerAccount]] = {}
         self.records: dict[str, RunRecord] = {}
         self.terms: dict[int, tuple[str, float]] = {}
-        self.plans: dict[tuple[int, str], tuple[RunPlan, float | None]] = {}
+        self.plans: dict[int, dict[str, tuple[RunPlan, float | None]]] = {}
         self.unit_rows: dict[str, list[tuple[str, int]]] = {}
         self._spends: dict[int, Spend] = {}
         self._run_spends: dict[int, dict[str, Spend]] = {}  # party's row -> run -> spend
@@ -232,8 +239,10 @@ class LedgerStore:
                     with store._exclusive_transaction():
                         if not _is_ledger_file(db, path):  # another process may have created them first
                             _create_tables(db)
-                with store.reading():  # checks the chain
-                    return store
+                db.execute("BEGIN")
+                store._check_chain()
+                db.execute("ROLLBACK")
+                return store
             except BaseException:
                 db.close()
                 raise
@@ -320,11 +329,8 @@ class LedgerStore:
     def _refresh(self) -> None:
         """Check and read the rows that were added since the last transaction, here or by another process."""
         # Only new rows: the cost of a round must not grow with the number of enrolled parties.
-        if not self._chained:
-            (version,) = self.db.execute("PRAGMA user_version").fetchone()
-            self._chained = version == FORMAT_VERSION
+        self._check_chain()
         if self._chained:
-            self._end = check_chain(self.db, self.path, self._end)
             self._read_new_records()
         for budget, party, *terms in self.db.execute(
             "SELECT b.id, p.id, p.name, b.epsilon, p.delta, p.accountant, p.unit, p.population FROM budgets b"
@@ -345,6 +351,20 @@ class LedgerStore:
             runs[run] = add(runs.get(run, EMPTY_SPEND), events, times)
             self._seen["entries"] = max(self._seen["entries"], last)
 
+    def _check_chain(self) -> None:
+        """Check the rows that were added since the last check."""
+        if not self._chained:
+            (version,) = self.db.execute("PRAGMA user_version").fetchone()
+            (chains,) = self.db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'chain'").fetchone()
+            if bool(chains) != (version == FORMAT_VERSION):
+                raise InputError(
+                    f"ledger {self.path} was changed by something other than Fulcrum: it says format {version} and "
+                    f"{'has' if chains else 'lacks'} the chain of format {FORMAT_VERSION}; restore it from a copy."
+                )
+            self._chained = bool(chains)
+        if self._chained:
+            self._end = check_chain(self.db, self.path, self._end)
+
     def _read_new_records(self) -> None:
         """The rows of identity, runs, terms, plans and units that were not read before."""
         if not self.identity:
@@ -355,7 +375,7 @@ class LedgerStore:
         for party, rule, order in self._read_new_rows("terms", "party, rule, renyi_order"):
             self.terms[party] = (rule, order)
         for party, run, events, delta, epsilon in self._read_new_rows("plans", "party, run, events, delta, epsilon"):
-            self.plans[party, run] = (RunPlan(read_events_text(events), delta), epsilon)
+            self.plans.setdefault(party, {})[run] = (RunPlan(read_events_text(events), delta), epsilon)
         for name, run, members in self._read_new_rows("units", "party, run, unit_set"):
             self.unit_rows.setdefault(name, []).append((run, members))
 

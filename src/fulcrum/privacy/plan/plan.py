@@ -13,6 +13,7 @@ import numpy.typing as npt
 from fulcrum.privacy.accounting import compute_epsilons, reported_accountants
 from fulcrum.privacy.client_level import ClientLevelTerms
 from fulcrum.privacy.events import Event
+from fulcrum.privacy.ledger.rows import SUMS_ONLY
 from fulcrum.privacy.plan import noise
 from fulcrum.privacy.plan.noise import PlannedNoise
 from fulcrum.privacy.plan.party_group import PartyGroup
@@ -122,7 +123,7 @@ class Plan:
             # Epsilons against different adversaries do not add up, so each has its own account.
             "population": f"{self.population}, "
             + ("whole" if self.has_trusted_server else f"{self.units(k)} {self.unit}s")
-            + (", seen in sums only (ideal secure aggregation)" if self.shares_noise else ""),
+            + (SUMS_ONLY if self.shares_noise else ""),
         }
 
     @property
