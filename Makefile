@@ -8,7 +8,7 @@ FLOWER := .venv-flower
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-flower check format docs bench clean
+.PHONY: help setup run test test-slow test-flower check format docs proofs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -30,11 +30,14 @@ check: setup ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks docs/settings_page.py examples/hospitals.py
+	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks docs/settings_page.py docs/proofs.py examples/hospitals.py
 
 format: setup ## format and mend what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+proofs: setup ## after reading a page of docs/privacy again: note the code that it speaks of
+	$(BIN)/python docs/proofs.py --write
 
 docs: setup ## write docs/settings.md anew from the settings' own words
 	$(BIN)/python docs/settings_page.py > docs/settings.md.new

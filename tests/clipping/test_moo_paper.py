@@ -43,7 +43,7 @@ def algorithm_1(
             slope = {"loss": kappa - loss / C, "hypergradient": kappa - over, "derivative": kappa + over / C}[reading]
             C = max(C - eta_C * slope, 1e-3)
             total = total + g / max(1.0, norm / C)
-        noise = problem.randomness.normal(("noise", 0, 0, n), len(theta))
+        noise = problem.randomness.normal(("noise", 0, 0, n), len(theta)).float()
         theta = theta - eta / (0.5 * party.units) * (total + sigma * C * noise)
     return theta - start, C
 

@@ -200,7 +200,7 @@ def test_quantile_counts_against_the_expected_batch_and_noises_with_the_C_it_cli
     assert len(rows) != batch, "choose another seed: this sample cannot tell the two apart"
     assert float(one_client(problem, C0=1e3).extra) == pytest.approx(0.5 * len(rows) / batch)
     silent = one_client(problem, C0=2.0, rate=1e-9, sigma=1.0, lr=1e-9)
-    noise = problem.randomness.normal(("noise", 0, 0, 0), problem.layout.dim)
+    noise = problem.randomness.normal(("noise", 0, 0, 0), problem.layout.dim).float()
     wanted = (
         -2.0 * gradient_multiplier(QUANTILE.share, 1.0, 1e-9 * problem.party(0).units) / problem.party(0).units * noise
     )

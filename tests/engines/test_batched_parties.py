@@ -70,7 +70,7 @@ def test_a_million_parties_plan_and_sample_without_an_object_each() -> None:
             for t in range(5):
                 invited = draw_invited_parties(asked, million, t)
                 assert 30 < len(invited) < 200
-                granted = reserve_round(ledger, "run", t, plan, plan_round_events(plan, invited, t), replays=True)
+                granted = reserve_round(ledger, "run", t, plan, plan_round_events(plan, invited, t), attempt=0)
                 assert granted == invited
                 account.read_rounds_until(t + 1)
                 everyone |= set(granted)
@@ -91,12 +91,12 @@ def test_a_ledger_reads_new_accounts_only_and_writes_a_round_in_three_transactio
         for t in range(3):
             said.clear()
             invited = list(range(t, 1000, 10))
-            reserve_round(ledger, "run", t, plan, plan_round_events(plan, invited, t), replays=True)
+            reserve_round(ledger, "run", t, plan, plan_round_events(plan, invited, t), attempt=0)
             ledger.settle("run", t, {plan.name(k): "digest" for k in invited})
             assert sum(line.startswith("BEGIN IMMEDIATE") for line in said) == 3  # enroll, reserve, settle
         said.clear()
         reserve_round(
-            ledger, "run", 3, plan, plan_round_events(plan, range(0, 1000, 10), 3), replays=True
+            ledger, "run", 3, plan, plan_round_events(plan, range(0, 1000, 10), 3), attempt=0
         )  # nothing to enroll
         assert sum(line.startswith("BEGIN IMMEDIATE") for line in said) == 1
         ledger._store.db.set_trace_callback(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 from fulcrum.cli import show
+from fulcrum.engines import find_engine
 from fulcrum.engines.batched import run_many
 from fulcrum.engines.stacked import sampling
 from fulcrum.errors import BudgetError, ConfigError
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.statement import statement_to_markdown
+from fulcrum.rng import Randomness, SeededRandomness
 from fulcrum.runs import execute, prepare
 from fulcrum.settings.checks import check_settings
 from fulcrum.training.federation import Federation, make_model_facts
@@ -41,6 +44,12 @@ def federation(engine: str = "reference", seed: int = 0, **changes: Any) -> Fede
     return prepare(toy_settings(**merged), DATA)
 
 
+def with_randomness(made: Federation, randomness: Randomness) -> Federation:
+    """The federation with another source of samples and noise."""
+    problem = dataclasses.replace(made.problem, randomness=randomness)
+    return dataclasses.replace(made, problem=problem, engine=find_engine(made.settings.run.engine, problem))
+
+
 def update(made: Federation) -> torch.Tensor:
     """The first round's released aggregate [d]."""
     before = make_first_snapshot(made)
@@ -53,10 +62,13 @@ def update(made: Federation) -> torch.Tensor:
 @pytest.mark.parametrize("engine", ["reference", "parallel", "stacked"])
 def test_the_parties_parts_make_exactly_one_dose_on_the_aggregate(engine: str) -> None:
     sigma = 3.0
-    loud, quiet = (federation(engine, privacy={"sigma": factor * sigma}) for factor in (2, 1))
+    randomness = SeededRandomness(5)  # two runs of one seed share nothing; here they must share samples and draws
+    loud, quiet = (
+        with_randomness(federation(engine, privacy={"sigma": factor * sigma}), randomness) for factor in (2, 1)
+    )
     found = update(loud) - update(quiet)  # the same samples and draws: what is left is the noise of one sigma
-    plan, randomness, d = quiet.plan, quiet.problem.randomness, quiet.problem.layout.dim
-    draws = torch.stack([randomness.normal(("noise", 0, k, 0), d) for k in range(3)])
+    plan, d = quiet.plan, quiet.problem.layout.dim
+    draws = torch.stack([randomness.normal(("noise", 0, k, 0), d).float() for k in range(3)])
     whole = sum(plan.units(k) for k in range(3))
     part = LR * sigma * C / (RATE * whole) / math.sqrt(3)  # of each party: three independent ones make sigma C / (q n)
     torch.testing.assert_close(found, -part * draws.sum(dim=0), rtol=1e-4, atol=1e-5)

@@ -193,7 +193,7 @@ def test_noise_uses_the_C_the_clipping_used() -> None:
     )
     problem = toy_problem(moving)
     empty = one_client(problem, rate=1e-9, sigma=1.0, steps=1, C0=1.0, lr=1e-9)
-    noise = problem.randomness.normal(("noise", 0, 0, 0), problem.layout.dim)
+    noise = problem.randomness.normal(("noise", 0, 0, 0), problem.layout.dim).float()
     scale = 1e-9 / (1e-9 * problem.party(0).units)
     torch.testing.assert_close(empty.delta, -noise * scale, rtol=1e-4, atol=1e-6)
     assert float(empty.state["C"]) == pytest.approx(10.0)  # the new C is for the next step

@@ -333,7 +333,7 @@ def test_a_release_that_was_not_reserved_stops_the_run(monkeypatch: pytest.Monke
     federation = client_federation()
 
     def quieter(problem: TrainingProblem, *arguments: Any) -> Any:
-        terms, state, replies, t, rounds, sigma = arguments
+        terms, state, replies, t, rounds, sigma, _ = arguments
         return average_client_updates(problem, terms, state, replies, t, rounds, sigma / 2)
 
     monkeypatch.setattr("fulcrum.training.round.average_client_updates", quieter)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fulcrum.clipping.rule import ClipRule, gradient_multiplier
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
 from fulcrum.privacy.exact_noise import release_on_grid
-from fulcrum.rng import Randomness, StreamKey
+from fulcrum.rng import CipherRandomness, Randomness, StreamKey
 from fulcrum.types import Assignment, Bounds, RuleState
 
 # --- what is released -----------------------------------------------------------------------
@@ -200,8 +200,16 @@ def release_with_noise(
     """
     if isinstance(scale.event, Unprotected):
         return clipped.float(), extra.float() if scale.asked else torch.zeros_like(extra, dtype=torch.float32)
-    noisy = release_on_grid(clipped, float(scale.sum), randomness, ("noise", *key)).values.float()
+    noisy = _release_vector(clipped, float(scale.sum), randomness, ("noise", *key))
     if not (extra.numel() and scale.asked):
         return noisy, torch.zeros_like(extra, dtype=torch.float32)
     refuse_unnoised_statistics(scale.extra)
-    return noisy, release_on_grid(extra, float(scale.extra), randomness, ("noise-extra", *key)).values.float()
+    return noisy, _release_vector(extra, float(scale.extra), randomness, ("noise-extra", *key))
+
+
+def _release_vector(clipped: Tensor, scale: float, randomness: Randomness, key: StreamKey) -> Tensor:
+    """The released numbers [m], float32. Recorded numbers, which are for tests, are added as they are."""
+    if isinstance(randomness, CipherRandomness):
+        return release_on_grid(clipped, scale, randomness, key).values.float()
+    noise = randomness.normal(key, clipped.numel()).to(clipped.device, torch.float64)
+    return (clipped.double() + noise * scale).float()

@@ -23,6 +23,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from fulcrum.errors import RunError
 from fulcrum.rng.chacha import KEY_BYTES, Nonce, draw_words
 from fulcrum.rng.normals import count_normal_words, words_to_normals, words_to_uniforms
 
@@ -124,13 +125,50 @@ class SeededRandomness(CipherRandomness):
             object.__setattr__(self, name, value)
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, eq=False)
 class SecureRandomness(CipherRandomness):
-    """For real use: the secret is 32 bytes of the operating system's entropy. It is never written down."""
+    """For real use: the secret is 32 bytes of the operating system's entropy. It is never written down.
+
+    It serves one run in one process: a copy in another process, or in another run, would repeat the noise.
+    """
+
+    _process: int = field(default=0, repr=False)
+    _runs: list[str] = field(default_factory=list, repr=False)
 
     def __init__(self, run: str = "") -> None:
-        for name, value in (("secret", os.urandom(KEY_BYTES)), ("run", run), ("mode", "secure")):
+        given = {"secret": os.urandom(KEY_BYTES), "run": run, "mode": "secure", "_process": os.getpid(), "_runs": []}
+        for name, value in given.items():
             object.__setattr__(self, name, value)
+
+    def claim(self, run: str) -> None:
+        """Reserve this source for the run of this id in ledgers; RunError if another run has used it."""
+        if run not in self._runs and self._runs:
+            raise RunError(
+                f"this federation's randomness was used by run {self._runs[0]} before, and run {run} would repeat its "
+                "noise; prepare the federation again for each run."
+            )
+        self._runs[:] = [run]
+
+    def words(self, key: StreamKey, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """`count` random 64-bit words of a stream, int64, on the device; RunError in a forked process."""
+        self.check_process()
+        return super().words(key, count, device)
+
+    def locate_stream(self, key: StreamKey) -> tuple[bytes, Nonce]:
+        """The cipher's key and nonce of a stream; RunError in a forked process."""
+        self.check_process()
+        return super().locate_stream(key)
+
+    def check_process(self) -> None:
+        """Raise RunError in any process but the one that drew the secret."""
+        if os.getpid() != self._process:
+            raise RunError(
+                "secure randomness was drawn in another process, and both would release the same noise; prepare the "
+                "run in the process that trains it."
+            )
+
+    def __reduce__(self) -> str:
+        raise RunError("secure randomness cannot be stored or sent: its secret never leaves the process.")
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from fulcrum.errors import RunError
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger, LedgerAccount
 from fulcrum.privacy.plan import Plan
-from fulcrum.rng import numpy_generator
+from fulcrum.rng import SecureRandomness, SeededRandomness, numpy_generator
 from fulcrum.settings.schema import Settings
 from fulcrum.training.evaluate import Evaluation, evaluate_with_parties
 from fulcrum.training.federation import Federation
+from fulcrum.training.problem import identify_releases
 from fulcrum.training.round import (
     average_diagnostics,
     compute_reply_digests,
@@ -51,6 +53,7 @@ def federate(
     """
     settings, problem, plan, engine = federation.settings, federation.problem, federation.plan, federation.engine
     play = run_client_level_round if plan.central else run_round
+    check_randomness(federation, run)
     snapshot = start or make_first_snapshot(federation)
     account = RunAccount(ledger, run, plan.delta, plan.accountant) if ledger else None
     exhausted: set[int] = set()
@@ -98,6 +101,25 @@ def federate(
             ),
             snapshot,
         )
+
+
+def check_randomness(federation: Federation, run: str) -> None:
+    """Raise RunError where the noise of this run would be that of another one.
+
+    Secure randomness serves one run. Seeded randomness is bound to the settings with which the federation was
+    prepared; a federation whose settings were replaced since would repeat noise at other settings.
+    """
+    problem = federation.problem
+    source = problem.randomness
+    if isinstance(source, SecureRandomness) and run:
+        source.claim(run)
+    if isinstance(source, SeededRandomness) and source.run:
+        parts = (problem.dataset, problem.partition, problem.model, problem.layout)
+        if source.run != identify_releases(federation.settings, *parts):
+            raise RunError(
+                "the federation's settings, records or weights were replaced after prepare, and its noise is bound to "
+                "the former ones; prepare it again."
+            )
 
 
 def select_participants(

@@ -119,6 +119,14 @@ def get_private_seed(settings: Settings) -> int:
     return settings.run.seed if settings.privacy.seed is None else settings.privacy.seed
 
 
+RELEASE_IRRELEVANT_SETTINGS = {
+    "data": ("source", "dir", "public"),  # the records themselves are in the digest
+    "task": ("metrics", "score", "threshold"),
+    "privacy": ("randomness", "arithmetic", "seed", "budget", "budget_delta"),
+}
+"""Settings that change no release, by section: where records lie, how a model is judged, what a ledger allows."""
+
+
 def identify_releases(
     settings: Settings, dataset: Dataset, partition: Partition, model: nn.Module, layout: ParameterLayout
 ) -> str:
@@ -129,9 +137,11 @@ def identify_releases(
     memory: a stored digest of records would be a test for guessed records.
     """
     mac = hashlib.blake2b(str(get_private_seed(settings)).encode(), digest_size=32, person=b"fulcrum-run-id")
-    parts = {name: dataclasses.asdict(getattr(settings, name)) for name in ("train", "clip", "privacy", "client_level")}
-    for left_out in ("randomness", "arithmetic", "seed", "budget", "accountant"):
-        parts["privacy"].pop(left_out)
+    sections = ("data", "task", "train", "clip", "privacy", "client_level")
+    parts = {name: dataclasses.asdict(getattr(settings, name)) for name in sections}
+    for section, left_out in RELEASE_IRRELEVANT_SETTINGS.items():
+        for name in left_out:
+            parts[section].pop(name, None)
     mac.update(json.dumps(parts, sort_keys=True, default=str).encode())
     mac.update(f"|{dataset.fingerprint}|{dataset.task.name}|{type(model).__qualname__}|{layout.shapes}|".encode())
     for tensor in (partition.order, partition.starts, layout.flatten(model).detach().cpu()):
