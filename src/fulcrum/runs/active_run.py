@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import fulcrum
-from fulcrum.privacy.accounting import Spend
 from fulcrum.privacy.ledger import Ledger, RunRecord
 from fulcrum.privacy.statement import AccountedRun, CoveredRun, EvaluationData, make_statement, statement_to_markdown
 from fulcrum.runs import folder as record
@@ -46,6 +45,8 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
             plan=run.federation.plan,
             rule=problem.rule,
             spent=run.ledger.get_spends() if kept else own,
+            costs=run.ledger.epsilons() if kept else run.ledger.epsilons(run.id),
+            run_costs=run.ledger.epsilons(run.id),
             run_id=run.id,
             scope="ledger" if kept else "run",
             randomness_mode=problem.randomness.mode,
@@ -55,7 +56,6 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
             rounds_done=rounds_done,
             version=fulcrum.__version__,
             date=record.current_utc_time(),
-            run_spent=own,
             arithmetic="proven" if problem.proven else "fast",
             others=tuple(map(describe_covered_run, run.ledger.runs().values())) if kept else (),
             evaluation=describe_evaluation(run.federation, rounds_done),
@@ -72,11 +72,8 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
 
 def read_run_epsilons(run: ActiveRun) -> dict[str, float]:
     """The epsilon of each of the plan's parties in this run alone, by name, as the ledger says."""
-    plan, spends = run.federation.plan, run.ledger.get_spends(run.id)
-    found = [spends.get(plan.name(k)) or Spend.empty() for k in range(plan.parties)]
-    unique = {spend.key: spend for spend in found}
-    costs = {key: spend.epsilon(plan.delta, plan.accountant) for key, spend in unique.items()}
-    return {plan.name(k): costs[spend.key] for k, spend in enumerate(found)}
+    plan, costs = run.federation.plan, run.ledger.epsilons(run.id)
+    return {name: costs.get(name, 0.0) for name in map(plan.name, range(plan.parties))}
 
 
 def describe_covered_run(record: RunRecord) -> CoveredRun:

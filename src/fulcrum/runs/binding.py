@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.errors import InputError, RunError
-from fulcrum.privacy.ledger import Ledger, LedgerHead, RunPlan, RunRecord, make_seed_digest
+from fulcrum.privacy.ledger import Ledger, LedgerHead, RunRecord, make_seed_digest
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
@@ -68,25 +68,29 @@ def make_ledger_absolute(settings: Settings) -> Settings:
 
 
 def register_run(federation: Federation, ledger: Ledger, run: str) -> None:
-    """Register the run in the ledger, with its plan for each party, before its first release; again is free."""
+    """Register in the ledger what the run is, before its first release; the same again (to resume) changes nothing.
+
+    The plans of the parties follow as they are invited (`fulcrum.training.loop`).
+    """
     settings, problem, plan = federation.settings, federation.problem, federation.plan
     mode = problem.randomness.mode
-    known = RunRecord(
-        id=run,
-        rule=problem.rule.name,
-        sound=problem.rule.sound,
-        private=problem.rule.private,
-        randomness=mode,
-        arithmetic="proven" if problem.proven else "fast",
-        aggregation=plan.aggregation,
-        unit=plan.unit,
-        seed_digest=make_seed_digest(get_private_seed(settings), ledger.identity) if mode == "seeded" else "",
-        data_digest=problem.dataset.fingerprint,
-        settings_digest=compute_settings_digest(list_bound_settings(settings)),
-        simulation=mode != "secure",
+    ledger.bring_to_current_format()  # its identity salts the seed's digest
+    ledger.register_run(
+        RunRecord(
+            id=run,
+            rule=problem.rule.name,
+            sound=problem.rule.sound,
+            private=problem.rule.private,
+            randomness=mode,
+            arithmetic="proven" if problem.proven else "fast",
+            aggregation=plan.aggregation,
+            unit=plan.unit,
+            seed_digest=make_seed_digest(get_private_seed(settings), ledger.identity) if mode == "seeded" else "",
+            data_digest=problem.dataset.fingerprint,
+            settings_digest=compute_settings_digest(list_bound_settings(settings)),
+            simulation=mode != "secure",
+        )
     )
-    of_group = [RunPlan(group.worst(plan.rounds), plan.delta) for group in plan.groups]
-    ledger.register_run(known, {plan.name(k): of_group[int(plan.group_of[k])] for k in range(plan.parties)})
 
 
 def describe_binding(federation: Federation, ledger: Ledger) -> dict[str, Any]:

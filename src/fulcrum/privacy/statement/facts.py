@@ -14,13 +14,13 @@ from fulcrum.privacy.accounting import (
     Spend,
     compute_epsilons,
     describe_software,
+    format_epsilon,
     reported_accountants,
 )
 from fulcrum.privacy.client_level import ClientLevelTerms
 from fulcrum.privacy.plan import Plan
 from fulcrum.privacy.plan.text import infinity_to_text, make_epsilon_keys, make_headline_keys
 from fulcrum.privacy.statement.coverage import Coverage, CoveredRun
-from fulcrum.privacy.statement.rounding import format_epsilon
 from fulcrum.privacy.statement.text import (
     EVALUATION_TEXTS,
     FLOATING_POINT_NOTES,
@@ -68,7 +68,8 @@ class AccountedRun:
     """The input of a run's privacy statement.
 
     spent: what each party has released within the scope ("run" or "ledger"), by name; a missing party has
-    released nothing. run_spent: the part of this run, where the scope is a ledger.
+    released nothing. costs: each party's epsilon within the scope as its ledger says; None: that of `spent` by the
+    enforced accountant. run_costs: of this run alone, where the scope is a ledger.
     randomness_mode: "secure", "seeded" or "recorded"; arithmetic: "proven" or "fast"; both of this run. others: the
     other runs within the scope. version: of Fulcrum. notes: further warnings about this run. composition: how the
     ledger adds runs up.
@@ -87,7 +88,8 @@ class AccountedRun:
     version: str
     date: str
     dataset_warnings: tuple[str, ...] = ()
-    run_spent: Mapping[str, Spend] | None = None
+    costs: Mapping[str, float] | None = None
+    run_costs: Mapping[str, float] | None = None
     arithmetic: str = "fast"
     simulation: bool = False
     others: tuple[CoveredRun, ...] = ()
@@ -115,8 +117,9 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
 
     Keys, stable from version to version:
 
-    epsilon, epsilon_pld    largest over the parties, by RDP and by PLD, spent so far in the scope (where
-                            another accountant is enforced: epsilon is by that one, and epsilon_rdp is given too)
+    epsilon, epsilon_pld    largest over the parties, by the enforced accountant as the ledger says, and by PLD, spent
+                            so far in the scope (epsilon_rdp too where RDP is not the enforced one). Over several runs
+                            only the ledger's value is a bound, and epsilon_pld repeats it
     delta, unit, relation, adversary
     accountant              {enforced, beside, software}
     private, sound, nominal of the worst run within the scope. private: noise was added at all; nominal: epsilon is not
@@ -146,18 +149,19 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     settings, plan, rule = run.settings, run.plan, run.rule
     names = [plan.name(k) for k in range(plan.parties)]
     spends = _spends_by_party(names, run.spent)
-    reported = reported_accountants(plan.accountant)
-    enforced = ACCOUNTANTS.find(plan.accountant).name
-    by_name = {accountant.name: _compute_unique_epsilons(spends, plan.delta, accountant) for accountant in reported}
-    largest = {name: max(costs) for name, costs in by_name.items()}
-    headline = largest[reported[0].name]
     coverage = run.coverage
+    reported = list_shown_accountants(plan.accountant, len(coverage.runs))
+    enforced = reported[0].name
+    by_name = {accountant.name: _compute_unique_epsilons(spends, plan.delta, accountant) for accountant in reported[1:]}
+    by_name = {enforced: _list_costs(run, names, spends, reported[0]), **by_name}
+    largest = {name: max(costs) for name, costs in by_name.items()}
+    headline = largest[enforced]
     worth = coverage.level(plan.shares_noise)
     words = find_unit_texts(plan.unit, plan.aggregation)
     numbers = format_numbers({name: format_epsilon(value) for name, value in largest.items()}, plan.delta)
     cipher, key = RANDOM_NUMBER_SOURCES[coverage.randomness]
     result: dict[str, Any] = {
-        **make_headline_keys(largest),
+        **_add_pld_key(make_headline_keys(largest)),
         "delta": plan.delta,
         "unit": plan.unit,
         "relation": words.relation,
@@ -179,7 +183,9 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             "budgets": dict(settings.privacy.budgets),
             "sigma": settings.privacy.sigma,
         },
-        "planned": make_headline_keys(plan.largest_final_epsilons),
+        "planned": _add_pld_key(
+            make_headline_keys({enforced: plan.largest_final_epsilons[enforced], **plan.largest_final_epsilons})
+        ),
         "schedule": _describe_schedule(plan),
         "randomness": {"mode": coverage.randomness, "text": describe_randomness(coverage)},
         "random_numbers": {"cipher": cipher, "key": key, "text": describe_randomness(coverage)},
@@ -229,10 +235,33 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             for k, name in enumerate(names)
         ],
     }
-    if run.scope == "ledger" and run.run_spent is not None:
-        own = _spends_by_party(names, run.run_spent)
-        result["scope"]["run_epsilon"] = infinity_to_text(max(_compute_unique_epsilons(own, plan.delta, reported[0])))
+    if run.scope == "ledger" and run.run_costs is not None:
+        own = run.run_costs
+        result["scope"]["run_epsilon"] = infinity_to_text(max(own.get(name, 0.0) for name in names))
     return result
+
+
+def list_shown_accountants(enforced: str, runs: int) -> tuple[Accountant, ...]:
+    """The enforced accountant, then those shown beside it; over several runs none.
+
+    A later run may have been chosen after seeing an earlier one, and then other accountants' values of the pooled
+    releases are no bounds; the ledger's sum is one.
+    """
+    chosen = ACCOUNTANTS.find(enforced)
+    others = tuple(each for each in reported_accountants(enforced) if each.name != chosen.name)
+    return (chosen, *others) if runs == 1 else (chosen,)
+
+
+def _list_costs(run: AccountedRun, names: Sequence[str], spends: list[Spend], enforced: Accountant) -> list[float]:
+    """The epsilon of each party within the scope: what the ledger says, where it was asked."""
+    if run.costs is None:
+        return _compute_unique_epsilons(spends, run.plan.delta, enforced)
+    return [run.costs.get(name, 0.0) for name in names]
+
+
+def _add_pld_key(keys: dict[str, float | str]) -> dict[str, float | str]:
+    """The headline keys, always with `epsilon_pld`: the enforced value where there is no other one."""
+    return {"epsilon_pld": keys["epsilon"], **keys}
 
 
 def _spends_by_party(names: Sequence[str], spent: Mapping[str, Spend]) -> list[Spend]:

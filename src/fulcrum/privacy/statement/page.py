@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fulcrum.privacy.statement.rounding import format_epsilon
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.statement.units import UnitTexts, find_unit_texts
 
 MAX_PARTIES_ON_PAGE = 1000
@@ -105,10 +105,8 @@ def _describe_target(target: Mapping[str, Any]) -> str:
 def _describe_accounting(accountant: Mapping[str, str], unit: UnitTexts) -> str:
     enforced, beside = accountant["enforced"].upper(), accountant["beside"].upper()
     which = "all" if "," in beside else "both"
-    return (
-        f"By {accountant['software']}: {enforced} is enforced, {beside} is shown beside it; {which} are upper bounds. "
-        + unit.counted
-    )
+    shown = f", {beside} is shown beside it; {which} are upper bounds" if beside else "; it is an upper bound"
+    return f"By {accountant['software']}: {enforced} is enforced{shown}. {unit.counted}"
 
 
 def _write_group_privacy(facts: Mapping[str, Any], unit: UnitTexts) -> list[str]:
