@@ -184,7 +184,13 @@ def _describe_scope(scope: Mapping[str, Any], accountant: str) -> str:
         if "run_epsilon" in scope
         else ""
     )
-    return f"{scope['text']}{own}"
+    head = scope.get("ledger")
+    bound = (
+        f" Ledger `{head['identity']}` with {head['sequence']} rows, the last one with digest `{head['digest']}`."
+        if head
+        else ""
+    )
+    return f"{scope['text']}{own}{bound}"
 
 
 def _format_group_delta(delta: float) -> str:
