@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from fulcrum.errors import BudgetError, ConfigError, InputError
 from fulcrum.privacy.accounting import Spend, compute_epsilon, compute_max_steps
 from fulcrum.privacy.events import EVENT_KINDS, Event, Gaussian, Unprotected
-from fulcrum.privacy.ledger import Ledger, LedgerAccount
+from fulcrum.privacy.ledger import Ledger, LedgerAccount, LedgerHead, RunPlan, RunRecord, store
 from fulcrum.privacy.ledger.rows import read_events_text
 
 DELTA = 1e-5
@@ -116,7 +116,8 @@ def test_the_accountant_of_the_party_decides(ledger: Ledger):
     ) / 2
     ledger.enroll("rdp", between, **TERMS)
     ledger.enroll("pld", between, **{**TERMS, "accountant": "pld"})
-    wanted = [Gaussian(0.05, 1.0, 50)]
+    wanted = (Gaussian(0.05, 1.0, 50),)
+    ledger.register_plans("r", dict.fromkeys(("rdp", "pld"), RunPlan(wanted, DELTA)))
     assert ledger.reserve("r", 0, {"rdp": wanted, "pld": wanted}) == {"rdp": False, "pld": True}
     assert ledger.epsilons() == {
         "a": 0.0,
@@ -253,6 +254,7 @@ def test_settling_what_was_never_reserved_is_refused(ledger: Ledger):
 
 def test_history_and_spends_sum_up_each_run(ledger: Ledger):
     for run, rounds in (("one", 3), ("two", 2)):
+        ledger.register_plans(run, dict.fromkeys("ab", RunPlan((Gaussian(0.05, 1.0, rounds),), DELTA)))
         for t in range(rounds):
             ledger.reserve(run, t, {"a": STEP, "b": STEP})
     ledger.settle("one", 0, {"a": "x"})
@@ -302,10 +304,24 @@ def test_a_ledger_of_a_later_format_is_refused(ledger: Ledger, path: Path):
         Ledger.open(path)
 
 
-def test_a_ledger_of_format_1_is_read_and_continued(ledger: Ledger, path: Path):
-    """Rows of format 1 leave out the kinds of their events."""
+def write_older_file(path: Path, version: int) -> None:
+    """A ledger as formats 1 and 2 had it, with parties a and b: no identity, no chain."""
     with raw(path) as db:
-        db.execute("PRAGMA user_version = 1")
+        for statement in store._split_statements(
+            store._FIRST_TABLES + store._make_change_triggers(store._FIRST_TABLE_NAMES)
+        ):
+            db.execute(statement)
+        db.execute(f"PRAGMA application_id = {store.SQLITE_APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version = {version}")
+        for row, (name, budget) in enumerate((("a", 2.0), ("b", None)), start=1):
+            db.execute("INSERT INTO parties VALUES (?, ?, ?, 'rdp', 'example', 'digits', 0)", (row, name, DELTA))
+            db.execute("INSERT INTO budgets VALUES (?, ?, ?, 0)", (row, row, budget))
+
+
+def test_a_ledger_of_format_1_is_read_and_continued(path: Path):
+    """Rows of format 1 leave out the kinds of their events."""
+    write_older_file(path, 1)
+    with raw(path) as db:
         for round, text in enumerate(("[[0.05,1.0,1]]", "[[0.05,1.0,2],[0.1,3.5,1]]")):
             db.execute(
                 "INSERT INTO entries (party, run, round, attempt, events, time) VALUES (1, 'r', ?, 0, ?, 0)",
@@ -319,9 +335,13 @@ def test_a_ledger_of_format_1_is_read_and_continued(ledger: Ledger, path: Path):
         with pytest.raises(BudgetError, match="already reserved other events"):
             old.reserve("r", 0, {"a": (Gaussian(0.05, 1.1),)})
         assert format_of(path) == 1, "asking changes nothing"
+        assert (old.identity, old.head()) == ("", LedgerHead("", 0, ""))
         assert old.reserve("r", 2, {"a": STEP, "b": (Unprotected(2),)}) == {"a": True, "b": True}
-    assert format_of(path) == 2, "older software must not misread the new rows"
+    assert format_of(path) == 3, "older software must not misread the new rows"
     with Ledger.open(path) as again:
+        assert again.runs() == {"r": RunRecord.unknown("r")}
+        assert len(again.identity) == 32
+        assert again.head().sequence == 11  # identity, 2 parties, 2 budgets, 2 + 2 entries, 2 rules of composition
         assert again.spent("a").releases == 5
         assert again.entries("b")[0].events == (Unprotected(2),)
 

@@ -82,6 +82,7 @@ def test_the_ledger_grants_exactly_what_was_planned(accountant: str):
     plan = make_plan(settings_of(privacy={"accountant": accountant}), 2, [300, 400], MOO)
     with Ledger.open(":memory:") as ledger:
         ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in range(2))
+        ledger.register_plans("run", {plan.name(k): plan.make_run_plan(k) for k in range(2)})
         wanted = {plan.name(k): plan.events(k) for k in range(2)}
         granted = [all(ledger.reserve("run", t, wanted).values()) for t in range(21)]
         assert granted == [True] * 20 + [False]

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, Decimal
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -162,9 +162,15 @@ def _compute_pld_epsilon(counts: EventCounts, delta: float) -> float:
     parts += [(1.0, whole**-0.5, 1)] if whole else []
     interval = _choose_pld_interval(parts)
     with np.errstate(all="ignore"):  # overflows to infinity are meant
-        composed = (_compose_steps_pld(rate, sigma, count, interval) for rate, sigma, count in parts)
-        total = reduce(lambda left, right: left.compose(right), composed)
-        return float(total.get_epsilon_for_delta(delta))
+        # Most noise first: as the noise of a schedule falls over the rounds, what is composed stays a beginning.
+        return float(_compose_parts_pld(tuple(sorted(parts, reverse=True)), interval).get_epsilon_for_delta(delta))
+
+
+@lru_cache(maxsize=8)
+def _compose_parts_pld(parts: tuple[tuple[float, float, int], ...], interval: float) -> Any:
+    """The composition of parts (rate, sigma, count). One more round of a schedule is one composition, not all again."""
+    last = _compose_steps_pld(*parts[-1], interval)
+    return _compose_parts_pld(parts[:-1], interval).compose(last) if parts[1:] else last
 
 
 # --- the running total --------------------------------------------------------------------------

@@ -62,6 +62,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "privacy.sigma": (0, False, math.inf, False),
     "privacy.delta": (0, False, 1, False),
     "privacy.budget": (0, False, math.inf, False),
+    "privacy.budget_delta": (0, False, 1, False),
     "privacy.max_participations": (0, True, math.inf, False),
     "privacy.rho_mu": (0, False, math.inf, False),
     "client_level.weight_cap": (0, True, math.inf, False),

@@ -222,6 +222,9 @@ class Privacy:
     """Public cap on the rounds a party takes part in; 0 means all rounds."""
     budget: float | None = None
     """Epsilon of a party over all runs of a kept ledger; None: the epsilon of the first run."""
+    budget_delta: float | None = None
+    """Delta of a party over all runs of a kept ledger, of which each run takes its delta (not for accountant rdp, where
+    all runs share one); None: the delta of the first run."""
     budgets: dict[str, float] = field(default_factory=dict)
     """Epsilon of parties with a different budget, by name: {"party-0" = 2.0}."""
     randomness: str = "seeded"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from fulcrum.errors import RunError
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.ledger import Ledger, LedgerAccount
-from fulcrum.privacy.plan import Plan
+from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunPlan
+from fulcrum.privacy.plan import Plan, find_affordable_rounds
 from fulcrum.rng import SecureRandomness, SeededRandomness, numpy_generator
 from fulcrum.settings.schema import Settings
 from fulcrum.training.evaluate import Evaluation, evaluate_with_parties
@@ -164,5 +164,32 @@ def reserve_round(
     bytes (its outcome was lost in a crash); a round that was settled before and has new randomness is paid again.
     """
     ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in events)
+    register_party_plans(ledger, run, plan, events)
     granted = ledger.reserve(run, t, {plan.name(k): planned for k, planned in events.items()}, attempt=attempt)
     return [k for k in events if granted[plan.name(k)]]
+
+
+def register_party_plans(ledger: Ledger, run: str, plan: Plan, clients: Iterable[int]) -> None:
+    """Register what these parties will release in this run at most, where that is not done: before a first release.
+
+    The plan follows from the settings alone. Where it exceeds what is left of a party's account, the rounds that fit
+    are planned, so that the party takes part until they are used up.
+    """
+    numbers = {plan.name(k): k for k in clients}
+    known = ledger.list_planned_parties(run, numbers)
+    plans: dict[str, RunPlan] = {}
+    full: dict[str, RunPlan] = {}
+    of_group: dict[int, RunPlan] = {}
+    for party, k in numbers.items():
+        if party in known:
+            continue
+        group = int(plan.group_of[k])
+        if group not in of_group:
+            of_group[group] = plan.make_run_plan(k)
+        plans[party] = of_group[group]
+        if plan.accountant != "rdp" and not ledger.fits(party, run, plans[party]):
+            full[party] = plans[party]
+            plans[party] = plan.make_run_plan(k, find_affordable_rounds(plan, k, ledger, run, party))
+    chosen = {party: each for party, each in plans.items() if each.events}
+    # Where nobody has room for one round, the refusal of the whole plan says why.
+    ledger.register_plans(run, chosen if chosen or known else full)

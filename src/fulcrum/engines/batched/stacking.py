@@ -41,7 +41,7 @@ STACKABLE_FIELDS: dict[str, frozenset[str]] = {
     "privacy": frozenset(
         {
             *("epsilon", "sigma", "delta", "accountant", "max_participations", "budget", "budgets"),
-            *("noise_schedule", "rho_mu", "phases", "aggregation"),
+            *("budget_delta", "noise_schedule", "rho_mu", "phases", "aggregation"),
         }
     ),
     "client_level": frozenset({"estimator", "weight_cap", "min_weight"}),  # in each run's own plan

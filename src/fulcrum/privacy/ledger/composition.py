@@ -44,9 +44,12 @@ class Cost:
 # --- one Renyi order ----------------------------------------------------------------------------
 
 
-def choose_order_for_plan(plan: Spend, delta: float) -> float:
-    """The Renyi order [one of ORDERS] at which a plan costs the least."""
-    return float(ORDERS[int(np.argmin(compute_order_epsilons(plan.rdp, delta)))])
+def choose_order_for_plan(plan: Spend, delta: float, budget: float | None = None) -> float:
+    """The Renyi order [one of ORDERS] at which a plan costs the least; of a plan above the budget most of it fits."""
+    costs = compute_order_epsilons(plan.rdp, delta)
+    if budget is not None and np.isfinite(costs).any() and costs.min() > budget:
+        return choose_order_for_budget(plan, delta, budget)
+    return float(ORDERS[int(np.argmin(costs))])
 
 
 def choose_order_for_budget(first: Spend, delta: float, budget: float | None) -> float:

@@ -94,6 +94,9 @@ class Ledger:
             _check_budget_value(account.name, account.budget)
         if all(account.name in known for account in given):  # terms never change: no need to read them
             for account in given:
+                if known[account.name][1].population != account.population:  # but units may have been registered
+                    with self._store.reading():
+                        pass
                 _check_same_account_terms(known[account.name][1], account, account.name in self._store.unit_rows)
             return
         with self._store.write_transaction():
@@ -242,7 +245,7 @@ class Ledger:
             advice = f"at most {left:.4g} is left" if left > 0 else "nothing is left of it"
             raise BudgetError(
                 f"the plan of party {party!r} has delta = {plan.delta:g}, and {advice} of the delta = {account.delta:g} of "
-                "its account, since the deltas of runs add up: plan each run with a part of it (privacy.run_delta), or use "
+                "its account, since the deltas of runs add up: give each run a smaller --delta and the account their sum (privacy.budget_delta), or use "
                 "accountant rdp, which needs no parts."
             )
         raise BudgetError(
@@ -261,6 +264,13 @@ class Ledger:
         with self._store.reading():
             rows = {name: self._store.accounts[name][0] for name in parties if name in self._store.accounts}
             return {name for name, row in rows.items() if run in self._store.plans.get(row, {})}
+
+    def identify_past(self, party: str) -> object:
+        """A value that is equal only for parties that spent the same in the same runs: their accounts have equal room."""
+        with self._store.reading():
+            row, account = self._store.find_account(party)
+            cost = self._pricer.compute_cost(account, row, self._pricer.choose_terms(row, account))
+            return cost, self._store.terms.get(row), self._pricer.find_largest_spend(account, row).key
 
     def fits(self, party: str, run: str, plan: RunPlan) -> bool:
         """Whether a party's account has room for a plan in addition to its other runs. Nothing is written."""

@@ -55,9 +55,9 @@ class Pricer:
         past = self.store.get_run_spends(row)
         if plan is not None and set(past) <= {run}:
             sliced = account.accountant != "rdp" and is_within_plan(past.get(run, EMPTY_SPEND), plan)
-            return SLICES_RULE if sliced else ORDER_RULE, choose_order_for_plan(plan, account.delta)
+            return SLICES_RULE if sliced else ORDER_RULE, choose_order_for_plan(plan, account.delta, account.budget)
         if past:
-            return ORDER_RULE, choose_order_for_plan(next(iter(past.values())), account.delta)
+            return ORDER_RULE, choose_order_for_plan(next(iter(past.values())), account.delta, account.budget)
         return ORDER_RULE, choose_order_for_budget(first, account.delta, account.budget)
 
     def is_covered(self, released: Spend, plan: RunPlan) -> bool:

@@ -24,6 +24,7 @@ from fulcrum.privacy.plan.planning import (
     check_privacy_names,
     compute_affordable_rounds,
     compute_rounds_for_budget,
+    find_affordable_rounds,
     make_plan,
 )
 from fulcrum.privacy.plan.text import PartyPlan
@@ -37,5 +38,6 @@ __all__ = [
     "compute_affordable_rounds",
     "compute_round_terms",
     "compute_rounds_for_budget",
+    "find_affordable_rounds",
     "make_plan",
 ]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fulcrum.privacy.accounting import compute_epsilons, reported_accountants
 from fulcrum.privacy.client_level import ClientLevelTerms
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.ledger.rows import SUMS_ONLY
+from fulcrum.privacy.ledger.rows import SUMS_ONLY, RunPlan
 from fulcrum.privacy.plan import noise
 from fulcrum.privacy.plan.noise import PlannedNoise
 from fulcrum.privacy.plan.party_group import PartyGroup
@@ -42,7 +42,8 @@ class Plan:
 
     sizes [K]: units n_k per party. group_of [K]: index of each party's group. delta, accountant, unit and the name of
     the noise schedule: of the run. rounds: number of rounds T. central: the server's mechanism at unit client (sizes
-    are then examples, used for weights only), else None. aggregation: what the server is assumed to see.
+    are then examples, used for weights only), else None. aggregation: what the server is assumed to see. account_delta:
+    delta over all runs of a kept ledger, where this run takes a part of it (privacy.budget_delta); None: the run's.
     """
 
     name: Callable[[int], str]
@@ -63,6 +64,7 @@ class Plan:
     schedule: str = "constant"
     central: ClientLevelTerms | None = None
     aggregation: str = "plain"
+    account_delta: float | None = None
 
     @property
     def parties(self) -> int:
@@ -117,7 +119,7 @@ class Plan:
         """Party k's account in a ledger: the keywords of `Ledger.enroll` except the name."""
         return {
             "budget": self.total_budget if self.total_budget is not None else self.group(k).budget,
-            "delta": self.delta,
+            "delta": self.delta if self.account_delta is None else self.account_delta,
             "accountant": self.accountant,
             "unit": self.unit,
             # Epsilons against different adversaries do not add up, so each has its own account.
@@ -125,6 +127,10 @@ class Plan:
             + ("whole" if self.has_trusted_server else f"{self.units(k)} {self.unit}s")
             + (SUMS_ONLY if self.shares_noise else ""),
         }
+
+    def make_run_plan(self, k: int, rounds: int | None = None) -> RunPlan:
+        """The most that party k will release in this run, for `Ledger.register_plans`; in its first `rounds` rounds."""
+        return RunPlan(self.group(k).worst(self.rounds if rounds is None else rounds), self.delta)
 
     @property
     def steady(self) -> bool:

@@ -74,10 +74,29 @@ def make_plan(
         participation=train.participation,
         weights=train.weights,
         total_budget=privacy.budget,
+        account_delta=_get_account_delta(settings),
         central=central,
         schedule=privacy.noise_schedule if rule.private else "constant",
         aggregation=privacy.aggregation,
     )
+
+
+def _get_account_delta(settings: Settings) -> float | None:
+    """Delta over all runs of a kept ledger, where it is not the run's; ConfigError where it makes no sense."""
+    privacy = settings.privacy
+    if privacy.budget_delta is None:
+        return None
+    if privacy.accountant == "rdp":
+        raise ConfigError(
+            "privacy.budget_delta is set with accountant rdp, where all runs share one delta; leave it out, or use "
+            "accountant pld."
+        )
+    if privacy.budget_delta < privacy.delta:
+        raise ConfigError(
+            f"privacy.budget_delta = {privacy.budget_delta:g} is less than the run's delta = {privacy.delta:g}; it is "
+            "the sum of the deltas of all runs."
+        )
+    return privacy.budget_delta
 
 
 def _check_shared_noise(settings: Settings, rule: ClipRule, groups: Sequence[PartyGroup]) -> None:
@@ -203,21 +222,28 @@ def compute_rounds_for_budget(
 
 def compute_affordable_rounds(plan: Plan, ledger: Ledger) -> dict[str, int]:
     """Rounds that each party can still pay for from a kept ledger, by name; omits parties that can pay for all."""
-    accounts, spent = ledger.accounts(), ledger.get_spends()
+    accounts = ledger.accounts()
     known: dict[tuple[Any, ...], int] = {}
     short: dict[str, int] = {}
     for k in range(plan.parties) if accounts else ():
         account = accounts.get(plan.name(k))
-        if account is None or account.budget is None:
+        if account is None:
             continue
-        past, budget, wanted = spent[account.name], account.budget, plan.participations(k)
-
-        def fits(n: int, k: int = k, past: Spend = past, budget: float = budget) -> bool:
-            return past.add_events(plan.group(k).worst(n)).epsilon(plan.delta, plan.accountant) <= budget
-
-        key = (int(plan.group_of[k]), past.key, budget)
+        wanted = plan.participations(k)
+        key = (int(plan.group_of[k]), account.budget, account.delta, ledger.identify_past(account.name))
         if key not in known:
-            known[key] = find_largest_count(fits, wanted)
+            known[key] = find_affordable_rounds(plan, k, ledger, "", account.name)
         if known[key] < wanted:
             short[account.name] = known[key]
     return short
+
+
+def find_affordable_rounds(plan: Plan, k: int, ledger: Ledger, run: str, party: str) -> int:
+    """The rounds of a plan, at most its cap on participations, that party k's account in a ledger has room for.
+
+    Rounds of `run` that are reserved already are part of the plan.
+    """
+    wanted = plan.participations(k)
+    if ledger.fits(party, run, plan.make_run_plan(k)):
+        return wanted
+    return find_largest_count(lambda n: ledger.fits(party, run, plan.make_run_plan(k, n)), wanted)
