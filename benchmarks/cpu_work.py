@@ -62,7 +62,7 @@ def problem(work: Work, rule: str = "fixed") -> TrainingProblem:
     count = work.parties * work.examples
     x = torch.rand(count, *work.shape, generator=generator)
     y = torch.randint(0, 10, (count,), generator=generator)
-    data = from_arrays(x, y, x[:10], y[:10], classes=10, name=work.name)
+    data = from_arrays(x, y, x[:10], y[:10], classes=10, name=work.name, public=True)
     partition = split(data, config.Data(parties=work.parties, partition="iid"), 0)
     model = build_model(config.Model(), work.shape, 10, seed=0)
     return TrainingProblem(data, partition, model, ParameterLayout.of(model), find_rule(rule), SeededRandomness(7))

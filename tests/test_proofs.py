@@ -48,7 +48,10 @@ def second(x: int) -> int:
 
 def test_words_and_layout_do_not_change_a_digest_but_code_does() -> None:
     assert proofs.compute_code_digest(first) != proofs.compute_code_digest(second)
-    sources = ['def f(x):\n    """One."""\n    return x + 1  # why\n', "def f(x):\n    return (\n        x + 1\n    )\n"]
+    sources = [
+        'def f(x):\n    """One."""\n    return x + 1  # why\n',
+        "def f(x):\n    return (\n        x + 1\n    )\n",
+    ]
     assert len({proofs.digest_source(source) for source in sources}) == 1
     assert proofs.digest_source(sources[0].replace("1", "2")) != proofs.digest_source(sources[0])
     page = f"| `fulcrum.rng.normals.bound_error` | `{proofs.compute_code_digest(first)}` |\n"

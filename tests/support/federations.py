@@ -27,7 +27,7 @@ FEATURES, CLASSES = 6, 3
 
 
 def toy_data(n: int = 60, seed: int = 0, **columns: Any) -> Dataset:
-    """n examples of three Gaussian classes in six dimensions, test data of the same kind."""
+    """n examples of three Gaussian classes in six dimensions, and test data; public unless `columns` say otherwise."""
     generator = torch.Generator().manual_seed(seed)
     centres = 2 * torch.randn(CLASSES, FEATURES, generator=generator)
 
@@ -37,7 +37,7 @@ def toy_data(n: int = 60, seed: int = 0, **columns: Any) -> Dataset:
 
     x, y = draw(n)
     x_test, y_test = draw(90)
-    return from_arrays(x, y, x_test, y_test, **columns)
+    return from_arrays(x, y, x_test, y_test, **{"public": True, **columns})
 
 
 def toy_model(seed: int = 0) -> nn.Module:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fulcrum.data.dataset import Dataset
-from fulcrum.data.tasks import Task
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.rng import numpy_generator
 from fulcrum.settings.registry import suggest_nearest_names
@@ -83,7 +82,7 @@ def split(dataset: Dataset, settings: Data, seed: int) -> Partition:
     label (dirichlet, shards) need targets that are classes. An infeasible request
     raises ConfigError (or DataError for "given") with the numbers.
     """
-    method = partition_method(settings, dataset.task)
+    method = partition_method(settings, dataset)
     if method == "given":
         return _partition_as_given(dataset, settings)
     ids, items = _build_items(dataset)
@@ -95,11 +94,17 @@ def split(dataset: Dataset, settings: Data, seed: int) -> Partition:
     return _build_partition(owner[ids], settings.parties, ())
 
 
-def partition_method(settings: Data, task: Task) -> str:
-    """How records are split over parties: data.partition, where "auto" is dirichlet for classes and iid otherwise."""
-    method = settings.partition
+def partition_method(settings: Data, dataset: Dataset) -> str:
+    """How records are split over parties: data.partition, where "auto" is what the data says.
+
+    given where the records name their party; else dirichlet for public data with classes, and iid otherwise: a split
+    by label would let one private label move other records.
+    """
+    method, task = settings.partition, dataset.task
     if method == "auto":
-        return "dirichlet" if task.classes else "iid"
+        if dataset.train is not None and dataset.train.party is not None:
+            return "given"
+        return "dirichlet" if task.classes and dataset.public else "iid"
     if method not in PARTITIONS:
         raise ConfigError(f"data.partition = {method!r} is not known; {suggest_nearest_names(method, PARTITIONS)}")
     if method in LABEL_PARTITIONS and not task.classes:
@@ -214,8 +219,8 @@ PARTITIONERS: dict[str, AssignOwnersFn] = {
 LABEL_PARTITIONS = ("dirichlet", "shards")
 """Partition methods that need classes."""
 PARTITIONS = ("auto", *PARTITIONERS, "given")
-"""Allowed values of data.partition; "auto": dirichlet for classes, else iid; "given": the data names each record's
-party."""
+"""Allowed values of data.partition; "auto": given where the data names each record's party, else dirichlet for public
+data with classes, else iid."""
 
 
 def _shuffle_within_classes(label: IntArray, rng: np.random.Generator) -> list[IntArray]:

@@ -20,6 +20,7 @@ from fulcrum.flower.terms import make_proposal
 from fulcrum.privacy.plan import make_plan
 from fulcrum.runs.preparation import build_checked_model
 from fulcrum.settings.checks import check_settings
+from fulcrum.settings.derived import get_planned_unit
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import TrainingProblem
@@ -51,7 +52,11 @@ def make_served_settings(settings: Settings, parties: int, simulation: bool) -> 
         )
     if settings.data.validation:
         raise ConfigError("data.validation holds out training data, which the coordinator does not have; set it to 0.")
-    privacy = dataclasses.replace(settings.privacy, randomness="seeded" if simulation else "secure")
+    privacy = dataclasses.replace(
+        settings.privacy,
+        randomness="seeded" if simulation else "secure",
+        unit=get_planned_unit(settings.privacy),
+    )
     run = dataclasses.replace(settings.run, checkpoint_every=1)
     data = dataclasses.replace(settings.data, parties=parties)
     return check_settings(dataclasses.replace(settings, privacy=privacy, run=run, data=data))

@@ -29,7 +29,7 @@ from fulcrum.privacy.accounting import Spend, check_accounting_terms
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.plan import make_plan
 from fulcrum.settings.checks import check_settings
-from fulcrum.settings.derived import compute_local_steps
+from fulcrum.settings.derived import compute_local_steps, get_planned_unit
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Clip, Model, Privacy, Settings, TaskSettings, Train
 from fulcrum.types import Assignment, RuleState
 
@@ -277,7 +277,7 @@ def make_proposal(settings: Settings, classes: int = 0, task: TaskSettings | Non
         "rounds": train.rounds,
         "rules": [settings.clip.rule],
         "classes": classes,
-        "unit": settings.privacy.unit,
+        "unit": get_planned_unit(settings.privacy),
         "accountant": settings.privacy.accountant,
         "groups": settings.clip.groups,
         "statistics_interval": plan.groups[0].statistics_interval,

@@ -156,6 +156,8 @@ def _make_summary(
 
 def _describe_evaluation_data(run: ActiveRun) -> str:
     """The records on which the metrics were computed."""
+    if run.federation.evaluation is not None:
+        return "held-out private records, with noise"
     if run.federation.problem.dataset.test is None:
         return "nothing: there is no test set"
     return "a held-out part of the training data" if run.federation.settings.data.validation else "public test data"

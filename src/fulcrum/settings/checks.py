@@ -63,6 +63,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "privacy.delta": (0, False, 1, False),
     "privacy.budget": (0, False, math.inf, False),
     "privacy.budget_delta": (0, False, 1, False),
+    "privacy.evaluation_epsilon": (0, False, math.inf, False),
     "privacy.max_participations": (0, True, math.inf, False),
     "privacy.rho_mu": (0, False, math.inf, False),
     "client_level.weight_cap": (0, True, math.inf, False),
@@ -138,6 +139,11 @@ def _check_combinations(settings: Settings) -> None:
         )
     if privacy.budgets and privacy.epsilon is None:
         raise ConfigError("privacy.budgets is set without privacy.epsilon; give the epsilon of the other parties too.")
+    if privacy.evaluation_epsilon is not None and not settings.data.validation:
+        raise ConfigError(
+            f"privacy.evaluation_epsilon = {privacy.evaluation_epsilon:g} pays for scores of held-out records, and "
+            "data.validation = 0 holds none out; set it, or leave evaluation_epsilon out."
+        )
     if privacy.unit == "client" and privacy.max_participations:
         raise ConfigError(
             f"privacy.max_participations = {privacy.max_participations} has no use with privacy.unit = 'client': "
@@ -151,7 +157,7 @@ def _check_secure_sum_settings(settings: Settings) -> None:
     """Refuse settings that one shared noise vector does not cover: it needs one step per round by all parties."""
     train, privacy = settings.train, settings.privacy
     wrong = {
-        "privacy.unit": (privacy.unit, "example", privacy.unit != "example"),
+        "privacy.unit": (privacy.unit, "example", privacy.unit not in ("example", "auto")),
         "train.steps": (compute_local_steps(train), 1, compute_local_steps(train) != 1),
         "train.weights": (train.weights, "examples", train.weights != "examples"),
         "train.participation": (train.participation, 1, train.participation < 1),

@@ -14,7 +14,7 @@ from torch import nn
 
 from fulcrum.clipping import ClipRule, find_rule
 from fulcrum.models.whitening import compute_buffer_digest
-from fulcrum.settings.derived import compute_local_steps
+from fulcrum.settings.derived import compute_local_steps, get_planned_unit
 from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.federation import Federation
 
@@ -105,7 +105,7 @@ def can_stack_runs(settings: Settings, rule: ClipRule | None = None) -> bool:
 
     Persons own several records each. Where whole parties are units, the rule must look at each update by itself.
     """
-    unit, rule = settings.privacy.unit, rule or find_rule(settings.clip.rule)
+    unit, rule = get_planned_unit(settings.privacy), rule or find_rule(settings.clip.rule)
     return unit == "example" or (unit == "client" and rule.sound)
 
 

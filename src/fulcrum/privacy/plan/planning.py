@@ -19,6 +19,7 @@ from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan.party_group import PartyGroup, compute_round_terms, group_parties
 from fulcrum.privacy.plan.plan import Plan
 from fulcrum.privacy.schedule import SCHEDULES, compute_noise_factors
+from fulcrum.settings.derived import get_planned_unit
 from fulcrum.settings.schema import Settings
 
 
@@ -66,7 +67,7 @@ def make_plan(
         rounds=train.rounds,
         delta=privacy.delta,
         accountant=privacy.accountant,
-        unit=privacy.unit,
+        unit=get_planned_unit(privacy),
         population=identify_population(settings) if population is None else population,
         private=rule.private,
         sound=rule.sound,
