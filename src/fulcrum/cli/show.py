@@ -21,6 +21,7 @@ NOMINAL_NOTE = "nominal: this rule looks at private values to set C, so no epsil
 ASSUMED_NOTE = (
     "‡ assumes an ideal secure aggregation, simulated: the server sees only sums; no single update is private"
 )
+SIMULATION_NOTE = "SIMULATION: the random numbers follow from a seed, so this holds only while the seed is secret"
 MAX_EPSILONS_SHOWN = 8
 """More parties than this are summed up as a range."""
 LISTED = 20
@@ -146,12 +147,18 @@ def describe_guarantee(summary: Mapping[str, Any]) -> str:
     by = "by pld" if summary["accountant"] == "pld" else f"by rdp; {view.format_epsilon(summary['epsilon_pld'])} by pld"
     largest = f"at delta {summary['delta']:g}, the largest of any party"
     value = view.format_epsilon(summary["epsilon"])
-    return f"{value}{describe_unit(summary['unit'])} {largest} ({by}){nominal}{describe_assumption(summary)}"
+    caveats = f"{nominal}{describe_simulation(summary)}{describe_assumption(summary)}"
+    return f"{value}{describe_unit(summary['unit'])} {largest} ({by}){caveats}"
 
 
 def describe_assumption(facts: Mapping[str, Any]) -> str:
     """Text after an epsilon that assumes a secure aggregation which is not implemented; otherwise ""."""
     return f"; {ASSUMED_NOTE}" if facts.get("aggregation") == "ideal-secagg" else ""
+
+
+def describe_simulation(facts: Mapping[str, Any]) -> str:
+    """Text after an epsilon whose noise can be drawn again; otherwise "". Earlier summaries do not say it."""
+    return f"; {SIMULATION_NOTE}" if facts.get("simulation") else ""
 
 
 def describe_unit(unit: str | None) -> str:

@@ -145,6 +145,20 @@ def make_sparkline(values: Sequence[float], width: int = 12) -> str:
     return "".join(SPARKLINE_BARS[round((x - low) / (high - low) * (len(SPARKLINE_BARS) - 1))] for x in logs)
 
 
+def make_notes_observer() -> Observer:
+    """Prints warnings about a run that goes on, before its first release."""
+    from fulcrum.runs.observers import Observer
+
+    class NotesPrinter(Observer):
+        """Prints the run's notes to stderr, also where the user asked for quiet: they say what is paid twice."""
+
+        def started(self, run: RunInfo) -> None:
+            for note in run.notes:
+                print_message(f"warning: {note}")
+
+    return NotesPrinter()
+
+
 def make_progress_observer(title: str, rounds: int, quiet: bool = False) -> Observer:
     """A live bar on stderr while rounds come in; nothing where stderr is not a terminal."""
     from fulcrum.runs.folder import compute_total_C

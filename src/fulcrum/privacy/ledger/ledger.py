@@ -134,6 +134,12 @@ class Ledger:
         with self._store.reading():
             return self._store.identity
 
+    def bring_to_current_format(self) -> None:
+        """Give a file of an older format an identity and a chain now, rather than with its next row."""
+        if not self.identity:
+            with self._store.write_transaction():
+                self._store.bring_to_current_format()
+
     def head(self) -> LedgerHead:
         """The end of the chain of rows, to be kept with a run and compared by `check_contains`."""
         with self._store.reading():
