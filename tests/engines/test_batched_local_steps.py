@@ -23,7 +23,7 @@ from fulcrum.engines.batched.noise_at import NoiseAtParties
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import sampling
 from fulcrum.engines.stacked.replay import GraphReplayer
-from fulcrum.rng import RecordedRandomness, SeededRandomness
+from fulcrum.rng import RecordedRandomness
 from fulcrum.runs import prepare
 from fulcrum.training.federation import Federation
 from fulcrum.types import RoundResult
@@ -234,7 +234,7 @@ def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
     x[7] = torch.inf  # this gradient counts as zero, which the first attempt does not know
     data = DATA.with_changes(x=x)
     feds = [prepare(toy_settings(train={"steps": 2, "rate": 0.9}), data)]
-    source = Once(SeededRandomness(feds[0].settings.run.seed), set())
+    source = Once(feds[0].problem.randomness, set())
     secret = [dataclasses.replace(feds[0], problem=dataclasses.replace(feds[0].problem, randomness=source))]
     assert_as_alone(feds, list(run_many(secret)))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulcrum.engines.batched import can_stack_runs, make_stack_key, run_many
+from fulcrum.engines.batched import can_stack_runs, make_stack_key, run_many, runs
 from fulcrum.engines.batched.runs import group_stackable_runs
 from fulcrum.engines.batched.stacking import (
     PROBLEM_FIELDS,
@@ -81,6 +81,7 @@ DIFFER: dict[tuple[str, str], tuple[Any, Changes]] = {
     ("privacy", "rho_mu"): (0.2, GROWTH),
     ("privacy", "phases"): ((1.0, 4.0), {"privacy": {"noise_schedule": "phases", "phases": (1.0, 2.0)}}),
     ("privacy", "aggregation"): ("ideal-secagg", {"clip": {"rule": "fixed"}}),
+    ("privacy", "seed"): (7, {}),
     ("client_level", "estimator"): ("clipped", CLIENT),
     ("client_level", "weight_cap"): (30.0, CLIENT),
     ("client_level", "min_weight"): (0.5, CLIENT | {"client_level": {"estimator": "clipped"}}),
@@ -91,10 +92,10 @@ DIFFER: dict[tuple[str, str], tuple[Any, Changes]] = {
     ("run", "ledger"): ("elsewhere.db", {}),
 }
 """For each field that is spread: another value, and settings under which it matters."""
-IDLE = {("train", "steps"), ("train", "epochs"), ("privacy", "budget"), ("privacy", "accountant")} | {
+IDLE = {("privacy", "budget"), ("privacy", "accountant")} | {
     ("run", name) for name in ("engine", "workers", "checkpoint_every", "ledger")
 }
-"""Fields that change nothing here: those of `run_many`'s surroundings, and others at the values above."""
+"""Fields that change nothing here: those of `run_many`'s surroundings, and those that decide no release."""
 
 
 def runs_that_differ(section: str, name: str) -> list[Federation]:
@@ -220,6 +221,24 @@ def test_what_cannot_be_stacked_is_said_from_settings_alone() -> None:
     assert not can_stack_runs(toy_settings(privacy={"unit": "person"}))
     assert can_stack_runs(toy_settings(privacy={"unit": "client"}))
     assert not can_stack_runs(toy_settings(privacy={"unit": "client"}, clip={"rule": "median"}))
+    assert not can_stack_runs(toy_settings(privacy={"randomness": "secure"}))
+    assert not can_stack_runs(toy_settings(privacy={"randomness": "secure", "arithmetic": "fast"}))
+    assert not can_stack_runs(toy_settings(privacy={"arithmetic": "proven"}))
+    assert can_stack_runs(toy_settings(privacy={"arithmetic": "fast"}))
+
+
+@pytest.mark.parametrize("changes", [{"randomness": "secure"}, {"arithmetic": "proven"}])
+def test_real_use_and_proven_arithmetic_go_through_their_own_engine(
+    changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError("these runs were not to be stacked")
+
+    monkeypatch.setattr(runs, "BatchedServer", never)
+    privacy: Changes = {"train": {"rounds": 2}, "privacy": changes}
+    assert len(list(run_many([prepare(toy_settings(**privacy), DATA) for _ in range(2)]))) == 2
+    with pytest.raises(AssertionError, match="not to be stacked"):
+        next(run_many([prepare(toy_settings(), DATA)]))
 
 
 def test_what_is_held_out_differs_by_seed() -> None:

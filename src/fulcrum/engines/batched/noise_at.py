@@ -15,7 +15,7 @@ from fulcrum.engines.batched.chunks import ChunkedBatch, sum_chunks_by_job
 from fulcrum.engines.batched.jobs import JobTable, get_client_level_terms
 from fulcrum.engines.batched.server import BatchedServer, find_server_sigma
 from fulcrum.engines.stacked.core import ClippedSums
-from fulcrum.engines.stacked.draws import RandomDraws
+from fulcrum.engines.stacked.draws import NormalStream, RandomDraws
 from fulcrum.engines.stacked.rules import StackedRule, StackedState
 from fulcrum.engines.stacked.sampling import select_row_on_device
 from fulcrum.engines.stacked.step import StepTerms, add_noise_and_average
@@ -50,6 +50,7 @@ class NoiseAtParties:
 
     def __init__(self, server: BatchedServer, table: JobTable, steps: int) -> None:
         self.server, self.core, self.table, self.steps = server, server.core, table, steps
+        self.sources = [federation.problem.randomness for federation in server.federations]
         self._make_term_tables()
         view, _ = self.core.rule.view(server.rule_state, 0, server.rounds)
         runs, dim = server.theta.shape
@@ -91,21 +92,12 @@ class NoiseAtParties:
 
     def draw_step_noise(self, draws: RandomDraws, t: int, group: int, step: int) -> None:
         """The noise of a local step, from each party's own streams, standard normal."""
-        sigma = self.host_sigma[0 if len(self.host_sigma) == 1 else t]
-
-        def from_streams() -> list[Tensor]:
-            found = []
-            for purpose, shape in (("noise", self.noise.shape), ("noise-extra", self.noise_extra.shape)):
-                rows = torch.zeros(shape)
-                for j, r, k in self.table.members(t, group) if shape[1] else ():
-                    if sigma[self.table.firsts[r] + k] > 0:
-                        source = self.server.federations[r].problem.randomness
-                        rows[j] = source.normal((purpose, t, k, step), shape[1])
-                found.append(rows)
-            return found
-
-        if self.noisy:
-            draws.fill([self.noise, self.noise_extra], ("noise", group, step), from_streams)
+        if not self.noisy:
+            return
+        sigma = self.host_sigma[0 if len(self.host_sigma) == 1 else t].tolist()
+        noised = [(j, r, k) for j, r, k in self.table.members(t, group) if sigma[self.table.firsts[r] + k] > 0]
+        for purpose, rows in (("noise", self.noise), ("noise-extra", self.noise_extra)):
+            draws.fill_normals(rows, [NormalStream(self.sources[r], (purpose, t, k, step), j) for j, r, k in noised])
 
     def draw_round_noise(self, draws: RandomDraws, t: int) -> None:
         """The server adds no noise."""
@@ -214,19 +206,10 @@ class NoiseAtServer:
 
     def draw_round_noise(self, draws: RandomDraws, t: int) -> None:
         """The servers' noise, standard normal."""
-
-        def from_streams() -> list[Tensor]:
-            found = []
-            for purpose, shape in (("noise", self.noise.shape), ("noise-extra", self.noise_extra.shape)):
-                rows = torch.zeros(shape)
-                for r, federation in enumerate(self.server.federations):
-                    if self.host_sigma[t, r] > 0 and shape[1]:
-                        rows[r] = federation.problem.randomness.normal((purpose, "central", t), shape[1])
-                found.append(rows)
-            return found
-
-        if bool((self.host_sigma > 0).any()):
-            draws.fill([self.noise, self.noise_extra], ("noise",), from_streams)
+        sigma = self.host_sigma[t].tolist()
+        noised = [(r, f.problem.randomness) for r, f in enumerate(self.server.federations) if sigma[r] > 0]
+        for purpose, rows in (("noise", self.noise), ("noise-extra", self.noise_extra)):
+            draws.fill_normals(rows, [NormalStream(source, (purpose, "central", t), r) for r, source in noised])
 
     # --- parts of the programs -----------------------------------------------------------------
 

@@ -175,8 +175,8 @@ class StackedRule:
 
 
 def _to_scalar_tensor(value: Any, like: Tensor) -> Tensor:
-    """A number as a tensor, without a copy from the host: that could not be recorded in a graph."""
-    return value.to(like) if isinstance(value, Tensor) else like.new_full((), float(value))
+    """A number as a float64 tensor, without a copy from the host: that could not be recorded in a graph."""
+    return value.double() if isinstance(value, Tensor) else like.new_full((), float(value), dtype=torch.float64)
 
 
 def _explain_looping(rule: ClipRule, problem: Exception) -> str:

@@ -13,7 +13,14 @@ import numpy as np
 from fulcrum.errors import BudgetError, ConfigError, InputError
 from fulcrum.privacy.accounting import Spend, check_accounting_terms, format_epsilon
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.ledger.composition import SLICES_RULE, Cost, describe_rule, fits_into, is_within_plan
+from fulcrum.privacy.ledger.composition import (
+    DELTA_ROUNDING,
+    SLICES_RULE,
+    Cost,
+    describe_rule,
+    fits_into,
+    is_within_plan,
+)
 from fulcrum.privacy.ledger.pricing import Pricer, price_plans, total_of
 from fulcrum.privacy.ledger.rows import (
     SUMS_ONLY,
@@ -242,10 +249,10 @@ class Ledger:
             return
         if not fits_into(cost, None, account.delta):
             left = account.delta - (cost.delta - plan.delta)
-            advice = f"at most {left:.4g} is left" if left > 0 else "nothing is left of it"
+            advice = f"at most {left:.4g}" if left > DELTA_ROUNDING * account.delta else "nothing"
             raise BudgetError(
-                f"the plan of party {party!r} has delta = {plan.delta:g}, and {advice} of the delta = {account.delta:g} of "
-                "its account, since the deltas of runs add up: give each run a smaller --delta and the account their sum (privacy.budget_delta), or use "
+                f"the plan of party {party!r} has delta = {plan.delta:g}, and {advice} is left of the "
+                f"delta = {account.delta:g} of its account, since the deltas of runs add up: give each run a smaller --delta and the account their sum (privacy.budget_delta), or use "
                 "accountant rdp, which needs no parts."
             )
         raise BudgetError(
