@@ -22,6 +22,7 @@ from fulcrum.flower.party import load_arrays
 from fulcrum.flower.prepare import make_served_settings
 from fulcrum.flower.terms import accept_proposal, make_proposal
 from fulcrum.models.layout import ParameterLayout
+from fulcrum.privacy.exact_noise import choose_grid
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.settings.presets import METHODS
 from fulcrum.settings.schema import Settings
@@ -70,7 +71,10 @@ def test_a_party_that_trains_fast_gives_what_the_reference_engine_gives(tmp_path
         engines = [made[2] for made in current if made is not None]
         assert len(engines) == 3
     assert all(isinstance(engine, ParallelEngine) for engine in engines)
-    torch.testing.assert_close(flat(result), flat(alone), rtol=1e-5, atol=1e-6)
+    # Sums that differ in their last bits are now and then rounded to neighbouring integers of the release's grid.
+    step = settings.train.lr * choose_grid(1.1) / (0.2 * 40)
+    torch.testing.assert_close(flat(result), flat(alone), rtol=1e-5, atol=2 * step)
+    assert int(((flat(result) - flat(alone)).abs() > 1e-5).sum()) <= 3
     assert pytest.approx(alone.C, rel=1e-5) == result.C
 
 
@@ -157,7 +161,11 @@ def test_another_seed_is_another_run(tmp_path, monkeypatch):
     settings = toy_settings(2)
     with toy_federation(tmp_path, settings) as bus:
         one = serve(bus, settings, tmp_path / "one", monkeypatch)
-        two = serve(bus, settings, tmp_path / "two", monkeypatch)  # another run id, the same seed
+        with pytest.raises(RunError, match="too few"):  # their ledgers have seen the seed
+            serve(bus, settings, tmp_path / "again", monkeypatch)
+        assert "had the seed of this simulation" in (tmp_path / "again" / "parties.jsonl").read_text()
+    with toy_federation(tmp_path / "new", settings) as bus:  # other ledgers, another run id, the same seed
+        two = serve(bus, settings, tmp_path / "new" / "two", monkeypatch)
     torch.testing.assert_close(flat(one), flat(two), **TOLERANCE)
     with toy_federation(tmp_path / "secure", settings, simulation=False) as bus:
         three = serve(bus, settings, tmp_path / "secure" / "run", monkeypatch, simulation=False)
@@ -340,10 +348,11 @@ class Crash(BaseException):
 def test_after_a_crash_the_run_goes_on_and_nobody_pays_twice(tmp_path, monkeypatch, simulation):
     """The coordinator dies with all replies of round 2 in hand and none of them on disk."""
     settings = toy_settings(4)
+    whole = None
+    if simulation:
+        with toy_federation(tmp_path / "other", settings) as bus:
+            whole = serve(bus, settings, tmp_path / "other" / "whole", monkeypatch)
     with toy_federation(tmp_path, settings, simulation) as bus:
-        whole = None
-        if simulation:
-            whole = serve(bus, settings, tmp_path / "whole", monkeypatch)
         said: list[str] = []
 
         def tamper(k, request, reply):

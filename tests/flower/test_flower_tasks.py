@@ -58,6 +58,7 @@ def toy_targets(kind: str) -> Dataset:
         None if targets is None else targets[N:],
         party_test=[NAMES[k % 3] for k in range(TEST)],
         task=settings,
+        public=True,
     )
 
 

@@ -174,7 +174,8 @@ def test_a_partys_own_state_stays_with_it_over_crashes(tmp_path):
     assert not torch.equal(seen[1]["memory"], seen[2]["memory"])
     with toy_party(tmp_path, settings, simulation=True) as service:  # another run begins anew
         asked = watch(service)
-        assert code(service.answer(toy_request(service, settings, round=1, run="run-2"))) == ""
+        other = {"seed": 8, "stream": "toy"}
+        assert code(service.answer(toy_request(service, settings, round=1, run="run-2", simulation=other))) == ""
         assert not asked[0].states[0]["memory"].any()
 
 

@@ -101,11 +101,14 @@ def test_a_task_of_ones_own_cannot_count_labels_either(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     task = TaskSettings("counting:counts_its_labels")
     data = toy_data(120)
-    own = from_arrays(data.x, data.y, data.x_test, data.y_test, task=task)
     terms = accept_proposal("party-0", make_proposal(SETTINGS, 1, task), 50.0)
     said: list[str] = []
-    with toy_party(tmp_path, SETTINGS, terms=terms, data=own, say=said.append) as service:
-        assert code(service.answer(hello(task, 1))) == "data"
+    for public, wanted in ((False, ""), (True, "data")):  # private targets are not even shown to a task's code
+        own = from_arrays(data.x, data.y, data.x_test, data.y_test, task=task, public=public)
+        folder = tmp_path / str(public)
+        with toy_party(folder, SETTINGS, terms=terms, data=own, say=said.append) as service:
+            assert code(service.answer(hello(task, 1))) == wanted
+            assert public or service.dataset.task.outputs == 1
     assert "must follow from the terms" in said[-1]
 
 

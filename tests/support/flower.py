@@ -193,5 +193,6 @@ def share_streams(monkeypatch: Any) -> None:
 
     Otherwise a run's streams are named after all records, and across machines nobody has them all.
     """
-    monkeypatch.setattr("fulcrum.training.problem.identify_releases", lambda *given: "compared")
+    for module in ("problem", "loop"):
+        monkeypatch.setattr(f"fulcrum.training.{module}.identify_releases", lambda *given: "compared")
     monkeypatch.setattr("fulcrum.flower.party_training.bind_stream_to_records", lambda streams, data: streams.stream)

@@ -36,7 +36,8 @@ from fulcrum.flower.messages import (
     state_from_arrays,
     write_shape,
 )
-from fulcrum.flower.party_data import LoadRecords, check_task, population_fingerprint
+from fulcrum.flower.party_data import LoadRecords, check_task
+from fulcrum.flower.party_ledger import enroll_party, register_party_run
 from fulcrum.flower.party_statement import make_party_statement
 from fulcrum.flower.party_training import LocalTrainer, PartyRunFacts
 from fulcrum.flower.reply_store import ReplyStore
@@ -53,6 +54,7 @@ from fulcrum.flower.terms import (
     terms_to_toml,
     validate_terms,
 )
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.mechanism import compute_planned_events
@@ -91,6 +93,7 @@ class PartyService:
     def __post_init__(self) -> None:
         self._dataset: Dataset | None = None
         self._trainer: LocalTrainer | None = None
+        self._registered: set[PartyRunFacts] = set()
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ class PartyService:
         if self.terms is None:
             self._ask_consent(proposal)
         assert self.terms is not None  # _ask_consent has set it or raised
-        check_proposal(self.terms, proposal)
+        check_proposal(self.terms, proposal, self.simulation)
         self.prepare()
         return self._make_signed_reply(
             "welcome",
@@ -183,6 +186,7 @@ class PartyService:
             self.say(f"round {t + 1}: sent the stored reply again")
             return stored.reply
         planned = compute_planned_events(task, rule, task.rate * trainer.units, t)
+        self._register_run(facts)
         self._reserve_round(run, t, planned)
 
         params = arrays["params"].to(self.device)
@@ -204,7 +208,9 @@ class PartyService:
         after = _state_to_bytes(trainer.adapt_own_state(facts, asked, update)) if own else None
         self.replies.put(run, t, request.digest, reply, after)
         self.ledger.settle(run, t, {self.name: compute_reply_digest(update)})
-        self.say(f"round {t + 1} of {header['rounds']}: epsilon so far {self.ledger.epsilon(self.name):.4g}")
+        self.say(
+            f"round {t + 1} of {header['rounds']}: epsilon so far {format_epsilon(self.ledger.epsilon(self.name))}"
+        )
         return reply
 
     def answer_finish(self, header: dict[str, Any], request: Envelope) -> Envelope:
@@ -237,7 +243,7 @@ class PartyService:
         assert self.terms is not None
         if self._dataset is None:
             dataset = self._load(self.terms)
-            self._enroll_in_ledger(self.terms, dataset)
+            enroll_party(self.ledger, self.terms, dataset)
             self._dataset = dataset
 
     @property
@@ -282,17 +288,18 @@ class PartyService:
         except ConfigError as error:  # of the task's settings; where the records are wrong it is a DataError
             raise TermsRefusal("task", str(error)) from error
 
-    def _enroll_in_ledger(self, terms: PartyTerms, dataset: Dataset) -> None:
-        self.ledger.enroll(
-            self.name,
-            budget=terms.budget,
-            delta=terms.delta,
-            accountant=terms.accountant,
-            unit=terms.unit,
-            population=f"{dataset.name}, {population_fingerprint(dataset)}",
-        )
-        if self.ledger.accounts()[self.name].budget != terms.budget:
-            self.ledger.change_budget(self.name, terms.budget)
+    def _register_run(self, facts: PartyRunFacts) -> None:
+        """Say in the ledger what the run is, once per process; before its first release."""
+        assert self.terms is not None
+        if facts in self._registered:
+            return
+        found = register_party_run(self.ledger, self.terms, self.dataset, facts, self.trainer.problem(facts))
+        if found.staying and (found.new or found.gone):
+            self.say(
+                f"run {facts.run}: {found.staying} {self.terms.unit}s are known from earlier runs and keep what they "
+                f"spent, {found.new} are new, {found.gone} are gone"
+            )
+        self._registered.add(facts)
 
     def _load_own_state(self, run: str, t: int, start: RuleState) -> RuleState:
         """The clipping state that this party keeps for itself in a run; `start` before its first round."""

@@ -75,16 +75,6 @@ def make_public_problem(settings: Settings, public: Dataset, device: torch.devic
     return TrainingProblem.of(settings, public, nobody, model, device, rule=rule)
 
 
-def make_simulated_streams(settings: Settings, problem: TrainingProblem) -> SimulatedStreams:
-    """The seed and the id of the random streams of a simulation: the same settings, model and public data repeat it.
-
-    A coordinator has no party's records, so the id is that of what it does have (`identify_releases`).
-    """
-    randomness = problem.randomness
-    assert isinstance(randomness, CipherRandomness)
-    return SimulatedStreams(get_private_seed(settings), randomness.run)
-
-
 def make_party_registry(
     transport: Transport,
     public_keys: Mapping[str, ec.EllipticCurvePublicKey],
@@ -119,11 +109,21 @@ def wait_for_parties(registry: PartyRegistry, expected: int, wait_policy: WaitPo
     return tuple(registry.parties[name] for name in sorted(registry.parties))
 
 
-def add_party_names(problem: TrainingProblem, parties: Sequence[PartyInfo]) -> TrainingProblem:
+def add_party_names(problem: TrainingProblem, parties: Sequence[PartyInfo], settings: Settings) -> TrainingProblem:
     """The coordinator's problem with the names of its parties; it holds none of their records."""
     starts = torch.zeros(len(parties) + 1, dtype=torch.int64)
-    names = tuple(party.name for party in parties)
-    return dataclasses.replace(problem, partition=Partition(torch.zeros(0, dtype=torch.int64), starts, names))
+    partition = Partition(torch.zeros(0, dtype=torch.int64), starts, tuple(party.name for party in parties))
+    return TrainingProblem.of(settings, problem.dataset, partition, problem.model, problem.device, rule=problem.rule)
+
+
+def make_simulated_streams(settings: Settings, problem: TrainingProblem) -> SimulatedStreams:
+    """The seed and the id of the random streams of a simulation: the same settings, model and public data repeat it.
+
+    A coordinator has no party's records, so the id is that of what it does have (`identify_releases`).
+    """
+    randomness = problem.randomness
+    assert isinstance(randomness, CipherRandomness)
+    return SimulatedStreams(get_private_seed(settings), randomness.run)
 
 
 def make_served_federation(settings: Settings, engine: FlowerEngine) -> Federation:

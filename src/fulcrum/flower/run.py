@@ -115,8 +115,8 @@ def serve_run(
         say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
         registry = make_party_registry(transport, public_keys, run, settings, problem, party_log)
         parties = wait_for_parties(registry, len(public_keys), wait_policy)
+        problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if simulation else None
-        problem = add_party_names(problem, parties)
         engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, streams)
         kept = {"secret": secret.hex(), "simulation": simulation, "wait_policy": asdict(wait_policy)}
         kept |= {"parties": [asdict(party) for party in parties], **(facts or {})}
@@ -155,8 +155,8 @@ def resume_served_run(
         say(f"listening on {address.host}:{address.port} again")
         registry = make_party_registry(transport, public_keys, str(facts["id"]), settings, problem, party_log)
         registry.parties.update({party.name: party for party in parties})
+        problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if kept["simulation"] else None
-        problem = add_party_names(problem, parties)
         engine = FlowerEngine(registry, parties, problem, settings, wait_policy, bytes.fromhex(kept["secret"]), streams)
         # The parties that took part before get time to come back, so that no round runs without them.
         end = time.monotonic() + min(wait_policy.join_timeout, wait_policy.round_timeout)

@@ -13,7 +13,7 @@ import inspect
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,11 +28,12 @@ from fulcrum.flower.keys import check_party_name
 from fulcrum.flower.rule_terms import RuleTerms, are_others_within, is_C_within
 from fulcrum.flower.task_terms import check_declared, same_task, training_settings
 from fulcrum.privacy.accounting import Spend, check_accounting_terms
-from fulcrum.privacy.events import Gaussian
+from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.privacy.plan import make_plan
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.derived import compute_local_steps, get_planned_unit
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Model, Privacy, Settings, TaskSettings, Train
+from fulcrum.training.problem import uses_proven_arithmetic
 from fulcrum.types import Assignment, RuleState
 
 REFUSAL_TEXTS: dict[str, str] = {
@@ -63,6 +64,8 @@ REFUSAL_TEXTS: dict[str, str] = {
     "field": "the request asks for something that the terms do not cover",
     "seed": "a seed was asked for, and this party draws its own randomness",
     "no-seed": "this party simulates, and no seed was given",
+    "seen-seed": "another run in this party's ledger had the seed of this simulation",
+    "run": "this run's id stands for another run in this party's ledger",
     "repeated": "this round was answered before, to a different request",
     "lost": "this round was answered before, and the stored answer is gone",
     "budget": "the party's privacy budget is spent",
@@ -135,6 +138,11 @@ class PartyTerms:
     arithmetic: str = "auto"
     """How the bounds on contributions hold here: proven (float64, each step with a written bound), fast (float32 sums
     with measured margins), or auto (proven, except in simulations)."""
+    run_delta: float = 0.0
+    """The delta of one run, where runs add up by their own (epsilon, delta): accountant pld. 0: all of delta."""
+    plan: tuple[tuple[float, float, int], ...] = ()
+    """The steps of one run as proposed: rate, noise multiplier, and how many of them. Empty: every agreed step at the
+    largest rate and the smallest multiplier."""
     clip: RuleTerms = field(default_factory=RuleTerms)
     """The clipping rules' settings. They hold here whatever the coordinator says; only C travels, and what else a rule
     learns from releases."""
@@ -147,6 +155,12 @@ class PartyTerms:
     def agreed_task(self) -> TaskSettings:
         """The task that this party trains on. Terms without a [task] mean a classification with `classes` classes."""
         return training_settings(self.task, self.classes if self.classes > 1 else 0)
+
+    @property
+    def planned_events(self) -> tuple[Event, ...]:
+        """The most that one run releases: the plan of the terms, else every agreed step at the smallest sigma."""
+        rows = self.plan or ((self.rate, self.sigma, self.steps * self.rounds),)
+        return tuple(Gaussian(*row) for row in rows)
 
     def compute_planned_epsilon(self) -> float:
         """The most that one run can cost: every agreed step at the smallest sigma, with statistics in each of them."""
@@ -186,16 +200,32 @@ def validate_terms(terms: PartyTerms, look_up: bool = True) -> PartyTerms:
         raise ConfigError("terms: weight_decay must be at least 0, and C_min at most C_max.")
     if terms.unit not in ("example", "person") or terms.groups not in ("flat", "layer"):
         raise ConfigError("terms: unit must be example or person, and groups flat or layer.")
-    if terms.arithmetic not in ARITHMETIC_STRENGTHS:
+    if terms.arithmetic not in ARITHMETICS:
         raise ConfigError(f"terms: arithmetic = {terms.arithmetic!r} must be auto, proven or fast.")
+    _check_plan(terms)
     if not 0 <= terms.agreed_task.classes <= MAX_CLASSES:
         raise ConfigError(f"terms: classes = {terms.agreed_task.classes} must be a number up to {MAX_CLASSES}.")
     check_settings(terms_to_settings(terms))  # the ranges of a run's settings, those of [clip] among them
     return terms
 
 
-ARITHMETIC_STRENGTHS = {"fast": 0, "auto": 1, "proven": 2}
-"""The choices of `arithmetic`: a party's must be at least as strong as the run's."""
+def _check_plan(terms: PartyTerms) -> None:
+    """ConfigError where the plan of one run goes beyond the other terms."""
+    steps = sum(count for _, _, count in terms.plan)
+    if not 0 <= terms.run_delta <= terms.delta:
+        raise ConfigError("terms: run_delta is a part of delta; it must be between 0 and delta.")
+    for rate, sigma, count in terms.plan:
+        if not (
+            0 < rate <= terms.rate * (1 + ROUNDING_TOLERANCE)
+            and terms.sigma * (1 - ROUNDING_TOLERANCE) <= sigma <= MAX_SIGMA
+            and count >= 1
+            and steps <= terms.steps * terms.rounds
+        ):
+            raise ConfigError("terms: plan goes beyond rate, sigma, or steps times rounds; take it out, or agree anew.")
+
+
+ARITHMETICS = ("auto", "proven", "fast")
+"""The choices of `arithmetic`."""
 
 
 def find_allowed_rule(terms: PartyTerms, name: str) -> ClipRule:
@@ -312,7 +342,8 @@ def make_proposal(settings: Settings, classes: int = 0, task: TaskSettings | Non
     )
     agreed = training_settings(task or settings.task, classes if classes > 1 else 0)
     proposal = {
-        "delta": settings.privacy.delta,
+        "delta": settings.privacy.budget_delta or settings.privacy.delta,
+        "run_delta": settings.privacy.delta if settings.privacy.budget_delta else 0.0,
         "rate": train.rate,
         "steps": compute_local_steps(train),
         "sigma": float(min(group.sigma * min(group.factors) for group in plan.groups)),
@@ -332,8 +363,27 @@ def make_proposal(settings: Settings, classes: int = 0, task: TaskSettings | Non
         "model": dataclasses.asdict(settings.model),
         "task": dataclasses.asdict(agreed),
     }
-    cost = max(group.epsilon(train.rounds, plan.delta, plan.accountant) for group in plan.groups)
-    return {**proposal, "budget": cost} if math.isfinite(cost) else proposal
+    # Of parties of any size, those that pay the most: the others release the same steps with no less noise.
+    costs = [group.epsilon(train.rounds, plan.delta, plan.accountant) for group in plan.groups]
+    if not math.isfinite(max(costs)):
+        return proposal
+    events = plan.groups[costs.index(max(costs))].worst(train.rounds)
+    rows = [(event.rate, event.sigma, event.count) for event in events if isinstance(event, Gaussian)]
+    return {**proposal, "plan": shorten_plan(rows), "budget": max(costs)}
+
+
+MAX_PLAN_ROWS = 300
+"""Rows of the plan in a proposal: it must fit into a message's header."""
+
+
+def shorten_plan(rows: Sequence[tuple[float, float, int]]) -> list[list[float | int]]:
+    """A plan of at most `MAX_PLAN_ROWS` rows (rate, sigma, count) that costs no less: neighbours get the less noise."""
+    ordered = sorted(rows)
+    size = -(-len(ordered) // MAX_PLAN_ROWS)
+    if len({rate for rate, _, _ in ordered}) > 1:
+        size = 1  # rates are those of the settings: there is one
+    parts = [ordered[at : at + size] for at in range(0, len(ordered), size)] if ordered else []
+    return [[part[0][0], part[0][1], sum(count for _, _, count in part)] for part in parts]
 
 
 def accept_proposal(
@@ -346,18 +396,24 @@ def accept_proposal(
     terms = validate_terms(_validate_terms_types({"budget": 1.0, **proposal, "party": party}), look_up)
     check_declared(terms.agreed_task)
     if budget is None:
-        cost = terms.compute_planned_epsilon()
+        cost = Spend.empty().add_events(terms.planned_events)
         # Rounded up a little: the same sum, reached round by round, may differ in the last digits.
-        budget = math.ceil(min(cost, proposal.get("budget", cost)) * 1e4) / 1e4
+        budget = math.ceil(cost.epsilon(terms.run_delta or terms.delta, terms.accountant) * 1e4) / 1e4
     return validate_terms(dataclasses.replace(terms, budget=budget), look_up)
 
 
-def check_proposal(terms: PartyTerms, proposal: Mapping[str, Any]) -> None:
+def _is_proven(terms: PartyTerms, simulation: bool) -> bool:
+    randomness = "seeded" if simulation else "secure"
+    return uses_proven_arithmetic(Settings(privacy=Privacy(randomness=randomness, arithmetic=terms.arithmetic)))
+
+
+def check_proposal(terms: PartyTerms, proposal: Mapping[str, Any], simulation: bool = False) -> None:
     """Refuse a proposal that goes beyond the terms, before a run starts; each round is checked again."""
     try:
         asked = _validate_terms_types({**proposal, "party": terms.party, "budget": terms.budget})
     except ConfigError as error:
         raise TermsRefusal("message") from error
+    known = asked.arithmetic in ARITHMETICS
     checks: tuple[tuple[str, bool], ...] = (
         ("unit", asked.unit == terms.unit),
         ("groups", asked.groups == terms.groups),
@@ -375,7 +431,7 @@ def check_proposal(terms: PartyTerms, proposal: Mapping[str, Any]) -> None:
         ),
         ("rule", set(asked.rules) <= set(terms.rules)),
         ("clip", asked.clip == terms.clip),
-        ("arithmetic", ARITHMETIC_STRENGTHS.get(asked.arithmetic, 3) <= ARITHMETIC_STRENGTHS[terms.arithmetic]),
+        ("arithmetic", _is_proven(terms, simulation) or (known and not _is_proven(asked, simulation))),
     )
     for code, fine in checks:
         if not fine:
