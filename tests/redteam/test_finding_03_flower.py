@@ -208,10 +208,21 @@ def test_a_proposal_with_other_settings_of_the_rule_is_refused(tmp_path):
             assert code(service.answer(hello)) == wanted
 
 
-def test_terms_of_rules_with_options_come_back_from_their_file(tmp_path):
-    terms = toy_terms(toy_settings(), clip=RuleTerms(C0=3.0, options={"speed": 0.5, "on": True, "word": 'a "b"'}))
+def test_terms_of_rules_with_options_come_back_from_their_file(tmp_path, monkeypatch):
+    (tmp_path / "optioned_rule.py").write_text(
+        "import dataclasses\nfrom fulcrum.clipping import RULES\n"
+        "defaults = {'speed': 0.1, 'on': False, 'word': ''}\n"
+        "RULE = dataclasses.replace(RULES['fixed'], name='optioned', options=defaults)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    clip = RuleTerms(C0=3.0, options={"speed": 0.5, "on": True, "word": 'a "b"'})
+    terms = toy_terms(toy_settings(), rules=("optioned_rule:RULE",), clip=clip)
     (tmp_path / "terms.toml").write_text(terms_to_toml(terms))
     assert read_terms_file(tmp_path / "terms.toml") == terms
+    wrong = dataclasses.replace(terms, clip=dataclasses.replace(clip, options={"spede": 1.0}))
+    (tmp_path / "terms.toml").write_text(terms_to_toml(wrong))
+    with pytest.raises(ConfigError, match="spede"):
+        read_terms_file(tmp_path / "terms.toml")
 
 
 def test_every_setting_of_a_rule_is_agreed_on_or_is_the_coordinators_own():

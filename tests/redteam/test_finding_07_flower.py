@@ -74,6 +74,23 @@ def test_a_label_outside_is_said_to_the_party_alone(tmp_path):
         assert service.ledger.accounts() == {}
 
 
+def test_proposals_with_other_numbers_of_classes_do_not_find_out_which_one_fits(tmp_path):
+    """Nobody has agreed yet: whether the records fit a proposal is answered like a person's no."""
+    said: list[str] = []
+
+    def counts_first(terms: Any) -> bool:  # as `fulcrum party` does, to show how many units there are
+        service.load_records(terms.agreed_task)
+        return False
+
+    with toy_party(tmp_path, SETTINGS, terms=None, say=said.append) as service:
+        for agrees in (counts_first, lambda terms: True):
+            service.consent = agrees
+            answers = [code(service.answer(hello(TaskSettings("classification", classes=n), n))) for n in (2, 3)]
+            wanted = "consent" if agrees is counts_first else ""
+            assert answers == ["consent", wanted]
+    assert sum("labels hold 2" in words for words in said) == 2, "the party itself is told"
+
+
 @pytest.mark.parametrize("name", ["auto", "classification", "multilabel", "tokens", "next-token"])
 def test_terms_that_leave_the_number_to_the_labels_are_refused(tmp_path, name):
     proposal = make_proposal(SETTINGS, 0, TaskSettings(name))

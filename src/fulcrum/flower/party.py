@@ -271,13 +271,17 @@ class PartyService:
             raise TermsRefusal("task", str(error)) from error
         except ConfigError as error:
             raise TermsRefusal("message", str(error)) from error
-        if not self.consent(terms):
-            raise TermsRefusal("consent")
         try:
-            validate_terms(terms)  # looks up rules that are not built in: their code runs only now
-        except ConfigError as error:
-            raise TermsRefusal("rule", str(error)) from error
-        self._load(terms)  # terms that the records do not fit are not pinned
+            if not self.consent(terms):
+                raise TermsRefusal("consent")
+            try:
+                validate_terms(terms)  # looks up rules that are not built in: their code runs only now
+            except ConfigError as error:
+                raise TermsRefusal("rule", str(error)) from error
+            self._load(terms)  # terms that the records do not fit are not pinned
+        except DataError as error:
+            # Not "data": whoever proposes 2, 3, 4, ... classes must not learn from the answers which number fits.
+            raise TermsRefusal("consent", str(error)) from error
         with self.terms_path.open("x", encoding="utf-8") as file:
             file.write(terms_to_toml(terms))
         self.terms = terms

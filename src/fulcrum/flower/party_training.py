@@ -14,7 +14,7 @@ from fulcrum.clipping.rule import ClipRule, gradient_multiplier
 from fulcrum.data import Dataset
 from fulcrum.data.records import select_rows
 from fulcrum.engines import Engine, find_engine
-from fulcrum.errors import FulcrumError, ModelError
+from fulcrum.errors import DataError
 from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint
 from fulcrum.flower.party_data import count_units, make_single_party_partition, make_stand_in
 from fulcrum.flower.task_terms import task_fingerprint
@@ -67,10 +67,8 @@ class LocalTrainer:
         try:
             validate_model(model, pair)
             check_outputs(model, pair, dataset.task)
-        except FulcrumError:
-            raise
         except Exception as problem:  # a user's model may raise any error
-            raise ModelError(f"The model of the terms failed on two of this party's records: {problem}.") from problem
+            raise DataError(f"the model of the terms failed on two of this party's records: {problem}") from problem
         return model.to(self.device), dataset
 
     @property
