@@ -298,7 +298,7 @@ def test_a_run_that_stopped_early_counts_whole_in_slices_and_what_it_released_at
     ledger.enroll("a", None, **PLD)
     play(ledger, "run", DELTA, rounds=3)
     assert ledger.epsilon("a") == pytest.approx(compute_epsilon(RUN, DELTA, "pld"))
-    assert "still counts whole" in ledger.describe_composition("a")
+    assert "counts whole, since who stops" in ledger.describe_composition("a")
     with Ledger.open(":memory:") as other:
         other.enroll("a", None, **TERMS)
         play(other, "run", DELTA, rounds=3)

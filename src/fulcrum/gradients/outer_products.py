@@ -246,7 +246,9 @@ class ConvGrad:
         each = 8 * size.blocks * (size.positions * (size.inputs + size.outputs) + size.inputs * size.outputs)
         for start, stop in scratch_ranges(len(self.g), each, self.g.device, DOUBLE_SCRATCH):
             a, g = self.slice(start, stop).matmul_operands()
-            scaled = g.double().unflatten(0, (stop - start, size.blocks)) * factors[start:stop, None, None, None].double()
+            scaled = (
+                g.double().unflatten(0, (stop - start, size.blocks)) * factors[start:stop, None, None, None].double()
+            )
             total += torch.matmul(
                 scaled.transpose(2, 3), a.double().unflatten(0, (stop - start, size.blocks)).transpose(2, 3)
             ).sum(dim=0)

@@ -53,9 +53,7 @@ class RuleDecision:
     state: RuleState
 
 
-def choose_sum_margin(
-    units: int, positions: int = 1, pieces: int = 1, usual_spread: float = USUAL_SPREAD
-) -> SumMargin:
+def choose_sum_margin(units: int, positions: int = 1, pieces: int = 1, usual_spread: float = USUAL_SPREAD) -> SumMargin:
     """The margin of a float64 sum over `units` gradients, each of which adds `positions` products to a coordinate.
 
     A coordinate of the sum adds up at most N = units * positions + pieces + 64 numbers, so it is off by at most

@@ -110,6 +110,7 @@ def can_stack_runs(settings: Settings, rule: ClipRule | None = None) -> bool:
     A stack is for simulations: runs in real use, or in proven arithmetic, release by their own engines. Persons own
     several records each. Where whole parties are units, the rule must look at each update by itself.
     """
+    # "auto" is seeded here: what is stacked is public data.
     if settings.privacy.randomness == "secure" or uses_proven_arithmetic(settings):
         return False
     unit, rule = get_planned_unit(settings.privacy), rule or find_rule(settings.clip.rule)
