@@ -20,9 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fulcrum.errors import InputError, RunError
+from fulcrum.data.fingerprints import DIGEST_BYTES as UNIT_BYTES
+from fulcrum.data.fingerprints import compute_keyed_fingerprint
+from fulcrum.errors import BudgetError, InputError, RunError
 from fulcrum.privacy.ledger import Ledger, LedgerHead, RunRecord, make_seed_digest
 from fulcrum.runs import folder as record
+from fulcrum.runs.preparation import list_unit_digests
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import get_private_seed
@@ -75,6 +78,8 @@ def register_run(federation: Federation, ledger: Ledger, run: str) -> None:
     settings, problem, plan = federation.settings, federation.problem, federation.plan
     mode = problem.randomness.mode
     ledger.bring_to_current_format()  # its identity salts the seed's digest
+    if settings.run.ledger:
+        register_units(federation, ledger, run)
     ledger.register_run(
         RunRecord(
             id=run,
@@ -86,11 +91,31 @@ def register_run(federation: Federation, ledger: Ledger, run: str) -> None:
             aggregation=plan.aggregation,
             unit=plan.unit,
             seed_digest=make_seed_digest(get_private_seed(settings), ledger.identity) if mode == "seeded" else "",
-            data_digest=problem.dataset.fingerprint,
+            data_digest=compute_keyed_fingerprint(problem.dataset),
             settings_digest=compute_settings_digest(list_bound_settings(settings)),
             simulation=mode != "secure",
         )
     )
+
+
+def register_units(federation: Federation, ledger: Ledger, run: str) -> None:
+    """Register whose records each party has, by keyed digests, so that a kept ledger knows them under any name.
+
+    A person may have records at several parties of one run; whoever is on record at a party that is not in this run
+    came under another name, and is refused.
+    """
+    digests = list_unit_digests(federation)
+    everybody = [units[at : at + UNIT_BYTES] for units in digests.values() for at in range(0, len(units), UNIT_BYTES)]
+    shared = len(set(everybody)) < len(everybody)
+    for party, units in digests.items() if shared else ():
+        for other, count in ledger.find_known_units(party, units).elsewhere.items():
+            if other not in digests:
+                raise BudgetError(
+                    f"{count} units of party {party!r} are in ledger {ledger.path} as units of party {other!r}, whose "
+                    "budget counts what was released of them; use the parties' names of before."
+                )
+    if digests:
+        ledger.register_all_units(run, digests, allow_shared=shared)
 
 
 def describe_binding(federation: Federation, ledger: Ledger) -> dict[str, Any]:

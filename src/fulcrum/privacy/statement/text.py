@@ -74,6 +74,9 @@ EVALUATION_TEXTS = {
         "Test records that were handed over apart from the training records (x_test) count as public. They are scored in "
         "the clear, and no epsilon covers them. If they are private, do not hand them over as test records."
     ),
+    "public, held-out": (
+        "A part of the public data was held out (data.validation) and scored in the clear; no epsilon covers it."
+    ),
     "held-out": (
         "Held-out records of the training data (data.validation) were scored in the clear: THEIR METRICS ARE NOT "
         "PROTECTED. No epsilon covers the held-out records; it covers the records that were trained on."
