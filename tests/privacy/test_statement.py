@@ -94,7 +94,9 @@ def test_the_other_accountant_is_named_when_it_is_the_one_enforced():
     assert facts["epsilon"] == facts["epsilon_pld"] == state()["epsilon_pld"] < facts["epsilon_rdp"]
     page = statement_to_markdown(facts)
     assert "PLD is enforced, RDP is shown beside it" in page
-    assert f"epsilon = {format_epsilon(facts['epsilon_pld'])} (PLD; {format_epsilon(facts['epsilon_rdp'])} by RDP)" in page
+    assert (
+        f"epsilon = {format_epsilon(facts['epsilon_pld'])} (PLD; {format_epsilon(facts['epsilon_rdp'])} by RDP)" in page
+    )
 
 
 OWN = Accountant("own", lambda spends, delta: np.array([0.1 * s.releases for s in spends]), lambda event: True)
@@ -162,7 +164,10 @@ def test_a_ledger_covers_all_its_runs_and_tells_this_one_apart():
 def test_the_ledgers_numbers_are_the_statements():
     settings, plan = planned()
     facts = told(settings, plan, MOO, (20, 20, 20), costs={"party-0": 2.00004, "party-1": 3.00001})
-    assert (facts["epsilon"], [party["epsilon_rdp"] for party in facts["parties"]]) == (3.00001, [2.00004, 3.00001, 0.0])
+    assert (facts["epsilon"], [party["epsilon_rdp"] for party in facts["parties"]]) == (
+        3.00001,
+        [2.00004, 3.00001, 0.0],
+    )
     page = statement_to_markdown(facts)
     assert "epsilon = 3.001 (RDP; " in page  # rounded up, everywhere
     assert "| 2.001 |" in page

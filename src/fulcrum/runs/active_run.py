@@ -57,7 +57,7 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
             version=fulcrum.__version__,
             date=record.current_utc_time(),
             arithmetic="proven" if problem.proven else "fast",
-            others=tuple(map(describe_covered_run, run.ledger.runs().values())) if kept else (),
+            others=list_released_runs(run.ledger) if kept else (),
             evaluation=describe_evaluation(run, rounds_done),
             composition=describe_composition(run) if kept else "",
             notes=run.notes,
@@ -74,6 +74,15 @@ def read_run_epsilons(run: ActiveRun) -> dict[str, float]:
     """The epsilon of each of the plan's parties in this run alone, by name, as the ledger says."""
     plan, costs = run.federation.plan, run.ledger.epsilons(run.id)
     return {name: costs.get(name, 0.0) for name in map(plan.name, range(plan.parties))}
+
+
+def list_released_runs(ledger: Ledger) -> tuple[CoveredRun, ...]:
+    """The runs of a ledger that released anything; a run that was registered and refused concerns nobody."""
+    return tuple(
+        describe_covered_run(each)
+        for each in ledger.runs().values()
+        if any(spend.releases for spend in ledger.get_spends(each.id).values())
+    )
 
 
 def describe_covered_run(record: RunRecord) -> CoveredRun:

@@ -11,11 +11,12 @@ than what was released.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from typing import Any
 from fulcrum.data.fingerprints import DIGEST_BYTES as UNIT_BYTES
 from fulcrum.data.fingerprints import compute_keyed_fingerprint
 from fulcrum.errors import BudgetError, InputError, RunError
-from fulcrum.privacy.ledger import Ledger, LedgerHead, RunRecord, make_seed_digest
+from fulcrum.privacy.ledger import Ledger, LedgerAccount, LedgerHead, RunRecord, make_seed_digest
 from fulcrum.runs import folder as record
 from fulcrum.runs.preparation import list_unit_digests
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
+from fulcrum.training.loop import MAX_PARTIES_WITH_EPSILON
 from fulcrum.training.problem import get_private_seed
 
 RUN_FORMAT = 2
@@ -78,24 +80,28 @@ def register_run(federation: Federation, ledger: Ledger, run: str) -> None:
     settings, problem, plan = federation.settings, federation.problem, federation.plan
     mode = problem.randomness.mode
     ledger.bring_to_current_format()  # its identity salts the seed's digest
-    if settings.run.ledger:
-        register_units(federation, ledger, run)
-    ledger.register_run(
-        RunRecord(
-            id=run,
-            rule=problem.rule.name,
-            sound=problem.rule.sound,
-            private=problem.rule.private,
-            randomness=mode,
-            arithmetic="proven" if problem.proven else "fast",
-            aggregation=plan.aggregation,
-            unit=plan.unit,
-            seed_digest=make_seed_digest(get_private_seed(settings), ledger.identity) if mode == "seeded" else "",
-            data_digest=compute_keyed_fingerprint(problem.dataset),
-            settings_digest=compute_settings_digest(list_bound_settings(settings)),
-            simulation=mode != "secure",
-        )
+    known = RunRecord(
+        id=run,
+        rule=problem.rule.name,
+        sound=problem.rule.sound,
+        private=problem.rule.private,
+        randomness=mode,
+        arithmetic="proven" if problem.proven else "fast",
+        aggregation=plan.aggregation,
+        unit=plan.unit,
+        seed_digest=make_seed_digest(get_private_seed(settings), ledger.identity) if mode == "seeded" else "",
+        data_digest=compute_keyed_fingerprint(problem.dataset),
+        settings_digest=compute_settings_digest(list_bound_settings(settings)),
+        simulation=mode != "secure",
     )
+    # The record comes last: a start that is refused for its parties or units must not use up the private seed. A seed
+    # that is refused must not leave units behind either.
+    used = {each.seed_digest for each in ledger.runs().values() if each.id != run}
+    if settings.run.ledger and (not known.seed_digest or known.seed_digest not in used):
+        if plan.parties <= MAX_PARTIES_WITH_EPSILON:
+            ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in range(plan.parties))
+        register_units(federation, ledger, run)
+    ledger.register_run(known)
 
 
 def register_units(federation: Federation, ledger: Ledger, run: str) -> None:
@@ -144,7 +150,9 @@ def head_from_json(entries: Mapping[str, Any], where: Path) -> LedgerHead:
     try:
         return LedgerHead(str(entries["identity"]), int(entries["sequence"]), str(entries["digest"]))
     except (KeyError, TypeError, ValueError):
-        raise RunError(f"{where} was edited or damaged: it does not say which ledger the run has; restore it.") from None
+        raise RunError(
+            f"{where} was edited or damaged: it does not say which ledger the run has; restore it."
+        ) from None
 
 
 # --- before a run goes on -----------------------------------------------------------------------
@@ -234,7 +242,8 @@ class StoredRun:
                 f"ledger {path} of run {self.path} is empty now, and was not when the run stopped; bring back the file "
                 "that says what was spent."
             )
-        ledger = Ledger.open(path)
+        with self._say_which_run():
+            ledger = Ledger.open(path)
         try:
             self._check_ledger(ledger)
         except BaseException:
@@ -242,12 +251,18 @@ class StoredRun:
             raise
         return ledger
 
+    @contextlib.contextmanager
+    def _say_which_run(self) -> Iterator[None]:
+        """Around calls of the ledger: its refusals name the run that does not go on."""
+        try:
+            yield
+        except InputError as error:
+            raise RunError(f"run {self.path} does not go on: {error}") from error
+
     def _check_ledger(self, ledger: Ledger) -> None:
-        for head in self.heads:
-            try:
+        with self._say_which_run():
+            for head in self.heads:
                 ledger.check_contains(head)
-            except InputError as error:
-                raise RunError(f"run {self.path} does not go on: {error}") from error
         known = ledger.runs().get(self.id)
         if known is None or not known.is_known:
             raise RunError(

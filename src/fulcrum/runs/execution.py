@@ -132,6 +132,7 @@ def _write_start_files(
             "score": problem.task.score,
             "higher_is_better": problem.task.higher_is_better,
             "aggregation": federation.plan.aggregation,
+            "simulation": problem.randomness.mode != "secure",
             **binding.describe_binding(federation, ledger),
             **facts,
         },

@@ -64,7 +64,9 @@ class EvaluationData:
     def text(self) -> str:
         """What was scored, and whether it is protected."""
         if self.kind == "held-out" and self.paid:
-            cost = f" Each held-out unit has epsilon = {format_epsilon(self.epsilon)}, delta = {self.delta:g} in this run."
+            cost = (
+                f" Each held-out unit has epsilon = {format_epsilon(self.epsilon)}, delta = {self.delta:g} in this run."
+            )
             return EVALUATION_TEXTS["held-out, paid"] + cost
         return EVALUATION_TEXTS[self.kind]
 

@@ -112,7 +112,9 @@ def guarantee_sentence(
     if worth == "nominal":
         bad = coverage.list_runs(lambda run: run.sound is False)
         rules = ", ".join(repr(rule) for rule in dict.fromkeys(run.rule for run in bad))
-        which = f"The rule {rules}" if name_runs(bad, own) == "this run" else f"In {name_runs(bad, own)} the rule {rules}"
+        which = (
+            f"The rule {rules}" if name_runs(bad, own) == "this run" else f"In {name_runs(bad, own)} the rule {rules}"
+        )
         return (
             f"NOT A GUARANTEE. {which} sets the clipping norm from raw private values, so {numbers} is "
             "nominal: it is what the noise would give if C were public, and what was released may reveal more."
