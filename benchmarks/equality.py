@@ -264,7 +264,7 @@ def made_up(n: int, *shape: int, classes: int = 5, **columns: Any) -> fulcrum.Da
         y = torch.randint(0, classes, (count,), generator=generator)
         return (0.5 * patterns[y] + 0.5 * torch.randn(count, *shape, generator=generator)).clamp(-1, 1), y
 
-    return fulcrum.data.from_arrays(*draw(n), *draw(60), classes=classes, **PUBLIC, **columns)
+    return fulcrum.data.from_arrays(*draw(n), *draw(60), classes=classes, **(PUBLIC | columns))
 
 
 VOCABULARY = 11

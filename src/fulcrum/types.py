@@ -58,11 +58,27 @@ class View:
 
 
 @dataclass(frozen=True)
+class SumMargin:
+    """What the rounding of a sum is given of each unit's bound (`privacy.bounds.choose_sum_margin`).
+
+    eta: relative reduction of the bound. spread K: a factor times A (`Stats.lengths`) is at most K times the bound.
+    """
+
+    eta: float = 0.0
+    spread: float = math.inf
+
+
+@dataclass(frozen=True)
 class Stats:
     """The input of a rule: one row per unit (example, person or client). Never released.
 
     norms [B, G]; dots [B] or None; losses [B] or None; mask [B] is False on padding.
     sigma: noise multiplier of this step. batch: its expected number of units. lr: its learning rate eta.
+
+    The last three are no rule's business but that of `privacy.bounds`, which limits factors. norm_bounds [B, G],
+    float64: at least the true norms, whatever the engine and its precision; None: the norms and what float32 may have
+    rounded off. lengths [B, G], float64: A, what the norms would be if no products in a gradient cancelled; None: as
+    norm_bounds. margin: what is set aside for the rounding of the sums.
     """
 
     norms: torch.Tensor
@@ -72,6 +88,9 @@ class Stats:
     sigma: float = 0.0
     batch: float = 1.0
     lr: float = 1.0
+    norm_bounds: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    margin: SumMargin = SumMargin()
 
 
 @dataclass(frozen=True)

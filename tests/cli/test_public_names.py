@@ -53,6 +53,9 @@ SETTINGS = {
     "--seed",
     "--unit",
     "--randomness",
+    "--arithmetic",
+    "--private-seed",
+    "--public",
     "--engine",
     "--device",
     "--ledger",
@@ -71,7 +74,7 @@ COMMANDS = {
     "data list": {"--data-dir", "--json", "--debug"},
     "data fetch": {"names", "--data-dir", "--mirror", "--json", "--quiet", "-q", "--debug"},
     "data verify": {"names", "--data-dir", "--json", "--debug"},
-    "ledger": {"path", "--party", "--budget", "--json", "--debug"},
+    "ledger": {"path", "--party", "--budget", "--verify", "--json", "--debug"},
     "methods": {"--json", "--debug"},
     "prior": {
         "model",

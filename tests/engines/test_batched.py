@@ -133,7 +133,7 @@ def last_model(feds: list[Federation]) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("on_device")
-def test_pooled_noise_has_the_variance_of_the_clients_noise() -> None:
+def test_the_noise_of_an_aggregate_has_the_variance_of_the_clients_noise() -> None:
     runs, lr, sigma, C = 60, 0.5, 50.0, 1.0
     feds = [
         prepare(
@@ -180,8 +180,8 @@ def test_seeds_decide_and_runs_differ() -> None:
     assert torch.equal(one, last_model(feds))
     other = [prepare(toy_settings(**{**CASES["settings that differ"][0], "run": {"seed": s}}), DATA) for s in (0, 9)]
     two = last_model(other)
-    assert not torch.equal(one[0], two[0])
-    assert not torch.equal(two[0], two[1])
+    torch.testing.assert_close(one[0], two[0], rtol=1e-4, atol=1e-6)  # the same run beside others
+    assert not torch.allclose(two[0], two[1], rtol=1e-2)
 
 
 @pytest.mark.usefixtures("on_device")

@@ -200,7 +200,7 @@ def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
     x = DATA.x.clone()
     x[7] = torch.inf  # this gradient counts as zero, which the first attempt does not know
     feds = pair(DATA.with_changes(x=x), clip={"rule": "quantile"}, train={"steps": 2})
-    sources = [Once(SeededRandomness(federation.settings.run.seed), set()) for federation in feds]
+    sources = [Once(federation.problem.randomness, set()) for federation in feds]
     secret = [
         dataclasses.replace(federation, problem=dataclasses.replace(federation.problem, randomness=source))
         for federation, source in zip(feds, sources, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulcrum.engines.batched import can_stack_runs, make_stack_key, run_many
+from fulcrum.engines.batched import can_stack_runs, make_stack_key, run_many, runs
 from fulcrum.engines.batched.runs import group_stackable_runs
 from fulcrum.engines.batched.stacking import (
     PROBLEM_FIELDS,
@@ -17,11 +17,13 @@ from fulcrum.engines.batched.stacking import (
     get_server_numbers,
     get_shared_train_fields,
 )
+from fulcrum.rng import SeededRandomness
 from fulcrum.runs import prepare
 from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.federation import Federation
+from fulcrum.training.problem import get_private_seed
 from fulcrum.training.server import SERVERS, ServerOptimiser
-from support.federations import play, toy_data, toy_settings
+from support.federations import play, toy_data, toy_settings, with_randomness
 
 DATA = toy_data()
 SECTIONS = [f.name for f in dataclasses.fields(Settings) if dataclasses.is_dataclass(getattr(Settings(), f.name))]
@@ -59,11 +61,11 @@ DIFFER: dict[tuple[str, str], tuple[Any, Changes]] = {
     ("clip", "kappa"): (0.5, {"clip": {"rule": "moo-c"}}),
     ("clip", "balance"): (0.3, {}),
     ("clip", "reach"): (0.05, {"privacy": {"sigma": 0.1}, "model": {"name": "mlp", "hidden": (4,)}}),
-    ("clip", "growth"): (1.01, {"clip": {"eta_C": 0.5}, "privacy": {"sigma": 0.2}}),
+    ("clip", "growth"): (1.01, {"clip": {"eta_C": 0.5}, "privacy": {"sigma": 0.2, "seed": 3}}),
     ("clip", "eta_C"): (0.5, {"clip": {"rule": "quantile"}}),
     ("clip", "beta"): (0.1, {"clip": {"rule": "moo-c", "phi": "identity", "eta_C": 1.0}, "train": {"rounds": 5}}),
     ("clip", "phi"): ("identity", {"clip": {"rule": "moo-c"}}),
-    ("clip", "C_min"): (0.9, {"clip": {"rule": "quantile", "gamma": 0.01, "eta_C": 1.0}, "privacy": {"sigma": 0.1}}),
+    ("clip", "C_min"): (90.0, {"clip": {"rule": "quantile", "gamma": 0.01, "eta_C": 1.0, "C0": 100.0}}),
     ("clip", "C_max"): (1.1, {"clip": {"rule": "quantile", "gamma": 0.99, "eta_C": 1.0}, "privacy": {"sigma": 0.1}}),
     ("clip", "gamma"): (0.9, {"clip": {"rule": "quantile", "eta_C": 0.5}}),
     ("clip", "rho_c"): (0.9, {"clip": {"rule": "dynamic"}}),
@@ -81,6 +83,7 @@ DIFFER: dict[tuple[str, str], tuple[Any, Changes]] = {
     ("privacy", "rho_mu"): (0.2, GROWTH),
     ("privacy", "phases"): ((1.0, 4.0), {"privacy": {"noise_schedule": "phases", "phases": (1.0, 2.0)}}),
     ("privacy", "aggregation"): ("ideal-secagg", {"clip": {"rule": "fixed"}}),
+    ("privacy", "seed"): (7, {}),
     ("client_level", "estimator"): ("clipped", CLIENT),
     ("client_level", "weight_cap"): (30.0, CLIENT),
     ("client_level", "min_weight"): (0.5, CLIENT | {"client_level": {"estimator": "clipped"}}),
@@ -102,7 +105,11 @@ def runs_that_differ(section: str, name: str) -> list[Federation]:
     under = {**under, "train": {"rounds": 3, **under.get("train", {})}}
     base = toy_settings(run={"engine": "reference"}).replace(**under)
     also = {"epochs": 0.2} if name == "steps" else {}
-    return [prepare(settings, DATA) for settings in (base, base.replace(**{section: {name: value, **also}}))]
+    found = []
+    for settings in (base, base.replace(**{section: {name: value, **also}})):
+        # Two runs of one seed share nothing. Here they share their numbers, so that only the field can tell them apart.
+        found.append(with_randomness(prepare(settings, DATA), SeededRandomness(get_private_seed(settings))))
+    return found
 
 
 def other(value: Any) -> Any:
@@ -220,6 +227,24 @@ def test_what_cannot_be_stacked_is_said_from_settings_alone() -> None:
     assert not can_stack_runs(toy_settings(privacy={"unit": "person"}))
     assert can_stack_runs(toy_settings(privacy={"unit": "client"}))
     assert not can_stack_runs(toy_settings(privacy={"unit": "client"}, clip={"rule": "median"}))
+    assert not can_stack_runs(toy_settings(privacy={"randomness": "secure"}))
+    assert not can_stack_runs(toy_settings(privacy={"randomness": "secure", "arithmetic": "fast"}))
+    assert not can_stack_runs(toy_settings(privacy={"arithmetic": "proven"}))
+    assert can_stack_runs(toy_settings(privacy={"arithmetic": "fast"}))
+
+
+@pytest.mark.parametrize("changes", [{"randomness": "secure"}, {"arithmetic": "proven"}])
+def test_real_use_and_proven_arithmetic_go_through_their_own_engine(
+    changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError("these runs were not to be stacked")
+
+    monkeypatch.setattr(runs, "BatchedServer", never)
+    privacy: Changes = {"train": {"rounds": 2}, "privacy": changes}
+    assert len(list(run_many([prepare(toy_settings(**privacy), DATA) for _ in range(2)]))) == 2
+    with pytest.raises(AssertionError, match="not to be stacked"):
+        next(run_many([prepare(toy_settings(), DATA)]))
 
 
 def test_what_is_held_out_differs_by_seed() -> None:

@@ -106,7 +106,12 @@ def test_recorded_numbers_give_what_they_gave_when_they_were_drawn() -> None:
     # A stream's first numbers do not depend on how many are drawn, for the uniform ones.
     again = parallel(dataclasses.replace(problem, randomness=played), asked)
     for one, two in zip(parallel(problem, asked), again, strict=True):
-        assert torch.equal(one.delta, two.delta)
+        # Recorded numbers are added without rounding to the grid: 2^-21 of the noise in each of three steps.
+        torch.testing.assert_close(one.delta, two.delta, rtol=1e-6, atol=1e-6)
+    for wrong in (2.0**-10, 1.0):  # a coarser rounding, another number
+        other = {key: value + wrong for key, value in played.normals.items()}
+        found = parallel(dataclasses.replace(problem, randomness=RecordedRandomness(played.uniforms, other)), asked)
+        assert not torch.allclose(found[0].delta, again[0].delta, rtol=1e-6, atol=1e-6)
 
 
 # --- every kind of layer ------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def test_long_sums_may_be_cut_into_parts(rule: str, monkeypatch: pytest.MonkeyPa
 
 
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: numbers come from a generator keyed by round, and nobody looks at them on the way."""
+    """As on a GPU: the device makes the numbers of the streams, and nobody looks at them on the way."""
     monkeypatch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
 
 
@@ -351,7 +351,7 @@ def test_the_device_samples_at_the_rate_and_noises_by_sigma(monkeypatch: pytest.
     assert spread != pytest.approx(1.5, rel=0.1)
 
 
-def test_secure_numbers_come_from_the_host_and_are_kept_while_a_round_is_repeated() -> None:
+def test_secure_numbers_are_drawn_once_while_a_step_is_repeated() -> None:
     drawn: list[Any] = []
 
     class Counted(SecureRandomness):
@@ -361,7 +361,7 @@ def test_secure_numbers_come_from_the_host_and_are_kept_while_a_round_is_repeate
 
     data = toy_data()
     x = data.x.clone()
-    x[:] = 3e38  # nothing is finite, so that the round is played twice
+    x[:] = 3e38  # nothing is finite, so that the sums are computed twice
     problem = toy_problem("fixed", from_arrays(x, data.y, data.x_test, data.y_test), 3, randomness=Counted())
     replies = stacked(problem, request(problem, 1, 1.0))
     assert len(drawn) == len(set(drawn)) == 3

@@ -119,7 +119,11 @@ def test_ghost_norms(positions: int, inputs: int, outputs: int, dtype: torch.dty
         found = fused.fused_ghost_squared_norms(a, g)
     assert found is not None
     wanted = torch.bmm(g.double().transpose(1, 2), a.double()).square().sum(dim=(1, 2))
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.values, wanted, rtol=1e-5, atol=0)
+    assert bool((found.bounds >= wanted).all())
+    lengths = (a.double().norm(dim=2) * g.double().norm(dim=2)).sum(dim=1)
+    torch.testing.assert_close(found.lengths.sqrt(), lengths, rtol=1e-3, atol=0)
+    assert bool((found.lengths.sqrt() >= lengths).all())
     assert fused.fused_ghost_squared_norms(a.repeat(1, 65, 1), g.repeat(1, 65, 1)) is None
 
 

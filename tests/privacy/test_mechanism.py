@@ -114,7 +114,8 @@ def test_the_mechanism_holds_a_lying_rule_to_its_own_bounds() -> None:
     assert float((factors * norms).max()) <= 1.0 + 1e-5
     assert float(held.abs().max()) <= 0.5 + 1e-5
     same, _ = enforce_bounds(FIXED, honest, extra, norms, bounds)
-    assert torch.equal(same, honest)
+    assert bool((same.double() * norms.double() <= 1.0).all())  # float32's 1/3 times 3 is above 1
+    torch.testing.assert_close(same, honest, rtol=2e-6, atol=0)
     assert clip_to_C is FIXED.clip
 
 

@@ -80,8 +80,8 @@ def on_host(made: Federation) -> torch.Tensor:
     return update(made)
 
 
-def pooled(made: Federation) -> torch.Tensor:
-    """As on a GPU, where a run's noise is drawn as one Gaussian."""
+def on_device(made: Federation) -> torch.Tensor:
+    """As on a GPU, which makes the parties' noise itself and adds it up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
         last = list(run_many([made]))[-1].averaged
@@ -99,7 +99,7 @@ def spread(aggregation: str, by: Any) -> float:
     return math.sqrt(sum(squares) / len(squares))
 
 
-@pytest.mark.parametrize("by", [on_host, pooled])
+@pytest.mark.parametrize("by", [on_host, on_device])
 def test_the_aggregates_noise_has_the_promised_standard_deviation(by: Any) -> None:
     assert spread("ideal-secagg", by) == pytest.approx(1.0, abs=0.06)  # 60 x 21 draws: 2% of standard error
     assert spread("plain", by) == pytest.approx(math.sqrt(3), abs=0.1)  # every party's own dose: rejected above

@@ -33,7 +33,7 @@ def test_a_seed_that_another_run_had_is_refused_whatever_else_differs(tmp_path: 
         ledger.register_run(first)
         ledger.register_run(first)  # to resume
         for changes in ({}, {"rule": "fixed"}, {"data_digest": "other"}, {"settings_digest": "other"}):
-            with pytest.raises(ConfigError, match="private seed of this run was used by run first .* --private-seed"):
+            with pytest.raises(ConfigError, match=r"private seed of this run was used by run first .* --private-seed"):
                 ledger.register_run(record_of(ledger, "second", 7, **changes))
         ledger.register_run(record_of(ledger, "third", 8))  # the check is about the seed
         assert list(ledger.runs()) == ["first", "third"]
@@ -57,7 +57,7 @@ def test_a_run_is_what_it_was_registered_as(tmp_path: Path) -> None:
         ledger.register_run(first)
         for name, value in (("randomness", "secure"), ("sound", False), ("rule", "none"), ("arithmetic", "proven")):
             with pytest.raises(ConfigError, match=f"run first is in the ledger with {name} = "):
-                ledger.register_run(dataclasses.replace(first, **{name: value}))
+                ledger.register_run(dataclasses.replace(first, **{name: value}))  # type: ignore[arg-type]
         assert ledger.runs()["first"] == first
 
 

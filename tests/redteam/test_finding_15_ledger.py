@@ -52,7 +52,7 @@ def ledger() -> Any:
 
 def test_records_known_under_another_name_are_refused(ledger: Ledger) -> None:
     assert train(ledger, "first", "north", digests(*range(10)))
-    with pytest.raises(BudgetError, match="3 of the 5 records of party 'party-0' .* records of party 'north'"):
+    with pytest.raises(BudgetError, match=r"3 of the 5 records of party 'party-0' .* records of party 'north'"):
         ledger.register_units("second", "party-0", digests(7, 8, 9, 10, 11))
     assert ledger.find_known_units("party-0", digests(7, 8, 9, 10, 11)) == KnownUnits(5, 0, 0, {"north": 3})
     ledger.register_units("second", "party-0", digests(10, 11))  # other people are welcome
@@ -137,7 +137,7 @@ def test_runs_without_digests_count_for_everybody(ledger: Ledger) -> None:
 
 def test_a_changed_population_is_refused_without_digests_and_welcome_with_them(ledger: Ledger) -> None:
     enroll(ledger, "north")
-    with pytest.raises(ConfigError, match="population = .* register the digests of its records") as caught:
+    with pytest.raises(ConfigError, match=r"population = .* register the digests of its records") as caught:
         enroll(ledger, "north", population="x, one record less")
     assert "another ledger" not in str(caught.value), "that advice would give the same people a new budget"
     ledger.register_units("run", "north", digests(1, 2))
@@ -183,3 +183,33 @@ def test_shared_units_against_sets_of_python() -> None:
         assert (found is None) == (not any(pairs.values()))
         if found is not None:
             assert found[2] == pairs[found[0], found[1]]
+
+
+# --- units that several parties have, on purpose ---------------------------------------------------
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_what_any_party_releases_of_a_shared_person_counts_for_all_that_have_the_person(
+    ledger: Ledger, accountant: str
+) -> None:
+    people = {"north": digests(1, 2, 3), "south": digests(3, 4), "west": digests(5, 6)}
+    ledger.register_all_units("run", people, allow_shared=True)
+    enroll(ledger, *people, accountant=accountant, delta=2 * DELTA)
+    ledger.register_plans("run", dict.fromkeys(people, PLAN))
+    assert all(ledger.reserve("run", 0, dict.fromkeys(people, RUN)).values())
+    assert ledger.spent("north") == ledger.spent("south") == Spend.empty().add_events(RUN, 2)
+    assert ledger.spent("west") == Spend.empty().add_events(RUN)
+    assert ledger.epsilon("north") > 1.2 * ledger.epsilon("west")
+    ledger.register_all_units("next", {"north": digests(1, 2), "south": digests(3)}, allow_shared=True)
+    assert ledger.spent("north") == Spend.empty().add_events(RUN), "the shared person has left"
+    assert ledger.spent("south") == Spend.empty().add_events(RUN, 2), "and is still here"
+
+
+def test_a_shared_persons_budget_is_not_passed_by_two_parties_in_one_round(ledger: Ledger) -> None:
+    people = {"north": digests(1, 2, 3), "south": digests(3, 4)}
+    ledger.register_all_units("run", people, allow_shared=True)
+    enroll(ledger, *people, budget=1.2 * COST)
+    ledger.register_plans("run", dict.fromkeys(people, PLAN))
+    assert not any(ledger.reserve("run", 0, dict.fromkeys(people, RUN)).values()), "both together are too much"
+    assert ledger.reserve("run", 0, {"north": RUN})["north"]
+    assert not ledger.reserve("run", 0, {"south": RUN})["south"]

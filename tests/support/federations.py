@@ -12,12 +12,14 @@ from torch import nn
 from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.data import Dataset, from_arrays, split
+from fulcrum.engines import find_engine
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.rng import Randomness, SeededRandomness
 from fulcrum.runs import prepare
 from fulcrum.settings.schema import Clip, Data, Settings
 from fulcrum.training.client import train_client
+from fulcrum.training.client_level import make_local_problem
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
 from fulcrum.training.problem import TrainingProblem
@@ -119,6 +121,13 @@ def client_settings(parties: int = 6, **sections: dict[str, Any]) -> Settings:
 def client_federation(parties: int = 6, examples: int = 3, **sections: dict[str, Any]) -> Federation:
     """The federation of these settings, with the given number of examples per party."""
     return prepare(client_settings(parties, **sections), toy_data(examples * parties))
+
+
+def with_randomness(made: Federation, randomness: Randomness) -> Federation:
+    """The federation with another source of samples and noise."""
+    problem = dataclasses.replace(made.problem, randomness=randomness)
+    engine = find_engine(made.settings.run.engine, make_local_problem(problem))
+    return dataclasses.replace(made, problem=problem, engine=engine)
 
 
 def play(federation: Federation, path: Path | str = ":memory:", run: str = "r") -> list[RoundResult]:

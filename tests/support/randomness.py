@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from fulcrum.rng import SeededRandomness, StreamKey
+from fulcrum.rng import Randomness, SeededRandomness, StreamKey
 
 
 class Silent:
@@ -38,11 +38,11 @@ class Recorder:
 
 @dataclasses.dataclass(frozen=True)
 class Once:
-    """Numbers that cannot be drawn a second time."""
+    """Numbers that cannot be drawn a second time: not a cipher's, which can."""
 
-    inner: SeededRandomness
+    inner: Randomness
     seen: set[StreamKey]
-    mode: str = "secure"
+    mode: str = "recorded"
 
     def _first(self, key: StreamKey) -> StreamKey:
         assert key not in self.seen

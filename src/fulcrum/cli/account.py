@@ -37,7 +37,16 @@ def account(
         return
     columns = ("accountant", "sigma", "steps", "epsilon", "delta")
     shown = [
-        (name, row["sigma"], row["steps"], view.format_epsilon(row["epsilon"]), delta) for name, row in rows.items()
+        (
+            name,
+            row["sigma"]
+            if sigma is not None
+            else accounting.format_epsilon(row["sigma"], 5),  # up: less noise costs more
+            row["steps"],
+            accounting.format_epsilon(row["epsilon"]),
+            delta,
+        )
+        for name, row in rows.items()
     ]
     view.print_table(columns, shown)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fulcrum.gradients import GradientRecorder
+from fulcrum.privacy.bounds import FAST_SUM_MARGIN, choose_sum_margin
 from fulcrum.training.client import LocalStepTerms, StepFn, StepSample, make_materialised_step
 from fulcrum.training.clipped_sum import Contribution, clip_batch
 from fulcrum.training.problem import TrainingProblem
@@ -25,8 +26,14 @@ def make_ghost_step(follow: GradientRecorder) -> StepFn:
             return written_out(problem, sample, view, state, terms)
         tape = follow(sample.theta, *sample.records(problem))
         losses = tape.losses
+        table = tape.norm_table(problem.groups)
         stats = Stats(
-            norms=tape.norms(problem.groups),
+            norms=table.norms,
+            norm_bounds=table.bounds,
+            lengths=table.lengths,
+            margin=choose_sum_margin(sample.count, tape.positions, sample.count)
+            if problem.proven
+            else FAST_SUM_MARGIN["float32"],
             mask=torch.ones(sample.count, dtype=torch.bool, device=problem.device),
             dots=None if view.direction is None else tape.dots(view.direction),
             losses=losses if view.losses else None,
@@ -34,10 +41,12 @@ def make_ghost_step(follow: GradientRecorder) -> StepFn:
             batch=terms.batch,
             lr=terms.lr,
         )
-        factors, extra, bounds, state = clip_batch(
-            problem.rule, stats, state, lambda f: tape.weighted_sum(f, problem.groups)
-        )
-        clipped = tape.weighted_sum(factors, problem.groups)
+
+        def add_up(factors: torch.Tensor) -> torch.Tensor:
+            return tape.weighted_sum(factors, problem.groups, problem.proven)
+
+        factors, extra, bounds, state = clip_batch(problem.rule, stats, state, add_up)
+        clipped = add_up(factors)
         return Contribution(clipped, extra, bounds, state, stats, factors, losses)
 
     return work

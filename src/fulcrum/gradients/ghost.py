@@ -23,7 +23,8 @@ from fulcrum.gradients import sequence
 from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad, scratch_ranges
 from fulcrum.gradients.program import GradProgram, GradSite, UnsupportedModel
-from fulcrum.gradients.tape import check_loss_per_example, sum_squares_by_group
+from fulcrum.gradients.rounding import NormTable, SquaredNorms, add_error, bound_roundings, to_norm_table
+from fulcrum.gradients.tape import check_loss_per_example, find_finite_norms, stack_squares, sum_squares_by_group
 from fulcrum.gradients.vmap import compute_module_grads
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
@@ -215,26 +216,34 @@ class GhostTape:
     """Total number of elements in the inputs and outputs of all sites."""
 
     @cached_property
-    def _squared_norms(self) -> Tensor:
+    def _squared_norms(self) -> SquaredNorms:
         """Squared norms [B, tensors] of each tensor's gradient, before non-finite examples are zeroed."""
-        return torch.stack([self._tensor_squared_norms(parts) for parts in self.parts], dim=1)
+        return stack_squares([self._tensor_squared_norms(parts) for parts in self.parts])
 
-    def _tensor_squared_norms(self, parts: tuple[ParamGrad, ...]) -> Tensor:
+    def _tensor_squared_norms(self, parts: tuple[ParamGrad, ...]) -> SquaredNorms:
         if len(parts) == 1:
             return parts[0].squared_norms()
-        squares = self.raw_losses.new_zeros(len(self.raw_losses))
+        squares = self.raw_losses.new_zeros(len(self.raw_losses), dtype=torch.float64)
         if not parts:
-            return squares
+            return SquaredNorms(squares, squares, squares)
         # The gradients of several uses of one tensor are summed before the norm is computed.
-        size = parts[0].slice(0, 1).rows().numel() * squares.element_size()
-        for start, stop in scratch_ranges(len(squares), 2 * size, squares.device):
-            total = torch.stack([part.slice(start, stop).rows() for part in parts]).sum(dim=0)
+        size = parts[0].slice(0, 1).rows().numel()
+        for start, stop in scratch_ranges(len(squares), 8 * (len(parts) + 1) * size, squares.device):
+            total = torch.stack([part.slice(start, stop).rows().double() for part in parts]).sum(dim=0)
             squares[start:stop] = total.square().sum(dim=1)
-        return squares
+        lengths = torch.stack([part.squared_norms().lengths.sqrt() for part in parts]).sum(dim=0)
+        # Rows are written in the gradients' own type, from products of as many positions as each use has.
+        error = bound_roundings(max(part.positions for part in parts) + 1, self.raw_losses.dtype)
+        found = add_error(squares, lengths, len(parts) + size)
+        return found._replace(bounds=(found.bounds.sqrt() + error * lengths).square())
 
     @cached_property
     def _good(self) -> Tensor:
-        return torch.isfinite(self._squared_norms.sum(dim=1) + self.raw_losses)
+        return find_finite_norms(self._squared_norms, self.raw_losses.dtype) & torch.isfinite(self.raw_losses)
+
+    @property
+    def positions(self) -> int:
+        return max((sum(part.positions for part in parts) for parts in self.parts), default=1)
 
     @cached_property
     def _all_finite(self) -> bool:
@@ -263,8 +272,12 @@ class GhostTape:
                 block += part.rows()
         return table
 
+    def norm_table(self, groups: tuple[int, ...] = ()) -> NormTable:
+        found = to_norm_table(sum_squares_by_group(self._squared_norms, groups), self.raw_losses.dtype)
+        return NormTable(*(self._zero_nonfinite(each) for each in found))
+
     def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
-        return self._zero_nonfinite(sum_squares_by_group(self._squared_norms, groups)).sqrt()
+        return self.norm_table(groups).norms
 
     def dots(self, direction: Tensor) -> Tensor:
         total = self.raw_losses.new_zeros(len(self.raw_losses))
@@ -273,18 +286,21 @@ class GhostTape:
                 total = total + part.dots(block)
         return total
 
-    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = (), proven: bool = False) -> Tensor:
         if "_good" not in self.__dict__:
             # No norms were computed: a finite sum proves that every gradient is finite.
-            total = self._sum_parts(self.parts, factors, groups)
+            total = self._sum_parts(self.parts, factors, groups, proven)
             if bool(torch.isfinite(total).all()) and bool(torch.isfinite(self.raw_losses).all()):
                 return total
-        return self._sum_parts(self._finite_parts, self._zero_nonfinite(factors), groups)
+        return self._sum_parts(self._finite_parts, self._zero_nonfinite(factors), groups, proven)
 
-    def _sum_parts(self, parts: tuple[tuple[ParamGrad, ...], ...], factors: Tensor, groups: tuple[int, ...]) -> Tensor:
+    def _sum_parts(
+        self, parts: tuple[tuple[ParamGrad, ...], ...], factors: Tensor, groups: tuple[int, ...], proven: bool
+    ) -> Tensor:
         columns = [factors[:, group] for group in range(factors.shape[1])]
         blocks = []
         for i, (own, size) in enumerate(zip(parts, self.layout.sizes, strict=True)):
-            sums = [part.weighted_sum(columns[groups[i] if groups else 0]) for part in own]
-            blocks.append(sums[0] if len(sums) == 1 else sum(sums, start=self.params.new_zeros(size)))
+            sums = [part.weighted_sum(columns[groups[i] if groups else 0], proven) for part in own]
+            nothing = torch.zeros_like(self.params[:1], dtype=torch.float64 if proven else None).expand(size)
+            blocks.append(sums[0] if len(sums) == 1 else sum(sums, start=nothing))
         return torch.cat(blocks)

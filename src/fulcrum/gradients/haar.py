@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fulcrum.gradients.rounding import squared_norms
+
 
 def haar_transform(x: torch.Tensor) -> torch.Tensor:
     """The orthonormal Haar transform along the last axis, whose length is a power of two.
@@ -35,9 +37,20 @@ def haar_level_norms(x: torch.Tensor, levels: int) -> torch.Tensor:
     squares = []
     for _ in range(levels - 1):
         pairs = _pad_to_even_length(x).unflatten(1, (-1, 2))
-        squares.append(0.5 * (pairs[..., 0] - pairs[..., 1]).square().sum(dim=1))
+        squares.append(0.5 * squared_norms(pairs[..., 0] - pairs[..., 1]).values)
         x = pairs.sum(dim=2) * 0.5**0.5
-    return torch.stack([x[:, 0].square(), *reversed(squares)], dim=1).sqrt()
+    return torch.stack([x[:, 0].double().square(), *reversed(squares)], dim=1).sqrt().to(x.dtype)
+
+
+def bound_level_norms(norms: torch.Tensor, whole: torch.Tensor, levels: int, dtype: torch.dtype) -> torch.Tensor:
+    """Upper bounds of the true norms of levels [B, G], float64, where rows of norm `whole` [B, 1] were transformed.
+
+    Each level rounds three times: the sum of a pair, the product with 2^-1/2, and that number itself. The transform is
+    orthonormal, so these errors add up to at most (3 levels + 6) u |row| at any level; the squares of a level add up in
+    blocks of at most 128 in the type of the rows.
+    """
+    u = torch.finfo(dtype).eps / 2
+    return norms.double() * (1 + 128 * u) + (3 * levels + 6) * u * whole.double()
 
 
 def haar_level_sums(x: torch.Tensor, levels: int) -> torch.Tensor:

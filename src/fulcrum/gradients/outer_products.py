@@ -19,12 +19,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fulcrum.gradients.param_grads import (
+    DOUBLE_SCRATCH,
     EntryOrder,
     MaterialisedGrad,
-    row_squared_norms,
     scale_rows,
     scratch_ranges,
     zero_masked_rows,
+)
+from fulcrum.gradients.rounding import (
+    SquaredNorms,
+    add_error,
+    ghost_squared_norms,
+    multiply_squared_norms,
+    squared_norms,
 )
 
 WRITE_READ_COST = 20
@@ -61,21 +68,6 @@ class WeightGradCost:
         return self.ghost < (self.positions + WRITE_READ_COST) * self.entries
 
 
-def ghost_squared_norms(inputs: Tensor, grads: Tensor) -> Tensor:
-    """Squared norms [B] of sum_t g_t a_t^T from a [B, K, T] and g [B, T, O], as sum_st <a_s, a_t><g_s, g_t>.
-
-    Where positions cancel almost completely, the sum loses precision, and too small a norm would leave an
-    example unclipped. So the result has a lower limit: the possible rounding error.
-    """
-    if inputs.shape[2] == 1:
-        return row_squared_norms(inputs) * row_squared_norms(grads)
-    gram = torch.bmm(inputs.transpose(1, 2), inputs)
-    other = torch.bmm(grads, grads.transpose(1, 2))
-    lengths = gram.diagonal(dim1=1, dim2=2) * other.diagonal(dim1=1, dim2=2)
-    largest = lengths.sqrt().sum(dim=1).square()  # the squared norm if nothing cancelled
-    return torch.maximum((gram * other).sum(dim=(1, 2)), 100 * torch.finfo(gram.dtype).eps * largest)
-
-
 @dataclass(frozen=True)
 class LinearGrad:
     """A linear layer's weight [O, K]: inputs a [B, T, K], output gradients g [B, T, O]; or [B, K] and [B, O]."""
@@ -95,9 +87,13 @@ class LinearGrad:
             return self.a.unsqueeze(2), self.g.unsqueeze(1)
         return self.a.transpose(1, 2), self.g
 
-    def squared_norms(self) -> Tensor:
-        if self.size.positions == 1:
-            return row_squared_norms(self.a) * row_squared_norms(self.g)
+    @property
+    def positions(self) -> int:
+        return self.size.positions
+
+    def squared_norms(self) -> SquaredNorms:
+        if self.positions == 1:
+            return multiply_squared_norms(squared_norms(self.a), squared_norms(self.g))
         return outer_squared_norms(self)
 
     def dots(self, direction: Tensor) -> Tensor:
@@ -105,9 +101,22 @@ class LinearGrad:
         along = F.linear(self.a, stored.view(self.g.shape[-1], self.a.shape[-1]))
         return (along * self.g).flatten(1).sum(dim=1)
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        total = (scale_rows(self.g, factors).flatten(0, -2).t() @ self.a.flatten(0, -2)).reshape(-1)
+    def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
+        if proven:
+            total = self._sum_in_float64(factors).reshape(-1)
+        else:
+            total = (scale_rows(self.g, factors).flatten(0, -2).t() @ self.a.flatten(0, -2)).reshape(-1)
         return self.order.to_parameter(total) if self.order else total
+
+    def _sum_in_float64(self, factors: Tensor) -> Tensor:
+        """[O, K] in float64, a few examples at a time."""
+        size = self.size
+        total = torch.zeros((size.outputs, size.inputs), dtype=torch.float64, device=self.g.device)
+        each = 8 * size.positions * (size.inputs + size.outputs)
+        for start, stop in scratch_ranges(len(self.g), each, self.g.device, DOUBLE_SCRATCH):
+            g = scale_rows(self.g[start:stop].double(), factors[start:stop].double()).flatten(0, -2)
+            total.addmm_(g.t(), self.a[start:stop].double().flatten(0, -2))
+        return total
 
     def rows(self) -> Tensor:
         a, g = self.matmul_operands()
@@ -208,7 +217,11 @@ class ConvGrad:
         """Entry order of the gradients, [groups, O, patch] each, with the patch as it was copied."""
         return _patch_entry_order(self.groups, self.weight) if self.copies_channels_last else None
 
-    def squared_norms(self) -> Tensor:
+    @property
+    def positions(self) -> int:
+        return self.size.positions
+
+    def squared_norms(self) -> SquaredNorms:
         return outer_squared_norms(self)
 
     def dots(self, direction: Tensor) -> Tensor:
@@ -216,13 +229,31 @@ class ConvGrad:
         out = F.conv2d(self.a, weight, None, self.stride, 0, self.dilation, self.groups)
         return (out * self.g).sum(dim=(1, 2, 3))
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
+    def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
+        if proven:
+            return self._sum_in_float64(factors)
         nothing, wanted = (0, 0), (False, True, False)
         arguments = (self.stride, nothing, self.dilation, False, nothing, self.groups, wanted)
         grad = torch.ops.aten.convolution_backward(scale_rows(self.g, factors), self.a, self.weight, None, *arguments)[
             1
         ]
         return torch.as_tensor(grad).reshape(-1)
+
+    def _sum_in_float64(self, factors: Tensor) -> Tensor:
+        """[n] in float64: the gradients of a few examples at a time, added up."""
+        size, order = self.size, self.order
+        total = torch.zeros((size.blocks, size.outputs, size.inputs), dtype=torch.float64, device=self.g.device)
+        each = 8 * size.blocks * (size.positions * (size.inputs + size.outputs) + size.inputs * size.outputs)
+        for start, stop in scratch_ranges(len(self.g), each, self.g.device, DOUBLE_SCRATCH):
+            a, g = self.slice(start, stop).matmul_operands()
+            scaled = (
+                g.double().unflatten(0, (stop - start, size.blocks)) * factors[start:stop, None, None, None].double()
+            )
+            total += torch.matmul(
+                scaled.transpose(2, 3), a.double().unflatten(0, (stop - start, size.blocks)).transpose(2, 3)
+            ).sum(dim=0)
+        found = total.reshape(-1)
+        return order.to_parameter(found) if order else found
 
     def rows(self) -> Tensor:
         return materialise_grads(self).rows()
@@ -258,16 +289,24 @@ def _swap_entry_order(order: EntryOrder | None, size: WeightGradCost) -> EntryOr
     return EntryOrder((n, *patch, o), tuple(0 if i == 0 else last if i == 1 else i - 1 for i in order.permutation))
 
 
-def outer_squared_norms(part: LinearGrad | ConvGrad) -> Tensor:
-    """Squared norms of the gradients by the cheaper method, without keeping the gradients."""
+def outer_squared_norms(part: LinearGrad | ConvGrad) -> SquaredNorms:
+    """Squared norms of the gradients by the cheaper method, in float64, without keeping the gradients."""
     size, count = part.size, len(part.g)
-    squares = part.g.new_empty(count)
-    entries = size.blocks * size.positions * (size.inputs + 2 * size.positions)
-    if size.positions > 1 and not size.prefers_ghost_norms:
+    entries = size.blocks * size.positions * (size.inputs + size.outputs + 2 * size.positions)
+    by_ghost = size.prefers_ghost_norms or size.positions == 1
+    if not by_ghost:
         entries = max(entries, size.entries)
-    for start, stop in scratch_ranges(count, part.g.element_size() * entries, part.g.device):
+    pieces = [torch.zeros((3, 0), dtype=torch.float64, device=part.g.device)]
+    for start, stop in scratch_ranges(count, 8 * entries, part.g.device):
         a, g = part.slice(start, stop).matmul_operands()
-        by_ghost = size.prefers_ghost_norms or size.positions == 1
-        found = ghost_squared_norms(a, g) if by_ghost else row_squared_norms(torch.bmm(a, g))
-        squares[start:stop] = found.view(stop - start, size.blocks).sum(dim=1)
-    return squares
+        found = ghost_squared_norms(a, g) if by_ghost else _written_squared_norms(a, g)
+        pieces.append(torch.stack(found).view(3, stop - start, size.blocks).sum(dim=2))
+    return SquaredNorms(*torch.cat(pieces, dim=1))
+
+
+def _written_squared_norms(inputs: Tensor, grads: Tensor) -> SquaredNorms:
+    """Squared norms of sum_t g_t a_t^T from a [B, K, T] and g [B, T, O], each gradient written out in float64."""
+    a, g = inputs.double(), grads.double()
+    lengths = (torch.linalg.vector_norm(a, dim=1) * torch.linalg.vector_norm(g, dim=2)).sum(dim=1)
+    squares = torch.bmm(a, g).square().sum(dim=(1, 2))
+    return add_error(squares, lengths, a.shape[2] + a.shape[1] * g.shape[2])

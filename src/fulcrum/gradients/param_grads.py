@@ -19,23 +19,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fulcrum.gradients.rounding import SquaredNorms, add_error, squared_norms
+
 SCRATCH_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Maximum bytes of unfolded patches (or gradients) at a time: on a CPU they should fit the cache."""
+
+DOUBLE_SCRATCH = {"cpu": 2**19, "cuda": 256 * 2**20}
+"""Maximum bytes of numbers that are widened to float64 at a time."""
 
 
 class ParamGrad(Protocol):
     """Per-example gradients [B, n] of one parameter tensor with n entries."""
 
-    def squared_norms(self) -> Tensor:
-        """Squared norms, [B]."""
+    @property
+    def positions(self) -> int:
+        """Number of products that add up to one entry of an example's gradient; 1 where the entry itself is held."""
+        ...
+
+    def squared_norms(self) -> SquaredNorms:
+        """Squared norms with their bounds."""
         ...
 
     def dots(self, direction: Tensor) -> Tensor:
         """Inner products with `direction` [n], [B]."""
         ...
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        """Sum of the gradients scaled by `factors` [B], [n]."""
+    def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
+        """Sum of the gradients scaled by `factors` [B], [n]. proven: products and additions in float64."""
         ...
 
     def rows(self) -> Tensor:
@@ -61,19 +71,23 @@ def scale_rows(values: Tensor, factors: Tensor) -> Tensor:
     return values * factors.view(-1, *[1] * (values.dim() - 1))
 
 
-def row_squared_norms(values: Tensor) -> Tensor:
-    """Squared norm [B] of each row of [B, ...]; in one pass, without a squared copy."""
-    norms: Tensor = torch.linalg.vector_norm(values if values.dim() == 2 else values.flatten(1), dim=1)
-    return norms.square()
+def sum_rows_in_float64(factors: Tensor, rows: Tensor) -> Tensor:
+    """factors [..., B] times rows [B, n] in float64, a few rows at a time: [..., n].
+
+    A product of two float32 numbers is exact in float64, so only the additions round.
+    """
+    factors = factors.double()
+    total = factors.new_zeros((*factors.shape[:-1], rows.shape[1]))
+    for start, stop in scratch_ranges(len(rows), 8 * rows.shape[1], rows.device, DOUBLE_SCRATCH):
+        total += factors[..., start:stop] @ rows[start:stop].double()
+    return total
 
 
-def scratch_ranges(count: int, bytes_each: float, device: torch.device) -> Iterator[tuple[int, int]]:
+def scratch_ranges(
+    count: int, bytes_each: float, device: torch.device, limits: dict[str, int] = SCRATCH_BYTES
+) -> Iterator[tuple[int, int]]:
     """Splits `count` examples into ranges that fit the scratch memory."""
-    step = (
-        max(1, int(SCRATCH_BYTES.get(device.type, SCRATCH_BYTES["cuda"]) // bytes_each))
-        if bytes_each
-        else max(1, count)
-    )
+    step = max(1, int(limits.get(device.type, limits["cuda"]) // bytes_each)) if bytes_each else max(1, count)
     return ((start, min(start + step, count)) for start in range(0, count, step))
 
 
@@ -103,14 +117,18 @@ class MaterialisedGrad:
     grads: Tensor
     order: EntryOrder | None = None
 
-    def squared_norms(self) -> Tensor:
-        return row_squared_norms(self.grads)
+    @property
+    def positions(self) -> int:
+        return 1
+
+    def squared_norms(self) -> SquaredNorms:
+        return squared_norms(self.grads)
 
     def dots(self, direction: Tensor) -> Tensor:
         return self.grads @ (self.order.to_stored(direction) if self.order else direction)
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        total = factors @ self.grads
+    def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
+        total = sum_rows_in_float64(factors, self.grads) if proven else factors @ self.grads
         return self.order.to_parameter(total) if self.order else total
 
     def rows(self) -> Tensor:
@@ -140,19 +158,27 @@ class EmbeddingGrad:
         offset = torch.arange(len(self.index), device=self.index.device) * example_offset
         return (self.index + offset.view(-1, 1)).reshape(-1)
 
-    def squared_norms(self) -> Tensor:
+    @property
+    def positions(self) -> int:
+        return self.index.shape[1]
+
+    def squared_norms(self) -> SquaredNorms:
         # Gradients of an index that occurs twice in an example are summed before squaring.
         found, place = torch.unique(self._flat_indices(self.entries), return_inverse=True)
-        sums = self.g.new_zeros(len(found), self.g.shape[2]).index_add_(0, place, self.g.flatten(0, 1))
+        g = self.g.double()
+        sums = g.new_zeros(len(found), g.shape[2]).index_add_(0, place, g.flatten(0, 1))
         owner = torch.div(found, self.entries, rounding_mode="floor")
-        return self.g.new_zeros(len(self.g)).index_add_(0, owner, sums.square().sum(dim=1))
+        squares = g.new_zeros(len(g)).index_add_(0, owner, sums.square().sum(dim=1))
+        lengths = torch.linalg.vector_norm(g, dim=2).sum(dim=1)
+        return add_error(squares, lengths, self.positions * (g.shape[2] + 1))
 
     def dots(self, direction: Tensor) -> Tensor:
         return (F.embedding(self.index, direction.view(self.entries, -1)) * self.g).sum(dim=(1, 2))
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        total = self.g.new_zeros(self.entries, self.g.shape[2])
-        return total.index_add_(0, self._flat_indices(0), scale_rows(self.g, factors).flatten(0, 1)).reshape(-1)
+    def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
+        g, factors = (self.g.double(), factors.double()) if proven else (self.g, factors)
+        total = g.new_zeros(self.entries, g.shape[2])
+        return total.index_add_(0, self._flat_indices(0), scale_rows(g, factors).flatten(0, 1)).reshape(-1)
 
     def rows(self) -> Tensor:
         table = self.g.new_zeros(len(self.g) * self.entries, self.g.shape[2])

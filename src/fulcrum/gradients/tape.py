@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.errors import ModelError
+from fulcrum.gradients.rounding import NormTable, SquaredNorms
 
 
 def check_loss_per_example(losses: Tensor, count: int) -> Tensor:
@@ -36,6 +38,15 @@ class GradientTape(Protocol):
         """The gradient of each example, [B, d]. Takes B times the memory of the model."""
         ...
 
+    @property
+    def positions(self) -> int:
+        """The most products that add up to one entry of an example's gradient; 1 where gradients are held."""
+        ...
+
+    def norm_table(self, groups: tuple[int, ...] = ()) -> NormTable:
+        """The Euclidean norm of each example's gradient in each group, [B, G], with bounds on their error."""
+        ...
+
     def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
         """The Euclidean norm of each example's gradient in each group, [B, G]."""
         ...
@@ -44,17 +55,31 @@ class GradientTape(Protocol):
         """The inner product of each example's gradient with `direction` [d], [B]."""
         ...
 
-    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
-        """Sum over the examples of factor times gradient, [d]; `factors` is [B, G]."""
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = (), proven: bool = False) -> Tensor:
+        """Sum over the examples of factor times gradient, [d]; `factors` is [B, G].
+
+        proven: products and additions in float64, and so is the result.
+        """
         ...
 
 
-def sum_squares_by_group(squares: Tensor, groups: tuple[int, ...]) -> Tensor:
+def sum_squares_by_group(squares: SquaredNorms, groups: tuple[int, ...]) -> SquaredNorms:
     """Adds up squared norms [B, tensors] within each group: [B, G]."""
     if not groups:
-        return squares.sum(dim=1, keepdim=True)
-    index = torch.tensor(groups, device=squares.device)
-    return squares.new_zeros(len(squares), max(groups) + 1).index_add_(1, index, squares)
+        return SquaredNorms(*(each.sum(dim=1, keepdim=True) for each in squares))
+    index = torch.tensor(groups, device=squares.values.device)
+    shape = (len(squares.values), max(groups) + 1)
+    return SquaredNorms(*(each.new_zeros(shape).index_add_(1, index, each) for each in squares))
+
+
+def stack_squares(squares: Sequence[SquaredNorms]) -> SquaredNorms:
+    """Squared norms [B] of several tensors as [B, tensors]."""
+    return SquaredNorms(*(torch.stack(each, dim=1) for each in zip(*squares, strict=True)))
+
+
+def find_finite_norms(squares: SquaredNorms, dtype: torch.dtype) -> Tensor:
+    """Whether all norms of an example, from squares [B, tensors], are finite numbers of this type: [B]."""
+    return torch.isfinite(squares.bounds.sum(dim=1).sqrt().to(dtype))
 
 
 def select_group_factors(factors: Tensor, groups: tuple[int, ...], tensor: int) -> Tensor:
@@ -76,14 +101,22 @@ class EmptyTape:
     def matrix(self) -> Tensor:
         return self.like.new_zeros(0, len(self.like))
 
+    @property
+    def positions(self) -> int:
+        return 1
+
+    def norm_table(self, groups: tuple[int, ...] = ()) -> NormTable:
+        norms = self.norms(groups)
+        return NormTable(norms, norms.double(), norms.double())
+
     def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
         return self.like.new_zeros(0, max(groups) + 1 if groups else 1)
 
     def dots(self, direction: Tensor) -> Tensor:
         return self.like.new_zeros(0)
 
-    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
-        return torch.zeros_like(self.like)
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = (), proven: bool = False) -> Tensor:
+        return torch.zeros_like(self.like, dtype=torch.float64 if proven else None)
 
 
 @dataclass(frozen=True)
@@ -100,13 +133,20 @@ class ChunkedTape:
     def matrix(self) -> Tensor:
         return torch.cat([tape.matrix() for tape in self.tapes])
 
+    @property
+    def positions(self) -> int:
+        return max(tape.positions for tape in self.tapes)
+
+    def norm_table(self, groups: tuple[int, ...] = ()) -> NormTable:
+        return NormTable(*(torch.cat(each) for each in zip(*(t.norm_table(groups) for t in self.tapes), strict=True)))
+
     def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
-        return torch.cat([tape.norms(groups) for tape in self.tapes])
+        return self.norm_table(groups).norms
 
     def dots(self, direction: Tensor) -> Tensor:
         return torch.cat([tape.dots(direction) for tape in self.tapes])
 
-    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = (), proven: bool = False) -> Tensor:
         pieces = zip(self.tapes, factors.split(self.sizes), strict=True)
-        sums = [tape.weighted_sum(piece, groups) for tape, piece in pieces]
+        sums = [tape.weighted_sum(piece, groups, proven) for tape, piece in pieces]
         return torch.stack(sums).sum(dim=0)

@@ -17,7 +17,15 @@ from torch.func import grad, grad_and_value, vmap
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select_rows
 from fulcrum.data.tasks import Task
-from fulcrum.gradients.tape import GradientTape, select_group_factors, sum_squares_by_group
+from fulcrum.gradients.param_grads import sum_rows_in_float64
+from fulcrum.gradients.rounding import NormTable, SquaredNorms, squared_norms, to_norm_table
+from fulcrum.gradients.tape import (
+    GradientTape,
+    find_finite_norms,
+    select_group_factors,
+    stack_squares,
+    sum_squares_by_group,
+)
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 VMAP_MEMORY_BYTES = 256 * 2**20
@@ -34,7 +42,11 @@ class MaterialisedTape:
 
     @cached_property
     def _good(self) -> Tensor:
-        return torch.isfinite(self.raw.square().sum(dim=1)) & torch.isfinite(self.raw_losses)
+        return find_finite_norms(self._squares(self.raw), self.raw.dtype) & torch.isfinite(self.raw_losses)
+
+    def _squares(self, grads: Tensor) -> SquaredNorms:
+        """Squared norms [B, tensors]."""
+        return stack_squares([squared_norms(block) for block in grads.split(self.layout.sizes, dim=1)])
 
     @cached_property
     def _grads(self) -> Tensor:
@@ -47,17 +59,24 @@ class MaterialisedTape:
     def matrix(self) -> Tensor:
         return self._grads
 
+    @property
+    def positions(self) -> int:
+        return 1
+
+    def norm_table(self, groups: tuple[int, ...] = ()) -> NormTable:
+        return to_norm_table(sum_squares_by_group(self._squares(self._grads), groups), self.raw.dtype)
+
     def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
-        blocks = self._grads.split(self.layout.sizes, dim=1)
-        return sum_squares_by_group(torch.stack([block.square().sum(dim=1) for block in blocks], dim=1), groups).sqrt()
+        return self.norm_table(groups).norms
 
     def dots(self, direction: Tensor) -> Tensor:
         return self._grads @ direction
 
-    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = ()) -> Tensor:
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = (), proven: bool = False) -> Tensor:
         factors = torch.where(self._good.unsqueeze(1), factors, torch.zeros((), dtype=factors.dtype))
         blocks = self._grads.split(self.layout.sizes, dim=1)
-        return torch.cat([select_group_factors(factors, groups, i) @ block for i, block in enumerate(blocks)])
+        add = sum_rows_in_float64 if proven else torch.matmul
+        return torch.cat([add(select_group_factors(factors, groups, i), block) for i, block in enumerate(blocks)])
 
 
 def record_vmap_tape(

@@ -448,7 +448,7 @@ def format_epsilon(value: float, digits: int = 4) -> str:
         return "inf" if value > 0 else str(value)
     if value == int(value) and abs(value) < 10**digits:
         return str(int(value))
-    exact = Decimal(value)  # every digit of the binary number
+    exact = Decimal(repr(float(value)))  # the shortest decimal that means this number: 0.1 prints as 0.1
     step = Decimal(1).scaleb(exact.adjusted() - digits + 1)
     found = f"{exact.quantize(step, rounding=ROUND_CEILING):f}"
     return found.rstrip("0").rstrip(".") if "." in found else found

@@ -24,10 +24,11 @@ from fulcrum.errors import ConfigError
 from fulcrum.privacy.accounting import calibrate_sigma
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.exact_noise import release_on_grid
-from fulcrum.rng import Randomness, name_stream
+from fulcrum.rng import CipherRandomness, Randomness, name_stream
 
-BINARY_BINS = 10
-"""Bins of the positive class's probability, before the threshold is added as a further edge."""
+BINARY_EDGES = (-6.0, -4.0, -2.5, -1.5, -0.75, 0.0, 0.75, 1.5, 2.5, 4.0, 6.0)
+"""Edges between the bins of the positive class's score, as logits: finer where models are sure, since AUC ranks there.
+The threshold is a further edge."""
 CONFIDENCE_BINS = 5
 """Bins of the predicted class's probability where there are more than two classes."""
 WEIGHT_ONE = 2**30
@@ -128,9 +129,9 @@ class ScoreCells:
     def represent(self, outputs: int) -> tuple[Tensor, Tensor]:
         """A typical record of each cell: model outputs [cells, outputs] and targets [cells]."""
         edges = torch.tensor(self.edges, dtype=torch.float64)
-        middle = ((edges[1:] + edges[:-1]) / 2).clamp(1e-6, 1 - 1e-6)  # [bins]
+        middle = (edges[1:] + edges[:-1]) / 2  # [bins]
         if self.binary:
-            logit = torch.logit(middle).repeat(2)
+            logit = torch.logit(middle.clamp(1e-6, 1 - 1e-6)).repeat(2)
             targets = torch.arange(2).repeat_interleave(self.bins)
             found = logit[:, None] if outputs == 1 else torch.stack([torch.zeros_like(logit), logit], dim=1)
             return found.float(), targets
@@ -149,9 +150,10 @@ def make_score_cells(task: Task, threshold: float) -> ScoreCells:
             f"data.validation scores private records by a histogram of classes, and task {task.name!r} has none; hand "
             "over x_test and y_test that everybody may see, or leave data.validation at 0."
         )
-    bins = BINARY_BINS if task.classes == 2 else CONFIDENCE_BINS
-    edges = {k / bins for k in range(bins + 1)} | ({threshold} if task.name == "binary" else set())
-    return ScoreCells(task.classes, tuple(sorted(edges)))
+    if task.classes > 2:
+        return ScoreCells(task.classes, tuple(k / CONFIDENCE_BINS for k in range(CONFIDENCE_BINS + 1)))
+    inner = {1 / (1 + math.exp(-edge)) for edge in BINARY_EDGES} | ({threshold} if task.name == "binary" else set())
+    return ScoreCells(2, (0.0, *sorted(inner - {0.0, 1.0}), 1.0))
 
 
 def calibrate_evaluation(epsilon: float, delta: float, accountant: str, releases: int) -> float:
@@ -175,6 +177,8 @@ def release_histogram(
     histogram: Tensor, sigma: float, randomness: Randomness, round: int, party: int, attempt: int
 ) -> Tensor:
     """What leaves: the histogram [cells] with noise of standard deviation sigma in each cell, on a public grid."""
+    if not isinstance(randomness, CipherRandomness):
+        raise TypeError(f"a histogram of private records needs a cipher's noise, not {type(randomness).__name__}")
     key = name_stream("evaluation", round, party, attempt=attempt)
     return release_on_grid(histogram, sigma, randomness, key).values
 

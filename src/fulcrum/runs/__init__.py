@@ -15,7 +15,13 @@ from __future__ import annotations
 from fulcrum.runs.execution import execute, resume, resume_prepared
 from fulcrum.runs.observers import OBSERVERS, Observer, RoundCallback, RunInfo, find_observer
 from fulcrum.runs.one_call import rounds, train
-from fulcrum.runs.preparation import collect_ledger_warnings, find_device, prepare
+from fulcrum.runs.preparation import (
+    collect_ledger_warnings,
+    find_device,
+    list_ledger_balances,
+    list_unit_digests,
+    prepare,
+)
 from fulcrum.runs.result import Result
 
 __all__ = [
@@ -28,6 +34,8 @@ __all__ = [
     "execute",
     "find_device",
     "find_observer",
+    "list_ledger_balances",
+    "list_unit_digests",
     "prepare",
     "resume",
     "resume_prepared",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -140,6 +141,31 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"run.device = {name!r}, but this machine has no GPU that PyTorch can use; use cpu.")
     return device
+
+
+@dataclass(frozen=True)
+class PartyBalance:
+    """A party in a kept ledger: epsilon spent over all runs, its budget (None: no limit), rounds it can pay for."""
+
+    spent: float
+    budget: float | None
+    rounds: int
+
+
+def list_ledger_balances(federation: Federation) -> dict[str, PartyBalance]:
+    """What the parties of this run have left in the kept ledger, by name; without those that are new there."""
+    path, plan = federation.settings.run.ledger, federation.plan
+    if not path or not Path(path).is_file():
+        return {}
+    with Ledger.open(path) as ledger:
+        accounts, spent = ledger.accounts(), ledger.epsilons()
+        short = compute_affordable_rounds(plan, ledger)
+    names = [plan.name(k) for k in range(plan.parties)]
+    return {
+        name: PartyBalance(spent[name], accounts[name].budget, short.get(name, plan.participations(k)))
+        for k, name in enumerate(names)
+        if name in accounts
+    }
 
 
 def collect_ledger_warnings(federation: Federation) -> list[str]:

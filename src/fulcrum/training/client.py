@@ -112,7 +112,16 @@ def make_materialised_step(follow: GradientRecorder) -> StepFn:
     ) -> Contribution:
         gradients, losses = compute_unit_gradients(problem, follow, sample)
         return compute_contribution(
-            problem.rule, view, state, gradients, losses, problem.coordinates, terms.sigma, terms.batch, lr=terms.lr
+            problem.rule,
+            view,
+            state,
+            gradients,
+            losses,
+            problem.coordinates,
+            terms.sigma,
+            terms.batch,
+            lr=terms.lr,
+            proven=problem.proven,
         )
 
     return work

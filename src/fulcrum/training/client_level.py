@@ -35,7 +35,7 @@ def make_local_problem(problem: TrainingProblem) -> TrainingProblem:
     """The problem that parties train on at client level: no clipping, no noise. Any other unit: unchanged."""
     if problem.unit != "client":
         return problem
-    return replace(problem, rule=NONE, unit="example", groups=(), diagnostics=False)
+    return replace(problem, rule=NONE, unit="example", groups=(), diagnostics=False, proven=False)
 
 
 def check_server_rule(rule: ClipRule, settings: Settings, problem: TrainingProblem) -> None:
@@ -100,10 +100,11 @@ def average_client_updates(
         sigma,
         terms.cohort,
         weights=weights.to(updates),
+        proven=problem.proven,
     )
     # The divisor is part of the estimator whose sensitivity is `terms.sensitivity`: the noise is added
     # after dividing, in the scale of the mean.
-    mean = given.sum / terms.divisor(float(weights.sum()))
+    mean = given.sum / terms.divisor(float(weights.double().sum()))
     reach = Bounds(given.bounds.C * terms.sensitivity, given.bounds.extra / terms.cohort)
     scale = compute_charged_scale(rule, reach, terms.rate, sigma, terms.cohort)
     noisy, extra = release_with_noise(

@@ -149,6 +149,7 @@ def identify_releases(
     for section, left_out in RELEASE_IRRELEVANT_SETTINGS.items():
         for name in left_out:
             parts[section].pop(name, None)
+    parts["privacy"]["unit"] = choose_unit(settings, dataset)
     if settings.privacy.evaluation_epsilon is not None:  # what decides the noise and the cells of evaluations
         parts["evaluations"] = {"count": count_evaluations(settings), "threshold": settings.task.threshold}
     mac.update(json.dumps(parts, sort_keys=True, default=str).encode())

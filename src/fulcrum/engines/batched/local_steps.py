@@ -29,7 +29,7 @@ from fulcrum.engines.batched.jobs import RoundCohort, draw_round_cohorts, make_j
 from fulcrum.engines.batched.noise_at import NoiseAtParties, NoiseAtServer
 from fulcrum.engines.batched.server import BatchedServer
 from fulcrum.engines.stacked.core import StackedTasks, compute_clipped_sums
-from fulcrum.engines.stacked.draws import RandomDraws
+from fulcrum.engines.stacked.draws import RandomDraws, UniformStream
 from fulcrum.engines.stacked.replay import GraphReplayer
 from fulcrum.engines.stacked.rules import StackedRule
 from fulcrum.engines.stacked.sampling import select_row_on_device
@@ -86,7 +86,8 @@ class JobRounds:
         self.parties = self.table.parties.to(self.device)
         self.party_of, self.weight_of = (values.to(self.device) for values in (self.table.party, self.table.weight))
         self.jobs = self.table.jobs
-        sizes, rates = self.table.parties.size.tolist(), self.table.parties.rate.tolist()
+        self.sizes: list[int] = self.table.parties.size.tolist()
+        sizes, rates = self.sizes, self.table.parties.rate.tolist()
         cost = estimate_weights_cost(self.core)
         self.count, self.length = choose_chunk_layout(sizes, rates, self.core.rows_limit, cost, self.table.party)
         orders = [federation.problem.partition.order for federation in server.federations]
@@ -131,20 +132,17 @@ class JobRounds:
     def _draw_samples(self, t: int, group: int, step: int) -> None:
         """A number for each example of the jobs. On the host it is known at once how many chunks they need."""
         members, host = self.table.members(t, group), self.table.parties
-
-        def from_streams() -> list[Tensor]:
-            own = [torch.ones(0, dtype=torch.float64)]
-            for _, r, k in members:
-                size = int(host.size[self.table.firsts[r] + k])
-                own += [self.sources[r].uniform(("sample", t, k, step), size)] if size else []
-            return [torch.cat(own)]
-
-        drawn = self.draws.fill([self.uniforms], ("sample", group, step), from_streams)
+        streams, start = [], 0
+        for _, r, k in members:
+            size = self.sizes[self.table.firsts[r] + k]
+            streams.append(UniformStream(self.sources[r], ("sample", t, k, step), start, size))
+            start += size
+        drawn = self.draws.fill_uniforms(self.uniforms, streams)
         if drawn is None:
             return
         chosen = torch.tensor([self.table.firsts[r] + k for _, r, k in members], dtype=torch.int64)
         owner = torch.repeat_interleave(torch.arange(len(chosen)), host.size[chosen])
-        joins = drawn[0] < host.rate[chosen][owner]
+        joins = drawn[: len(owner)] < host.rate[chosen][owner]
         joined = torch.bincount(owner[joins], minlength=len(chosen))
         self.count = max(self.count, int(count_chunks(joined, self.length).sum()) + self.jobs - len(chosen))
 
@@ -199,6 +197,7 @@ class JobRounds:
             lr.index_select(0, owner),
             server.t,
             server.rounds,
+            units=chunks.rows.numel(),
         )
         found = compute_clipped_sums(self.core, tasks)
         gradient = self.noise.step(found, chunks, self.client, batch)

@@ -15,12 +15,13 @@ from fulcrum.engines.batched.chunks import ChunkedBatch, sum_chunks_by_job
 from fulcrum.engines.batched.jobs import JobTable, get_client_level_terms
 from fulcrum.engines.batched.server import BatchedServer, find_server_sigma
 from fulcrum.engines.stacked.core import ClippedSums
-from fulcrum.engines.stacked.draws import RandomDraws
+from fulcrum.engines.stacked.draws import NormalStream, RandomDraws
 from fulcrum.engines.stacked.rules import StackedRule, StackedState
 from fulcrum.engines.stacked.sampling import select_row_on_device
 from fulcrum.engines.stacked.step import StepTerms, add_noise_and_average
 from fulcrum.engines.stacked.trainer import probe_statistics_width
 from fulcrum.errors import BudgetError
+from fulcrum.gradients.rounding import NormTable, SquaredNorms, squared_norms, to_norm_table
 from fulcrum.privacy.mechanism import ChargedNoiseScale, NoiseMultipliers, add_noise, compute_charged_scale, scale_noise
 from fulcrum.training.problem import assign_coordinate_groups
 from fulcrum.types import Bounds
@@ -49,6 +50,7 @@ class NoiseAtParties:
 
     def __init__(self, server: BatchedServer, table: JobTable, steps: int) -> None:
         self.server, self.core, self.table, self.steps = server, server.core, table, steps
+        self.sources = [federation.problem.randomness for federation in server.federations]
         self._make_term_tables()
         view, _ = self.core.rule.view(server.rule_state, 0, server.rounds)
         runs, dim = server.theta.shape
@@ -90,21 +92,12 @@ class NoiseAtParties:
 
     def draw_step_noise(self, draws: RandomDraws, t: int, group: int, step: int) -> None:
         """The noise of a local step, from each party's own streams, standard normal."""
-        sigma = self.host_sigma[0 if len(self.host_sigma) == 1 else t]
-
-        def from_streams() -> list[Tensor]:
-            found = []
-            for purpose, shape in (("noise", self.noise.shape), ("noise-extra", self.noise_extra.shape)):
-                rows = torch.zeros(shape)
-                for j, r, k in self.table.members(t, group) if shape[1] else ():
-                    if sigma[self.table.firsts[r] + k] > 0:
-                        source = self.server.federations[r].problem.randomness
-                        rows[j] = source.normal((purpose, t, k, step), shape[1])
-                found.append(rows)
-            return found
-
-        if self.noisy:
-            draws.fill([self.noise, self.noise_extra], ("noise", group, step), from_streams)
+        if not self.noisy:
+            return
+        sigma = self.host_sigma[0 if len(self.host_sigma) == 1 else t].tolist()
+        noised = [(j, r, k) for j, r, k in self.table.members(t, group) if sigma[self.table.firsts[r] + k] > 0]
+        for purpose, rows in (("noise", self.noise), ("noise-extra", self.noise_extra)):
+            draws.fill_normals(rows, [NormalStream(self.sources[r], (purpose, t, k, step), j) for j, r, k in noised])
 
     def draw_round_noise(self, draws: RandomDraws, t: int) -> None:
         """The server adds no noise."""
@@ -213,19 +206,10 @@ class NoiseAtServer:
 
     def draw_round_noise(self, draws: RandomDraws, t: int) -> None:
         """The servers' noise, standard normal."""
-
-        def from_streams() -> list[Tensor]:
-            found = []
-            for purpose, shape in (("noise", self.noise.shape), ("noise-extra", self.noise_extra.shape)):
-                rows = torch.zeros(shape)
-                for r, federation in enumerate(self.server.federations):
-                    if self.host_sigma[t, r] > 0 and shape[1]:
-                        rows[r] = federation.problem.randomness.normal((purpose, "central", t), shape[1])
-                found.append(rows)
-            return found
-
-        if bool((self.host_sigma > 0).any()):
-            draws.fill([self.noise, self.noise_extra], ("noise",), from_streams)
+        sigma = self.host_sigma[t].tolist()
+        noised = [(r, f.problem.randomness) for r, f in enumerate(self.server.federations) if sigma[r] > 0]
+        for purpose, rows in (("noise", self.noise), ("noise-extra", self.noise_extra)):
+            draws.fill_normals(rows, [NormalStream(source, (purpose, "central", t), r) for r, source in noised])
 
     # --- parts of the programs -----------------------------------------------------------------
 
@@ -246,11 +230,10 @@ class NoiseAtServer:
         server, state, runs, jobs = self.server, self.server.rule_state, len(self.sum), len(updates)
         run, starts = label.clamp_max(runs - 1), _find_run_starts(label, runs)
         gradients = updates.neg_()  # as rules read them
-        norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
-        good = torch.isfinite(norms)
+        good = torch.isfinite(squared_norms(gradients).bounds.sqrt().float())[:, None]
         gradients.masked_fill_(~good, 0)
         groups = state["C"].shape[1]
-        norms = norms.masked_fill(~good, 0) if groups == 1 else self._compute_group_norms(gradients, groups)
+        norms, norm_bounds, _ = self._measure_group_norms(gradients, groups)
 
         # The rule sees each run's jobs as a batch: [R, slots].
         place = starts[:-1, None] + torch.arange(self.slots, device=label.device)
@@ -266,7 +249,9 @@ class NoiseAtServer:
         if direction is not None:
             dots = by_run((gradients * direction.index_select(0, run)).sum(dim=1))
         sigma, ones = select_row_on_device(self.sigma, server.t), torch.ones_like(self.cohort)
-        decided = self.rule.clip(state, by_run(norms), mask, dots, None, sigma, self.cohort, ones)
+        decided = self.rule.clip(
+            state, by_run(norms), mask, dots, None, sigma, self.cohort, ones, norm_bounds=by_run(norm_bounds)
+        )
         factors, again, extra, _, C, bound = decided
 
         back = run * self.slots + torch.arange(jobs, device=label.device) - starts.index_select(0, run)
@@ -285,13 +270,14 @@ class NoiseAtServer:
         self.C.copy_(C)
         self.bound.copy_(bound)
 
-    def _compute_group_norms(self, gradients: Tensor, groups: int) -> Tensor:
-        """[J, G]; tensor by tensor, so that a GPU adds up in the same order each time."""
+    def _measure_group_norms(self, gradients: Tensor, groups: int) -> NormTable:
+        """[J, G] each; tensor by tensor, so that a GPU adds up in the same order each time."""
         problem = self.server.federations[0].problem
-        squares = [gradients.new_zeros(len(gradients)) for _ in range(groups)]
-        for group, part in zip(problem.groups, gradients.split(problem.layout.sizes, dim=1), strict=True):
-            squares[group] = squares[group] + torch.linalg.vector_norm(part, dim=1).square()
-        return torch.stack(squares, dim=1).sqrt()
+        parts = gradients.split(problem.layout.sizes, dim=1) if groups > 1 else (gradients,)
+        tables = [gradients.new_zeros((3, len(gradients)), dtype=torch.float64) for _ in range(groups)]
+        for group, part in zip(problem.groups if groups > 1 else (0,), parts, strict=True):
+            tables[group] = tables[group] + torch.stack(squared_norms(part))
+        return to_norm_table(SquaredNorms(*torch.stack(tables, dim=2)), gradients.dtype)
 
     def end(self) -> None:
         """The means, their noise, the rules and the server optimisers, in place: one step at learning rate 1."""

@@ -3,9 +3,9 @@
     for r in run_many([prepare(s) for s in settings]):
         print(r.round, r.accuracy)
 
-For studies: nothing is charged to a ledger and no replies of single clients exist. Each run has the same
-distribution of results as it would have alone; its random numbers on a GPU depend on the seeds of all runs that
-it shares a stack with. With the same recorded numbers it equals the reference engine.
+For studies: nothing is charged to a ledger and no replies of single clients exist. A run gets the same samples and
+noise however it is stacked, bit for bit, and they are those of the reference engine; sums may round otherwise in
+another stack. Runs with secure randomness or proven arithmetic are never stacked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.training.client_level import make_local_problem
 from fulcrum.training.federation import Federation
-from fulcrum.training.loop import federate, is_evaluation_round
+from fulcrum.training.loop import check_randomness, federate, is_evaluation_round
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator
     rounds = federations[0].settings.train.rounds
     if any(federation.settings.train.rounds != rounds for federation in federations):
         raise ConfigError("train.rounds differs between the runs; runs that are trained together need the same.")
+    for federation in federations:
+        check_randomness(federation, "")
     stacks = [_make_run_stack(federations, members, rows_limit) for members in group_stackable_runs(federations)]
     burst = min(stack.burst for stack in stacks)
     for first in range(0, rounds, burst):
@@ -112,7 +114,8 @@ def _make_run_stack(federations: Sequence[Federation], members: list[int], rows_
     mine = [federations[i] for i in members]
     first = mine[0]
     core = None
-    if can_stack_runs(first.settings, first.problem.rule):
+    real = first.problem.proven or first.problem.randomness.mode == "secure"
+    if not real and can_stack_runs(first.settings, first.problem.rule):
         core, _ = build_stacked_core(make_local_problem(first.problem), rows_limit)
     if core is None:
         return SeparateRuns(members, mine)

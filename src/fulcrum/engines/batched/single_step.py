@@ -1,10 +1,10 @@
 """Rounds of one local step under server rules: each run's sample is one batch, and only aggregates are formed.
 
 With one local step all clients of a run compute gradients at the same weights, and the aggregate is a weighted
-sum over all their examples. The clients' own sums are never needed. In a seeded run on a GPU their noise is
-drawn as one Gaussian of the aggregate's variance: the same distribution as adding the clients' draws, and less
-work. That is for studies: in a real federation every client adds its own noise. With recorded, secure or CPU
-randomness the clients' own streams are drawn and added up.
+sum over all their examples. The clients' own sums are never needed. The noise of the aggregate is the weighted sum of
+the clients' own draws, from the streams that the reference engine reads: the same bits however runs are stacked. The
+reference rounds each client's release to a grid; that rounding, at most 2^-21 of its noise's standard deviation
+(`exact_noise.GRID_BITS`), is left out here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fulcrum.engines.batched.chunks import ROUNDS_PER_CHECK, read_overflow_check
 from fulcrum.engines.batched.server import BatchedServer
 from fulcrum.engines.stacked import sampling
 from fulcrum.engines.stacked.core import StackedTasks, compute_clipped_sums
-from fulcrum.engines.stacked.draws import RandomDraws
+from fulcrum.engines.stacked.draws import NormalStream, RandomDraws, UniformStream
 from fulcrum.engines.stacked.replay import GraphReplayer
 from fulcrum.engines.stacked.sampling import compact_rows, round_up_to_multiple, select_row_on_device
 from fulcrum.engines.stacked.trainer import probe_statistics_width
@@ -32,7 +32,9 @@ class SingleStepRounds:
         self.core, self.device = server.core, server.device
         self.replayer = GraphReplayer(self.core)
         problems = [federation.problem for federation in server.federations]
-        self.draws = RandomDraws(self.device, [p.randomness for p in problems])
+        self.sources = [p.randomness for p in problems]
+        self.starts: list[list[int]] = [p.partition.starts.tolist() for p in problems]
+        self.draws = RandomDraws(self.device, self.sources)
         self.burst = ROUNDS_PER_CHECK if self.draws.on_device else 1  # numbers of the host are kept for one round only
         self.order = torch.stack([p.partition.order for p in problems]).to(self.device)  # [R, n]
         self.parties = max(p.partition.parties for p in problems)
@@ -79,8 +81,8 @@ class SingleStepRounds:
         self.pad = max(8, int(expected))
         self.host_rate, self.host_noise, self.host_extra = rate, noise, extra
         self.rate, self.weight = rate.to(self.device), weight.float().to(self.device)
-        self.spread = noise.square().sum(dim=2).sqrt().float().to(self.device)  # [T, R]
-        self.spread_extra = extra.square().sum(dim=2).sqrt().float().to(self.device)
+        # The clients' draws are scaled one by one: 1 where a run's aggregate is noised, else 0. [T, R]
+        self.noised, self.noised_extra = ((value > 0).any(dim=2).float().to(self.device) for value in (noise, extra))
         self.batch, self.sigma, self.asked = (value.to(self.device) for value in (batch, sigma, asked))
         self.noisy = bool((noise > 0).any())
 
@@ -99,35 +101,34 @@ class SingleStepRounds:
     def run_rounds(self, t: int) -> None:
         """Queues round t; nothing is read back."""
         self.draws.begin_round(t)
-        buffers = [self.uniforms, *([self.noise, self.noise_extra] if self.noisy else [])]
-        drawn = self.draws.fill(buffers, ("round",), lambda: self._draw_from_streams(t)[: len(buffers)])
+        uniforms, noise, noise_extra = self._list_streams(t)
+        drawn = self.draws.fill_uniforms(self.uniforms, uniforms)
+        if self.noisy:
+            self.draws.sum_normals(self.noise, noise)
+            self.draws.sum_normals(self.noise_extra, noise_extra)
         if drawn is not None:  # the host knows how many joined before anything starts
-            joins = drawn[0] < self.host_rate[0 if len(self.host_rate) == 1 else t].gather(1, self.host_owner)
+            joins = drawn < self.host_rate[0 if len(self.host_rate) == 1 else t].gather(1, self.host_owner)
             self.pad = max(self.pad, round_up_to_multiple(int(joins.sum(dim=1).max())))
         self.replayer.run_in_place(
             ("round", self.pad), self._round, [*self.server.list_state_tensors(), self.most, self.finite]
         )
 
-    def _draw_from_streams(self, t: int) -> list[Tensor]:
-        """The clients' own streams: uniforms [R, n], 1 where nobody takes part, and noise [R, d] and [R, J].
-
-        The clients' noise is added up with the weights that it has in the aggregate.
-        """
-        row = 0 if len(self.host_noise) == 1 else t
-        uniforms = torch.ones(self.uniforms.shape, dtype=torch.float64)
-        totals = [torch.zeros(self.noise.shape), torch.zeros(self.noise_extra.shape)]
-        for r, federation in enumerate(self.server.federations):
-            source, starts = federation.problem.randomness, federation.problem.partition.starts.tolist()
+    def _list_streams(self, t: int) -> tuple[list[UniformStream], list[NormalStream], list[NormalStream]]:
+        """The clients' own streams of round t: their samples, and their noise with its weight in the aggregate."""
+        row, places = 0 if len(self.host_noise) == 1 else t, self.order.shape[1]
+        uniforms: list[UniformStream] = []
+        noise: list[NormalStream] = []
+        noise_extra: list[NormalStream] = []
+        for r, source in enumerate(self.sources):
+            starts, factors, extras = self.starts[r], self.host_noise[row, r].tolist(), self.host_extra[row, r].tolist()
             for k in self.server.participants[r][t]:
-                own = slice(starts[k], starts[k + 1])
-                uniforms[r, own] = source.uniform(("sample", t, k, 0), starts[k + 1] - starts[k])
-                for purpose, scale, total in zip(
-                    ("noise", "noise-extra"), (self.host_noise, self.host_extra), totals, strict=True
-                ):
-                    factor = float(scale[row, r, k])
-                    if factor > 0 and total.shape[1]:
-                        total[r] += factor * source.normal((purpose, t, k, 0), total.shape[1])
-        return [uniforms, *totals]
+                size = starts[k + 1] - starts[k]
+                uniforms.append(UniformStream(source, ("sample", t, k, 0), r * places + starts[k], size))
+                if factors[k] > 0:
+                    noise.append(NormalStream(source, ("noise", t, k, 0), r, factors[k]))
+                if extras[k] > 0:
+                    noise_extra.append(NormalStream(source, ("noise-extra", t, k, 0), r, extras[k]))
+        return uniforms, noise, noise_extra
 
     def _round(self) -> None:
         """The tensor program of one round, in place."""
@@ -155,11 +156,10 @@ class SingleStepRounds:
         )
         sums = compute_clipped_sums(self.core, tasks)
         asked = select_row_on_device(self.asked, row)
-        spread, spread_extra = select_row_on_device(self.spread, row), select_row_on_device(self.spread_extra, row)
-        if not self.draws.on_device:  # the clients' draws were scaled one by one
-            spread, spread_extra = (spread > 0).float(), (spread_extra > 0).float()
-        scale = scale_noise(Bounds(sums.C, sums.extra_bound), NoiseMultipliers(spread, spread_extra), asked)
+        noised, noised_extra = (select_row_on_device(value, row) for value in (self.noised, self.noised_extra))
+        scale = scale_noise(Bounds(sums.C, sums.extra_bound), NoiseMultipliers(noised, noised_extra), asked)
         gradient, extra, _ = add_noise(sums.sum, sums.extra, scale, (self.noise, self.noise_extra), {})
+        gradient, extra = gradient.float(), extra.float()  # float64 where bounds are proven
         aggregate = -lr[:, None] * (gradient + server.weight_decay[:, None] * server.theta)
         C = state["C"].clone()
         noise = select_row_on_device(server.noise, server.t)

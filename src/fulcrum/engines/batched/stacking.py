@@ -1,7 +1,8 @@
 """The one definition of what runs must have in common to be trained in one stack.
 
 All settings must be equal, except the fields in `STACKABLE_FIELDS`, of which each run of a stack has its own value.
-Runs that differ in any other field, including future ones, are not stacked.
+Runs that differ in any other field, including future ones, are not stacked. A run's private numbers come from its own
+streams: the same bits however it is stacked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.settings.derived import compute_local_steps, get_planned_unit
 from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.federation import Federation
+from fulcrum.training.problem import uses_proven_arithmetic
 
 STACKABLE_FIELDS: dict[str, frozenset[str]] = {
     "": frozenset({"method"}),  # a name only
@@ -42,6 +44,7 @@ STACKABLE_FIELDS: dict[str, frozenset[str]] = {
         {
             *("epsilon", "sigma", "delta", "accountant", "max_participations", "budget", "budgets"),
             *("budget_delta", "noise_schedule", "rho_mu", "phases", "aggregation"),
+            "seed",  # in each run's own randomness
         }
     ),
     "client_level": frozenset({"estimator", "weight_cap", "min_weight"}),  # in each run's own plan
@@ -95,6 +98,7 @@ def make_federation_key(federation: Federation) -> Hashable:
         problem.diagnostics,
         str(problem.device),
         problem.randomness.mode,
+        problem.proven,
         # A stack has one change of basis, so runs whose rule sets it differently are not stacked.
         repr(settings.clip) if _has_transform(federation) else None,
     )
@@ -103,8 +107,12 @@ def make_federation_key(federation: Federation) -> Hashable:
 def can_stack_runs(settings: Settings, rule: ClipRule | None = None) -> bool:
     """Whether runs of these settings can share a tensor program at all; others go one by one through their engines.
 
-    Persons own several records each. Where whole parties are units, the rule must look at each update by itself.
+    A stack is for simulations: runs in real use, or in proven arithmetic, release by their own engines. Persons own
+    several records each. Where whole parties are units, the rule must look at each update by itself.
     """
+    # "auto" is seeded here: what is stacked is public data.
+    if settings.privacy.randomness == "secure" or uses_proven_arithmetic(settings):
+        return False
     unit, rule = get_planned_unit(settings.privacy), rule or find_rule(settings.clip.rule)
     return unit == "example" or (unit == "client" and rule.sound)
 

@@ -69,6 +69,7 @@ class StackedEngine(Engine):
                 0,
                 self.problem.randomness,
                 request.weight_decay,
+                request.attempt,
             )
             for task in request.assignments
         ]

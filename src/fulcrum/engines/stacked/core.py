@@ -13,18 +13,21 @@ from fulcrum.clipping.fixed import NONE
 from fulcrum.data import Dataset
 from fulcrum.engines.stacked.rules import StackedRule, StackedState
 from fulcrum.engines.stacked.table import DeviceExamples, DeviceInputs, get_resident_examples
+from fulcrum.gradients.haar import bound_level_norms
+from fulcrum.gradients.rounding import NormTable, squared_norms
 from fulcrum.gradients.stacked import fused
 from fulcrum.gradients.stacked.layers import StackedProgram, compile_model
 from fulcrum.gradients.stacked.passes import (
-    ROUNDING_MARGIN,
     PassOptions,
     StackedTape,
     functional_pass,
     run_stacked_pass,
+    weigh_rows,
 )
-from fulcrum.training.clipped_sum import compute_group_norms
+from fulcrum.privacy.bounds import FAST_SUM_MARGIN, SPREAD_IN_OTHER_BASIS, choose_sum_margin
+from fulcrum.training.clipped_sum import measure_group_norms
 from fulcrum.training.problem import TrainingProblem, assign_coordinate_groups
-from fulcrum.types import Transform, View
+from fulcrum.types import SumMargin, Transform, View
 
 PIECE_MEMORY_BYTES = {"cpu": 64 * 2**20, "cuda": 16 * 2**30}
 """Bytes that the activations of one piece of a step may take. A GPU that has less halves it by itself."""
@@ -52,7 +55,7 @@ class StackedCore:
         program, reason = compile_model(problem.model, problem.layout, dataset.shape)
         table, labels = get_resident_examples(dataset, "x", program, problem.device)
         native = problem.device.type == "cuda"
-        how = PassOptions(problem.precision, native)
+        how = PassOptions(problem.precision, native, proven=problem.proven)
         elements = program.elements if program else 4 * problem.layout.dim
         budget = PIECE_MEMORY_BYTES.get(problem.device.type, PIECE_MEMORY_BYTES["cuda"])
         return StackedCore(
@@ -73,12 +76,12 @@ class StackedCore:
         if self.program is None:
             model, layout, task = self.problem.model, self.problem.layout, self.problem.dataset.task
             gradients, losses = functional_pass(model, layout, theta, x, y, task)
-            return MatrixTape(gradients, losses, self.coordinates, view.transform)
+            return MatrixTape(gradients, losses, self.coordinates, view.transform, self.how.proven)
         assert isinstance(x, Tensor)  # a hand-written program takes one input
         tape = run_stacked_pass(self.program, theta, x, y, self.problem.dataset.task, self.how)
         if view.transform is None:
             return tape
-        return MatrixTape(tape.matrix(), tape.losses, self.coordinates, view.transform)
+        return MatrixTape(tape.matrix(), tape.losses, self.coordinates, view.transform, self.how.proven)
 
     def careful(self) -> None:
         """Use masking from now on: a non-finite value was found, and 0 * NaN would leak it into the sums."""
@@ -93,6 +96,8 @@ class MatrixTape:
     losses: Tensor
     coordinates: Tensor
     transform: Transform | None
+    proven: bool = False
+    positions: int = 1
 
     @property
     def where(self) -> Tensor:
@@ -101,17 +106,29 @@ class MatrixTape:
 
     def norms(self, groups: int) -> Tensor:
         """[S, n, G]"""
-        change = self.transform
-        if change is not None and change.norms is not None:
-            found = fused.fused_haar_level_norms(self.gradients, change.haar) if change.haar else None
-            norms = change.norms(self.gradients) if found is None else found
-            whole = norms.sum(dim=1, keepdim=True)
+        return self.norm_table(groups).norms
+
+    def norm_table(self, groups: int) -> NormTable:
+        """[S, n, G] each; not finite where the gradient is not.
+
+        In another basis, sums of whole gradients change their basis afterwards: A is the whole gradient's norm.
+        """
+        change, rows = self.transform, self.gradients
+        whole = squared_norms(rows).bounds.sqrt()[:, None]
+        if change is None:
+            table = measure_group_norms(rows, self.where, groups)
+        elif change.norms is not None:
+            found = fused.fused_haar_level_norms(rows, change.haar) if change.haar else None
+            norms = change.norms(rows) if found is None else found
+            table = NormTable(norms, bound_level_norms(norms, whole, groups, rows.dtype), whole.expand_as(norms))
         else:
-            # A row that is not finite must not become finite in the other domain.
-            whole = torch.linalg.vector_norm(self.gradients, dim=1, keepdim=True)
-            coefficients = self.gradients if change is None else change.forward(self.gradients)
-            norms = compute_group_norms(coefficients, self.where, groups)
-        return norms.masked_fill(~torch.isfinite(whole), torch.inf).view(*self.losses.shape, groups)
+            table = measure_group_norms(change.forward(rows), self.where, groups)
+            bounds = table.bounds + bound_level_norms(torch.zeros_like(table.norms), whole, groups, rows.dtype)
+            table = NormTable(table.norms, bounds, whole.expand_as(bounds))
+        # A row that is not finite must not become finite in the other domain.
+        bad = ~torch.isfinite(whole.to(rows.dtype))
+        shape = (*self.losses.shape, groups)
+        return NormTable(*(each.masked_fill(bad, torch.inf).view(shape) for each in table))
 
     def dots(self, direction: Tensor, segments: int) -> Tensor:
         """[S, n]"""
@@ -126,7 +143,8 @@ class MatrixTape:
         """factors [S, n, G] -> [S * M, m]"""
         tasks = factors.shape[0] * segments
         scales = factors.reshape(tasks, -1, factors.shape[2])
-        by_group = torch.bmm(scales.transpose(1, 2), self.gradients.view(tasks, -1, self.gradients.shape[1]))
+        table = self.gradients.view(tasks, -1, self.gradients.shape[1])
+        by_group = weigh_rows(scales.transpose(1, 2), table, self.proven)
         change = self.transform  # linear, so a few sums change their basis in place of every example
         if change is not None and change.own is not None:
             return change.own(by_group)
@@ -145,7 +163,8 @@ class StackedTasks:
 
     theta [S, d]; rows, mask [S, M, B]; sigma, batch, lr [T]; state of every task. t may be a tensor.
     scale [S, M, B] weights each example in the sums (None: 1), for rows of several clients in one task; then
-    sigma, batch and lr [S, M, B] are those of each row's client.
+    sigma, batch and lr [S, M, B] are those of each row's client. units: the most units in a sum, where sums of several
+    tasks are added up later; 0: B.
     """
 
     theta: Tensor
@@ -158,13 +177,14 @@ class StackedTasks:
     t: Any
     rounds: int
     scale: Tensor | None = None
+    units: int = 0
 
 
 @dataclass(frozen=True)
 class ClippedSums:
     """Clipped sums [T, m] and extras [T, J] before noise, C [T, G], the extra's bound [T], the state after.
 
-    A rule's second sum is at the end of its extras.
+    A rule's second sum is at the end of its extras. Both are float64 where the bounds are proven, else float32.
 
     finite is False where a sum was not: the step must be repeated carefully. diagnostics [T, 4] are the sums
     over examples of (clipped, norm, loss, 1). Nothing here is private yet.
@@ -212,9 +232,11 @@ def _select_tasks(value: Tensor, tasks: StackedTasks, s: slice, m: slice) -> Ten
 
 @dataclass(frozen=True)
 class _PieceStatistics:
-    """Statistics of a piece: norms [T, b, G], mask, dots, losses [T, b], good [S, M * b]."""
+    """Statistics of a piece: norms, norm_bounds, lengths [T, b, G], mask, dots, losses [T, b], good [S, M * b]."""
 
     norms: Tensor
+    norm_bounds: Tensor
+    lengths: Tensor
     mask: Tensor
     dots: Tensor | None
     losses: Tensor
@@ -234,12 +256,13 @@ def _record_piece(
     plain = bare and not core.how.careful
     if plain:  # without clipping norms are not needed: a finite sum proves that all gradients were finite
         norms = tape.losses.new_zeros((*tape.losses.shape, width))
+        table = NormTable(norms, norms, norms)
         good = torch.isfinite(tape.losses) & mask.view_as(tape.losses)
     else:
-        norms = tape.norms(core.problem.groups) if isinstance(tape, StackedTape) else tape.norms(width)
-        whole = norms.sum(dim=2)
+        table = tape.norm_table(core.problem.groups) if isinstance(tape, StackedTape) else tape.norm_table(width)
+        whole = table.norms.sum(dim=2) + table.bounds.sum(dim=2).float()
         good = torch.isfinite(whole) & torch.isfinite(tape.losses) & mask.view_as(whole)
-        norms = norms.masked_fill(~good[:, :, None], 0)
+        table = NormTable(*(each.masked_fill(~good[:, :, None], 0) for each in table))
     if core.how.careful:
         tape.zero_examples(good)
     dots = None
@@ -247,7 +270,21 @@ def _record_piece(
         along = tape.dots(_select_tasks(direction, tasks, s, m), segments)
         dots = along.masked_fill(~good, 0).view(sets * segments, places)
     losses = tape.losses.masked_fill(~good, 0).view(sets * segments, places)
-    return tape, _PieceStatistics(norms.view(sets * segments, places, width), mask, dots, losses, good)
+    shaped = (each.view(sets * segments, places, width) for each in table)
+    return tape, _PieceStatistics(*shaped, mask, dots, losses, good)
+
+
+def _choose_margin(core: StackedCore, tasks: StackedTasks, tape: StackedTape | MatrixTape) -> SumMargin:
+    """What the rounding of the sums may take of each unit's bound."""
+    moved = isinstance(tape, MatrixTape) and tape.transform is not None
+    if core.how.proven:
+        units = tasks.units or tasks.rows.shape[2]
+        # Sums add up pieces, parts of splits and, in another basis, a few numbers per level.
+        return choose_sum_margin(
+            units, tape.positions, 2 * units + 4 * 64, **({"usual_spread": SPREAD_IN_OTHER_BASIS} if moved else {})
+        )
+    margin = FAST_SUM_MARGIN[core.how.precision]
+    return SumMargin(margin.eta) if moved else margin
 
 
 def _sum_piece(
@@ -265,7 +302,18 @@ def _sum_piece(
         scale = tasks.scale[s, m, b].flatten(0, 1)
     losses = seen.losses if view.losses else None
     decided = core.rule.clip(
-        state, seen.norms, seen.mask, seen.dots, losses, sigma, batch, lr, by_row=tasks.scale is not None
+        state,
+        seen.norms,
+        seen.mask,
+        seen.dots,
+        losses,
+        sigma,
+        batch,
+        lr,
+        by_row=tasks.scale is not None,
+        norm_bounds=seen.norm_bounds,
+        lengths=seen.lengths,
+        margin=_choose_margin(core, tasks, tape),
     )
     return _sum_with_factors(core, tape, seen, decided, scale)
 
@@ -284,7 +332,7 @@ def _sum_with_factors(
     if scale is not None:
         extra = extra * scale[:, :, None]
     total = _compute_weighted_sum(core, tape, seen, factors, scale)
-    statistics = [extra.sum(dim=1)]
+    statistics = [extra.sum(dim=1, dtype=torch.float64).to(total.dtype)]
     if again.shape[2]:
         statistics.append(_compute_weighted_sum(core, tape, seen, again, scale))
     finite = torch.isfinite(total).all()
@@ -295,9 +343,6 @@ def _compute_weighted_sum(
     core: StackedCore, tape: StackedTape | MatrixTape, seen: _PieceStatistics, factors: Tensor, scale: Tensor | None
 ) -> Tensor:
     """Sums of the examples' gradients with these factors [T, b, G]: [T, m]."""
-    margin = ROUNDING_MARGIN[core.how.precision]
-    if margin and core.problem.rule.private:
-        factors = factors * (1 - margin)
     if scale is not None:
         factors = factors * scale[:, :, None]
     factors = factors.masked_fill(~seen.good.view(*seen.mask.shape, 1), 0)
@@ -306,7 +351,7 @@ def _compute_weighted_sum(
     shaped = factors.reshape(sets, -1, factors.shape[2])
     if isinstance(tape, StackedTape):
         return tape.weighted_sum(shaped, core.problem.groups, segments)
-    if tape.transform is not None:
+    if tape.transform is not None and not tape.proven:
         shaped = limit_group_imbalance(shaped, seen.norms.reshape(shaped.shape))
     return tape.weighted_sum(shaped, segments)
 
@@ -340,12 +385,22 @@ def _sum_in_two_passes(
             looks = [
                 _record_piece(core, tasks, view, direction, s, m, b)[1] for b in _split_into_slices(places, by_row)
             ]
-            norms, mask, losses = (torch.cat([getattr(x, n) for x in looks], 1) for n in ("norms", "mask", "losses"))
+            names = ("norms", "mask", "losses", "norm_bounds", "lengths")
+            norms, mask, losses, *measured = (torch.cat([getattr(x, n) for x in looks], 1) for n in names)
             dots = None if direction is None else torch.cat([x.dots for x in looks if x.dots is not None], 1)
             state = {name: _select_tasks(value, tasks, s, m) for name, value in tasks.state.items()}
             sigma, batch, lr = (_select_tasks(value, tasks, s, m) for value in (tasks.sigma, tasks.batch, tasks.lr))
             factors, again, extra, after, C, bound = core.rule.clip(
-                state, norms, mask, dots, losses if view.losses else None, sigma, batch, lr
+                state,
+                norms,
+                mask,
+                dots,
+                losses if view.losses else None,
+                sigma,
+                batch,
+                lr,
+                norm_bounds=measured[0],
+                lengths=measured[1],
             )
             pieces = []
             for b in _split_into_slices(places, by_row):

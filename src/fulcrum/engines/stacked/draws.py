@@ -1,37 +1,62 @@
-"""The random numbers of stacked training: drawn by the device, or from the clients' own streams on the host.
+"""The private random numbers of stacked training: every number comes from the stream of its run, party and step.
 
-Both engines that stack (`stacked.trainer` and the players of `batched`) may have to repeat a round, because a sample
-did not fit its place or a sum was not finite. A repeated round gets the same numbers.
+The streams are those of the reference engine (`training.client`, `training.client_level`), under the same names, so a
+run gets the same bits however it is stacked, in whichever order and with whichever other runs. On a GPU the streams of
+a buffer are made there by one call of the cipher; on a CPU OpenSSL makes them one by one. Uniform numbers are equal bit
+for bit on every device, normal numbers up to the rounding of float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fulcrum.engines.stacked import sampling
-from fulcrum.rng import Randomness, SeededRandomness, StreamKey
+from fulcrum.rng import CipherRandomness, Randomness, StreamKey
+from fulcrum.rng.chacha import draw_keyed_words
+from fulcrum.rng.normals import count_normal_words, words_to_normals, words_to_uniforms
+
+WORDS_AT_ONCE = 2**24
+"""64-bit words that a device makes in one call; float64 normal numbers take about eight times their 128 MiB."""
+
+
+class UniformStream(NamedTuple):
+    """`size` uniform numbers of a stream, which fill the places from `start` on."""
+
+    source: Randomness
+    key: StreamKey
+    start: int
+    size: int
+
+
+class NormalStream(NamedTuple):
+    """Standard normal numbers of a stream, times `factor`, for one row of a table."""
+
+    source: Randomness
+    key: StreamKey
+    row: int
+    factor: float = 1.0
+
+
+AnyStream = TypeVar("AnyStream", UniformStream, NormalStream)
 
 
 class RandomDraws:
-    """Fills buffers with random numbers: uniform where they are float64, standard normal where they are float32.
+    """Fills buffers with the numbers of streams. sources: all that are drawn from.
 
-    Where all sources are seeded and the device is a GPU, the device draws, from a generator keyed by the seeds of all
-    sources and by `key`: other numbers than on a CPU, the same each time on such a device. Otherwise the numbers come
-    from the sources' own streams, on the host. Seeded streams are drawn again when a round is repeated; others cannot
-    be, so their numbers are kept until the next round begins.
+    A cipher's stream gives the same numbers each time, so a round that is repeated draws again. Sources that are no
+    ciphers (recorded numbers) are asked once per stream; their numbers are kept until the next round begins.
     """
 
     def __init__(self, device: torch.device, sources: Sequence[Randomness]) -> None:
         self.device = device
         self.on_device = sampling.can_draw_on_device(device, sources)
-        self._seeds = tuple(dict.fromkeys(source.seed for source in sources if isinstance(source, SeededRandomness)))
-        self._repeats = all(isinstance(source, SeededRandomness) for source in sources)
-        self._generator = torch.Generator(device)
         self._round = -1
-        self._kept: dict[StreamKey, list[Tensor]] = {}
+        self._kept: dict[tuple[str, int, StreamKey], Tensor] = {}
 
     def begin_round(self, t: int) -> None:
         """Round t begins, for the first time or again."""
@@ -39,28 +64,145 @@ class RandomDraws:
             self._round = t
             self._kept.clear()
 
-    def fill(
-        self, buffers: Sequence[Tensor], key: StreamKey, from_streams: Callable[[], Sequence[Tensor]]
-    ) -> Sequence[Tensor] | None:
-        """Fill the buffers with the numbers that `key` names within the round.
+    def fill_uniforms(self, buffer: Tensor, streams: Sequence[UniformStream]) -> Tensor | None:
+        """Numbers in [0, 1) for the places of a buffer, float64 and contiguous; 1 in places of no stream.
 
-        from_streams() gives the values of each buffer, or of its first entries, from the sources' streams. Those are
-        returned too, for what the host can tell from them; None where the device drew.
+        The streams are in the order of their places. Returns the same numbers on the host, for what the host can tell
+        from them; None where the device drew.
         """
-        if self.on_device:
-            seed = sampling.derive_device_seed(self._seeds[0], (*self._seeds, *_make_round_key(key, self._round)))
-            self._generator.manual_seed(seed)
-            for buffer in buffers:
-                (buffer.uniform_ if buffer.dtype == torch.float64 else buffer.normal_)(generator=self._generator)
-            return None
-        drawn = self._kept.get(key) or list(from_streams())
-        if not self._repeats:
-            self._kept[key] = drawn
-        for buffer, values in zip(buffers, drawn, strict=True):
-            buffer[: len(values)].copy_(values)
-        return drawn
+        if not self.on_device:
+            values = torch.ones(buffer.shape, dtype=torch.float64)
+            flat = values.view(-1)
+            for source, key, start, size in streams:
+                flat[start : start + size] = self._draw_on_host("uniform", source, key, size)
+            buffer.copy_(values)
+            return values
+        buffer.fill_(1)
+        for group in _group_by_length(streams):
+            longest = max(stream.size for stream in group)
+            for chunk in _split_streams(group, longest):
+                words = draw_keyed_words(self._make_table(chunk), longest)
+                self._place_rows(buffer.view(-1), words_to_uniforms(words), chunk)
+        return None
+
+    def fill_normals(self, table: Tensor, streams: Sequence[NormalStream]) -> Tensor:
+        """Standard normal numbers for rows of a table [n, m], at most one stream for each; other rows become zeros."""
+        table.zero_()
+        for chunk, found in self._draw_normals(streams, table.shape[1]):
+            table.index_copy_(0, self._to_device([stream.row for stream in chunk]), found.to(table.dtype))
+        return table
+
+    def sum_normals(self, table: Tensor, streams: Sequence[NormalStream]) -> Tensor:
+        """Each row of a table [n, m]: the sum of its streams' numbers times their factors, added up in float64.
+
+        A row's streams are added one after the other in the order given, so that its bits do not depend on other rows.
+        """
+        if not table.shape[1] or not streams:
+            return table.zero_()
+        total = torch.zeros(table.shape, dtype=torch.float64, device=self.device)
+        ranks = _number_within_rows(streams)
+        order = sorted(range(len(streams)), key=ranks.__getitem__)
+        done = 0
+        for chunk, found in self._draw_normals([streams[i] for i in order], table.shape[1]):
+            rows = self._to_device([stream.row for stream in chunk])
+            factors = torch.tensor([stream.factor for stream in chunk], dtype=torch.float64)
+            found.mul_(factors.to(self.device, non_blocking=True)[:, None])
+            of_chunk = [ranks[i] for i in order[done : done + len(chunk)]]
+            done += len(chunk)
+            for rank in range(of_chunk[0], of_chunk[-1] + 1):  # no two streams of a rank have the same row
+                own = slice(of_chunk.index(rank), len(of_chunk) - of_chunk[::-1].index(rank))
+                total.index_add_(0, rows[own], found[own])
+        return table.copy_(total)
+
+    # --- streams -------------------------------------------------------------------------------
+
+    def _draw_normals(
+        self, streams: Sequence[NormalStream], count: int
+    ) -> Iterator[tuple[Sequence[NormalStream], Tensor]]:
+        """The streams, some at a time, and their `count` normal numbers each: float64 [streams, count]."""
+        if not count or not streams:
+            return
+        if not self.on_device:
+            for stream in streams:
+                found = self._draw_on_host("normal", stream.source, stream.key, count).double()
+                yield [stream], found[None].to(self.device)
+            return
+        words = count_normal_words(count)
+        for chunk in _split_streams(streams, words):
+            yield chunk, words_to_normals(draw_keyed_words(self._make_table(chunk), words), count).values
+
+    def _draw_on_host(self, kind: str, source: Randomness, key: StreamKey, count: int) -> Tensor:
+        draw = source.uniform if kind == "uniform" else source.normal
+        if isinstance(source, CipherRandomness):
+            return draw(key, count)
+        name = (kind, id(source), key)
+        if name not in self._kept:
+            self._kept[name] = draw(key, count)
+        return self._kept[name]
+
+    def _make_table(self, streams: Sequence[UniformStream] | Sequence[NormalStream]) -> Tensor:
+        """The cipher's keys and nonces, int32 [streams, 11], on the device."""
+        return torch.from_numpy(make_stream_table(streams)).to(self.device, non_blocking=True)
+
+    def _to_device(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def _place_rows(self, flat: Tensor, rows: Tensor, streams: Sequence[UniformStream]) -> None:
+        """Rows [streams, length] into the places of their streams; the host knows where, the device does the rest."""
+        first, last = streams[0].start, streams[-1].start + streams[-1].size
+        starts = self._to_device([stream.start - first for stream in streams])
+        counts = self._to_device([stream.size for stream in streams])
+        span = flat[first:last]
+        place = torch.arange(len(span), device=self.device)
+        owner = torch.searchsorted(starts, place, right=True) - 1
+        column = place - starts.index_select(0, owner)
+        inside = column < counts.index_select(0, owner)
+        index = (owner * rows.shape[1] + column).masked_fill(~inside, 0)
+        span.copy_(torch.where(inside, rows.reshape(-1).index_select(0, index), span))
 
 
-def _make_round_key(key: StreamKey, t: int) -> StreamKey:
-    """The purpose first, then the round, as streams are named on the host."""
-    return (key[0], t, *key[1:])
+def make_stream_table(streams: Sequence[UniformStream] | Sequence[NormalStream]) -> np.ndarray:
+    """Keys and nonces of streams of ciphers, int32 [streams, 11]: as `CipherRandomness.locate_stream` has them.
+
+    Streams that differ in client, step and attempt only have one key, which is derived once.
+    """
+    known: dict[tuple[int, StreamKey, int], int] = {}
+    keys: list[bytes] = []
+    owner, nonces = [], []
+    for stream in streams:
+        shared, rest = stream.key[:2], stream.key[2:]
+        name = (id(stream.source), shared, len(rest))
+        if name not in known:
+            assert isinstance(stream.source, CipherRandomness)
+            known[name] = len(keys)
+            keys.append(stream.source.locate_stream(stream.key)[0])
+        owner.append(known[name])
+        nonces.append((*rest, 0, 0, 0)[:3])
+    of_keys = np.frombuffer(b"".join(keys), dtype="<i4").reshape(-1, 8)
+    return np.concatenate([of_keys[owner], np.array(nonces, dtype=np.uint32).view(np.int32)], axis=1)
+
+
+def _split_streams(streams: Sequence[AnyStream], words: int) -> Iterator[Sequence[AnyStream]]:
+    """The streams in parts that a device makes in one call each; `words` for each stream."""
+    step = max(1, WORDS_AT_ONCE // words)
+    for first in range(0, len(streams), step):
+        yield streams[first : first + step]
+
+
+def _group_by_length(streams: Sequence[UniformStream]) -> list[list[UniformStream]]:
+    """Streams of similar length: all of a group are drawn as long as the longest, at most twice too long."""
+    found: dict[int, list[UniformStream]] = {}
+    for stream in streams:
+        if stream.size:
+            found.setdefault(stream.size.bit_length(), []).append(stream)
+    return list(found.values())
+
+
+def _number_within_rows(streams: Sequence[NormalStream]) -> list[int]:
+    """The number of earlier streams of the same row, for each stream."""
+    seen: dict[int, int] = {}
+    ranks = []
+    for stream in streams:
+        ranks.append(seen.get(stream.row, 0))
+        seen[stream.row] = ranks[-1] + 1
+    return ranks

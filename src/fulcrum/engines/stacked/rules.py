@@ -15,8 +15,8 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fulcrum.clipping.rule import ClipRule
-from fulcrum.privacy.bounds import apply_rule
-from fulcrum.types import Released, RuleState, Stats, View
+from fulcrum.privacy.bounds import apply_rule, sanitise_bounds
+from fulcrum.types import Released, RuleState, Stats, SumMargin, View
 
 StackedState = dict[str, Tensor]
 """A rule's state for T tasks: each tensor [T, ...]."""
@@ -64,19 +64,24 @@ class StackedRule:
         batch: Tensor,
         lr: Tensor,
         by_row: bool = False,
+        norm_bounds: Tensor | None = None,
+        lengths: Tensor | None = None,
+        margin: SumMargin = SumMargin(),
     ) -> tuple[Tensor, Tensor, Tensor, StackedState, Tensor, Tensor]:
         """The rule's output, with its bounds enforced.
 
         Factors [T, n, G]; factors of a second sum [T, n, G], or [T, n, 0] where there is none; extra rows
         [T, n, J]; the state; C [T, G]; the extra's bound [T]. norms [T, n, G], mask [T, n], dots and losses [T, n];
         sigma, batch and lr [T], or [T, n] with `by_row`, for rows of several clients that share one state.
+        norm_bounds, lengths [T, n, G] and margin: see `Stats`.
         """
         rule = self.rule
         given: dict[str, Tensor] = {"norms": norms, "mask": mask}
         given |= {name: v for name, v in (("dots", dots), ("losses", losses)) if v is not None}
+        given |= {n: v for n, v in (("norm_bounds", norm_bounds), ("lengths", lengths)) if v is not None}
 
         def one(own: StackedState, rows: dict[str, Any], sigma: Any, batch: Any, lr: Any) -> tuple[Any, ...]:
-            stats = Stats(sigma=sigma, batch=batch, lr=lr, **rows)
+            stats = Stats(sigma=sigma, batch=batch, lr=lr, margin=margin, **rows)
             decided = apply_rule(rule, stats, own)
             limit = _to_scalar_tensor(decided.bounds.extra, norms)
             return (
@@ -96,7 +101,7 @@ class StackedRule:
             return tuple(value[0] for value in found[:3])
 
         def rows(own: StackedState, given: dict[str, Tensor], *numbers: Any) -> tuple[Any, ...]:
-            bounds = rule.bounds(own)
+            bounds = sanitise_bounds(rule, rule.bounds(own))
             found = vmap(row, in_dims=(None, 0, 0, 0, 0))(own, given, *numbers)
             return *found, own, bounds.C, _to_scalar_tensor(bounds.extra, norms)
 
@@ -170,8 +175,8 @@ class StackedRule:
 
 
 def _to_scalar_tensor(value: Any, like: Tensor) -> Tensor:
-    """A number as a tensor, without a copy from the host: that could not be recorded in a graph."""
-    return value.to(like) if isinstance(value, Tensor) else like.new_full((), float(value))
+    """A number as a float64 tensor, without a copy from the host: that could not be recorded in a graph."""
+    return value.double() if isinstance(value, Tensor) else like.new_full((), float(value), dtype=torch.float64)
 
 
 def _explain_looping(rule: ClipRule, problem: Exception) -> str:

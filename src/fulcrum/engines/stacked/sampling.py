@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fulcrum.rng import Randomness, SeededRandomness, StreamKey, derive_stream_seed
+from fulcrum.rng import CipherRandomness, Randomness
 
 PAD_DEVIATIONS = 8.0
 """Standard deviations above the mean for which a row has room: one in 10^15 samples is larger."""
@@ -68,10 +68,5 @@ def select_row_on_device(table: Tensor, t: Tensor) -> Tensor:
 
 
 def can_draw_on_device(device: torch.device, sources: Sequence[Randomness]) -> bool:
-    """Whether the device's own generator may stand in for these: on a GPU, where all of them are seeded."""
-    return device.type != "cpu" and all(isinstance(source, SeededRandomness) for source in sources)
-
-
-def derive_device_seed(seed: int, key: StreamKey) -> int:
-    """The seed of the device's generator for one key."""
-    return derive_stream_seed(seed, ("stacked", *key))
+    """Whether the device makes the numbers of these sources itself: on a GPU, where all of them are ciphers."""
+    return device.type != "cpu" and all(isinstance(source, CipherRandomness) for source in sources)

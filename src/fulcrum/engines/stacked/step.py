@@ -1,7 +1,15 @@
-"""One local step of many tasks at once: sample, clip, add up, noise, step. The stacked form of `train_client`."""
+"""One local step of many tasks at once: sample, clip, add up, noise, step. The stacked form of `train_client`.
+
+`run_local_step` is for seeded simulations: one tensor program, whose noise is added without rounding to a grid. It
+leaves out at most 2^-21 of the noise's standard deviation (`exact_noise.GRID_BITS`); the random numbers are those of
+the reference. In real use, and in proven arithmetic, the program ends with the clipped sums (`sum_local_step`), and
+`release_local_step` releases each task's sum by the one function that all engines use, `release_with_noise`: integers
+on a grid.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +19,15 @@ from torch.func import vmap
 from fulcrum.engines.stacked.core import ClippedSums, StackedCore, StackedTasks, compute_clipped_sums
 from fulcrum.engines.stacked.rules import StackedState
 from fulcrum.engines.stacked.sampling import compact_rows
-from fulcrum.privacy.mechanism import GAUSSIAN_MECHANISM, Mechanism, NoiseMultipliers
-from fulcrum.types import Bounds, View
+from fulcrum.privacy.mechanism import (
+    GAUSSIAN_MECHANISM,
+    Mechanism,
+    NoiseMultipliers,
+    compute_charged_scale,
+    release_with_noise,
+)
+from fulcrum.rng import Randomness, StreamKey
+from fulcrum.types import Assignment, Bounds, View
 
 StepTerms = dict[str, Tensor]
 """The public terms of T tasks, each [T]: start and size of its part of `order`; rate; sigma; batch (expected);
@@ -63,7 +78,54 @@ def add_noise_and_average(
     if view.transform is not None:
         total = vmap(view.transform.inverse)(total)
     batch = terms["batch"][:, None]
-    return total / batch, extra / batch
+    return (total / batch).float(), (extra / batch).float()
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """The clipped sums of a step before noise, and how many units each task sampled [T]."""
+
+    sums: ClippedSums
+    counts: Tensor
+
+
+def sum_local_step(
+    core: StackedCore,
+    pad: int,
+    rounds: int,
+    order: Tensor,
+    *,
+    theta: Tensor,
+    state: StackedState,
+    terms: StepTerms,
+    uniforms: Tensor,
+    t: Tensor,
+) -> StepSums:
+    """Samples and clipped sums of T tasks that have their own weights (theta [T, d]) or share them (theta [1, d])."""
+    rows, mask, counts = sample_dataset_rows(order, terms, uniforms, pad)
+    shape = (len(theta), len(uniforms) // len(theta), pad)
+    numbers = (terms["sigma"], terms["batch"], terms["lr"])
+    tasks = StackedTasks(theta, rows.view(shape), mask.view(shape), state, *numbers, t, rounds)
+    return StepSums(compute_clipped_sums(core, tasks), counts)
+
+
+def _end_step(
+    core: StackedCore,
+    found: StepSums,
+    theta: Tensor,
+    terms: StepTerms,
+    released: tuple[Tensor, Tensor],
+    t: Tensor,
+    rounds: int,
+) -> StepResult:
+    """The step itself, and the rule's own step, from what was released: (gradient [T, d], extra [T, J])."""
+    gradient, extra = released
+    change = -terms["lr"][:, None] * (gradient + terms["weight_decay"][:, None] * theta)
+    after = found.sums.state
+    if core.problem.rule.when == "step":
+        public = (terms["noise"] / terms["batch"], terms["asked"])
+        _, after = core.rule.adapt(after, change, extra, terms["lr"], torch.ones_like(terms["lr"]), t, rounds, *public)
+    return StepResult(theta + change, extra, after, found.counts, found.sums.finite, found.sums.diagnostics)
 
 
 def run_local_step(
@@ -80,22 +142,48 @@ def run_local_step(
     noise_extra: Tensor,
     t: Tensor,
 ) -> StepResult:
-    """A step of T tasks that have their own weights (theta [T, d]) or share them (theta [1, d]).
+    """A step of T tasks, as one program. noise [T, m] and noise_extra [T, J] are standard normal."""
+    found = sum_local_step(core, pad, rounds, order, theta=theta, state=state, terms=terms, uniforms=uniforms, t=t)
+    view, _ = core.rule.view(found.sums.state, t, rounds)
+    released = add_noise_and_average(found.sums, terms, noise, noise_extra, view)
+    return _end_step(core, found, theta, terms, released, t, rounds)
 
-    noise [T, m] and noise_extra [T, J] are standard normal.
+
+@dataclass(frozen=True)
+class TaskRelease:
+    """The release of one task's step: the task, whether it releases the rule's statistics, and its noise.
+
+    batch: the expected batch size. place: (round, client, step), and the attempt where it is not 0; it names the
+    streams of the noise.
     """
-    count = len(uniforms)
-    rows, mask, counts = sample_dataset_rows(order, terms, uniforms, pad)
-    sets = len(theta)
-    shape = (sets, count // sets, pad)
-    numbers = (terms["sigma"], terms["batch"], terms["lr"])
-    tasks = StackedTasks(theta, rows.view(shape), mask.view(shape), state, *numbers, t, rounds)
-    sums = compute_clipped_sums(core, tasks)
+
+    task: Assignment
+    batch: float
+    asked: bool
+    randomness: Randomness
+    place: StreamKey
+
+
+def release_local_step(
+    core: StackedCore,
+    found: StepSums,
+    theta: Tensor,
+    terms: StepTerms,
+    releases: Sequence[TaskRelease],
+    t: Tensor,
+    rounds: int,
+) -> StepResult:
+    """A step from its clipped sums: each task's release on its grid, then the step. Tasks without one are padding."""
+    sums = found.sums
+    total, extra = (torch.zeros(value.shape, device=value.device) for value in (sums.sum, sums.extra))
+    limits = sums.extra_bound.tolist()
+    for i, own in enumerate(releases):
+        task, bounds = own.task, Bounds(sums.C[i], limits[i])
+        scale = compute_charged_scale(
+            core.problem.rule, bounds, task.rate, task.sigma, own.batch, own.asked, task.noise_parties
+        )
+        total[i], extra[i] = release_with_noise(sums.sum[i], sums.extra[i], scale, own.randomness, own.place)
     view, _ = core.rule.view(sums.state, t, rounds)
-    gradient, extra = add_noise_and_average(sums, terms, noise, noise_extra, view)
-    change = -terms["lr"][:, None] * (gradient + terms["weight_decay"][:, None] * theta)
-    after = sums.state
-    if core.problem.rule.when == "step":
-        public = (terms["noise"] / terms["batch"], terms["asked"])
-        _, after = core.rule.adapt(after, change, extra, terms["lr"], torch.ones_like(terms["lr"]), t, rounds, *public)
-    return StepResult(theta + change, extra, after, counts, sums.finite, sums.diagnostics)
+    gradient = total if view.transform is None else vmap(view.transform.inverse)(total)
+    batch = terms["batch"][:, None]
+    return _end_step(core, found, theta, terms, (gradient / batch, extra / batch), t, rounds)

@@ -1,4 +1,7 @@
-"""Local training of many jobs at once. A job is one client's task in one run; jobs of similar size go side by side."""
+"""Local training of many jobs at once. A job is one client's task in one run; jobs of similar size go side by side.
+
+Every job samples and noises by the numbers of its own streams: the same bits whichever jobs go beside it.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,30 @@ from torch import Tensor
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.engines.stacked import sampling
 from fulcrum.engines.stacked.core import StackedCore
-from fulcrum.engines.stacked.draws import RandomDraws
+from fulcrum.engines.stacked.draws import NormalStream, RandomDraws, UniformStream
 from fulcrum.engines.stacked.replay import GraphReplayer
 from fulcrum.engines.stacked.rules import StackedState
 from fulcrum.engines.stacked.sampling import compute_bucket_size, round_up_to_multiple
-from fulcrum.engines.stacked.step import StepResult, StepTerms, run_local_step
+from fulcrum.engines.stacked.step import (
+    StepResult,
+    StepTerms,
+    TaskRelease,
+    release_local_step,
+    run_local_step,
+    sum_local_step,
+)
 from fulcrum.privacy.events import Event, Unprotected
 from fulcrum.privacy.mechanism import compute_charged_scale, refuse_unnoised_statistics
-from fulcrum.rng import Randomness, StreamKey
+from fulcrum.rng import Randomness, StreamKey, name_stream
 from fulcrum.types import Assignment, Bounds
 
 
 @dataclass(frozen=True)
 class ClientJob:
-    """One client's task. start and size: its part of the trainer's order. run: which set of weights it starts from."""
+    """One client's task. start and size: its part of the trainer's order. run: which set of weights it starts from.
+
+    attempt: number of times that the round was released before.
+    """
 
     task: Assignment
     start: int
@@ -34,6 +47,11 @@ class ClientJob:
     run: int
     randomness: Randomness
     weight_decay: float
+    attempt: int = 0
+
+    def name_stream(self, purpose: str, t: int, step: int) -> StreamKey:
+        """The name of one of its streams, as in `training.client`."""
+        return name_stream(purpose, t, self.task.client, step, attempt=self.attempt)
 
 
 @dataclass
@@ -78,6 +96,9 @@ class StackedTrainer:
         self._terms: dict[tuple[Any, ...], tuple[StepTerms, list[tuple[Event, Event]]]] = {}
         self._flags: dict[tuple[bool, ...], Tensor] = {}
         self._width: int | None = None
+        problem = core.problem
+        self.exact = (problem.proven or problem.randomness.mode == "secure") and problem.rule.private
+        """Whether every release is integers on a grid: in real use, and in proven arithmetic."""
 
     def train(
         self,
@@ -131,28 +152,68 @@ class StackedTrainer:
         terms, pairs = self._get_step_terms(mine, places)
         theta, steps = start, []
         for step in range(mine[0].task.steps):
-            uniforms = torch.ones((places, width), dtype=torch.float64, device=self.device)
+            uniforms = torch.empty((places, width), dtype=torch.float64, device=self.device)
             drawn = _fill_uniforms(draws, mine, t, step, uniforms)
             if drawn is not None:  # the host knows how many joined before anything starts
                 pad = max(pad, round_up_to_multiple(int((drawn < rate).sum(dim=1).max())))
-            noise, noise_extra = (torch.zeros((places, m), device=self.device) for m in (d, self._width))
             given = {
                 "theta": theta,
                 "state": state,
                 "terms": terms | {"asked": self._get_statistics_flags(asks[step], places)},
                 "uniforms": uniforms,
-                "noise": _fill_normals(draws, "noise", mine, t, step, noise),
-                "noise_extra": _fill_normals(draws, "noise-extra", mine, t, step, noise_extra),
                 "t": torch.tensor(t, device=self.device),
             }
-            shape = (places, width, pad, len(theta), rounds)
-            done = self.replayer.run(shape, partial(run_local_step, self.core, pad, rounds, self.order), given)
+            shape = (places, width, len(theta), rounds)
+            if self.exact:
+                releases = [
+                    TaskRelease(
+                        job.task,
+                        job.task.rate * job.size,
+                        asked,
+                        job.randomness,
+                        job.name_stream("noise", t, step)[1:],
+                    )
+                    for job, asked in zip(mine, asks[step], strict=True)
+                ]
+                done, pad = self._release_step(shape, pad, key, given, releases)
+            else:
+                for purpose, m in (("noise", d), ("noise-extra", self._width)):
+                    table = torch.zeros((places, m), device=self.device)
+                    given[purpose.replace("-", "_")] = _fill_normals(draws, purpose, mine, t, step, table)
+                program = partial(run_local_step, self.core, pad, rounds, self.order)
+                done = self.replayer.run((*shape, pad), program, given)
             done = done.copy() if self.replayer.graphs else done
             theta, state = done.theta, done.state
             steps.append(done)
         events = [tuple(pair[not ask[i]] for ask in asks) for i, pair in enumerate(pairs)]
         asked = [sum(ask[i] for ask in asks) for i in range(count)]
         return BucketResult(members, start, steps, events, asked, pad, key)
+
+    def _release_step(
+        self,
+        shape: tuple[int, ...],
+        pad: int,
+        key: tuple[int, float],
+        given: dict[str, Any],
+        releases: Sequence[TaskRelease],
+    ) -> tuple[StepResult, int]:
+        """A step whose releases are integers on a grid, and the pad that its samples fitted.
+
+        Sums are released once they are known to be right: what is released is drawn once.
+        """
+        rounds = shape[-1]
+        while True:
+            program = partial(sum_local_step, self.core, pad, rounds, self.order)
+            found = self.replayer.run(("sums", *shape, pad), program, given)
+            largest, fine = (int(value) for value in (found.counts.max(), found.sums.finite))
+            if largest > pad:
+                pad = self._pads[key] = round_up_to_multiple(largest)
+            elif not fine and not self.core.how.careful:
+                self.core.careful()
+            else:
+                with torch.no_grad():
+                    public = (given["theta"], given["terms"], releases, given["t"], rounds)
+                    return release_local_step(self.core, found, *public), pad
 
     def _get_statistics_flags(self, asks: list[bool], places: int) -> Tensor:
         """1 for jobs that release statistics in a step, 0 for the others: [places]."""
@@ -256,39 +317,25 @@ def _build_step_terms(
 
 
 def _fill_uniforms(draws: RandomDraws, jobs: Sequence[ClientJob], t: int, step: int, table: Tensor) -> Tensor | None:
-    """A number in [0, 1) for each unit of the jobs: table [places, width], float64.
+    """A number in [0, 1) for each unit of the jobs: table [places, width], float64; 1 where a job has no unit.
 
-    Returns those of the jobs [jobs, width] where they come from the host: 1 where a job has no unit.
+    Returns the same numbers where they come from the host.
     """
-
-    def from_streams() -> list[Tensor]:
-        rows = torch.ones((len(jobs), table.shape[1]), dtype=torch.float64)
-        for row, job in zip(rows, jobs, strict=True):
-            row[: job.size] = job.randomness.uniform(("sample", t, job.task.client, step), job.size)
-        return [rows]
-
-    drawn = draws.fill([table], _make_draw_key("sample", jobs, step), from_streams)
-    return drawn[0] if drawn else None
+    width = table.shape[1]
+    streams = [
+        UniformStream(job.randomness, job.name_stream("sample", t, step), i * width, job.size)
+        for i, job in enumerate(jobs)
+    ]
+    return draws.fill_uniforms(table, streams)
 
 
 def _fill_normals(
     draws: RandomDraws, purpose: str, jobs: Sequence[ClientJob], t: int, step: int, table: Tensor
 ) -> Tensor:
-    """Standard normal numbers: table [places, count]; left as it is where no job is noised."""
-
-    def from_streams() -> list[Tensor]:
-        rows = torch.zeros((len(jobs), table.shape[1]))
-        for row, job in zip(rows, jobs, strict=True):
-            if job.task.sigma > 0:
-                row.copy_(job.randomness.normal((purpose, t, job.task.client, step), len(row)))
-        return [rows]
-
-    if table.shape[1] and any(job.task.sigma > 0 for job in jobs):
-        draws.fill([table], _make_draw_key(purpose, jobs, step), from_streams)
-    return table
-
-
-def _make_draw_key(purpose: str, jobs: Sequence[ClientJob], step: int) -> StreamKey:
-    """What tells the numbers of a bucket's step from all others of the round: who is first in it, and in which run."""
-    first = jobs[0]
-    return (purpose, step, first.task.client, *((first.run,) if first.run else ()))
+    """Standard normal numbers for the jobs that are noised: table [places, count], zeros elsewhere."""
+    streams = [
+        NormalStream(job.randomness, job.name_stream(purpose, t, step), i)
+        for i, job in enumerate(jobs)
+        if job.task.sigma > 0
+    ]
+    return draws.fill_normals(table, streams)

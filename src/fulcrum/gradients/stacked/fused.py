@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.gradients.haar import haar_level_norms
+from fulcrum.gradients.rounding import UNDERFLOW, SquaredNorms
 from fulcrum.gradients.stacked.geometry import SlidingWindow
 
 BLOCK_SIZE = 1024
@@ -125,21 +126,34 @@ def fused_pool_backward(g: Tensor, note: Tensor | None, window: SlidingWindow, m
     return out if _launch_per_image("pool_backward_kernel", size, g.shape[0] * g.shape[1], tensors, given) else None
 
 
-def fused_ghost_squared_norms(a: Tensor, g: Tensor) -> Tensor | None:
-    """Squared norm of each example's g^T a from its two Gram matrices: [X, P, k], [X, P, o] -> [X], float32.
+GRAM_ERROR = 256 * 2.0**-23
+"""Largest relative error of an entry of a Gram matrix in `ghost_norm_kernel`, in units of the product of the two rows'
+lengths: blocks of at most 64 products of three tf32 parts each, 192 additions that a tensor core truncates to 2^-23,
+and 2^-21 for what three parts leave out; what combines the blocks in float64 is far below the rest."""
 
-    For up to 64 positions. Each float32 product is computed as three tf32 products, which is as exact as float32.
+
+def fused_ghost_squared_norms(a: Tensor, g: Tensor) -> SquaredNorms | None:
+    """Squared norm of each example's g^T a from its two Gram matrices: [X, P, k], [X, P, o] -> [X].
+
+    For up to 64 positions. Each float32 product is computed as three tf32 products. The computed square is off by at
+    most ((1 + GRAM_ERROR)^2 - 1) A^2, with A = sum_p |a_p| |g_p|.
     """
     positions = a.shape[1]
     exact = a.is_cuda and a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
     if not can_use_kernels(a) or exact or positions > 64:
         return None
-    out = a.new_empty(len(a), dtype=torch.float32)
+    out = a.new_empty((len(a), 2), dtype=torch.float64)
     k, o = a.shape[2], g.shape[2]
     tall = max(16, 1 << (positions - 1).bit_length())
     wide, narrow = (min(64, max(16, 1 << (width - 1).bit_length())) for width in (k, o))
     given = {"P": positions, "K": k, "OUT": o, "TALL": tall, "WIDE": wide, "NARROW": narrow}
-    return out if _launch_kernel("ghost_norm_kernel", len(a), (a.contiguous(), g.contiguous(), out), given) else None
+    if not _launch_kernel("ghost_norm_kernel", len(a), (a.contiguous(), g.contiguous(), out), given):
+        return None
+    error = (1 + GRAM_ERROR) ** 2 - 1
+    # Products too small for float32 are lost: bound each by the smallest number, as `rounding.squared_norms` does.
+    lengths = out[:, 1].square() * (1 + 4 * error) + positions**2 * (k + o) * UNDERFLOW[torch.float32]
+    values = out[:, 0].clamp_min(0)
+    return SquaredNorms(values, torch.minimum(values + error * lengths, lengths), lengths)
 
 
 HAAR_LEVELS_PER_KERNEL, HAAR_BLOCK_SIZE = 6, 2048
@@ -155,7 +169,7 @@ def fused_haar_level_norms(x: Tensor, count: int) -> Tensor | None:
         n, d = x.shape
         x = x if x.stride(1) == 1 else x.contiguous()
         blocks = -(-d // HAAR_BLOCK_SIZE)
-        energies = x.new_empty((n, blocks, HAAR_LEVELS_PER_KERNEL))
+        energies = x.new_empty((n, blocks, HAAR_LEVELS_PER_KERNEL), dtype=torch.float64)
         rest = x.new_empty((n, blocks * (HAAR_BLOCK_SIZE >> HAAR_LEVELS_PER_KERNEL)))
         given = {
             "BLOCKS": blocks,
@@ -169,7 +183,7 @@ def fused_haar_level_norms(x: Tensor, count: int) -> Tensor | None:
             return None
         finer += energies.sum(dim=1).unbind(1)
         x, count = rest[:, : -(-d // (1 << HAAR_LEVELS_PER_KERNEL))], count - HAAR_LEVELS_PER_KERNEL
-    return torch.cat([haar_level_norms(x, count), torch.stack(finer[::-1], dim=1).sqrt()], dim=1)
+    return torch.cat([haar_level_norms(x, count), torch.stack(finer[::-1], dim=1).sqrt().float()], dim=1)
 
 
 def _readable_row_length(x: Tensor) -> int:

@@ -155,14 +155,17 @@ def pool_backward_kernel(
 
 @triton.jit
 def _gram_matrix(rows, P: tl.constexpr, K: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """All inner products of rows [P, K], padded to [TALL, TALL] with zeros, in float32."""
+    """All inner products of rows [P, K], padded to [TALL, TALL] with zeros, in float64.
+
+    WIDE products add up in float32, from three tf32 products each; beyond that, in float64: a norm must not be
+    underestimated, and `fused.GRAM_ERROR` says by how much each entry may be off.
+    """
     p = tl.arange(0, TALL)
-    total = tl.zeros([TALL, TALL], dtype=tl.float32)
+    total = tl.zeros([TALL, TALL], dtype=tl.float64)
     for first in range(0, K, WIDE):
         k = first + tl.arange(0, WIDE)
         part = tl.load(rows + p[:, None] * K + k[None, :], mask=(p[:, None] < P) & (k[None, :] < K), other=0.0)
-        # Three tf32 products keep float32's precision: a norm must not be underestimated.
-        total = tl.dot(part, tl.trans(part), total, input_precision="tf32x3")
+        total += tl.dot(part, tl.trans(part), input_precision="tf32x3").to(tl.float64)
     return total
 
 
@@ -171,11 +174,16 @@ def ghost_norm_kernel(
     a, g, out, P: tl.constexpr, K: tl.constexpr, OUT: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
     NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Squared norm of g^T a for each example: a [example, P, K], g [example, P, OUT] -> out [example]."""
+    """For each example a [example, P, K], g [example, P, OUT] -> out [example, 2], float64: the squared norm of g^T a,
+    and sum_p |a_p| |g_p|."""
     example = tl.program_id(0).to(tl.int64)
     inputs = _gram_matrix(a + example * (P * K), P, K, TALL, WIDE)
     slopes = _gram_matrix(g + example * (P * OUT), P, OUT, TALL, NARROW)
-    tl.store(out + example, tl.sum(inputs * slopes))
+    both = inputs * slopes
+    tl.store(out + example * 2, tl.sum(both))
+    p = tl.arange(0, TALL)
+    lengths = tl.sum(tl.where(p[:, None] == p[None, :], both, 0.0), axis=1)
+    tl.store(out + example * 2 + 1, tl.sum(tl.sqrt(lengths)))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ M the n examples are M equal parts (the clients of a run that still share its we
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,15 @@ from torch.func import grad_and_value, vmap
 
 from fulcrum.data.records import ModelInputs, map_inputs
 from fulcrum.data.tasks import Task
+from fulcrum.gradients.param_grads import scratch_ranges
+from fulcrum.gradients.rounding import (
+    NormTable,
+    SquaredNorms,
+    ghost_squared_norms,
+    multiply_squared_norms,
+    squared_norms,
+    to_norm_table,
+)
 from fulcrum.gradients.stacked import fused
 from fulcrum.gradients.stacked.layers import StackedProgram, StackedSite, StackedWeights
 from fulcrum.gradients.stacked.plain import ParameterlessLayer
@@ -26,9 +35,6 @@ from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 PRECISIONS: dict[str, torch.dtype] = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 """Types of activations. Norms, sums, noise and weights are always float32."""
-
-ROUNDING_MARGIN = {"float32": 0.0, "tf32": 2.0**-9, "bf16": 2.0**-6}
-"""Relative reduction of factors, so that rounding in a product does not push a contribution over its bound."""
 
 ROW_ALIGNMENT = 32
 """Elements in 128 bytes: aligned rows of gradients have vectorised reads and writes, whatever d is."""
@@ -39,12 +45,13 @@ class PassOptions:
     """Speed choices of a pass. native: use the library's convolution where all examples share weights.
 
     careful: also zero the activations and gradients of examples that count as zero, since 0 * NaN is NaN;
-    only needed after a non-finite value was found.
+    only needed after a non-finite value was found. proven: sums in float64, whatever the precision of the passes.
     """
 
     precision: str = "float32"
     native: bool = False
     careful: bool = False
+    proven: bool = False
 
 
 def unflatten_stacked(layout: ParameterLayout, theta: Tensor) -> StackedWeights:
@@ -72,10 +79,14 @@ def count_sum_splits(rows: int, positions: int) -> int:
     return next((count for count in range(min(rows, most), 1, -1) if rows % count == 0), 1)
 
 
-def sum_of_squares(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
-    """The sum of squares over some dimensions, in float32 and without a copy in float32."""
-    norms: Tensor = torch.linalg.vector_norm(values, dim=dims, dtype=torch.float32)
-    return norms.square()
+def split_for_float64(rows: int, elements: int, device: torch.device) -> Iterator[slice]:
+    """Slices of `rows` things of `elements` numbers each, few enough to be widened to float64 at a time."""
+    for start, stop in scratch_ranges(rows, 8 * elements, device, FLOAT64_BYTES):
+        yield slice(start, stop)
+
+
+FLOAT64_BYTES = {"cpu": 4 * 2**20, "cuda": 2 * 2**30}
+"""Maximum bytes of numbers that are widened to float64 at a time."""
 
 
 # --- the tape of a hand-written pass --------------------------------------------------------------
@@ -107,21 +118,25 @@ class _StackedSiteUse:
             self.a = self.site.extract_input_patches(self.h)
         return self.a
 
-    def squared_norms(self) -> Tensor:
-        """Squared norm of each example's weight gradient [S, n]."""
+    def squared_norms(self) -> SquaredNorms:
+        """Squared norm of each example's weight gradient [S, n], with its bounds."""
         site, a, g = self.site, self.seen(), self.g
         if site.positions == 1:
-            return sum_of_squares(a, (2, 3)) * sum_of_squares(g, (2, 3))
+            return multiply_squared_norms(squared_norms(a, 2), squared_norms(g, 2))
         sets, n = a.shape[:2]
         rows, slopes = a.flatten(0, 1), g.flatten(0, 1)
         if site.ghost:
             found = fused.fused_ghost_squared_norms(rows, slopes)
-            if found is not None:
-                return found.view(sets, n)
-            grams = batched_matmul(rows, rows.transpose(1, 2)), batched_matmul(slopes, slopes.transpose(1, 2))
-            return (grams[0] * grams[1]).sum(dim=(1, 2)).view(sets, n)
+            if found is None:
+                each = site.positions * (site.inputs + site.outputs + 2 * site.positions)
+                pieces = [
+                    torch.stack(ghost_squared_norms(rows[part].transpose(1, 2), slopes[part]))
+                    for part in split_for_float64(sets * n, each, a.device)
+                ]
+                found = SquaredNorms(*torch.cat(pieces, dim=1))
+            return SquaredNorms(*(each.view(sets, n) for each in found))
         self.written = batched_matmul(slopes.transpose(1, 2), rows).view(sets, n, site.outputs, site.inputs)
-        return sum_of_squares(self.written, (2, 3))
+        return squared_norms(self.written, 2)
 
     def write(self, place: Tensor) -> None:
         """Writes the weight gradient of each example to `place` [S * n, o * k], in the layout's order."""
@@ -144,8 +159,10 @@ class _StackedSiteUse:
         groups, rows = sets * segments, n // segments
         if self.written is not None:
             table = self.written.view(groups, rows, site.outputs * site.inputs)
-            flat = torch.bmm(factors.view(groups, 1, rows), table)
+            flat = weigh_rows(factors.view(groups, 1, rows), table, how.proven)
             return site.flatten_gradient(flat.view(groups, site.outputs, site.inputs))
+        if how.proven:
+            return site.flatten_gradient(self._total_in_float64(factors.view(groups, rows)))
         scaled = self.g * factors[:, :, None, None].to(self.g.dtype)
         if how.native and groups == 1 and site.is_convolution:
             assert site.window is not None
@@ -156,6 +173,18 @@ class _StackedSiteUse:
         a = self.seen().reshape(groups * parts, -1, site.inputs)
         g = scaled.reshape(groups * parts, -1, site.outputs)
         return site.flatten_gradient(batched_matmul(g.transpose(1, 2), a).unflatten(0, (groups, parts)).sum(dim=1))
+
+    def _total_in_float64(self, factors: Tensor) -> Tensor:
+        """Sum over rows of factor times weight gradient, in float64: factors [X, r] -> [X, o, k]."""
+        site, (groups, rows) = self.site, factors.shape
+        a = self.seen().reshape(groups, rows, site.positions, site.inputs)
+        g = self.g.reshape(groups, rows, site.positions, site.outputs)
+        total = factors.new_zeros((groups, site.outputs, site.inputs), dtype=torch.float64)
+        each = groups * site.positions * (site.inputs + 2 * site.outputs)
+        for part in split_for_float64(rows, each, a.device):
+            scaled = g[:, part].double() * factors[:, part, None, None].double()
+            total.baddbmm_(scaled.flatten(1, 2).transpose(1, 2), a[:, part].double().flatten(1, 2))
+        return total
 
     def dots(self, direction: Tensor, segments: int) -> Tensor:
         """Inner product of each example's weight gradient with a direction [S * M, o, k]: [S, n]."""
@@ -186,14 +215,21 @@ class StackedTape:
     uses: list[_StackedSiteUse]
     losses: Tensor
 
-    def norms(self, groups: tuple[int, ...]) -> Tensor:
-        """[S, n, G]; not finite where the gradient is not."""
-        table: list[list[Tensor]] = [[] for _ in range(max(groups, default=0) + 1)]
+    @property
+    def positions(self) -> int:
+        """The most products that add up to one entry of an example's gradient."""
+        return max((use.site.positions for use in self.uses), default=1)
+
+    def norm_table(self, groups: tuple[int, ...]) -> NormTable:
+        """[S, n, G] each; not finite where the gradient is not."""
+        table: list[list[SquaredNorms]] = [[] for _ in range(max(groups, default=0) + 1)]
         for use in self.uses:
             table[_find_group(groups, use.site.weight)].append(use.squared_norms())
             if use.site.bias is not None:
-                table[_find_group(groups, use.site.bias)].append(sum_of_squares(use.bias_gradients(), 2))
-        return torch.stack([torch.stack(parts).sum(dim=0) for parts in table], dim=2).sqrt()
+                table[_find_group(groups, use.site.bias)].append(squared_norms(use.bias_gradients(), 2))
+        added = [[torch.stack(each).sum(dim=0) for each in zip(*parts, strict=True)] for parts in table]
+        squares = SquaredNorms(*(torch.stack(each, dim=2) for each in zip(*added, strict=True)))
+        return to_norm_table(squares, torch.float32)
 
     def dots(self, direction: Tensor, segments: int) -> Tensor:
         """Inner products with a direction [S * M, d]: [S, n]."""
@@ -224,7 +260,10 @@ class StackedTape:
             use.zero_examples(good)
 
     def weighted_sum(self, factors: Tensor, groups: tuple[int, ...], segments: int) -> Tensor:
-        """Sum over each segment of factor times gradient: factors [S, n, G] -> [S * M, d], float32."""
+        """Sum over each segment of factor times gradient: factors [S, n, G] -> [S * M, d].
+
+        float32, or float64 where the bounds are proven.
+        """
         table: list[Tensor] = [self.losses] * len(self.layout.names)
         sets, n = factors.shape[:2]
         for use in self.uses:
@@ -233,8 +272,18 @@ class StackedTape:
             if use.site.bias is not None:
                 own = factors[:, :, _find_group(groups, use.site.bias)].reshape(sets * segments, 1, n // segments)
                 slopes = use.bias_gradients().view(sets * segments, n // segments, -1)
-                table[use.site.bias] = torch.bmm(own, slopes).squeeze(1)
+                table[use.site.bias] = weigh_rows(own, slopes, self.how.proven).squeeze(1)
         return torch.cat(table, dim=1)
+
+
+def weigh_rows(factors: Tensor, rows: Tensor, proven: bool) -> Tensor:
+    """factors [X, G, r] times rows [X, r, m]: [X, G, m], in float32, or in float64 a few rows at a time."""
+    if not proven:
+        return torch.bmm(factors, rows)
+    total = factors.new_zeros((len(rows), factors.shape[1], rows.shape[2]), dtype=torch.float64)
+    for part in split_for_float64(rows.shape[1], len(rows) * rows.shape[2], rows.device):
+        total.baddbmm_(factors[:, :, part].double(), rows[:, part].double())
+    return total
 
 
 def _find_group(groups: tuple[int, ...], tensor: int) -> int:

@@ -43,8 +43,8 @@ EMPTY_DIGEST = bytes(DIGEST_BYTES)
 
 def compute_row_digest(previous: bytes, table: str, row: Sequence[Any]) -> bytes:
     """The digest of a row (all its columns, in the table's order) after `previous`."""
-    # ascii() of numbers, text and bytes is exact and the same in every version of Python.
-    content = f"{table}{ascii(tuple(row))}".encode("ascii")
+    # !a, ascii() of numbers, text and bytes is exact and the same in every version of Python.
+    content = f"{table}{tuple(row)!a}".encode("ascii")
     return hashlib.blake2b(previous + content, digest_size=DIGEST_BYTES).digest()
 
 
@@ -148,6 +148,6 @@ def _check_every_row_is_chained(db: sqlite3.Connection, path: Path) -> None:
 
 def _make_chain_error(path: Path, what: str) -> InputError:
     return InputError(
-        f"ledger {path} was changed by something other than Fulcrum: {what}; restore it from a copy, since what it says "
-        "was spent can no longer be believed."
+        f"ledger {path} was changed by something other than Fulcrum: {what}; restore it from a copy, since what it "
+        "says was spent can no longer be believed."
     )

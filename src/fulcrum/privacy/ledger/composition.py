@@ -117,12 +117,12 @@ def describe_rule(rule: str, order: float, delta: float, accountant: str, runs: 
     """One sentence about how an account is composed, for statements."""
     if rule == ORDER_RULE:
         return (
-            f"Runs add up by Renyi DP at order {order:g}, fixed before the first release, so the sum holds for runs that "
-            "were chosen after seeing earlier ones; a run that stopped early counts what it released."
+            f"Runs add up by Renyi DP at order {order:g}, fixed before the first release, so the sum holds for runs "
+            "that were chosen after seeing earlier ones; a run that stopped early counts what it released."
         )
     each = "The run counts" if runs == 1 else "Each run counts"
     return (
-        f"{each} as its whole plan, fixed in advance and priced by {accountant} at its own delta; epsilons and deltas of "
-        f"runs add up, deltas to at most {delta:g}, so the sum holds for runs that were chosen after seeing earlier ones; "
-        "a run that stopped early still counts whole, since who stops after looking has seen what the plan allows."
+        f"{each} as its whole plan, fixed in advance and priced by {accountant} at its own delta; epsilons and deltas "
+        f"of runs add up, deltas to at most {delta:g}, so the sum holds for runs that were chosen after seeing earlier "
+        "ones; a run that stopped early counts whole, since who stops after looking has seen what the plan allows."
     )

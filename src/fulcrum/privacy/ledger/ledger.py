@@ -13,7 +13,14 @@ import numpy as np
 from fulcrum.errors import BudgetError, ConfigError, InputError
 from fulcrum.privacy.accounting import Spend, check_accounting_terms, format_epsilon
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.ledger.composition import SLICES_RULE, Cost, describe_rule, fits_into, is_within_plan
+from fulcrum.privacy.ledger.composition import (
+    DELTA_ROUNDING,
+    SLICES_RULE,
+    Cost,
+    describe_rule,
+    fits_into,
+    is_within_plan,
+)
 from fulcrum.privacy.ledger.pricing import Pricer, price_plans, total_of
 from fulcrum.privacy.ledger.rows import (
     SUMS_ONLY,
@@ -33,7 +40,6 @@ from fulcrum.privacy.ledger.units import (
     UnitArray,
     find_members,
     find_shared_units,
-    merge_units,
     name_unit_set,
     parse_units,
     write_units,
@@ -151,24 +157,24 @@ class Ledger:
         with self._store.reading():
             if head.ledger != self._store.identity:
                 raise InputError(
-                    f"ledger {self.path} is another ledger ({self._store.identity or 'none'}) than the one that this run "
-                    f"was charged to ({head.ledger or 'none'}); give the path of that one."
+                    f"ledger {self.path} is another ledger ({self._store.identity or 'none'}) than the one that this "
+                    f"run was charged to ({head.ledger or 'none'}); give the path of that one."
                 )
             if not head.sequence:
                 return
             end = self._store.head()
             if end.sequence < head.sequence:
                 raise InputError(
-                    f"ledger {self.path} was rolled back: it has {end.sequence} rows, and this run knows {head.sequence}; "
-                    "give its latest copy."
+                    f"ledger {self.path} was rolled back: it has {end.sequence} rows, and this run knows "
+                    f"{head.sequence}; give its latest copy."
                 )
             (digest,) = self._store.db.execute(
                 "SELECT digest FROM chain WHERE sequence = ?", (head.sequence,)
             ).fetchone()
             if bytes(digest).hex() != head.digest:
                 raise InputError(
-                    f"ledger {self.path} was rewritten: its row {head.sequence} is not the one that this run knows; give "
-                    "the copy that this run was charged to."
+                    f"ledger {self.path} was rewritten: its row {head.sequence} is not the one that this run knows; "
+                    "give the copy that this run was charged to."
                 )
 
     # --- runs ------------------------------------------------------------------------------------
@@ -242,11 +248,11 @@ class Ledger:
             return
         if not fits_into(cost, None, account.delta):
             left = account.delta - (cost.delta - plan.delta)
-            advice = f"at most {left:.4g} is left" if left > 0 else "nothing is left of it"
+            advice = f"at most {left:.4g}" if left > DELTA_ROUNDING * account.delta else "nothing"
             raise BudgetError(
-                f"the plan of party {party!r} has delta = {plan.delta:g}, and {advice} of the delta = {account.delta:g} of "
-                "its account, since the deltas of runs add up: give each run a smaller --delta and the account their sum (privacy.budget_delta), or use "
-                "accountant rdp, which needs no parts."
+                f"the plan of party {party!r} has delta = {plan.delta:g}, and {advice} is left of the "
+                f"delta = {account.delta:g} of its account, since the deltas of runs add up: give each run a smaller "
+                "--delta and the account their sum (privacy.budget_delta), or use accountant rdp, which needs no parts."
             )
         raise BudgetError(
             f"the plan of party {party!r} costs epsilon = {format_epsilon(epsilon)}, which with its earlier runs makes "
@@ -266,7 +272,7 @@ class Ledger:
             return {name for name, row in rows.items() if run in self._store.plans.get(row, {})}
 
     def identify_past(self, party: str) -> object:
-        """A value that is equal only for parties that spent the same in the same runs: their accounts have equal room."""
+        """A value that is equal only for parties that spent the same: their accounts have equal room."""
         with self._store.reading():
             row, account = self._store.find_account(party)
             cost = self._pricer.compute_cost(account, row, self._pricer.choose_terms(row, account))
@@ -311,7 +317,8 @@ class Ledger:
     def register_units(self, run: str, party: str, digests: bytes, allow_shared: bool = False) -> None:
         """The units of a party in a run, before its first release: concatenated 16-byte keyed digests.
 
-        Units that this ledger knows under another party's name are refused unless `allow_shared`.
+        Units that this ledger knows under another party's name are refused unless `allow_shared`: then what any party
+        released of a unit counts in the accounts of all parties that have it.
         """
         self.register_all_units(run, {party: digests}, allow_shared)
 
@@ -328,13 +335,22 @@ class Ledger:
                         "began with, or start another run."
                     )
             new = {party: units for party, units in given.items() if run not in before[party]}
-            if not allow_shared:
-                self._refuse_shared_units(new)
+            known = {party: self._read_party_units(party) for party in store.unit_rows}
+            shared = find_shared_units(known, new)
+            if shared is not None and not allow_shared:
+                party, other, count = shared
+                raise BudgetError(
+                    f"{count} of the {len(new[party])} records of party {party!r} are in this ledger as records of "
+                    f"party {other!r}, whose budget counts what was released of them; use the parties' names of before."
+                )
             numbers = self._store_unit_sets(new.values())
             store.insert(
                 "units",
-                ("party", "run", "unit_set"),
-                [(party, run, numbers[name_unit_set(write_units(units))]) for party, units in new.items()],
+                ("party", "run", "unit_set", "shared"),
+                [
+                    (party, run, numbers[name_unit_set(write_units(units))], shared is not None)
+                    for party, units in new.items()
+                ],
             )
 
     def _store_unit_sets(self, sets: Iterable[UnitArray]) -> dict[bytes, int]:
@@ -349,21 +365,9 @@ class Ledger:
         added = self._store.insert("unit_sets", ("digest", "members"), missing)
         return numbers | {name: number for (name, _), number in zip(missing, added, strict=True)}
 
-    def _refuse_shared_units(self, given: Mapping[str, UnitArray]) -> None:
-        """BudgetError where units of one party are known under another name, here or in the ledger."""
-        known = {party: self._read_party_units(party) for party in self._store.unit_rows}
-        shared = find_shared_units(known, given)
-        if shared is not None:
-            party, other, count = shared
-            raise BudgetError(
-                f"{count} of the {len(given[party])} records of party {party!r} are in this ledger as records of party "
-                f"{other!r}, whose budget counts what was released of them; use the parties' names of before."
-            )
-
     def _read_party_units(self, party: str) -> UnitArray:
         """All units that a party ever had in this ledger."""
-        numbers = {number for _, number in self._store.unit_rows.get(party, ())}
-        return merge_units([self._pricer.read_set(number) for number in sorted(numbers)])
+        return self._pricer.read_party_units(party)
 
     def find_known_units(self, party: str, digests: bytes) -> KnownUnits:
         """How many of these units this ledger knows, from the party's earlier runs or from other parties."""
@@ -420,7 +424,8 @@ class Ledger:
                         f"party {party!r} already reserved other events for round {round} of run {run!r} (attempt "
                         f"{attempt}); what is released must be what was reserved, so nothing was released."
                     )
-            fits = {party: self._is_affordable(run, each) for party, each in fresh.items()}
+            with self._pricer.assume(run, {each.row: each.after[1] for each in fresh.values()}):
+                fits = {party: self._is_affordable(run, each) for party, each in fresh.items()}
             granted = [fresh[party] for party in fresh if fits[party]]
             self._insert_terms({each.row: each.terms for each in granted})
             numbers = store.insert(
@@ -620,8 +625,8 @@ def _describe_other_record(known: RunRecord, given: RunRecord) -> str:
     """The first difference between two records of one run, in a sentence."""
     name = next(name for name, value in vars(known).items() if value != getattr(given, name))
     return (
-        f"run {known.id} is in the ledger with {name} = {getattr(known, name)!r}, not {getattr(given, name)!r}; a run is "
-        "resumed with the settings and data that it began with, or started under another id."
+        f"run {known.id} is in the ledger with {name} = {getattr(known, name)!r}, not {getattr(given, name)!r}; a run "
+        "is resumed with the settings and data that it began with, or started under another id."
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 from fulcrum.privacy.accounting import Spend, compute_epsilons
@@ -19,25 +20,29 @@ from fulcrum.privacy.ledger.composition import (
 )
 from fulcrum.privacy.ledger.rows import LedgerAccount, RunPlan
 from fulcrum.privacy.ledger.store import EMPTY_SPEND, LedgerStore
-from fulcrum.privacy.ledger.units import UnitArray, group_by_history, parse_units
+from fulcrum.privacy.ledger.units import UnitArray, group_by_history, merge_units, parse_units
 
-MAX_PRICES_KEPT = 200_000
-EVERYBODY: frozenset[str] = frozenset()
-"""The history of a unit that was in all runs: no run is left out."""
+MAX_PRICES_KEPT = 20_000
+Place = tuple[int, str]
+"""A party's row and a run."""
+History = tuple[frozenset[str], frozenset[Place]]
+"""The runs of its party that a unit was NOT in (runs without registered units count for everybody), and the places
+where other parties had it."""
+NOWHERE: frozenset[Place] = frozenset()
+EVERYBODY: History = (frozenset(), NOWHERE)
+"""The history of a unit that was in all runs of its party."""
 
 
 class Pricer:
-    """Costs of the accounts of a store. Use within its `reading` or `write_transaction`.
-
-    A history is the set of runs that a unit was NOT in: runs without registered units count for everybody.
-    """
+    """Costs of the accounts of a store. Use within its `reading` or `write_transaction`."""
 
     def __init__(self, store: LedgerStore) -> None:
         self.store = store
         self._prices: dict[tuple[int, float, float], tuple[Spend, float]] = {}
         self._covered: dict[tuple[int, int], tuple[Spend, tuple[Event, ...], bool]] = {}
         self._merged: dict[tuple[int, frozenset[str]], tuple[tuple[int, ...], Spend]] = {}
-        self._histories: dict[str, tuple[int, int, tuple[frozenset[str], ...]]] = {}
+        self._histories: dict[str, tuple[tuple[int, int, bool], tuple[History, ...]]] = {}
+        self._assumed: dict[Place, Spend] = {}
         self._sets: dict[int, UnitArray] = {}
 
     # --- rules -----------------------------------------------------------------------------------
@@ -92,13 +97,16 @@ class Pricer:
                 each: _read_slice(plan if each == run and plan is not None else known.get(each)) for each in begun
             }
             costs = [
-                add_slices(pair for each, pair in slices.items() if each not in out)
-                for out in self.list_histories(account.name, row, run)
+                add_slices(
+                    [pair for each, pair in slices.items() if each not in out]
+                    + [self._get_other_slice(place) for place in others]
+                )
+                for out, others in self.list_histories(account.name, row, run)
             ]
         else:
             costs = [
-                Cost(self._price(self._sum_runs(row, out, run, after), account.delta, terms[1]), account.delta)
-                for out in self.list_histories(account.name, row, run)
+                Cost(self._price(self._sum_runs(row, out, others, run, after), account.delta, terms[1]), account.delta)
+                for out, others in self.list_histories(account.name, row, run)
             ]
         return Cost(
             max((cost.epsilon for cost in costs), default=0.0), max((cost.delta for cost in costs), default=0.0)
@@ -116,7 +124,7 @@ class Pricer:
 
     def find_largest_spend(self, account: LedgerAccount, row: int) -> Spend:
         """All releases of the history that costs the most by the Renyi order of the account."""
-        spends = [self._sum_runs(row, out) for out in self.list_histories(account.name, row)]
+        spends = [self._sum_runs(row, out, others) for out, others in self.list_histories(account.name, row)]
         if len(spends) == 1:
             return spends[0]
         order = self.choose_terms(row, account)[1]
@@ -131,9 +139,19 @@ class Pricer:
         return self._prices[key][1]
 
     def _sum_runs(
-        self, row: int, out: frozenset[str], run: str = "", after: tuple[Spend, Spend] | None = None
+        self,
+        row: int,
+        out: frozenset[str],
+        others: frozenset[Place] = NOWHERE,
+        run: str = "",
+        after: tuple[Spend, Spend] | None = None,
     ) -> Spend:
-        """The party's releases less those of the runs in `out`."""
+        """The party's releases less those of the runs in `out`, with those of other parties in `others`."""
+        if others:
+            total = self._sum_runs(row, out, NOWHERE, run, after)
+            for place in sorted(others):
+                total = total.add_events(self._get_run_spend(place).events)
+            return total
         if not out:
             return after[0] if after else self.store.get_spend(row)
         runs = self.store.get_run_spends(row)
@@ -149,35 +167,77 @@ class Pricer:
 
     # --- histories -------------------------------------------------------------------------------
 
-    def list_histories(self, party: str, row: int, run: str = "") -> tuple[frozenset[str], ...]:
+    def list_histories(self, party: str, row: int, run: str = "") -> tuple[History, ...]:
         """The histories of the party's units of the latest run whose units were registered."""
         rows = self.store.unit_rows.get(party, [])
-        if len({unit_set for _, unit_set in rows}) <= 1:
+        if len({unit_set for _, unit_set in rows}) <= 1 and not (rows and self.store.has_shared_units):
             return (EVERYBODY,)
         known = {each for each, _ in rows}
-        others = sum(each not in known for each in (*self.store.get_run_spends(row), *([run] if run else [])))
+        unknown = any(each not in known for each in (*self.store.get_run_spends(row), *([run] if run else [])))
+        every = self.store.unit_rows if self.store.has_shared_units else {party: rows}
+        state = (sum(map(len, every.values())), len(self.store.accounts), unknown)
         kept = self._histories.get(party)
-        if kept is None or kept[:2] != (len(rows), others):
-            kept = (len(rows), others, self._find_histories(rows, others > 0))
+        if kept is None or kept[0] != state:
+            kept = (state, self._find_histories(party, every, unknown))
             self._histories[party] = kept
-        return kept[2]
+        return kept[1]
 
-    def _find_histories(self, rows: list[tuple[str, int]], others: bool) -> tuple[frozenset[str], ...]:
-        numbers = sorted({unit_set for _, unit_set in rows})
-        groups = group_by_history(self.read_set(rows[-1][1]), [self.read_set(number) for number in numbers])
+    def _find_histories(
+        self, party: str, every: Mapping[str, Sequence[tuple[str, int]]], unknown: bool
+    ) -> tuple[History, ...]:
+        """every: the runs with registered units, by party: this one, and all others where units are shared."""
+        rows, present = every[party], self.read_set(every[party][-1][1])
+        sets: dict[int, list[tuple[str, str]]] = {}  # number of a set -> (party, run)
+        for name, theirs in every.items():
+            for run, number in theirs:
+                sets.setdefault(number, []).append((name, run))
+        groups = group_by_history(present, [self.read_set(number) for number in sets])
+        held = [{place for at in group for place in list(sets.values())[at]} for group in groups]
+        row_of = {name: row for name, (row, _) in self.store.accounts.items()}
         found = {
-            frozenset(run for run, unit_set in rows if unit_set not in {numbers[i] for i in group}) for group in groups
+            (
+                frozenset(run for run, _ in rows if (party, run) not in places),
+                frozenset((row_of[name], run) for name, run in places if name != party and name in row_of),
+            )
+            for places in held
         }
-        if others:  # units that nobody registered were in these runs at most
-            found.add(frozenset(run for run, _ in rows))
+        if unknown:  # units that nobody registered were in these runs at most
+            found.add((frozenset(run for run, _ in rows), NOWHERE))
         # Who was in more runs has spent more.
-        return tuple(sorted((out for out in found if not any(less < out for less in found)), key=sorted))
+        return tuple(each for each in found if not any(_is_in_more(other, each) for other in found))
+
+    def read_party_units(self, party: str) -> UnitArray:
+        """All units that a party ever had in this ledger."""
+        numbers = {number for _, number in self.store.unit_rows.get(party, ())}
+        return merge_units([self.read_set(number) for number in sorted(numbers)])
+
+    @contextmanager
+    def assume(self, run: str, spends: Mapping[int, Spend]) -> Iterator[None]:
+        """Count these spends of parties' rows in a run, where others share their units, before they are written."""
+        self._assumed = {(row, run): spend for row, spend in spends.items()} if self.store.has_shared_units else {}
+        try:
+            yield
+        finally:
+            self._assumed = {}
+
+    def _get_other_slice(self, place: Place) -> tuple[float, float]:
+        """(epsilon, delta) of another party's run, from its first reservation on."""
+        begun = place in self._assumed or place[1] in self.store.get_run_spends(place[0])
+        return _read_slice(self.store.plans.get(place[0], {}).get(place[1])) if begun else (0.0, 0.0)
+
+    def _get_run_spend(self, place: Place) -> Spend:
+        return self._assumed.get(place) or self.store.get_run_spends(place[0]).get(place[1], EMPTY_SPEND)
 
     def read_set(self, number: int) -> UnitArray:
         """The units of a stored set."""
         if number not in self._sets:
             self._sets[number] = parse_units(self.store.read_members(number))
         return self._sets[number]
+
+
+def _is_in_more(one: History, other: History) -> bool:
+    """Whether a unit of one history was in all that a unit of the other was in, and in more."""
+    return one != other and one[0] <= other[0] and one[1] >= other[1]
 
 
 def _read_slice(plan: tuple[RunPlan, float | None] | None) -> tuple[float, float]:

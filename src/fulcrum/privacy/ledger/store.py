@@ -58,7 +58,7 @@ CREATE UNIQUE INDEX plan_of ON plans (run, party);
 CREATE TABLE unit_sets (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, members BLOB NOT NULL,
     time REAL NOT NULL);
 CREATE TABLE units (id INTEGER PRIMARY KEY, party TEXT NOT NULL, run TEXT NOT NULL,
-    unit_set INTEGER NOT NULL REFERENCES unit_sets, time REAL NOT NULL);
+    unit_set INTEGER NOT NULL REFERENCES unit_sets, shared INTEGER NOT NULL, time REAL NOT NULL);
 CREATE UNIQUE INDEX units_of ON units (run, party);
 CREATE TABLE chain (sequence INTEGER PRIMARY KEY, source TEXT NOT NULL, row INTEGER NOT NULL, digest BLOB NOT NULL);
 """
@@ -214,6 +214,7 @@ class LedgerStore:
         self.terms: dict[int, tuple[str, float]] = {}
         self.plans: dict[int, dict[str, tuple[RunPlan, float | None]]] = {}
         self.unit_rows: dict[str, list[tuple[str, int]]] = {}
+        self.has_shared_units = False  # whether a unit was registered by several parties, on purpose
         self._spends: dict[int, Spend] = {}
         self._run_spends: dict[int, dict[str, Spend]] = {}  # party's row -> run -> spend
         self._seen: dict[str, int] = dict.fromkeys(CHAINED_TABLES, 0)  # last row that was read, by table
@@ -376,8 +377,9 @@ class LedgerStore:
             self.terms[party] = (rule, order)
         for party, run, events, delta, epsilon in self._read_new_rows("plans", "party, run, events, delta, epsilon"):
             self.plans.setdefault(party, {})[run] = (RunPlan(read_events_text(events), delta), epsilon)
-        for name, run, members in self._read_new_rows("units", "party, run, unit_set"):
+        for name, run, members, shared in self._read_new_rows("units", "party, run, unit_set, shared"):
             self.unit_rows.setdefault(name, []).append((run, members))
+            self.has_shared_units = self.has_shared_units or bool(shared)
 
     def _read_new_rows(self, table: str, columns: str) -> list[tuple[Any, ...]]:
         rows = self.db.execute(
@@ -387,7 +389,7 @@ class LedgerStore:
         return [row[1:] for row in rows]
 
     def remember_spends(self, last: int, run: str, spends: Mapping[int, tuple[Spend, Spend]]) -> None:
-        """Keep the (total, run's) spends that this process has just written, up to entry `last`, without reading them."""
+        """Keep the (total, run's) spends that this process has just written, up to entry `last`."""
         with self._lock:
             if self._seen["entries"] < last:
                 for row, (total, own) in spends.items():

@@ -23,7 +23,7 @@ def parse_units(digests: bytes) -> UnitArray:
     """The distinct units of concatenated 16-byte digests, sorted; InputError if it is cut off."""
     if len(digests) % UNIT_DIGEST_BYTES:
         raise InputError(
-            f"unit digests have {len(digests)} bytes; they must be {UNIT_DIGEST_BYTES} bytes per unit, one after another."
+            f"unit digests have {len(digests)} bytes; they must be {UNIT_DIGEST_BYTES} bytes per unit, in one piece."
         )
     return np.unique(np.frombuffer(digests, dtype=f"S{UNIT_DIGEST_BYTES}"))
 

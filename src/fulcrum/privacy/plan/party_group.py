@@ -140,12 +140,26 @@ def group_parties(
     sizes [K]: units n_k per party. special: (budget, past spend) of parties with their own, by party number.
     """
     common, rate, count = make_common_terms(settings, rule), settings.train.rate, len(sizes)
-    by_size = False
-    if common.statistics_interval > 1:  # the noise of steps without statistics may depend on the batch size
-        few, many = rate * float(sizes.min()), rate * float(sizes.max())
-        common, by_size = replace(common, batch=few), _share_depends_on_batch(rule.share, few, many)
-    if by_size:  # then the cost depends on the size, and each size is a group
-        special = {k: special.get(k, (None, None)) for k in range(count)}
+    # The noise of steps without statistics may depend on the batch size. If it does each size is a group.
+    batches = rate * np.unique(sizes).astype(np.float64) if common.statistics_interval > 1 else np.ones(1)
+    common = replace(common, batch=float(batches[0]))
+    groups, group_of = _group_with_terms(settings, rule, common, count, name, special)
+    if all(_releases_the_same(group, batches) for group in groups):
+        return groups, group_of
+    by_size = {k: special.get(k, (None, None)) for k in range(count)}
+    return _group_with_terms(settings, rule, common, count, name, by_size, rate * sizes.astype(np.float64))
+
+
+def _group_with_terms(
+    settings: Settings,
+    rule: ClipRule,
+    common: PartyGroup,
+    count: int,
+    name: Callable[[int], str],
+    special: Mapping[int, tuple[float | None, Spend | None]],
+    batches: npt.NDArray[np.float64] | None = None,
+) -> tuple[list[PartyGroup], npt.NDArray[np.int32]]:
+    """`group_parties` with the common terms. batches [K]: each party's expected batch size; None: the common one."""
     numbers: dict[Any, int] = {}
     groups: list[PartyGroup] = []
     group_of = np.zeros(count, dtype=np.int32)
@@ -163,7 +177,7 @@ def group_parties(
             common,
             budget=budget if budget and rule.private else common.budget,
             spent=past or common.spent,
-            batch=rate * float(sizes[k]) if by_size else common.batch,
+            batch=common.batch if batches is None else float(batches[k]),
         )
         group_of[k] = number(own, name(k))
     return groups, group_of
@@ -175,9 +189,14 @@ def _compute_statistics_interval(settings: Settings, rule: ClipRule) -> int:
     return max(1, round(settings.clip.statistics_interval / settings.train.rate)) if paid else 1
 
 
-def _share_depends_on_batch(share: ShareFn, few: float, many: float) -> bool:
-    """Whether the share of the statistics differs between expected batch sizes `few` and `many`, at any noise."""
-    return any(share(float(sigma), few) != share(float(sigma), many) for sigma in np.geomspace(0.05, 1000.0, 200))
+def _releases_the_same(group: PartyGroup, batches: npt.NDArray[np.float64]) -> bool:
+    """Whether a party of any of these expected batch sizes releases the events of the group, at its noise."""
+    if len(batches) == 1 or group.sigma == 0:
+        return True
+    sigmas = {group.sigma * factor for factor in group.factors}
+    return all(
+        group.share(sigma, float(batch)) == group.share(sigma, group.batch) for sigma in sigmas for batch in batches
+    )
 
 
 def _choose_group_sigma(settings: Settings, rule: ClipRule, group: PartyGroup, who: str) -> float:
