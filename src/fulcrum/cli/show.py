@@ -74,7 +74,7 @@ def read_spent_so_far(folder: Path, lines: Sequence[Mapping[str, Any]]) -> tuple
     Folders of earlier versions are not bound to their ledger: there the last line counts.
     """
     from fulcrum.errors import InputError
-    from fulcrum.privacy.evaluation import HELD_OUT_NAME
+    from fulcrum.privacy.evaluation import is_held_out_account
     from fulcrum.runs import folder as record
     from fulcrum.runs.binding import RUN_FORMAT, StoredRun
 
@@ -87,7 +87,7 @@ def read_spent_so_far(folder: Path, lines: Sequence[Mapping[str, Any]]) -> tuple
     except InputError as error:
         return None, str(error)
     # The accounts of held-out units pay for their own scores; the statement tells of them.
-    trained = [cost for name, cost in costs.items() if name.rpartition("/")[2] != HELD_OUT_NAME]
+    trained = [cost for name, cost in costs.items() if not is_held_out_account(name)]
     return max(trained, default=0.0), ""
 
 
