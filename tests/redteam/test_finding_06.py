@@ -32,7 +32,7 @@ LEVELS = {"secure": "yes", "fast": "yes", "seeded": "simulation", "unsound": "no
 
 def state(folder: Path, ledger: Path | None, seed: int = 0, **names: Any) -> dict[str, Any]:
     """The statement of a run."""
-    kept = {} if ledger is None else {"ledger": str(ledger)}
+    kept: dict[str, Any] = {} if ledger is None else {"ledger": str(ledger)}
     names = {**TERMS, **names, "privacy": {"seed": seed, **names.get("privacy", {})}}
     fulcrum.train(toy_data(), out=folder, **kept, **names)
     found: dict[str, Any] = json.loads((folder / "privacy.json").read_text())

@@ -136,7 +136,7 @@ def test_an_older_copy_is_noticed_between_checkpoints_too(tmp_path: Path) -> Non
     young, folder = kill_run(tmp_path / "run", 5, 6, run={"checkpoint_every": 4})
     assert record.load_run_json(folder, "ledger-head.json")["round"] == 4
     shutil.copy(young / "ledger.sqlite", folder / "ledger.sqlite")
-    with pytest.raises(RunError, match="has 6 rounds on record, and ledger .* knows of 5 of them"):
+    with pytest.raises(RunError, match=r"has 6 rounds on record, and ledger .* knows of 5 of them"):
         resume(folder)
     assert resume(young).summary["status"] == "finished"
 

@@ -6,9 +6,11 @@ PRIVACY.md said 4, the terminal and summary.json added up the rounds on its metr
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +41,7 @@ def test_lost_checkpoints_of_a_secure_run_are_said_before_anything_is_paid_twice
 
 
 @pytest.mark.parametrize("terms", [{"epsilon": 4.0}, {"epsilon": None, "sigma": 1.0}], ids=["budget", "sigma"])
-def test_repeated_rounds_are_paid_and_every_file_says_so(terms: dict[str, float], tmp_path: Path) -> None:
+def test_repeated_rounds_are_paid_and_every_file_says_so(terms: dict[str, Any], tmp_path: Path) -> None:
     folder = stop_run(tmp_path / "run", randomness="secure", **terms)
     lose_checkpoints(folder)
     result = resume(folder, repeat=True)
@@ -56,6 +58,7 @@ def test_repeated_rounds_are_paid_and_every_file_says_so(terms: dict[str, float]
     assert f"epsilon = {format_epsilon(truth)} (RDP" in (folder / "PRIVACY.md").read_text()
     if terms["epsilon"] is not None:  # the budget was for eight rounds, and five were paid twice
         assert result.summary["status"].startswith("stopped")
+        assert account.budget is not None
         assert truth <= account.budget
         # What 243f1c8 said: the cost of one attempt at each round on the metrics. It is less than the truth.
         once = Spend.empty().add_events(
@@ -104,7 +107,7 @@ def test_a_run_that_ends_in_one_go_agrees_too(accountant: str, tmp_path: Path) -
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
         assert told_epsilons(tmp_path / "run", result) == {max(ledger.epsilons().values())}
     lines = record.load_metrics(tmp_path / "run")
-    assert all(earlier["epsilon"] <= later["epsilon"] for earlier, later in zip(lines, lines[1:], strict=False))
+    assert all(earlier["epsilon"] <= later["epsilon"] for earlier, later in itertools.pairwise(lines))
 
 
 @pytest.mark.parametrize("randomness", ["seeded", "secure"])
@@ -121,6 +124,6 @@ def test_an_unfinished_run_is_shown_with_what_the_ledger_says(
     assert json.loads((folder / "privacy.json").read_text())["epsilon"] == truth
     (folder / "ledger.sqlite").unlink()
     assert main(["show", str(folder)]) == 0
-    said = capsys.readouterr()
-    assert "epsilon so far  - for one example" in said.out
-    assert "is missing" in said.err
+    again = capsys.readouterr()
+    assert "epsilon so far  - for one example" in again.out
+    assert "is missing" in again.err

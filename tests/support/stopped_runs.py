@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import fulcrum
 from fulcrum.data import Dataset
 from fulcrum.errors import RunError
@@ -41,12 +43,9 @@ class CopyAfter(Observer):
 
 def stop_run(folder: Path, rounds: int = 5, data: Dataset | None = None, **names: Any) -> Path:
     """The folder of a run that was stopped after so many rounds."""
-    try:
+    with pytest.raises(RunError, match="can be continued"):
         fulcrum.train(data or toy_data(), out=folder, observers=[StopAfter(rounds)], **{**TERMS, **names})
-    except RunError as error:
-        assert "can be continued" in str(error), error
-        return folder
-    raise AssertionError("the run was not stopped")
+    return folder
 
 
 def kill_run(folder: Path, *rounds: int, **names: Any) -> list[Path]:

@@ -4,8 +4,8 @@ run.json      the settings, the ledger's identity and absolute path, and the led
 head file     ledger-head.json: the ledger's head after the last checkpoint
 ledger        the run's record, with a digest of the settings and a keyed fingerprint of the data
 
-A ledger that is missing, another one, rolled back or rewritten, settings that were edited, and checkpoints that are lost
-are each refused in a sentence of their own: the ledger alone knows what was spent, so a run without it could say less
+A ledger that is missing, another one, rolled back or rewritten, settings that were edited, and checkpoints that are
+lost are each refused in a sentence of their own: the ledger alone knows what was spent, so a run without it could say less
 than what was released.
 """
 
@@ -300,10 +300,10 @@ def check_checkpoints(stored: StoredRun, federation: Federation, ledger: Ledger,
         return []
     which = f"round {settled[0] + 1}" if len(settled) == 1 else f"rounds {settled[0] + 1} to {settled[-1] + 1}"
     if len(settled) > 1 and not repeat:
+        left = f"the newest there is of round {start}" if start else "none is left"
         raise RunError(
-            f"{stored.path} lost its checkpoint after round {settled[-1] + 1} (the newest there is of round {start}), and "
-            f"secure noise cannot be drawn again; bring the checkpoint back, or pay for {which} a second time with "
-            "--repeat."
+            f"{stored.path} lost its checkpoint after round {settled[-1] + 1} ({left}), and secure noise cannot be "
+            f"drawn again; bring the checkpoint back, or pay for {which} a second time with --repeat."
         )
     return [f"The checkpoint after {which} was lost: secure noise is drawn anew there, and paid a second time."]
 

@@ -44,8 +44,8 @@ class EvaluationData:
     """The records that the model was scored on.
 
     kind: "none", "public" (handed over apart from the training records), "public, held-out" (a part of public data) or
-    "held-out" (private). times: number of evaluations. paid: whether metrics of held-out records come from noised releases that their account paid for;
-    epsilon and delta: of a held-out unit, in this run.
+    "held-out" (private). times: number of evaluations. paid: whether metrics of held-out records come from noised
+    releases that their account paid for; epsilon and delta: of a held-out unit, in this run.
     """
 
     kind: str = "none"
