@@ -5,8 +5,8 @@ head file     ledger-head.json: the ledger's head after the last checkpoint
 ledger        the run's record, with a digest of the settings and a keyed fingerprint of the data
 
 A ledger that is missing, another one, rolled back or rewritten, settings that were edited, and checkpoints that are
-lost are each refused in a sentence of their own: the ledger alone knows what was spent, so a run without it could say less
-than what was released.
+lost are each refused in a sentence of their own: the ledger alone knows what was spent, so a run without it could say
+less than what was released.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ def register_units(federation: Federation, ledger: Ledger, run: str) -> None:
     A person may have records at several parties of one run; whoever is on record at a party that is not in this run
     came under another name, and is refused.
     """
+    if federation.problem.dataset.train is None:  # a coordinator: the parties know their own units
+        return
     digests = list_unit_digests(federation)
     everybody = [units[at : at + UNIT_BYTES] for units in digests.values() for at in range(0, len(units), UNIT_BYTES)]
     shared = len(set(everybody)) < len(everybody)

@@ -107,8 +107,8 @@ class AccountedRun:
 
     @property
     def coverage(self) -> Coverage:
-        """All runs within the scope, this one last."""
-        own = CoveredRun(
+        """All runs within the scope, this one last; what the ledger has on record of it counts."""
+        made = CoveredRun(
             id=self.run_id,
             rule=self.rule.name,
             sound=self.rule.sound,
@@ -117,6 +117,7 @@ class AccountedRun:
             arithmetic=self.arithmetic,
             simulation=self.simulation or self.randomness_mode != "secure",
         )
+        own = next((run for run in self.others if run.id == self.run_id), made)
         return Coverage((*(run for run in self.others if run.id != self.run_id), own))
 
 

@@ -19,8 +19,8 @@ RANDOMNESS_TEXTS = {
     ),
     "seeded": (
         "Sampling and noise come from the stream cipher ChaCha20 under a key made from a seed. Whoever knows or "
-        "guesses the seed can subtract the noise: epsilon holds only while the seed is secret, and a small number is soon "
-        "guessed. A run whose settings and seed are published is a simulation and protects nobody."
+        "guesses the seed can subtract the noise: epsilon holds only while the seed is secret, and a small number is "
+        "soon guessed. A run whose settings and seed are published is a simulation and protects nobody."
     ),
     "recorded": "Sampling and noise were replayed from a recording: this is a test and protects nobody.",
     UNKNOWN: (
@@ -48,8 +48,8 @@ ARITHMETIC_TEXTS = {
 }
 NOISE_TEXT = (
     "Exact Gaussian noise is added to each sum, and the result is rounded to a public grid of powers of two; what "
-    "leaves is integers. Each rounding is certified: where float64 cannot decide it, more digits are computed. Rounding comes "
-    "after the noise and costs nothing."
+    "leaves is integers. Each rounding is certified: where float64 cannot decide it, more digits are computed. "
+    "Rounding comes after the noise and costs nothing."
 )
 OLDER_NOISE_TEXT = (
     "Earlier runs on this ledger may have added their noise in float32 without such rounding: for them, the noise is "
