@@ -99,6 +99,15 @@ def test_the_held_out_units_pay_from_their_own_account_before_they_are_scored(tm
     assert "budget is spent" in again[-1][0].evaluation
 
 
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_the_evaluations_are_a_plan_that_the_ledger_knows_beforehand(accountant: str, tmp_path: Path):
+    made = prepare(settings(privacy={"accountant": accountant}), patients())
+    with Ledger.open(tmp_path / "kept.sqlite") as ledger:
+        for each, _ in federate(made, ledger, "run"):
+            assert each.round < 2 or ledger.has_plan("run", "held-out")
+        assert 0.9 * EPSILON < ledger.epsilon("held-out") <= EPSILON
+
+
 def test_each_named_party_scores_its_own_records():
     party = np.array(["north", "south"])[(np.arange(400) // 2) % 2]
     made = prepare(settings(), patients(party=party))

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fulcrum.privacy import accounting
 from fulcrum.study.records import StudyScore
 
 if TYPE_CHECKING:
@@ -107,10 +108,7 @@ def format_value(value: TableValue) -> str:
 def format_epsilon(value: float | str | None) -> str:
     """An epsilon to four digits, rounded up: what is printed is never less than what was spent."""
     number = math.nan if value is None else float(value)  # our JSON has infinity as the text "inf"
-    if not 0 < number < math.inf:
-        return format_value(None if math.isnan(number) else number)
-    scale = 10.0 ** (3 - math.floor(math.log10(number)))
-    return f"{math.ceil(number * scale * (1 - 1e-12)) / scale:.4g}"
+    return format_value(None) if math.isnan(number) else accounting.format_epsilon(number)
 
 
 def format_percent(fraction: float | None) -> str:

@@ -57,8 +57,8 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
             version=fulcrum.__version__,
             date=record.current_utc_time(),
             arithmetic="proven" if problem.proven else "fast",
-            others=tuple(map(describe_covered_run, run.ledger.runs().values())) if kept else (),
-            evaluation=describe_evaluation(run.federation, rounds_done),
+            others=list_released_runs(run.ledger) if kept else (),
+            evaluation=describe_evaluation(run, rounds_done),
             composition=describe_composition(run) if kept else "",
             notes=run.notes,
         )
@@ -76,6 +76,15 @@ def read_run_epsilons(run: ActiveRun) -> dict[str, float]:
     return {name: costs.get(name, 0.0) for name in map(plan.name, range(plan.parties))}
 
 
+def list_released_runs(ledger: Ledger) -> tuple[CoveredRun, ...]:
+    """The runs of a ledger that released anything; a run that was registered and refused concerns nobody."""
+    return tuple(
+        describe_covered_run(each)
+        for each in ledger.runs().values()
+        if any(spend.releases for spend in ledger.get_spends(each.id).values())
+    )
+
+
 def describe_covered_run(record: RunRecord) -> CoveredRun:
     """A run of the ledger as the statement needs it. Runs that nobody registered are unknown, not good."""
     if not record.is_known:
@@ -91,13 +100,22 @@ def describe_covered_run(record: RunRecord) -> CoveredRun:
     )
 
 
-def describe_evaluation(federation: Federation, rounds_done: int) -> EvaluationData:
-    """The records that the model was scored on in the first `rounds_done` rounds."""
-    test = federation.problem.dataset.test
-    if test is None or not len(test):
-        return EvaluationData()
+def describe_evaluation(run: ActiveRun, rounds_done: int) -> EvaluationData:
+    """The records that the model was scored on in the first `rounds_done` rounds, and what that cost them."""
+    federation = run.federation
+    dataset, plan = federation.problem.dataset, federation.evaluation
     times = sum(is_evaluation_round(federation.settings, t) for t in range(rounds_done))
-    return EvaluationData("held-out" if federation.settings.data.validation else "public", len(test), times)
+    if plan is not None:
+        costs = run.ledger.epsilons(run.id)
+        spent = max((costs.get(account.name, 0.0) for account in plan.accounts), default=0.0)
+        records = sum(len(account.rows) for account in plan.accounts)
+        return EvaluationData("held-out", records, times, paid=True, epsilon=spent, delta=plan.delta)
+    if dataset.test is None or not len(dataset.test):
+        return EvaluationData()
+    kind = "public"
+    if federation.settings.data.validation:
+        kind = "public, held-out" if dataset.public else "held-out"
+    return EvaluationData(kind, len(dataset.test), times)
 
 
 def describe_composition(run: ActiveRun) -> str:

@@ -4,27 +4,32 @@ run.json      the settings, the ledger's identity and absolute path, and the led
 head file     ledger-head.json: the ledger's head after the last checkpoint
 ledger        the run's record, with a digest of the settings and a keyed fingerprint of the data
 
-A ledger that is missing, another one, rolled back or rewritten, settings that were edited, and checkpoints that are lost
-are each refused in a sentence of their own: the ledger alone knows what was spent, so a run without it could say less
-than what was released.
+A ledger that is missing, another one, rolled back or rewritten, settings that were edited, and checkpoints that are
+lost are each refused in a sentence of their own: the ledger alone knows what was spent, so a run without it could say
+less than what was released.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fulcrum.errors import InputError, RunError
-from fulcrum.privacy.ledger import Ledger, LedgerHead, RunRecord, make_seed_digest
+from fulcrum.data.fingerprints import DIGEST_BYTES as UNIT_BYTES
+from fulcrum.data.fingerprints import compute_keyed_fingerprint
+from fulcrum.errors import BudgetError, InputError, RunError
+from fulcrum.privacy.ledger import Ledger, LedgerAccount, LedgerHead, RunRecord, make_seed_digest
 from fulcrum.runs import folder as record
+from fulcrum.runs.preparation import list_unit_digests
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
+from fulcrum.training.loop import MAX_PARTIES_WITH_EPSILON
 from fulcrum.training.problem import get_private_seed
 
 RUN_FORMAT = 2
@@ -75,22 +80,50 @@ def register_run(federation: Federation, ledger: Ledger, run: str) -> None:
     settings, problem, plan = federation.settings, federation.problem, federation.plan
     mode = problem.randomness.mode
     ledger.bring_to_current_format()  # its identity salts the seed's digest
-    ledger.register_run(
-        RunRecord(
-            id=run,
-            rule=problem.rule.name,
-            sound=problem.rule.sound,
-            private=problem.rule.private,
-            randomness=mode,
-            arithmetic="proven" if problem.proven else "fast",
-            aggregation=plan.aggregation,
-            unit=plan.unit,
-            seed_digest=make_seed_digest(get_private_seed(settings), ledger.identity) if mode == "seeded" else "",
-            data_digest=problem.dataset.fingerprint,
-            settings_digest=compute_settings_digest(list_bound_settings(settings)),
-            simulation=mode != "secure",
-        )
+    known = RunRecord(
+        id=run,
+        rule=problem.rule.name,
+        sound=problem.rule.sound,
+        private=problem.rule.private,
+        randomness=mode,
+        arithmetic="proven" if problem.proven else "fast",
+        aggregation=plan.aggregation,
+        unit=plan.unit,
+        seed_digest=make_seed_digest(get_private_seed(settings), ledger.identity) if mode == "seeded" else "",
+        data_digest=compute_keyed_fingerprint(problem.dataset),
+        settings_digest=compute_settings_digest(list_bound_settings(settings)),
+        simulation=mode != "secure",
     )
+    # The record comes last: a start that is refused for its parties or units must not use up the private seed. A seed
+    # that is refused must not leave units behind either.
+    used = {each.seed_digest for each in ledger.runs().values() if each.id != run}
+    if settings.run.ledger and (not known.seed_digest or known.seed_digest not in used):
+        if plan.parties <= MAX_PARTIES_WITH_EPSILON:
+            ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in range(plan.parties))
+        register_units(federation, ledger, run)
+    ledger.register_run(known)
+
+
+def register_units(federation: Federation, ledger: Ledger, run: str) -> None:
+    """Register whose records each party has, by keyed digests, so that a kept ledger knows them under any name.
+
+    A person may have records at several parties of one run; whoever is on record at a party that is not in this run
+    came under another name, and is refused.
+    """
+    if federation.problem.dataset.train is None:  # a coordinator: the parties know their own units
+        return
+    digests = list_unit_digests(federation)
+    everybody = [units[at : at + UNIT_BYTES] for units in digests.values() for at in range(0, len(units), UNIT_BYTES)]
+    shared = len(set(everybody)) < len(everybody)
+    for party, units in digests.items() if shared else ():
+        for other, count in ledger.find_known_units(party, units).elsewhere.items():
+            if other not in digests:
+                raise BudgetError(
+                    f"{count} units of party {party!r} are in ledger {ledger.path} as units of party {other!r}, whose "
+                    "budget counts what was released of them; use the parties' names of before."
+                )
+    if digests:
+        ledger.register_all_units(run, digests, allow_shared=shared)
 
 
 def describe_binding(federation: Federation, ledger: Ledger) -> dict[str, Any]:
@@ -119,7 +152,9 @@ def head_from_json(entries: Mapping[str, Any], where: Path) -> LedgerHead:
     try:
         return LedgerHead(str(entries["identity"]), int(entries["sequence"]), str(entries["digest"]))
     except (KeyError, TypeError, ValueError):
-        raise RunError(f"{where} was edited or damaged: it does not say which ledger the run has; restore it.") from None
+        raise RunError(
+            f"{where} was edited or damaged: it does not say which ledger the run has; restore it."
+        ) from None
 
 
 # --- before a run goes on -----------------------------------------------------------------------
@@ -209,7 +244,8 @@ class StoredRun:
                 f"ledger {path} of run {self.path} is empty now, and was not when the run stopped; bring back the file "
                 "that says what was spent."
             )
-        ledger = Ledger.open(path)
+        with self._say_which_run():
+            ledger = Ledger.open(path)
         try:
             self._check_ledger(ledger)
         except BaseException:
@@ -217,12 +253,18 @@ class StoredRun:
             raise
         return ledger
 
+    @contextlib.contextmanager
+    def _say_which_run(self) -> Iterator[None]:
+        """Around calls of the ledger: its refusals name the run that does not go on."""
+        try:
+            yield
+        except InputError as error:
+            raise RunError(f"run {self.path} does not go on: {error}") from error
+
     def _check_ledger(self, ledger: Ledger) -> None:
-        for head in self.heads:
-            try:
+        with self._say_which_run():
+            for head in self.heads:
                 ledger.check_contains(head)
-            except InputError as error:
-                raise RunError(f"run {self.path} does not go on: {error}") from error
         known = ledger.runs().get(self.id)
         if known is None or not known.is_known:
             raise RunError(
@@ -260,10 +302,10 @@ def check_checkpoints(stored: StoredRun, federation: Federation, ledger: Ledger,
         return []
     which = f"round {settled[0] + 1}" if len(settled) == 1 else f"rounds {settled[0] + 1} to {settled[-1] + 1}"
     if len(settled) > 1 and not repeat:
+        left = f"the newest there is of round {start}" if start else "none is left"
         raise RunError(
-            f"{stored.path} lost its checkpoint after round {settled[-1] + 1} (the newest there is of round {start}), and "
-            f"secure noise cannot be drawn again; bring the checkpoint back, or pay for {which} a second time with "
-            "--repeat."
+            f"{stored.path} lost its checkpoint after round {settled[-1] + 1} ({left}), and secure noise cannot be "
+            f"drawn again; bring the checkpoint back, or pay for {which} a second time with --repeat."
         )
     return [f"The checkpoint after {which} was lost: secure noise is drawn anew there, and paid a second time."]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import fulcrum
 from fulcrum.data import Dataset
-from fulcrum.data.fingerprints import compute_keyed_fingerprint, is_same_data
+from fulcrum.data.fingerprints import compute_keyed_fingerprint, find_key_file
 from fulcrum.errors import RunError
 from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.privacy.ledger import Ledger
@@ -132,6 +132,7 @@ def _write_start_files(
             "score": problem.task.score,
             "higher_is_better": problem.task.higher_is_better,
             "aggregation": federation.plan.aggregation,
+            "simulation": problem.randomness.mode != "secure",
             **binding.describe_binding(federation, ledger),
             **facts,
         },
@@ -141,8 +142,12 @@ def _write_start_files(
 def _refuse_other_problem(federation: Federation, path: Path, facts: Mapping[str, Any]) -> None:
     """Raise RunError if run.json has other data or another model than the federation."""
     problem = federation.problem
-    if not is_same_data(problem.dataset, str(facts.get("data"))):
-        raise RunError(f"{path} was trained on other data than {problem.dataset.name} holds now; bring that data back.")
+    if facts.get("data") != compute_keyed_fingerprint(problem.dataset):
+        raise RunError(
+            f"{path} was trained on other data than {problem.dataset.name} holds now"
+            + ("" if problem.dataset.public else f", or under another key than {find_key_file()} holds now")
+            + "; bring that data back."
+        )
     if facts.get("parameters") != problem.layout.dim:
         raise RunError(
             f"{path} has a model of {facts.get('parameters')} parameters, this one has {problem.layout.dim}."

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fulcrum.errors import ConfigError, RunError
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import Plan
 from fulcrum.runs import folder as record
@@ -154,9 +155,8 @@ class ProgressLines(Observer):
         if result.metrics:
             metrics = "  ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
             C = f"C {record.compute_total_C(result.C):.4g}"
-            print(
-                f"round {result.round}/{result.rounds}  {metrics}  {C}  epsilon {result.epsilon:.4g}", file=sys.stderr
-            )
+            epsilon = f"epsilon {format_epsilon(result.epsilon)}"
+            print(f"round {result.round}/{result.rounds}  {metrics}  {C}  {epsilon}", file=sys.stderr)
 
 
 # --- observers by name ------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def _put_ledger_epsilons(
     if not found:
         return found
     last = found[-1]
-    now = {"epsilon": max(costs.values(), default=0.0)}
+    now: dict[str, Any] = {"epsilon": max(costs.values(), default=0.0)}
     now |= {"epsilons": list(costs.values())} if "epsilons" in last else {}
     if {name: last.get(name) for name in now} != to_json_value(now):
         last |= to_json_value(now)

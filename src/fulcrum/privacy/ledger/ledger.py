@@ -538,6 +538,15 @@ class Ledger:
                 found[party] = self._pricer.compute_cost(account, row, terms)
         return found
 
+    def price_run(self, run: str, spends: Mapping[str, Spend]) -> dict[str, float]:
+        """The epsilon of a run alone, had each of these parties released no more in it than this, as `cost` counts."""
+        with self._store.reading():
+            found = {}
+            for party, spend in spends.items():
+                row, account = self._store.find_account(party)
+                found[party] = self._pricer.compute_run_cost(account, row, run, spend).epsilon
+            return found
+
     def epsilon(self, party: str, run: str | None = None) -> float:
         """The epsilon of `cost`."""
         return self.cost(party, run).epsilon

@@ -43,14 +43,17 @@ from fulcrum.settings.schema import Settings
 class EvaluationData:
     """The records that the model was scored on.
 
-    kind: "none", "public" (handed over apart from the training records) or "held-out" (private). times: number of
-    evaluations. paid: whether metrics of held-out records come from noised releases that their account paid for.
+    kind: "none", "public" (handed over apart from the training records), "public, held-out" (a part of public data) or
+    "held-out" (private). times: number of evaluations. paid: whether metrics of held-out records come from noised
+    releases that their account paid for; epsilon and delta: of a held-out unit, in this run.
     """
 
     kind: str = "none"
     records: int = 0
     times: int = 0
     paid: bool = False
+    epsilon: float = 0.0
+    delta: float = 0.0
 
     @property
     def protected(self) -> bool:
@@ -60,7 +63,12 @@ class EvaluationData:
     @property
     def text(self) -> str:
         """What was scored, and whether it is protected."""
-        return EVALUATION_TEXTS["held-out, paid" if self.kind == "held-out" and self.paid else self.kind]
+        if self.kind == "held-out" and self.paid:
+            cost = (
+                f" Each held-out unit has epsilon = {format_epsilon(self.epsilon)}, delta = {self.delta:g} in this run."
+            )
+            return EVALUATION_TEXTS["held-out, paid"] + cost
+        return EVALUATION_TEXTS[self.kind]
 
 
 @dataclass(frozen=True)
@@ -99,8 +107,8 @@ class AccountedRun:
 
     @property
     def coverage(self) -> Coverage:
-        """All runs within the scope, this one last."""
-        own = CoveredRun(
+        """All runs within the scope, this one last; what the ledger has on record of it counts."""
+        made = CoveredRun(
             id=self.run_id,
             rule=self.rule.name,
             sound=self.rule.sound,
@@ -109,6 +117,7 @@ class AccountedRun:
             arithmetic=self.arithmetic,
             simulation=self.simulation or self.randomness_mode != "secure",
         )
+        own = next((run for run in self.others if run.id == self.run_id), made)
         return Coverage((*(run for run in self.others if run.id != self.run_id), own))
 
 
@@ -195,6 +204,7 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             "records": run.evaluation.records,
             "times": run.evaluation.times,
             "protected": run.evaluation.protected,
+            **({"epsilon": run.evaluation.epsilon, "delta": run.evaluation.delta} if run.evaluation.paid else {}),
             "text": run.evaluation.text,
         },
         "runs_covered": [

@@ -20,8 +20,8 @@ GUARANTEE_BANNERS = {
     "nominal": "a clipping rule within the scope is not sound. The epsilon is NOMINAL, not a guarantee.",
     "unknown": "an earlier version wrote rows of this ledger without what makes an epsilon a guarantee.",
     "simulation": (
-        "SIMULATION. The random numbers follow from a seed: whoever knows or guesses it can subtract the noise. For real "
-        "data use privacy.randomness = secure."
+        "SIMULATION. The random numbers follow from a seed: whoever knows or guesses it can subtract the noise. For "
+        "real data use privacy.randomness = secure."
     ),
     "assumed": (
         "SIMULATED SECURE AGGREGATION. The epsilon of this run is against a server that sees only SUMS over all "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME
@@ -17,9 +18,9 @@ RANDOMNESS_TEXTS = {
         "cipher."
     ),
     "seeded": (
-        "Sampling and noise come from the stream cipher ChaCha20 under a key made from a seed. Whoever knows or guesses "
-        "the seed can subtract the noise: epsilon holds only while the seed is secret, and a small number is soon "
-        "guessed. A run whose settings and seed are published is a simulation and protects nobody."
+        "Sampling and noise come from the stream cipher ChaCha20 under a key made from a seed. Whoever knows or "
+        "guesses the seed can subtract the noise: epsilon holds only while the seed is secret, and a small number is "
+        "soon guessed. A run whose settings and seed are published is a simulation and protects nobody."
     ),
     "recorded": "Sampling and noise were replayed from a recording: this is a test and protects nobody.",
     UNKNOWN: (
@@ -46,9 +47,9 @@ ARITHMETIC_TEXTS = {
     UNKNOWN: "unknown: rows of earlier versions do not say how sums were computed; those versions summed in float32.",
 }
 NOISE_TEXT = (
-    "Exact Gaussian noise is added to each sum, and the result is rounded to a public grid of powers of two; what leaves "
-    "is integers. Each rounding is certified: where float64 cannot decide it, more digits are computed. Rounding comes "
-    "after the noise and costs nothing."
+    "Exact Gaussian noise is added to each sum, and the result is rounded to a public grid of powers of two; what "
+    "leaves is integers. Each rounding is certified: where float64 cannot decide it, more digits are computed. "
+    "Rounding comes after the noise and costs nothing."
 )
 OLDER_NOISE_TEXT = (
     "Earlier runs on this ledger may have added their noise in float32 without such rounding: for them, the noise is "
@@ -56,14 +57,16 @@ OLDER_NOISE_TEXT = (
 )
 FLOATING_POINT_NOTES = {
     "proven": (
-        "Floating-point arithmetic is covered from the gradients on (see Arithmetic and noise). What remains is how long "
-        "it takes, and faults of processors and libraries that break the rules of IEEE 754."
+        "Floating-point arithmetic is covered from the gradients on (see Arithmetic and noise). What remains is how "
+        "long it takes, and faults of processors and libraries that break the rules of IEEE 754."
     ),
     "fast": (
-        "Floating-point arithmetic of the sums: float32 rounding errors may move a contribution beyond its bound by more "
-        "than the measured margin. The noise itself is exact."
+        "Floating-point arithmetic of the sums: float32 rounding errors may move a contribution beyond its bound by "
+        "more than the measured margin. The noise itself is exact."
     ),
-    UNKNOWN: "Floating-point arithmetic of earlier runs: neither their sums nor their noise have a bound on rounding errors.",
+    UNKNOWN: (
+        "Floating-point arithmetic of earlier runs: neither their sums nor their noise have a bound on rounding errors."
+    ),
 }
 TEST_DATA_NOTE = (
     "Test data that was handed over apart (x_test): it counts as public, and metrics on it are computed in the clear."
@@ -71,8 +74,11 @@ TEST_DATA_NOTE = (
 EVALUATION_TEXTS = {
     "none": "Nothing was scored: there are no test records.",
     "public": (
-        "Test records that were handed over apart from the training records (x_test) count as public. They are scored in "
-        "the clear, and no epsilon covers them. If they are private, do not hand them over as test records."
+        "Test records that were handed over apart from the training records (x_test) count as public. They are scored "
+        "in the clear, and no epsilon covers them. If they are private, do not hand them over as test records."
+    ),
+    "public, held-out": (
+        "A part of the public data was held out (data.validation) and scored in the clear; no epsilon covers it."
     ),
     "held-out": (
         "Held-out records of the training data (data.validation) were scored in the clear: THEIR METRICS ARE NOT "
@@ -109,7 +115,9 @@ def guarantee_sentence(
     if worth == "nominal":
         bad = coverage.list_runs(lambda run: run.sound is False)
         rules = ", ".join(repr(rule) for rule in dict.fromkeys(run.rule for run in bad))
-        which = f"The rule {rules}" if name_runs(bad, own) == "this run" else f"In {name_runs(bad, own)} the rule {rules}"
+        which = (
+            f"The rule {rules}" if name_runs(bad, own) == "this run" else f"In {name_runs(bad, own)} the rule {rules}"
+        )
         return (
             f"NOT A GUARANTEE. {which} sets the clipping norm from raw private values, so {numbers} is "
             "nominal: it is what the noise would give if C were public, and what was released may reveal more."
@@ -153,8 +161,8 @@ def composition_sentence(plan: Plan, private: bool, composition: str) -> list[st
 
 def describe_randomness(coverage: Coverage) -> str:
     """Where the random numbers came from, the worst run first."""
-    counts = {mode: len(coverage.list_runs(lambda run, mode=mode: run.randomness == mode)) for mode in RANDOMNESS_TEXTS}
-    mixed = [f"{count} {mode}" for mode, count in counts.items() if count]
+    counts = Counter(run.randomness for run in coverage.runs)
+    mixed = [f"{count} {mode}" for mode, count in counts.items()]
     several = f"Of {len(coverage.runs)} runs: {', '.join(mixed)}. " if len(mixed) > 1 else ""
     return several + RANDOMNESS_TEXTS[coverage.randomness]
 
@@ -177,7 +185,8 @@ def collect_warnings(settings: Settings, plan: Plan, coverage: Coverage, own: st
     if seeded and coverage.private:
         which = "" if name_runs(seeded, own) == "this run" else f" in {name_runs(seeded, own)}"
         found.append(
-            f"Simulation: the randomness{which} is {coverage.randomness}; for real data use privacy.randomness = secure."
+            f"Simulation: the randomness{which} is {coverage.randomness}; for real data use privacy.randomness = "
+            "secure."
         )
     unknown = coverage.list_runs(lambda run: run.sound is None or UNKNOWN in (run.randomness, run.arithmetic))
     if unknown:
