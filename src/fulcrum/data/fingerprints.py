@@ -97,6 +97,11 @@ def _create_key(file: Path) -> None:
         Path(name).unlink(missing_ok=True)
 
 
+def name_record_key() -> str:
+    """16 hexadecimal digits that tell one key from another; they say nothing else about it."""
+    return _mac(b"fulcrum-key-name", b"").hex()[:16]
+
+
 # --- whole data sets ----------------------------------------------------------------------------
 
 

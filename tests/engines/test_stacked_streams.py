@@ -43,7 +43,7 @@ PLAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_run(player: str, seed: int) -> Federation:
     """One of several runs: each has a seed, parties of uneven size and a learning rate of its own."""
     unit, shared = PLAYERS[player]
-    own = {
+    own: dict[str, dict[str, Any]] = {
         "run": {"seed": seed},
         "data": {"partition": "quantity", "parties": 3 + seed % 3, "min_examples": 2},
         "train": {"lr": 0.1 + 0.1 * seed},
@@ -205,18 +205,18 @@ def reference(problem: TrainingProblem, wanted: RoundRequest) -> list[ClientRepl
     return [train_client(problem, wanted, task, state) for task, state in pairs]
 
 
-def assert_same_releases(one: dict[StreamKey, Any], two: dict[StreamKey, Any], steps: int = 1) -> int:
-    """The same streams and grids; integers equal where the sums are, else as far apart as the sums. Returns how many
-    of the first step's integers are equal."""
+def assert_same_releases(one: dict[StreamKey, Any], two: dict[StreamKey, Any]) -> None:
+    """The same streams and grids, sums up to rounding, and integers that are equal where the sums are.
+
+    Where the sums are not equal, the integers are as far apart as the sums.
+    """
     assert one.keys() == two.keys()
-    same = 0
     for key, (sums, made) in one.items():
         others, other = two[key]
         assert made.grid == other.grid
+        torch.testing.assert_close(others, sums, rtol=1e-4, atol=1e-4)
         apart = (made.integers - other.integers).abs().double()
         assert bool((apart <= torch.ceil((sums - others).abs() / made.grid)).all()), key
-        same += int((apart == 0).sum())
-    return same
 
 
 @pytest.mark.parametrize("attempt", [0, 2])
@@ -233,10 +233,10 @@ def test_real_use_releases_the_integers_of_the_reference(
     found, two = watch.of(lambda: stacked(problem, wanted))
     assert len(one) == 3 * steps * (1 + (rule == "quantile"))
     assert all(key[4:] == ((attempt,) if attempt else ()) for key in one)
-    assert assert_same_releases(one, two) > 0.5 * sum(len(made.integers) for _, made in one.values())
+    assert_same_releases(one, two)
     for a, b in zip(expected, found, strict=True):
         assert a.events == b.events
-        torch.testing.assert_close(b.delta, a.delta, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(b.delta, a.delta, rtol=1e-4, atol=1e-5)
     # Another attempt, and another secret, are other noise.
     _, later = watch.of(lambda: stacked(problem, dataclasses.replace(wanted, attempt=attempt + 1)))
     assert one.keys().isdisjoint(later)
