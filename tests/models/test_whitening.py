@@ -258,7 +258,7 @@ def _settings(**changes: Any) -> Settings:
 def _data(shape: tuple[int, ...], n: int = 16) -> Dataset:
     generator = torch.Generator().manual_seed(0)
     x, x_test = (2 * torch.rand((count, *shape), generator=generator) - 1 for count in (n, 10))
-    return from_arrays(x, torch.arange(n) % 10, x_test, torch.arange(10) % 10)
+    return from_arrays(x, torch.arange(n) % 10, x_test, torch.arange(10) % 10, public=True)
 
 
 @pytest.mark.parametrize("coordinates", ["centred", "whitened"])
