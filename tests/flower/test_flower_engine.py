@@ -227,6 +227,23 @@ def test_a_bad_party_is_left_out_and_reported_and_the_round_goes_on(tmp_path, mo
     assert bool(torch.isfinite(flat(result)).all())
 
 
+@pytest.mark.parametrize("C", [1e9, -1.0, 0.0])
+def test_a_C_that_no_rule_reaches_is_not_believed(tmp_path, monkeypatch, C):
+    """moo-client: each party adapts its own C, and says which one it used."""
+    settings = toy_settings(2, "moo-client")
+    with toy_federation(tmp_path, settings) as bus:
+
+        def tamper(k, request, reply):
+            if k != 1 or b'"kind":"update"' not in reply.header:
+                return reply
+            return resigned(tmp_path, 1, reply.header, changed(reply, C=torch.tensor([C])))
+
+        bus.tamper = tamper
+        result = serve(bus, settings, tmp_path / "run", monkeypatch)
+    assert result.summary["status"] == "finished"
+    assert "its clipping norm is outside the agreed range" in (tmp_path / "run" / "parties.jsonl").read_text()
+
+
 def test_an_old_reply_is_not_taken_for_a_new_one(tmp_path, monkeypatch):
     settings = toy_settings(3)
     first: list[Envelope] = []
