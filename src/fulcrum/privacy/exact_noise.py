@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import decimal
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.rng import CipherRandomness, StreamKey
+from fulcrum.rng.chacha import draw_many_words
 from fulcrum.rng.normals import NormalDraws, bound_error, count_normal_words, words_to_normals
 
 GRID_BITS = 20
@@ -55,36 +56,56 @@ def release_on_grid(clipped: Tensor, scale: float, randomness: CipherRandomness,
 
     Numbers of x that are not finite count as 0: a sum of bounded contributions has none.
     """
-    grid = choose_grid(scale)
-    x = torch.nan_to_num(clipped.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
-    count = x.numel()
-    words = randomness.words(key, count_normal_words(count), x.device)
-    draws = words_to_normals(words, count)
-    integers, doubtful = round_with_margin(x, scale, grid, draws)
-    found = torch.nonzero(doubtful).flatten().tolist()
-    if found:
-        half = words.shape[-1] // 2
-        exact = [
-            decide_in_high_precision(
-                float(x[j]),
-                scale,
-                grid,
-                (int(words[j % half]), int(words[half + j % half])),
-                sine=j >= half,
-                more=_read_further_words(randomness, key, j % half),
-            )
-            for j in found
-        ]
-        integers[found] = torch.tensor(exact, dtype=torch.int64, device=integers.device)
-    return GridRelease(integers, grid)
+    return release_rows_on_grid(clipped[None], [scale], [(randomness, key)])[0]
 
 
-def round_with_margin(x: Tensor, scale: float, grid: float, draws: NormalDraws) -> tuple[Tensor, Tensor]:
-    """Integers [m] = round((x + scale N) / grid), and where float64 cannot be sure of them [m]."""
+MAX_ROW_ELEMENTS = 2**24
+"""Numbers that are released together at most, to bound the memory of float64."""
+
+
+def release_rows_on_grid(
+    clipped: Tensor, scales: Sequence[float], streams: Sequence[tuple[CipherRandomness, StreamKey]]
+) -> list[GridRelease]:
+    """The releases of several sums [T, m], each with its own scale and stream; one read from the device for all."""
+    found: list[GridRelease] = []
+    step = max(1, MAX_ROW_ELEMENTS // max(1, clipped.shape[1]))
+    for start in range(0, len(clipped), step):
+        part = slice(start, start + step)
+        found += _release_some_rows(clipped[part], scales[part], streams[part])
+    return found
+
+
+def _release_some_rows(
+    clipped: Tensor, scales: Sequence[float], streams: Sequence[tuple[CipherRandomness, StreamKey]]
+) -> list[GridRelease]:
+    grids = [choose_grid(scale) for scale in scales]
+    x = torch.nan_to_num(clipped.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)  # [T, m]
+    count, device = x.shape[1], x.device
+    words = draw_many_words([source.locate_stream(key) for source, key in streams], count_normal_words(count), device)
+    scale, grid = (torch.tensor(values, dtype=torch.float64).to(device)[:, None] for values in (scales, grids))
+    integers, doubtful = round_with_margin(x, scale, grid, words_to_normals(words, count))
+    half = words.shape[1] // 2
+    for i, j in torch.nonzero(doubtful).tolist():
+        pair = (int(words[i, j % half]), int(words[i, half + j % half]))
+        integers[i, j] = decide_in_high_precision(
+            float(x[i, j]),
+            scales[i],
+            grids[i],
+            pair,
+            j >= half,
+            _read_further_words(streams[i][0], streams[i][1], j % half),
+        )
+    return [GridRelease(row, grid) for row, grid in zip(integers, grids, strict=True)]
+
+
+def round_with_margin(
+    x: Tensor, scale: float | Tensor, grid: float | Tensor, draws: NormalDraws
+) -> tuple[Tensor, Tensor]:
+    """Integers [..., m] = round((x + scale N) / grid), and where float64 cannot be sure of them [..., m]."""
     exact = (x + draws.values * scale) / grid  # x + s N: two roundings, of s N and of the sum; g is a power of two
     rounded = torch.round(exact)
     error = bound_error(draws)
-    both = torch.cat([error, error], dim=-1)[: x.numel()]
+    both = torch.cat([error, error], dim=-1)[..., : x.shape[-1]]
     sizes = exact.abs().add_(x.abs() / grid)
     margin = both * (scale / grid) + 2.0**-50 * (1.0 + sizes)
     doubtful = ((exact - rounded).abs() >= 0.5 - margin) | ~torch.isfinite(margin)
