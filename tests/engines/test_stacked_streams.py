@@ -10,7 +10,7 @@ import torch
 
 from fulcrum.engines.batched import run_many, runs
 from fulcrum.engines.stacked import draws as draws_module
-from fulcrum.engines.stacked import sampling, step
+from fulcrum.engines.stacked import release, sampling, step
 from fulcrum.engines.stacked.draws import RandomDraws
 from fulcrum.engines.stacked.replay import GraphReplayer
 from fulcrum.privacy import exact_noise, mechanism
@@ -185,15 +185,25 @@ class Releases:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: dict[StreamKey, tuple[torch.Tensor, GridRelease]] = {}
-        release = exact_noise.release_on_grid
+        one = exact_noise.release_on_grid
 
         def noted(clipped: torch.Tensor, scale: float, randomness: CipherRandomness, key: StreamKey) -> GridRelease:
             assert key not in self.found, "a stream releases once"
-            made = release(clipped, scale, randomness, key)
+            made = one(clipped, scale, randomness, key)
             self.found[key] = (clipped.double().clone(), made)
             return made
 
         monkeypatch.setattr(mechanism, "release_on_grid", noted)
+        many = release.release_many_on_grid
+
+        def noted_together(sums: Any, scales: Any, sources: Any, keys: Any) -> list[GridRelease]:
+            made = many(sums, scales, sources, keys)
+            for clipped, own, key in zip(sums, made, keys, strict=True):
+                assert key not in self.found, "a stream releases once"
+                self.found[key] = (clipped.double().clone(), own)
+            return made
+
+        monkeypatch.setattr(release, "release_many_on_grid", noted_together)
 
     def of(self, play: Any) -> tuple[list[ClientReply], dict[StreamKey, tuple[torch.Tensor, GridRelease]]]:
         self.found = {}
@@ -283,6 +293,46 @@ def test_sums_that_do_not_fit_are_repeated_before_anything_is_released(
     _, one = watch.of(lambda: reference(problem, wanted))
     monkeypatch.setattr(sampling, "PAD_DEVIATIONS", -4.0)
     _, two = watch.of(lambda: stacked(problem, wanted))
+    assert_same_releases(one, two)
+
+
+@pytest.mark.parametrize("doubtful", [False, True])
+def test_releases_together_are_those_one_by_one(doubtful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    margin = exact_noise.round_with_margin
+
+    def unsure(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        integers, _ = margin(*given)
+        return torch.zeros_like(integers), torch.ones_like(integers, dtype=torch.bool)
+
+    if doubtful:  # nothing is certain at first: each sum is decided by the one function
+        monkeypatch.setattr(release, "round_with_margin", unsure)
+    sources = [SecureRandomness(), SeededRandomness(3), SecureRandomness()]
+    sums = torch.randn(3, 1001, generator=torch.Generator().manual_seed(0))
+    sums[1, 5] = torch.nan
+    scales, keys = [0.3, 7.0, 2.0**-30], [("noise", 4, k, 0) for k in range(3)]
+    found = release.release_many_on_grid(list(sums), scales, sources, keys)
+    for i, made in enumerate(found):
+        alone = exact_noise.release_on_grid(sums[i], scales[i], sources[i], keys[i])
+        assert made.grid == alone.grid
+        assert torch.equal(made.integers, alone.integers)
+    other = exact_noise.release_on_grid(sums[0], scales[0], sources[0], keys[1])
+    assert not torch.equal(found[0].integers, other.integers)
+
+
+@pytest.mark.parametrize("rule", ["fixed", "quantile"])
+def test_a_device_releases_the_same_integers(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Releases(monkeypatch)
+    problem = make_problem(SecureRandomness(), rule)
+    wanted = request(problem, 2, 1.0)
+    _, one = watch.of(lambda: stacked(problem, wanted))
+    for module in (sampling, release):
+        monkeypatch.setattr(module, "can_draw_on_device", lambda device, sources: True)
+    monkeypatch.setattr(release, "release_with_noise", None)
+    _, two = watch.of(lambda: stacked(problem, wanted))
+    assert one.keys() == two.keys()
+    for key, (sums, made) in one.items():
+        if torch.equal(sums, two[key][0]):  # rows may be padded otherwise, where the host does not know the samples
+            assert torch.equal(made.integers, two[key][1].integers)
     assert_same_releases(one, two)
 
 

@@ -45,9 +45,7 @@ def lie(value: float) -> ClipRule:
     )
 
 
-def largest_reach(
-    rule: ClipRule, stats: Stats, factors: torch.Tensor, extra: torch.Tensor, second: torch.Tensor
-) -> float:
+def largest_reach(rule: ClipRule, stats: Stats, factors: torch.Tensor, extra: torch.Tensor, second: torch.Tensor) -> float:
     """The largest contribution in units of the bounds; NaN and negative factors count as infinite."""
     if not bool(((factors >= 0) & torch.isfinite(factors)).all()) or not bool(torch.isfinite(extra).all()):
         return float("inf")

@@ -24,7 +24,9 @@ CHANNELS, POSITIONS, CLASSES = 24, 9, 3
 
 def network() -> nn.Module:
     """A convolution with few positions and many outputs, whose norm is cheaper from Gram matrices."""
-    return nn.Sequential(nn.Conv2d(1, CHANNELS, 3, stride=2), nn.Flatten(), nn.Linear(CHANNELS * POSITIONS, CLASSES))
+    return nn.Sequential(
+        nn.Conv2d(1, CHANNELS, 3, stride=2), nn.Flatten(), nn.Linear(CHANNELS * POSITIONS, CLASSES)
+    )
 
 
 def cancelling_weights(problem: TrainingProblem) -> Tensor:

@@ -3,8 +3,7 @@
 `run_local_step` is for seeded simulations: one tensor program, whose noise is added without rounding to a grid. It
 leaves out at most 2^-21 of the noise's standard deviation (`exact_noise.GRID_BITS`); the random numbers are those of
 the reference. In real use, and in proven arithmetic, the program ends with the clipped sums (`sum_local_step`), and
-`release_local_step` releases each task's sum by the one function that all engines use, `release_with_noise`: integers
-on a grid.
+`release_local_step` releases each task's sum as all engines do, by `release_with_noise`: integers on a grid.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fulcrum.engines.stacked.core import ClippedSums, StackedCore, StackedTasks, compute_clipped_sums
+from fulcrum.engines.stacked.release import NoisyRelease, release_tasks
 from fulcrum.engines.stacked.rules import StackedState
 from fulcrum.engines.stacked.sampling import compact_rows
 from fulcrum.privacy.mechanism import (
@@ -24,7 +24,6 @@ from fulcrum.privacy.mechanism import (
     Mechanism,
     NoiseMultipliers,
     compute_charged_scale,
-    release_with_noise,
 )
 from fulcrum.rng import Randomness, StreamKey
 from fulcrum.types import Assignment, Bounds, View
@@ -175,14 +174,15 @@ def release_local_step(
 ) -> StepResult:
     """A step from its clipped sums: each task's release on its grid, then the step. Tasks without one are padding."""
     sums = found.sums
-    total, extra = (torch.zeros(value.shape, device=value.device) for value in (sums.sum, sums.extra))
-    limits = sums.extra_bound.tolist()
+    C, limits = sums.C.cpu(), sums.extra_bound.tolist()  # scales are numbers of the host
+    noisy = []
     for i, own in enumerate(releases):
-        task, bounds = own.task, Bounds(sums.C[i], limits[i])
+        task, bounds = own.task, Bounds(C[i], limits[i])
         scale = compute_charged_scale(
             core.problem.rule, bounds, task.rate, task.sigma, own.batch, own.asked, task.noise_parties
         )
-        total[i], extra[i] = release_with_noise(sums.sum[i], sums.extra[i], scale, own.randomness, own.place)
+        noisy.append(NoisyRelease(scale, own.randomness, own.place))
+    total, extra = release_tasks(sums.sum, sums.extra, noisy)
     view, _ = core.rule.view(sums.state, t, rounds)
     gradient = total if view.transform is None else vmap(view.transform.inverse)(total)
     batch = terms["batch"][:, None]
