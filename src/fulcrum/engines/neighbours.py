@@ -4,8 +4,8 @@
     assert replay.ratio <= 1
 
 Neighbours by zero-out: without the unit its place in the batch stays, with a record of zeros, and it contributes
-nothing. All else is the same: rows, places, shapes, weights. The difference of the two sums, in units of what the rule's
-bounds charge for, must be at most 1 with `privacy.arithmetic = proven`, and at most 1 + FAST_MARGIN with `fast`.
+nothing. All else is the same: rows, places, shapes, weights. The difference of the two sums, in units of what the
+rule's bounds charge for, must be at most 1 with `privacy.arithmetic = proven`, and at most 1 + FAST_MARGIN with `fast`.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _sum_stacked(problem: TrainingProblem, step: ReplayedStep, state: RuleState,
     core, device = StackedCore.of(problem), problem.device
     rows, mask = step.rows.to(device)[None, None], present.to(device)[None, None]
     stacked = {name: value.to(device)[None] for name, value in state.items()}
-    numbers = (torch.full((1,), float(value), device=device) for value in dataclasses.astuple(step.terms))
-    tasks = StackedTasks(step.theta.to(device)[None], rows, mask, stacked, *numbers, 0, 1)
+    sigma, batch, lr = (torch.full((1,), float(value), device=device) for value in dataclasses.astuple(step.terms))
+    tasks = StackedTasks(step.theta.to(device)[None], rows, mask, stacked, sigma, batch, lr, 0, 1)
     with use_matmul_precision(problem.precision, device):
         found = compute_clipped_sums(core, tasks)
         if not bool(found.finite):

@@ -214,6 +214,7 @@ class LedgerStore:
         self.terms: dict[int, tuple[str, float]] = {}
         self.plans: dict[int, dict[str, tuple[RunPlan, float | None]]] = {}
         self.unit_rows: dict[str, list[tuple[str, int]]] = {}
+        self.begun: set[str] = set()  # runs with a reservation
         self.has_shared_units = False  # whether a unit was registered by several parties, on purpose
         self._spends: dict[int, Spend] = {}
         self._run_spends: dict[int, dict[str, Spend]] = {}  # party's row -> run -> spend
@@ -292,7 +293,7 @@ class LedgerStore:
         """
         if not rows:
             return []
-        self._bring_to_current_format()
+        self.bring_to_current_format()
         key, now = CHAINED_TABLES[table], time.time()
         if key in columns:
             numbers = [int(row[columns.index(key)]) for row in rows]
@@ -316,7 +317,7 @@ class LedgerStore:
         self._new_end = append_rows(self.db, self._new_end or self._end, table, stored)
         return numbers
 
-    def _bring_to_current_format(self) -> None:
+    def bring_to_current_format(self) -> None:
         """Before the first new row: add what an older format lacks."""
         (version,) = self.db.execute("PRAGMA user_version").fetchone()
         if version != FORMAT_VERSION:
@@ -350,6 +351,7 @@ class LedgerStore:
             self._spends[party] = add(self.get_spend(party), events, times)
             runs = self._run_spends.setdefault(party, {})
             runs[run] = add(runs.get(run, EMPTY_SPEND), events, times)
+            self.begun.add(run)
             self._seen["entries"] = max(self._seen["entries"], last)
 
     def _check_chain(self) -> None:
@@ -391,6 +393,7 @@ class LedgerStore:
     def remember_spends(self, last: int, run: str, spends: Mapping[int, tuple[Spend, Spend]]) -> None:
         """Keep the (total, run's) spends that this process has just written, up to entry `last`."""
         with self._lock:
+            self.begun.add(run)
             if self._seen["entries"] < last:
                 for row, (total, own) in spends.items():
                     self._spends[row] = total
