@@ -156,9 +156,9 @@ class Named(CipherRandomness):
 
     asked: set[StreamKey] = dataclasses.field(default_factory=set)
 
-    def words(self, key: StreamKey, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    def locate_stream(self, key: StreamKey) -> tuple[bytes, tuple[int, int, int]]:
         self.asked.add(key)
-        return super().words(key, count, device)
+        return super().locate_stream(key)
 
 
 @pytest.mark.parametrize("player", PLAYERS)
