@@ -24,6 +24,7 @@ import fnmatch
 import functools
 import hashlib
 import importlib
+import inspect
 import json
 import math
 import os
@@ -250,6 +251,10 @@ def cases() -> Iterator[Case]:
 # --- made-up data and models ----------------------------------------------------------------------
 
 
+# Older versions know no private data; what is made up here is public.
+PUBLIC: dict[str, Any] = {"public": True} if "public" in inspect.signature(fulcrum.data.from_arrays).parameters else {}
+
+
 def made_up(n: int, *shape: int, classes: int = 5, **columns: Any) -> fulcrum.Dataset:
     """Noise around a pattern for each class, and 60 test records of the same kind."""
     generator = torch.Generator().manual_seed(1)
@@ -259,7 +264,7 @@ def made_up(n: int, *shape: int, classes: int = 5, **columns: Any) -> fulcrum.Da
         y = torch.randint(0, classes, (count,), generator=generator)
         return (0.5 * patterns[y] + 0.5 * torch.randn(count, *shape, generator=generator)).clamp(-1, 1), y
 
-    return fulcrum.data.from_arrays(*draw(n), *draw(60), classes=classes, **columns)
+    return fulcrum.data.from_arrays(*draw(n), *draw(60), classes=classes, **(PUBLIC | columns))
 
 
 VOCABULARY = 11
@@ -269,7 +274,7 @@ def tokens(n: int = 150, length: int = 6) -> fulcrum.Dataset:
     """Sequences of tokens, as whole numbers in float32; the label is what the first two have in common."""
     x = torch.randint(0, VOCABULARY, (n + 60, length), generator=torch.Generator().manual_seed(2))
     y = (x[:, 0] + x[:, 1]) % 3
-    return fulcrum.data.from_arrays(x[:n].float(), y[:n], x[n:].float(), y[n:], classes=3)
+    return fulcrum.data.from_arrays(x[:n].float(), y[:n], x[n:].float(), y[n:], classes=3, **PUBLIC)
 
 
 DATA: dict[str, Callable[[], fulcrum.Dataset]] = {

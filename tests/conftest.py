@@ -8,10 +8,19 @@ FULCRUM_FLOWER=1 pytest tests/flower   # real Flower processes on loopback; need
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
 from support.devices import KERNELS_RUN
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_record_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests key the fingerprints of private data by a file of their own, not by the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULCRUM_KEY_FILE", str(tmp_path_factory.mktemp("key") / "record.key"))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -68,6 +68,9 @@ class SumMargin:
     spread: float = math.inf
 
 
+NO_MARGIN = SumMargin()
+
+
 @dataclass(frozen=True)
 class Stats:
     """The input of a rule: one row per unit (example, person or client). Never released.
@@ -90,7 +93,7 @@ class Stats:
     lr: float = 1.0
     norm_bounds: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
-    margin: SumMargin = SumMargin()
+    margin: SumMargin = NO_MARGIN
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,7 @@ class RoundResult:
     empty. metrics: by name, on public test data; empty in rounds without evaluation. party_metrics: by party name, on
     the party's test records; empty where test records name no party. participants: None where participation is secret
     (unit client); out_of_budget then lists the parties that neither took part nor paid, because their budget is spent.
+    evaluation: how the metrics were made where the scored records are private; empty for public test data.
     """
 
     round: int
@@ -218,6 +222,7 @@ class RoundResult:
     party_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     out_of_budget: tuple[int, ...] = ()
+    evaluation: str = ""
 
     @property
     def mean_over_parties(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ def arrays(n=12, test=6, classes=3):
 
 
 def make(**changes):
-    return from_arrays(**{**arrays(), **changes})
+    return from_arrays(**{**arrays(), "public": True, **changes})
 
 
 def test_numpy_torch_and_lists_give_the_same_dataset():

@@ -136,7 +136,7 @@ def toy_images(n: int = 40) -> Dataset:
     waves = torch.sin(torch.arange(8.0) * 2)[None, None, None].expand(n, 1, 8, 8)
     x = torch.where(y[:, None, None, None] == 0, waves, waves.transpose(2, 3))
     x = x + 0.3 * torch.randn(x.shape, generator=generator)
-    return from_arrays(x[10:], y[10:], x[:10], y[:10], name="toy", classes=2)
+    return from_arrays(x[10:], y[10:], x[:10], y[:10], name="toy", classes=2, public=True)
 
 
 def test_a_record_becomes_the_same_whatever_lies_beside_it() -> None:

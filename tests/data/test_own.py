@@ -95,7 +95,7 @@ def test_training_alone_test_alone_and_both(tmp_path):
     public = save(tmp_path / "public.npz", x=None, y=None, classes=np.array(3))
     whole = save(tmp_path / "whole.npz")
     assert load(party).test is None
-    assert len(load(public, need=("test",)).public) == 10
+    assert len(load(public, need=("test",)).test_records) == 10
     assert load(public, need=("test",)).train is None
     assert load(whole, need=("train", "test")).classes == load(public, need=("test",)).classes == 3
     for path, need, words in (
@@ -113,8 +113,8 @@ def test_training_alone_test_alone_and_both(tmp_path):
 def test_test_records_name_their_party(tmp_path):
     party, of_test = np.array(["north", "south"] * 15), np.array(["south"] * 9 + ["north"])
     data = load(save(tmp_path / "p.npz", party=party, party_test=of_test))
-    assert data.public.party is not None
-    assert [data.party_names[k] for k in data.public.party] == of_test.tolist()
+    assert data.test_records.party is not None
+    assert [data.party_names[k] for k in data.test_records.party] == of_test.tolist()
     public = load(save(tmp_path / "t.npz", x=None, y=None, classes=3, party_test=of_test), need=("test",))
     assert public.party_names == ("north", "south")
 

@@ -291,7 +291,8 @@ def numbers(**more):
 def test_auto_is_dirichlet_for_classes_and_iid_otherwise():
     labels = np.arange(60) % 3
     x = np.arange(60, dtype=np.float32)[:, None]
-    classes, answers = from_arrays(x, labels), from_arrays(x, labels % 2, task="binary")
+    classes = from_arrays(x, labels, public=True)
+    answers = from_arrays(x, labels % 2, task="binary", public=True)
     for data, method in ((classes, "dirichlet"), (answers, "dirichlet"), (numbers(), "iid")):
         auto, named = (split(data, Data(parties=4, min_examples=2, partition=name), 0) for name in ("auto", method))
         assert torch.equal(auto.order, named.order)

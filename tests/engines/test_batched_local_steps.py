@@ -23,12 +23,12 @@ from fulcrum.engines.batched.noise_at import NoiseAtParties
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import sampling
 from fulcrum.engines.stacked.replay import GraphReplayer
-from fulcrum.rng import RecordedRandomness
+from fulcrum.rng import RecordedRandomness, SeededRandomness
 from fulcrum.runs import prepare
 from fulcrum.training.federation import Federation
 from fulcrum.types import RoundResult
 from support.devices import NoHost
-from support.federations import play, toy_data, toy_settings
+from support.federations import play, toy_data, toy_settings, with_randomness
 from support.randomness import Once, Recorder
 
 DATA = toy_data()
@@ -77,7 +77,9 @@ def assert_as_alone(feds: list[Federation], rounds: list[BatchedRoundResult]) ->
         for many, one in zip(rounds, alone, strict=True):
             assert many.participants[r] == one.participants
             assert many.C[r].tolist() == pytest.approx(one.C, rel=1e-4)
-        torch.testing.assert_close(rounds[-1].averaged[r], alone[-1].averaged, rtol=1e-3, atol=1e-5)
+        # The rounding to the grid, which a stack leaves out, grows in what follows: in proportion to the model.
+        size = max(1.0, float(alone[-1].averaged.abs().max()))
+        torch.testing.assert_close(rounds[-1].averaged[r], alone[-1].averaged, rtol=1e-3, atol=1e-5 * size)
 
 
 @pytest.mark.parametrize("limit", [0, 5])
@@ -195,8 +197,9 @@ def test_the_programs_can_be_recorded(case: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_wrong_term_of_one_run_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "PerJobRounds", never)
-    feds = pair(2)
-    other = prepare(feds[1].settings.replace(privacy={"sigma": 2.1}), DATA)
+    feds = [with_randomness(made, SeededRandomness(s)) for s, made in enumerate(pair(2))]
+    assert_as_alone(feds, list(run_many(feds)))
+    other = with_randomness(prepare(feds[1].settings.replace(privacy={"sigma": 2.1}), DATA), SeededRandomness(1))
     with pytest.raises(AssertionError):
         assert_as_alone(feds, list(run_many([feds[0], other])))
 

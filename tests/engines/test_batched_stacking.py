@@ -17,11 +17,13 @@ from fulcrum.engines.batched.stacking import (
     get_server_numbers,
     get_shared_train_fields,
 )
+from fulcrum.rng import SeededRandomness
 from fulcrum.runs import prepare
 from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.federation import Federation
+from fulcrum.training.problem import get_private_seed
 from fulcrum.training.server import SERVERS, ServerOptimiser
-from support.federations import play, toy_data, toy_settings
+from support.federations import play, toy_data, toy_settings, with_randomness
 
 DATA = toy_data()
 SECTIONS = [f.name for f in dataclasses.fields(Settings) if dataclasses.is_dataclass(getattr(Settings(), f.name))]
@@ -59,11 +61,11 @@ DIFFER: dict[tuple[str, str], tuple[Any, Changes]] = {
     ("clip", "kappa"): (0.5, {"clip": {"rule": "moo-c"}}),
     ("clip", "balance"): (0.3, {}),
     ("clip", "reach"): (0.05, {"privacy": {"sigma": 0.1}, "model": {"name": "mlp", "hidden": (4,)}}),
-    ("clip", "growth"): (1.01, {"clip": {"eta_C": 0.5}, "privacy": {"sigma": 0.2}}),
+    ("clip", "growth"): (1.01, {"clip": {"eta_C": 0.5}, "privacy": {"sigma": 0.2, "seed": 3}}),
     ("clip", "eta_C"): (0.5, {"clip": {"rule": "quantile"}}),
     ("clip", "beta"): (0.1, {"clip": {"rule": "moo-c", "phi": "identity", "eta_C": 1.0}, "train": {"rounds": 5}}),
     ("clip", "phi"): ("identity", {"clip": {"rule": "moo-c"}}),
-    ("clip", "C_min"): (0.9, {"clip": {"rule": "quantile", "gamma": 0.01, "eta_C": 1.0}, "privacy": {"sigma": 0.1}}),
+    ("clip", "C_min"): (90.0, {"clip": {"rule": "quantile", "gamma": 0.01, "eta_C": 1.0, "C0": 100.0}}),
     ("clip", "C_max"): (1.1, {"clip": {"rule": "quantile", "gamma": 0.99, "eta_C": 1.0}, "privacy": {"sigma": 0.1}}),
     ("clip", "gamma"): (0.9, {"clip": {"rule": "quantile", "eta_C": 0.5}}),
     ("clip", "rho_c"): (0.9, {"clip": {"rule": "dynamic"}}),
@@ -76,6 +78,7 @@ DIFFER: dict[tuple[str, str], tuple[Any, Changes]] = {
     ("privacy", "accountant"): ("pld", {}),
     ("privacy", "max_participations"): (1, {}),
     ("privacy", "budget"): (9.0, {}),
+    ("privacy", "budget_delta"): (1e-3, {"privacy": {"accountant": "pld", "budget_delta": 1e-4}}),
     ("privacy", "budgets"): ({"party-0": 2.0}, CALIBRATED),
     ("privacy", "noise_schedule"): ("growth", {}),
     ("privacy", "rho_mu"): (0.2, GROWTH),
@@ -92,10 +95,12 @@ DIFFER: dict[tuple[str, str], tuple[Any, Changes]] = {
     ("run", "ledger"): ("elsewhere.db", {}),
 }
 """For each field that is spread: another value, and settings under which it matters."""
-IDLE = {("privacy", "budget"), ("privacy", "accountant")} | {
-    ("run", name) for name in ("engine", "workers", "checkpoint_every", "ledger")
+IDLE = {
+    *(("train", name) for name in ("steps", "epochs")),
+    *(("privacy", name) for name in ("budget", "budget_delta", "accountant")),
+    *(("run", name) for name in ("engine", "workers", "checkpoint_every", "ledger")),
 }
-"""Fields that change nothing here: those of `run_many`'s surroundings, and those that decide no release."""
+"""Fields that change nothing here: those of `run_many`'s surroundings, and others at the values above."""
 
 
 def runs_that_differ(section: str, name: str) -> list[Federation]:
@@ -103,7 +108,11 @@ def runs_that_differ(section: str, name: str) -> list[Federation]:
     under = {**under, "train": {"rounds": 3, **under.get("train", {})}}
     base = toy_settings(run={"engine": "reference"}).replace(**under)
     also = {"epochs": 0.2} if name == "steps" else {}
-    return [prepare(settings, DATA) for settings in (base, base.replace(**{section: {name: value, **also}}))]
+    found = []
+    for settings in (base, base.replace(**{section: {name: value, **also}})):
+        # Two runs of one seed share nothing. Here they share their numbers, so that only the field can tell them apart.
+        found.append(with_randomness(prepare(settings, DATA), SeededRandomness(get_private_seed(settings))))
+    return found
 
 
 def other(value: Any) -> Any:

@@ -64,13 +64,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     task = ["--task", "binary", "--set", f"task.class_weights={list(WEIGHTS)}", "--partition", "given"]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        code = main(["run", "--data", str(place / "hospitals.npz"), *task, *words, "--out", str(place / "run")])
+        code = main(
+            ["run", "--data", str(place / "hospitals.npz"), "--public", *task, *words, "--out", str(place / "run")]
+        )
     assert code == 0
     return Trained(place / "run", load_summary(place / "run"), said.getvalue())
 
 
 def from_python(**more: Any) -> fulcrum.Result:
-    data = from_arrays(**hospitals(), task=TaskSettings("binary", class_weights=WEIGHTS))
+    data = from_arrays(**hospitals(), task=TaskSettings("binary", class_weights=WEIGHTS), public=True)
     return fulcrum.train(data=data, partition="given", **{**OPTIONS, **more})
 
 
@@ -143,7 +145,7 @@ def test_a_resumed_run_ends_with_the_same_results_by_party(tmp_path: Path) -> No
 
     with pytest.raises(Stop):
         from_python(rounds=4, out=tmp_path / "cut", run={"evaluate_every": 3}, on_round=stop)
-    data = from_arrays(**hospitals(), task=TaskSettings("binary", class_weights=WEIGHTS))
+    data = from_arrays(**hospitals(), task=TaskSettings("binary", class_weights=WEIGHTS), public=True)
     resumed = fulcrum.resume(tmp_path / "cut", dataset=data)
     assert resumed.party_metrics == whole.party_metrics
     assert resumed.mean_over_parties == whole.mean_over_parties

@@ -133,7 +133,7 @@ def test_every_kind_of_task_trains_privately_from_the_command_line(here: Path, t
 @pytest.mark.parametrize("task", TASKS)
 def test_python_and_the_command_line_train_alike(here: Path, task: str) -> None:
     make, model, score = TASKS[task]
-    names: dict[str, Any] = {**QUICK, **PRIVATE, "rounds": 3, "model": model}
+    names: dict[str, Any] = {**QUICK, **PRIVATE, "rounds": 3, "model": model, "public": True}
     from_file = fulcrum.train(data=f"{task}.npz", task=task, **names)
     from_values = fulcrum.train(data=from_arrays(**make(), task=task), **names)
     assert from_file.metrics == from_values.metrics

@@ -351,7 +351,13 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
     from fulcrum.settings.derived import LR_SCHEDULES
     from fulcrum.training.server import SERVERS, WEIGHTINGS
 
-    special = {"data.partition": {"auto", "given"}, "data.features": {"none"}, "run.engine": {"auto"}}
+    special = {
+        "data.partition": {"auto", "hashed", "given"},
+        "data.features": {"none"},
+        "run.engine": {"auto"},
+        "privacy.unit": {"auto"},
+        "privacy.randomness": {"auto"},
+    }
     registries: dict[str, Collection[str]] = {
         "data.partition": PARTITIONERS,
         "data.features": FEATURE_MAPS,
@@ -371,7 +377,14 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
     }
     for path, registry in registries.items():
         assert set(list_choices(path)) == set(registry) | special.get(path, set()), path
-    others = {"model.coordinates", "clip.groups", "clip.phi", "clip.reading", "privacy.aggregation"}
+    others = {
+        "model.coordinates",
+        "clip.groups",
+        "clip.phi",
+        "clip.reading",
+        "privacy.aggregation",
+        "privacy.arithmetic",
+    }
     assert set(SETTING_CHOICES) == set(registries) | others, (
         "these have no values, only names, where they are implemented"
     )

@@ -28,6 +28,7 @@ name = "{task}"
 [settings.data]
 parties = 2
 partition = "iid"
+public = true
 [settings.train]
 rounds = 4
 rate = 0.2
@@ -63,6 +64,8 @@ fixed = "dp-sgd"
 rules = ["dp-sgd", "moo"]
 [settings.task]
 name = "regression"
+[settings.data]
+public = true
 [settings.train]
 rounds = 2
 rate = 0.2

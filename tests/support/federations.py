@@ -12,12 +12,14 @@ from torch import nn
 from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.data import Dataset, from_arrays, split
+from fulcrum.engines import find_engine
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.rng import Randomness, SeededRandomness
 from fulcrum.runs import prepare
 from fulcrum.settings.schema import Clip, Data, Settings
 from fulcrum.training.client import train_client
+from fulcrum.training.client_level import make_local_problem
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
 from fulcrum.training.problem import TrainingProblem
@@ -27,7 +29,7 @@ FEATURES, CLASSES = 6, 3
 
 
 def toy_data(n: int = 60, seed: int = 0, **columns: Any) -> Dataset:
-    """n examples of three Gaussian classes in six dimensions, test data of the same kind."""
+    """n examples of three Gaussian classes in six dimensions, and test data; public unless `columns` say otherwise."""
     generator = torch.Generator().manual_seed(seed)
     centres = 2 * torch.randn(CLASSES, FEATURES, generator=generator)
 
@@ -37,7 +39,7 @@ def toy_data(n: int = 60, seed: int = 0, **columns: Any) -> Dataset:
 
     x, y = draw(n)
     x_test, y_test = draw(90)
-    return from_arrays(x, y, x_test, y_test, **columns)
+    return from_arrays(x, y, x_test, y_test, **{"public": True, **columns})
 
 
 def toy_model(seed: int = 0) -> nn.Module:
@@ -119,6 +121,13 @@ def client_settings(parties: int = 6, **sections: dict[str, Any]) -> Settings:
 def client_federation(parties: int = 6, examples: int = 3, **sections: dict[str, Any]) -> Federation:
     """The federation of these settings, with the given number of examples per party."""
     return prepare(client_settings(parties, **sections), toy_data(examples * parties))
+
+
+def with_randomness(made: Federation, randomness: Randomness) -> Federation:
+    """The federation with another source of samples and noise."""
+    problem = dataclasses.replace(made.problem, randomness=randomness)
+    engine = find_engine(made.settings.run.engine, make_local_problem(problem))
+    return dataclasses.replace(made, problem=problem, engine=engine)
 
 
 def play(federation: Federation, path: Path | str = ":memory:", run: str = "r") -> list[RoundResult]:

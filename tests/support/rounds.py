@@ -19,7 +19,7 @@ def images(*shape: int, n: int = 24, seed: int = 0) -> Dataset:
     """n random images of the given shape in three classes, and six test images."""
     generator = torch.Generator().manual_seed(seed)
     x, x_test = (torch.randn((count, *shape), generator=generator) for count in (n, 6))
-    return from_arrays(x, torch.arange(n) % 3, x_test, torch.arange(6) % 3)
+    return from_arrays(x, torch.arange(n) % 3, x_test, torch.arange(6) % 3, public=True)
 
 
 def request(

@@ -13,7 +13,7 @@ from rich.markup import escape
 from fulcrum.settings.catalogue import list_setting_fields
 from fulcrum.settings.files import SHORT_NAMES, parse_assignment_option, parse_settings, read_settings
 
-OPTION_TYPES: dict[Any, type] = {float | None: float}
+OPTION_TYPES: dict[Any, type] = {float | None: float, int | None: int}
 """What the command line reads for a setting that may be None: the other type."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]

@@ -16,6 +16,7 @@ from fulcrum.settings.schema import Settings
 
 if TYPE_CHECKING:
     from fulcrum.privacy.plan import Plan
+    from fulcrum.runs.preparation import PartyBalance
     from fulcrum.training.federation import Federation
 
 MAX_PARTIES_SHOWN = 20
@@ -50,10 +51,13 @@ def plan(
 
     federation = api.prepare(settings)
     made, dim = federation.plan, federation.problem.layout.dim
+    short = api.collect_ledger_warnings(federation)  # refuses as `run` does where nobody can pay for a round
+    left = api.list_ledger_balances(federation)
     if as_json:
-        view.print_json({**made.to_json(dim), **describe_engine(federation)})
+        of_ledger = {"ledger": {name: vars(balance) for name, balance in left.items()}} if left else {}
+        view.print_json({**made.to_json(dim), **describe_engine(federation), **of_ledger})
         return
-    for warning in show.collect_run_warnings(federation):
+    for warning in [*show.collect_run_warnings(federation), *short]:
         view.print_message(f"warning: {warning}")
     if made.has_trusted_server:
         view.print_table(add_accountant_columns(CLIENT_LEVEL_COLUMNS, made), make_server_rows(made, dim))
@@ -80,6 +84,25 @@ def plan(
         "clipping norm; along v, its part in any one direction."
     )
     print_engine_lines(describe_engine(federation))
+    if left:
+        print_ledger_balances(settings.run.ledger, left, made.rounds)
+
+
+def print_ledger_balances(path: str, left: Mapping[str, PartyBalance], rounds: int) -> None:
+    """What each party has spent in a kept ledger, what its budget is, and how much of this plan it can pay for."""
+    view.print_line(f"left in {path}")
+    rows: list[tuple[view.TableValue, ...]] = [
+        (
+            name,
+            view.format_epsilon(balance.spent),
+            "no limit" if balance.budget is None else view.format_value(balance.budget),
+            f"{balance.rounds} of {rounds}",
+        )
+        for name, balance in list(left.items())[:MAX_PARTIES_SHOWN]
+    ]
+    view.print_table(("party", "spent", "budget", "rounds that it can pay for"), rows)
+    if len(left) > MAX_PARTIES_SHOWN:
+        view.print_line(f"and {len(left) - MAX_PARTIES_SHOWN} more parties: fulcrum ledger {path}")
 
 
 def describe_engine(federation: Federation) -> dict[str, Any]:

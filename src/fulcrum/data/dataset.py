@@ -26,8 +26,14 @@ class Dataset:
 
     train is None without training records (a coordinator), test is None without test records.
     Values are scaled by public constants only, never by statistics of the records. party_names: names of the parties
-    in the records. warnings: messages for the user. fingerprint: short hash of all records and the task.
+    in the records. warnings: messages for the user. fingerprint: short hash of all records and the task, in memory only
+    where data is private (`fingerprints.compute_keyed_fingerprint` is what may be stored).
     task_settings: the settings of the task; None if a Task was given.
+
+    public: whether everybody may see the training records (named public sources, or declared so); otherwise nothing
+    but noised releases may depend on them. test: public records, scored in the clear. held_out: private records that
+    were held out; scoring them is a release (`privacy.evaluation`). person_names: text ids that `person` indexes.
+    inferred: what was read off private targets because it is not declared; training then refuses.
     """
 
     name: str
@@ -38,6 +44,10 @@ class Dataset:
     warnings: tuple[str, ...] = ()
     fingerprint: str = ""
     task_settings: TaskSettings | None = None
+    public: bool = False
+    held_out: Records | None = None
+    person_names: tuple[str, ...] = ()
+    inferred: str = ""
 
     @property
     def records(self) -> Records:
@@ -47,7 +57,7 @@ class Dataset:
         return self.train
 
     @property
-    def public(self) -> Records:
+    def test_records(self) -> Records:
         """The test records; DataError if there are none."""
         if self.test is None:
             raise DataError(f"{self.name} has no test set; add x_test and y_test, public records to evaluate on.")
@@ -56,7 +66,7 @@ class Dataset:
     @property
     def sample(self) -> Records:
         """Records that show shapes and types: the training records, else the test records."""
-        return self.train if self.train is not None else self.public
+        return self.train if self.train is not None else self.test_records
 
     @property
     def shape(self) -> Any:
@@ -78,12 +88,12 @@ class Dataset:
     @property
     def x_test(self) -> Any:
         """Inputs of the test records."""
-        return self.public.x
+        return self.test_records.x
 
     @property
     def y_test(self) -> Tensor:
         """Targets of the test records."""
-        return self.public.y
+        return self.test_records.y
 
     @property
     def person(self) -> Tensor | None:
@@ -107,7 +117,7 @@ class Dataset:
         return dataclasses.replace(
             self,
             train=dataclasses.replace(self.records, **train) if train else self.train,
-            test=dataclasses.replace(self.public, **test) if test else self.test,
+            test=dataclasses.replace(self.test_records, **test) if test else self.test,
         )
 
     def with_float_inputs(self) -> Dataset:
@@ -118,7 +128,9 @@ class Dataset:
 
         if not self.has_integers:
             return self
-        floats = dataclasses.replace(self, train=numbers(self.train), test=numbers(self.test))
+        floats = dataclasses.replace(
+            self, train=numbers(self.train), test=numbers(self.test), held_out=numbers(self.held_out)
+        )
         # As if saved as float32: the fingerprint describes the data used for training.
         return dataclasses.replace(floats, fingerprint=compute_dataset_fingerprint(floats))
 
@@ -141,7 +153,9 @@ def from_arrays(
     classes: int | None = None,
     task: Task | TaskSettings | str | None = None,
     party_names: Sequence[str] = (),
+    person_names: Sequence[str] = (),
     warnings: Sequence[str] = (),
+    public: bool = False,
 ) -> Dataset:
     """Check arrays (NumPy, torch or nested lists) and make a Dataset from them.
 
@@ -149,9 +163,11 @@ def from_arrays(
     of the task. x_test, y_test: the same for the public test set, where there is one; party_test names the party of
     each test record. person [n]: integers or text, one per record. party [n]: integers or text that name the party
     of each record; with party_names, indices into it. task: a name ("classification", "regression", ...), settings, or
-    a Task; by default classification. classes: the number of classes, if the labels do not show them all; otherwise
-    the largest label plus one. Values are not scaled: scale them beforehand, by public constants. A DataError
-    names the array and the expected form.
+    a Task; by default classification. classes: the number of classes; where it is missing, the largest public label
+    plus one. public: whether everybody may see these records; by default they are private, and then nothing is read
+    off y: declare classes, or hand over y_test, which counts as public. person_names: text ids that person indexes.
+    Values are not scaled: scale them beforehand, by public constants. A DataError names the array and the expected
+    form.
     """
     notes = list(warnings)
     settings = task if isinstance(task, TaskSettings) else TaskSettings(name=task if isinstance(task, str) else "auto")
@@ -180,8 +196,11 @@ def from_arrays(
         if (value is None) != (other is None):
             missing = which if value is None else which.replace("y", "x")
             raise DataError(f"{missing} is missing; records need both inputs and targets.")
-    targets = [to_numpy_array(which, value) for which, value in (("y", y), ("y_test", y_test)) if value is not None]
-    made = task if isinstance(task, Task) else make_task(settings, targets)
+    inferred = ""
+    if isinstance(task, Task):
+        made = task
+    else:
+        made, inferred = _make_declared_task(settings, y, y_test, public)
     train = None if inputs is None else _make_records("y", inputs, y, made)
     test = None if inputs_test is None else _make_records("y_test", inputs_test, y_test, made)
     if train is not None and test is not None and train.shape != test.shape:
@@ -193,8 +212,14 @@ def from_arrays(
         if value is not None and records is None:
             raise DataError(f"{which} is given without the records it belongs to; add them, or leave it out.")
     names = tuple(party_names)
+    persons = tuple(person_names)
     if train is not None and person is not None:
-        train = dataclasses.replace(train, person=_encode_ids("person", person, len(train))[0])
+        codes, values = _encode_ids("person", person, len(train))
+        if values.dtype.kind in "US":
+            persons = tuple(str(value) for value in values)
+        elif persons and (int(codes.min()) < 0 or int(codes.max()) >= len(persons)):
+            raise DataError(f"person must hold indices 0..{len(persons) - 1} into person_names.")
+        train = dataclasses.replace(train, person=codes)
     if train is not None and party is not None:
         parties, names = _check_parties(party, len(train), names)
         train = dataclasses.replace(train, party=parties)
@@ -204,7 +229,18 @@ def from_arrays(
         of_test, names = _check_test_parties(party_test, len(test), names)
         test = dataclasses.replace(test, party=of_test)
     declared = None if isinstance(task, Task) else settings
-    data = Dataset(name, made, train, test, names, (*notes, *made.notes), task_settings=declared)
+    data = Dataset(
+        name,
+        made,
+        train,
+        test,
+        names,
+        (*notes, *made.notes),
+        task_settings=declared,
+        public=public,
+        person_names=persons,
+        inferred=inferred,
+    )
     return dataclasses.replace(data, fingerprint=compute_dataset_fingerprint(data))
 
 
@@ -223,9 +259,13 @@ def recheck_dataset(data: Dataset, name: str, task: TaskSettings | None = None) 
         name=data.name or name,
         task=chosen,
         party_names=data.party_names,
+        person_names=data.person_names,
         warnings=tuple(note for note in data.warnings if note not in data.task.notes),
+        public=data.public,
     )
-    return made if isinstance(chosen, TaskSettings) else dataclasses.replace(made, task_settings=data.task_settings)
+    if isinstance(chosen, TaskSettings):
+        return made
+    return dataclasses.replace(made, task_settings=data.task_settings, inferred=data.inferred)
 
 
 def apply_task_settings(data: Dataset, wanted: TaskSettings) -> Task | TaskSettings:
@@ -245,6 +285,43 @@ def apply_task_settings(data: Dataset, wanted: TaskSettings) -> Task | TaskSetti
             "it there, or set task.name too."
         )
     return wanted
+
+
+def _make_declared_task(settings: TaskSettings, y: Any, y_test: Any, public: bool) -> tuple[Task, str]:
+    """The task, and what of it was read off private targets for lack of a declaration ("" for nothing).
+
+    A task is made of public targets. Of private ones it gets the shape, with zeros in place of their values: one label
+    more or less must not change the number of classes that everybody sees.
+    """
+    targets = [to_numpy_array(which, value) for which, value in (("y", y), ("y_test", y_test)) if value is not None]
+    if public or y is None:
+        return make_task(settings, targets), ""
+    if settings.name in CLASS_COUNTING_TASKS and not settings.classes:
+        if y_test is not None:
+            return make_task(settings, targets[1:]), ""
+        made = make_task(settings, targets)
+        return made, f"the number of {CLASS_COUNTING_TASKS[settings.name]} ({made.outputs})"
+    if settings.name == "auto" or settings.name in CLASS_COUNTING_TASKS:
+        return make_task(settings, targets), ""
+    return make_task(settings, [np.zeros_like(targets[0]), *targets[1:]]), ""
+
+
+CLASS_COUNTING_TASKS = {"auto": "classes", "classification": "classes", "tokens": "tokens", "next-token": "tokens"}
+"""Tasks that count what their targets show where `task.classes` does not declare it, and what they count."""
+
+
+def refuse_inferred_task(data: Dataset) -> None:
+    """Raise DataError where private data declares too little: what everybody sees must not follow from its labels."""
+    if not data.public and data.inferred:
+        raise DataError(
+            f"{data.name} is private, and {data.inferred} would be read off its targets; declare task.classes (in "
+            "Python or a file also classes), hand over y_test, or say data.public = true if everybody may see the data."
+        )
+
+
+def declare_public(data: Dataset) -> Dataset:
+    """The same records, which the user declares that everybody may see (data.public)."""
+    return dataclasses.replace(data, public=True)
 
 
 def compute_dataset_fingerprint(data: Dataset) -> str:
@@ -267,7 +344,9 @@ def _list_dataset_tensors(data: Dataset) -> list[Tensor | None]:
         found += [None, None] if records is None else [*_list_input_tensors(records.x), records.y]
     train, test = data.train, data.test
     found += [train.person if train else None, train.party if train else None]
-    return found if test is None or test.party is None else [*found, test.party]
+    found = found if test is None or test.party is None else [*found, test.party]
+    held = data.held_out
+    return found if held is None else [*found, *_list_input_tensors(held.x), held.y, held.person, held.party]
 
 
 def _list_input_tensors(x: ModelInputs) -> list[Tensor]:

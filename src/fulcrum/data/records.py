@@ -58,13 +58,15 @@ class Records:
     """n records. x: inputs [n, ...], or several by name. y [n, ...]: targets, as the task checks them.
 
     person [n] int64: the person of each record (None: one person per record). party [n] int64: the party, an
-    index into the data set's party_names (None: not given).
+    index into the data set's party_names (None: not given). digests [n, 16] uint8: hashes of the inputs as they were
+    loaded, for `fingerprints` (None: not computed). They stay in memory: stored, they would be a test for guesses.
     """
 
     x: ModelInputs
     y: Tensor
     person: Tensor | None = None
     party: Tensor | None = None
+    digests: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.y)
@@ -80,7 +82,7 @@ class Records:
         def part(value: Tensor | None) -> Tensor | None:
             return None if value is None else value[rows]
 
-        return Records(select_rows(self.x, rows), self.y[rows], part(self.person), part(self.party))
+        return Records(select_rows(self.x, rows), self.y[rows], part(self.person), part(self.party), part(self.digests))
 
     def tensors(self) -> Iterator[Tensor | None]:
         """All tensors in a fixed order, for fingerprints."""

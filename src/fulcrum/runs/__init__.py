@@ -3,6 +3,7 @@
 one_call.py     `train` and `rounds`: from names to a result in one call
 preparation.py  settings -> a federation: everything that can go wrong before training
 execution.py    train a federation to its end, store it in a folder, resume from a folder
+binding.py      what ties a folder, its settings and its ledger together, and the checks before a run goes on
 observers.py    observers of a run: progress, metrics.jsonl with checkpoints, users' own
 active_run.py   a run in progress, and its current privacy statement
 result.py       the result of a finished run, and its summary.json
@@ -15,7 +16,13 @@ from __future__ import annotations
 from fulcrum.runs.execution import execute, resume, resume_prepared
 from fulcrum.runs.observers import OBSERVERS, Observer, RoundCallback, RunInfo, find_observer
 from fulcrum.runs.one_call import rounds, train
-from fulcrum.runs.preparation import collect_ledger_warnings, find_device, prepare
+from fulcrum.runs.preparation import (
+    collect_ledger_warnings,
+    find_device,
+    list_ledger_balances,
+    list_unit_digests,
+    prepare,
+)
 from fulcrum.runs.result import Result
 
 __all__ = [
@@ -28,6 +35,8 @@ __all__ = [
     "execute",
     "find_device",
     "find_observer",
+    "list_ledger_balances",
+    "list_unit_digests",
     "prepare",
     "resume",
     "resume_prepared",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from fulcrum.clipping import find_rule
-from fulcrum.data import Dataset, compute_features, count_units_per_party, holdout, load, partition_method, split
-from fulcrum.data.dataset import recheck_dataset
+from fulcrum.data import Dataset, compute_features, count_units_per_party, load, split
+from fulcrum.data.dataset import declare_public, recheck_dataset, refuse_inferred_task
+from fulcrum.data.declared import resolve_data_settings
+from fulcrum.data.fingerprints import add_record_digests, compute_unit_digests
+from fulcrum.data.held_out import hold_out_units
 from fulcrum.data.records import select_rows
 from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
@@ -23,6 +27,7 @@ from fulcrum.runs.choices import check_choices
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.client_level import check_server_rule, make_local_problem
+from fulcrum.training.evaluate import check_private_evaluation, plan_evaluation
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import TrainingProblem
 
@@ -31,51 +36,70 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     """Load the data, split it, build the model, plan the privacy. Raises every error that is known before training.
 
     dataset and model replace those in the settings, for data and models made in Python. The federation's settings name
-    the partition that "auto" chose.
+    the partition, unit and randomness that "auto" chose.
     """
     check_choices(check_settings(settings))
     rule = find_rule(settings.clip.rule)
     device = find_device(settings.run.device)
     dataset = load_training_data(settings, dataset, device)
-    settings, dataset = resolve_auto_partition(settings, dataset)
+    settings, dataset = resolve_data_settings(settings, dataset)
+    check_settings(settings)  # again: what "auto" chose must go with the other settings
+    evaluation = plan_evaluation(settings, dataset)
+    dataset = dataset if evaluation is None else _add_dataset_warning(dataset, evaluation.note)
     partition = split(dataset, settings.data, settings.run.seed)
     model, dataset = build_checked_model(settings, dataset, model)
     problem = TrainingProblem.of(settings, dataset, partition, model, device, rule=rule)
     check_server_rule(rule, settings, problem)
     plan = make_plan(settings, partition, count_units_per_party(dataset, partition, settings.privacy.unit), rule)
-    return Federation(settings, problem, plan, find_engine(settings.run.engine, make_local_problem(problem)))
+    engine = find_engine(settings.run.engine, make_local_problem(problem))
+    return Federation(settings, problem, plan, engine, evaluation)
 
 
 def load_training_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
     """The training records by the settings: with their task, without held-out records, as features."""
     if given is None:
-        dataset = load(settings.data.source, settings.data.dir, task=settings.task)
+        dataset = load(settings.data.source, settings.data.dir, task=settings.task, public=settings.data.public)
     else:
+        given = declare_public(given) if settings.data.public else given
         dataset = given if settings.task == TaskSettings() else recheck_dataset(given, given.name, settings.task)
+    refuse_inferred_task(dataset)
+    if not dataset.public:
+        dataset = add_record_digests(dataset)
     if settings.data.validation > 0:
-        dataset = holdout(dataset, settings.data.validation, settings.run.seed)
+        if not dataset.public:
+            check_private_evaluation(settings, dataset)
+        dataset = hold_out_units(dataset, settings.data.validation, settings.run.seed)
     dataset = compute_features(dataset, settings.data, device)
     if settings.privacy.unit == "person" and dataset.person is None:
         raise ConfigError(
             f"privacy.unit = 'person' needs an id for each record, and {dataset.name} has none; "
             "give an .npz with an array named person, or use unit example."
         )
-    if dataset.test is None:
+    if dataset.test is None and dataset.held_out is None:
         return _add_dataset_warning(
             dataset, f"{dataset.name} has no test set (x_test, y_test), so the model is trained and not evaluated."
         )
     return dataset
 
 
-def resolve_auto_partition(settings: Settings, dataset: Dataset) -> tuple[Settings, Dataset]:
-    """The settings with the partition that "auto" chooses, and the data set with a warning if that is iid."""
-    method = partition_method(settings.data, dataset.task)
-    if settings.data.partition != "auto":
-        return settings, dataset
-    if method == "iid":
-        words = f"The targets of task {dataset.task.name!r} are no classes to split by, so the records are split "
-        dataset = _add_dataset_warning(dataset, f"{words}evenly and at random over the parties (data.partition = iid).")
-    return settings.replace(data={"partition": method}), dataset
+def list_unit_digests(federation: Federation) -> dict[str, bytes]:
+    """Keyed digests of each party's units, 16 bytes each, by which its ledger knows them again; {} for public data.
+
+    Held-out units are listed under the name of their own account.
+    """
+    problem = federation.problem
+    dataset, partition = problem.dataset, problem.partition
+    if dataset.public:
+        return {}
+    unit = "person" if dataset.person is not None else "example"
+    found = {
+        partition.name(k): compute_unit_digests(dataset, partition.indices(k), unit) for k in range(partition.parties)
+    }
+    if federation.evaluation is not None and dataset.held_out is not None:
+        held = dataclasses.replace(dataset, train=dataset.held_out)
+        for account in federation.evaluation.accounts:
+            found[account.name] = compute_unit_digests(held, account.rows, unit)
+    return found
 
 
 def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module | None) -> tuple[nn.Module, Dataset]:
@@ -117,6 +141,31 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"run.device = {name!r}, but this machine has no GPU that PyTorch can use; use cpu.")
     return device
+
+
+@dataclass(frozen=True)
+class PartyBalance:
+    """A party in a kept ledger: epsilon spent over all runs, its budget (None: no limit), rounds it can pay for."""
+
+    spent: float
+    budget: float | None
+    rounds: int
+
+
+def list_ledger_balances(federation: Federation) -> dict[str, PartyBalance]:
+    """What the parties of this run have left in the kept ledger, by name; without those that are new there."""
+    path, plan = federation.settings.run.ledger, federation.plan
+    if not path or not Path(path).is_file():
+        return {}
+    with Ledger.open(path) as ledger:
+        accounts, spent = ledger.accounts(), ledger.epsilons()
+        short = compute_affordable_rounds(plan, ledger)
+    names = [plan.name(k) for k in range(plan.parties)]
+    return {
+        name: PartyBalance(spent[name], accounts[name].budget, short.get(name, plan.participations(k)))
+        for k, name in enumerate(names)
+        if name in accounts
+    }
 
 
 def collect_ledger_warnings(federation: Federation) -> list[str]:

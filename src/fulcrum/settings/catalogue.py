@@ -22,6 +22,7 @@ SECTION_CLASSES: dict[str, type] = {
 SHORT_NAMES: dict[str, str] = {
     "data": "data.source",
     "data_dir": "data.dir",
+    "public": "data.public",
     "task": "task.name",
     "model": "model.name",
     "epsilon": "privacy.epsilon",

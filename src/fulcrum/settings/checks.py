@@ -14,7 +14,8 @@ from fulcrum.settings.schema import Settings
 
 # --- checks -----------------------------------------------------------------------------------
 
-# field: (lower limit, whether it is allowed, upper limit, whether it is allowed)
+# field: (lower limit, whether it is allowed, upper limit, whether it is allowed). Numbers that decide how a gradient is
+# scaled keep to what float32 bears: C / (norm + stability), C^2, C sigma and their inverses stay far from its limits.
 SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "data.parties": (1, True, math.inf, False),
     "data.alpha": (0, False, math.inf, False),
@@ -44,27 +45,28 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "train.server_beta2": (0, True, 1, False),
     "train.server_eps": (0, False, math.inf, False),
     "train.ema": (0, True, 1, False),
-    "clip.C0": (0, False, math.inf, False),
-    "clip.kappa": (0, True, math.inf, False),
-    "clip.balance": (0, False, math.inf, False),
+    "clip.C0": (1e-12, True, 1e12, True),
+    "clip.kappa": (0, True, 1e12, True),
+    "clip.balance": (0, False, 1e12, True),
     "clip.reach": (0, False, math.inf, True),
     "clip.growth": (1, True, math.inf, True),
-    "clip.eta_C": (0, True, math.inf, False),
+    "clip.eta_C": (0, True, 100, True),
     "clip.beta": (0, True, 1, False),
-    "clip.C_min": (0, False, math.inf, False),
-    "clip.C_max": (0, False, math.inf, False),
+    "clip.C_min": (1e-12, True, 1e12, True),
+    "clip.C_max": (1e-12, True, 1e12, True),
     "clip.gamma": (0, True, 1, True),
-    "clip.rho_c": (0, False, math.inf, False),
-    "clip.shrink": (0, True, math.inf, False),
-    "clip.stability": (0, False, math.inf, False),
+    "clip.rho_c": (1e-6, True, 1e6, True),
+    "clip.shrink": (0, True, 1e6, True),
+    "clip.stability": (1e-9, True, 1e6, True),
     "clip.statistics_interval": (0, True, math.inf, False),
     "privacy.epsilon": (0, False, math.inf, False),
-    "privacy.sigma": (0, False, math.inf, False),
+    "privacy.sigma": (1e-6, True, 1e9, True),
     "privacy.delta": (0, False, 1, False),
     "privacy.budget": (0, False, math.inf, False),
+    "privacy.evaluation_epsilon": (0, False, math.inf, False),
     "privacy.budget_delta": (0, False, 1, False),
     "privacy.max_participations": (0, True, math.inf, False),
-    "privacy.rho_mu": (0, False, math.inf, False),
+    "privacy.rho_mu": (1e-6, True, 1e6, True),
     "client_level.weight_cap": (0, True, math.inf, False),
     "client_level.min_weight": (0, False, 1, True),
     "privacy.seed": (0, True, 2**63, False),
@@ -138,6 +140,11 @@ def _check_combinations(settings: Settings) -> None:
         )
     if privacy.budgets and privacy.epsilon is None:
         raise ConfigError("privacy.budgets is set without privacy.epsilon; give the epsilon of the other parties too.")
+    if privacy.evaluation_epsilon is not None and not settings.data.validation:
+        raise ConfigError(
+            f"privacy.evaluation_epsilon = {privacy.evaluation_epsilon:g} pays for scores of held-out records, and "
+            "data.validation = 0 holds none out; set it, or leave evaluation_epsilon out."
+        )
     if privacy.unit == "client" and privacy.max_participations:
         raise ConfigError(
             f"privacy.max_participations = {privacy.max_participations} has no use with privacy.unit = 'client': "
@@ -151,7 +158,7 @@ def _check_secure_sum_settings(settings: Settings) -> None:
     """Refuse settings that one shared noise vector does not cover: it needs one step per round by all parties."""
     train, privacy = settings.train, settings.privacy
     wrong = {
-        "privacy.unit": (privacy.unit, "example", privacy.unit != "example"),
+        "privacy.unit": (privacy.unit, "example", privacy.unit not in ("example", "auto")),
         "train.steps": (compute_local_steps(train), 1, compute_local_steps(train) != 1),
         "train.weights": (train.weights, "examples", train.weights != "examples"),
         "train.participation": (train.participation, 1, train.participation < 1),

@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fulcrum.settings.schema import Train
+from fulcrum.settings.schema import Privacy, Settings, Train
 
 
 def compute_local_steps(train: Train) -> int:
     """Number of local steps N per round: as given, or from epochs and the sampling rate."""
     return train.steps if train.steps > 0 else max(1, round(train.epochs / train.rate))
+
+
+def count_evaluations(settings: Settings) -> int:
+    """Rounds after which the model is evaluated: every `run.evaluate_every` rounds, and after the last."""
+    whole, rest = divmod(settings.train.rounds, settings.run.evaluate_every)
+    return whole + (rest > 0)
+
+
+def get_planned_unit(privacy: Privacy) -> str:
+    """The unit of a plan without data: privacy.unit, where "auto" is example. With data, `prepare` has resolved it."""
+    return "example" if privacy.unit == "auto" else privacy.unit
 
 
 LR_SCHEDULES: dict[str, Callable[[Train, int], float]] = {

@@ -38,6 +38,7 @@ EXPECTED_TYPE_TEXTS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     float | None: "a number",
+    int | None: "a whole number",
     str: "text in quotes",
     bool: "true or false",
     tuple[int, ...]: "a list of whole numbers",

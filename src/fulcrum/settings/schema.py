@@ -24,10 +24,16 @@ class Data:
     """digits, mnist, fashion-mnist, cifar10, a path to an .npz file, or package.module:function."""
     dir: str = ""
     """Folder to search first, before FULCRUM_DATA (a path list) and the user's cache."""
+    public: bool = False
+    """Declares that everybody may see your own data: it is then simulated on like the named public data sets. False:
+    your own data is private, and only noised releases may depend on it."""
     parties: int = 5
     """Number of parties K. Ignored with partition = "given", where the data names each example's party."""
     partition: str = "auto"
-    """auto (dirichlet where targets are classes, else iid), iid, dirichlet, shards, quantity, or given."""
+    """auto (given where the data names each record's party; else hashed for private data, dirichlet for public data
+    with classes, iid for other public data), iid, dirichlet, shards, quantity, hashed (by a keyed hash of each person
+    or record: people who stay keep their party), or given. Private data is not split by its labels, nor against its own
+    parties."""
     alpha: float = 0.5
     """Dirichlet concentration: of labels for dirichlet, of sizes for quantity. Smaller is more skewed."""
     shards: int = 2
@@ -35,7 +41,8 @@ class Data:
     min_examples: int = 10
     """Smallest number of examples per party."""
     validation: float = 0.0
-    """Fraction of the training data that is held out and replaces the test data (for tuning)."""
+    """Fraction of the training data that is held out and replaces the test data (for tuning). Of private data, each
+    unit is held out by a keyed hash, and scores are noised releases, see privacy.evaluation_epsilon."""
     features: str = "none"
     """Fixed public feature map, applied to each record before training: none, or scattering (second-order wavelet
     scattering of images: 81 channels per colour, a quarter of the height and width)."""
@@ -62,7 +69,8 @@ class TaskSettings:
     """auto (declared by the data, else classification), classification, binary, multilabel, regression, tokens,
     next-token, or package.module:task."""
     classes: int = 0
-    """Number of classes, labels or vocabulary tokens; 0: declared by the data, else the largest target + 1."""
+    """Number of classes, labels or vocabulary tokens; 0: declared by the data, else the largest public target + 1. For
+    private data without public test targets it must be declared."""
     class_weights: tuple[float, ...] = ()
     """Weight of each class in the loss (multilabel: of each positive label), in order; empty: all 1."""
     loss: str = "squared"
@@ -104,7 +112,7 @@ class Model:
     hidden: tuple[int, ...] = (64,)
     """Widths of the mlp's hidden layers."""
     init: str = "random"
-    """Public initial weights: random; synthetic (CNNs only, pretrained on images made from formulas, without data); or
+    """Public initial weights: random; synthetic (CNNs only, pretrained on images made from formulas); or
     an .npz or .safetensors file. Layers that are not in the file are random."""
     coordinates: str = "plain"
     """Coordinates in which the network is trained: plain; centred (the input of every layer minus its mean over
@@ -213,9 +221,9 @@ class Privacy:
     epsilon: float | None = None
     sigma: float | None = None
     delta: float = 1e-5
-    unit: str = "example"
-    """Protected unit: example; person (the data has a person id per record); or client (a whole party; the server
-    is trusted and adds the noise)."""
+    unit: str = "auto"
+    """Protected unit: auto (person where the data has a person id per record, else example); example; person; or
+    client (a whole party; the server is trusted and adds the noise)."""
     accountant: str = "rdp"
     """rdp or pld: which epsilon is enforced. Both are reported."""
     max_participations: int = 0
@@ -227,14 +235,17 @@ class Privacy:
     all runs share one); None: the delta of the first run."""
     budgets: dict[str, float] = field(default_factory=dict)
     """Epsilon of parties with a different budget, by name: {"party-0" = 2.0}."""
-    randomness: str = "seeded"
-    """seeded (simulations: sampling and noise follow from a seed) or secure (real use: a key from the operating
-    system, never written down)."""
+    randomness: str = "auto"
+    """auto (secure for private data, seeded for public data), seeded (simulations: sampling and noise follow from a
+    seed) or secure (real use: a key from the operating system, never written down)."""
     seed: int | None = None
     """Private seed of sampling and noise in a seeded run; None: run.seed. It must stay secret."""
     arithmetic: str = "auto"
     """How the bounds on contributions hold: proven (float64 from gradients to the release, each step with a written
     bound), fast (float32 sums with measured margins), or auto (proven with secure randomness, else fast)."""
+    evaluation_epsilon: float | None = None
+    """Epsilon of the units that data.validation holds out of private data, over all evaluations of the run: each is one
+    noised histogram (run.evaluate_every says how many). They do not train, so it does not add to epsilon."""
     noise_schedule: str = "constant"
     """Noise over the rounds: constant, growth (of 1/sigma, see rho_mu), or phases. sigma is that of the first round."""
     rho_mu: float = 0.8

@@ -17,10 +17,17 @@ IGNORED_IN_ID = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma
 """Settings that do not affect a result: the preset's name, file locations. The id has the privacy target separately."""
 LATER_SETTINGS: dict[str, dict[str, Any]] = {
     "clip": {"options": {}},
-    "data": {"feature_whiten": 0.0},
+    "data": {"feature_whiten": 0.0, "public": False},
     "model": {"coordinates": "plain", "whiten": 0.5},
+    "privacy": {"seed": None, "arithmetic": "auto", "evaluation_epsilon": None, "budget_delta": None},
 }
 """Settings newer than stored results, with the value those results used: at that value they are not in the id."""
+FORMER_VALUES: dict[tuple[str, str], str] = {
+    ("data", "partition"): "dirichlet",
+    ("privacy", "unit"): "example",
+    ("privacy", "randomness"): "seeded",
+}
+"""Settings that may be "auto" since stored results were made, with the value that these used."""
 LATER_SECTIONS: dict[str, dict[str, Any]] = {"task": dataclasses.asdict(TaskSettings())}
 """Whole sections newer than stored results: at their defaults they are not in the id."""
 CLIP_SETTINGS_READ: dict[str, tuple[str, ...]] = {
@@ -94,8 +101,9 @@ def compute_job_id(settings: Settings, epsilon: float | None, revision: int = 0)
     tighter in the fifth digit does not invalidate every result.
     """
     plain = to_original_names(dataclasses.asdict(settings))
-    if plain["data"]["partition"] == "auto":  # newer than stored results, which used the value that "auto" means
-        plain["data"]["partition"] = "dirichlet"
+    for (section, name), former in FORMER_VALUES.items():
+        if plain[section][name] == "auto":
+            plain[section][name] = former
     kept: dict[str, Any] = {}
     for section, values in plain.items():
         idle = IGNORED_IN_ID.get(section, ())

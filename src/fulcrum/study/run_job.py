@@ -1,7 +1,7 @@
 """Runs one job: data cached between jobs, rounds without a ledger, and the recorded outcome.
 
 A study spends no party's budget: its runs are simulations on public data, and their noise was
-calibrated beforehand. So there is no ledger, and epsilon is not composed per round.
+calibrated beforehand. So there is no ledger, and epsilon is not composed per round. Private data is refused.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import fulcrum
 from fulcrum import runs as api
 from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, compute_features, from_arrays, holdout, load
+from fulcrum.data.declared import refuse_without_ledger
 from fulcrum.data.features import feature_signature
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.runs import folder as record
+from fulcrum.settings.derived import get_planned_unit
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.study.job import StudyJob
 from fulcrum.study.records import StudyScore, make_score_entries
@@ -87,9 +89,10 @@ class DatasetCache:
         return self._made[key]
 
     def _load_records(self, settings: Settings) -> Dataset:
-        part, records = settings.data.validation, (settings.data.source, settings.task)
+        part, records = settings.data.validation, (settings.data.source, settings.data.public, settings.task)
         if records not in self._whole:
-            self._whole[records] = self._load(settings.data.source, settings.data.dir, settings.task)
+            self._whole[records] = self._load(settings)
+            refuse_without_ledger(self._whole[records])
         if part == 0:
             return self._whole[records]
         key = (*records, part, settings.run.seed)
@@ -98,17 +101,17 @@ class DatasetCache:
             self._held[key] = holdout(self._whole[records], part, settings.run.seed)
         return self._held[key]
 
-    def _load(self, source: str, folder: str, task: TaskSettings) -> Dataset:
-        packed = Path(self.folder) / "digits.npz"
+    def _load(self, settings: Settings) -> Dataset:
+        packed, data = Path(self.folder) / "digits.npz", settings.data
         try:
-            return load(source, self.folder or folder, task=task)
+            return load(data.source, self.folder or data.dir, task=settings.task, public=data.public)
         except DataError:
             # Where scikit-learn is missing, its digits may be in a file (see `write_digits_npz`).
-            if source != "digits" or not packed.is_file():
+            if data.source != "digits" or not packed.is_file():
                 raise
         with np.load(packed) as arrays:
             parts = [torch.from_numpy(arrays[name]) for name in ("x", "y", "x_test", "y_test")]
-        return from_arrays(*parts, name="digits", classes=10)
+        return from_arrays(*parts, name="digits", classes=10, public=True)
 
 
 def write_digits_npz(folder: Path) -> Path:
@@ -130,7 +133,9 @@ def prepare_job(job: StudyJob, datasets: DatasetCache, device: str = "auto", pre
     run = {"device": device, "evaluate_every": every, "ledger": "", "engine": "auto"}
     if precision:
         run["precision"] = precision
-    ready = settings.replace(data={"validation": 0.0, "features": "none"}, run=run)
+    ready = settings.replace(
+        data={"validation": 0.0, "features": "none"}, privacy={"unit": get_planned_unit(settings.privacy)}, run=run
+    )
     dataset = datasets.get(settings, device)
     if dataset.test is None:
         raise DataError(f"{dataset.name} has no test set (x_test, y_test), and a study compares results on one.")
@@ -203,7 +208,7 @@ def make_job_record(job: StudyJob, result: JobOutcome, machine: dict[str, Any]) 
         "rule": rule.name,
         "sound": rule.sound,
         "private": rule.private,
-        "unit": job.settings.privacy.unit if rule.private else "",
+        "unit": get_planned_unit(job.settings.privacy) if rule.private else "",
         "aggregation": job.settings.privacy.aggregation,
         "parties": job.settings.data.parties,
         "rounds": job.settings.train.rounds,

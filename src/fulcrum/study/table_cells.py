@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulcrum.clipping import find_rule
+from fulcrum.settings.derived import get_planned_unit
 from fulcrum.study.experiment import Experiment
 from fulcrum.study.job import StudyJob
 from fulcrum.study.records import StudyScore, choice_to_cell_keys, get_common_score, get_score_value
@@ -151,7 +152,7 @@ def make_table_cells(
                 epsilon=first.epsilon,
                 row=first.row,
                 label=row.label,
-                unit=first.settings.privacy.unit if rule.private else "",
+                unit=get_planned_unit(first.settings.privacy) if rule.private else "",
                 parties=first.settings.data.parties,
                 sound=rule.sound,
                 values={

@@ -9,6 +9,7 @@ import torch
 
 from fulcrum.clipping.rule import ModelFacts
 from fulcrum.models.whitening import find_centred_biases
+from fulcrum.privacy.evaluation import EvaluationPlan
 from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings
@@ -19,12 +20,16 @@ from fulcrum.training.server import SERVERS
 
 @dataclass(frozen=True)
 class Federation:
-    """A run that is ready to start: settings, problem, plan and engine, all consistent."""
+    """A run that is ready to start: settings, problem, plan and engine, all consistent.
+
+    evaluation: how private held-out records are scored; None where there are none.
+    """
 
     settings: Settings
     problem: TrainingProblem
     plan: Plan
     engine: Engine
+    evaluation: EvaluationPlan | None = None
 
 
 PRETRAINED_NORM_RATIO = 1.5

@@ -12,13 +12,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from fulcrum.data.declared import refuse_without_ledger
 from fulcrum.errors import RunError
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunPlan
 from fulcrum.privacy.plan import Plan, find_affordable_rounds
 from fulcrum.rng import SecureRandomness, SeededRandomness, numpy_generator
 from fulcrum.settings.schema import Settings
-from fulcrum.training.evaluate import Evaluation, evaluate_with_parties
+from fulcrum.training.evaluate import Evaluation, evaluate_round
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import identify_releases
 from fulcrum.training.round import (
@@ -49,13 +50,15 @@ def federate(
     parties share one noise vector, it ends when any party's budget is spent.
 
     Without a ledger (studies on public data) there are no reservations, no budgets and no epsilons:
-    `RoundResult.epsilon` is NaN and `epsilons` is empty.
+    `RoundResult.epsilon` is NaN and `epsilons` is empty. Private data is refused there.
     """
+    if ledger is None:
+        refuse_without_ledger(federation.problem.dataset)
     settings, problem, plan, engine = federation.settings, federation.problem, federation.plan, federation.engine
     play = run_client_level_round if plan.central else run_round
     check_randomness(federation, run)
     snapshot = start or make_first_snapshot(federation)
-    account = RunAccount(ledger, run, plan.delta, plan.accountant) if ledger else None
+    account = RunAccount(ledger, run) if ledger else None
     exhausted: set[int] = set()
 
     for t in range(snapshot.round, settings.train.rounds):
@@ -77,12 +80,13 @@ def federate(
 
         snapshot, replies, C = play(federation, snapshot, clients, t, events, attempt)
         took_part = clients if plan.central else [reply.client for reply in replies]
-        if ledger and account:
+        if ledger:
             ledger.settle(run, t, compute_reply_digests(plan, replies, clients, settings.train.weights))
+        found = Evaluation({})
+        if is_evaluation_round(settings, t):
+            found = evaluate_round(federation, snapshot.averaged, t, ledger, run, attempt)
+        if account:  # after the evaluation, which held-out private records pay for
             account.read_rounds_until(t + 1)
-        found = (
-            evaluate_with_parties(problem, snapshot.averaged) if is_evaluation_round(settings, t) else Evaluation({})
-        )
         yield (
             RoundResult(
                 round=t + 1,
@@ -96,6 +100,7 @@ def federate(
                 seconds=time.perf_counter() - began,
                 metrics=found.metrics,
                 party_metrics=found.parties,
+                evaluation=found.note,
                 diagnostics=average_diagnostics(replies),
                 out_of_budget=tuple(sorted(exhausted)) if plan.central else (),
             ),

@@ -7,6 +7,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +15,12 @@ from torch import nn
 from fulcrum.clipping import find_rule
 from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.data import Dataset, Partition, PartyData, build_party_data
+from fulcrum.data.declared import choose_randomness, choose_unit
 from fulcrum.data.tasks import Task
 from fulcrum.gradients import GradientRecorder
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import Randomness, make_randomness
+from fulcrum.settings.derived import count_evaluations
 from fulcrum.settings.schema import Settings
 
 
@@ -59,6 +62,10 @@ class TrainingProblem:
 
         rule, randomness: replace those that the settings name.
         """
+        # "auto" must not decide anything below: a private data set's randomness is secure.
+        settings = settings.replace(
+            privacy={"unit": choose_unit(settings, dataset), "randomness": choose_randomness(settings, dataset)}
+        )
         place = torch.device(device)
         model = model.to(place)
         layout = ParameterLayout.of(model)
@@ -138,10 +145,13 @@ def identify_releases(
     """
     mac = hashlib.blake2b(str(get_private_seed(settings)).encode(), digest_size=32, person=b"fulcrum-run-id")
     sections = ("data", "task", "train", "clip", "privacy", "client_level")
-    parts = {name: dataclasses.asdict(getattr(settings, name)) for name in sections}
+    parts: dict[str, dict[str, Any]] = {name: dataclasses.asdict(getattr(settings, name)) for name in sections}
     for section, left_out in RELEASE_IRRELEVANT_SETTINGS.items():
         for name in left_out:
             parts[section].pop(name, None)
+    parts["privacy"]["unit"] = choose_unit(settings, dataset)
+    if settings.privacy.evaluation_epsilon is not None:  # what decides the noise and the cells of evaluations
+        parts["evaluations"] = {"count": count_evaluations(settings), "threshold": settings.task.threshold}
     mac.update(json.dumps(parts, sort_keys=True, default=str).encode())
     mac.update(f"|{dataset.fingerprint}|{dataset.task.name}|{type(model).__qualname__}|{layout.shapes}|".encode())
     for tensor in (partition.order, partition.starts, layout.flatten(model).detach().cpu()):

@@ -68,6 +68,7 @@ def compute_features(dataset: Dataset, settings: Data, device: torch.device) -> 
         dataset,
         train=made(dataset.train),
         test=made(dataset.test),
+        held_out=made(dataset.held_out),
         # The features depend only on the old records: hashing gigabytes of features would add no information.
         fingerprint=hashlib.blake2b(f"{dataset.fingerprint}|{words}".encode(), digest_size=8).hexdigest(),
     )

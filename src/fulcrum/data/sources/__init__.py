@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fulcrum.data.dataset import Dataset, recheck_dataset
+from fulcrum.data.dataset import Dataset, declare_public, recheck_dataset
 from fulcrum.data.sources.named import load_public_dataset, load_sklearn_digits
 from fulcrum.data.sources.own import dataset_from_mapping, find_file, read_npz, require_records
 from fulcrum.data.sources.public.registry import PUBLIC_DATASETS
@@ -58,6 +58,7 @@ def load(
     seed: int = 0,
     task: TaskSettings | None = None,
     need: Sequence[str] = ("train",),
+    public: bool = False,
 ) -> Dataset:
     """Load a data set by name, path or function.
 
@@ -66,7 +67,8 @@ def load(
     from the current folder. folder: searched first, before FULCRUM_DATA (a path list) and the user's cache. seed:
     passed to your function if it has this parameter; named sources and files do not depend on it. task: what is
     predicted, where the settings say more than the data. need: the required records, "train", "test" or both; others
-    are loaded if present. Raises DataError, one sentence.
+    are loaded if present. public: whether the user declares own data public (data.public); by default it is private,
+    unless a source returns a Dataset that says public=True. Raises DataError, one sentence.
     """
     wanted = task or TaskSettings()
     reader, path = _find_reader(source, folder)
@@ -83,10 +85,11 @@ def load(
             raise DataError(f"data.source = {source!r}: the function failed ({words}).") from error
     if isinstance(found, Dataset):
         ready = reader in CHECKED_READERS and wanted == TaskSettings()
+        found = declare_public(found) if public else found
         return require_records(found if ready else recheck_dataset(found, source, wanted), need)
     if isinstance(found, Mapping):
         where, name = (str(path), path.name) if path else (f"what {source} returned", source)
-        return dataset_from_mapping(found, where, name, wanted, need)
+        return dataset_from_mapping(found, where, name, wanted, need, public)
     raise DataError(
         f"data.source = {source!r}: the function returned {type(found).__name__}; it must return a fulcrum Dataset "
         "or a dict with x and y, x_test and y_test."

@@ -50,7 +50,7 @@ def load_sklearn_digits() -> Dataset:
     y = labels.astype(np.int64)
     note = () if public else ("scikit-learn's digits are not the public ones; its version may have changed them.",)
     held = torch.from_numpy(test)
-    return from_arrays(x[~held], y[~test], x[held], y[test], name="digits", classes=10, warnings=note)
+    return from_arrays(x[~held], y[~test], x[held], y[test], name="digits", classes=10, warnings=note, public=True)
 
 
 def load_public_dataset(name: str, folder: str = "") -> Dataset:
@@ -87,6 +87,7 @@ def load_public_dataset(name: str, folder: str = "") -> Dataset:
         name=name,
         classes=entry.classes,
         warnings=(note,) if changed else (),
+        public=True,
     )
 
 

@@ -54,9 +54,17 @@ def find_file(source: str, folder: str) -> Path:
 
 
 def dataset_from_mapping(
-    given: Mapping[str, Any], where: str, name: str, task: TaskSettings, need: Sequence[str] = ("train",)
+    given: Mapping[str, Any],
+    where: str,
+    name: str,
+    task: TaskSettings,
+    need: Sequence[str] = ("train",),
+    public: bool = False,
 ) -> Dataset:
-    """A Dataset from arrays by name (see `read_npz`); where: name of their source in error messages."""
+    """A Dataset from arrays by name (see `read_npz`); where: name of their source in error messages.
+
+    public: whether the user declared the data public; nothing in a file can.
+    """
     arrays = _join_inputs(given, where)
     # Unknown keys are refused, not ignored: "persons" for "person" would silently protect the wrong unit.
     unknown = [key for key in arrays if key not in RECORD_ARRAYS + OPTIONAL_ARRAYS]
@@ -79,7 +87,7 @@ def dataset_from_mapping(
     if "party_names" in options:
         options["party_names"] = tuple(str(item) for item in np.asarray(options["party_names"]).reshape(-1))
     try:
-        return from_arrays(*(arrays.get(key) for key in RECORD_ARRAYS), name=name, task=task, **options)
+        return from_arrays(*(arrays.get(key) for key in RECORD_ARRAYS), name=name, task=task, public=public, **options)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
 

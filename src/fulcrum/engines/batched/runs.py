@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fulcrum.data.declared import refuse_without_ledger
 from fulcrum.engines.batched.local_steps import JobRounds, can_stack_local_steps
 from fulcrum.engines.batched.per_job import PerJobRounds
 from fulcrum.engines.batched.server import BatchedServer
@@ -69,6 +70,8 @@ def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator
     """
     if not federations:
         raise ConfigError("run_many was given no federations; give at least one.")
+    for federation in federations:
+        refuse_without_ledger(federation.problem.dataset)
     rounds = federations[0].settings.train.rounds
     if any(federation.settings.train.rounds != rounds for federation in federations):
         raise ConfigError("train.rounds differs between the runs; runs that are trained together need the same.")

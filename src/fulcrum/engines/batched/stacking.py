@@ -15,7 +15,7 @@ from torch import nn
 
 from fulcrum.clipping import ClipRule, find_rule
 from fulcrum.models.whitening import compute_buffer_digest
-from fulcrum.settings.derived import compute_local_steps
+from fulcrum.settings.derived import compute_local_steps, get_planned_unit
 from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import uses_proven_arithmetic
@@ -110,9 +110,10 @@ def can_stack_runs(settings: Settings, rule: ClipRule | None = None) -> bool:
     A stack is for simulations: runs in real use, or in proven arithmetic, release by their own engines. Persons own
     several records each. Where whole parties are units, the rule must look at each update by itself.
     """
-    if settings.privacy.randomness != "seeded" or uses_proven_arithmetic(settings):
+    # "auto" is seeded here: what is stacked is public data.
+    if settings.privacy.randomness == "secure" or uses_proven_arithmetic(settings):
         return False
-    unit, rule = settings.privacy.unit, rule or find_rule(settings.clip.rule)
+    unit, rule = get_planned_unit(settings.privacy), rule or find_rule(settings.clip.rule)
     return unit == "example" or (unit == "client" and rule.sound)
 
 

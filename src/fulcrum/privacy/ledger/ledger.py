@@ -140,6 +140,12 @@ class Ledger:
         with self._store.reading():
             return self._store.identity
 
+    def bring_to_current_format(self) -> None:
+        """Give a file of an older format an identity and a chain now, rather than with its next row."""
+        if not self.identity:
+            with self._store.write_transaction():
+                self._store.bring_to_current_format()
+
     def head(self) -> LedgerHead:
         """The end of the chain of rows, to be kept with a run and compared by `check_contains`."""
         with self._store.reading():
@@ -550,6 +556,15 @@ class Ledger:
                 terms = self._pricer.choose_terms(row, account)
                 found[party] = self._pricer.compute_cost(account, row, terms)
         return found
+
+    def price_run(self, run: str, spends: Mapping[str, Spend]) -> dict[str, float]:
+        """The epsilon of a run alone, had each of these parties released no more in it than this, as `cost` counts."""
+        with self._store.reading():
+            found = {}
+            for party, spend in spends.items():
+                row, account = self._store.find_account(party)
+                found[party] = self._pricer.compute_run_cost(account, row, run, spend).epsilon
+            return found
 
     def epsilon(self, party: str, run: str | None = None) -> float:
         """The epsilon of `cost`."""

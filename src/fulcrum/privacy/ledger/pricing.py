@@ -112,10 +112,10 @@ class Pricer:
             max((cost.epsilon for cost in costs), default=0.0), max((cost.delta for cost in costs), default=0.0)
         )
 
-    def compute_run_cost(self, account: LedgerAccount, row: int, run: str) -> Cost:
-        """What one run alone cost a party."""
-        spend = self.store.get_run_spends(row).get(run)
-        if spend is None:
+    def compute_run_cost(self, account: LedgerAccount, row: int, run: str, spend: Spend | None = None) -> Cost:
+        """What one run alone cost a party; spend: a part of what it released in the run, None for all."""
+        spend = self.store.get_run_spends(row).get(run) if spend is None else spend
+        if spend is None or not spend.releases:
             return Cost(0.0, 0.0)
         rule, order = self.choose_terms(row, account)
         if rule == SLICES_RULE:

@@ -295,7 +295,7 @@ class LedgerStore:
         """
         if not rows:
             return []
-        self._bring_to_current_format()
+        self.bring_to_current_format()
         key, now = CHAINED_TABLES[table], time.time()
         if key in columns:
             numbers = [int(row[columns.index(key)]) for row in rows]
@@ -319,7 +319,7 @@ class LedgerStore:
         self._new_end = append_rows(self.db, self._new_end or self._end, table, stored)
         return numbers
 
-    def _bring_to_current_format(self) -> None:
+    def bring_to_current_format(self) -> None:
         """Before the first new row: add what an older format lacks."""
         (version,) = self.db.execute("PRAGMA user_version").fetchone()
         if version != FORMAT_VERSION:

@@ -19,6 +19,7 @@ from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan.party_group import PartyGroup, compute_round_terms, group_parties
 from fulcrum.privacy.plan.plan import Plan
 from fulcrum.privacy.schedule import SCHEDULES, compute_noise_factors
+from fulcrum.settings.derived import get_planned_unit
 from fulcrum.settings.schema import Settings
 
 
@@ -66,7 +67,7 @@ def make_plan(
         rounds=train.rounds,
         delta=privacy.delta,
         accountant=privacy.accountant,
-        unit=privacy.unit,
+        unit=get_planned_unit(privacy),
         population=identify_population(settings) if population is None else population,
         private=rule.private,
         sound=rule.sound,
@@ -179,6 +180,8 @@ def identify_population(settings: Settings) -> str:
     data = settings.data
     if data.partition == "given":
         split = "given parties"
+    elif data.partition == "hashed":  # the same people at each party, whatever the seed
+        split = f"hashed over {data.parties}, floor {data.min_examples}"
     else:
         method = "dirichlet" if data.partition == "auto" else data.partition  # the meaning of "auto" for classes
         split = f"{method} over {data.parties}, alpha {data.alpha:g}, shards {data.shards}"
