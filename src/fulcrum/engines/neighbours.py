@@ -25,7 +25,6 @@ from fulcrum.data.records import map_inputs
 from fulcrum.engines.fast import make_ghost_step
 from fulcrum.engines.stacked.core import StackedCore, StackedTasks, compute_clipped_sums
 from fulcrum.engines.stacked.replay import use_matmul_precision
-from fulcrum.gradients import GradientRecorder
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import SeededRandomness
 from fulcrum.settings.schema import Data
@@ -94,7 +93,7 @@ def _sum_on_one_client(ghost: bool) -> SumsFn:
     def sums(problem: TrainingProblem, step: ReplayedStep, state: RuleState, present: Tensor) -> StepSums:
         if not bool(present.all()):
             problem = dataclasses.replace(problem, rule=leave_out(problem.rule, present))
-        recorder = GradientRecorder(problem.model, problem.layout, problem.dataset.task)
+        recorder = problem.make_recorder()
         work = (make_ghost_step if ghost else make_materialised_step)(recorder)
         sample = StepSample(step.theta, step.rows, step.slots, step.count)
         found = work(problem, sample, problem.rule.view(state, 0, 1), state, step.terms)
