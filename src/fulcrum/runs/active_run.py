@@ -59,7 +59,7 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
             arithmetic="proven" if problem.proven else "fast",
             others=list_released_runs(run.ledger) if kept else (),
             evaluation=describe_evaluation(run, rounds_done),
-            composition=describe_composition(run) if kept else "",
+            composition=describe_composition(run),
             notes=run.notes,
         )
     )

@@ -177,7 +177,11 @@ def collect_warnings(settings: Settings, plan: Plan, coverage: Coverage, own: st
     """Warnings about the plan, the settings, the other runs of the scope, and the progress of the run."""
     found = list(plan.warnings)
     if not finished:
-        found.append("The run is not finished: this statement covers what has been reserved so far.")
+        whole = plan.accountant != "rdp"  # the ledger prices the plan, and counts it from its start
+        found.append(
+            "The run is not finished: this statement covers "
+            + ("its whole plan, which counts from its start." if whole else "what has been reserved so far.")
+        )
     unsound = coverage.list_runs(lambda run: run.sound is False and run.id != own)
     if unsound:
         found.append(f"A rule that is not sound was used in {name_runs(unsound, own)} of this ledger.")
