@@ -34,7 +34,7 @@ from fulcrum.privacy.evaluation import (
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.rng import SeededRandomness
-from fulcrum.runs import execute, prepare
+from fulcrum.runs import collect_ledger_warnings, execute, prepare
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.evaluate import evaluate_round, evaluate_with_parties
 from fulcrum.training.loop import federate
@@ -93,7 +93,9 @@ def test_the_held_out_units_pay_from_their_own_account_before_they_are_scored(tm
     assert 0 <= result.metrics["accuracy"] <= 1
     assert result.summary["evaluated_on"] == "held-out private records, with noise"
     assert any("Scores are noised" in warning for warning in result.summary["warnings"])
-    # All of that budget is spent: a second run's held-out records are not scored.
+    # All of that budget is spent: a second run's held-out records are not scored, and it says so beforehand.
+    second = prepare(settings(privacy={"budget": 50.0}, run={"ledger": str(tmp_path / "kept.sqlite")}), patients())
+    assert any("so they are not scored; raise it" in warning for warning in collect_ledger_warnings(second))
     again = list(federate(prepare(settings(), patients()), Ledger.open(tmp_path / "kept.sqlite"), "other"))
     assert all(not each.metrics for each, _ in again)
     assert "budget is spent" in again[-1][0].evaluation
