@@ -15,7 +15,7 @@ from __future__ import annotations
 import decimal
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
 
@@ -85,23 +85,29 @@ def _release_some_rows(
     words = draw_many_words([source.locate_stream(key) for source, key in streams], count_normal_words(count), device)
     half = words.shape[1] // 2
     scale, grid = (torch.tensor(values, dtype=torch.float64).to(device)[:, None] for values in (scales, grids))
-    integers = torch.empty((len(words), 2 * half), dtype=torch.int64, device=device)
-    x = torch.zeros((len(words), 2 * half), dtype=torch.float64, device=device)
-    x[:, :count] = torch.nan_to_num(clipped.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
+    integers = torch.empty((len(words), count), dtype=torch.int64, device=device)
     doubtful: list[tuple[int, int]] = []
-    step = max(1, half if device.type != "cpu" else PAIRS_AT_ONCE // len(words))
+    step = half if device.type != "cpu" else max(1, PAIRS_AT_ONCE // len(words))
     for start in range(0, half, step):
-        pairs = slice(start, min(half, start + step))
-        own, sums = (value.view(-1, 2, half)[:, :, pairs].flatten(1) for value in (words, x))
-        found, unsure = round_with_margin(sums, scale, grid, words_to_normals(own, own.shape[1]))
-        integers.view(-1, 2, half)[:, :, pairs] = found.view(len(words), 2, -1)
-        size = found.shape[1] // 2
-        doubtful += [(i, start + j % size + (half if j >= size else 0)) for i, j in torch.nonzero(unsure).tolist()]
+        cosine, sine = slice(start, min(half, start + step)), slice(half + start, min(2 * half, half + start + step))
+        draws = words_to_normals(torch.cat([words[:, cosine], words[:, sine]], dim=1), count)
+        x = _read_finite(torch.cat([clipped[:, cosine], clipped[:, sine]], dim=1))  # one less where `count` is odd
+        draws = replace(draws, values=draws.values[:, : x.shape[1]])
+        found, unsure = round_with_margin(x, scale, grid, draws)
+        size = cosine.stop - cosine.start
+        integers[:, cosine], integers[:, sine] = found[:, :size], found[:, size:]
+        doubtful += [(i, start + j if j < size else half + start + j - size) for i, j in torch.nonzero(unsure).tolist()]
     for i, j in doubtful:
         pair = (int(words[i, j % half]), int(words[i, half + j % half]))
         more = _read_further_words(streams[i][0], streams[i][1], j % half)
-        integers[i, j] = decide_in_high_precision(float(x[i, j]), scales[i], grids[i], pair, j >= half, more)
-    return [GridRelease(row[:count], grid) for row, grid in zip(integers, grids, strict=True)]
+        x = _read_finite(clipped[i, j])
+        integers[i, j] = decide_in_high_precision(float(x), scales[i], grids[i], pair, j >= half, more)
+    return [GridRelease(row, grid) for row, grid in zip(integers, grids, strict=True)]
+
+
+def _read_finite(clipped: Tensor) -> Tensor:
+    """float64, with 0 in place of numbers that are not finite."""
+    return torch.nan_to_num(clipped.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def round_with_margin(
