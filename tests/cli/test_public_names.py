@@ -66,7 +66,7 @@ STUDY = PART | {"--out", "--shard", "--backend", "--workers", "--seconds", "--da
 STUDY |= {"--experiments", "--quiet", "-q", "--debug"}
 COMMANDS = {
     "run": SETTINGS | {"--observe", "--out", "--json", "--quiet", "-q", "--debug"},
-    "resume": {"folder", "--observe", "--json", "--quiet", "-q", "--debug"},
+    "resume": {"folder", "--observe", "--repeat", "--json", "--quiet", "-q", "--debug"},
     "show": {"folder", "--json", "--debug"},
     "init": {"path", "--debug"},
     "plan": SETTINGS | {"--for-epsilon", "--json", "--debug"},

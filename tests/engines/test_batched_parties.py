@@ -66,7 +66,7 @@ def test_a_million_parties_plan_and_sample_without_an_object_each() -> None:
         assert len(plan.groups) == 1
         everyone = set()
         with Ledger.open(":memory:") as ledger:
-            account = RunAccount(ledger, "run", 1e-5, "rdp")
+            account = RunAccount(ledger, "run")
             for t in range(5):
                 invited = draw_invited_parties(asked, million, t)
                 assert 30 < len(invited) < 200

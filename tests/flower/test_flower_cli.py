@@ -60,6 +60,8 @@ def test_certs_makes_an_authority_and_keys_that_only_the_owner_reads(flower, cap
 @needs_keys
 def test_terms_are_written_once_and_can_be_read(flower, capsys):
     words = ["terms", "--party", "a", "--sigma", "2", "--rounds", "5", "--method", "dp-sgd"]
+    assert "--classes N: it is never counted in private labels" in refused(capsys, *words)
+    words += ["--classes", "10"]
     assert main(words) == 0
     text = (flower / "terms.toml").read_text()
     assert "sigma = 2.0" in text

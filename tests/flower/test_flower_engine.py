@@ -27,7 +27,7 @@ from fulcrum.settings.presets import METHODS
 from fulcrum.settings.schema import Settings
 from fulcrum.types import Assignment
 from support.federations import toy_data
-from support.flower import NAMES, serve, toy_federation, toy_settings, toy_terms
+from support.flower import NAMES, serve, share_streams, toy_federation, toy_settings, toy_terms
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7}
 """In-process against Flower on one machine: the arithmetic is the same, so are the bits up to threading."""
@@ -44,6 +44,7 @@ def ledger_lines(path, party):
 
 @pytest.mark.parametrize("settings", [toy_settings(), toy_settings(3, "fixed", steps=2, server="momentum", ema=0.5)])
 def test_a_simulation_across_machines_is_the_run_in_one_process(tmp_path, monkeypatch, settings):
+    share_streams(monkeypatch)
     alone = api.execute(api.prepare(settings, toy_data(120)), tmp_path / "alone")
     with toy_federation(tmp_path, settings) as bus:
         result = serve(bus, settings, tmp_path / "served", monkeypatch)
@@ -60,6 +61,7 @@ def test_a_simulation_across_machines_is_the_run_in_one_process(tmp_path, monkey
 def test_a_party_that_trains_fast_gives_what_the_reference_engine_gives(tmp_path, monkeypatch):
     """The parties take the engine that `auto` picks; the reference engine writes every gradient out."""
     settings = toy_settings(3, steps=2)
+    share_streams(monkeypatch)
     reference = dataclasses.replace(settings, run=dataclasses.replace(settings.run, engine="reference"))
     alone = api.execute(api.prepare(reference, toy_data(120)))
     with toy_federation(tmp_path, settings) as bus:
@@ -68,7 +70,10 @@ def test_a_party_that_trains_fast_gives_what_the_reference_engine_gives(tmp_path
         engines = [made[2] for made in current if made is not None]
         assert len(engines) == 3
     assert all(isinstance(engine, ParallelEngine) for engine in engines)
-    torch.testing.assert_close(flat(result), flat(alone), rtol=1e-5, atol=1e-6)
+    # The engines state different bounds for the error of their norms, and factors are divided by them.
+    torch.testing.assert_close(flat(result), flat(alone), rtol=1e-4, atol=1e-5)
+    start = api.prepare(settings, toy_data(120)).problem
+    assert not torch.allclose(flat(result), start.layout.flatten(start.model), rtol=1e-2, atol=1e-2)
     assert pytest.approx(alone.C, rel=1e-5) == result.C
 
 
@@ -93,6 +98,7 @@ def test_the_presets_use_every_sound_rule():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_sound_preset_gives_the_same_across_machines(tmp_path, monkeypatch, name):
     settings = preset_settings(name, steps=2)
+    share_streams(monkeypatch)
     alone = api.execute(api.prepare(settings, toy_data(120)), tmp_path / "alone")
     with toy_federation(tmp_path, settings) as bus:
         result = serve(bus, settings, tmp_path / "served", monkeypatch)
@@ -154,7 +160,11 @@ def test_another_seed_is_another_run(tmp_path, monkeypatch):
     settings = toy_settings(2)
     with toy_federation(tmp_path, settings) as bus:
         one = serve(bus, settings, tmp_path / "one", monkeypatch)
-        two = serve(bus, settings, tmp_path / "two", monkeypatch)  # another run id, the same seed
+        with pytest.raises(RunError, match="too few"):  # their ledgers have seen the seed
+            serve(bus, settings, tmp_path / "again", monkeypatch)
+        assert "had the seed of this simulation" in (tmp_path / "again" / "parties.jsonl").read_text()
+    with toy_federation(tmp_path / "new", settings) as bus:  # other ledgers, another run id, the same seed
+        two = serve(bus, settings, tmp_path / "new" / "two", monkeypatch)
     torch.testing.assert_close(flat(one), flat(two), **TOLERANCE)
     with toy_federation(tmp_path / "secure", settings, simulation=False) as bus:
         three = serve(bus, settings, tmp_path / "secure" / "run", monkeypatch, simulation=False)
@@ -215,6 +225,23 @@ def test_a_bad_party_is_left_out_and_reported_and_the_round_goes_on(tmp_path, mo
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["participants"] for line in metrics] == [[0, 2], [0, 2]]
     assert bool(torch.isfinite(flat(result)).all())
+
+
+@pytest.mark.parametrize("C", [1e9, -1.0, 0.0])
+def test_a_C_that_no_rule_reaches_is_not_believed(tmp_path, monkeypatch, C):
+    """moo-client: each party adapts its own C, and says which one it used."""
+    settings = toy_settings(2, "moo-client")
+    with toy_federation(tmp_path, settings) as bus:
+
+        def tamper(k, request, reply):
+            if k != 1 or b'"kind":"update"' not in reply.header:
+                return reply
+            return resigned(tmp_path, 1, reply.header, changed(reply, C=torch.tensor([C])))
+
+        bus.tamper = tamper
+        result = serve(bus, settings, tmp_path / "run", monkeypatch)
+    assert result.summary["status"] == "finished"
+    assert "its clipping norm is outside the agreed range" in (tmp_path / "run" / "parties.jsonl").read_text()
 
 
 def test_an_old_reply_is_not_taken_for_a_new_one(tmp_path, monkeypatch):
@@ -337,10 +364,11 @@ class Crash(BaseException):
 def test_after_a_crash_the_run_goes_on_and_nobody_pays_twice(tmp_path, monkeypatch, simulation):
     """The coordinator dies with all replies of round 2 in hand and none of them on disk."""
     settings = toy_settings(4)
+    whole = None
+    if simulation:
+        with toy_federation(tmp_path / "other", settings) as bus:
+            whole = serve(bus, settings, tmp_path / "other" / "whole", monkeypatch)
     with toy_federation(tmp_path, settings, simulation) as bus:
-        whole = None
-        if simulation:
-            whole = serve(bus, settings, tmp_path / "whole", monkeypatch)
         said: list[str] = []
 
         def tamper(k, request, reply):

@@ -59,7 +59,7 @@ BEYOND = {
     "a larger learning rate": ({"lr": 0.6}, "lr"),
     "a learning rate of zero": ({"lr": 0}, "lr"),
     "weight decay": ({"weight_decay": 0.1}, "lr"),
-    "a seed": ({"seeds": [1]}, "seed"),
+    "a seed": ({"simulation": {"seed": 1, "stream": "x"}}, "seed"),
     "another party": ({"party": "party-1"}, "party"),
     "noise shared with others": ({"noise_parties": 2}, "shared-noise"),
     "a number beyond any federation": ({"client": 10**6}, "party"),
@@ -81,15 +81,17 @@ def test_a_C_that_is_not_finite_or_outside_its_range_is_refused(tmp_path, C):
         assert service.ledger.entries(service.name) == []
 
 
-def test_a_state_with_numbers_that_would_overflow_is_refused(tmp_path):
-    with toy_party(tmp_path, SETTINGS) as service:
-        honest = toy_request(service, SETTINGS)
-        arrays = party.load_arrays(honest.body)
-        (name, *_) = [
-            n for n, v in arrays.items() if n.startswith("state.") and n != "state.C" and v.dtype.is_floating_point
-        ]
-        arrays[name] = torch.full_like(arrays[name], 3e38)
-        assert code(service.answer(Envelope(honest.header, pack_envelope({}, arrays).body))) == "state"
+@pytest.mark.parametrize("size", [3e38, 2e6, torch.nan, -torch.inf])
+def test_numbers_that_would_overflow_are_refused(tmp_path, size):
+    """In the weights, and in the one vector that a rule's party needs: moo-scalar's remembered direction."""
+    settings = toy_settings(rule="moo-scalar")
+    with toy_party(tmp_path, settings) as service:
+        honest = toy_request(service, settings)
+        for name, wanted in (("params", "params"), ("state.memory", "state"), ("state.C", "C")):
+            arrays = party.load_arrays(honest.body)
+            arrays[name] = torch.full_like(arrays[name], size)
+            answered = code(service.answer(Envelope(honest.header, pack_envelope({}, arrays).body)))
+            assert answered == (wanted if abs(size) < torch.inf else "message")
         assert service.ledger.entries(service.name) == []
         assert code(service.answer(honest)) == ""
 
@@ -104,7 +106,7 @@ def test_what_is_within_the_terms_is_answered_and_paid(tmp_path, change):
         assert entry.digest is not None
 
 
-@pytest.mark.parametrize(("interval", "wanted"), [(1, "interval"), (4, "interval"), (5, ""), (7, "")])
+@pytest.mark.parametrize(("interval", "wanted"), [(1, "interval"), (4, "interval"), (7, "interval"), (5, ""), (10, "")])
 def test_statistics_are_refused_more_often_than_agreed_and_charged_as_they_go_out(tmp_path, interval, wanted):
     settings = toy_settings(rule="dc-sgd")
     terms = toy_terms(settings, statistics_interval=5)
@@ -260,7 +262,7 @@ HEADER_OF_A_ROUND = {
     **dict.fromkeys(("run", "nonce", "party", "rule", "groups", "unit", "model", "task"), "x"),
     **dict.fromkeys(("round", "rounds", "weight_decay"), 1),
     "assignment": {},
-    "seeds": [],
+    "simulation": {},
 }
 
 
@@ -377,7 +379,7 @@ def test_real_randomness_is_never_the_same_twice_and_a_shared_seed_is(tmp_path):
 
 def test_a_simulation_needs_a_seed(tmp_path):
     with toy_party(tmp_path, SETTINGS, simulation=True) as service:
-        assert code(service.answer(toy_request(service, SETTINGS, seeds=[]))) == "no-seed"
+        assert code(service.answer(toy_request(service, SETTINGS, simulation={}))) == "no-seed"
 
 
 def test_every_answer_is_signed_and_names_its_request(tmp_path):
@@ -394,10 +396,15 @@ def test_every_answer_is_signed_and_names_its_request(tmp_path):
             assert read_message_header(reply, ("update", "refused", "welcome"))["request"] == request.digest
 
 
+PUBLIC_FACTS = ("units", "shape", "model", "task", "randomness")
+REPLY_FIELDS = ("kind", "nonce", "run", "party", "request")
+
+
 def test_a_party_says_its_public_facts_and_writes_its_own_statement(tmp_path):
     with toy_party(tmp_path, SETTINGS) as service:
         welcome = read_message_header(service.answer(hello()), ("welcome",))
-        assert (welcome["units"], welcome["classes"], welcome["randomness"]) == (40, 3, "secure")
+        assert (welcome["units"], welcome["shape"], welcome["randomness"]) == (40, [6], "secure")
+        assert set(welcome) == {*PUBLIC_FACTS, *REPLY_FIELDS}
         service.answer(toy_request(service, SETTINGS))
         service.answer(pack_envelope({"kind": "done", "run": "run-1", "nonce": "n", "rounds": 4}))
         assert service.done

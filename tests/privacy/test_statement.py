@@ -13,10 +13,16 @@ from scipy.stats import norm
 
 from fulcrum.clipping import ClipRule, find_rule
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.accounting import Accountant, Spend, compute_epsilon
+from fulcrum.privacy.accounting import Accountant, Spend, compute_epsilon, format_epsilon
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.privacy.plan import Plan, make_plan
-from fulcrum.privacy.statement import AccountedRun, make_statement, statement_to_markdown
+from fulcrum.privacy.statement import (
+    AccountedRun,
+    CoveredRun,
+    EvaluationData,
+    make_statement,
+    statement_to_markdown,
+)
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Settings
 
@@ -24,7 +30,8 @@ MOO, NONE = find_rule("moo"), find_rule("none")
 KEYS = {
     "epsilon", "epsilon_pld", "delta", "unit", "relation", "adversary", "accountant", "private", "sound", "nominal",
     "guarantee", "guarantee_text", "target", "planned", "randomness", "scope", "run", "releases", "groups_of_records",
-    "adds_up", "not_covered", "warnings", "parties", "schedule", "aggregation",
+    "adds_up", "not_covered", "warnings", "parties", "schedule", "aggregation", "arithmetic", "simulation",
+    "evaluation", "runs_covered", "random_numbers",
 }  # fmt: skip
 
 
@@ -44,6 +51,7 @@ def told(settings: Settings, plan: Plan, rule: ClipRule, rounds: tuple[int, ...]
         "run_id": "f00d",
         "scope": "run",
         "randomness_mode": "secure",
+        "arithmetic": "proven",
         "dataset_name": "digits",
         "finished": True,
         "rounds_done": 20,
@@ -63,7 +71,7 @@ def test_the_numbers_are_those_of_what_was_released():
     assert facts["epsilon"] == facts["parties"][0]["epsilon_rdp"] > facts["epsilon_pld"] > 0
     assert facts["planned"]["epsilon"] == facts["epsilon"]
     assert (facts["guarantee"], facts["sound"], facts["nominal"]) == ("yes", True, False)
-    assert f"epsilon = {facts['epsilon']:.4g}" in facts["guarantee_text"]
+    assert f"epsilon = {format_epsilon(facts['epsilon'])}" in facts["guarantee_text"]
 
 
 def test_every_release_and_term_is_on_the_page():
@@ -83,7 +91,12 @@ def test_every_release_and_term_is_on_the_page():
 def test_the_other_accountant_is_named_when_it_is_the_one_enforced():
     facts = state(privacy={"accountant": "pld"})
     assert facts["accountant"]["enforced"] == "pld"
-    assert "PLD is enforced, RDP is shown beside it" in statement_to_markdown(facts)
+    assert facts["epsilon"] == facts["epsilon_pld"] == state()["epsilon_pld"] < facts["epsilon_rdp"]
+    page = statement_to_markdown(facts)
+    assert "PLD is enforced, RDP is shown beside it" in page
+    assert (
+        f"epsilon = {format_epsilon(facts['epsilon_pld'])} (PLD; {format_epsilon(facts['epsilon_rdp'])} by RDP)" in page
+    )
 
 
 OWN = Accountant("own", lambda spends, delta: np.array([0.1 * s.releases for s in spends]), lambda event: True)
@@ -98,7 +111,8 @@ def test_an_own_accountant_is_the_headline_when_it_is_enforced():
     page = statement_to_markdown(facts)
     assert "OWN is enforced, RDP, PLD is shown beside it; all are upper bounds" in page
     assert "epsilon (OWN) | epsilon (RDP) | epsilon (PLD)" in page
-    assert f"epsilon = 2 (OWN; {facts['epsilon_rdp']:.4g} by RDP, {facts['epsilon_pld']:.4g} by PLD)" in page
+    beside = f"{format_epsilon(facts['epsilon_rdp'])} by RDP, {format_epsilon(facts['epsilon_pld'])} by PLD"
+    assert f"epsilon = 2 (OWN; {beside})" in page
 
 
 def test_no_privacy_is_said_first_and_loudly():
@@ -125,19 +139,110 @@ def test_a_seeded_run_says_that_it_hangs_on_the_seed():
     settings, plan = planned()
     facts = told(settings, plan, MOO, (20, 20, 20), randomness_mode="seeded")
     assert "only while the seed is secret" in facts["guarantee_text"]
+    assert (facts["guarantee"], facts["simulation"]) == ("simulation", True)
+    assert facts["random_numbers"]["key"] == "seed"
     assert "simulation" in facts["randomness"]["text"]
     assert any("secure" in warning for warning in facts["warnings"])
-    assert "seed is secret" not in statement_to_markdown(state())
+    lines = statement_to_markdown(facts).splitlines()
+    assert lines[0] == "# Privacy statement of a simulation"
+    assert "SIMULATION" in lines[2]
+    page = statement_to_markdown(state())
+    assert state()["simulation"] is False
+    assert "seed is secret" not in page
+    assert "simulation" not in page.lower()
 
 
 def test_a_ledger_covers_all_its_runs_and_tells_this_one_apart():
     settings, plan = planned()
-    own = {"party-0": Spend.empty().add_events(plan.events(0), 2)}
-    facts = told(settings, plan, MOO, (20, 20, 20), scope="ledger", run_spent=own)
-    assert facts["scope"]["run_epsilon"] == own["party-0"].epsilon(1e-5) < facts["epsilon"]
+    facts = told(settings, plan, MOO, (20, 20, 20), scope="ledger", run_costs={"party-0": 0.25, "gone": 9.0})
+    assert facts["scope"]["run_epsilon"] == 0.25 < facts["epsilon"]
     page = statement_to_markdown(facts)
     assert "All runs on record in this ledger" in page
     assert "This run alone" in page
+
+
+def test_the_ledgers_numbers_are_the_statements():
+    settings, plan = planned()
+    facts = told(settings, plan, MOO, (20, 20, 20), costs={"party-0": 2.00004, "party-1": 3.00001})
+    assert (facts["epsilon"], [party["epsilon_rdp"] for party in facts["parties"]]) == (
+        3.00001,
+        [2.00004, 3.00001, 0.0],
+    )
+    page = statement_to_markdown(facts)
+    assert "epsilon = 3.001 (RDP; " in page  # rounded up, everywhere
+    assert "| 2.001 |" in page
+    assert page.index("epsilon = ") == page.index("epsilon = 3.001")
+
+
+def covered(**changes: Any) -> CoveredRun:
+    usual: dict[str, Any] = {"id": "old", "rule": "moo", "sound": True, "private": True, "randomness": "secure"}
+    return CoveredRun(**{**usual, "arithmetic": "proven", "simulation": False, **changes})
+
+
+WORST = {
+    "none": (covered(private=False, rule="none"), "without noise in run old"),
+    "nominal": (covered(sound=False, rule="median"), "In run old the rule 'median' sets the clipping norm"),
+    "unknown": (CoveredRun("old"), "does not say which rule and which random numbers run old used"),
+    "simulation": (covered(randomness="seeded"), "only while the seed is secret"),
+    "yes": (covered(), "Each example has"),
+}
+
+
+@pytest.mark.parametrize("level", WORST)
+def test_a_statement_is_as_good_as_the_worst_run_that_it_covers(level: str):
+    settings, plan = planned()
+    other, words = WORST[level]
+    facts = told(settings, plan, MOO, (20, 20, 20), scope="ledger", others=(other,))
+    assert facts["guarantee"] == level
+    assert words in facts["guarantee_text"]
+    assert [run["id"] for run in facts["runs_covered"]] == ["old", "f00d"]
+    assert facts["sound"] is (level not in ("nominal", "unknown"))
+    page = statement_to_markdown(facts)
+    assert ("WARNING" in page.splitlines()[2]) is (level != "yes")
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    assert told(settings, plan, MOO, (20, 20, 20), scope="ledger")["guarantee"] == "yes"
+
+
+def test_several_runs_have_the_ledgers_sum_alone():
+    """The PLD of pooled releases is no bound for a run that was chosen after seeing another."""
+    settings, plan = planned()
+    facts = told(settings, plan, MOO, (20, 20, 20), scope="ledger", others=(covered(),), costs={"party-0": 5.0})
+    assert facts["epsilon"] == facts["epsilon_pld"] == 5.0
+    assert [key for key in facts["parties"][0] if key.startswith("epsilon")] == ["epsilon_rdp"]
+    assert "PLD" not in statement_to_markdown(facts)
+
+
+def test_arithmetic_noise_and_random_numbers_are_told():
+    proven, page = state(), statement_to_markdown(state())
+    assert proven["arithmetic"]["mode"] == "proven"
+    for words in ("written bound", "Exact Gaussian noise", "public grid", "certified", "ChaCha20"):
+        assert words in page, words
+    settings, plan = planned()
+    fast = told(settings, plan, MOO, (20, 20, 20), arithmetic="fast")
+    assert (fast["guarantee"], fast["arithmetic"]["mode"]) == ("yes", "fast")
+    assert "measured margin and is not proven" in fast["guarantee_text"]
+    mixed = told(settings, plan, MOO, (20, 20, 20), scope="ledger", others=(covered(arithmetic="fast"),))
+    assert mixed["arithmetic"]["mode"] == "fast"
+
+
+EVALUATIONS = {
+    "none": (EvaluationData(), True, "Nothing was scored"),
+    "public": (EvaluationData("public", 90, 20), True, "count as public"),
+    "held-out": (EvaluationData("held-out", 9, 20), False, "NOT PROTECTED"),
+    "paid": (EvaluationData("held-out", 9, 20, True, 0.50001, 1e-5), True, "Each held-out unit has epsilon = 0.5001"),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATIONS)
+def test_scores_of_private_records_are_a_release(case: str):
+    settings, plan = planned()
+    data, protected, words = EVALUATIONS[case]
+    facts = told(settings, plan, MOO, (20, 20, 20), evaluation=data)
+    assert facts["evaluation"]["protected"] is protected
+    assert words in statement_to_markdown(facts)
+    assert ("evaluation" in [item["kind"] for item in facts["releases"]]) is (case != "none")
+    assert ("Each example has" in facts["guarantee_text"]) is protected
+    assert ("held-out records have no protection" in facts["guarantee_text"]) is (not protected)
 
 
 def test_something_unprotected_in_an_earlier_run_makes_the_total_infinite():
@@ -161,6 +266,11 @@ def test_warnings_reach_the_page():
         settings, plan, MOO, (5, 5, 5), finished=False, rounds_done=5, dataset_warnings=("The copy is a JPEG.",)
     )
     page = statement_to_markdown(facts)
+    words_of_an_early_end = "whoever stops the run after looking at it counts the planned one"
+    assert words_of_an_early_end in page
+    assert words_of_an_early_end not in statement_to_markdown(state())
+    priced = told(*planned(privacy={"accountant": "pld"}), MOO, (5, 5, 5), finished=False, rounds_done=5)
+    assert "covers its whole plan, which counts from its start" in statement_to_markdown(priced)
     for words in ("not below 1/n", "not finished", "5 of 20", "The copy is a JPEG.", "must not leave a party"):
         assert words in page, words
     quiet = statement_to_markdown(state())

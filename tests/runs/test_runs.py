@@ -161,7 +161,8 @@ def test_when_files_can_grow_no_further_it_is_one_sentence_and_the_run_goes_on_l
 ) -> None:
     """A limit on file sizes stands in for a full disk: writes fail midway, in the ledger or the metrics."""
     folder = tmp_path / "run"
-    limit = "import resource, signal, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (40000, 40000));"
+    most = (whole / "ledger.sqlite").stat().st_size - 8192  # the ledger is the largest file
+    limit = f"import resource, signal, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most}));"
     limit += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from fulcrum.cli import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", limit, "run", *WORDS, "--out", str(folder)], capture_output=True, text=True, timeout=300

@@ -27,6 +27,7 @@ from fulcrum.flower.messages import (
 from fulcrum.flower.party import PartyService, open_party_service
 from fulcrum.flower.party_data import take_part
 from fulcrum.flower.registry import MessageDelivery
+from fulcrum.flower.rule_terms import select_moving_entries
 from fulcrum.flower.terms import PartyTerms, accept_proposal, make_proposal
 from fulcrum.privacy.events import Gaussian
 from fulcrum.settings.schema import Clip, Data, Model, Privacy, Run, Settings, Train
@@ -101,12 +102,14 @@ def toy_request(service: PartyService, settings: Settings, round: int = 0, C: fl
         "round": round,
         "rounds": settings.train.rounds,
         "weight_decay": 0.0,
-        "seeds": [7] if service.simulation else [],
+        "simulation": {"seed": 7, "stream": "toy"} if service.simulation else {},
         **changes,
     }
-    state = {**find_rule(settings.clip.rule).init(settings.clip, ModelFacts(layout.dim, layout.sizes))}
+    rule = find_rule(settings.clip.rule)
+    state = {**rule.init(settings.clip, ModelFacts(layout.dim, layout.sizes))}
     state["C"] = torch.full_like(state["C"], C)
-    return pack_envelope(header, {"params": layout.flatten(model), **state_to_arrays(state)})
+    moving = {} if rule.where == "client" else select_moving_entries(rule.moves, state)
+    return pack_envelope(header, {"params": layout.flatten(model), **state_to_arrays(moving)})
 
 
 EVENT = Gaussian(0.2, 1.1, 1)
@@ -183,3 +186,13 @@ def serve(bus: Bus, settings: Settings, folder: Path, monkeypatch: Any, **option
         return run.resume_served_run(folder, address, register, **common, **options)
     options = {"wait_policy": WAIT_POLICY, "simulation": True, **options}
     return run.serve_run(settings, folder, address, register, **common, **options)
+
+
+def share_streams(monkeypatch: Any) -> None:
+    """Give all runs of a seed the same random streams, so that a run across machines can be compared with one here.
+
+    Otherwise a run's streams are named after all records, and across machines nobody has them all.
+    """
+    for module in ("problem", "loop"):
+        monkeypatch.setattr(f"fulcrum.training.{module}.identify_releases", lambda *given: "compared")
+    monkeypatch.setattr("fulcrum.flower.party_training.bind_stream_to_records", lambda streams, data: streams.stream)

@@ -104,7 +104,11 @@ def test_a_party_pays_for_the_rounds_it_took_part_in_and_sampling_parties_amplif
     for k in range(3):
         times = sum(k in named(r) for r in results)
         assert 0 < times < 12
-        assert results[-1].epsilons[k] == pytest.approx(accounting.compute_epsilon([Gaussian(0.2, 1.0, times)], 1e-5))
+        # At the Renyi order that is the best one for the plan of 12 rounds: fixed before anybody saw a release.
+        own, whole = (accounting.Spend.empty().add_events([Gaussian(0.2, 1.0, n)]) for n in (times, 12))
+        order = composition.choose_order_for_plan(whole, 1e-5)
+        assert results[-1].epsilons[k] == pytest.approx(composition.compute_epsilon_at_order(own, 1e-5, order))
+        assert own.epsilon(1e-5) <= results[-1].epsilons[k] < whole.epsilon(1e-5)
     full, sampled = (
         toy_federation(train={"participation": q}, privacy={"sigma": None, "epsilon": 2.0}).plan.group(0).sigma
         for q in (1.0, 0.1)
@@ -263,12 +267,13 @@ def test_what_was_spent_is_what_the_ledger_says_and_nothing_else() -> None:
         ledger.reserve("r", 1, {"b": step})
         ledger.reserve("other", 0, {"b": step})
         assert ledger.list_round_reservations("r", range(1, 2)) == [("b", tuple(step))]
-        account = RunAccount(ledger, "r", 1e-5, "rdp")
+        account = RunAccount(ledger, "r")
         account.read_rounds_until(1)
-        one, two = (accounting.compute_epsilon(step * times, 1e-5) for times in (1, 2))
-        assert account.largest == pytest.approx(two)
+        one, two = ledger.epsilon("b", "other"), ledger.epsilon("a", "r")
+        assert account.largest == two
+        assert two >= accounting.compute_epsilon(step * 2, 1e-5)
         account.read_rounds_until(2)
         plan = toy_federation().plan
         named = dataclasses.replace(plan, name=["a", "b", "c"].__getitem__)
-        assert account.epsilons(named) == pytest.approx((two, two, 0.0))
+        assert account.epsilons(named) == (two, two, 0.0)
         assert two > one

@@ -71,7 +71,8 @@ def terms(
         float | None, typer.Option("--budget", help="Epsilon over all runs; default: what one such run costs.")
     ] = None,
     classes: Annotated[
-        int, typer.Option("--classes", help="Number of classes, where the settings do not say; 0: what labels show.")
+        int,
+        typer.Option("--classes", help="Number of classes, from public knowledge, where the settings do not say it."),
     ] = 0,
     out: Annotated[Path, typer.Option("--out", help="File to write; - prints it.")] = Path("terms.toml"),
     debug: DebugOption = False,
@@ -124,6 +125,7 @@ def party(
     from fulcrum.flower.party import open_party_service
     from fulcrum.flower.party_data import count_units, load_party_data
     from fulcrum.flower.run import run_party_service
+    from fulcrum.flower.task_terms import check_declared
     from fulcrum.flower.terms import read_terms_file
 
     name = check_party_name(key.name)
@@ -145,6 +147,7 @@ def party(
         return load_party_data(data, task=task)
 
     if agreed is not None:
+        check_declared(agreed.agreed_task)
         load_records(agreed.agreed_task)  # stops here with a message if the records do not fit the terms
 
     def consent(proposed: PartyTerms) -> bool:

@@ -55,6 +55,10 @@ def run(
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
     observe: ObserveOption = [],  # noqa: B006  # typer needs a list
+    repeat: Annotated[
+        bool,
+        typer.Option("--repeat", help="Draw and pay again the secure rounds whose checkpoints were lost."),
+    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
@@ -62,19 +66,17 @@ def resume(
     """Continue a run after Ctrl-C or a crash, as if it had never stopped."""
     from fulcrum import runs as api
     from fulcrum.clipping import find_rule
-    from fulcrum.runs import folder as record
-    from fulcrum.settings import files as settings_file
+    from fulcrum.runs.binding import StoredRun
 
     watching = [api.find_observer(name) for name in observe]
-    record.load_run_json(folder, "run.json")
-    settings = settings_file.read_settings(folder / "settings.toml")
+    settings = StoredRun.read(folder).read_settings()
     if not find_rule(settings.clip.rule).sound:
         view.print_message(f"warning: NOT SOUND: {show.NOMINAL_NOTE}.")
     if settings.privacy.aggregation == "ideal-secagg":
         view.print_message(f"warning: {show.ASSUMED_NOTE}.")
     bar = view.make_progress_observer(settings.method, settings.train.rounds, quiet)
     with explain_interruption(folder):
-        result = api.resume(folder, observers=[bar, *watching])
+        result = api.resume(folder, observers=[view.make_notes_observer(), bar, *watching], repeat=repeat)
     show.print_summary(result.summary, folder, as_json)
 
 

@@ -21,6 +21,14 @@ NOMINAL_NOTE = "nominal: this rule looks at private values to set C, so no epsil
 ASSUMED_NOTE = (
     "‡ assumes an ideal secure aggregation, simulated: the server sees only sums; no single update is private"
 )
+SIMULATION_NOTE = "SIMULATION: the random numbers follow from a seed, so this holds only while the seed is secret"
+LEDGER_NOTES = {
+    "simulation": "; a simulation, since a run is seeded",
+    "nominal": "; nominal, since a run used a rule that is not sound",
+    "unknown": "; not known to be a guarantee, since an earlier version wrote rows without saying what their run was",
+    "none": "; no guarantee, since a run released values without noise",
+}
+"""By the statement's level: what the worst run of a kept ledger makes of its epsilon."""
 MAX_EPSILONS_SHOWN = 8
 """More parties than this are summed up as a range."""
 LISTED = 20
@@ -46,7 +54,8 @@ def show(
             {"finished": False, "rounds_done": len(lines), "run": run, "last": lines[-1] if lines else None}
         )
         return
-    last, judged = lines[-1] if lines else {}, last_evaluated(lines)
+    spent, trouble = read_spent_so_far(folder, lines)
+    judged = last_evaluated(lines)
     score = get_record_score(run)
     seen = [(score.name, score_text(score, judged, f"after round {judged['round']}"))] if judged["metrics"] else []
     view.print_name_value_lines(
@@ -55,12 +64,38 @@ def show(
             *seen,
             (
                 "epsilon so far",
-                f"{view.format_epsilon(last.get('epsilon'))}{describe_unit(run.get('unit'))}{describe_assumption(run)}",
+                f"{view.format_epsilon(spent)}{describe_unit(run.get('unit'))}"
+                f"{describe_simulation(run)}{describe_assumption(run)}",
             ),
             ("folder", folder),
         ]
     )
+    if trouble:
+        view.print_message(f"warning: {trouble}")
     view.print_message(f"The run is not finished; continue with: fulcrum resume {folder}")
+
+
+def read_spent_so_far(folder: Path, lines: Sequence[Mapping[str, Any]]) -> tuple[float | None, str]:
+    """The largest epsilon of an unfinished run as its ledger says, and why that is not known ("" where it is).
+
+    Folders of earlier versions are not bound to their ledger: there the last line counts.
+    """
+    from fulcrum.errors import InputError
+    from fulcrum.privacy.evaluation import is_held_out_account
+    from fulcrum.runs import folder as record
+    from fulcrum.runs.binding import RUN_FORMAT, StoredRun
+
+    if record.load_run_json(folder, "run.json").get("format", 1) != RUN_FORMAT:
+        return (lines[-1].get("epsilon") if lines else 0.0), ""
+    try:
+        stored = StoredRun.read(folder)
+        with stored.open_ledger() as ledger:
+            costs = ledger.epsilons(stored.id)
+    except InputError as error:
+        return None, str(error)
+    # The accounts of held-out units pay for their own scores; the statement tells of them.
+    trained = [cost for name, cost in costs.items() if not is_held_out_account(name)]
+    return max(trained, default=0.0), ""
 
 
 def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool) -> None:
@@ -79,6 +114,8 @@ def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool
     ]
     if summary["private"] and summary.get("epsilons"):
         facts.append(("by party", format_epsilon_spread(summary["epsilons"])))
+    if summary["private"] and summary.get("settings", {}).get("run", {}).get("ledger"):
+        facts.append(("ledger", describe_ledger_total(summary)))
     facts += [("C", format_C_course(summary["C"])), ("folder", folder)]
     view.print_name_value_lines(facts)
     print_parties(summary)
@@ -146,12 +183,24 @@ def describe_guarantee(summary: Mapping[str, Any]) -> str:
     by = "by pld" if summary["accountant"] == "pld" else f"by rdp; {view.format_epsilon(summary['epsilon_pld'])} by pld"
     largest = f"at delta {summary['delta']:g}, the largest of any party"
     value = view.format_epsilon(summary["epsilon"])
-    return f"{value}{describe_unit(summary['unit'])} {largest} ({by}){nominal}{describe_assumption(summary)}"
+    caveats = f"{nominal}{describe_simulation(summary)}{describe_assumption(summary)}"
+    return f"{value}{describe_unit(summary['unit'])} {largest} ({by}){caveats}"
 
 
 def describe_assumption(facts: Mapping[str, Any]) -> str:
     """Text after an epsilon that assumes a secure aggregation which is not implemented; otherwise ""."""
     return f"; {ASSUMED_NOTE}" if facts.get("aggregation") == "ideal-secagg" else ""
+
+
+def describe_ledger_total(summary: Mapping[str, Any]) -> str:
+    """The epsilon over all runs of a kept ledger, and what the worst of them makes of it."""
+    total, path = view.format_epsilon(summary["epsilon_scope"]), summary["settings"]["run"]["ledger"]
+    return f"{total} over all its runs{LEDGER_NOTES.get(summary.get('guarantee', 'yes'), '')} ({path})"
+
+
+def describe_simulation(facts: Mapping[str, Any]) -> str:
+    """Text after an epsilon whose noise can be drawn again; otherwise "". Earlier summaries do not say it."""
+    return f"; {SIMULATION_NOTE}" if facts.get("simulation") else ""
 
 
 def describe_unit(unit: str | None) -> str:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fulcrum.privacy import accounting
 from fulcrum.study.records import StudyScore
 
 if TYPE_CHECKING:
@@ -107,10 +108,7 @@ def format_value(value: TableValue) -> str:
 def format_epsilon(value: float | str | None) -> str:
     """An epsilon to four digits, rounded up: what is printed is never less than what was spent."""
     number = math.nan if value is None else float(value)  # our JSON has infinity as the text "inf"
-    if not 0 < number < math.inf:
-        return format_value(None if math.isnan(number) else number)
-    scale = 10.0 ** (3 - math.floor(math.log10(number)))
-    return f"{math.ceil(number * scale * (1 - 1e-12)) / scale:.4g}"
+    return format_value(None) if math.isnan(number) else accounting.format_epsilon(number)
 
 
 def format_percent(fraction: float | None) -> str:
@@ -143,6 +141,20 @@ def make_sparkline(values: Sequence[float], width: int = 12) -> str:
     if high - low < 1e-9:
         return ""
     return "".join(SPARKLINE_BARS[round((x - low) / (high - low) * (len(SPARKLINE_BARS) - 1))] for x in logs)
+
+
+def make_notes_observer() -> Observer:
+    """Prints warnings about a run that goes on, before its first release."""
+    from fulcrum.runs.observers import Observer
+
+    class NotesPrinter(Observer):
+        """Prints the run's notes to stderr, also where the user asked for quiet: they say what is paid twice."""
+
+        def started(self, run: RunInfo) -> None:
+            for note in run.notes:
+                print_message(f"warning: {note}")
+
+    return NotesPrinter()
 
 
 def make_progress_observer(title: str, rounds: int, quiet: bool = False) -> Observer:

@@ -33,6 +33,7 @@ DYNAMIC = ClipRule(
     clip=clip_to_C,
     bounds=bound_C,
     adapt=_follow_schedule,
+    moves=(),
     summary="C falls by a public schedule, C0 rho_c^(t/T)",
     reference="Du et al. 2021",
 )

@@ -57,6 +57,7 @@ FIXED = ClipRule(
     view=plain_view,
     clip=clip_to_C,
     bounds=bound_C,
+    moves=(),
     summary="clip to a fixed C",
     reference="Abadi et al. 2016",
 )

@@ -71,6 +71,7 @@ MOO_SCALAR = dataclasses.replace(
     bounds=_bound_projection,
     adapt=_adapt_to_projection,
     share=fixed_statistics_share,
+    moves=("C", "memory"),
     summary="as moo-c, from one noised number a client: how its clipped units lie along the direction",
     cost="paid: 1% more noise",
 )

@@ -47,6 +47,7 @@ AUTO_S = ClipRule(
     clip=_scale_by_auto_s,
     bounds=bound_C,
     normalises=True,
+    moves=(),
     summary="every gradient scaled to norm C0 |g| / (|g| + stability)",
     reference="Bu et al. 2022",
 )
@@ -58,6 +59,7 @@ PSAC = ClipRule(
     clip=_scale_by_psac,
     bounds=bound_C,
     normalises=True,
+    moves=(),
     summary="gradients scaled to about C0, small ones less than by auto-s",
     reference="Xia et al. 2023 (DP-PSAC)",
 )
@@ -69,6 +71,7 @@ UNITS_OF_C = ClipRule(
     clip=_clip_in_units_of_C,
     bounds=_bound_by_one,
     normalises=True,
+    moves=(),
     summary="clip to C0, and step by eta g~ / C0",
     reference="folklore; for small C it is auto-s",
 )

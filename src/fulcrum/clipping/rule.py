@@ -110,6 +110,9 @@ class ClipRule:
     sound: whether C depends on released values only. Where False, epsilon is nominal.
     private: False only for `none`: nothing is bounded, nothing is noised, no epsilon holds.
     normalises: True where units are scaled to a norm rather than clipped, so that no C gives plain SGD.
+    moves: names of the entries of the state that clip, view, bounds and second read and that follow from releases: all
+        that a coordinator sends to a party elsewhere. The party makes the others from its own settings by `init`, and,
+        where nothing moves, follows `adapt` over the round numbers (a schedule).
     options: the rule's own settings (`[clip.options]`): a frozen dataclass, or a mapping name -> default. `init`
         gets them as `settings.options`: an instance of the dataclass, or a mapping with all names.
     summary, cost and reference: text for `fulcrum methods`.
@@ -133,6 +136,7 @@ class ClipRule:
     sound: bool = True
     private: bool = True
     normalises: bool = False
+    moves: tuple[str, ...] = ("C",)
     options: RuleOptions = None
     summary: str = ""
     cost: str = "free"

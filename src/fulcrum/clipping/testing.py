@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fulcrum.clipping.party_state import complete_party_state
 from fulcrum.clipping.rule import ClipRule, ModelFacts, gradient_multiplier
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.privacy.mechanism import compute_charged_scale, release_with_noise
@@ -199,6 +200,24 @@ def check_soundness(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
             )
 
 
+def check_moves(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
+    """A party elsewhere that receives only what `moves` names clips as the rule does with its whole state."""
+    if not (rule.sound and rule.private) or rule.where == "client":
+        return
+    start, *_, state = _make_reachable_states(rule, settings, shape)
+    moved = {name: state[name] for name in rule.moves}
+    assert all(value.is_floating_point() for value in moved.values()), f"{rule.name}: only numbers may move"
+    own = complete_party_state(rule, start, moved, TEST_ROUNDS, TEST_ROUNDS, shape.dim)
+    for gradients in _make_batches(shape):
+        whole, party = (_compute_contribution(rule, each, shape, gradients) for each in (state, own))
+        pairs = {"sum": (party.sum, whole.sum), "extra": (party.extra, whole.extra)}
+        pairs["bounds"] = (party.bounds.C, whole.bounds.C)
+        for name, (found, wanted) in pairs.items():
+            assert torch.allclose(found, wanted, rtol=1e-6, equal_nan=True), (
+                f"{rule.name}: the {name} needs more of the state than `moves` names, {rule.moves}"
+            )
+
+
 def check_stacking(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     """Two stacked clients give the same results as each alone: no function uses Python's `if` on values."""
     state = rule.init(settings, shape)
@@ -240,6 +259,7 @@ RULE_CHECKS = (
     check_sgd_limit,
     check_release_events,
     check_soundness,
+    check_moves,
     check_stacking,
 )
 

@@ -90,6 +90,7 @@ WAV = ClipRule(
     view=_view_wavelet_levels,
     clip=clip_to_C,
     bounds=bound_C,
+    moves=(),
     summary="clips each level of a Haar transform apart (WAV-style)",
     reference="after Ranaweera et al. 2023",
 )

@@ -3,11 +3,13 @@
 messages.py         what travels: a header and arrays, checked before use; nothing is unpickled
 keys.py             a party's key pair: it signs every reply
 terms.py            what a party agreed to, pinned on its own disk; whatever goes beyond is refused
+rule_terms.py       the clipping rules' settings that are agreed on, and the ranges of what moves
 task_terms.py       the task that is agreed on: the settings that decide the loss, and their fingerprint
 consent.py          the proposed terms as a person reads them before agreeing
 reply_store.py      replies on the party's disk, stored before they are sent
 party_data.py       a party's own records
 party_training.py   a party's model and engine: the same local training as in one process
+party_ledger.py     a party's own ledger: its account, and what each run is
 party_statement.py  a party's own privacy statement
 party.py            a party's service: it answers requests within its terms and its ledger's budget
 registry.py         which node is which party: only signed answers count

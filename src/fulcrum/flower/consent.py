@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from fulcrum.flower.rule_terms import RuleTerms
 from fulcrum.flower.terms import PartyTerms
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.settings.schema import TaskSettings
 
 
@@ -20,11 +22,19 @@ def make_consent_text(terms: PartyTerms, units: int | None) -> str:
         f"  noise multiplier of at least {terms.sigma:.5g}, clipping rule {', '.join(terms.rules)} ({terms.groups})",
         *([f"  the clipping rule's own statistics at most every {interval} steps"] if interval > 1 else []),
         f"  clipping norm within {terms.C_min:g} to {terms.C_max:g}, learning rate up to {terms.lr:g}",
+        f"  the rule's settings {rule_text(terms)}; arithmetic {terms.arithmetic}",
         f"  task {task_text(terms)}",
         f"  model {terms.model.name}, built by this party's own software",
-        f"  epsilon of at most {terms.budget:.4g} {privacy}, over all runs.{warning}",
+        f"  epsilon of at most {format_epsilon(terms.budget)} {privacy}, over all runs.{warning}",
     ]
     return "\n".join(lines)
+
+
+def rule_text(terms: PartyTerms) -> str:
+    """C0, and every setting of the clipping rules that is not the default: "C0 1, stability 0.1"."""
+    default = dataclasses.asdict(RuleTerms())
+    chosen = {name: value for name, value in dataclasses.asdict(terms.clip).items() if value != default[name]}
+    return ", ".join(f"{name} {value}" for name, value in {"C0": terms.clip.C0, **chosen}.items())
 
 
 def task_text(terms: PartyTerms) -> str:

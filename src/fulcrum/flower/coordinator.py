@@ -22,17 +22,18 @@ from fulcrum.flower.messages import (
     ArraySpec,
     BadMessage,
     Envelope,
+    SimulatedStreams,
     assignment_to_table,
     compute_model_fingerprint,
     events_agree,
     events_from_rows,
-    make_state_spec,
     pack_envelope,
     read_message_arrays,
-    state_from_arrays,
+    simulation_to_table,
     state_to_arrays,
 )
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, describe_refusal, verify_signed_reply
+from fulcrum.flower.rule_terms import is_C_within, select_moving_entries
 from fulcrum.flower.task_terms import task_fingerprint
 from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.settings.schema import Settings
@@ -59,7 +60,7 @@ class FlowerEngine(Engine):
     """`run(request)` sends each assignment to its party, checks the replies, and yields those that are sound.
 
     clients: the parties in the order of their numbers. secret: makes the requests' nonces, the same ones again after a
-    crash. seed: shared with the parties, in simulations only.
+    crash. streams: the seed and the id of the random streams that parties share, in simulations only.
     """
 
     remote = True
@@ -72,10 +73,10 @@ class FlowerEngine(Engine):
         settings: Settings,
         wait_policy: WaitPolicy,
         secret: bytes,
-        seed: int | None = None,
+        streams: SimulatedStreams | None = None,
     ) -> None:
         self.registry, self.clients, self.problem, self.settings = registry, tuple(clients), problem, settings
-        self.wait_policy, self.secret, self.seed = wait_policy, secret, seed
+        self.wait_policy, self.secret, self.streams = wait_policy, secret, streams
         self._spent: set[int] = set()
         self._model = compute_model_fingerprint(problem.model, problem.layout)
         self._task = task_fingerprint(problem.dataset)
@@ -208,9 +209,11 @@ class FlowerEngine(Engine):
             "round": request.round,
             "rounds": request.rounds,
             "weight_decay": request.weight_decay,
-            "seeds": [] if self.seed is None else [self.seed],
+            "simulation": simulation_to_table(self.streams),
         }
-        return pack_envelope(header, {"params": request.params, **state_to_arrays(state)})
+        rule = self.problem.rule  # a rule that parties adapt for themselves sends nothing of its state
+        moving = {} if rule.where == "client" else select_moving_entries(rule.moves, state)
+        return pack_envelope(header, {"params": request.params, **state_to_arrays(moving)})
 
     def _check_reply(
         self, request: RoundRequest, task: Assignment, state: RuleState, ask: Envelope, envelope: Envelope
@@ -235,19 +238,21 @@ class FlowerEngine(Engine):
         spec: ArraySpec = {
             "delta": (torch.float32, (self.problem.layout.dim,)),
             "extra": (torch.float32, (measure_statistics_width(self.problem, state),)),
-            **(make_state_spec(state) if own else {}),
+            **({"C": (state["C"].dtype, tuple(state["C"].shape))} if own else {}),
         }
         arrays = read_message_arrays(envelope, spec)
         limit = bound_update_norm(self.problem, self.settings, request, task, state, units)
         if float(torch.linalg.vector_norm(arrays["delta"].double())) > limit:
             raise BadMessage("its update is larger than any honest one.")
+        if own and not is_C_within(arrays["C"], self.settings.clip.C_min, self.settings.clip.C_max):
+            raise BadMessage("its clipping norm is outside the agreed range.")
         device = self.problem.device
         return ClientReply(
             client=task.client,
             delta=arrays["delta"].to(device),
             extra=arrays["extra"].to(device),
             events=events,
-            state={n: v.to(device) for n, v in state_from_arrays(arrays).items()} if own else state,
+            state={**state, "C": arrays["C"].to(device)} if own else state,
         )
 
     def send_run_finished(self, rounds: int, seconds: float = 5.0) -> None:

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.privacy.events import Event, Unprotected, events_from_json, events_to_json
 from fulcrum.types import Assignment, RuleState
 
-MESSAGE_VERSION = 3
-"""Version of the messages; a message of another version is refused."""
+MESSAGE_VERSION = 4
+"""Version of the messages; a message of another version is refused. 4: parties have the rules' settings in their own
+terms, and a welcome says nothing about labels."""
 MAX_HEADER_BYTES = 64 * 1024
 """Bytes of the longest header that is read."""
 BODY_OVERHEAD_BYTES = 64 * 1024
@@ -43,6 +45,10 @@ ArraySpec = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 class BadMessage(FulcrumError):
     """A message that is not what was agreed; the text says what is wrong in fixed words."""
+
+
+class OtherVersion(BadMessage):
+    """A message of another version."""
 
 
 @dataclass(frozen=True)
@@ -77,23 +83,27 @@ def pack_envelope(header: Mapping[str, Any], arrays: Mapping[str, Tensor] | None
 
 # --- headers ------------------------------------------------------------------------------------
 
-TEXT_FIELD, WHOLE_FIELD, NUMBER_FIELD, FLAG_FIELD, LIST_FIELD, TABLE_FIELD = (
+TEXT_FIELD, ID_FIELD, WHOLE_FIELD, NUMBER_FIELD, FLAG_FIELD, LIST_FIELD, TABLE_FIELD = (
     "text",
+    "id",
     "whole",
     "number",
     "flag",
     "list",
     "table",
 )
+_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{0,64}")
+"""Ids of runs and nonces: they go into ledgers, statements and logs."""
 _FIELD_CHECKS: dict[str, Any] = {
     TEXT_FIELD: lambda v: isinstance(v, str) and len(v) <= 256,
+    ID_FIELD: lambda v: isinstance(v, str) and _ID_PATTERN.fullmatch(v) is not None,
     WHOLE_FIELD: lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63,
-    NUMBER_FIELD: lambda v: isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v),
+    NUMBER_FIELD: lambda v: isinstance(v, int | float) and not isinstance(v, bool) and -1e300 < v < 1e300,  # not NaN
     FLAG_FIELD: lambda v: isinstance(v, bool),
     LIST_FIELD: lambda v: isinstance(v, list) and len(v) <= 10_000,
     TABLE_FIELD: lambda v: isinstance(v, dict) and len(v) <= 100,
 }
-_COMMON_FIELDS = {"nonce": TEXT_FIELD, "run": TEXT_FIELD}
+_COMMON_FIELDS = {"nonce": ID_FIELD, "run": ID_FIELD}
 _REPLY_FIELDS = {**_COMMON_FIELDS, "party": TEXT_FIELD, "request": TEXT_FIELD}
 HEADER_SCHEMAS: dict[str, dict[str, str]] = {
     "hello": {**_COMMON_FIELDS, "proposal": TABLE_FIELD},
@@ -103,12 +113,12 @@ HEADER_SCHEMAS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("round", "rounds"), WHOLE_FIELD),
         "assignment": TABLE_FIELD,
         "weight_decay": NUMBER_FIELD,
-        "seeds": LIST_FIELD,
+        "simulation": TABLE_FIELD,
     },
     "done": {**_COMMON_FIELDS, "rounds": WHOLE_FIELD},
     "welcome": {
         **_REPLY_FIELDS,
-        **dict.fromkeys(("units", "classes"), WHOLE_FIELD),
+        "units": WHOLE_FIELD,
         **dict.fromkeys(("model", "task", "randomness"), TEXT_FIELD),
         "shape": LIST_FIELD,
     },
@@ -127,8 +137,13 @@ def read_message_header(envelope: Envelope, kinds: tuple[str, ...]) -> dict[str,
         header = json.loads(envelope.header, parse_constant=_refuse_json_constant)
     except (ValueError, RecursionError):
         raise BadMessage("the header is not JSON.") from None
-    if not isinstance(header, dict) or header.pop("v", None) != MESSAGE_VERSION:
-        raise BadMessage("the header is of another version.")
+    if not isinstance(header, dict):
+        raise BadMessage("the header is not a table.")
+    if (version := header.pop("v", None)) != MESSAGE_VERSION or isinstance(version, bool | float):
+        raise OtherVersion(
+            f"it is of another version than {MESSAGE_VERSION}; install the same version of Fulcrum at the coordinator "
+            "and at every party."
+        )
     kind = header.pop("kind", None)
     if not isinstance(kind, str) or kind not in kinds:
         raise BadMessage("the message is of a kind that is not expected here.")
@@ -173,18 +188,48 @@ def read_message_arrays(envelope: Envelope, wanted: ArraySpec) -> dict[str, Tens
 
 
 def make_state_spec(state: RuleState) -> ArraySpec:
-    """The arrays of a clipping state, under their names in a message."""
+    """The arrays of these entries of a clipping state, under their names in a message."""
     return {f"state.{name}": (value.dtype, tuple(value.shape)) for name, value in state.items()}
 
 
 def state_to_arrays(state: RuleState) -> dict[str, Tensor]:
-    """A clipping state under its names in a message."""
+    """Entries of a clipping state under their names in a message."""
     return {f"state.{name}": value for name, value in state.items()}
 
 
 def state_from_arrays(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The clipping state among received arrays."""
+    """The entries of a clipping state among received arrays."""
     return {name.removeprefix("state."): value for name, value in arrays.items() if name.startswith("state.")}
+
+
+# --- simulations --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SimulatedStreams:
+    """Where a simulation's private randomness comes from: a seed that all share, and the id of the run's streams."""
+
+    seed: int
+    stream: str
+
+
+_SIMULATION_FIELDS = {"seed": WHOLE_FIELD, "stream": ID_FIELD}
+
+
+def simulation_to_table(streams: SimulatedStreams | None) -> dict[str, Any]:
+    """For a header; an empty table outside of simulations, where every party draws its own randomness."""
+    return {} if streams is None else dataclasses.asdict(streams)
+
+
+def simulation_from_table(table: Mapping[str, Any]) -> SimulatedStreams | None:
+    """The streams in a header; None for an empty table."""
+    if not table:
+        return None
+    if set(table) != set(_SIMULATION_FIELDS):
+        raise BadMessage("the simulation has missing or unknown fields.")
+    if not all(_FIELD_CHECKS[sort](table[name]) for name, sort in _SIMULATION_FIELDS.items()):
+        raise BadMessage("the simulation's seed or stream is not of the right type or size.")
+    return SimulatedStreams(**table)
 
 
 # --- assignments --------------------------------------------------------------------------------

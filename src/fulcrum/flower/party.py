@@ -15,14 +15,16 @@ from typing import IO, Any
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from safetensors.torch import load as load_arrays
+from safetensors.torch import save as save_arrays
 
 from fulcrum.data import Dataset
-from fulcrum.errors import BudgetError, ConfigError, DataError
+from fulcrum.errors import BudgetError, ConfigError, DataError, ModelError
 from fulcrum.flower import keys
 from fulcrum.flower.messages import (
     ArraySpec,
     BadMessage,
     Envelope,
+    OtherVersion,
     assignment_from_table,
     events_agree,
     events_to_rows,
@@ -30,31 +32,36 @@ from fulcrum.flower.messages import (
     pack_envelope,
     read_message_arrays,
     read_message_header,
+    simulation_from_table,
     state_from_arrays,
-    state_to_arrays,
     write_shape,
 )
-from fulcrum.flower.party_data import LoadRecords, check_task, population_fingerprint
+from fulcrum.flower.party_data import LoadRecords, check_task
+from fulcrum.flower.party_ledger import enroll_party, register_party_run
 from fulcrum.flower.party_statement import make_party_statement
 from fulcrum.flower.party_training import LocalTrainer, PartyRunFacts
 from fulcrum.flower.reply_store import ReplyStore
+from fulcrum.flower.rule_terms import select_moving_entries
+from fulcrum.flower.task_terms import TaskNotDeclared, check_declared
 from fulcrum.flower.terms import (
     PartyTerms,
     TermsRefusal,
     accept_proposal,
     check_clipping_state,
+    check_params,
     check_proposal,
     check_round_request,
     terms_to_toml,
+    validate_terms,
 )
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.privacy.statement import statement_to_markdown
 from fulcrum.runs import folder as record
-from fulcrum.settings.schema import Clip
 from fulcrum.training.round import compute_reply_digest
-from fulcrum.types import ClientReply, RoundRequest
+from fulcrum.types import ClientReply, RoundRequest, RuleState
 
 MessageFn = Callable[[str], None]
 ConsentFn = Callable[[PartyTerms], bool]
@@ -86,6 +93,7 @@ class PartyService:
     def __post_init__(self) -> None:
         self._dataset: Dataset | None = None
         self._trainer: LocalTrainer | None = None
+        self._registered: set[PartyRunFacts] = set()
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -96,6 +104,9 @@ class PartyService:
             header = read_message_header(request, tuple(_ANSWERS_BY_KIND))
             nonce, run = header["nonce"], header["run"]
             return _ANSWERS_BY_KIND[header["kind"]](self, header, request)
+        except OtherVersion as error:
+            self.say(f"refused a message: {error}")
+            code = "version"
         except BadMessage as error:
             self.say(f"refused a message: {error}")
             code = "message"
@@ -105,6 +116,9 @@ class PartyService:
         except DataError as error:  # its text says what the records hold, so it stays here
             self.say(f"refused: {error}")
             code = "data"
+        except ModelError as error:  # the model of the terms does not take the records
+            self.say(f"refused: {error}")
+            code = "model"
         except Exception as error:  # the text of an unforeseen error may hold data, so it stays here
             self.say(f"failed: {type(error).__name__}: {error}")
             code = "internal"
@@ -118,12 +132,16 @@ class PartyService:
         return self._make_signed_reply("refused", "", "", request, code=code)
 
     def answer_hello(self, header: dict[str, Any], request: Envelope) -> Envelope:
-        """Send our name and what is public about our data, if the proposal is within our terms."""
+        """Send our name and what is public about our data, if the proposal is within our terms.
+
+        Public are the number of units n_k and the shape of a record. Model and task follow from the terms and that
+        shape; nothing is computed from the values of records or labels.
+        """
         proposal = header["proposal"]
         if self.terms is None:
             self._ask_consent(proposal)
-        assert self.terms is not None  # _agree has set it or raised
-        check_proposal(self.terms, proposal)
+        assert self.terms is not None  # _ask_consent has set it or raised
+        check_proposal(self.terms, proposal, self.simulation)
         self.prepare()
         return self._make_signed_reply(
             "welcome",
@@ -131,7 +149,6 @@ class PartyService:
             header["run"],
             request,
             units=self.trainer.units,
-            classes=self.dataset.task.outputs,
             shape=write_shape(self.dataset.shape),
             model=self.trainer.fingerprint,
             task=self.trainer.task_fingerprint,
@@ -145,15 +162,20 @@ class PartyService:
         self.prepare()
         terms, trainer, run, t = self.terms, self.trainer, header["run"], header["round"]
         task = assignment_from_table(header["assignment"])
+        streams = simulation_from_table(header["simulation"])
         check_round_request(terms, header, task, trainer.fingerprint, trainer.task_fingerprint, self.simulation)
-        seed = int(header["seeds"][0]) if self.simulation else None
-        facts = PartyRunFacts(run, task.client, header["rule"], header["groups"], seed)
-        rule, shape = trainer.problem(facts).rule, trainer.problem(facts).shape
-        template = rule.init(Clip(C0=terms.C_min, C_min=terms.C_min, C_max=terms.C_max), shape)
-        spec: ArraySpec = {"params": (torch.float32, (trainer.layout.dim,)), **make_state_spec(template)}
+        facts = PartyRunFacts(run, task.client, header["rule"], streams)
+        rule, start = trainer.problem(facts).rule, trainer.start_state(facts)
+        own = rule.where == "client"  # then nothing of its state comes from elsewhere
+        moving = {} if own else select_moving_entries(rule.moves, start)
+        spec: ArraySpec = {"params": (torch.float32, (trainer.layout.dim,)), **make_state_spec(moving)}
         arrays = read_message_arrays(request, spec)
-        state = {name: value.to(self.device) for name, value in state_from_arrays(arrays).items()}
-        check_clipping_state(terms, state)
+        check_params(arrays["params"])
+        moved = state_from_arrays(arrays)
+        state = (
+            self._load_own_state(run, t, start) if own else trainer.complete_state(facts, moved, t, header["rounds"])
+        )
+        check_clipping_state(terms, state, moved)
 
         stored = self.replies.get(run, t)
         if stored is not None:
@@ -164,27 +186,31 @@ class PartyService:
             self.say(f"round {t + 1}: sent the stored reply again")
             return stored.reply
         planned = compute_planned_events(task, rule, task.rate * trainer.units, t)
+        self._register_run(facts)
         self._reserve_round(run, t, planned)
 
         params = arrays["params"].to(self.device)
-        update = trainer.train(
-            facts, RoundRequest(t, header["rounds"], params, (task,), (state,), header["weight_decay"])
-        )
+        asked = RoundRequest(t, header["rounds"], params, (task,), (state,), header["weight_decay"])
+        update = trainer.train(facts, asked)
         if not events_agree(update.events, planned):
             raise BudgetError(f"round {t + 1} would release {update.events}, but {planned} was reserved.")
-        own_state = state_to_arrays(update.state) if rule.where == "client" else {}
+        # What leaves: functions of the released integers and of the request. Nothing else of the training does.
+        released = {"delta": update.delta, "extra": update.extra}
         reply = self._make_signed_reply(
             "update",
             header["nonce"],
             run,
             request,
-            arrays={"delta": update.delta, "extra": update.extra, **own_state},
+            arrays={**released, "C": update.state["C"]} if own else released,
             round=t,
             events=events_to_rows(update.events),
         )
-        self.replies.put(run, t, request.digest, reply)
+        after = _state_to_bytes(trainer.adapt_own_state(facts, asked, update)) if own else None
+        self.replies.put(run, t, request.digest, reply, after)
         self.ledger.settle(run, t, {self.name: compute_reply_digest(update)})
-        self.say(f"round {t + 1} of {header['rounds']}: epsilon so far {self.ledger.epsilon(self.name):.4g}")
+        self.say(
+            f"round {t + 1} of {header['rounds']}: epsilon so far {format_epsilon(self.ledger.epsilon(self.name))}"
+        )
         return reply
 
     def answer_finish(self, header: dict[str, Any], request: Envelope) -> Envelope:
@@ -217,7 +243,7 @@ class PartyService:
         assert self.terms is not None
         if self._dataset is None:
             dataset = self._load(self.terms)
-            self._enroll_in_ledger(self.terms, dataset)
+            enroll_party(self.ledger, self.terms, dataset)
             self._dataset = dataset
 
     @property
@@ -240,30 +266,52 @@ class PartyService:
         if self.consent is None:
             raise TermsRefusal("no-terms")
         try:
-            terms = accept_proposal(self.name, proposal)
+            terms = accept_proposal(self.name, proposal, look_up=False)
+        except TaskNotDeclared as error:
+            raise TermsRefusal("task", str(error)) from error
         except ConfigError as error:
             raise TermsRefusal("message", str(error)) from error
-        if not self.consent(terms):
-            raise TermsRefusal("consent")
-        self._load(terms)  # terms that the records do not fit are not pinned
+        try:
+            if not self.consent(terms):
+                raise TermsRefusal("consent")
+            try:
+                validate_terms(terms)  # looks up rules that are not built in: their code runs only now
+            except ConfigError as error:
+                raise TermsRefusal("rule", str(error)) from error
+            self._load(terms)  # terms that the records do not fit are not pinned
+        except DataError as error:
+            # Not "data": whoever proposes 2, 3, 4, ... classes must not learn from the answers which number fits.
+            raise TermsRefusal("consent", str(error)) from error
         with self.terms_path.open("x", encoding="utf-8") as file:
             file.write(terms_to_toml(terms))
         self.terms = terms
 
     def _load(self, terms: PartyTerms) -> Dataset:
-        return check_task(self.load_records(terms.agreed_task), terms.agreed_task)
+        try:
+            return check_task(self.load_records(terms.agreed_task), terms.agreed_task)
+        except ConfigError as error:  # of the task's settings; where the records are wrong it is a DataError
+            raise TermsRefusal("task", str(error)) from error
 
-    def _enroll_in_ledger(self, terms: PartyTerms, dataset: Dataset) -> None:
-        self.ledger.enroll(
-            self.name,
-            budget=terms.budget,
-            delta=terms.delta,
-            accountant=terms.accountant,
-            unit=terms.unit,
-            population=f"{dataset.name}, {population_fingerprint(dataset)}",
-        )
-        if self.ledger.accounts()[self.name].budget != terms.budget:
-            self.ledger.change_budget(self.name, terms.budget)
+    def _register_run(self, facts: PartyRunFacts) -> None:
+        """Say in the ledger what the run is, once per process; before its first release."""
+        assert self.terms is not None
+        if facts in self._registered:
+            return
+        found = register_party_run(self.ledger, self.terms, self.dataset, facts, self.trainer.problem(facts))
+        if found.staying and (found.new or found.gone):
+            self.say(
+                f"run {facts.run}: {found.staying} {self.terms.unit}s are known from earlier runs and keep what they "
+                f"spent, {found.new} are new, {found.gone} are gone"
+            )
+        self._registered.add(facts)
+
+    def _load_own_state(self, run: str, t: int, start: RuleState) -> RuleState:
+        """The clipping state that this party keeps for itself in a run; `start` before its first round."""
+        stored = self.replies.get_state(run, t)
+        if stored is None:
+            return start
+        found = load_arrays(stored)
+        return {name: found[name].to(value) for name, value in start.items()}
 
     def _reserve_round(self, run: str, t: int, events: tuple[Event, ...]) -> None:
         """Pay before anything is computed. What was reserved and never released is not paid again."""
@@ -300,6 +348,10 @@ _ANSWERS_BY_KIND: dict[str, Callable[[PartyService, dict[str, Any], Envelope], E
 }
 
 
+def _state_to_bytes(state: RuleState) -> bytes:
+    return save_arrays({name: value.detach().cpu().clone().contiguous() for name, value in state.items()})
+
+
 def compute_stored_digest(reply: Envelope) -> str:
     """The ledger's fingerprint of a stored update: that of its numbers, as in a run in one process."""
     arrays = load_arrays(reply.body)
@@ -323,6 +375,8 @@ def open_party_service(
     """A party's service over its ledger and the replies beside it (LEDGER.replies); one process at a time."""
     if terms is not None and terms.party != name:
         raise ConfigError(f"{terms_path} was agreed to by party {terms.party!r}, not {name!r}; use that name.")
+    if terms is not None:
+        check_declared(terms.agreed_task)
     ledger.parent.mkdir(parents=True, exist_ok=True)
     with ledger.with_name(ledger.name + ".lock").open("w") as lock:
         if not _try_lock_file(lock):

@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+from fulcrum.clipping.party_state import complete_party_state
+from fulcrum.clipping.rule import ClipRule, gradient_multiplier
 from fulcrum.data import Dataset
+from fulcrum.data.records import select_rows
 from fulcrum.engines import Engine, find_engine
-from fulcrum.flower.messages import compute_model_fingerprint
-from fulcrum.flower.party_data import count_units, make_single_party_partition
+from fulcrum.errors import DataError
+from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint
+from fulcrum.flower.party_data import count_units, make_single_party_partition, make_stand_in
 from fulcrum.flower.task_terms import task_fingerprint
 from fulcrum.flower.terms import PartyTerms, find_allowed_rule, terms_to_settings
+from fulcrum.models.build import is_built_in
+from fulcrum.models.checks import validate_model
 from fulcrum.models.layout import ParameterLayout
+from fulcrum.models.own import check_outputs
 from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.runs.preparation import build_checked_model
+from fulcrum.settings.schema import Settings
 from fulcrum.training.problem import TrainingProblem
-from fulcrum.types import ClientReply, RoundRequest
+from fulcrum.types import ClientReply, Released, RoundRequest, RuleState
 
 
 @dataclass(frozen=True)
 class PartyRunFacts:
     """What stays the same over the rounds of one run of one party.
 
-    client: this party's number in the run. rule: the clipping rule's name. groups: flat or layer.
-    seed: None where the party draws its own randomness (always, except in simulations).
+    client: this party's number in the run. rule: the clipping rule's name. streams: None where the party draws its own
+    randomness (always, except in simulations).
     """
 
     run: str
     client: int
     rule: str
-    groups: str
-    seed: int | None
+    streams: SimulatedStreams | None
 
 
 class LocalTrainer:
@@ -40,8 +49,7 @@ class LocalTrainer:
 
     def __init__(self, name: str, dataset: Dataset, terms: PartyTerms, device: torch.device) -> None:
         self.name, self.terms, self.device = name, terms, device
-        # One client trains here, so a second worker would have nothing to do.
-        self.settings = terms_to_settings(terms).replace(run={"workers": 1})
+        self.settings = terms_to_settings(terms)
         self._given = dataset
         self._current: tuple[PartyRunFacts, TrainingProblem, Engine] | None = None
 
@@ -52,7 +60,15 @@ class LocalTrainer:
 
     @cached_property
     def _model_and_records(self) -> tuple[torch.nn.Module, Dataset]:
-        model, dataset = build_checked_model(self.settings, self._given, None)
+        # Built without a look at the records: others get to know the model's fingerprint, buffers included.
+        model, _ = build_checked_model(self.settings, make_stand_in(self._given), None)
+        dataset = self._given.with_float_inputs() if is_built_in(self.settings.model) else self._given
+        pair = select_rows(dataset.sample.x, slice(0, 2))
+        try:
+            validate_model(model, pair)
+            check_outputs(model, pair, dataset.task)
+        except Exception as problem:  # a user's model may raise any error
+            raise DataError(f"the model of the terms failed on two of this party's records: {problem}") from problem
         return model.to(self.device), dataset
 
     @property
@@ -89,17 +105,71 @@ class LocalTrainer:
         (reply,) = self._prepare_run(facts)[1].run(request)
         return reply
 
+    def start_state(self, facts: PartyRunFacts) -> RuleState:
+        """The rule's state at the start of a run: from this party's own terms and model, and nothing else."""
+        problem = self.problem(facts)
+        state = problem.rule.init(self._make_settings(facts).clip, problem.shape)
+        return {name: value.to(self.device) for name, value in state.items()}
+
+    def complete_state(self, facts: PartyRunFacts, moved: RuleState, round: int, rounds: int) -> RuleState:
+        """The state of a rule that the coordinator adapts. moved: what was received of it."""
+        on_device = {name: value.to(self.device) for name, value in moved.items()}
+        start = self.start_state(facts)
+        return complete_party_state(self.problem(facts).rule, start, on_device, round, rounds, self.layout.dim)
+
+    def adapt_own_state(self, facts: PartyRunFacts, request: RoundRequest, reply: ClientReply) -> RuleState:
+        """The state of a rule that each party adapts for itself, after a round: from what this party released."""
+        rule: ClipRule = self.problem(facts).rule
+        if rule.when == "step":
+            return reply.state
+        (task,) = request.assignments
+        batch = task.rate * self.units
+        return rule.adapt(
+            reply.state,
+            Released(
+                aggregate=reply.delta,
+                extra=reply.extra,
+                lr=task.lr,
+                steps=float(task.steps),
+                round=request.round,
+                rounds=request.rounds,
+                noise=gradient_multiplier(rule.share, task.sigma, batch) / batch / math.sqrt(task.steps),
+                asked=float(task.asked(request.round)),
+            ),
+        )
+
+    def _make_settings(self, facts: PartyRunFacts) -> Settings:
+        # One client trains here, so a second worker would have nothing to do.
+        return terms_to_settings(self.terms, facts.rule, facts.streams is not None).replace(run={"workers": 1})
+
     def _prepare_run(self, facts: PartyRunFacts) -> tuple[TrainingProblem, Engine]:
-        """Problem and engine of a run, kept until another run asks."""
+        """Problem and engine of a run, kept until another run asks.
+
+        Each time they are made, real randomness gets a new secret of the operating system. So no choice of a run's id
+        by a coordinator brings the same stream twice; within a run, every round has streams of its own.
+        """
         if self._current is None or self._current[0] != facts:
+            streams = facts.streams
             problem = TrainingProblem.of(
-                self.settings.replace(clip={"groups": facts.groups}),
+                self._make_settings(facts),
                 self.dataset,
                 make_single_party_partition(len(self.dataset.y), facts.client, self.name),
                 self.model,
                 self.device,
                 rule=find_allowed_rule(self.terms, facts.rule),
-                randomness=SecureRandomness() if facts.seed is None else SeededRandomness(facts.seed),
+                randomness=SecureRandomness(facts.run)
+                if streams is None
+                else SeededRandomness(streams.seed, bind_stream_to_records(streams, self.dataset)),
             )
             self._current = facts, problem, find_engine("auto", problem)
         return self._current[1:]
+
+
+def bind_stream_to_records(streams: SimulatedStreams, dataset: Dataset) -> str:
+    """The id of a simulated party's random streams, keyed by the seed: other records of the party have other noise.
+
+    It stays in memory: a stored digest of records would be a test for guessed records.
+    """
+    mac = hashlib.blake2b(str(streams.seed).encode(), digest_size=32, person=b"fulcrum-party")
+    mac.update(f"{streams.stream}|{dataset.fingerprint}".encode())
+    return mac.hexdigest()

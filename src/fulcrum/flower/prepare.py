@@ -13,17 +13,18 @@ from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, Partition, load
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
-from fulcrum.flower.messages import compute_model_fingerprint, write_shape
+from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint, write_shape
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, PartyReportFn, Transport
 from fulcrum.flower.task_terms import declare_task, task_fingerprint
 from fulcrum.flower.terms import make_proposal
 from fulcrum.privacy.plan import make_plan
+from fulcrum.rng import CipherRandomness
 from fulcrum.runs.preparation import build_checked_model
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.derived import get_planned_unit
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.federation import Federation
-from fulcrum.training.problem import TrainingProblem
+from fulcrum.training.problem import TrainingProblem, get_private_seed
 
 
 def load_public_data(source: str, folder: str = "", task: TaskSettings | None = None) -> Dataset:
@@ -84,7 +85,6 @@ def make_party_registry(
 ) -> PartyRegistry:
     """The registry of a run, with what every party's greeting must say."""
     required = {
-        "classes": problem.task.outputs,
         "shape": write_shape(problem.dataset.shape),
         "model": compute_model_fingerprint(problem.model, problem.layout),
         "task": task_fingerprint(problem.dataset),
@@ -109,11 +109,21 @@ def wait_for_parties(registry: PartyRegistry, expected: int, wait_policy: WaitPo
     return tuple(registry.parties[name] for name in sorted(registry.parties))
 
 
-def add_party_names(problem: TrainingProblem, parties: Sequence[PartyInfo]) -> TrainingProblem:
+def add_party_names(problem: TrainingProblem, parties: Sequence[PartyInfo], settings: Settings) -> TrainingProblem:
     """The coordinator's problem with the names of its parties; it holds none of their records."""
     starts = torch.zeros(len(parties) + 1, dtype=torch.int64)
-    names = tuple(party.name for party in parties)
-    return dataclasses.replace(problem, partition=Partition(torch.zeros(0, dtype=torch.int64), starts, names))
+    partition = Partition(torch.zeros(0, dtype=torch.int64), starts, tuple(party.name for party in parties))
+    return TrainingProblem.of(settings, problem.dataset, partition, problem.model, problem.device, rule=problem.rule)
+
+
+def make_simulated_streams(settings: Settings, problem: TrainingProblem) -> SimulatedStreams:
+    """The seed and the id of the random streams of a simulation: the same settings, model and public data repeat it.
+
+    A coordinator has no party's records, so the id is that of what it does have (`identify_releases`).
+    """
+    randomness = problem.randomness
+    assert isinstance(randomness, CipherRandomness)
+    return SimulatedStreams(get_private_seed(settings), randomness.run)
 
 
 def make_served_federation(settings: Settings, engine: FlowerEngine) -> Federation:

@@ -76,7 +76,7 @@ class PartyRegistry:
         required: Mapping[str, Any],
         report: PartyReportFn,
     ) -> None:
-        """required: what every party's `welcome` must say (classes, shape, model, task, randomness)."""
+        """required: what every party's `welcome` must say (shape, model, task, randomness)."""
         self.transport, self.public_keys, self.run, self.report = transport, public_keys, run, report
         self.proposal, self.required = dict(proposal), dict(required)
         self.node_of: dict[str, int] = {}

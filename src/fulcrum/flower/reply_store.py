@@ -1,5 +1,7 @@
 """Replies on the party's own disk. A reply is stored before it is sent, and sent again byte for byte.
 
+Beside the reply lies the clipping state of a rule that each party adapts for itself: it never comes from elsewhere.
+
 So a crash at any moment leaves one of two cases: nothing was stored, so nothing left the party and the
 round is computed again under the same reservation; or it was stored, and those bytes are sent again.
 """
@@ -39,6 +41,10 @@ class ReplyStore:
                 " header BLOB NOT NULL, body BLOB NOT NULL, signature BLOB NOT NULL, time REAL NOT NULL,"
                 " PRIMARY KEY (run, round))"
             )
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS states (run TEXT NOT NULL, round INTEGER NOT NULL, arrays BLOB NOT NULL,"
+                " PRIMARY KEY (run, round))"
+            )
         except sqlite3.DatabaseError as error:
             raise InputError(f"{path} cannot hold replies: {error}; check the path and the disk.") from error
         self._lock = threading.Lock()
@@ -51,8 +57,16 @@ class ReplyStore:
             ).fetchone()
         return None if row is None else StoredReply(row[0], Envelope(*row[1:]))
 
-    def put(self, run: str, round: int, request: str, reply: Envelope) -> None:
-        """Store the reply to a round, once; older ones of the run are dropped."""
+    def get_state(self, run: str, round: int) -> bytes | None:
+        """The clipping state that the last answered round before this one left, as it was stored."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT arrays FROM states WHERE run = ? AND round < ? ORDER BY round DESC LIMIT 1", (run, round)
+            ).fetchone()
+        return None if row is None else row[0]
+
+    def put(self, run: str, round: int, request: str, reply: Envelope, state: bytes | None = None) -> None:
+        """Store the reply to a round, once, and this party's clipping state after it; older ones are dropped."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -60,7 +74,10 @@ class ReplyStore:
                     "INSERT INTO replies VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (run, round, request, reply.header, reply.body, reply.signature, time.time()),
                 )
-                self._db.execute("DELETE FROM replies WHERE run = ? AND round <= ?", (run, round - REPLIES_KEPT))
+                if state is not None:
+                    self._db.execute("INSERT INTO states VALUES (?, ?, ?)", (run, round, state))
+                for table in ("replies", "states"):
+                    self._db.execute(f"DELETE FROM {table} WHERE run = ? AND round <= ?", (run, round - REPLIES_KEPT))
                 self._db.execute("COMMIT")
             except BaseException:
                 self._db.execute("ROLLBACK")

@@ -27,6 +27,7 @@ from fulcrum.flower.prepare import (
     make_public_problem,
     make_served_federation,
     make_served_settings,
+    make_simulated_streams,
     wait_for_parties,
 )
 from fulcrum.flower.registry import PartyInfo, Transport
@@ -114,9 +115,9 @@ def serve_run(
         say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
         registry = make_party_registry(transport, public_keys, run, settings, problem, party_log)
         parties = wait_for_parties(registry, len(public_keys), wait_policy)
-        seed = settings.run.seed if simulation else None
-        problem = add_party_names(problem, parties)
-        engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, seed)
+        problem = add_party_names(problem, parties, settings)
+        streams = make_simulated_streams(settings, problem) if simulation else None
+        engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, streams)
         kept = {"secret": secret.hex(), "simulation": simulation, "wait_policy": asdict(wait_policy)}
         kept |= {"parties": [asdict(party) for party in parties], **(facts or {})}
         result = api.execute(make_served_federation(settings, engine), out, on_round, {"id": run, "flower": kept})
@@ -154,9 +155,9 @@ def resume_served_run(
         say(f"listening on {address.host}:{address.port} again")
         registry = make_party_registry(transport, public_keys, str(facts["id"]), settings, problem, party_log)
         registry.parties.update({party.name: party for party in parties})
-        seed = settings.run.seed if kept["simulation"] else None
-        problem = add_party_names(problem, parties)
-        engine = FlowerEngine(registry, parties, problem, settings, wait_policy, bytes.fromhex(kept["secret"]), seed)
+        problem = add_party_names(problem, parties, settings)
+        streams = make_simulated_streams(settings, problem) if kept["simulation"] else None
+        engine = FlowerEngine(registry, parties, problem, settings, wait_policy, bytes.fromhex(kept["secret"]), streams)
         # The parties that took part before get time to come back, so that no round runs without them.
         end = time.monotonic() + min(wait_policy.join_timeout, wait_policy.round_timeout)
         while len(registry.node_of) < len(parties) and time.monotonic() < end:

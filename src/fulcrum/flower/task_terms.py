@@ -30,6 +30,23 @@ def training_settings(settings: TaskSettings, classes: int = 0) -> TaskSettings:
     )
 
 
+class TaskNotDeclared(ConfigError):
+    """A task leaves open what a party would have to count in its own labels."""
+
+
+COUNTED_TASKS = frozenset({"classification", "multilabel", "tokens", "next-token"})
+"""Tasks whose number of outputs would be counted in the targets if it were not declared."""
+
+
+def check_declared(agreed: TaskSettings) -> None:
+    """Raises TaskNotDeclared where a party would have to count the classes in its own labels, which are private."""
+    if agreed.name in COUNTED_TASKS and agreed.classes < 1:
+        raise TaskNotDeclared(
+            f"terms: classes is not declared; say the number of classes (or tokens) of the {agreed.name} from public "
+            "knowledge, as classes = N in the terms or --classes N: it is never counted in private labels."
+        )
+
+
 def declare_task(dataset: Dataset) -> TaskSettings:
     """The settings by which every party builds the data set's task, with the number of classes or outputs written out.
 

@@ -37,6 +37,11 @@ HELD_OUT_NAME = "held-out"
 """The account of held-out units; of a named party, PARTY/held-out."""
 
 
+def is_held_out_account(name: str) -> bool:
+    """Whether an account of a ledger is that of held-out units."""
+    return name.rpartition("/")[2] == HELD_OUT_NAME
+
+
 @dataclass(frozen=True)
 class HeldOutAccount:
     """The held-out units of one party. name: of their account in a ledger. party: its number, 0 where none is named.

@@ -3,6 +3,7 @@
 one_call.py     `train` and `rounds`: from names to a result in one call
 preparation.py  settings -> a federation: everything that can go wrong before training
 execution.py    train a federation to its end, store it in a folder, resume from a folder
+binding.py      what ties a folder, its settings and its ledger together, and the checks before a run goes on
 observers.py    observers of a run: progress, metrics.jsonl with checkpoints, users' own
 active_run.py   a run in progress, and its current privacy statement
 result.py       the result of a finished run, and its summary.json

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import nn
 
 import fulcrum
 from fulcrum.data import Dataset
-from fulcrum.data.fingerprints import compute_keyed_fingerprint, is_same_data
+from fulcrum.data.fingerprints import compute_keyed_fingerprint, find_key_file
 from fulcrum.errors import RunError
 from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.privacy.ledger import Ledger
+from fulcrum.runs import binding
 from fulcrum.runs import folder as record
 from fulcrum.runs.active_run import ActiveRun, write_privacy_statement
 from fulcrum.runs.folder import RunFolder
@@ -45,13 +47,17 @@ def execute(
         find_observer(given) for given in observers
     ]  # before the folder is created, so that a wrong name leaves no folder
     run = str((facts or {}).get("id", uuid.uuid4().hex))
+    federation = dataclasses.replace(federation, settings=binding.make_ledger_absolute(federation.settings))
     if out is None:
         with open_run_ledger(federation.settings) as ledger:
+            binding.register_run(federation, ledger, run)
             return _run_remaining_rounds(ActiveRun(federation, None, ledger, run), None, [], on_round, watching)
-    with closing(RunFolder.create(Path(out))) as folder:
-        _write_start_files(folder, federation, run, facts or {})
-        with open_run_ledger(federation.settings, folder.path) as ledger:
-            return _run_remaining_rounds(ActiveRun(federation, folder, ledger, run), None, [], on_round, watching)
+    with closing(RunFolder.create(Path(out))) as folder, ExitStack() as stack:
+        with folder.remove_unless_started():
+            ledger = stack.enter_context(open_run_ledger(federation.settings, folder.path))
+            binding.register_run(federation, ledger, run)
+            _write_start_files(folder, federation, ledger, run, facts or {})
+        return _run_remaining_rounds(ActiveRun(federation, folder, ledger, run), None, [], on_round, watching)
 
 
 def resume(
@@ -60,17 +66,20 @@ def resume(
     dataset: Dataset | None = None,
     model: nn.Module | None = None,
     observers: Sequence[str | Observer] = (),
+    repeat: bool = False,
 ) -> Result:
     """Continue a run where it stopped. A seeded run ends with the same bits as if it had not stopped.
 
-    dataset and model must be given again where they were given to `train` as objects.
+    dataset and model must be given again where they were given to `train` as objects. repeat: allow that rounds whose
+    checkpoints were lost are drawn and paid again, where randomness is secure. Refused in one sentence: a ledger that
+    is missing, another one or rolled back, and settings that were edited.
     """
-    from fulcrum.settings import files as settings_file
-
-    if "flower" in record.load_run_json(Path(folder), "run.json"):
+    stored = binding.StoredRun.read(Path(folder))
+    if "flower" in stored.facts:
         raise RunError(f"{folder} was served to parties elsewhere; continue it with: fulcrum serve --resume {folder}")
-    federation = prepare(settings_file.read_settings(Path(folder) / "settings.toml"), dataset, model)
-    return resume_prepared(federation, folder, on_round, observers)
+    settings = stored.read_settings()
+    stored.open_ledger().close()  # before the data is read: plans count what the ledger says
+    return resume_prepared(prepare(settings, dataset, model), folder, on_round, observers, repeat)
 
 
 def resume_prepared(
@@ -78,19 +87,22 @@ def resume_prepared(
     folder: Path | str,
     on_round: RoundCallback | None = None,
     observers: Sequence[str | Observer] = (),
+    repeat: bool = False,
 ) -> Result:
     """Resume the run in a folder with a federation that was prepared again from its settings."""
     watching = [find_observer(given) for given in observers]
     path = Path(folder)
-    facts = record.load_run_json(path, "run.json")
-    _refuse_other_problem(federation, path, facts)
-    with closing(RunFolder.open(path)) as opened:
+    stored = binding.StoredRun.read(path)
+    stored.check_settings(federation.settings)
+    _refuse_other_problem(federation, path, stored.facts)
+    with closing(RunFolder.open(path)) as opened, stored.open_ledger() as ledger:
         start = opened.load_last_snapshot(federation.problem.device)
-        lines = opened.truncate_metrics(start.round if start else 0)
-        with open_run_ledger(federation.settings, path) as ledger:
-            return _run_remaining_rounds(
-                ActiveRun(federation, opened, ledger, str(facts["id"])), start, lines, on_round, watching
-            )
+        done = start.round if start else 0
+        notes = binding.check_checkpoints(stored, federation, ledger, done, repeat)
+        binding.register_run(federation, ledger, stored.id)  # the same record as before, or refused
+        lines = opened.truncate_metrics(done)
+        run = ActiveRun(federation, opened, ledger, stored.id, tuple(notes))
+        return _run_remaining_rounds(run, start, lines, on_round, watching)
 
 
 def open_run_ledger(settings: Settings, folder: Path | None = None) -> Ledger:
@@ -98,7 +110,9 @@ def open_run_ledger(settings: Settings, folder: Path | None = None) -> Ledger:
     return Ledger.open(settings.run.ledger or (folder / "ledger.sqlite" if folder else ":memory:"))
 
 
-def _write_start_files(folder: RunFolder, federation: Federation, run: str, facts: Mapping[str, Any]) -> None:
+def _write_start_files(
+    folder: RunFolder, federation: Federation, ledger: Ledger, run: str, facts: Mapping[str, Any]
+) -> None:
     """Write a new folder's files before the first round: settings, environment, and what `resume_prepared` compares."""
     from fulcrum.settings import files as settings_file
 
@@ -118,6 +132,8 @@ def _write_start_files(folder: RunFolder, federation: Federation, run: str, fact
             "score": problem.task.score,
             "higher_is_better": problem.task.higher_is_better,
             "aggregation": federation.plan.aggregation,
+            "simulation": problem.randomness.mode != "secure",
+            **binding.describe_binding(federation, ledger),
             **facts,
         },
     )
@@ -126,8 +142,12 @@ def _write_start_files(folder: RunFolder, federation: Federation, run: str, fact
 def _refuse_other_problem(federation: Federation, path: Path, facts: Mapping[str, Any]) -> None:
     """Raise RunError if run.json has other data or another model than the federation."""
     problem = federation.problem
-    if not is_same_data(problem.dataset, str(facts.get("data"))):
-        raise RunError(f"{path} was trained on other data than {problem.dataset.name} holds now; bring that data back.")
+    if facts.get("data") != compute_keyed_fingerprint(problem.dataset):
+        raise RunError(
+            f"{path} was trained on other data than {problem.dataset.name} holds now"
+            + ("" if problem.dataset.public else f", or under another key than {find_key_file()} holds now")
+            + "; bring that data back."
+        )
     if facts.get("parameters") != problem.layout.dim:
         raise RunError(
             f"{path} has a model of {facts.get('parameters')} parameters, this one has {problem.layout.dim}."
@@ -155,12 +175,12 @@ def _run_remaining_rounds(
     settings = run.federation.settings
     # A new draw of secure randomness is a new release, so no round may need a replay.
     every = 1 if settings.privacy.randomness == "secure" else settings.run.checkpoint_every
-    recorder = RunRecorder(run.folder, every, settings.train.rounds, start, lines)
+    recorder = RunRecorder(run.folder, every, settings.train.rounds, start, lines, run.ledger)
     observers = ObserverList(recorder, watching, on_round)
     write_privacy_statement(run, len(lines), finished=False)
     try:
         where, score = run.folder.path if run.folder else None, run.federation.problem.task.score
-        observers.started(RunInfo(run.id, settings, where, run.federation.plan, score))
+        observers.started(RunInfo(run.id, settings, where, run.federation.plan, score, run.notes))
         for result, snapshot in federate(run.federation, run.ledger, run.id, start):
             observers.round(result, snapshot)
         recorder.ended(None)  # the last checkpoint is written before the summary

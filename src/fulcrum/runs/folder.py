@@ -6,14 +6,16 @@ never half of one. `metrics.jsonl` grows line by line; an incomplete last line i
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import json
 import math
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -64,6 +66,15 @@ class RunFolder:
         """Release the lock."""
         self.lock.close()
 
+    @contextlib.contextmanager
+    def remove_unless_started(self) -> Iterator[None]:
+        """Around the start of a new run: where it fails, what was written is removed, so that nothing is left."""
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
     def write_text(self, name: str, text: str) -> None:
         """Write a file atomically."""
         write_file_atomically(self.path / name, text.encode())
@@ -108,8 +119,12 @@ class RunFolder:
             raise RunError(
                 f"{self.path}/metrics.jsonl has {len(lines)} rounds but the checkpoint {rounds}: it was cut."
             )
-        self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        self.write_metrics(lines)
         return lines
+
+    def write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write metrics.jsonl anew."""
+        self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def make_metrics_line(result: RoundResult) -> dict[str, Any]:

@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fulcrum.errors import ConfigError, RunError
+from fulcrum.privacy.accounting import format_epsilon
+from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import Plan
 from fulcrum.runs import folder as record
+from fulcrum.runs.binding import HEAD_FILE, head_to_json, identify_file
 from fulcrum.runs.folder import RunFolder
 from fulcrum.settings.registry import Registry
 from fulcrum.settings.schema import Settings
@@ -37,7 +40,8 @@ RoundCallback = Callable[[RoundResult], None]
 class RunInfo:
     """The run that starts or resumes. id: its name in ledgers. folder: None where nothing is stored.
 
-    score: the name of the run's main metric.
+    score: the name of the run's main metric. notes: warnings about a run that goes on, such as rounds that are paid a
+    second time.
     """
 
     id: str
@@ -45,6 +49,7 @@ class RunInfo:
     folder: Path | None
     plan: Plan
     score: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def parties(self) -> tuple[str, ...]:
@@ -91,7 +96,8 @@ class RunRecorder(Observer):
     """Keeps the lines of metrics.jsonl, and in a folder the file itself and the checkpoints.
 
     lines: of the rounds before `latest`, the snapshot from which the run resumes. checkpoint_every: rounds between two
-    checkpoints; the last round always has one.
+    checkpoints; the last round always has one. ledger: the run's; the folder keeps its head with each checkpoint, and
+    the run stops if its file is removed or replaced meanwhile.
     """
 
     folder: RunFolder | None
@@ -99,10 +105,12 @@ class RunRecorder(Observer):
     rounds: int
     latest: Snapshot | None = None
     lines: list[dict[str, Any]] = field(default_factory=list)
+    ledger: Ledger | None = None
 
     def __post_init__(self) -> None:
         self._saved = self.latest.round if self.latest else 0
         self._next: Snapshot | None = None
+        self._file = identify_file(self.ledger.path) if self.ledger and self.folder else None
 
     def snapshot(self, snapshot: Snapshot) -> None:
         """Kept until the round's line is written."""
@@ -118,6 +126,11 @@ class RunRecorder(Observer):
         if self.folder:
             self.folder.append_metrics_line(line)
         self.latest = self._next
+        if self.ledger and self._file and identify_file(self.ledger.path) != self._file:
+            raise RunError(
+                f"ledger {self.ledger.path} was removed or replaced while the run went on; bring the file back: it "
+                "alone says what was spent."
+            )
         if result.round % self.checkpoint_every == 0 or result.round == self.rounds:
             self._write_checkpoint()
 
@@ -129,6 +142,9 @@ class RunRecorder(Observer):
         if self.folder and self.latest and self.latest.round > self._saved:
             self.folder.write_checkpoint(self.latest)
             self._saved = self.latest.round
+            if self.ledger:
+                head = head_to_json(self.ledger.head())
+                self.folder.write_json(HEAD_FILE, {"round": self.latest.round, **head})
 
 
 class ProgressLines(Observer):
@@ -139,9 +155,8 @@ class ProgressLines(Observer):
         if result.metrics:
             metrics = "  ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
             C = f"C {record.compute_total_C(result.C):.4g}"
-            print(
-                f"round {result.round}/{result.rounds}  {metrics}  {C}  epsilon {result.epsilon:.4g}", file=sys.stderr
-            )
+            epsilon = f"epsilon {format_epsilon(result.epsilon)}"
+            print(f"round {result.round}/{result.rounds}  {metrics}  {C}  {epsilon}", file=sys.stderr)
 
 
 # --- observers by name ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import nn
 
 from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError
+from fulcrum.runs.binding import register_run
 from fulcrum.runs.execution import execute, open_run_ledger
 from fulcrum.runs.observers import Observer, RoundCallback
 from fulcrum.runs.preparation import prepare
@@ -58,8 +59,10 @@ def rounds(
         print(r.round, r.metrics, r.C, r.epsilon)
     """
     federation = prepare(*_resolve_keywords(data, model, settings, names))
+    run = uuid.uuid4().hex
     with open_run_ledger(federation.settings) as ledger:
-        for result, _ in federate(federation, ledger, uuid.uuid4().hex):
+        register_run(federation, ledger, run)
+        for result, _ in federate(federation, ledger, run):
             yield result
 
 

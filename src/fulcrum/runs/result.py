@@ -14,8 +14,10 @@ from torch import nn
 
 from fulcrum.models.whitening import fold_centring
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.runs.active_run import ActiveRun, write_privacy_statement
+from fulcrum.runs.active_run import ActiveRun, read_run_epsilons, write_privacy_statement
+from fulcrum.runs.folder import MAX_PARTIES_PER_LINE, to_json_value
 from fulcrum.settings.schema import Settings
+from fulcrum.training.loop import MAX_PARTIES_WITH_EPSILON
 from fulcrum.training.snapshot import Snapshot
 
 
@@ -49,13 +51,18 @@ class Result:
 
 
 def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mapping[str, Any]]) -> Result:
-    """Write the files of a finished run, and return its result. lines: of metrics.jsonl."""
+    """Write the files of a finished run, and return its result. lines: of metrics.jsonl.
+
+    All epsilons are the ledger's. The last line gets them too: where rounds were paid twice, those after it count.
+    """
     settings, problem = run.federation.settings, run.federation.problem
+    costs = read_run_epsilons(run)
+    lines = _put_ledger_epsilons(run, lines, costs)
     privacy = write_privacy_statement(run, len(lines), finished=len(lines) == settings.train.rounds)
     model = copy.deepcopy(problem.model)
     if snapshot is not None:
         problem.layout.write(model, snapshot.averaged)
-    summary = _make_summary(run, lines, privacy)
+    summary = _make_summary(run, lines, privacy, costs)
     if run.folder:
         trained = snapshot.averaged if snapshot else problem.layout.flatten(model)
         run.folder.write_model_weights(
@@ -66,7 +73,7 @@ def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mappin
         accuracy=float(summary["metrics"].get("accuracy", math.nan)),
         loss=float(summary["metrics"].get("loss", math.nan)),
         epsilon=float(summary["epsilon"]),
-        epsilons=tuple(map(float, lines[-1].get("epsilons", ()) if lines else ())),
+        epsilons=tuple(costs.values()) if len(costs) <= MAX_PARTIES_WITH_EPSILON else (),
         delta=settings.privacy.delta,
         sound=problem.rule.sound,
         C=tuple(summary["C"]),
@@ -80,8 +87,27 @@ def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mappin
     )
 
 
-def _make_summary(run: ActiveRun, lines: Sequence[Mapping[str, Any]], privacy: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of summary.json."""
+def _put_ledger_epsilons(
+    run: ActiveRun, lines: Sequence[Mapping[str, Any]], costs: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, the last one with the ledger's epsilons; the file is written again if they differ."""
+    found = [dict(line) for line in lines]
+    if not found:
+        return found
+    last = found[-1]
+    now: dict[str, Any] = {"epsilon": max(costs.values(), default=0.0)}
+    now |= {"epsilons": list(costs.values())} if "epsilons" in last else {}
+    if {name: last.get(name) for name in now} != to_json_value(now):
+        last |= to_json_value(now)
+        if run.folder:
+            run.folder.write_metrics(found)
+    return found
+
+
+def _make_summary(
+    run: ActiveRun, lines: Sequence[Mapping[str, Any]], privacy: Mapping[str, Any], costs: Mapping[str, float]
+) -> dict[str, Any]:
+    """The content of summary.json. costs: each party's epsilon of this run, from the ledger."""
     settings, problem, plan = run.federation.settings, run.federation.problem, run.federation.plan
     finished = len(lines) == settings.train.rounds
     last = last_evaluated(lines)
@@ -94,7 +120,7 @@ def _make_summary(run: ActiveRun, lines: Sequence[Mapping[str, Any]], privacy: M
         "higher_is_better": problem.task.higher_is_better,
         "metrics": metrics,
         "evaluated_on": _describe_evaluation_data(run),
-        "epsilon": lines[-1]["epsilon"] if lines else 0.0,
+        "epsilon": max(costs.values(), default=0.0),
         "epsilon_pld": _compute_worst_pld_epsilon(run.ledger, run.id, settings.privacy.delta),
         "epsilon_scope": privacy["epsilon"],
         "delta": settings.privacy.delta,
@@ -103,6 +129,10 @@ def _make_summary(run: ActiveRun, lines: Sequence[Mapping[str, Any]], privacy: M
         "accountant": settings.privacy.accountant,
         "sound": problem.rule.sound,
         "private": problem.rule.private,
+        "guarantee": privacy["guarantee"],
+        "simulation": problem.randomness.mode != "secure",
+        "randomness": problem.randomness.mode,
+        "arithmetic": "proven" if problem.proven else "fast",
         "method": settings.method,
         "rule": problem.rule.name,
         "rounds": len(lines),
@@ -110,12 +140,13 @@ def _make_summary(run: ActiveRun, lines: Sequence[Mapping[str, Any]], privacy: M
         "parties": problem.partition.parties,
         "parameters": problem.layout.dim,
         "seconds": sum(line["seconds"] for line in lines),
-        "warnings": [*problem.dataset.warnings, *plan.warnings],
+        "warnings": [*problem.dataset.warnings, *plan.warnings, *run.notes],
         "run": run.id,
+        "ledger": {"path": str(run.ledger.path), **privacy["scope"]["ledger"]},
         "settings": dataclasses.asdict(settings),
     }
-    if lines and "epsilons" in lines[-1]:
-        summary["epsilons"] = dict(zip(map(plan.name, range(plan.parties)), lines[-1]["epsilons"], strict=True))
+    if len(costs) <= MAX_PARTIES_PER_LINE:
+        summary["epsilons"] = dict(costs)
     if "mean_over_parties" in last:
         summary["mean_over_parties"] = _numbers(last["mean_over_parties"])
     if "party_metrics" in last:

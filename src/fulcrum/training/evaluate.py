@@ -27,7 +27,7 @@ from fulcrum.privacy.evaluation import (
     make_score_cells,
     release_histogram,
 )
-from fulcrum.privacy.ledger import Ledger, LedgerAccount
+from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunPlan
 from fulcrum.settings.derived import count_evaluations
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.federation import Federation
@@ -189,30 +189,19 @@ def evaluate_round(
     problem, plan = federation.problem, federation.evaluation
     if plan is None or problem.dataset.held_out is None:
         return evaluate_with_parties(problem, params)
-    granted = {account.name: True for account in plan.accounts}
+    paying = {account.name for account in plan.accounts}
     if ledger is not None:
-        population = federation.plan.population
-        ledger.enroll_parties(
-            LedgerAccount(
-                account.name,
-                plan.epsilon,
-                plan.delta,
-                plan.accountant,
-                federation.plan.unit,
-                f"{population}, {account.units} {federation.plan.unit}s",
-            )
-            for account in plan.accounts
-        )
-        wanted = {account.name: (plan.event,) for account in plan.accounts}
-        granted = ledger.reserve(run, t, wanted, attempt=attempt)
+        paying = reserve_evaluation(federation, plan, ledger, run, t, attempt)
     released: dict[str, Tensor] = {}
     for account in plan.accounts:
-        if granted[account.name]:
+        if account.name in paying:
             places = _locate_records(problem, params, plan, account)
             exact = count_units_in_cells(plan.cells, places, account.unit_of, account.units)
             released[account.name] = release_histogram(exact, plan.sigma, problem.randomness, t, account.party, attempt)
     if not released:
-        return Evaluation({}, note="The held-out units' budget is spent, so nothing was scored.")
+        first = plan.accounts[0].name
+        raised = f"fulcrum ledger {ledger.path if ledger else 'LEDGER'} --party {first} --budget EPSILON"
+        return Evaluation({}, note=f"The held-out units' budget is spent, so nothing was scored; raise it: {raised}")
     if ledger is not None:
         ledger.settle(run, t, {name: _digest(noised) for name, noised in released.items()})
     metrics = estimate_metrics(problem.task, plan.cells, torch.stack(list(released.values())).sum(dim=0))
@@ -222,6 +211,35 @@ def evaluate_round(
         for name, noised in released.items()
     }
     return Evaluation(metrics, parties if named else {}, plan.note)
+
+
+def reserve_evaluation(
+    federation: Federation, plan: EvaluationPlan, ledger: Ledger, run: str, t: int, attempt: int
+) -> set[str]:
+    """Reserve the evaluation after round t for every held-out account; returns those whose budget allows it.
+
+    The plan of all evaluations is registered before the first one.
+    """
+    terms = federation.plan
+    ledger.enroll_parties(
+        LedgerAccount(
+            name=account.name,
+            budget=plan.epsilon,
+            delta=plan.delta if terms.account_delta is None else terms.account_delta,
+            accountant=plan.accountant,
+            unit=terms.unit,
+            population=f"{terms.population}, {account.units} {terms.unit}s",
+        )
+        for account in plan.accounts
+    )
+    names = [account.name for account in plan.accounts]
+    known = ledger.list_planned_parties(run, names)
+    whole = RunPlan((plan.planned,), plan.delta)
+    new = [name for name in names if name not in known and ledger.fits(name, run, whole)]
+    ledger.register_plans(run, dict.fromkeys(new, whole))
+    able = [name for name in names if name in known or name in new]
+    granted = ledger.reserve(run, t, dict.fromkeys(able, (plan.event,)), attempt=attempt)
+    return {name for name in able if granted[name]}
 
 
 def _locate_records(problem: TrainingProblem, params: Tensor, plan: EvaluationPlan, account: HeldOutAccount) -> Tensor:

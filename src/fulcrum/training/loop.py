@@ -58,7 +58,7 @@ def federate(
     play = run_client_level_round if plan.central else run_round
     check_randomness(federation, run)
     snapshot = start or make_first_snapshot(federation)
-    account = RunAccount(ledger, run, plan.delta, plan.accountant) if ledger else None
+    account = RunAccount(ledger, run) if ledger else None
     exhausted: set[int] = set()
 
     for t in range(snapshot.round, settings.train.rounds):

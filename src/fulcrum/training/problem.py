@@ -154,6 +154,9 @@ def identify_releases(
         for name in left_out:
             parts[section].pop(name, None)
     parts["privacy"]["unit"] = choose_unit(settings, dataset)
+    if dataset.task_settings is not None:  # what is trained on, whether the settings or the data named it
+        declared = dataclasses.asdict(dataset.task_settings)
+        parts["task"] = {name: declared[name] for name in parts["task"]}
     if settings.privacy.evaluation_epsilon is not None:  # what decides the noise and the cells of evaluations
         parts["evaluations"] = {"count": count_evaluations(settings), "threshold": settings.task.threshold}
     mac.update(json.dumps(parts, sort_keys=True, default=str).encode())

@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 from fulcrum.privacy.accounting import Spend
+from fulcrum.privacy.evaluation import is_held_out_account
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.plan import Plan
 
 
 class RunAccount:
-    """The epsilon of each party in one run. All of it is read from the ledger, round by round.
+    """The epsilon of each party in one run, after the rounds that were read so far. All of it is the ledger's.
 
-    Reservations are summed in the order of the rounds, so that an interrupted run ends with the same bits.
-    Parties with the same past share one `Spend`, and its epsilon is computed once.
+    A run that repeats a round after a crash sees what it saw the first time, so an interrupted run has the same lines.
+    Parties with the same past share one `Spend`. Held-out units pay for their scores in accounts of their own, which
+    are not the run's parties.
     """
 
-    def __init__(self, ledger: Ledger, run: str, delta: float, accountant: str) -> None:
-        self.ledger, self.run, self.delta, self.accountant = ledger, run, delta, accountant
+    def __init__(self, ledger: Ledger, run: str) -> None:
+        self.ledger, self.run = ledger, run
         self.largest = 0.0
         self._rounds_read = 0
-        self._pasts: list[tuple[Spend, float]] = [(Spend.empty(), 0.0)]
+        self._pasts: list[Spend] = [Spend.empty()]
         self._past_of: dict[str, int] = {}
         self._next: dict[tuple[int, tuple[Event, ...]], int] = {}
+        self._epsilons: dict[str, float] = {}
 
     def read_rounds_until(self, rounds: int) -> None:
         """Add the ledger's reservations of the first `rounds` rounds that were not read before."""
+        moved: dict[str, Spend] = {}
         for party, events in self.ledger.list_round_reservations(self.run, range(self._rounds_read, rounds)):
+            if is_held_out_account(party):
+                continue
             past = self._past_of.get(party, 0)
             if (past, events) not in self._next:
-                spend = self._pasts[past][0].add_events(events)
-                self._pasts.append((spend, spend.epsilon(self.delta, self.accountant)))
+                self._pasts.append(self._pasts[past].add_events(events))
                 self._next[past, events] = len(self._pasts) - 1
             self._past_of[party] = self._next[past, events]
-            self.largest = max(self.largest, self._pasts[self._past_of[party]][1])
+            moved[party] = self._pasts[self._past_of[party]]
+        self._epsilons |= self.ledger.price_run(self.run, moved)
+        self.largest = max([self.largest, *(self._epsilons[party] for party in moved)])
         self._rounds_read = rounds
 
     def epsilons(self, plan: Plan) -> tuple[float, ...]:
         """Each party's epsilon so far, in the order of the plan's parties."""
-        return tuple(self._pasts[self._past_of.get(plan.name(k), 0)][1] for k in range(plan.parties))
+        return tuple(self._epsilons.get(plan.name(k), 0.0) for k in range(plan.parties))

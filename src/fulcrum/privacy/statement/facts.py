@@ -14,17 +14,25 @@ from fulcrum.privacy.accounting import (
     Spend,
     compute_epsilons,
     describe_software,
+    format_epsilon,
     reported_accountants,
 )
 from fulcrum.privacy.client_level import ClientLevelTerms
 from fulcrum.privacy.plan import Plan
 from fulcrum.privacy.plan.text import infinity_to_text, make_epsilon_keys, make_headline_keys
+from fulcrum.privacy.statement.coverage import Coverage, CoveredRun
 from fulcrum.privacy.statement.text import (
-    RANDOMNESS_TEXTS,
+    EVALUATION_TEXTS,
+    FLOATING_POINT_NOTES,
+    NOISE_TEXT,
+    RANDOM_NUMBER_SOURCES,
     SCOPE_TEXTS,
+    TEST_DATA_NOTE,
     collect_warnings,
     composition_sentence,
-    guarantee_level,
+    describe_arithmetic,
+    describe_randomness,
+    format_numbers,
     guarantee_sentence,
 )
 from fulcrum.privacy.statement.units import find_unit_texts
@@ -32,12 +40,47 @@ from fulcrum.settings.schema import Settings
 
 
 @dataclass(frozen=True)
+class EvaluationData:
+    """The records that the model was scored on.
+
+    kind: "none", "public" (handed over apart from the training records), "public, held-out" (a part of public data) or
+    "held-out" (private). times: number of evaluations. paid: whether metrics of held-out records come from noised
+    releases that their account paid for; epsilon and delta: of a held-out unit, in this run.
+    """
+
+    kind: str = "none"
+    records: int = 0
+    times: int = 0
+    paid: bool = False
+    epsilon: float = 0.0
+    delta: float = 0.0
+
+    @property
+    def protected(self) -> bool:
+        """Whether no private record was scored in the clear."""
+        return self.kind != "held-out" or self.paid
+
+    @property
+    def text(self) -> str:
+        """What was scored, and whether it is protected."""
+        if self.kind == "held-out" and self.paid:
+            cost = (
+                f" Each held-out unit has epsilon = {format_epsilon(self.epsilon)}, delta = {self.delta:g} in this run."
+            )
+            return EVALUATION_TEXTS["held-out, paid"] + cost
+        return EVALUATION_TEXTS[self.kind]
+
+
+@dataclass(frozen=True)
 class AccountedRun:
     """The input of a run's privacy statement.
 
     spent: what each party has released within the scope ("run" or "ledger"), by name; a missing party has
-    released nothing. run_spent: the part of this run, where the scope is a ledger.
-    randomness_mode: "secure", "seeded" or "recorded". version: of Fulcrum.
+    released nothing. costs: each party's epsilon within the scope as its ledger says; None: that of `spent` by the
+    enforced accountant. run_costs: of this run alone, where the scope is a ledger.
+    randomness_mode: "secure", "seeded" or "recorded"; arithmetic: "proven" or "fast"; both of this run. others: the
+    other runs within the scope. version: of Fulcrum. notes: further warnings about this run. composition: how the
+    ledger adds runs up.
     """
 
     settings: Settings
@@ -53,7 +96,29 @@ class AccountedRun:
     version: str
     date: str
     dataset_warnings: tuple[str, ...] = ()
-    run_spent: Mapping[str, Spend] | None = None
+    costs: Mapping[str, float] | None = None
+    run_costs: Mapping[str, float] | None = None
+    arithmetic: str = "fast"
+    simulation: bool = False
+    others: tuple[CoveredRun, ...] = ()
+    evaluation: EvaluationData = EvaluationData()
+    composition: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def coverage(self) -> Coverage:
+        """All runs within the scope, this one last; what the ledger has on record of it counts."""
+        made = CoveredRun(
+            id=self.run_id,
+            rule=self.rule.name,
+            sound=self.rule.sound,
+            private=self.rule.private,
+            randomness=self.randomness_mode,
+            arithmetic=self.arithmetic,
+            simulation=self.simulation or self.randomness_mode != "secure",
+        )
+        own = next((run for run in self.others if run.id == self.run_id), made)
+        return Coverage((*(run for run in self.others if run.id != self.run_id), own))
 
 
 def make_statement(run: AccountedRun) -> dict[str, Any]:
@@ -61,18 +126,27 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
 
     Keys, stable from version to version:
 
-    epsilon, epsilon_pld    largest over the parties, by RDP and by PLD, spent so far in the scope (where
-                            another accountant is enforced: epsilon is by that one, and epsilon_rdp is given too)
+    epsilon, epsilon_pld    largest over the parties, by the enforced accountant as the ledger says, and by PLD, spent
+                            so far in the scope (epsilon_rdp too where RDP is not the enforced one). Over several runs
+                            only the ledger's value is a bound, and epsilon_pld repeats it
     delta, unit, relation, adversary
     accountant              {enforced, beside, software}
-    private, sound, nominal private: noise was added at all; nominal: epsilon is not a guarantee
-    guarantee               "yes", "assumed", "nominal" or "none", and `guarantee_text`, the sentence to read; assumed:
-                            it rests on a secure aggregation that is simulated (see aggregation)
+    private, sound, nominal of the worst run within the scope. private: noise was added at all; nominal: epsilon is not
+                            a guarantee
+    guarantee               "yes", "simulation", "assumed", "unknown", "nominal" or "none", and `guarantee_text`, the
+                            sentence to read. simulation: the random numbers follow from a seed; assumed: it rests on
+                            a secure aggregation that is simulated (see aggregation); unknown: a row of an earlier
+                            version does not say what its run was
     aggregation             "plain", or "ideal-secagg": the server is assumed to see only sums
     target                  {epsilon, budgets, sigma}: the settings; null where not given
     planned                 {epsilon, epsilon_pld}: the largest epsilon that the plan allows
     schedule                {name, sigma_min, sigma_max}: the noise schedule and the range of sigma over all parties
-    randomness              {mode, text}
+    randomness              {mode, text}: of the worst run
+    random_numbers          {cipher, key, text}: what they are, and where the cipher's key came from
+    arithmetic              {mode, text, noise}: "proven", "fast" or "unknown", of the worst run
+    simulation              whether a run within the scope is one: its numbers protect nobody once the seed is known
+    evaluation              {kind, records, times, protected, text}: what the model was scored on
+    runs_covered            [{id, rule, sound, randomness, arithmetic}]: every run within the scope; null: not on record
     scope                   {kind, text}; with kind "ledger" also run_epsilon, of this run alone
     run                     {id, date, version, finished, rounds_done, rounds, method, rule, dataset}
     releases                [{kind, times, text}]: every kind of release of a party or the server
@@ -84,15 +158,19 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     settings, plan, rule = run.settings, run.plan, run.rule
     names = [plan.name(k) for k in range(plan.parties)]
     spends = _spends_by_party(names, run.spent)
-    reported = reported_accountants(plan.accountant)
-    enforced = ACCOUNTANTS.find(plan.accountant).name
-    by_name = {accountant.name: _compute_unique_epsilons(spends, plan.delta, accountant) for accountant in reported}
+    coverage = run.coverage
+    reported = list_shown_accountants(plan.accountant, len(coverage.runs))
+    enforced = reported[0].name
+    by_name = {accountant.name: _compute_unique_epsilons(spends, plan.delta, accountant) for accountant in reported[1:]}
+    by_name = {enforced: _list_costs(run, names, spends, reported[0]), **by_name}
     largest = {name: max(costs) for name, costs in by_name.items()}
-    headline = largest[reported[0].name]
-    worth = guarantee_level(plan, rule)
+    headline = largest[enforced]
+    worth = coverage.level(plan.shares_noise)
     words = find_unit_texts(plan.unit, plan.aggregation)
+    numbers = format_numbers({name: format_epsilon(value) for name, value in largest.items()}, plan.delta)
+    cipher, key = RANDOM_NUMBER_SOURCES[coverage.randomness]
     result: dict[str, Any] = {
-        **make_headline_keys(largest),
+        **_add_pld_key(make_headline_keys(largest)),
         "delta": plan.delta,
         "unit": plan.unit,
         "relation": words.relation,
@@ -103,19 +181,36 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             "beside": ", ".join(accountant.name for accountant in reported if accountant.name != enforced),
             "software": describe_software(reported),
         },
-        "private": rule.private,
-        "sound": rule.sound,
+        "private": coverage.private,
+        "sound": coverage.sound,
         "nominal": worth == "nominal",
+        "simulation": coverage.simulation,
         "guarantee": worth,
-        "guarantee_text": guarantee_sentence(plan, rule, largest, run.randomness_mode),
+        "guarantee_text": guarantee_sentence(plan, coverage, run.run_id, numbers, not run.evaluation.protected),
         "target": {
             "epsilon": settings.privacy.epsilon,
             "budgets": dict(settings.privacy.budgets),
             "sigma": settings.privacy.sigma,
         },
-        "planned": make_headline_keys(plan.largest_final_epsilons),
+        "planned": _add_pld_key(
+            make_headline_keys({enforced: plan.largest_final_epsilons[enforced], **plan.largest_final_epsilons})
+        ),
         "schedule": _describe_schedule(plan),
-        "randomness": {"mode": run.randomness_mode, "text": RANDOMNESS_TEXTS[run.randomness_mode]},
+        "randomness": {"mode": coverage.randomness, "text": describe_randomness(coverage)},
+        "random_numbers": {"cipher": cipher, "key": key, "text": describe_randomness(coverage)},
+        "arithmetic": {"mode": coverage.arithmetic, "text": describe_arithmetic(coverage), "noise": NOISE_TEXT},
+        "evaluation": {
+            "kind": run.evaluation.kind,
+            "records": run.evaluation.records,
+            "times": run.evaluation.times,
+            "protected": run.evaluation.protected,
+            **({"epsilon": run.evaluation.epsilon, "delta": run.evaluation.delta} if run.evaluation.paid else {}),
+            "text": run.evaluation.text,
+        },
+        "runs_covered": [
+            {name: getattr(each, name) for name in ("id", "rule", "sound", "randomness", "arithmetic")}
+            for each in coverage.runs
+        ],
         "scope": {"kind": run.scope, "text": SCOPE_TEXTS[run.scope]},
         "run": {
             "id": run.run_id,
@@ -130,10 +225,13 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
         },
         "releases": _list_releases(run, spends),
         "groups_of_records": _make_group_privacy_rows(headline, plan.delta),
-        "adds_up": composition_sentence(plan, rule),
-        "not_covered": list(words.not_covered),
-        "warnings": collect_warnings(settings, plan, rule, run.randomness_mode, run.finished)
-        + list(run.dataset_warnings),
+        "adds_up": composition_sentence(plan, coverage.private, run.composition),
+        "not_covered": [*words.not_covered, FLOATING_POINT_NOTES[coverage.arithmetic], TEST_DATA_NOTE],
+        "warnings": [
+            *collect_warnings(settings, plan, coverage, run.run_id, run.finished),
+            *run.notes,
+            *run.dataset_warnings,
+        ],
         "parties": [
             {
                 "name": name,
@@ -147,10 +245,33 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             for k, name in enumerate(names)
         ],
     }
-    if run.scope == "ledger" and run.run_spent is not None:
-        own = _spends_by_party(names, run.run_spent)
-        result["scope"]["run_epsilon"] = infinity_to_text(max(_compute_unique_epsilons(own, plan.delta, reported[0])))
+    if run.scope == "ledger" and run.run_costs is not None:
+        own = run.run_costs
+        result["scope"]["run_epsilon"] = infinity_to_text(max(own.get(name, 0.0) for name in names))
     return result
+
+
+def list_shown_accountants(enforced: str, runs: int) -> tuple[Accountant, ...]:
+    """The enforced accountant, then those shown beside it; over several runs none.
+
+    A later run may have been chosen after seeing an earlier one, and then other accountants' values of the pooled
+    releases are no bounds; the ledger's sum is one.
+    """
+    chosen = ACCOUNTANTS.find(enforced)
+    others = tuple(each for each in reported_accountants(enforced) if each.name != chosen.name)
+    return (chosen, *others) if runs == 1 else (chosen,)
+
+
+def _list_costs(run: AccountedRun, names: Sequence[str], spends: list[Spend], enforced: Accountant) -> list[float]:
+    """The epsilon of each party within the scope: what the ledger says, where it was asked."""
+    if run.costs is None:
+        return _compute_unique_epsilons(spends, run.plan.delta, enforced)
+    return [run.costs.get(name, 0.0) for name in names]
+
+
+def _add_pld_key(keys: dict[str, float | str]) -> dict[str, float | str]:
+    """The headline keys, always with `epsilon_pld`: the enforced value where there is no other one."""
+    return {"epsilon_pld": keys["epsilon"], **keys}
 
 
 def _spends_by_party(names: Sequence[str], spent: Mapping[str, Spend]) -> list[Spend]:
@@ -212,6 +333,8 @@ def _list_releases(run: AccountedRun, spends: Sequence[Spend]) -> list[dict[str,
         ),
         _make_release_row("participation", 0 if plan.has_trusted_server else rounds_done, participation),
     ]
+    if run.evaluation.kind != "none":
+        found.append(_make_release_row("evaluation", run.evaluation.times, run.evaluation.text))
     if run.settings.run.diagnostics:
         text = (
             "Non-private diagnostics (clip fractions, norms, losses) were recorded. They are NOT covered "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.statement.units import UnitTexts, find_unit_texts
 
 MAX_PARTIES_ON_PAGE = 1000
@@ -12,13 +13,21 @@ MAX_PARTIES_ON_PAGE = 1000
 SIGNATURE_ROLES = ("responsible for the run", "data-protection officer")
 
 
+MAX_RUNS_ON_PAGE = 50
+"""The largest number of covered runs that PRIVACY.md lists; privacy.json lists all."""
+
 GUARANTEE_BANNERS = {
-    "nominal": "the clipping rule of this run is not sound. Its epsilon is NOMINAL, not a guarantee.",
+    "nominal": "a clipping rule within the scope is not sound. The epsilon is NOMINAL, not a guarantee.",
+    "unknown": "an earlier version wrote rows of this ledger without what makes an epsilon a guarantee.",
+    "simulation": (
+        "SIMULATION. The random numbers follow from a seed: whoever knows or guesses it can subtract the noise. For "
+        "real data use privacy.randomness = secure."
+    ),
     "assumed": (
         "SIMULATED SECURE AGGREGATION. The epsilon of this run is against a server that sees only SUMS over all "
         "parties, which nothing here enforces. Single updates are under-noised and NOT private."
     ),
-    "none": "this run is NOT PRIVATE. Nothing below protects anybody.",
+    "none": "NOT PRIVATE: values left without noise. Nothing below protects anybody.",
 }
 """The first warning on the page, where the guarantee is not "yes"."""
 
@@ -28,17 +37,22 @@ def statement_to_markdown(facts: Mapping[str, Any]) -> str:
     worth, unit = facts["guarantee"], find_unit_texts(facts["unit"], facts["aggregation"])
     protected = f"{unit.protected} Neighbouring relation: {facts['relation']}"
     released = [f"{item['kind']} ({item['times']}): {item['text']}" for item in facts["releases"]]
+    title = "# Privacy statement" + (" of a simulation" if facts["simulation"] else "")
+    arithmetic = facts["arithmetic"]["text"]
     lines = [
-        *make_paragraph("# Privacy statement"),
+        *make_paragraph(title),
         *(make_paragraph(f"> **WARNING: {GUARANTEE_BANNERS[worth]}**") if worth != "yes" else ()),
         *make_paragraph(f"**{facts['guarantee_text']}**"),
         *_write_summary(facts),
         *(make_section("Warnings", make_bullet_list(facts["warnings"])) if facts["warnings"] else ()),
         *make_section("What is protected", make_paragraph(protected)),
         *make_section("Against whom", make_paragraph(facts["adversary"])),
-        *make_section("How it is counted", make_paragraph(_describe_accounting(facts["accountant"], unit))),
+        *make_section("How it is counted", make_paragraph(_describe_accounting(facts, unit))),
         *make_section("Scope", make_paragraph(_describe_scope(facts["scope"], _list_accountants(facts)[0]))),
+        *make_section("Runs covered", _write_covered_runs(facts["runs_covered"])),
         *make_section("Randomness", make_paragraph(facts["randomness"]["text"])),
+        *make_section("Arithmetic and noise", make_paragraph(arithmetic[0].upper() + arithmetic[1:])),
+        *make_section("Evaluation", make_paragraph(facts["evaluation"]["text"])),
         *make_section("What was released", make_bullet_list(released)),
         *make_section("Parties", _write_parties(facts)),
         *make_section(
@@ -57,8 +71,9 @@ def _write_summary(facts: Mapping[str, Any]) -> list[str]:
     """Summary of the run: its identity, target and spent epsilon."""
     run = facts["run"]
     first, *others = _list_accountants(facts)
-    beside = [f", {format_short_value(facts[f'epsilon_{name}'])} ({name.upper()})" for name in others]
-    spent = f"epsilon = {format_short_value(facts['epsilon'])} ({first.upper()}){''.join(beside)}"
+    beside = [f", {format_epsilon_value(facts[f'epsilon_{name}'])} ({name.upper()})" for name in others]
+    own, every = (", this run", ", all runs") if facts["scope"]["kind"] == "ledger" else ("", "")
+    spent = f"epsilon = {format_epsilon_value(facts['epsilon'])} ({first.upper()}){''.join(beside)}"
     return make_page_table(
         ("", ""),
         [
@@ -69,8 +84,8 @@ def _write_summary(facts: Mapping[str, Any]) -> list[str]:
             ("method, rule", f"{run['method']}, {run['rule']}"),
             ("rounds", f"{run['rounds_done']} of {run['rounds']}{'' if run['finished'] else ' (not finished)'}"),
             ("asked for", _describe_target(facts["target"]) if facts["private"] else "no privacy"),
-            ("planned at most", f"epsilon = {format_short_value(facts['planned']['epsilon'])}"),
-            ("spent", spent + (", seen in sums only (assumed)" if facts["guarantee"] == "assumed" else "")),
+            (f"planned at most{own}", f"epsilon = {format_epsilon_value(facts['planned']['epsilon'])}"),
+            (f"spent{every}", spent + (", seen in sums only (assumed)" if facts["guarantee"] == "assumed" else "")),
             ("delta", format_short_value(facts["delta"])),
         ],
     )
@@ -88,13 +103,18 @@ def _describe_target(target: Mapping[str, Any]) -> str:
     return f"epsilon = {format_short_value(target['epsilon'])} for each party{own}"
 
 
-def _describe_accounting(accountant: Mapping[str, str], unit: UnitTexts) -> str:
+def _describe_accounting(facts: Mapping[str, Any], unit: UnitTexts) -> str:
+    accountant = facts["accountant"]
     enforced, beside = accountant["enforced"].upper(), accountant["beside"].upper()
     which = "all" if "," in beside else "both"
-    return (
-        f"By {accountant['software']}: {enforced} is enforced, {beside} is shown beside it; {which} are upper bounds. "
-        + unit.counted
+    shown = f", {beside} is shown beside it; {which} are upper bounds" if beside else "; it is an upper bound"
+    early = (
+        " The value beside it is that of a plan that is carried out: whoever stops the run after looking at it counts "
+        f"the planned one, {format_epsilon_value(facts['planned']['epsilon_pld'])} by PLD."
+        if "PLD" in beside and not facts["run"]["finished"]
+        else ""
     )
+    return f"By {accountant['software']}: {enforced} is enforced{shown}.{early} {unit.counted}"
 
 
 def _write_group_privacy(facts: Mapping[str, Any], unit: UnitTexts) -> list[str]:
@@ -102,7 +122,7 @@ def _write_group_privacy(facts: Mapping[str, Any], unit: UnitTexts) -> list[str]
     if not facts["private"] or not unit.several:
         return []
     rows = [
-        (str(g["records"]), format_short_value(g["epsilon"]), _format_group_delta(g["delta"]))
+        (str(g["records"]), format_epsilon_value(g["epsilon"]), _format_group_delta(g["delta"]))
         for g in facts["groups_of_records"]
     ]
     return make_page_table((unit.several, "epsilon", "delta"), rows)
@@ -129,8 +149,28 @@ def _write_parties(facts: Mapping[str, Any]) -> list[str]:
         shown = sorted(parties, key=lambda p: (-float(p[costs[0]]), p["units"]))[:10]
     keys = ("units", "rate", "sigma", "releases", *costs, "budget")
     return lines + make_page_table(
-        header, [(escape_table_cell(p["name"]), *(format_short_value(p[key]) for key in keys)) for p in shown]
+        header, [(escape_table_cell(p["name"]), *(_format_party_value(p, key) for key in keys)) for p in shown]
     )
+
+
+def _format_party_value(party: Mapping[str, Any], key: str) -> str:
+    """A cell of the table of parties; an epsilon is rounded up."""
+    return (format_epsilon_value if key.startswith("epsilon_") else format_short_value)(party[key])
+
+
+def _write_covered_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line per run within the scope; the last ones of many."""
+    shown = runs[-MAX_RUNS_ON_PAGE:]
+    more = f"The last {len(shown)} of {len(runs)} runs; every one is in privacy.json."
+    sound = {True: "yes", False: "NO", None: "not on record"}
+    rows = [
+        (f"`{run['id']}`", escape_table_cell(run["rule"]), sound[run["sound"]], run["randomness"], run["arithmetic"])
+        for run in shown
+    ]
+    return [
+        *(make_paragraph(more) if len(shown) < len(runs) else ()),
+        *make_page_table(("run", "rule", "sound", "randomness", "arithmetic"), rows),
+    ]
 
 
 def _write_equal_parties(
@@ -140,7 +180,7 @@ def _write_equal_parties(
     keys = ("rate", "sigma", "releases", *costs, "budget")
     lines: dict[tuple[str, ...], list[str]] = {}
     for party in parties:
-        lines.setdefault(tuple(format_short_value(party[key]) for key in keys), []).append(party["name"])
+        lines.setdefault(tuple(_format_party_value(party, key) for key in keys), []).append(party["name"])
     header = ("parties", "rate q_c", "sigma z", "releases", *columns, "budget")
     who = {values: names[0] if len(names) == 1 else f"{len(names)} parties" for values, names in lines.items()}
     return make_page_table(header, [(escape_table_cell(who[values]), *values) for values in lines])
@@ -148,11 +188,17 @@ def _write_equal_parties(
 
 def _describe_scope(scope: Mapping[str, Any], accountant: str) -> str:
     own = (
-        f" This run alone: epsilon = {format_short_value(scope['run_epsilon'])} ({accountant.upper()})."
+        f" This run alone: epsilon = {format_epsilon_value(scope['run_epsilon'])} ({accountant.upper()})."
         if "run_epsilon" in scope
         else ""
     )
-    return f"{scope['text']}{own}"
+    head = scope.get("ledger")
+    bound = (
+        f" Ledger `{head['identity']}` with {head['sequence']} rows, the last one with digest `{head['digest']}`."
+        if head
+        else ""
+    )
+    return f"{scope['text']}{own}{bound}"
 
 
 def _format_group_delta(delta: float) -> str:
@@ -169,6 +215,11 @@ def format_short_value(value: float | str | None) -> str:
     if isinstance(value, str):
         return "infinite" if value == "inf" else value
     return f"{value:d}" if isinstance(value, int) else f"{value:.5g}"
+
+
+def format_epsilon_value(value: float | str) -> str:
+    """An epsilon as text, rounded up; "infinite" for JSON's "inf"."""
+    return "infinite" if value == "inf" else format_epsilon(float(value))
 
 
 def escape_table_cell(text: str) -> str:

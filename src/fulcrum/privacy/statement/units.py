@@ -71,11 +71,9 @@ SPREAD_DATA_NOTE = (
 )
 NOT_COVERED = (
     "Side channels of the machines: memory, caches, power, logs, debuggers, swap.",
-    "Floating-point arithmetic beyond the mitigation in the secure noise generator (each number is the sum of several "
-    "draws); the proof is about real numbers.",
     "Choosing settings: if several runs were made on the same data and the best was kept, the others count too. Only a "
     "ledger kept over all of them adds them up.",
-    "Test data: it is taken to be public, and metrics on it are not protected.",
+    "Copies: a folder or ledger that was copied and continued twice has two histories, and each tells of its own.",
     "A malicious server or party that departs from the protocol, poisons the model, or changes the code.",
     "What the model teaches about the population: the guarantee bounds what one unit adds, not what can be inferred "
     "about people in general.",
