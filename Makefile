@@ -77,5 +77,5 @@ $(FLOWER)/.installed: requirements.lock pyproject.toml
 $(BENCH)/.installed: Makefile
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install --quiet torch==2.13.0
-	$(BENCH)/bin/python -m pip install --quiet opacus==1.6.0
+	$(BENCH)/bin/python -m pip install --quiet opacus==1.6.0 $$(grep '^cryptography==' requirements.lock)
 	@touch $@

@@ -5,7 +5,8 @@
     PYTHONPATH=src python benchmarks/cpu.py --methods plain fulcrum --works mnist
 
 First the methods are compared: Fulcrum's fast engine with its reference on the same samples and noise, and every
-method with Fulcrum where nothing is noised. Then they take turns, a round each, in one process; seconds are medians,
+method with Fulcrum where nothing is noised. Fulcrum has three rows: seeded (a simulation), secure with fast
+arithmetic, and secure with proven arithmetic. Then they take turns, a round each, in one process; seconds are medians,
 ratios medians of the ratios to the plain round of the same turn. Peak memory is that of a process of its own for each
 method. Writes bench-cpu.json and bench-cpu.md to --out (default: results).
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import platform
@@ -34,9 +36,15 @@ from cpu_work import FULL, QUICK, Round, Work
 
 from fulcrum.training.problem import TrainingProblem
 
+
+def run_mode(mode: str, made: TrainingProblem, work: Work) -> Round:
+    """Fulcrum's fast engine in one of its modes."""
+    return cpu_work.fulcrum(cpu_work.MODES[mode](made), work)
+
+
 METHODS: dict[str, Callable[[TrainingProblem, Work], Round]] = {
     "plain": cpu_work.plain,
-    "fulcrum": cpu_work.fulcrum,
+    **{name: functools.partial(run_mode, name) for name in cpu_work.MODES},
     "opacus-hooks": cpu_peers.hooks,
     "opacus-ghost": cpu_peers.ghost,
     "opacus-ew": cpu_peers.expanded_weights,
@@ -83,11 +91,13 @@ def check(work: Work, methods: list[str]) -> None:
     """Stops unless Fulcrum equals its reference, and every private method equals Fulcrum but for the noise."""
     short = dataclasses.replace(work, parties=min(work.parties, 3), steps=min(work.steps, 3))
     made = cpu_work.problem(short)
-    same("fulcrum and its reference", cpu_work.fulcrum(made, short)(0), cpu_work.fulcrum(made, short, "reference")(0))
+    for name, mode in cpu_work.MODES.items():
+        own = mode(made)  # one secret for both
+        same(f"{name} and its reference", cpu_work.fulcrum(own, short)(0), cpu_work.fulcrum(own, short, "reference")(0))
     silent = dataclasses.replace(short, sigma=0.0)
     truth = cpu_work.fulcrum(made, silent)(0)
     for name in methods:
-        if name not in ("plain", "fulcrum"):
+        if name not in ("plain", *cpu_work.MODES):
             same(f"{name} and fulcrum without noise", METHODS[name](made, silent)(0), truth)
     loose = cpu_work.fulcrum(cpu_work.problem(short, "none"), silent)(0)
     same("the plain loop and fulcrum without clipping", cpu_work.plain(made, silent)(0), loose)
@@ -104,9 +114,10 @@ def same(what: str, found: torch.Tensor, truth: torch.Tensor) -> None:
 
 
 def clock(work: Work, methods: list[str], rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds a round, and the ratio to the plain loop; the methods take turns."""
+    """Seconds a round, the ratio to the plain loop, and of Fulcrum's rows to the seeded one; methods take turns."""
     made = cpu_work.problem(work)
-    plays = {name: METHODS[name](made, work) for name in dict.fromkeys(["plain", *methods])}
+    needed = ["plain", *(["fulcrum"] if any(name in cpu_work.MODES for name in methods) else [])]
+    plays = {name: METHODS[name](made, work) for name in dict.fromkeys([*needed, *methods])}
     seconds: dict[str, list[float]] = {name: [] for name in plays}
     for play in plays.values():
         play(0)  # warm: code is compiled, memory is taken
@@ -115,10 +126,15 @@ def clock(work: Work, methods: list[str], rounds: int) -> dict[str, dict[str, fl
             began = time.perf_counter()
             play(t)
             seconds[name].append(time.perf_counter() - began)
+
+    def ratio(name: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
+
     return {
         name: {
             "seconds_per_round": statistics.median(taken),
-            "ratio_to_plain": statistics.median(a / b for a, b in zip(taken, seconds["plain"], strict=True)),
+            "ratio_to_plain": ratio(name, "plain"),
+            **({"ratio_to_seeded": ratio(name, "fulcrum")} if name in cpu_work.MODES else {}),
         }
         for name, taken in seconds.items()
     }
@@ -158,7 +174,7 @@ def peak_memory() -> int:
 
 def say(row: dict[str, Any]) -> None:
     print(
-        f"{row['work']:6} {row['method']:13} {row['seconds_per_round']:8.3f} s a round"
+        f"{row['work']:6} {row['method']:19} {row['seconds_per_round']:8.3f} s a round"
         f" {row['ratio_to_plain']:7.2f} x plain {row['peak_rss_mb']:8.0f} MB",
         flush=True,
     )
@@ -193,14 +209,18 @@ def report(folder: Path, rows: list[dict[str, Any]], missing: list[str], quick: 
         "One round: 10 parties, Poisson samples of 64 expected examples, 10 local steps (MNIST CNN) or 2 (CIFAR CNN), "
         "clip, noise, average. The plain loop does the same without clipping and noise, with all threads.",
         "",
-        "| work | method | seconds a round | ratio to plain | peak memory, MB | to plain |",
-        "|---|---|---|---|---|---|",
+        "fulcrum: seeded randomness and fast arithmetic (a simulation). fulcrum-fast-secure: secure randomness, fast "
+        "arithmetic. fulcrum-proven: secure randomness, proven arithmetic.",
+        "",
+        "| work | method | seconds a round | ratio to plain | to seeded | peak memory, MB | to plain |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         share = f"{row['peak_rss_mb'] / weights[row['work']]:.2f}" if row["work"] in weights else ""
+        seeded = f"{row['ratio_to_seeded']:.2f}" if "ratio_to_seeded" in row else ""
         lines.append(
             f"| {row['work']} | {row['method']} | {row['seconds_per_round']:.3f} | {row['ratio_to_plain']:.2f} "
-            f"| {row['peak_rss_mb']:.0f} | {share} |"
+            f"| {seeded} | {row['peak_rss_mb']:.0f} | {share} |"
         )
     lines += [
         "",

@@ -6,6 +6,7 @@ averaged. Samples come from the same named streams for all methods, so all see t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from fulcrum.data import from_arrays, split
 from fulcrum.engines import find_engine
 from fulcrum.models.build import build_model
 from fulcrum.models.layout import ParameterLayout
-from fulcrum.rng import SeededRandomness
+from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.settings import schema as config
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.training.server import average_replies
@@ -105,6 +106,24 @@ def plain(made: TrainingProblem, work: Work) -> Round:
         optimiser.step()
 
     return loop(made, work, model, train)
+
+
+def secure(made: TrainingProblem) -> TrainingProblem:
+    """In real use, with a fresh secret: randomness from the operating system, float32 sums with measured margins."""
+    return dataclasses.replace(made, randomness=SecureRandomness())
+
+
+def proven(made: TrainingProblem) -> TrainingProblem:
+    """In real use, with a fresh secret and proven bounds from the gradients to the released integers."""
+    return dataclasses.replace(made, randomness=SecureRandomness(), proven=True)
+
+
+MODES: dict[str, Callable[[TrainingProblem], TrainingProblem]] = {
+    "fulcrum": lambda made: made,
+    "fulcrum-fast-secure": secure,
+    "fulcrum-proven": proven,
+}
+"""Fulcrum's rows: seeded (a simulation), secure with fast arithmetic, secure with proven arithmetic."""
 
 
 def fulcrum(made: TrainingProblem, work: Work, engine: str = "auto") -> Round:

@@ -30,7 +30,7 @@ from fulcrum.engines.batched.server import BatchedServer
 from fulcrum.engines.batched.single_step import SingleStepRounds
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine, build_stacked_core
-from fulcrum.rng import SecureRandomness, SeededRandomness, StreamKey
+from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.training.round import run_round
 from fulcrum.training.snapshot import make_first_snapshot
 from fulcrum.types import Assignment, RoundRequest
@@ -61,27 +61,23 @@ class Bench:
         self.say("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
 
 
-class Host(SecureRandomness):
-    """Seeded numbers that come from the host whatever the device is, so that two engines see the same."""
-
-    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
-        return SeededRandomness(5).uniform(key, count)
-
-    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
-        return SeededRandomness(5).normal(key, count)
-
-
 # --- is it right? ---------------------------------------------------------------------------------
 
 
 def equality(bench: Bench) -> None:
-    """The stacked engine against the reference on the CPU, same recorded streams; and the error of each precision."""
+    """The stacked engine against the reference on the CPU, on the same streams; and the error of each precision."""
     cpu = torch.device("cpu")
     for work in ("mnist", "cifar"):
         data = images(work, 60 if bench.tiny else 400, 10, seed=7)
         for rule in RULES:
             for steps in (1, 2):
-                given: dict[str, Any] = {"rule": rule, "parties": 4, "randomness": Host(), "steps": steps, "rate": 0.3}
+                given: dict[str, Any] = {
+                    "rule": rule,
+                    "parties": 4,
+                    "randomness": SeededRandomness(5),
+                    "steps": steps,
+                    "rate": 0.3,
+                }
                 slow = federation(data, f"{work}-cnn", cpu, engine="reference", **given)
                 fast = federation(data, f"{work}-cnn", bench.device, **given)
                 error = _compare(slow, fast)
@@ -91,7 +87,7 @@ def equality(bench: Bench) -> None:
     for work in ("mnist", "cifar"):
         data = images(work, 64 if bench.tiny else 512, 10, seed=8)
         for precision in PRECISIONS:
-            given = {"rule": "fixed", "parties": 4, "rate": 1.0, "randomness": Host()}
+            given = {"rule": "fixed", "parties": 4, "rate": 1.0, "randomness": SeededRandomness(5)}
             slow = federation(data, f"{work}-cnn", cpu, engine="reference", **given)
             fast = federation(data, f"{work}-cnn", bench.device, precision=precision, **given)
             each = federation(
@@ -229,6 +225,54 @@ def single(bench: Bench) -> None:
     bench.say(f"  notes: {fed.engine.notes}")
 
 
+MODES: dict[str, dict[str, bool]] = {
+    "seeded": {"secure": False, "proven": False},
+    "fast-secure": {"secure": True, "proven": False},
+    "proven": {"secure": True, "proven": True},
+}
+"""A simulation; secure randomness with fast arithmetic; secure randomness with proven arithmetic."""
+
+
+def modes(bench: Bench) -> None:
+    """The paper's CNNs seeded, secure and proven beside each other, in one engine: equality first, then the ratio."""
+    cpu = torch.device("cpu")
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("mnist", "q 0.05, N=1", {}),
+        ("mnist", "batch 64, N=10", {"steps": 10, "rate": 64 / 6000, "partition": "iid"}),
+        ("cifar", "q 0.05, N=1", {}),
+        ("cifar", "batch 64, N=2", {"steps": 2, "rate": 64 / 5000, "partition": "iid"}),
+    ]
+    for work in ("mnist", "cifar"):
+        data = images(work, 60 if bench.tiny else 400, 10, seed=7)
+        for mode, how in MODES.items():
+            source = SecureRandomness() if how["secure"] else SeededRandomness(5)  # one secret for both engines
+            given: dict[str, Any] = {"rule": "fixed", "parties": 4, "randomness": source, "steps": 2, "rate": 0.3}
+            given["proven"] = how["proven"]
+            error = _compare(
+                federation(data, f"{work}-cnn", cpu, engine="reference", **given),
+                federation(data, f"{work}-cnn", bench.device, **given),
+            )
+            bench.add(work=work, method=f"equality {mode}", error=error)
+            if error > TOLERANCE:
+                raise SystemExit(f"{work} {mode}: the stacked engine differs from the reference by {error:.2e}")
+    for work, kind, train in cases:
+        seeded = 0.0
+        for mode, how in MODES.items():
+            source = SecureRandomness() if how["secure"] else SeededRandomness(0)
+            fed = federation(
+                bench.data[work], f"{work}-cnn", bench.device, "moo", randomness=source, proven=how["proven"], **train
+            )
+            snapshot = make_first_snapshot(fed)
+            seconds = bench.clock.time(functools.partial(run_round, fed, snapshot, range(10), 0), 7, 2)
+            seeded = seeded or seconds
+            bench.add(
+                work=work, method=f"{mode}, {kind}", precision="float32", seconds_per_round=seconds,
+                ratio_to_seeded=seconds / seeded, gigabytes=bench.clock.memory(),
+            )  # fmt: skip
+            del fed
+            _free(bench)
+
+
 def growth(bench: Bench) -> None:
     """Cost as parties, local steps, examples and width grow."""
     clock, device = bench.clock, bench.device
@@ -336,6 +380,7 @@ def _self_time(event: Any, key: str) -> float:
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "equality": equality,
+    "modes": modes,
     "single": single,
     "throughput": throughput,
     "growth": growth,
@@ -371,7 +416,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "CPU"
     bench.peaks = ceilings(bench.device, bench.clock, 256 if args.tiny else 8192)
     bench.say(f"{name}, torch {torch.__version__}; ceilings {bench.peaks}")
-    wanted = [w for w in args.only.split(",") if w] or ["equality", "single", "throughput", "growth"]
+    wanted = [w for w in args.only.split(",") if w] or ["equality", "modes", "single", "throughput", "growth"]
     if args.profile and "profile" not in wanted:
         wanted.append("profile")
     out = Path(args.out)

@@ -56,6 +56,7 @@ def federation(
     partition: str = "dirichlet",
     randomness: Randomness | None = None,
     sigma: float | None = SIGMA,
+    proven: bool = False,
     **train: Any,
 ) -> Federation:
     """A federation without pydantic, downloads or an accountant."""
@@ -76,7 +77,15 @@ def federation(
     parts = _parts[key][0]
     source = randomness or make_randomness("seeded", seed)
     problem = TrainingProblem(
-        dataset, parts, model, ParameterLayout.of(model), chosen, source, device=device, precision=precision
+        dataset,
+        parts,
+        model,
+        ParameterLayout.of(model),
+        chosen,
+        source,
+        device=device,
+        precision=precision,
+        proven=proven,
     )
     plan = make_plan(settings, parts, count_units_per_party(dataset, parts, "example"), chosen)
     return Federation(settings, problem, plan, find_engine(engine, problem))

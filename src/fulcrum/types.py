@@ -68,6 +68,9 @@ class SumMargin:
     spread: float = math.inf
 
 
+NO_MARGIN = SumMargin()
+
+
 @dataclass(frozen=True)
 class Stats:
     """The input of a rule: one row per unit (example, person or client). Never released.
@@ -90,7 +93,7 @@ class Stats:
     lr: float = 1.0
     norm_bounds: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
-    margin: SumMargin = SumMargin()
+    margin: SumMargin = NO_MARGIN
 
 
 @dataclass(frozen=True)

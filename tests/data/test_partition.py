@@ -293,7 +293,7 @@ def test_auto_is_dirichlet_for_classes_and_iid_otherwise():
     x = np.arange(60, dtype=np.float32)[:, None]
     classes = from_arrays(x, labels, public=True)
     answers = from_arrays(x, labels % 2, task="binary", public=True)
-    for data, method in ((classes, "dirichlet"), (answers, "dirichlet"), (numbers(), "iid")):
+    for data, method in ((classes, "dirichlet"), (answers, "dirichlet"), (numbers(public=True), "iid")):
         auto, named = (split(data, Data(parties=4, min_examples=2, partition=name), 0) for name in ("auto", method))
         assert torch.equal(auto.order, named.order)
         assert torch.equal(auto.starts, named.starts)

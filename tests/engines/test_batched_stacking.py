@@ -78,6 +78,7 @@ DIFFER: dict[tuple[str, str], tuple[Any, Changes]] = {
     ("privacy", "accountant"): ("pld", {}),
     ("privacy", "max_participations"): (1, {}),
     ("privacy", "budget"): (9.0, {}),
+    ("privacy", "budget_delta"): (1e-3, {"privacy": {"accountant": "pld", "budget_delta": 1e-4}}),
     ("privacy", "budgets"): ({"party-0": 2.0}, CALIBRATED),
     ("privacy", "noise_schedule"): ("growth", {}),
     ("privacy", "rho_mu"): (0.2, GROWTH),
@@ -94,8 +95,10 @@ DIFFER: dict[tuple[str, str], tuple[Any, Changes]] = {
     ("run", "ledger"): ("elsewhere.db", {}),
 }
 """For each field that is spread: another value, and settings under which it matters."""
-IDLE = {("train", "steps"), ("train", "epochs"), ("privacy", "budget"), ("privacy", "accountant")} | {
-    ("run", name) for name in ("engine", "workers", "checkpoint_every", "ledger")
+IDLE = {
+    *(("train", name) for name in ("steps", "epochs")),
+    *(("privacy", name) for name in ("budget", "budget_delta", "accountant")),
+    *(("run", name) for name in ("engine", "workers", "checkpoint_every", "ledger")),
 }
 """Fields that change nothing here: those of `run_many`'s surroundings, and others at the values above."""
 

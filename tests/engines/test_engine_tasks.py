@@ -190,8 +190,8 @@ def test_runs_side_by_side_equal_the_reference(name: str) -> None:
     start = case.problem().layout.flatten(case.problem().model)
     federations = [
         prepare(
-            toy_settings(clip={"rule": rule}, run={"seed": seed, "engine": "reference"}, train={"rounds": 2}),
-            case.dataset(),
+            toy_settings(clip={"rule": rule}, run={"seed": seed, "engine": "reference"}, train={"rounds": 3}),
+            dataclasses.replace(case.dataset(), public=True),
             case.problem().model,
         )
         for seed, rule in enumerate(("fixed", "fixed", "moo", "psac", "quantile", "wav"))

@@ -27,10 +27,17 @@ def record_of(ledger: Ledger, run: str, seed: int | None, **changes: object) -> 
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
+def begin(ledger: Ledger, run: str) -> None:
+    """A first release: it is what uses up a seed."""
+    ledger.enroll("a", None, **TERMS)  # type: ignore[arg-type]
+    ledger.reserve(run, 0, {"a": [Gaussian(0.1, 1.0)]})
+
+
 def test_a_seed_that_another_run_had_is_refused_whatever_else_differs(tmp_path: Path) -> None:
     with Ledger.open(tmp_path / "ledger") as ledger:
         first = record_of(ledger, "first", 7)
         ledger.register_run(first)
+        begin(ledger, "first")
         ledger.register_run(first)  # to resume
         for changes in ({}, {"rule": "fixed"}, {"data_digest": "other"}, {"settings_digest": "other"}):
             with pytest.raises(ConfigError, match=r"private seed of this run was used by run first .* --private-seed"):
@@ -63,8 +70,8 @@ def test_a_run_is_what_it_was_registered_as(tmp_path: Path) -> None:
 
 def test_a_refused_run_registers_nothing(tmp_path: Path) -> None:
     with Ledger.open(tmp_path / "ledger") as ledger:
-        ledger.enroll("a", 2.0, **TERMS)  # type: ignore[arg-type]
         ledger.register_run(record_of(ledger, "first", 7))
+        begin(ledger, "first")
         before = ledger.head()
         with pytest.raises(ConfigError, match="private seed"):
             ledger.register_run(record_of(ledger, "second", 7), {"a": RunPlan((Gaussian(0.1, 1.0),), 1e-5)})
@@ -78,3 +85,16 @@ def test_runs_that_nobody_registered_are_unknown_and_taken_for_the_worst(tmp_pat
         unknown = ledger.runs()["old"]
         assert not unknown.is_known
         assert (unknown.sound, unknown.private, unknown.randomness) == (False, False, "unknown")
+
+
+def test_a_run_that_never_began_has_used_up_no_seed_and_two_cannot_both_begin(tmp_path: Path) -> None:
+    """Someone whose first attempt was refused for its budget starts again with the same seed."""
+    with Ledger.open(tmp_path / "ledger") as ledger, Ledger.open(tmp_path / "ledger") as other:
+        for opened, run in ((ledger, "first"), (other, "second")):
+            opened.register_run(record_of(opened, run, 7))
+        begin(other, "second")
+        begin(other, "second")
+        before = ledger.head()
+        with pytest.raises(ConfigError, match="was used by run second"):
+            ledger.reserve("first", 0, {"a": [Gaussian(0.1, 1.0)]})
+        assert ledger.head() == before

@@ -1,8 +1,8 @@
 """Finding 3: factors were bounded from above only, so a "sound" rule with a factor of -1000 added 1000 C.
 
 At 243f1c8 `enforce_bounds` returned min(factor, allowed): negative factors passed, NaN passed, and so did a negative
-`stability` of auto-s. Now factors lie in [0, allowed] and what is not a finite number counts as 0, for the sum, the second
-sum, the statistics and the weights, in every engine.
+`stability` of auto-s. Now factors lie in [0, allowed] and what is not a finite number counts as 0, for the sum, the
+second sum, the statistics and the weights, in every engine.
 """
 
 from __future__ import annotations

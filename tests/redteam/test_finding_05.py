@@ -18,7 +18,6 @@ from fulcrum.gradients.stacked import passes
 from fulcrum.settings.schema import Clip
 from fulcrum.training.problem import TrainingProblem
 
-
 CHANNELS, POSITIONS, CLASSES = 24, 9, 3
 
 

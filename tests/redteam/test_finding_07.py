@@ -132,7 +132,7 @@ def test_a_private_label_moves_no_other_record_to_another_party():
     orders = []
     for label in (2, 0):
         made = prepare(QUICK, from_arrays(**records(label, classes=3)))
-        assert made.settings.data.partition == "iid"
+        assert made.settings.data.partition == "hashed"
         orders.append(made.problem.partition.order.tolist())
     assert orders[0] == orders[1]
     for method in ("dirichlet", "shards"):

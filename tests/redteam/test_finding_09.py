@@ -1,7 +1,7 @@
 """Finding 9: norms added up in float32, and were up to 10% too small or too large at 4e6 parameters.
 
-At 243f1c8 a norm was one float32 reduction over all coordinates. Now chunks of 64 squares are added up in float32 and the
-chunks in float64, with a bound that divides the factor.
+At 243f1c8 a norm was one float32 reduction over all coordinates. Now chunks of 64 squares are added up in float32 and
+the chunks in float64, with a bound that divides the factor.
 """
 
 from __future__ import annotations

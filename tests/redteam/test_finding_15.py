@@ -33,10 +33,12 @@ def settings(**sections: dict[str, Any]) -> Settings:
     return base.replace(**sections)
 
 
+X = np.random.default_rng(1).normal(size=(80, 3)).astype(np.float32)
+
+
 def hospitals(n: int = 80, **more: Any) -> Dataset:
-    rng = np.random.default_rng(1)
     given: dict[str, Any] = {
-        "x": rng.normal(size=(n, 3)).astype(np.float32),
+        "x": np.resize(X, (n, 3)),
         "y": np.arange(n) % 2,
         "party": np.array(NAMES)[np.arange(n) % 4],
         "classes": 2,
@@ -134,6 +136,20 @@ def test_changing_data_keeps_the_people_who_stay():
     assert (len(before - after), len(after - before)) == (1, 1)
     grown = hospitals(81, person=np.append(people, people[0]))
     assert digests_of(prepare(settings(), grown))["north"] == before, "one record more of a known person"
+
+
+def test_people_who_stay_keep_their_simulated_party_too():
+    """A file without parties is split over simulated ones: one record more must not move the others."""
+    alone = settings(data={"parties": 3})
+    before = digests_of(prepare(alone, hospitals(party=None)))
+    after = digests_of(prepare(alone.replace(run={"seed": 7}), hospitals(81, x=np.vstack([X, X[:1] + 9]), party=None)))
+    assert all(before[name] <= after[name] for name in before)
+    assert len(everybody(after)) == 81
+    # The wrong split, by position: after one more record many people would be strangers at their party.
+    even = alone.replace(data={"partition": "iid"})
+    old = digests_of(prepare(even, hospitals(party=None)))
+    new = digests_of(prepare(even, hospitals(81, x=np.vstack([X, X[:1] + 9]), party=None)))
+    assert sum(len(old[name] - new[name]) for name in old) > 20
 
 
 def test_equal_records_are_as_many_units_as_they_are():

@@ -20,7 +20,7 @@ from fulcrum.settings.schema import TaskSettings
 from fulcrum.types import RoundResult, mean_over_parties
 
 SIZES = {"university": 2400, "county": 700, "village": 300}
-SHIFTS = {"university": 0.0, "county": 1.5, "village": -1.0}
+SHIFTS = {"university": 0.0, "county": 2.5, "village": -2.0}
 POSITIVES = 0.08
 OPTIONS: dict[str, Any] = {"rounds": 25, "rate": 0.2, "lr": 2.0, "method": "dp-sgd", "epsilon": 8.0, "device": "cpu"}
 WEIGHTS = (1.0, 8.0)

@@ -352,7 +352,7 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
     from fulcrum.training.server import SERVERS, WEIGHTINGS
 
     special = {
-        "data.partition": {"auto", "given"},
+        "data.partition": {"auto", "hashed", "given"},
         "data.features": {"none"},
         "run.engine": {"auto"},
         "privacy.unit": {"auto"},

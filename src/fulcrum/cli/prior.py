@@ -29,7 +29,8 @@ def prior(
 ) -> None:
     """Pretrain a CNN on synthetic images and save its weights, as initial weights for private training.
 
-    No data set is read: the weights are public. Use them with --set model.init=FILE.
+    No data set is read. Use them with --set model.init=FILE; if you choose between recipes by results on data, the
+    choice has seen that data.
     """
     from torch import nn
 

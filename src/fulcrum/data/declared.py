@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from fulcrum.data.dataset import Dataset
+from fulcrum.data.fingerprints import shares_records_with_test
 from fulcrum.data.partition import LABEL_PARTITIONS, partition_method
 from fulcrum.errors import ConfigError
 from fulcrum.settings.schema import Data, Settings
@@ -22,7 +23,7 @@ def resolve_data_settings(settings: Settings, dataset: Dataset) -> tuple[Setting
     method = partition_method(settings.data, dataset)
     notes = [*_check_parties(settings, dataset)]
     unit, randomness = choose_unit(settings, dataset), choose_randomness(settings, dataset)
-    if settings.data.partition == "auto" and method == "iid" and dataset.train is not None:
+    if settings.data.partition == "auto" and method in ("iid", "hashed") and dataset.train is not None:
         notes.append(_explain_even_split(dataset))
     if unit == "example" and dataset.train is not None and dataset.train.person is not None:
         notes.append(
@@ -31,6 +32,16 @@ def resolve_data_settings(settings: Settings, dataset: Dataset) -> tuple[Setting
         )
     if not dataset.public and randomness != "secure":
         notes.append(describe_simulation(settings))
+    elif not dataset.public and settings.run.diagnostics and dataset.train is not None:
+        raise ConfigError(
+            f"run.diagnostics = true writes down clip fractions and losses of {dataset.name} without noise, and the "
+            "data is private; turn it off, or say data.public = true if everybody may see the data."
+        )
+    if not dataset.public and shares_records_with_test(dataset):
+        notes.append(
+            "Some test records are also training records: test records count as public and are scored in the clear, so "
+            "hand over others, or hold some out with data.validation and privacy.evaluation_epsilon."
+        )
     resolved = settings.replace(data={"partition": method}, privacy={"unit": unit, "randomness": randomness})
     return resolved, dataclasses.replace(dataset, warnings=(*dataset.warnings, *notes))
 
@@ -95,7 +106,7 @@ def _check_parties(settings: Settings, dataset: Dataset) -> list[str]:
     if not dataset.public and data.partition in LABEL_PARTITIONS:
         raise ConfigError(
             f"data.partition = {data.partition!r} splits by the labels, so one label would move other records and "
-            "change every party's size; for private data use iid, quantity or given, or say data.public = true."
+            "change every party's size; for private data use hashed, iid, quantity or given, or say data.public = true."
         )
     return []
 
@@ -103,8 +114,8 @@ def _check_parties(settings: Settings, dataset: Dataset) -> list[str]:
 def _explain_even_split(dataset: Dataset) -> str:
     if not dataset.public:
         return (
-            f"{dataset.name} names no parties, so the records are split evenly and at random over simulated ones "
-            "(data.partition = iid); an array called party says who holds what."
+            f"{dataset.name} names no parties, so a keyed hash of each record (or person) sends it to one of the "
+            "simulated parties (data.partition = hashed); an array called party says who holds what."
         )
     return (
         f"The targets of task {dataset.task.name!r} are no classes to split by, so the records are split evenly and at "

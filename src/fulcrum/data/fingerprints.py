@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +30,8 @@ from fulcrum.data.records import Records, list_input_tensors
 from fulcrum.errors import ConfigError, DataError
 
 KEY_BYTES = 32
+PUBLIC_KEY = b"public data needs no secret key."
+"""In place of the user's key where data is public: the same everywhere."""
 DIGEST_BYTES = 16
 """Bytes of one unit's digest."""
 
@@ -114,19 +117,29 @@ def is_same_data(dataset: Dataset, stored: str) -> bool:
     return stored in (compute_keyed_fingerprint(dataset), dataset.fingerprint)
 
 
+def shares_records_with_test(dataset: Dataset) -> bool:
+    """Whether a test record has the inputs of a training record, for data sets whose records have digests."""
+    if dataset.train is None or dataset.test is None or dataset.test.digests is None:
+        return False
+    train, test = (set(_list_record_digests(part, torch.arange(len(part)))) for part in (dataset.train, dataset.test))
+    return not train.isdisjoint(test)
+
+
 # --- units --------------------------------------------------------------------------------------
 
 
 def add_record_digests(dataset: Dataset) -> Dataset:
-    """The data set with a digest of each training record's inputs as loaded: features and types may change later.
+    """The data set with a digest of each record's inputs as loaded: features and types may change later.
 
     Targets are left out: the same people are known again when something else about them is predicted.
     """
-    if dataset.train is None or dataset.train.digests is not None:
-        return dataset
-    return dataclasses.replace(
-        dataset, train=dataclasses.replace(dataset.train, digests=compute_record_digests(dataset.train))
-    )
+
+    def added(records: Records | None) -> Records | None:
+        if records is None or records.digests is not None:
+            return records
+        return dataclasses.replace(records, digests=compute_record_digests(records))
+
+    return dataclasses.replace(dataset, train=added(dataset.train), test=added(dataset.test))
 
 
 def compute_record_digests(records: Records) -> Tensor:
@@ -168,15 +181,7 @@ def select_held_out(dataset: Dataset, fraction: float) -> Tensor:
     It depends on the unit alone: no other record, label or seed moves a unit to the other side, so each side is a
     data set of its own people. The same unit stays on its side from run to run.
     """
-    records = dataset.records
-    if records.person is not None:
-        persons, unit_of = torch.unique(records.person, return_inverse=True)
-        names = _name_persons(dataset, persons)
-    else:
-        unit_of = torch.arange(len(records))
-        names = _list_record_digests(records, unit_of)
-    chances = b"".join(_keyed_digests(b"fulcrum-holdout", names))
-    draws = np.frombuffer(chances, dtype="<u8").reshape(-1, DIGEST_BYTES // 8)[:, 0]
+    draws, unit_of = _draw_per_unit(dataset, b"fulcrum-holdout")
     held: Tensor = torch.from_numpy(draws < np.uint64(int(fraction * 2.0**64)))[unit_of]
     if not held.any() or held.all():
         side = "all" if held.all() else "none"
@@ -185,6 +190,28 @@ def select_held_out(dataset: Dataset, fraction: float) -> Tensor:
             "is drawn on its own, so take a fraction that leaves several on both sides."
         )
     return held
+
+
+def assign_hashed_parties(dataset: Dataset, parties: int) -> Tensor:
+    """The party 0..parties-1 of each training record [n] int64, by a keyed hash of its unit (person, else record).
+
+    It depends on the unit alone, so people who stay keep their party when records come or go.
+    """
+    draws, unit_of = _draw_per_unit(dataset, b"fulcrum-party")
+    return torch.from_numpy((draws % np.uint64(parties)).astype(np.int64))[unit_of]
+
+
+def _draw_per_unit(dataset: Dataset, purpose: bytes) -> tuple[npt.NDArray[np.uint64], Tensor]:
+    """A number below 2^64 for each unit (person, else record), by a keyed hash, and the unit of each record [n]."""
+    records = dataset.records
+    if records.person is not None:
+        persons, unit_of = torch.unique(records.person, return_inverse=True)
+        names = _name_persons(dataset, persons)
+    else:
+        unit_of = torch.arange(len(records))
+        names = _list_record_digests(records, unit_of)
+    chances = b"".join(_keyed_digests(purpose, names, PUBLIC_KEY if dataset.public else None))
+    return np.frombuffer(chances, dtype="<u8").reshape(-1, DIGEST_BYTES // 8)[:, 0], unit_of
 
 
 def _name_persons(dataset: Dataset, persons: Tensor) -> list[bytes]:
@@ -210,8 +237,8 @@ def _number_repeated(names: Iterable[bytes]) -> list[bytes]:
     return found
 
 
-def _keyed_digests(purpose: bytes, names: Iterable[bytes]) -> list[bytes]:
-    start = hashlib.blake2b(key=read_record_key(), digest_size=DIGEST_BYTES, person=purpose[:16])
+def _keyed_digests(purpose: bytes, names: Iterable[bytes], key: bytes | None = None) -> list[bytes]:
+    start = hashlib.blake2b(key=key or read_record_key(), digest_size=DIGEST_BYTES, person=purpose[:16])
     found = []
     for name in names:
         mac = start.copy()

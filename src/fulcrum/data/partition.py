@@ -1,4 +1,4 @@
-"""Which party holds which record: iid, Dirichlet over labels, label shards, quantity skew, or as given.
+"""Which party holds which record: iid, Dirichlet over labels, label shards, quantity skew, by keyed hash, or as given.
 
 Every split first assigns each item to a party, then moves items to parties below the minimum size from
 those above it. Items are records, or whole persons where the data has person ids. Everything is
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.data.dataset import Dataset
+from fulcrum.data.fingerprints import assign_hashed_parties
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.rng import numpy_generator
 from fulcrum.settings.registry import suggest_nearest_names
@@ -88,7 +89,11 @@ def split(dataset: Dataset, settings: Data, seed: int) -> Partition:
     ids, items = _build_items(dataset)
     _check_feasible(dataset, items, settings, method)
     rng = numpy_generator(seed, "partition", method)
-    owner = PARTITIONERS[method](items, settings, rng)
+    if method == "hashed":
+        owner = np.zeros(len(items.label), dtype=np.int64)
+        owner[ids] = assign_hashed_parties(dataset, settings.parties).numpy()
+    else:
+        owner = PARTITIONERS[method](items, settings, rng)
     lift = _rebalance_records if int(items.weight.max()) == 1 else _rebalance_persons
     owner = lift(owner, items.weight, settings, rng)
     return _build_partition(owner[ids], settings.parties, ())
@@ -97,14 +102,17 @@ def split(dataset: Dataset, settings: Data, seed: int) -> Partition:
 def partition_method(settings: Data, dataset: Dataset) -> str:
     """How records are split over parties: data.partition, where "auto" is what the data says.
 
-    given where the records name their party; else dirichlet for public data with classes, and iid otherwise: a split
-    by label would let one private label move other records.
+    given where the records name their party; else, for private data, hashed: a split by label would let one private
+    label move other records, and one by position would send people to another party when a record is added. For public
+    data dirichlet where targets are classes, else iid.
     """
     method, task = settings.partition, dataset.task
     if method == "auto":
         if dataset.train is not None and dataset.train.party is not None:
             return "given"
-        return "dirichlet" if task.classes and dataset.public else "iid"
+        if not dataset.public:
+            return "hashed"
+        return "dirichlet" if task.classes else "iid"
     if method not in PARTITIONS:
         raise ConfigError(f"data.partition = {method!r} is not known; {suggest_nearest_names(method, PARTITIONS)}")
     if method in LABEL_PARTITIONS and not task.classes:
@@ -218,9 +226,9 @@ PARTITIONERS: dict[str, AssignOwnersFn] = {
 }
 LABEL_PARTITIONS = ("dirichlet", "shards")
 """Partition methods that need classes."""
-PARTITIONS = ("auto", *PARTITIONERS, "given")
-"""Allowed values of data.partition; "auto": given where the data names each record's party, else dirichlet for public
-data with classes, else iid."""
+PARTITIONS = ("auto", *PARTITIONERS, "hashed", "given")
+"""Allowed values of data.partition; "auto": given where the data names each record's party, else hashed for private
+data, dirichlet for public data with classes, iid for other public data."""
 
 
 def _shuffle_within_classes(label: IntArray, rng: np.random.Generator) -> list[IntArray]:

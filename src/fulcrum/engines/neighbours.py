@@ -4,8 +4,8 @@
     assert replay.ratio <= 1
 
 Neighbours by zero-out: without the unit its place in the batch stays, with a record of zeros, and it contributes
-nothing. All else is the same: rows, places, shapes, weights. The difference of the two sums, in units of what the rule's
-bounds charge for, must be at most 1 with `privacy.arithmetic = proven`, and at most 1 + FAST_MARGIN with `fast`.
+nothing. All else is the same: rows, places, shapes, weights. The difference of the two sums, in units of what the
+rule's bounds charge for, must be at most 1 with `privacy.arithmetic = proven`, and at most 1 + FAST_MARGIN with `fast`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from fulcrum.data.records import map_inputs
 from fulcrum.engines.fast import make_ghost_step
 from fulcrum.engines.stacked.core import StackedCore, StackedTasks, compute_clipped_sums
 from fulcrum.engines.stacked.replay import use_matmul_precision
-from fulcrum.gradients import GradientRecorder
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import SeededRandomness
 from fulcrum.settings.schema import Data
@@ -94,7 +93,7 @@ def _sum_on_one_client(ghost: bool) -> SumsFn:
     def sums(problem: TrainingProblem, step: ReplayedStep, state: RuleState, present: Tensor) -> StepSums:
         if not bool(present.all()):
             problem = dataclasses.replace(problem, rule=leave_out(problem.rule, present))
-        recorder = GradientRecorder(problem.model, problem.layout, problem.dataset.task)
+        recorder = problem.make_recorder()
         work = (make_ghost_step if ghost else make_materialised_step)(recorder)
         sample = StepSample(step.theta, step.rows, step.slots, step.count)
         found = work(problem, sample, problem.rule.view(state, 0, 1), state, step.terms)
@@ -108,8 +107,8 @@ def _sum_stacked(problem: TrainingProblem, step: ReplayedStep, state: RuleState,
     core, device = StackedCore.of(problem), problem.device
     rows, mask = step.rows.to(device)[None, None], present.to(device)[None, None]
     stacked = {name: value.to(device)[None] for name, value in state.items()}
-    numbers = (torch.full((1,), float(value), device=device) for value in dataclasses.astuple(step.terms))
-    tasks = StackedTasks(step.theta.to(device)[None], rows, mask, stacked, *numbers, 0, 1)
+    sigma, batch, lr = (torch.full((1,), float(value), device=device) for value in dataclasses.astuple(step.terms))
+    tasks = StackedTasks(step.theta.to(device)[None], rows, mask, stacked, sigma, batch, lr, 0, 1)
     with use_matmul_precision(problem.precision, device):
         found = compute_clipped_sums(core, tasks)
         if not bool(found.finite):

@@ -240,18 +240,16 @@ class ConvGrad:
         return torch.as_tensor(grad).reshape(-1)
 
     def _sum_in_float64(self, factors: Tensor) -> Tensor:
-        """[n] in float64: the gradients of a few examples at a time, added up."""
-        size, order = self.size, self.order
-        total = torch.zeros((size.blocks, size.outputs, size.inputs), dtype=torch.float64, device=self.g.device)
-        each = 8 * size.blocks * (size.positions * (size.inputs + size.outputs) + size.inputs * size.outputs)
+        """[n] in float64: one product over the positions of a few examples at a time."""
+        size, order, blocks = self.size, self.order, self.size.blocks
+        total = torch.zeros((blocks, size.outputs, size.inputs), dtype=torch.float64, device=self.g.device)
+        each = 8 * blocks * size.positions * (size.inputs + 2 * size.outputs)
         for start, stop in scratch_ranges(len(self.g), each, self.g.device, DOUBLE_SCRATCH):
-            a, g = self.slice(start, stop).matmul_operands()
-            scaled = (
-                g.double().unflatten(0, (stop - start, size.blocks)) * factors[start:stop, None, None, None].double()
-            )
-            total += torch.matmul(
-                scaled.transpose(2, 3), a.double().unflatten(0, (stop - start, size.blocks)).transpose(2, 3)
-            ).sum(dim=0)
+            count = stop - start
+            a, g = self.slice(start, stop).matmul_operands()  # [count * blocks, K, T], [count * blocks, T, O]
+            rows = a.transpose(1, 2).unflatten(0, (count, blocks)).transpose(0, 1).double()  # [blocks, count, T, K]
+            slopes = g.unflatten(0, (count, blocks)).transpose(0, 1).double() * factors[start:stop, None, None].double()
+            total.baddbmm_(slopes.flatten(1, 2).transpose(1, 2), rows.flatten(1, 2))
         found = total.reshape(-1)
         return order.to_parameter(found) if order else found
 

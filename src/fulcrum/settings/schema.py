@@ -30,8 +30,10 @@ class Data:
     parties: int = 5
     """Number of parties K. Ignored with partition = "given", where the data names each example's party."""
     partition: str = "auto"
-    """auto (given where the data names each record's party, else dirichlet for public data with classes, else iid),
-    iid, dirichlet, shards, quantity, or given. Private data is not split by its labels, nor against its own parties."""
+    """auto (given where the data names each record's party; else hashed for private data, dirichlet for public data
+    with classes, iid for other public data), iid, dirichlet, shards, quantity, hashed (by a keyed hash of each person
+    or record: people who stay keep their party), or given. Private data is not split by its labels, nor against its own
+    parties."""
     alpha: float = 0.5
     """Dirichlet concentration: of labels for dirichlet, of sizes for quantity. Smaller is more skewed."""
     shards: int = 2
@@ -110,7 +112,7 @@ class Model:
     hidden: tuple[int, ...] = (64,)
     """Widths of the mlp's hidden layers."""
     init: str = "random"
-    """Public initial weights: random; synthetic (CNNs only, pretrained on images made from formulas, without data); or
+    """Public initial weights: random; synthetic (CNNs only, pretrained on images made from formulas); or
     an .npz or .safetensors file. Layers that are not in the file are random."""
     coordinates: str = "plain"
     """Coordinates in which the network is trained: plain; centred (the input of every layer minus its mean over

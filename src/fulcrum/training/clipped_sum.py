@@ -11,7 +11,7 @@ from fulcrum.clipping.rule import ClipRule
 from fulcrum.gradients.param_grads import DOUBLE_SCRATCH, scratch_ranges, sum_rows_in_float64
 from fulcrum.gradients.rounding import NormTable, SquaredNorms, relative_square_error, squared_norms, to_norm_table
 from fulcrum.privacy.bounds import apply_rule, choose_sum_margin
-from fulcrum.types import Bounds, RuleState, Stats, SumMargin, View
+from fulcrum.types import NO_MARGIN, Bounds, RuleState, Stats, View
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def compute_contribution(
     stats = Stats(
         norms=table.norms,
         norm_bounds=table.bounds,
-        margin=choose_sum_margin(len(gradients)) if proven else SumMargin(),
+        margin=choose_sum_margin(len(gradients)) if proven else NO_MARGIN,
         mask=mask,
         dots=None if view.direction is None else gradients @ view.direction,
         losses=losses if view.losses else None,

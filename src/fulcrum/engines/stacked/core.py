@@ -270,8 +270,8 @@ def _record_piece(
         along = tape.dots(_select_tasks(direction, tasks, s, m), segments)
         dots = along.masked_fill(~good, 0).view(sets * segments, places)
     losses = tape.losses.masked_fill(~good, 0).view(sets * segments, places)
-    shaped = (each.view(sets * segments, places, width) for each in table)
-    return tape, _PieceStatistics(*shaped, mask, dots, losses, good)
+    norms, norm_bounds, lengths = (each.view(sets * segments, places, width) for each in table)
+    return tape, _PieceStatistics(norms, norm_bounds, lengths, mask, dots, losses, good)
 
 
 def _choose_margin(core: StackedCore, tasks: StackedTasks, tape: StackedTape | MatrixTape) -> SumMargin:

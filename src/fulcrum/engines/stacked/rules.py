@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.privacy.bounds import apply_rule, sanitise_bounds
-from fulcrum.types import Released, RuleState, Stats, SumMargin, View
+from fulcrum.types import NO_MARGIN, Released, RuleState, Stats, SumMargin, View
 
 StackedState = dict[str, Tensor]
 """A rule's state for T tasks: each tensor [T, ...]."""
@@ -66,7 +66,7 @@ class StackedRule:
         by_row: bool = False,
         norm_bounds: Tensor | None = None,
         lengths: Tensor | None = None,
-        margin: SumMargin = SumMargin(),
+        margin: SumMargin = NO_MARGIN,
     ) -> tuple[Tensor, Tensor, Tensor, StackedState, Tensor, Tensor]:
         """The rule's output, with its bounds enforced.
 

@@ -378,7 +378,6 @@ def functional_outputs(model: nn.Module, layout: ParameterLayout, theta: Tensor,
 
 __all__ = [
     "PRECISIONS",
-    "ROUNDING_MARGIN",
     "PassOptions",
     "StackedTape",
     "functional_outputs",

@@ -35,7 +35,7 @@ from fulcrum.privacy.ledger.rows import (
     read_events_text,
     write_events_text,
 )
-from fulcrum.privacy.ledger.store import EMPTY_SPEND, LedgerStore, SpendAdder
+from fulcrum.privacy.ledger.store import EMPTY_SPEND, FORMAT_VERSION, LedgerStore, SpendAdder
 from fulcrum.privacy.ledger.units import (
     UnitArray,
     find_members,
@@ -183,12 +183,13 @@ class Ledger:
         """Say what a run is, and the most that each party will release in it, before its first release.
 
         Again with equal content (to resume): nothing changes. Other content under the same id is refused, and so is a
-        private seed that another run of this ledger had, since its noise would be the same.
+        private seed that another run of this ledger released with, since its noise would be the same; a run that never
+        reserved anything has used up no seed.
         """
         with self._store.write_transaction():
             known = self._store.records.get(record.id)
             if known is None:
-                _check_new_seed(record, self._store.records.values())
+                self._check_new_seed(record)
                 self._store.insert(
                     "runs",
                     ("run", "seed_digest", "record"),
@@ -304,6 +305,17 @@ class Ledger:
         new = [(row, *pair) for row, pair in terms.items() if row not in self._store.terms]
         self._store.insert("terms", ("party", "rule", "renyi_order"), new)
 
+    def _check_new_seed(self, record: RunRecord) -> None:
+        """Refuse a private seed that another run has released with."""
+        if record.seed_digest in ("", UNKNOWN):
+            return
+        for other in self._store.records.values():
+            if other.seed_digest == record.seed_digest and other.id != record.id and other.id in self._store.begun:
+                raise ConfigError(
+                    f"the private seed of this run was used by run {other.id} in this ledger; its noise would repeat: "
+                    "give another --private-seed, or privacy.randomness = secure."
+                )
+
     def runs(self) -> dict[str, RunRecord]:
         """Every run of this ledger by its id, in the order of their first rows; unregistered ones are "unknown"."""
         with self._store.reading():
@@ -388,7 +400,12 @@ class Ledger:
         with self._store.reading():
             row, account = self._store.find_account(party)
             rule, order = self._pricer.choose_terms(row, account)
-            return describe_rule(rule, order, account.delta, account.accountant, len(self._store.get_run_spends(row)))
+            runs = self._store.get_run_spends(row)
+            words = describe_rule(rule, order, account.delta, account.accountant, len(runs))
+            older = (
+                self._store.former < FORMAT_VERSION and runs and next(iter(runs)) not in self._store.plans.get(row, {})
+            )
+            return f"{words[:-1]}; rows of an earlier version count as if it had been so then." if older else words
 
     # --- releases --------------------------------------------------------------------------------
 
@@ -405,6 +422,8 @@ class Ledger:
         asked = {party: tuple(events) for party, events in wanted.items()}
         store, add = self._store, SpendAdder()
         with store.write_transaction():
+            if run in store.records:
+                self._check_new_seed(store.records[run])  # two runs may have been registered before either began
             held = dict(
                 store.db.execute(
                     "SELECT party, events FROM entries WHERE run = ? AND round = ? AND attempt = ?",
@@ -616,18 +635,6 @@ class _Asked:
 def _stored(epsilon: float | None) -> float | None:
     """An epsilon as SQLite keeps it: it has infinities."""
     return None if epsilon is None else float(epsilon)
-
-
-def _check_new_seed(record: RunRecord, others: Iterable[RunRecord]) -> None:
-    """Refuse a private seed that another run had."""
-    if record.seed_digest in ("", UNKNOWN):
-        return
-    for other in others:
-        if other.seed_digest == record.seed_digest:
-            raise ConfigError(
-                f"the private seed of this run was used by run {other.id} in this ledger; its noise would repeat: give "
-                "another --private-seed, or privacy.randomness = secure."
-            )
 
 
 def _describe_other_record(known: RunRecord, given: RunRecord) -> str:

@@ -180,6 +180,8 @@ def identify_population(settings: Settings) -> str:
     data = settings.data
     if data.partition == "given":
         split = "given parties"
+    elif data.partition == "hashed":  # the same people at each party, whatever the seed
+        split = f"hashed over {data.parties}, floor {data.min_examples}"
     else:
         method = "dirichlet" if data.partition == "auto" else data.partition  # the meaning of "auto" for classes
         split = f"{method} over {data.parties}, alpha {data.alpha:g}, shards {data.shards}"
