@@ -181,3 +181,37 @@ def _stats(norms: list[list[float]]) -> Any:
     from fulcrum.types import Stats
 
     return Stats(torch.tensor(norms), torch.ones(len(norms), dtype=torch.bool))
+
+
+# --- numbers that do not depend on the batch --------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_proven_numbers_of_an_example_do_not_depend_on_how_many_others_there_are(kind: str) -> None:
+    """A unit that is not sampled is missing: the others' numbers must be the same bits in a batch of any size."""
+    x, y = records(70), torch.arange(70) % 3
+    problem = build_replay_problem(x, y, network(kind), "fixed", proven=True)
+    theta = problem.layout.flatten(problem.model).detach()
+    recorder = problem.make_recorder()
+    whole = recorder(theta, x, y)
+    for rows in (torch.arange(1), torch.arange(31), torch.arange(33), torch.arange(1, 70), torch.tensor([9, 4, 60, 5])):
+        found = recorder(theta, x[rows], y[rows])
+        assert torch.equal(found.matrix(), whole.matrix()[rows])
+        for one, all_of_them in zip(found.norm_table(), whole.norm_table(), strict=True):
+            assert torch.equal(one, all_of_them[rows])
+
+
+def test_without_blocks_they_do() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.Tanh(), nn.Linear(64, 3))
+    x, y = torch.rand(40, 1, 28, 28), torch.arange(40) % 3
+    problem = build_replay_problem(x, y, model, "fixed")
+    theta = problem.layout.flatten(model).detach()
+    whole = problem.make_recorder()(theta, x, y).matrix()
+    sizes = (1, 2, 3, 5, 8)
+    plain = [problem.make_recorder()(theta, x[:n], y[:n]).matrix() for n in sizes]
+    blocks = dataclasses.replace(problem, proven=True).make_recorder()
+    fixed = [blocks(theta, x[:n], y[:n]).matrix() for n in sizes]
+    assert all(torch.equal(found, blocks(theta, x, y).matrix()[:n]) for n, found in zip(sizes, fixed, strict=True))
+    if all(torch.equal(found, whole[:n]) for n, found in zip(sizes, plain, strict=True)):
+        pytest.skip("this machine's matrix products round alike in every shape")

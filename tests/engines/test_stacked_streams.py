@@ -156,9 +156,9 @@ class Named(CipherRandomness):
 
     asked: set[StreamKey] = dataclasses.field(default_factory=set)
 
-    def words(self, key: StreamKey, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    def locate_stream(self, key: StreamKey) -> tuple[bytes, tuple[int, int, int]]:
         self.asked.add(key)
-        return super().words(key, count, device)
+        return super().locate_stream(key)
 
 
 @pytest.mark.parametrize("player", PLAYERS)
@@ -185,15 +185,16 @@ class Releases:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: dict[StreamKey, tuple[torch.Tensor, GridRelease]] = {}
-        release = exact_noise.release_on_grid
+        many = exact_noise.release_rows_on_grid
 
-        def noted(clipped: torch.Tensor, scale: float, randomness: CipherRandomness, key: StreamKey) -> GridRelease:
-            assert key not in self.found, "a stream releases once"
-            made = release(clipped, scale, randomness, key)
-            self.found[key] = (clipped.double().clone(), made)
+        def noted(clipped: torch.Tensor, scales: Any, streams: Any) -> list[GridRelease]:
+            made = many(clipped, scales, streams)
+            for row, own, (_, key) in zip(clipped, made, streams, strict=True):
+                assert key not in self.found, "a stream releases once"
+                self.found[key] = (row.double().clone(), own)
             return made
 
-        monkeypatch.setattr(mechanism, "release_on_grid", noted)
+        monkeypatch.setattr(mechanism, "release_rows_on_grid", noted)
 
     def of(self, play: Any) -> tuple[list[ClientReply], dict[StreamKey, tuple[torch.Tensor, GridRelease]]]:
         self.found = {}
@@ -283,6 +284,48 @@ def test_sums_that_do_not_fit_are_repeated_before_anything_is_released(
     _, one = watch.of(lambda: reference(problem, wanted))
     monkeypatch.setattr(sampling, "PAD_DEVIATIONS", -4.0)
     _, two = watch.of(lambda: stacked(problem, wanted))
+    assert_same_releases(one, two)
+
+
+@pytest.mark.parametrize("doubtful", [False, True])
+def test_releases_together_are_those_one_by_one(doubtful: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    margin = exact_noise.round_with_margin
+    sources = [SecureRandomness(), SeededRandomness(3), SecureRandomness()]
+    count = 41 if doubtful else 1001
+    sums = torch.randn(3, count, generator=torch.Generator().manual_seed(0))
+    sums[1, 5] = torch.nan
+    scales, keys = [0.3, 7.0, 2.0**-30], [("noise", 4, k, 0) for k in range(3)]
+    alone = [exact_noise.release_on_grid(sums[i], scales[i], sources[i], keys[i]) for i in range(3)]
+
+    def unsure(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        integers, _ = margin(*given)
+        return torch.zeros_like(integers), torch.ones_like(integers, dtype=torch.bool)
+
+    if doubtful:  # nothing is certain at first: every number is decided in arbitrary precision
+        monkeypatch.setattr(exact_noise, "round_with_margin", unsure)
+    found = exact_noise.release_rows_on_grid(sums, scales, list(zip(sources, keys, strict=True)))
+    for made, one in zip(found, alone, strict=True):
+        assert made.grid == one.grid
+        assert torch.equal(made.integers, one.integers)
+    other = exact_noise.release_on_grid(sums[0], scales[0], sources[0], keys[1])
+    assert not torch.equal(found[0].integers, other.integers)
+    monkeypatch.setattr(exact_noise, "MAX_ROW_ELEMENTS", count)  # row by row
+    again = exact_noise.release_rows_on_grid(sums, scales, list(zip(sources, keys, strict=True)))
+    assert all(torch.equal(one.integers, two.integers) for one, two in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("rule", ["fixed", "quantile"])
+def test_a_device_releases_the_same_integers(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Releases(monkeypatch)
+    problem = make_problem(SecureRandomness(), rule)
+    wanted = request(problem, 2, 1.0)
+    _, one = watch.of(lambda: stacked(problem, wanted))
+    monkeypatch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
+    _, two = watch.of(lambda: stacked(problem, wanted))
+    assert one.keys() == two.keys()
+    for key, (sums, made) in one.items():
+        if torch.equal(sums, two[key][0]):  # rows may be padded otherwise, where the host does not know the samples
+            assert torch.equal(made.integers, two[key][1].integers)
     assert_same_releases(one, two)
 
 

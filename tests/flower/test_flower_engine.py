@@ -22,7 +22,6 @@ from fulcrum.flower.party import load_arrays
 from fulcrum.flower.prepare import make_served_settings
 from fulcrum.flower.terms import accept_proposal, make_proposal
 from fulcrum.models.layout import ParameterLayout
-from fulcrum.privacy.exact_noise import choose_grid
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.settings.presets import METHODS
 from fulcrum.settings.schema import Settings
@@ -71,10 +70,10 @@ def test_a_party_that_trains_fast_gives_what_the_reference_engine_gives(tmp_path
         engines = [made[2] for made in current if made is not None]
         assert len(engines) == 3
     assert all(isinstance(engine, ParallelEngine) for engine in engines)
-    # Sums that differ in their last bits are now and then rounded to neighbouring integers of the release's grid.
-    step = settings.train.lr * choose_grid(1.1) / (0.2 * 40)
-    torch.testing.assert_close(flat(result), flat(alone), rtol=1e-5, atol=2 * step)
-    assert int(((flat(result) - flat(alone)).abs() > 1e-5).sum()) <= 3
+    # The engines state different bounds for the error of their norms, and factors are divided by them.
+    torch.testing.assert_close(flat(result), flat(alone), rtol=1e-4, atol=1e-5)
+    start = api.prepare(settings, toy_data(120)).problem
+    assert not torch.allclose(flat(result), start.layout.flatten(start.model), rtol=1e-2, atol=1e-2)
     assert pytest.approx(alone.C, rel=1e-5) == result.C
 
 
@@ -226,6 +225,23 @@ def test_a_bad_party_is_left_out_and_reported_and_the_round_goes_on(tmp_path, mo
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["participants"] for line in metrics] == [[0, 2], [0, 2]]
     assert bool(torch.isfinite(flat(result)).all())
+
+
+@pytest.mark.parametrize("C", [1e9, -1.0, 0.0])
+def test_a_C_that_no_rule_reaches_is_not_believed(tmp_path, monkeypatch, C):
+    """moo-client: each party adapts its own C, and says which one it used."""
+    settings = toy_settings(2, "moo-client")
+    with toy_federation(tmp_path, settings) as bus:
+
+        def tamper(k, request, reply):
+            if k != 1 or b'"kind":"update"' not in reply.header:
+                return reply
+            return resigned(tmp_path, 1, reply.header, changed(reply, C=torch.tensor([C])))
+
+        bus.tamper = tamper
+        result = serve(bus, settings, tmp_path / "run", monkeypatch)
+    assert result.summary["status"] == "finished"
+    assert "its clipping norm is outside the agreed range" in (tmp_path / "run" / "parties.jsonl").read_text()
 
 
 def test_an_old_reply_is_not_taken_for_a_new_one(tmp_path, monkeypatch):

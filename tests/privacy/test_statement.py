@@ -241,7 +241,8 @@ def test_scores_of_private_records_are_a_release(case: str):
     assert facts["evaluation"]["protected"] is protected
     assert words in statement_to_markdown(facts)
     assert ("evaluation" in [item["kind"] for item in facts["releases"]]) is (case != "none")
-    assert ("Each example has" in facts["guarantee_text"]) is protected
+    assert ("Each example has" in facts["guarantee_text"]) is (data.kind != "held-out")
+    assert ("Each held-out unit has epsilon = 0.5001" in facts["guarantee_text"]) is (case == "paid")
     assert ("held-out records have no protection" in facts["guarantee_text"]) is (not protected)
 
 
@@ -266,6 +267,11 @@ def test_warnings_reach_the_page():
         settings, plan, MOO, (5, 5, 5), finished=False, rounds_done=5, dataset_warnings=("The copy is a JPEG.",)
     )
     page = statement_to_markdown(facts)
+    words_of_an_early_end = "whoever stops the run after looking at it counts the planned one"
+    assert words_of_an_early_end in page
+    assert words_of_an_early_end not in statement_to_markdown(state())
+    priced = told(*planned(privacy={"accountant": "pld"}), MOO, (5, 5, 5), finished=False, rounds_done=5)
+    assert "covers its whole plan, which counts from its start" in statement_to_markdown(priced)
     for words in ("not below 1/n", "not finished", "5 of 20", "The copy is a JPEG.", "must not leave a party"):
         assert words in page, words
     quiet = statement_to_markdown(state())

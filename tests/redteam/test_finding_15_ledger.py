@@ -185,6 +185,21 @@ def test_shared_units_against_sets_of_python() -> None:
             assert found[2] == pairs[found[0], found[1]]
 
 
+def test_an_older_run_that_is_resumed_is_checked_for_its_own_people(ledger: Ledger) -> None:
+    """Person 1 has spent a run, and is in a second one that pauses while a third begins without that person."""
+    enroll(ledger, "north", budget=1.2 * COST)
+    half = (RUN[0].with_count(10),)
+    for run, people in (("one", (1, 2)), ("two", (1, 3)), ("three", (3, 4))):
+        ledger.register_units(run, "north", digests(*people))
+        ledger.register_plans(run, {"north": PLAN})
+        for t in range(2 if run == "one" else 0):
+            assert ledger.reserve(run, t, {"north": half})["north"]
+    assert ledger.reserve("three", 0, {"north": half})["north"]
+    assert not ledger.reserve("two", 0, {"north": (RUN[0].with_count(20),)})["north"], "person 1 has nothing left"
+    assert ledger.reserve("two", 0, {"north": (RUN[0].with_count(1),)})["north"]
+    assert ledger.spent("north").releases == 21, "said for person 1 too, who is in the run that reserved last"
+
+
 # --- units that several parties have, on purpose ---------------------------------------------------
 
 

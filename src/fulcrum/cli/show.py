@@ -22,6 +22,13 @@ ASSUMED_NOTE = (
     "‡ assumes an ideal secure aggregation, simulated: the server sees only sums; no single update is private"
 )
 SIMULATION_NOTE = "SIMULATION: the random numbers follow from a seed, so this holds only while the seed is secret"
+LEDGER_NOTES = {
+    "simulation": "; a simulation, since a run is seeded",
+    "nominal": "; nominal, since a run used a rule that is not sound",
+    "unknown": "; not known to be a guarantee, since an earlier version wrote rows without saying what their run was",
+    "none": "; no guarantee, since a run released values without noise",
+}
+"""By the statement's level: what the worst run of a kept ledger makes of its epsilon."""
 MAX_EPSILONS_SHOWN = 8
 """More parties than this are summed up as a range."""
 LISTED = 20
@@ -108,8 +115,7 @@ def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool
     if summary["private"] and summary.get("epsilons"):
         facts.append(("by party", format_epsilon_spread(summary["epsilons"])))
     if summary["private"] and summary.get("settings", {}).get("run", {}).get("ledger"):
-        total = view.format_epsilon(summary["epsilon_scope"])
-        facts.append(("ledger", f"{total} over all its runs: {summary['settings']['run']['ledger']}"))
+        facts.append(("ledger", describe_ledger_total(summary)))
     facts += [("C", format_C_course(summary["C"])), ("folder", folder)]
     view.print_name_value_lines(facts)
     print_parties(summary)
@@ -184,6 +190,12 @@ def describe_guarantee(summary: Mapping[str, Any]) -> str:
 def describe_assumption(facts: Mapping[str, Any]) -> str:
     """Text after an epsilon that assumes a secure aggregation which is not implemented; otherwise ""."""
     return f"; {ASSUMED_NOTE}" if facts.get("aggregation") == "ideal-secagg" else ""
+
+
+def describe_ledger_total(summary: Mapping[str, Any]) -> str:
+    """The epsilon over all runs of a kept ledger, and what the worst of them makes of it."""
+    total, path = view.format_epsilon(summary["epsilon_scope"]), summary["settings"]["run"]["ledger"]
+    return f"{total} over all its runs{LEDGER_NOTES.get(summary.get('guarantee', 'yes'), '')} ({path})"
 
 
 def describe_simulation(facts: Mapping[str, Any]) -> str:

@@ -75,7 +75,7 @@ class ParallelEngine(Engine):
         if self._pool is None:
             first = self.problem.dataset.records.take(torch.zeros(1, dtype=torch.int64))
             device = self.problem.device
-            follow = GradientRecorder(self.problem.model, self.problem.layout, self.problem.dataset.task)
+            follow = self.problem.make_recorder()
             follow.settle(request.params, move_inputs_to_device(first.x, device), first.y.to(device))
             for n in range(self.workers):
                 self._followers.put(follow if n == 0 or follow.is_thread_safe else follow.clone())

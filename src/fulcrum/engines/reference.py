@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fulcrum.gradients import GradientRecorder
 from fulcrum.training.client import make_materialised_step, train_client
 from fulcrum.training.engine import Engine
 from fulcrum.training.problem import TrainingProblem
@@ -20,8 +19,6 @@ class ReferenceEngine(Engine):
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Train the participants one by one, with every gradient written out."""
-        work = make_materialised_step(
-            GradientRecorder(self.problem.model, self.problem.layout, self.problem.dataset.task)
-        )
+        work = make_materialised_step(self.problem.make_recorder())
         for task, state in zip(request.assignments, request.states, strict=True):
             yield train_client(self.problem, request, task, state, work)

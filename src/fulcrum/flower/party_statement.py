@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import fulcrum
+from fulcrum.clipping import RULES
 from fulcrum.data import Dataset
 from fulcrum.flower.terms import PartyTerms, find_allowed_rule, terms_to_settings
 from fulcrum.privacy.ledger import Ledger, RunRecord
@@ -23,14 +24,15 @@ def make_party_statement(
     latest = entries[-1].run if entries else "none yet"
     # The run that was last: its rule, randomness and arithmetic are on record. Those of the others are covered too.
     last = runs.get(latest, RunRecord.unknown(latest))
-    name = last.rule if last.rule in terms.rules else terms.rules[0]
+    name = last.rule if last.rule in terms.rules or last.rule in RULES else terms.rules[0]
+    rule = RULES[name] if name in RULES else find_allowed_rule(terms, name)
     settings = terms_to_settings(terms, name, simulation)
-    plan = make_plan(settings, [terms.party], [units], find_allowed_rule(terms, name), population=dataset.name)
+    plan = make_plan(settings, [terms.party], [units], rule, population=dataset.name)
     known = last.is_known
     accounted = AccountedRun(
         settings=settings,
         plan=plan,
-        rule=find_allowed_rule(terms, name),
+        rule=rule,
         spent=ledger.get_spends(),
         costs=ledger.epsilons(),
         run_id=latest,

@@ -25,16 +25,26 @@ from fulcrum.gradients import sequence
 from fulcrum.gradients.ghost import GhostTape, record_ghost_tape
 from fulcrum.gradients.memory import retain_freed_memory
 from fulcrum.gradients.program import GradProgram, UnsupportedModel, analyse_model
-from fulcrum.gradients.tape import ChunkedTape, EmptyTape, GradientTape
+from fulcrum.gradients.tape import ChunkedTape, EmptyTape, GradientTape, PaddedTape
 from fulcrum.gradients.vmap import record_vmap_tape
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 from fulcrum.rng import torch_generator
 
-__all__ = ["GradientRecorder", "GradientTape", "list_gradient_paths", "record_gradients", "retain_freed_memory"]
+__all__ = [
+    "PROVEN_BLOCK",
+    "GradientRecorder",
+    "GradientTape",
+    "list_gradient_paths",
+    "record_gradients",
+    "retain_freed_memory",
+]
 
 PASS_MEMORY_BYTES = {"cpu": 12 * 2**20, "cuda": 4 * 2**30}
 """Maximum bytes of layer inputs and outputs per pass: a larger batch is processed in pieces. On a CPU a higher limit
 saves a few percent of the time, but every worker needs that memory."""
+
+PROVEN_BLOCK = 32
+"""Examples per pass where an example's numbers must not depend on how many others there are."""
 
 NUM_PROBE_EXAMPLES = 3
 """Number of examples for the one comparison with vmap of a model with its own forward."""
@@ -46,15 +56,21 @@ class GradientRecorder:
     task: gives the loss and its gradient in the model's outputs. x is one tensor [B, ...] of any type,
     or several by name; y [B, ...] are the task's targets.
 
+    block: if above 0, every pass sees exactly this many examples, the last one filled up with copies of the first
+    example. The numbers of an example then do not depend on how many others there are: matrix products of other shapes
+    round differently. 0: passes of any size.
+
     The model's layers, hooks and frozen parameters must not change while the recorder is in use. Threads may share
     the recorder of a plain `nn.Sequential` (`is_thread_safe`). Any other model gets hooks for the duration of a call,
     and each thread needs a `clone`.
     """
 
-    def __init__(self, model: nn.Module, layout: ParameterLayout, task: Task, how: str = "auto") -> None:
+    def __init__(
+        self, model: nn.Module, layout: ParameterLayout, task: Task, how: str = "auto", block: int = 0
+    ) -> None:
         if how not in ("auto", "book", "vmap"):
             raise ModelError(f"how = {how!r} is not known; choose one of auto, book, vmap.")
-        self.model, self.layout, self.task, self.how = model, layout, task, how
+        self.model, self.layout, self.task, self.how, self.block = model, layout, task, how, block
         self.program = analyse_model(model, layout)
         self._verdict: str | None = None if how == "auto" and not self.program.sequence else ""
         self._elements: dict[Hashable, int] = {}
@@ -66,7 +82,7 @@ class GradientRecorder:
 
     def clone(self) -> GradientRecorder:
         """A recorder of a copy of the model, for another thread; it keeps the results of the analysis."""
-        other = GradientRecorder(copy.deepcopy(self.model), self.layout, self.task, self.how)
+        other = GradientRecorder(copy.deepcopy(self.model), self.layout, self.task, self.how, self.block)
         other._verdict, other._elements = self._verdict, dict(self._elements)
         return other
 
@@ -74,6 +90,17 @@ class GradientRecorder:
         """One forward and backward pass over x [B, ...], y [B, ...] with the parameters `params` [d]."""
         if len(y) == 0:
             return EmptyTape(params.detach())
+        return self._record_in_blocks(params, x, y) if self.block else self._record(params, x, y)
+
+    def _record_in_blocks(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
+        count = len(y)
+        rows = torch.arange(-(-count // self.block) * self.block, device=y.device)
+        rows = torch.where(rows < count, rows, torch.zeros_like(rows))
+        tapes = [self._record(params, select_rows(x, part), y[part]) for part in rows.split(self.block)]
+        return PaddedTape(ChunkedTape(tuple(tapes), (self.block,) * len(tapes)), count, len(rows))
+
+    def _record(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
+        """The tape of a batch that is not empty."""
         if self.how == "vmap":
             return record_vmap_tape(self.model, self.layout, params, x, y, self.task)
         try:
@@ -113,6 +140,8 @@ class GradientRecorder:
         limit = PASS_MEMORY_BYTES.get(params.device.type, PASS_MEMORY_BYTES["cuda"])
         size = self._elements[shape] * params.element_size() * len(y)
         pieces = min(len(y), max(1, math.ceil(size / limit)))
+        if self.block:
+            pieces = min(len(y), 1 << (pieces - 1).bit_length())  # all of one size, as blocks are
         if pieces == 1:
             return self._run(params, x, y)
         step = math.ceil(len(y) / pieces)

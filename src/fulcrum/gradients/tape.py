@@ -150,3 +150,36 @@ class ChunkedTape:
         pieces = zip(self.tapes, factors.split(self.sizes), strict=True)
         sums = [tape.weighted_sum(piece, groups, proven) for tape, piece in pieces]
         return torch.stack(sums).sum(dim=0)
+
+
+@dataclass(frozen=True)
+class PaddedTape:
+    """The first `count` examples of a tape of `size`; the others fill it up and contribute nothing."""
+
+    tape: GradientTape
+    count: int
+    size: int
+
+    @property
+    def losses(self) -> Tensor:
+        return self.tape.losses[: self.count]
+
+    @property
+    def positions(self) -> int:
+        return self.tape.positions
+
+    def matrix(self) -> Tensor:
+        return self.tape.matrix()[: self.count]
+
+    def norm_table(self, groups: tuple[int, ...] = ()) -> NormTable:
+        return NormTable(*(each[: self.count] for each in self.tape.norm_table(groups)))
+
+    def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
+        return self.norm_table(groups).norms
+
+    def dots(self, direction: Tensor) -> Tensor:
+        return self.tape.dots(direction)[: self.count]
+
+    def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = (), proven: bool = False) -> Tensor:
+        filled = torch.nn.functional.pad(factors, (0, 0, 0, self.size - self.count))
+        return self.tape.weighted_sum(filled, groups, proven)

@@ -113,6 +113,8 @@ def _compute_per_example_grads(
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     derivative = grad_and_value(one) if with_value else grad(one)
     chunk = max(1, min(len(batch[1]), VMAP_MEMORY_BYTES // max(1, size)))
+    if chunk < len(batch[1]):
+        chunk = 1 << (chunk.bit_length() - 1)  # divides a block of one size
     try:
         found: Any = vmap(derivative, in_dims=(None, 0, 0), chunk_size=chunk)(tensors, *batch)
     except RuntimeError:

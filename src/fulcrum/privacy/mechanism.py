@@ -8,7 +8,7 @@ once: `release_with_noise` releases a sum as integers on a grid (`exact_noise`),
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fulcrum.clipping.rule import ClipRule, gradient_multiplier
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
-from fulcrum.privacy.exact_noise import release_on_grid
+from fulcrum.privacy.exact_noise import release_rows_on_grid
 from fulcrum.rng import CipherRandomness, Randomness, StreamKey
 from fulcrum.types import Assignment, Bounds, RuleState
 
@@ -198,18 +198,55 @@ def release_with_noise(
     key: the release's place, (round, client, step); the noise comes from two streams of that name. Statistics that are
     not released are zeros. Without noise (a rule that is not private) the sums are returned as they are.
     """
-    if isinstance(scale.event, Unprotected):
-        return clipped.float(), extra.float() if scale.asked else torch.zeros_like(extra, dtype=torch.float32)
-    noisy = _release_vector(clipped, float(scale.sum), randomness, ("noise", *key))
-    if not (extra.numel() and scale.asked):
-        return noisy, torch.zeros_like(extra, dtype=torch.float32)
-    refuse_unnoised_statistics(scale.extra)
-    return noisy, _release_vector(extra, float(scale.extra), randomness, ("noise-extra", *key))
+    noisy, noisy_extra = release_rows_with_noise(clipped[None], extra[None], [scale], [(randomness, key)])
+    return noisy[0], noisy_extra[0]
 
 
-def _release_vector(clipped: Tensor, scale: float, randomness: Randomness, key: StreamKey) -> Tensor:
-    """The released numbers [m], float32. Recorded numbers, which are for tests, are added as they are."""
-    if isinstance(randomness, CipherRandomness):
-        return release_on_grid(clipped, scale, randomness, key).values.float()
-    noise = randomness.normal(key, clipped.numel()).to(clipped.device, torch.float64)
-    return (clipped.double() + noise * scale).float()
+def release_rows_with_noise(
+    clipped: Tensor,
+    extra: Tensor,
+    scales: Sequence[ChargedNoiseScale],
+    sources: Sequence[tuple[Randomness, StreamKey]],
+) -> tuple[Tensor, Tensor]:
+    """`release_with_noise` of several clients: sums [T, m] and statistics [T, J], each with its own scale and streams.
+
+    There may be more rows than scales; those rows are padding, and zeros are returned for them.
+    """
+    noisy, noisy_extra = (torch.zeros(value.shape, device=value.device) for value in (clipped, extra))
+    noised = [i for i, scale in enumerate(scales) if not isinstance(scale.event, Unprotected)]
+    asked = [i for i, scale in enumerate(scales) if extra.shape[1] and scale.asked]
+    for i in set(range(len(scales))) - set(noised):
+        noisy[i] = clipped[i].float()
+        if i in asked:
+            noisy_extra[i] = extra[i].float()
+    for i in set(asked) & set(noised):
+        refuse_unnoised_statistics(scales[i].extra)
+    _release_rows(noisy, clipped, noised, [float(scale.sum) for scale in scales], sources, "noise")
+    both = [i for i in asked if i in noised]
+    _release_rows(noisy_extra, extra, both, [float(scale.extra) for scale in scales], sources, "noise-extra")
+    return noisy, noisy_extra
+
+
+def _release_rows(
+    target: Tensor,
+    clipped: Tensor,
+    rows: Sequence[int],
+    scales: Sequence[float],
+    sources: Sequence[tuple[Randomness, StreamKey]],
+    purpose: str,
+) -> None:
+    """Write the releases of some rows of clipped [T, m] into target. Recorded numbers, for tests, are added as is."""
+    exact: list[int] = []
+    streams: list[tuple[CipherRandomness, StreamKey]] = []
+    for i in rows:
+        source, place = sources[i]
+        if isinstance(source, CipherRandomness):
+            exact.append(i)
+            streams.append((source, (purpose, *place)))
+            continue
+        noise = source.normal((purpose, *place), clipped.shape[1]).to(clipped.device, torch.float64)
+        target[i] = (clipped[i].double() + noise * scales[i]).float()
+    if exact:
+        chosen = clipped if exact == list(range(len(clipped))) else clipped[exact]
+        found = release_rows_on_grid(chosen, [scales[i] for i in exact], streams)
+        target[exact] = torch.stack([release.values for release in found]).float()

@@ -130,7 +130,7 @@ def _make_summary(
         "sound": problem.rule.sound,
         "private": problem.rule.private,
         "guarantee": privacy["guarantee"],
-        "simulation": privacy["simulation"],
+        "simulation": problem.randomness.mode != "secure",
         "randomness": problem.randomness.mode,
         "arithmetic": "proven" if problem.proven else "fast",
         "method": settings.method,

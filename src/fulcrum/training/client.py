@@ -30,7 +30,7 @@ def train_client(
 
     `work` clips and sums the gradients of a sample. Default: `make_materialised_step`, which stores all gradients.
     """
-    work = work or make_materialised_step(GradientRecorder(problem.model, problem.layout, problem.dataset.task))
+    work = work or make_materialised_step(problem.make_recorder())
     party = problem.party(task.client)
     theta = request.params
     batch = task.rate * party.units

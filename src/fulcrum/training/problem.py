@@ -17,7 +17,7 @@ from fulcrum.clipping.rule import ClipRule, ModelFacts
 from fulcrum.data import Dataset, Partition, PartyData, build_party_data
 from fulcrum.data.declared import choose_randomness, choose_unit
 from fulcrum.data.tasks import Task
-from fulcrum.gradients import GradientRecorder
+from fulcrum.gradients import PROVEN_BLOCK, GradientRecorder
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import Randomness, make_randomness
 from fulcrum.settings.derived import count_evaluations
@@ -108,7 +108,11 @@ class TrainingProblem:
     @cached_property
     def gradient_recorder(self) -> GradientRecorder:
         """The gradient recorder of the model, made once. Not thread-safe."""
-        return GradientRecorder(self.model, self.layout, self.dataset.task)
+        return self.make_recorder()
+
+    def make_recorder(self) -> GradientRecorder:
+        """A gradient recorder of the model; in blocks of one size where bounds are proven."""
+        return GradientRecorder(self.model, self.layout, self.dataset.task, block=PROVEN_BLOCK if self.proven else 0)
 
     def party(self, client: int) -> PartyData:
         """The client's records and units."""

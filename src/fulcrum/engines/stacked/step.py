@@ -3,8 +3,7 @@
 `run_local_step` is for seeded simulations: one tensor program, whose noise is added without rounding to a grid. It
 leaves out at most 2^-21 of the noise's standard deviation (`exact_noise.GRID_BITS`); the random numbers are those of
 the reference. In real use, and in proven arithmetic, the program ends with the clipped sums (`sum_local_step`), and
-`release_local_step` releases each task's sum by the one function that all engines use, `release_with_noise`: integers
-on a grid.
+`release_local_step` releases each task's sum as all engines do: integers on a grid (`release_rows_with_noise`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fulcrum.privacy.mechanism import (
     Mechanism,
     NoiseMultipliers,
     compute_charged_scale,
-    release_with_noise,
+    release_rows_with_noise,
 )
 from fulcrum.rng import Randomness, StreamKey
 from fulcrum.types import Assignment, Bounds, View
@@ -175,14 +174,22 @@ def release_local_step(
 ) -> StepResult:
     """A step from its clipped sums: each task's release on its grid, then the step. Tasks without one are padding."""
     sums = found.sums
-    total, extra = (torch.zeros(value.shape, device=value.device) for value in (sums.sum, sums.extra))
-    limits = sums.extra_bound.tolist()
-    for i, own in enumerate(releases):
-        task, bounds = own.task, Bounds(sums.C[i], limits[i])
-        scale = compute_charged_scale(
-            core.problem.rule, bounds, task.rate, task.sigma, own.batch, own.asked, task.noise_parties
+    limits, C = sums.extra_bound.tolist(), sums.C.cpu()
+    scales = [
+        compute_charged_scale(
+            core.problem.rule,
+            Bounds(C[i], limits[i]),
+            own.task.rate,
+            own.task.sigma,
+            own.batch,
+            own.asked,
+            own.task.noise_parties,
         )
-        total[i], extra[i] = release_with_noise(sums.sum[i], sums.extra[i], scale, own.randomness, own.place)
+        for i, own in enumerate(releases)
+    ]
+    total, extra = release_rows_with_noise(
+        sums.sum, sums.extra, scales, [(own.randomness, own.place) for own in releases]
+    )
     view, _ = core.rule.view(sums.state, t, rounds)
     gradient = total if view.transform is None else vmap(view.transform.inverse)(total)
     batch = terms["batch"][:, None]

@@ -205,7 +205,7 @@ class StackedTrainer:
         while True:
             program = partial(sum_local_step, self.core, pad, rounds, self.order)
             found = self.replayer.run(("sums", *shape, pad), program, given)
-            largest, fine = (int(value) for value in (found.counts.max(), found.sums.finite))
+            largest, fine = torch.stack([found.counts.max(), found.sums.finite.to(found.counts)]).tolist()
             if largest > pad:
                 pad = self._pads[key] = round_up_to_multiple(largest)
             elif not fine and not self.core.how.careful:

@@ -41,7 +41,7 @@ class Pricer:
         self._prices: dict[tuple[int, float, float], tuple[Spend, float]] = {}
         self._covered: dict[tuple[int, int], tuple[Spend, tuple[Event, ...], bool]] = {}
         self._merged: dict[tuple[int, frozenset[str]], tuple[tuple[int, ...], Spend]] = {}
-        self._histories: dict[str, tuple[tuple[int, int, bool], tuple[History, ...]]] = {}
+        self._histories: dict[str, tuple[tuple[int, int, bool, frozenset[int]], tuple[History, ...]]] = {}
         self._assumed: dict[Place, Spend] = {}
         self._sets: dict[int, UnitArray] = {}
 
@@ -168,25 +168,41 @@ class Pricer:
     # --- histories -------------------------------------------------------------------------------
 
     def list_histories(self, party: str, row: int, run: str = "") -> tuple[History, ...]:
-        """The histories of the party's units of the latest run whose units were registered."""
+        """The histories of the party's units that are there: in this run, else in the latest ones."""
         rows = self.store.unit_rows.get(party, [])
         if len({unit_set for _, unit_set in rows}) <= 1 and not (rows and self.store.has_shared_units):
             return (EVERYBODY,)
         known = {each for each, _ in rows}
         unknown = any(each not in known for each in (*self.store.get_run_spends(row), *([run] if run else [])))
         every = self.store.unit_rows if self.store.has_shared_units else {party: rows}
-        state = (sum(map(len, every.values())), len(self.store.accounts), unknown)
+        present = self._find_present_sets(party, row, rows, run)
+        state = (sum(map(len, every.values())), len(self.store.accounts), unknown, present)
         kept = self._histories.get(party)
         if kept is None or kept[0] != state:
-            kept = (state, self._find_histories(party, every, unknown))
+            kept = (state, self._find_histories(party, every, unknown, present))
             self._histories[party] = kept
         return kept[1]
 
+    def _find_present_sets(self, party: str, row: int, rows: Sequence[tuple[str, int]], run: str) -> frozenset[int]:
+        """The sets of units that count as present: that of a run in progress, else the latest registered.
+
+        Where an older run was resumed since, what is said of the party covers its units too.
+        """
+        of_run = dict(rows)
+        if run in of_run:
+            return frozenset({of_run[run]})
+        latest, (at, last) = rows[-1][1], self.store.last_runs.get(row, (0.0, ""))
+        return frozenset({latest, of_run.get(last, latest) if at > self.store.last_units[party] else latest})
+
     def _find_histories(
-        self, party: str, every: Mapping[str, Sequence[tuple[str, int]]], unknown: bool
+        self,
+        party: str,
+        every: Mapping[str, Sequence[tuple[str, int]]],
+        unknown: bool,
+        present_sets: frozenset[int],
     ) -> tuple[History, ...]:
         """every: the runs with registered units, by party: this one, and all others where units are shared."""
-        rows, present = every[party], self.read_set(every[party][-1][1])
+        rows, present = every[party], merge_units([self.read_set(number) for number in sorted(present_sets)])
         sets: dict[int, list[tuple[str, str]]] = {}  # number of a set -> (party, run)
         for name, theirs in every.items():
             for run, number in theirs:

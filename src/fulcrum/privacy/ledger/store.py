@@ -214,6 +214,8 @@ class LedgerStore:
         self.terms: dict[int, tuple[str, float]] = {}
         self.plans: dict[int, dict[str, tuple[RunPlan, float | None]]] = {}
         self.unit_rows: dict[str, list[tuple[str, int]]] = {}
+        self.last_runs: dict[int, tuple[float, str]] = {}  # party's row -> (time, run) of its latest reservation
+        self.last_units: dict[str, float] = {}  # party's name -> time when its units were last registered
         self.begun: set[str] = set()  # runs with a reservation
         self.has_shared_units = False  # whether a unit was registered by several parties, on purpose
         self._spends: dict[int, Spend] = {}
@@ -342,16 +344,17 @@ class LedgerStore:
             self.accounts[terms[0]] = (party, LedgerAccount(*terms))
             self._seen["budgets"] = budget
         rows = self.db.execute(
-            "SELECT party, run, events, count(*), max(id) FROM entries WHERE id > ? GROUP BY party, run, events"
-            " ORDER BY min(id)",
+            "SELECT party, run, events, count(*), max(id), max(time) FROM entries WHERE id > ?"
+            " GROUP BY party, run, events ORDER BY min(id)",
             (self._seen["entries"],),
         ).fetchall()
         add = SpendAdder()
-        for party, run, events, times, last in rows:
+        for party, run, events, times, last, at in rows:
             self._spends[party] = add(self.get_spend(party), events, times)
             runs = self._run_spends.setdefault(party, {})
             runs[run] = add(runs.get(run, EMPTY_SPEND), events, times)
             self.begun.add(run)
+            self.last_runs[party] = max(self.last_runs.get(party, (0.0, "")), (at, run))
             self._seen["entries"] = max(self._seen["entries"], last)
 
     def _check_chain(self) -> None:
@@ -379,7 +382,8 @@ class LedgerStore:
             self.terms[party] = (rule, order)
         for party, run, events, delta, epsilon in self._read_new_rows("plans", "party, run, events, delta, epsilon"):
             self.plans.setdefault(party, {})[run] = (RunPlan(read_events_text(events), delta), epsilon)
-        for name, run, members, shared in self._read_new_rows("units", "party, run, unit_set, shared"):
+        for name, run, members, shared, at in self._read_new_rows("units", "party, run, unit_set, shared, time"):
+            self.last_units[name] = at
             self.unit_rows.setdefault(name, []).append((run, members))
             self.has_shared_units = self.has_shared_units or bool(shared)
 
@@ -398,6 +402,7 @@ class LedgerStore:
                 for row, (total, own) in spends.items():
                     self._spends[row] = total
                     self._run_spends.setdefault(row, {})[run] = own
+                    self.last_runs[row] = (time.time(), run)
                 self._seen["entries"] = last
 
     def find_account(self, party: str) -> tuple[int, LedgerAccount]:

@@ -47,7 +47,7 @@ def statement_to_markdown(facts: Mapping[str, Any]) -> str:
         *(make_section("Warnings", make_bullet_list(facts["warnings"])) if facts["warnings"] else ()),
         *make_section("What is protected", make_paragraph(protected)),
         *make_section("Against whom", make_paragraph(facts["adversary"])),
-        *make_section("How it is counted", make_paragraph(_describe_accounting(facts["accountant"], unit))),
+        *make_section("How it is counted", make_paragraph(_describe_accounting(facts, unit))),
         *make_section("Scope", make_paragraph(_describe_scope(facts["scope"], _list_accountants(facts)[0]))),
         *make_section("Runs covered", _write_covered_runs(facts["runs_covered"])),
         *make_section("Randomness", make_paragraph(facts["randomness"]["text"])),
@@ -72,6 +72,7 @@ def _write_summary(facts: Mapping[str, Any]) -> list[str]:
     run = facts["run"]
     first, *others = _list_accountants(facts)
     beside = [f", {format_epsilon_value(facts[f'epsilon_{name}'])} ({name.upper()})" for name in others]
+    own, every = (", this run", ", all runs") if facts["scope"]["kind"] == "ledger" else ("", "")
     spent = f"epsilon = {format_epsilon_value(facts['epsilon'])} ({first.upper()}){''.join(beside)}"
     return make_page_table(
         ("", ""),
@@ -83,8 +84,8 @@ def _write_summary(facts: Mapping[str, Any]) -> list[str]:
             ("method, rule", f"{run['method']}, {run['rule']}"),
             ("rounds", f"{run['rounds_done']} of {run['rounds']}{'' if run['finished'] else ' (not finished)'}"),
             ("asked for", _describe_target(facts["target"]) if facts["private"] else "no privacy"),
-            ("planned at most", f"epsilon = {format_epsilon_value(facts['planned']['epsilon'])}"),
-            ("spent", spent + (", seen in sums only (assumed)" if facts["guarantee"] == "assumed" else "")),
+            (f"planned at most{own}", f"epsilon = {format_epsilon_value(facts['planned']['epsilon'])}"),
+            (f"spent{every}", spent + (", seen in sums only (assumed)" if facts["guarantee"] == "assumed" else "")),
             ("delta", format_short_value(facts["delta"])),
         ],
     )
@@ -102,11 +103,18 @@ def _describe_target(target: Mapping[str, Any]) -> str:
     return f"epsilon = {format_short_value(target['epsilon'])} for each party{own}"
 
 
-def _describe_accounting(accountant: Mapping[str, str], unit: UnitTexts) -> str:
+def _describe_accounting(facts: Mapping[str, Any], unit: UnitTexts) -> str:
+    accountant = facts["accountant"]
     enforced, beside = accountant["enforced"].upper(), accountant["beside"].upper()
     which = "all" if "," in beside else "both"
     shown = f", {beside} is shown beside it; {which} are upper bounds" if beside else "; it is an upper bound"
-    return f"By {accountant['software']}: {enforced} is enforced{shown}. {unit.counted}"
+    early = (
+        " The value beside it is that of a plan that is carried out: whoever stops the run after looking at it counts "
+        f"the planned one, {format_epsilon_value(facts['planned']['epsilon_pld'])} by PLD."
+        if "PLD" in beside and not facts["run"]["finished"]
+        else ""
+    )
+    return f"By {accountant['software']}: {enforced} is enforced{shown}.{early} {unit.counted}"
 
 
 def _write_group_privacy(facts: Mapping[str, Any], unit: UnitTexts) -> list[str]:
