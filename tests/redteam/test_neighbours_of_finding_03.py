@@ -40,9 +40,7 @@ JOINT, PEEK = (dataclasses.replace(FIXED, name=f.__name__, clip=f) for f in (joi
 
 
 @pytest.mark.parametrize("rule", [JOINT, PEEK], ids=lambda rule: rule.name)
-def test_a_rule_that_looks_at_others_does_not_see_private_data(
-    rule: ClipRule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_that_looks_at_others_does_not_see_private_data(rule: ClipRule, monkeypatch: pytest.MonkeyPatch) -> None:
     own = types.ModuleType("own_rules")
     own.RULE, own.FINE = rule, dataclasses.replace(FIXED, name="fine")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_rules", own)

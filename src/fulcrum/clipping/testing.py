@@ -123,7 +123,8 @@ def check_unit_independence(rule: ClipRule, settings: Clip, shape: ModelFacts) -
             for i in range(len(gradients)):
                 for name, single in _compute_unit_outputs(rule, _select_unit(stats, i), state).items():
                     if not torch.allclose(together[name][i], single[0], rtol=1e-5):
-                        raise AssertionError(f"{rule.name}: the {name} of a unit depend on the other units of its batch")
+                        words = f"the {name} of a unit depend on the other units of its batch"
+                        raise AssertionError(f"{rule.name}: {words}")
 
 
 def check_padding(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
