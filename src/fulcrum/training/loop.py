@@ -17,7 +17,7 @@ from fulcrum.errors import RunError
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunPlan
 from fulcrum.privacy.plan import Plan, find_affordable_rounds
-from fulcrum.rng import CipherRandomness, SecureRandomness, numpy_generator
+from fulcrum.rng import SecureRandomness, SeededRandomness, numpy_generator
 from fulcrum.settings.schema import Settings
 from fulcrum.training.evaluate import Evaluation, evaluate_round
 from fulcrum.training.federation import Federation
@@ -118,7 +118,7 @@ def check_randomness(federation: Federation, run: str) -> None:
     source = problem.randomness
     if isinstance(source, SecureRandomness) and run:
         source.claim(run)
-    if isinstance(source, CipherRandomness) and source.run:
+    if isinstance(source, SeededRandomness | SecureRandomness) and source.run:
         parts = (problem.dataset, problem.partition, problem.model, problem.layout)
         if source.run != identify_releases(federation.settings, *parts):
             raise RunError(
