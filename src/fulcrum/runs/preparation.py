@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fulcrum.clipping import find_rule
+from fulcrum.clipping import RULES, find_rule
+from fulcrum.clipping.testing import refuse_broken_rule
 from fulcrum.data import Dataset, compute_features, count_units_per_party, load, split
 from fulcrum.data.dataset import declare_public, recheck_dataset, refuse_inferred_task
 from fulcrum.data.declared import resolve_data_settings
@@ -44,6 +45,8 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     dataset = load_training_data(settings, dataset, device)
     settings, dataset = resolve_data_settings(settings, dataset)
     check_settings(settings)  # again: what "auto" chose must go with the other settings
+    if not dataset.public and settings.clip.rule not in RULES:
+        refuse_broken_rule(rule, settings.clip)
     evaluation = plan_evaluation(settings, dataset)
     dataset = dataset if evaluation is None else _add_dataset_warning(dataset, evaluation.note)
     partition = split(dataset, settings.data, settings.run.seed)
