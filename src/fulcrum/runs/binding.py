@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.data.fingerprints import DIGEST_BYTES as UNIT_BYTES
-from fulcrum.data.fingerprints import compute_keyed_fingerprint
-from fulcrum.errors import BudgetError, InputError, RunError
+from fulcrum.data.fingerprints import KEY_MARK, compute_keyed_fingerprint, name_record_key
+from fulcrum.errors import BudgetError, ConfigError, InputError, RunError
 from fulcrum.privacy.ledger import Ledger, LedgerAccount, LedgerHead, RunRecord, make_seed_digest
 from fulcrum.runs import folder as record
 from fulcrum.runs.preparation import list_unit_digests
@@ -97,11 +97,28 @@ def register_run(federation: Federation, ledger: Ledger, run: str) -> None:
     # The record comes last: a start that is refused for its parties or units must not use up the private seed. A seed
     # that is refused must not leave units behind either.
     used = {each.seed_digest for each in ledger.runs().values() if each.id != run}
+    if settings.run.ledger and not problem.dataset.public:
+        check_record_key(ledger)
     if settings.run.ledger and (not known.seed_digest or known.seed_digest not in used):
         if plan.parties <= MAX_PARTIES_WITH_EPSILON:
-            ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in range(plan.parties))
+            known_by = "" if problem.dataset.public else f", {KEY_MARK}{name_record_key()}"
+            terms = {plan.name(k): plan.terms(k) for k in range(plan.parties)}
+            ledger.enroll_parties(
+                LedgerAccount(name, **{**each, "population": f"{each['population']}{known_by}"})
+                for name, each in terms.items()
+            )
         register_units(federation, ledger, run)
     ledger.register_run(known)
+
+
+def check_record_key(ledger: Ledger) -> None:
+    """ConfigError where the ledger knows records by another key: everybody would seem to be new, with a full budget."""
+    for account in ledger.accounts().values():
+        if KEY_MARK in account.population and account.population.partition(KEY_MARK)[2] != name_record_key():
+            raise ConfigError(
+                f"the key by which ledger {ledger.path} knows the records again is another one now; bring its file "
+                "back (FULCRUM_KEY_FILE), since without it everybody would seem to be new and have a full budget."
+            )
 
 
 def register_units(federation: Federation, ledger: Ledger, run: str) -> None:
