@@ -26,7 +26,7 @@ from fulcrum.data.fingerprints import KEY_MARK, compute_keyed_fingerprint, name_
 from fulcrum.errors import BudgetError, ConfigError, InputError, RunError
 from fulcrum.privacy.ledger import Ledger, LedgerAccount, LedgerHead, RunRecord, make_seed_digest
 from fulcrum.runs import folder as record
-from fulcrum.runs.preparation import list_unit_digests
+from fulcrum.runs.preparation import RECORDS_SUFFIX, list_person_record_digests, list_unit_digests
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import MAX_PARTIES_WITH_EPSILON
@@ -130,6 +130,8 @@ def register_units(federation: Federation, ledger: Ledger, run: str) -> None:
     if federation.problem.dataset.train is None:  # a coordinator: the parties know their own units
         return
     digests = list_unit_digests(federation)
+    records = list_person_record_digests(federation)
+    check_known_records(ledger, digests, records)
     everybody = [units[at : at + UNIT_BYTES] for units in digests.values() for at in range(0, len(units), UNIT_BYTES)]
     shared = len(set(everybody)) < len(everybody)
     for party, units in digests.items() if shared else ():
@@ -141,6 +143,29 @@ def register_units(federation: Federation, ledger: Ledger, run: str) -> None:
                 )
     if digests:
         ledger.register_all_units(run, digests, allow_shared=shared)
+    if records:
+        ledger.register_all_units(run, records, allow_shared=True)
+
+
+def check_known_records(ledger: Ledger, digests: Mapping[str, bytes], records: Mapping[str, bytes]) -> None:
+    """BudgetError where persons' records are known to the ledger, and the persons are not.
+
+    Persons are known by their ids. The same records without ids, or under other ids, would come with a full budget.
+    """
+    for name, units in records.items():
+        party, known = name.removesuffix(RECORDS_SUFFIX), ledger.find_known_units(name, units)
+        for other, count in known.elsewhere.items():
+            if other not in records:
+                raise BudgetError(
+                    f"{count} records of party {party!r} are in ledger {ledger.path} as records of party "
+                    f"{other.removesuffix(RECORDS_SUFFIX)!r} (or without persons), whose budget counts what was "
+                    "released of them; use the parties' names and the persons of before."
+                )
+        if known.staying and not ledger.find_known_units(party, digests[party]).staying:
+            raise BudgetError(
+                f"{known.staying} records of party {party!r} are in ledger {ledger.path} under other persons' ids, "
+                "whose budget counts what was released of them; use the ids of before."
+            )
 
 
 def describe_binding(federation: Federation, ledger: Ledger) -> dict[str, Any]:
