@@ -32,6 +32,8 @@ from fulcrum.errors import ConfigError, DataError
 KEY_BYTES = 32
 PUBLIC_KEY = b"public data needs no secret key."
 """In place of the user's key where data is public: the same everywhere."""
+KEY_MARK = "records known by key "
+"""In the population's name of a ledger's account: which key the digests of its records are made with."""
 DIGEST_BYTES = 16
 """Bytes of one unit's digest."""
 

@@ -13,16 +13,13 @@ from typing import Any
 import torch
 
 from fulcrum.data import Dataset
-from fulcrum.data.fingerprints import compute_keyed_fingerprint, compute_unit_digests, name_record_key
+from fulcrum.data.fingerprints import KEY_MARK, compute_keyed_fingerprint, compute_unit_digests, name_record_key
 from fulcrum.errors import BudgetError, ConfigError
 from fulcrum.flower.party_data import population_fingerprint
 from fulcrum.flower.party_training import PartyRunFacts
 from fulcrum.flower.terms import PartyTerms, TermsRefusal
 from fulcrum.privacy.ledger import KnownUnits, Ledger, RunPlan, RunRecord, make_seed_digest
 from fulcrum.training.problem import TrainingProblem
-
-KEY_MARK = "records known by key "
-"""In the population's name of an account: which key the digests of its records are made with."""
 
 
 def enroll_party(ledger: Ledger, terms: PartyTerms, dataset: Dataset) -> None:

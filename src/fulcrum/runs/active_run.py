@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import fulcrum
 from fulcrum.privacy.ledger import Ledger, RunRecord
+from fulcrum.privacy.plan import Plan
 from fulcrum.privacy.statement import AccountedRun, CoveredRun, EvaluationData, make_statement, statement_to_markdown
 from fulcrum.runs import folder as record
 from fulcrum.runs.binding import head_to_json
@@ -61,6 +63,7 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
             evaluation=describe_evaluation(run, rounds_done),
             composition=describe_composition(run),
             notes=run.notes,
+            scope_delta=find_largest_delta(run, list_party_names(run.federation.plan)),
         )
     )
     words["scope"]["ledger"] = head_to_json(run.ledger.head())
@@ -68,6 +71,17 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
         run.folder.write_json("privacy.json", words)
         run.folder.write_text("PRIVACY.md", statement_to_markdown(words))
     return words
+
+
+def list_party_names(plan: Plan) -> list[str]:
+    """The names of the plan's parties, in their order."""
+    return [plan.name(k) for k in range(plan.parties)]
+
+
+def find_largest_delta(run: ActiveRun, accounts: Sequence[str]) -> float:
+    """The largest sum of deltas of these accounts within the scope; 0 where none of them released anything."""
+    costs = run.ledger.costs(None if run.federation.settings.run.ledger else run.id)
+    return max((costs[name].delta for name in accounts if name in costs), default=0.0)
 
 
 def read_run_epsilons(run: ActiveRun) -> dict[str, float]:
@@ -109,7 +123,8 @@ def describe_evaluation(run: ActiveRun, rounds_done: int) -> EvaluationData:
         costs = run.ledger.epsilons(None if federation.settings.run.ledger else run.id)
         spent = max((costs.get(account.name, 0.0) for account in plan.accounts), default=0.0)
         records = sum(len(account.rows) for account in plan.accounts)
-        return EvaluationData("held-out", records, times, paid=True, epsilon=spent, delta=plan.delta)
+        delta = max(plan.delta, find_largest_delta(run, [account.name for account in plan.accounts]))
+        return EvaluationData("held-out", records, times, paid=True, epsilon=spent, delta=delta)
     if dataset.test is None or not len(dataset.test):
         return EvaluationData()
     kind = "public"

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.data.fingerprints import DIGEST_BYTES as UNIT_BYTES
-from fulcrum.data.fingerprints import compute_keyed_fingerprint
-from fulcrum.errors import BudgetError, InputError, RunError
+from fulcrum.data.fingerprints import KEY_MARK, compute_keyed_fingerprint, name_record_key
+from fulcrum.errors import BudgetError, ConfigError, InputError, RunError
 from fulcrum.privacy.ledger import Ledger, LedgerAccount, LedgerHead, RunRecord, make_seed_digest
 from fulcrum.runs import folder as record
-from fulcrum.runs.preparation import list_unit_digests
+from fulcrum.runs.preparation import RECORDS_SUFFIX, list_person_record_digests, list_unit_digests
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import MAX_PARTIES_WITH_EPSILON
@@ -97,11 +97,28 @@ def register_run(federation: Federation, ledger: Ledger, run: str) -> None:
     # The record comes last: a start that is refused for its parties or units must not use up the private seed. A seed
     # that is refused must not leave units behind either.
     used = {each.seed_digest for each in ledger.runs().values() if each.id != run}
+    if settings.run.ledger and not problem.dataset.public:
+        check_record_key(ledger)
     if settings.run.ledger and (not known.seed_digest or known.seed_digest not in used):
         if plan.parties <= MAX_PARTIES_WITH_EPSILON:
-            ledger.enroll_parties(LedgerAccount(plan.name(k), **plan.terms(k)) for k in range(plan.parties))
+            known_by = "" if problem.dataset.public else f", {KEY_MARK}{name_record_key()}"
+            terms = {plan.name(k): plan.terms(k) for k in range(plan.parties)}
+            ledger.enroll_parties(
+                LedgerAccount(name, **{**each, "population": f"{each['population']}{known_by}"})
+                for name, each in terms.items()
+            )
         register_units(federation, ledger, run)
     ledger.register_run(known)
+
+
+def check_record_key(ledger: Ledger) -> None:
+    """ConfigError where the ledger knows records by another key: everybody would seem to be new, with a full budget."""
+    for account in ledger.accounts().values():
+        if KEY_MARK in account.population and account.population.partition(KEY_MARK)[2] != name_record_key():
+            raise ConfigError(
+                f"the key by which ledger {ledger.path} knows the records again is another one now; bring its file "
+                "back (FULCRUM_KEY_FILE), since without it everybody would seem to be new and have a full budget."
+            )
 
 
 def register_units(federation: Federation, ledger: Ledger, run: str) -> None:
@@ -113,6 +130,8 @@ def register_units(federation: Federation, ledger: Ledger, run: str) -> None:
     if federation.problem.dataset.train is None:  # a coordinator: the parties know their own units
         return
     digests = list_unit_digests(federation)
+    records = list_person_record_digests(federation)
+    check_known_records(ledger, digests, records)
     everybody = [units[at : at + UNIT_BYTES] for units in digests.values() for at in range(0, len(units), UNIT_BYTES)]
     shared = len(set(everybody)) < len(everybody)
     for party, units in digests.items() if shared else ():
@@ -124,6 +143,29 @@ def register_units(federation: Federation, ledger: Ledger, run: str) -> None:
                 )
     if digests:
         ledger.register_all_units(run, digests, allow_shared=shared)
+    if records:
+        ledger.register_all_units(run, records, allow_shared=True)
+
+
+def check_known_records(ledger: Ledger, digests: Mapping[str, bytes], records: Mapping[str, bytes]) -> None:
+    """BudgetError where persons' records are known to the ledger, and the persons are not.
+
+    Persons are known by their ids. The same records without ids, or under other ids, would come with a full budget.
+    """
+    for name, units in records.items():
+        party, known = name.removesuffix(RECORDS_SUFFIX), ledger.find_known_units(name, units)
+        for other, count in known.elsewhere.items():
+            if other not in records:
+                raise BudgetError(
+                    f"{count} records of party {party!r} are in ledger {ledger.path} as records of party "
+                    f"{other.removesuffix(RECORDS_SUFFIX)!r} (or without persons), whose budget counts what was "
+                    "released of them; use the parties' names and the persons of before."
+                )
+        if known.staying and not ledger.find_known_units(party, digests[party]).staying:
+            raise BudgetError(
+                f"{known.staying} records of party {party!r} are in ledger {ledger.path} under other persons' ids, "
+                "whose budget counts what was released of them; use the ids of before."
+            )
 
 
 def describe_binding(federation: Federation, ledger: Ledger) -> dict[str, Any]:

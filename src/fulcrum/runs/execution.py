@@ -177,7 +177,8 @@ def _run_remaining_rounds(
     every = 1 if settings.privacy.randomness == "secure" else settings.run.checkpoint_every
     recorder = RunRecorder(run.folder, every, settings.train.rounds, start, lines, run.ledger)
     observers = ObserverList(recorder, watching, on_round)
-    write_privacy_statement(run, len(lines), finished=False)
+    if run.folder:  # a process that is killed can write no statement, and one of before would say too little
+        run.folder.remove_statement()
     try:
         where, score = run.folder.path if run.folder else None, run.federation.problem.task.score
         observers.started(RunInfo(run.id, settings, where, run.federation.plan, score, run.notes))

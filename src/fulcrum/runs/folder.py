@@ -83,6 +83,11 @@ class RunFolder:
         """Write a JSON file atomically; infinities become the string "inf"."""
         self.write_text(name, to_json_text(value))
 
+    def remove_statement(self) -> None:
+        """Remove the privacy statement of before: rounds are about to be released that it does not count."""
+        for name in ("privacy.json", "PRIVACY.md"):
+            (self.path / name).unlink(missing_ok=True)
+
     def append_metrics_line(self, line: Mapping[str, Any]) -> None:
         """Append one round's line (`make_metrics_line`) to metrics.jsonl."""
         with (self.path / "metrics.jsonl").open("a") as file:

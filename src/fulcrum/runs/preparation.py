@@ -90,11 +90,29 @@ def list_unit_digests(federation: Federation) -> dict[str, bytes]:
 
     Held-out units are listed under the name of their own account.
     """
+    dataset = federation.problem.dataset
+    return _list_digests(federation, "person" if dataset.person is not None else "example")
+
+
+RECORDS_SUFFIX = "/records"
+"""After a party's name in a ledger: its records, where its units are persons."""
+
+
+def list_person_record_digests(federation: Federation) -> dict[str, bytes]:
+    """Keyed digests of the records themselves, as PARTY/records, where units are known by persons' ids; else {}.
+
+    By them the same records are known again without the ids, or under other ids.
+    """
+    if federation.problem.dataset.person is None:
+        return {}
+    return {f"{name}{RECORDS_SUFFIX}": found for name, found in _list_digests(federation, "example").items()}
+
+
+def _list_digests(federation: Federation, unit: str) -> dict[str, bytes]:
     problem = federation.problem
     dataset, partition = problem.dataset, problem.partition
     if dataset.public:
         return {}
-    unit = "person" if dataset.person is not None else "example"
     found = {
         partition.name(k): compute_unit_digests(dataset, partition.indices(k), unit) for k in range(partition.parties)
     }

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from fulcrum.models.whitening import fold_centring
+from fulcrum.privacy.evaluation import is_held_out_account
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs.active_run import ActiveRun, read_run_epsilons, write_privacy_statement
 from fulcrum.runs.folder import MAX_PARTIES_PER_LINE, to_json_value
@@ -191,5 +192,6 @@ def _numbers(metrics: Mapping[str, float | str | None]) -> dict[str, float]:
 
 def _compute_worst_pld_epsilon(ledger: Ledger, run: str, delta: float) -> float:
     """The largest epsilon of any party in this run, by PLD."""
-    distinct = {spend.key: spend for spend in ledger.get_spends(run).values()}  # equal spends have equal epsilons
+    spends = (each for name, each in ledger.get_spends(run).items() if not is_held_out_account(name))
+    distinct = {spend.key: spend for spend in spends}  # equal spends have equal epsilons
     return max((spend.epsilon(delta, "pld") for spend in distinct.values()), default=0.0)

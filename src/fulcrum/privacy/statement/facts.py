@@ -86,7 +86,7 @@ class AccountedRun:
     enforced accountant. run_costs: of this run alone, where the scope is a ledger.
     randomness_mode: "secure", "seeded" or "recorded"; arithmetic: "proven" or "fast"; both of this run. others: the
     other runs within the scope. version: of Fulcrum. notes: further warnings about this run. composition: how the
-    ledger adds runs up.
+    ledger adds runs up. scope_delta: the sum of deltas within the scope, where the ledger adds them up.
     """
 
     settings: Settings
@@ -110,6 +110,7 @@ class AccountedRun:
     evaluation: EvaluationData = EvaluationData()
     composition: str = ""
     notes: tuple[str, ...] = ()
+    scope_delta: float = 0.0
 
     @property
     def coverage(self) -> Coverage:
@@ -173,11 +174,12 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     headline = largest[enforced]
     worth = coverage.level(plan.shares_noise)
     words = find_unit_texts(plan.unit, plan.aggregation)
-    numbers = format_numbers({name: format_epsilon(value) for name, value in largest.items()}, plan.delta)
+    delta = max(plan.delta, run.scope_delta)  # deltas of runs add up where the ledger adds (epsilon, delta) slices
+    numbers = format_numbers({name: format_epsilon(value) for name, value in largest.items()}, delta)
     cipher, key = RANDOM_NUMBER_SOURCES[coverage.randomness]
     result: dict[str, Any] = {
         **_add_pld_key(make_headline_keys(largest)),
-        "delta": plan.delta,
+        "delta": delta,
         "unit": plan.unit,
         "relation": words.relation,
         "adversary": words.adversary,
@@ -230,7 +232,7 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             "dataset": run.dataset_name,
         },
         "releases": _list_releases(run, spends),
-        "groups_of_records": _make_group_privacy_rows(headline, plan.delta),
+        "groups_of_records": _make_group_privacy_rows(headline, delta),
         "adds_up": composition_sentence(plan, coverage.private, run.composition),
         "not_covered": [*words.not_covered, FLOATING_POINT_NOTES[coverage.arithmetic], TEST_DATA_NOTE],
         "warnings": [
