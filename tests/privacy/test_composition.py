@@ -22,6 +22,7 @@ from fulcrum.errors import BudgetError, ConfigError
 from fulcrum.privacy.accounting import ORDERS, Spend, compute_epsilon, format_epsilon
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
 from fulcrum.privacy.ledger import Ledger, RunPlan, composition, pricing
+from fulcrum.privacy.ledger.composition import choose_order_for_plan, compute_epsilon_at_order
 
 DELTA = 1e-5
 TERMS: dict[str, Any] = {"delta": DELTA, "accountant": "rdp", "unit": "example", "population": "digits"}
@@ -345,3 +346,13 @@ def test_epsilons_print_as_people_write_them() -> None:
         *("0", "4", "4", "4.001", "1.645", "0.1", "123500", "0.000000001", "inf"),
     ]
     assert ORDERS.min() > 1
+
+
+def test_a_first_run_without_noise_leaves_an_order_that_later_runs_can_use() -> None:
+    """An unprotected plan costs infinity at every order; the first order of the table would make all others dear."""
+    nothing = Spend.empty().add_events([Unprotected(3)])
+    order = choose_order_for_plan(nothing, 1e-5, 3.0)
+    private = Spend.empty().add_events([Gaussian(0.05, 1.2, 100)])
+    best = private.epsilon(1e-5)
+    assert compute_epsilon_at_order(private, 1e-5, order) < 1.5 * best
+    assert compute_epsilon_at_order(private, 1e-5, float(ORDERS[0])) > 5 * best  # what it was before

@@ -47,6 +47,11 @@ class Cost:
 def choose_order_for_plan(plan: Spend, delta: float, budget: float | None = None) -> float:
     """The Renyi order [one of ORDERS] at which a plan costs the least; of a plan above the budget most of it fits."""
     costs = compute_order_epsilons(plan.rdp, delta)
+    if (
+        plan.others or not plan.rdp.any()
+    ):  # a plan without noise says nothing about later ones: an order that suits many
+        usual = 1 + math.log(1 / delta) / (budget or UNSTATED_BUDGET)
+        return float(ORDERS[int(np.argmin(np.abs(ORDERS - usual)))])
     if budget is not None and np.isfinite(costs).any() and costs.min() > budget:
         return choose_order_for_budget(plan, delta, budget)
     return float(ORDERS[int(np.argmin(costs))])
