@@ -313,7 +313,8 @@ def _gpt_lora(**unused: Any) -> nn.Module:
     model = _gpt().requires_grad_(False)
     assert isinstance(model, TextTransformer)
     for block in model.blocks:
-        assert isinstance(block, TransformerBlock) and isinstance(block.attention, Attention)
+        assert isinstance(block, TransformerBlock)
+        assert isinstance(block.attention, Attention)
         block.attention.qkv = LowRank(block.attention.qkv)  # type: ignore[assignment]
         block.attention.out = LowRank(block.attention.out)  # type: ignore[assignment]
     return model

@@ -176,6 +176,7 @@ def clock(asked: argparse.Namespace, setup: Setup, rows: dict[str, Row]) -> None
         if str(row.get("word", "")).startswith(("wrong", "comparison failed")):
             continue
         before = allocated(setup.device)
+        method: Method | None = None
         try:
             method = METHODS[name](setup)
             held[name] = allocated(setup.device) - before
@@ -184,20 +185,20 @@ def clock(asked: argparse.Namespace, setup: Setup, rows: dict[str, Row]) -> None
                 peaks[name] = max(peaks.get(name, 0.0), peak)
         except Exception as problem:
             row["word"] = name_problem(problem)
-            method = None  # type: ignore[assignment]
+            method = None
             free_memory()
             continue
         methods[name] = method
     taken: dict[str, list[float]] = {name: [] for name in methods}
     began = time.perf_counter()
     for t in range(asked.repeat):
-        for name, method in methods.items():
-            seconds, peak = run_step(method, asked.warm + t, setup.device)
+        for name, playing in methods.items():
+            seconds, peak = run_step(playing, asked.warm + t, setup.device)
             taken[name].append(seconds)
             peaks[name] = max(peaks[name], peak)
         if time.perf_counter() - began > asked.limit:
             break
-    for name, method in methods.items():
+    for name, played in methods.items():
         if name not in rows:
             continue
         row = rows[name]
@@ -207,8 +208,8 @@ def clock(asked: argparse.Namespace, setup: Setup, rows: dict[str, Row]) -> None
             row["ratio_to_plain"] = statistics.median(a / b for a, b in zip(taken[name], taken["plain"], strict=True))
         if setup.device.type == "cuda":
             row["gigabytes"] = (held[name] + peaks[name]) / 1e9
-        if method.notes():
-            row["note"] = "; ".join(filter(None, [row.get("note", ""), *method.notes()]))
+        if played.notes():
+            row["note"] = "; ".join(filter(None, [row.get("note", ""), *played.notes()]))
     methods.clear()
     free_memory()
 
