@@ -38,7 +38,6 @@ from model_works import GROWN, GROWTH, MAIN, REPORTED, WORKS, ModelWork
 
 import fulcrum
 from fulcrum.models.layout import ParameterLayout
-from fulcrum.study.figures import draw_line_plot
 
 Row = dict[str, Any]
 PRECISIONS = ("float32", "tf32", "bf16")
@@ -68,6 +67,9 @@ def main() -> None:
         return
     about = describe_here(asked, device)
     rows: list[Row] = []
+    if asked.report:
+        report(Path(asked.out), rows)
+        return
     for work in works:
         for precision in asked.precisions:
             rows += [row | about for row in measure(asked, Setup(work, device, precision))]
@@ -89,6 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true", help="on a CPU: no process of its own for each method")
     parser.add_argument("--no-check", action="store_true", help="do not compare with float64 gradients")
     parser.add_argument("--profile", action="store_true", help="only print where the time of a step goes")
+    parser.add_argument("--report", action="store_true", help="only write the table and the figure again")
     parser.add_argument("--weigh", action="store_true", help="only run the method and print its peak memory in bytes")
     parser.add_argument("--out", default="results", help="folder of bench-models.json and bench-models.md")
     asked = parser.parse_args()
@@ -281,7 +284,10 @@ def profile(setup: Setup, name: str, rows: int = 25) -> None:
         for t in range(2):
             method.step(t)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
-        with record(activities=activities) as found:
+        every = torch._C._profiler._ExperimentalConfig(
+            profile_all_threads=True
+        )  # clients train in threads of their own
+        with record(activities=activities, experimental_config=every) as found:
             seconds, peak = run_step(method, 2, setup.device)
     print(f"{setup.work.name} {setup.precision} {name}: {1e3 * seconds:.1f} ms, {peak / 1e9:.2f} GB above what is held")
     print(found.key_averages().table("self_cuda_time_total" if gpu else "self_cpu_time_total", row_limit=rows))
@@ -407,6 +413,10 @@ def draw_growth(rows: list[Row]) -> str:
                 name = f"{row['method']} {what}"
                 series.setdefault(name, []).append((size / sizes[0], row["ratio_to_plain"]))
     if not series:
+        return ""
+    try:
+        from fulcrum.study.figures import draw_line_plot
+    except ImportError:  # a machine with torch and numpy alone: --report draws it elsewhere
         return ""
     title = "Text transformer 4 x 256: time of a private step over plain"
     return draw_line_plot(series, title, "size, times the smallest", "times plain", log=True, log_x=True)
