@@ -3,9 +3,10 @@
 Clients of similar size train side by side. While they share weights (the first local step) their examples
 are one large batch; after that every layer is a batched matrix product with one set of weights per client.
 Sequences of Linear, Conv2d, ReLU, Tanh, Sigmoid, tempered sigmoid, MaxPool2d, AvgPool2d, global average
-pooling, Flatten and Centre have hand-written passes; other models go through torch.func, whose gradients are written
-out; persons as units, and models that torch.func cannot follow, go client by client through the reference.
-`notes` says which.
+pooling, Flatten and Centre have hand-written passes. Other models run their own forward, one set of weights after the
+other, with book-keeping for every parameter (`gradients/stacked/recorded.py`). Models that book-keeping cannot follow go
+through torch.func, whose gradients are written out; persons as units, and models that torch.func cannot follow either,
+go client by client through the reference. `notes` says which.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def build_stacked_core(problem: TrainingProblem, rows_limit: int = 0) -> tuple[S
     if problem.unit != "example":
         return None, (f"unit {problem.unit}: clients go one by one through the reference engine",)
     core = StackedCore.of(problem, rows_limit)
-    if core.program is not None:
+    if core.program is not None or core.recorder is not None:
         return core, ()
     note = f"gradients are written out by torch.func: {core.reason}"
     failed = _find_functional_failure(core)
