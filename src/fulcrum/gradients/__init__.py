@@ -45,6 +45,9 @@ PASS_MEMORY_BYTES = {"cpu": 12 * 2**20, "cuda": 4 * 2**30}
 """Maximum bytes of layer inputs and outputs per pass: a larger batch is processed in pieces. On a CPU a higher limit
 saves a few percent of the time, but every worker needs that memory."""
 
+FEWEST_EXAMPLES, LARGEST_PASS_BYTES = 16, 512 * 2**20
+"""A model with its own forward gets at least so many examples per pass, unless they take more bytes than this."""
+
 PROVEN_BLOCK = 32
 """Examples per pass where an example's numbers must not depend on how many others there are."""
 
@@ -95,28 +98,85 @@ class GradientRecorder:
         """One forward and backward pass over x [B, ...], y [B, ...] with the parameters `params` [d]."""
         if len(y) == 0:
             return EmptyTape(params.detach())
-        return self._record_in_blocks(params, x, y) if self.block else self._record(params, x, y)
+        pieces = self.split(params, x, y)
+        tapes = tuple(self.record_piece(params, x, y, piece) for piece in pieces)
+        return tapes[0] if len(tapes) == 1 else ChunkedTape(tapes, tuple(p.stop - p.start for p in pieces))
 
-    def _record_in_blocks(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
-        count = len(y)
-        rows = torch.arange(-(-count // self.block) * self.block, device=y.device)
-        rows = torch.where(rows < count, rows, torch.zeros_like(rows))
-        tapes = [self._record(params, select_rows(x, part), y[part]) for part in rows.split(self.block)]
-        return PaddedTape(ChunkedTape(tuple(tapes), (self.block,) * len(tapes)), count, len(rows))
+    def split(self, params: Tensor, x: ModelInputs, y: Tensor) -> tuple[slice, ...]:
+        """The pieces that a batch of at least one example is recorded in.
 
-    def _record(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
-        """The tape of a batch that is not empty."""
+        They depend on the shapes only, so that a resumed run has the same rounding.
+        """
+        if self._follows(params, x, y) and not self.block:
+            each = self._choose_piece_size(params, x, y)
+        else:
+            each = self.block or len(y)
+        return tuple(slice(start, min(start + each, len(y))) for start in range(0, len(y), each))
+
+    def record_piece(self, params: Tensor, x: ModelInputs, y: Tensor, piece: slice) -> GradientTape:
+        """The tape of one piece of `split`."""
+        if not self.block:
+            if piece == slice(0, len(y)):
+                return self._record(params, x, y)
+            return self._record(params, select_rows(x, piece), y[piece])
+        count = piece.stop - piece.start
+        rows = torch.arange(piece.start, piece.start + self.block, device=y.device)
+        rows = torch.where(rows < piece.stop, rows, torch.zeros_like(rows))
+        return PaddedTape(self._record_block(params, select_rows(x, rows), y[rows]), count, self.block)
+
+    def _follows(self, params: Tensor, x: ModelInputs, y: Tensor) -> bool:
+        """Whether ghost norms are used; settled with the first batch."""
         if self.how == "vmap":
-            return record_vmap_tape(self.model, self.layout, params, x, y, self.task)
+            return False
         try:
             self.settle(params, x, y)
-            if self._verdict:
-                raise UnsupportedModel(self._verdict)
-            return self._record_in_pieces(params, x, y)
+            self._count_elements_once(params, x, y)
+        except UnsupportedModel as problem:
+            self._verdict = str(problem)
+        if self._verdict and self.how == "book":
+            raise ModelError(f"book-keeping cannot follow this model ({self._verdict}); use how = 'vmap'.")
+        return not self._verdict
+
+    def _record(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
+        """The tape of a piece that is not empty."""
+        if not self._follows(params, x, y):
+            return record_vmap_tape(self.model, self.layout, params, x, y, self.task)
+        try:
+            return self.record_once(params, x, y, fast=not self.block)
         except UnsupportedModel as problem:
             if self.how == "book":
                 raise ModelError(f"book-keeping cannot follow this model ({problem}); use how = 'vmap'.") from None
             return record_vmap_tape(self.model, self.layout, params, x, y, self.task)
+
+    def _record_block(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
+        """A block in parts of one size, as memory allows."""
+        if not self._follows(params, x, y):
+            return self._record(params, x, y)
+        each = self._choose_piece_size(params, x, y)
+        each = max(1, len(y) >> (-(-len(y) // each) - 1).bit_length())  # all of one size, as blocks are
+        if each >= len(y):
+            return self._record(params, x, y)
+        parts = zip(split_inputs(x, each), y.split(each), strict=True)
+        return ChunkedTape(tuple(self._record(params, *part) for part in parts), (each,) * (len(y) // each))
+
+    def _choose_piece_size(self, params: Tensor, x: ModelInputs, y: Tensor) -> int:
+        """Examples in each of equal pieces of a batch."""
+        count = len(y)
+        shape = tuple(value.shape[1:] for value in list_input_tensors(x))
+        limit = PASS_MEMORY_BYTES.get(params.device.type, PASS_MEMORY_BYTES["cuda"])
+        bytes_each = max(1, self._elements[shape] * params.element_size())
+        if not self.program.sequence:  # calls of Python and of autograd want more examples each
+            limit = max(limit, min(FEWEST_EXAMPLES * bytes_each, LARGEST_PASS_BYTES))
+        pieces = min(count, max(1, math.ceil(bytes_each * count / limit)))
+        return math.ceil(count / pieces)
+
+    def _count_elements_once(self, params: Tensor, x: ModelInputs, y: Tensor) -> None:
+        """Finds the number of elements that a pass keeps of one example, for each shape of examples once."""
+        shape = tuple(value.shape[1:] for value in list_input_tensors(x))
+        if shape not in self._elements and not self._verdict:
+            few = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
+            kept = self.record_once(params, select_rows(x, few), y[few]).elements
+            self._elements[shape] = -(-kept // NUM_PROBE_EXAMPLES)
 
     @torch.no_grad()
     def outputs(self, params: Tensor, x: ModelInputs) -> Tensor:
@@ -157,25 +217,6 @@ class GradientRecorder:
             return record_ghost_tape(*given, self.sites or (), fast, half)
         except UnknownUse as problem:
             raise UnsupportedModel(str(problem)) from None
-
-    def _run(self, params: Tensor, x: ModelInputs, y: Tensor) -> GhostTape:
-        return self.record_once(params, x, y, fast=not self.block)
-
-    def _record_in_pieces(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
-        """Records equal pieces. They depend on the shapes only, so that a resumed run has the same rounding."""
-        shape = tuple(value.shape[1:] for value in list_input_tensors(x))
-        if shape not in self._elements:
-            self._elements[shape] = self._run(params, select_rows(x, slice(0, 1)), y[:1]).elements
-        limit = PASS_MEMORY_BYTES.get(params.device.type, PASS_MEMORY_BYTES["cuda"])
-        size = self._elements[shape] * params.element_size() * len(y)
-        pieces = min(len(y), max(1, math.ceil(size / limit)))
-        if self.block:
-            pieces = min(len(y), 1 << (pieces - 1).bit_length())  # all of one size, as blocks are
-        if pieces == 1:
-            return self._run(params, x, y)
-        step = math.ceil(len(y) / pieces)
-        tapes = [self._run(params, *piece) for piece in zip(split_inputs(x, step), y.split(step), strict=True)]
-        return ChunkedTape(tuple(tapes), tuple(len(tape.raw_losses) for tape in tapes))
 
 
 _probe_results: WeakKeyDictionary[nn.Module, tuple[ParameterLayout, Task, tuple[Any, ...]]] = WeakKeyDictionary()

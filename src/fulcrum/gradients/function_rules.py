@@ -129,9 +129,7 @@ def use_convolution(
         padded = F.pad(seen, amounts) if any(amounts) else seen
         return _make_conv_grad(padded, g, weight, strides, steps, groups)
 
-    cost = WeightGradCost.of(
-        a, groups, math.prod(out.shape[2:]), math.prod(weight.shape[1:]), len(weight) // groups
-    )
+    cost = WeightGradCost.of(a, groups, math.prod(out.shape[2:]), math.prod(weight.shape[1:]), len(weight) // groups)
     uses = [ParameterUse(weight, weight_grads, cost)]
     if bias is not None:
         uses.append(ParameterUse(bias, lambda g: MaterialisedGrad(sum_positions(g.flatten(2), 2))))

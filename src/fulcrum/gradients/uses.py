@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_unflatten
 from torch.utils._pytree import tree_flatten as flatten_tree
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from fulcrum.gradients.outer_products import ConvGrad, LinearGrad, WeightGradCost, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad

@@ -110,9 +110,7 @@ def call_with_parameters(model: nn.Module, tensors: Mapping[str, Tensor], inputs
     return call_module(model, tensors, (), dict(inputs))
 
 
-def call_module(
-    module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def call_module(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `call_with_parameters`, with any arguments."""
     given = {id(parameter): tensors[name] for name, parameter in module.named_parameters() if name in tensors}
     slots: dict[str, Tensor] = {}

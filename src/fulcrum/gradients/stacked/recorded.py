@@ -104,7 +104,11 @@ def record_sets(recorder: GradientRecorder, theta: Tensor, x: ModelInputs, y: Te
     """
     tapes = tuple(
         recorder.record_once(
-            theta[s], map_inputs(lambda value: value[s], x), y[s], not how.proven, how.precision == "bf16"  # noqa: B023
+            theta[s],
+            map_inputs(lambda value: value[s], x),
+            y[s],
+            not how.proven,
+            how.precision == "bf16",
         )
         for s in range(len(theta))
     )
