@@ -93,8 +93,8 @@ def _make_conv_grad(
     kernel = weight.shape[2:]
     if groups == 1 and math.prod(kernel) == 1:
         if max(stride) > 1:
-            x = x[(..., *(slice(None, None, step) for step in stride))]
-            x = x[(..., *(slice(0, n) for n in g.shape[2:]))]
+            for dim, (step, n) in enumerate(zip(stride, g.shape[2:], strict=True), 2):
+                x = x.narrow(dim, 0, (n - 1) * step + 1)[(slice(None),) * dim + (slice(None, None, step),)]
         return LinearGrad(x.flatten(2).transpose(1, 2), g.flatten(2).transpose(1, 2))
     if x.dim() == 3:
         x, g, weight = x.unsqueeze(2), g.unsqueeze(2), weight.unsqueeze(2)
@@ -165,7 +165,8 @@ def use_transposed_convolution(
             (n - 1) * step + gap * (k - 1) + 1
             for n, step, gap, k in zip(seen.shape[2:], strides, steps, kernel, strict=True)
         ]
-        padded = padded[(..., *(slice(0, n) for n in reach))]  # without output_padding
+        for dim, n in enumerate(reach, 2):
+            padded = padded.narrow(dim, 0, n)  # without output_padding
         return _make_conv_grad(padded, seen, weight, strides, steps, groups)
 
     cost = WeightGradCost.of(a, groups, math.prod(a.shape[2:]), math.prod(weight.shape[1:]), len(weight) // groups)
@@ -373,7 +374,7 @@ def use_attention(
     else:
         others = (x, key.transpose(0, 1), value.transpose(0, 1))
         if use_separate_proj_weight:
-            split = (q_proj_weight, k_proj_weight, v_proj_weight)
+            split: tuple[Tensor | None, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
         else:
             assert in_proj_weight is not None
             split = in_proj_weight.detach().chunk(3)
@@ -472,7 +473,7 @@ PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multip
 @register_function_rule(*ADDITIONS)
 def use_sum(recorder: UseRecorder, function: Any, input: Any, other: Any, *, alpha: float = 1) -> Any:
     """x + p, p + x."""
-    x, parameter = _find_other(recorder, input, other)
+    _, parameter = _find_other(recorder, input, other)
     if alpha != 1:
         raise recorder.refuse("a sum with alpha", parameter)
     out = function(input, other)
@@ -482,7 +483,7 @@ def use_sum(recorder: UseRecorder, function: Any, input: Any, other: Any, *, alp
 @register_function_rule(torch.sub, Tensor.sub, Tensor.__sub__)
 def use_difference(recorder: UseRecorder, function: Any, input: Any, other: Any, *, alpha: float = 1) -> Any:
     """x - p, p - x."""
-    x, parameter = _find_other(recorder, input, other)
+    _, parameter = _find_other(recorder, input, other)
     if alpha != 1:
         raise recorder.refuse("a difference with alpha", parameter)
     sign = 1 if parameter is input else -1

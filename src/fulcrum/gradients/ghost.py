@@ -1,8 +1,8 @@
 """Ghost norms: one forward and backward pass that differentiates layer outputs only, never parameters.
 
-The forward pass records the input a of each use of a parameter; the backward pass computes the gradient g of its output.
-Both together make the parameter's per-example gradients (`param_grads.py`); then g is freed. The gradient of the first
-layer's input is not computed.
+The forward pass records the input a of each use of a parameter; the backward pass computes the gradient g of its
+output. Both together make the parameter's per-example gradients (`param_grads.py`); then g is freed. The gradient of
+the first layer's input is not computed.
 
 There are two methods. A plain `nn.Sequential` of known layers is run layer by layer with the given parameters and
 without autograd (`sequence.py`). Any other model runs its own forward, and the functions that use its parameters are
@@ -106,8 +106,8 @@ def record_ghost_tape(
     """One pass over the batch.
 
     sites: modules with parameters that go through vmap (`find_vmap_sites`). fast: measured bounds in place of proven
-    ones. half: bf16 where autocast chooses it, with norms and sums in float32. Raises UnsupportedModel where the first dimension of the model's outputs is not the batch, and UnknownUse where
-    a function has no rule.
+    ones. half: bf16 where autocast chooses it, with norms and sums in float32. Raises UnsupportedModel where the first
+    dimension of the model's outputs is not the batch, and UnknownUse where a function has no rule.
     """
     tensors = tuple(layout.unflatten(params.detach()).values())
     recorder: _UseRecorder | UseRecorder
@@ -236,7 +236,7 @@ def _record_uses(
 # --- the tape -------------------------------------------------------------------------------------
 
 MAX_SMALL_ENTRIES = 4096
-"""Tensors with at most this many entries are joined: a kernel for each of a hundred biases takes longer than its work."""
+"""Tensors with at most this many entries are joined: a kernel for each of many biases takes longer than its work."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,9 @@ from fulcrum.gradients.rounding import (
 WRITE_READ_COST = 20
 """Cost of writing and reading one entry of a per-example gradient on a CPU, in multiply-adds."""
 
+LARGE_ENTRIES = 2**16
+"""Gradients of more entries than this do not stay in a CPU's cache: each entry costs twice as much."""
+
 CUDA_WRITE_READ_COST = {"float32": 66, "tf32": 350, "bf16": 600}
 """The same on a GPU, by the precision of products: 45, 200 and 400 TFLOP/s against 3.5 TB/s."""
 
@@ -50,7 +53,7 @@ def find_write_cost(values: Tensor) -> int:
         return 0
     if values.dtype in (torch.bfloat16, torch.float16):
         return CUDA_WRITE_READ_COST["bf16"]
-    rounded = torch.backends.cuda.matmul.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    rounded = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return CUDA_WRITE_READ_COST["tf32" if rounded else "float32"]
 
 
@@ -68,7 +71,10 @@ class WeightGradCost:
     @staticmethod
     def of(values: Tensor, blocks: int, positions: int, inputs: int, outputs: int) -> WeightGradCost:
         """The cost on the device and in the precision of a layer's input."""
-        return WeightGradCost(blocks, positions, inputs, outputs, find_write_cost(values))
+        cost = find_write_cost(values)
+        if not cost and inputs * outputs > LARGE_ENTRIES:
+            cost = 2 * WRITE_READ_COST
+        return WeightGradCost(blocks, positions, inputs, outputs, cost)
 
     @property
     def entries(self) -> int:
@@ -96,7 +102,7 @@ def multiply(one: Tensor, other: Tensor) -> Tensor:
     if other.dtype != torch.bfloat16:
         return one @ other
     if other.is_cuda:
-        return torch.mm(one.to(other.dtype), other, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
+        return torch.mm(one.to(other.dtype), other, out_dtype=torch.float32)
     return one.float() @ other.float()
 
 
@@ -105,7 +111,7 @@ def multiply_batches(one: Tensor, other: Tensor) -> Tensor:
     if other.dtype != torch.bfloat16:
         return torch.bmm(one, other)
     if other.is_cuda:
-        return torch.bmm(one.to(other.dtype), other, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
+        return torch.bmm(one.to(other.dtype), other, out_dtype=torch.float32)
     return torch.bmm(one.float(), other.float())
 
 
@@ -279,7 +285,7 @@ class ConvGrad:
     def dots(self, direction: Tensor) -> Tensor:
         weight = direction.view(self.weight.shape).to(self.a.dtype)
         convolve = F.conv2d if weight.dim() == 4 else F.conv3d
-        out = convolve(self.a, weight, None, self.stride, 0, self.dilation, self.groups)  # type: ignore[operator]
+        out = convolve(self.a, weight, None, self.stride, 0, self.dilation, self.groups)
         return (out * self.g).flatten(1).sum(dim=1, dtype=direction.dtype)
 
     def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:

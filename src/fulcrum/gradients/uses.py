@@ -72,8 +72,8 @@ def register_function_rule(*functions: Any) -> Callable[[Rule], Rule]:
 class VmapSite:
     """A module with parameters that no rule knows how to follow.
 
-    name: of the module in the model; empty for the model itself. places: these parameters, as indices in the layout. inner: all trainable parameters in the module, by their names
-    there. reason: the function without a rule.
+    name: of the module in the model; empty for the model itself. places: these parameters, as indices in the layout.
+    inner: all trainable parameters in the module, by their names there. reason: the function without a rule.
     """
 
     name: str
@@ -122,7 +122,7 @@ class UseRecorder(TorchFunctionMode):
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], count: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tensors, self.count = tensors, count
         self.elements = 0
         """Total number of elements in the inputs and outputs of all uses."""

@@ -102,14 +102,10 @@ def record_sets(recorder: GradientRecorder, theta: Tensor, x: ModelInputs, y: Te
 
     Raises UnsupportedModel where the recorder cannot follow the model.
     """
-    tapes = tuple(
-        recorder.record_once(
-            theta[s],
-            map_inputs(lambda value: value[s], x),
-            y[s],
-            not how.proven,
-            how.precision == "bf16",
-        )
-        for s in range(len(theta))
-    )
+
+    def record(s: int) -> GhostTape:
+        rows = map_inputs(lambda value: value[s], x)
+        return recorder.record_once(theta[s], rows, y[s], not how.proven, how.precision == "bf16")
+
+    tapes = tuple(record(s) for s in range(len(theta)))
     return RecordedTape(tapes, tuple(tape.parts for tape in tapes), how.proven)
