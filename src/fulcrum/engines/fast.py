@@ -12,7 +12,10 @@ from functools import reduce
 
 import torch
 
+from fulcrum.data.records import select_rows
 from fulcrum.gradients import GradientRecorder, GradientTape
+from fulcrum.gradients.ghost import GhostTape
+from fulcrum.gradients.units import join_units
 from fulcrum.privacy.bounds import FAST_SUM_MARGIN, choose_sum_margin
 from fulcrum.training.client import LocalStepTerms, StepFn, StepSample, make_materialised_step
 from fulcrum.training.clipped_sum import Contribution, clip_batch
@@ -26,7 +29,7 @@ MapPieces = Callable[[Callable[[GradientRecorder, slice], Contribution], Sequenc
 def make_ghost_step(follow: GradientRecorder, map_pieces: MapPieces | None = None) -> StepFn:
     """Like `make_materialised_step`, from norms and inner products only.
 
-    Rules that look at gradients in another basis, and units of several records, need the gradients themselves.
+    Rules that look at gradients in another basis need the gradients themselves.
     map_pieces: how the pieces of a batch are worked on; default: one after the other.
     """
     written_out = make_materialised_step(follow)
@@ -41,8 +44,11 @@ def make_ghost_step(follow: GradientRecorder, map_pieces: MapPieces | None = Non
     def work(
         problem: TrainingProblem, sample: StepSample, view: View, state: RuleState, terms: LocalStepTerms
     ) -> Contribution:
-        if view.transform is not None or problem.unit != "example":
+        if view.transform is not None:
             return written_out(problem, sample, view, state, terms)
+        if problem.unit != "example":
+            found = _clip_units(follow, problem, sample, view, state, terms)
+            return written_out(problem, sample, view, state, terms) if found is None else found
         x, y = sample.records(problem)
         pieces = follow.split(sample.theta, x, y) if sample.count else ()
         if len(pieces) < 2 or not problem.rule.sound:
@@ -55,6 +61,52 @@ def make_ghost_step(follow: GradientRecorder, map_pieces: MapPieces | None = Non
         return add_contributions(list(map_pieces(work_on_piece, pieces)))
 
     return work
+
+
+def _clip_units(
+    follow: GradientRecorder,
+    problem: TrainingProblem,
+    sample: StepSample,
+    view: View,
+    state: RuleState,
+    terms: LocalStepTerms,
+) -> Contribution | None:
+    """The clipped sum of units of several records, units with as many records together.
+
+    None where the gradients must be written out: a proven sum, a rule that looks at the whole batch, a model that
+    book-keeping cannot follow, or a record whose gradient is not finite (it counts as zero, the unit's others do not).
+    """
+    if problem.proven or not problem.rule.sound or not sample.count:
+        return None
+    x, y = sample.records(problem)
+    slots = sample.slots.to(problem.device)
+    numbers = torch.bincount(slots, minlength=sample.count)
+    most = max(piece.stop - piece.start for piece in follow.split(sample.theta, x, y))
+    found: list[Contribution] = []
+    for units in _group_units(numbers, most):
+        local = torch.full_like(numbers, -1)
+        local[units] = torch.arange(len(units), device=units.device)
+        rows = torch.nonzero(local[slots] >= 0)[:, 0]
+        tape = follow.record_piece(sample.theta, select_rows(x, rows), y[rows], slice(0, len(rows)))
+        if not isinstance(tape, GhostTape):
+            return None
+        joined = join_units(tape, local[slots[rows]], len(units))
+        if not joined.is_finite:
+            return None
+        found.append(clip_tape(problem, joined, sample.count, view, state, terms))
+    return found[0] if len(found) == 1 else add_contributions(found)
+
+
+def _group_units(numbers: torch.Tensor, most: int) -> list[torch.Tensor]:
+    """Units in groups of at most `most` records where possible, by their number of records [U]."""
+    order = numbers.argsort(stable=True)
+    groups, start, held = [], 0, 0
+    for place, records in enumerate(numbers[order].tolist()):
+        if held and held + records > most:
+            groups.append(order[start:place])
+            start, held = place, 0
+        held += records
+    return [*groups, order[start:]]
 
 
 def clip_tape(

@@ -321,6 +321,11 @@ class GhostTape:
     def positions(self) -> int:
         return max((sum(part.positions for part in parts) for parts in self.parts), default=1)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether every example's loss and gradient is finite; waits for the device."""
+        return self._all_finite
+
     @cached_property
     def _all_finite(self) -> bool:
         return bool(self._good.all())

@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fulcrum.engines.fast import make_ghost_step
 from fulcrum.engines.stacked.core import StackedCore
 from fulcrum.engines.stacked.rules import StackedState, stack_states, unstack_state
 from fulcrum.engines.stacked.trainer import BucketResult, ClientJob, StackedTrainer
@@ -58,8 +59,9 @@ class StackedEngine(Engine):
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Replies, one per assignment, in order."""
         if self.trainer is None:
+            work = make_ghost_step(self.problem.make_recorder())
             for task, state in zip(request.assignments, request.states, strict=True):
-                yield train_client(self.problem, request, task, state)
+                yield train_client(self.problem, request, task, state, work)
             return
         starts = self.problem.partition.starts
         jobs = [
@@ -88,7 +90,7 @@ class StackedEngine(Engine):
 def build_stacked_core(problem: TrainingProblem, rows_limit: int = 0) -> tuple[StackedCore | None, tuple[str, ...]]:
     """The problem on its device, ready to be stacked, and notes; None where it cannot be."""
     if problem.unit != "example":
-        return None, (f"unit {problem.unit}: clients go one by one through the reference engine",)
+        return None, (f"unit {problem.unit}: clients go one by one",)
     core = StackedCore.of(problem, rows_limit)
     if core.program is not None or core.recorder is not None:
         return core, ()
