@@ -81,6 +81,24 @@ def twice(layer: nn.Module, x: Tensor) -> Tensor:
     return x + layer(torch.tanh(layer(x)))
 
 
+def last_step(layer: Any, x: Tensor) -> Tensor:
+    return layer(x)[0][:, -1]  # type: ignore[no-any-return]
+
+
+def all_steps(layer: Any, x: Tensor) -> Tensor:
+    return layer(x)[0]  # type: ignore[no-any-return]
+
+
+def last_states(layer: Any, x: Tensor) -> Tensor:
+    states = layer(x)[1]
+    states = torch.cat(states) if isinstance(states, tuple) else states
+    return states.transpose(0, 1)  # type: ignore[no-any-return]
+
+
+def time_first(layer: Any, x: Tensor) -> Tensor:
+    return layer(x.transpose(0, 1))[0].transpose(0, 1)  # type: ignore[no-any-return]
+
+
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., Tensor]]] = {
     "conv3d": (lambda: nn.Conv3d(2, 3, 2, padding=1, stride=(1, 2, 1)), (2, 3, 4, 3), plain),
     "conv3d-groups": (lambda: nn.Conv3d(4, 4, (1, 2, 2), groups=2, dilation=(1, 1, 2)), (4, 2, 4, 4), plain),
@@ -108,6 +126,15 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., 
         plain,
     ),
     "bilinear": (lambda: nn.Bilinear(4, 4, 3), (3, 4), lambda layer, x: layer(x, x.flip(1))),
+    "lstm": (lambda: nn.LSTM(4, 3, batch_first=True), (5, 4), all_steps),
+    "lstm-last": (lambda: nn.LSTM(4, 3, batch_first=True, bias=False), (5, 4), last_step),
+    "lstm-states": (lambda: nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True), (5, 4), last_states),
+    "lstm-two": (lambda: nn.LSTM(4, 3, 2, bidirectional=True), (5, 4), time_first),
+    "gru": (lambda: nn.GRU(4, 3, batch_first=True), (5, 4), all_steps),
+    "gru-last": (lambda: nn.GRU(4, 3, batch_first=True, bias=False), (5, 4), last_step),
+    "gru-states": (lambda: nn.GRU(4, 3, 2, batch_first=True, bidirectional=True), (5, 4), last_states),
+    "gru-two": (lambda: nn.GRU(4, 3, 2, bidirectional=True), (5, 4), time_first),
+    "rnn": (lambda: nn.RNN(4, 3, batch_first=True), (5, 4), all_steps),
     "merged-rows": (lambda: nn.Linear(4, 5), (3, 4), merge),
     "used-twice": (lambda: nn.Linear(4, 4), (3, 4), twice),
     "conv-used-twice": (lambda: nn.Conv1d(4, 4, 3, padding=1), (4, 5), twice),

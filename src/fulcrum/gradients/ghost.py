@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs
 from fulcrum.data.tasks import Task
-from fulcrum.gradients import function_rules as function_rules  # fills the table of functions
-from fulcrum.gradients import sequence
+from fulcrum.gradients import function_rules, recurrent_rules, sequence
 from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, join_uses, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad, scratch_ranges
 from fulcrum.gradients.program import GradProgram, GradSite, UnsupportedModel
