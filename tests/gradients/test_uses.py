@@ -162,13 +162,19 @@ def test_every_function_equals_autograd(name: str, frozen: str) -> None:
     for parameter, value in model.named_parameters():
         value.requires_grad_(not (frozen and frozen in parameter))
     layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
-    tape = record(model, layout, layout.flatten(model), x, y)
+    recorder = grads.GradientRecorder(model, layout, CLASSIFY)
+    tape = recorder(layout.flatten(model), x, y)
     assert isinstance(tape, book.GhostTape)
     check_tape(tape, loop(model, layout, x, y), layout)
+    assert bool(recorder.sites) == (name in UNKNOWN)
+
+
+UNKNOWN = ("bilinear", "no-rule", "transposed-parameter", "rnn")
+"""What no rule knows: vmap for the module around it."""
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", ["bilinear", "no-rule", "transposed-parameter"])
+@pytest.mark.parametrize("name", UNKNOWN[:3])
 def test_only_the_module_around_an_unknown_use_goes_through_vmap(name: str) -> None:
     model = build(name)
     layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()

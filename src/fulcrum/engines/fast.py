@@ -71,7 +71,7 @@ def _clip_units(
     state: RuleState,
     terms: LocalStepTerms,
 ) -> Contribution | None:
-    """The clipped sum of units of several records, units with as many records together.
+    """The clipped sum of units of several records.
 
     None where the gradients must be written out: a proven sum, a rule that looks at the whole batch, a model that
     book-keeping cannot follow, or a record whose gradient is not finite (it counts as zero, the unit's others do not).
@@ -98,10 +98,10 @@ def _clip_units(
 
 
 def _group_units(numbers: torch.Tensor, most: int) -> list[torch.Tensor]:
-    """Units in groups of at most `most` records where possible, by their number of records [U]."""
-    order = numbers.argsort(stable=True)
+    """Consecutive units in groups of at most `most` records where possible; numbers [U]: of each unit's records."""
+    order = torch.arange(len(numbers), device=numbers.device)
     groups, start, held = [], 0, 0
-    for place, records in enumerate(numbers[order].tolist()):
+    for place, records in enumerate(numbers.tolist()):
         if held and held + records > most:
             groups.append(order[start:place])
             start, held = place, 0

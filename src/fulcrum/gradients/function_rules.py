@@ -200,8 +200,17 @@ def use_layer_norm(
     def total(values: Tensor) -> MaterialisedGrad:
         return MaterialisedGrad(values.reshape(len(values), -1, count).sum(dim=1))
 
+    def along(g: Tensor) -> MaterialisedGrad:
+        if not g.is_cuda:
+            return total(((seen - centre) * scale).mul_(g))
+        # Sums over positions as products: fewer passes over memory.
+        shape = (len(g), -1, count)
+        spread = scale.reshape(len(g), 1, -1)
+        plain = torch.bmm(spread * centre.reshape(len(g), 1, -1), g.reshape(shape))
+        return MaterialisedGrad((torch.bmm(spread, (seen * g).view(shape)) - plain)[:, 0])
+
     uses = [
-        ParameterUse(weight, lambda g: total(((seen - centre) * scale).mul_(g))) if weight is not None else None,
+        ParameterUse(weight, along) if weight is not None else None,
         ParameterUse(bias, total) if bias is not None else None,
     ]
     return recorder.tap(out, [use for use in uses if use], (a,))
@@ -214,23 +223,30 @@ def _tap_group_norm(
     pixels = math.prod(a.shape[2:])
     a = a.contiguous() if a.element_size() >= 4 else a.float().contiguous()
     out, mean, rstd = torch.native_group_norm(a, weight, bias, count, channels, pixels, groups, eps)
-    each = channels // groups
-    seen = a.detach().view(count, channels, pixels)
-    centre, scale = (v.detach().view(count, groups, 1).expand(-1, -1, each).flatten(1) for v in (mean, rstd))
-    sums: dict[str, Tensor] = {}
+    seen, centre, scale = a.detach(), mean.detach(), rstd.detach()
+    found: dict[str, Tensor] = {}
 
-    def plain(g: Tensor) -> Tensor:
-        if "g" not in sums:
-            sums["g"] = g.reshape(count, channels, pixels).sum(dim=2)
-        return sums["g"]
-
-    def along(g: Tensor) -> Tensor:
-        inner = (seen - centre[:, :, None]).mul_(g.reshape(count, channels, pixels)).sum(dim=2)
-        return inner * scale
+    def compute(g: Tensor, name: str) -> MaterialisedGrad:
+        """Both gradients in one pass: to the library, the channels of all examples are those of one image."""
+        if not found:
+            whole = (1, count * channels, pixels)
+            _, found["weight"], found["bias"] = torch.ops.aten.native_group_norm_backward(
+                g.reshape(whole),
+                seen.reshape(whole),
+                centre.reshape(1, -1),
+                scale.reshape(1, -1),
+                scale.new_ones(count * channels),
+                1,
+                count * channels,
+                pixels,
+                count * groups,
+                [False, True, True],
+            )
+        return MaterialisedGrad(found[name].view(count, channels))
 
     uses = [
-        ParameterUse(weight, lambda g: MaterialisedGrad(along(g))) if weight is not None else None,
-        ParameterUse(bias, lambda g: MaterialisedGrad(plain(g))) if bias is not None else None,
+        ParameterUse(weight, lambda g: compute(g, "weight")) if weight is not None else None,
+        ParameterUse(bias, lambda g: compute(g, "bias")) if bias is not None else None,
     ]
     return recorder.tap(out, [use for use in uses if use], (a,))
 

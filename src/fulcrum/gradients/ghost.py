@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs
 from fulcrum.data.tasks import Task
-from fulcrum.gradients import function_rules, recurrent_rules, sequence
+from fulcrum.gradients import function_rules as function_rules  # fills the table of functions
+from fulcrum.gradients import recurrent_rules as recurrent_rules
+from fulcrum.gradients import sequence
 from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, join_uses, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad, scratch_ranges
 from fulcrum.gradients.program import GradProgram, GradSite, UnsupportedModel
@@ -30,6 +32,7 @@ from fulcrum.gradients.rounding import (
     SquaredNorms,
     add_error,
     bound_roundings,
+    fast_squared_norms,
     squared_norms,
     to_norm_table,
 )
@@ -284,7 +287,8 @@ class GhostTape:
             small = [i for i in members if i in self._small]
             pieces = [self._tensor_squares[i] for i in members if i not in self._small]
             if small:
-                pieces.append(squared_norms(self._join_rows(small)))
+                rows = self._join_rows(small)
+                pieces.append(fast_squared_norms(rows) if self.fast else squared_norms(rows))
             found.append(SquaredNorms(*(torch.stack(each).sum(dim=0) for each in zip(*pieces, strict=True))))
         return stack_squares(found)
 

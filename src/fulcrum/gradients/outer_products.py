@@ -36,6 +36,8 @@ from fulcrum.gradients.rounding import (
     multiply_squared_norms,
     squared_norms,
 )
+from fulcrum.gradients.stacked import fused
+from fulcrum.gradients.stacked.geometry import SlidingWindow
 
 WRITE_READ_COST = 20
 """Cost of writing and reading one entry of a per-example gradient on a CPU, in multiply-adds."""
@@ -43,8 +45,9 @@ WRITE_READ_COST = 20
 LARGE_ENTRIES = 2**16
 """Gradients of more entries than this do not stay in a CPU's cache: each entry costs twice as much."""
 
-CUDA_WRITE_READ_COST = {"float32": 66, "tf32": 350, "bf16": 600}
-"""The same on a GPU, by the precision of products: 45, 200 and 400 TFLOP/s against 3.5 TB/s."""
+CUDA_WRITE_READ_COST = {"float32": 100, "tf32": 350, "bf16": 600}
+"""The same on a GPU, by the precision of products: 45, 200 and 400 TFLOP/s against 3.5 TB/s; more for float32, since
+written gradients also take memory."""
 
 
 def find_write_cost(values: Tensor) -> int:
@@ -153,8 +156,12 @@ class LinearGrad:
         if proven:
             total = self._sum_in_float64(factors).reshape(-1)
         else:
-            scaled = scale_rows(self.g, factors).flatten(0, -2)
-            total = multiply(scaled.t(), self.a.flatten(0, -2)).reshape(-1)
+            a, g = self.a, self.g
+            if a.shape[-1] < g.shape[-1]:  # the smaller of the two is copied
+                a = scale_rows(a, factors.to(a.dtype))
+            else:
+                g = scale_rows(g, factors.to(g.dtype))
+            total = multiply(g.flatten(0, -2).t(), a.flatten(0, -2)).reshape(-1)
         return self.order.to_parameter(total) if self.order else total
 
     def _sum_in_float64(self, factors: Tensor) -> Tensor:
@@ -252,6 +259,9 @@ class ConvGrad:
         The patches are a strided view, copied once: on CUDA `F.unfold` would start a kernel per image.
         """
         n, (c, *kernel), out = self.groups, self.weight.shape[1:], self.g.shape[2:]
+        copied = self._extract_patches()
+        if copied is not None:
+            return copied.transpose(1, 2), self.g.reshape(len(copied), -1, math.prod(out)).transpose(1, 2)
         last = torch.channels_last if len(out) == 2 else torch.channels_last_3d
         a = self.a.contiguous(memory_format=last if self.copies_channels_last else torch.contiguous_format)
         by_example, by_channel, *by_pixel = a.stride()
@@ -269,6 +279,23 @@ class ConvGrad:
         else:
             patches = view.reshape(len(a) * n, entries, positions)
         return patches, self.g.reshape(len(a) * n, -1, positions).transpose(1, 2)
+
+    def _extract_patches(self) -> Tensor | None:
+        """Patches [B, T, K] by one kernel, where there is one for this device and layer: None elsewhere."""
+        if (
+            self.groups > 1
+            or len(self.stride) != 2
+            or not self.copies_channels_last
+            or not fused.can_use_kernels(self.a)
+        ):
+            return None
+        (_, c, kh, kw), (height, width) = self.weight.shape, self.a.shape[2:]
+        (sh, sw), (dh, dw) = self.stride, self.dilation
+        window = SlidingWindow(height, width, c, (kh, kw), (sh, sw), (0, 0), (dh, dw))
+        if window.out != tuple(self.g.shape[2:]):
+            return None
+        found = fused.fused_extract_patches(self.a.permute(0, 2, 3, 1).contiguous().unsqueeze(0), window)
+        return None if found is None else found[0]
 
     @property
     def order(self) -> EntryOrder | None:
@@ -370,21 +397,31 @@ def outer_squared_norms(part: LinearGrad | ConvGrad, fast: bool = False) -> Squa
     """
     size, count = part.size, len(part.g)
     fast = fast and part.g.dtype != torch.float64
-    entries = size.blocks * size.positions * (size.inputs + size.outputs + 2 * size.positions)
     by_ghost = size.prefers_ghost_norms or size.positions == 1
-    if not by_ghost:
-        entries = max(entries, size.entries)
     ghost, written = (
         (fast_ghost_squared_norms, _fast_written_squared_norms)
         if fast
         else (ghost_squared_norms, _written_squared_norms)
     )
-    pieces = [torch.zeros((3, 0), dtype=torch.float64, device=part.g.device)]
+    copied = size.inputs + size.outputs if not fast or isinstance(part, ConvGrad) else 0  # of a and g
+    entries = size.blocks * size.positions * (copied + 3 * size.positions)
+    if not by_ghost:
+        entries = max(entries, size.entries)
+    pieces = []
     for start, stop in scratch_ranges(count, (4 if fast else 8) * entries, part.g.device):
         a, g = (part if stop - start == count else part.slice(start, stop)).matmul_operands()
         found = ghost(a, g) if by_ghost else written(a, g)
-        pieces.append(torch.stack(found).view(3, stop - start, size.blocks).sum(dim=2))
-    return SquaredNorms(*(pieces[1] if len(pieces) == 2 else torch.cat(pieces, dim=1)))
+        if size.blocks > 1:
+            found = SquaredNorms(*(each.view(stop - start, size.blocks).sum(dim=1) for each in found))
+        pieces.append(found)
+    if len(pieces) == 1:
+        return pieces[0]
+    none = torch.zeros(0, dtype=torch.float64, device=part.g.device)
+    return (
+        SquaredNorms(*(torch.cat(each) for each in zip(*pieces, strict=True)))
+        if pieces
+        else SquaredNorms(none, none, none)
+    )
 
 
 def fast_ghost_squared_norms(inputs: Tensor, grads: Tensor) -> SquaredNorms:

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fulcrum.gradients.rounding import SquaredNorms, add_error, from_fast_grams, from_grams, squared_norms
+from fulcrum.gradients.rounding import (
+    SquaredNorms,
+    add_error,
+    fast_squared_norms,
+    from_fast_grams,
+    from_grams,
+    squared_norms,
+)
 
 SCRATCH_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Maximum bytes of unfolded patches (or gradients) at a time: on a CPU they should fit the cache."""
@@ -30,6 +37,10 @@ DOUBLE_SCRATCH = {"cpu": 2**19, "cuda": 256 * 2**20}
 
 MAX_GRAM_POSITIONS = 1024
 """Positions up to which the norm of an embedding's gradient comes from products of all pairs."""
+
+
+MAX_DENSE_ENTRIES = 512
+"""Rows of an embedding's table up to which its sums on a GPU are a product with indicators."""
 
 
 class ParamGrad(Protocol):
@@ -126,7 +137,7 @@ class MaterialisedGrad:
         return 1
 
     def squared_norms(self, fast: bool = False) -> SquaredNorms:
-        return squared_norms(self.grads)
+        return fast_squared_norms(self.grads) if fast else squared_norms(self.grads)
 
     def dots(self, direction: Tensor) -> Tensor:
         return self.grads @ (self.order.to_stored(direction) if self.order else direction)
@@ -202,6 +213,11 @@ class EmbeddingGrad:
 
     def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
         g, factors = (self.g.double(), factors.double()) if proven else (self.g, factors)
+        if g.is_cuda and not proven and self.entries <= MAX_DENSE_ENTRIES:
+            # Many examples add to each row of a small table: a product is faster than additions in turn.
+            places = torch.arange(self.entries, device=g.device)
+            chosen = (self.index.unsqueeze(2) == places) * factors.view(-1, 1, 1)
+            return (chosen.flatten(0, 1).t() @ g.flatten(0, 1).to(factors.dtype)).reshape(-1)
         total = factors.new_zeros(self.entries, g.shape[2])
         return total.index_add_(0, self.index.reshape(-1), scale_rows(g, factors).flatten(0, 1)).reshape(-1)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, _VF
+from torch import _VF, Tensor
 from torch.nn import functional as F
 
 from fulcrum.gradients.outer_products import LinearGrad, WeightGradCost

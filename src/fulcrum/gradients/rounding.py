@@ -124,8 +124,18 @@ def add_fast_error(squares: Tensor, lengths: Tensor) -> SquaredNorms:
 
 def from_fast_grams(gram: Tensor, other: Tensor) -> SquaredNorms:
     """Squared norms from the Gram matrices over positions [B, T, T] in float32."""
-    lengths = (gram.diagonal(dim1=1, dim2=2).sqrt() * other.diagonal(dim1=1, dim2=2).sqrt()).double().sum(dim=1)
-    return add_fast_error((gram * other).sum(dim=(1, 2)).clamp_min(0), lengths)
+    products = gram * other
+    lengths = products.diagonal(dim1=1, dim2=2).sqrt().sum(dim=1)
+    return add_fast_error(products.sum(dim=(1, 2)).clamp_min(0), lengths.double())
+
+
+def fast_squared_norms(rows: Tensor) -> SquaredNorms:
+    """Squared norms of rows [B, n], with a measured bound: a GPU adds up a row in a tree, in float32."""
+    if not rows.is_cuda or rows.dtype == torch.float64:
+        return squared_norms(rows)
+    found = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double().square()
+    bounds = found * (1 + FAST_GRAM_ERROR)
+    return SquaredNorms(found, bounds, bounds)
 
 
 class NormTable(NamedTuple):

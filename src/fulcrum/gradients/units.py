@@ -18,7 +18,7 @@ from fulcrum.gradients.param_grads import EmbeddingGrad, MaterialisedGrad, Param
 
 @dataclass(frozen=True)
 class UnitTable:
-    """The records of U units with at most R each: rows [U, R] (0 where there is none), weights [U, R]: 1 / number, or 0.
+    """The records of U units with at most R each: rows [U, R], weights [U, R]: 1 / number. 0 where there is none.
 
     slots [B]: the unit of each record.
     """

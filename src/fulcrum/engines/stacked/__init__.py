@@ -4,9 +4,9 @@ Clients of similar size train side by side. While they share weights (the first 
 are one large batch; after that every layer is a batched matrix product with one set of weights per client.
 Sequences of Linear, Conv2d, ReLU, Tanh, Sigmoid, tempered sigmoid, MaxPool2d, AvgPool2d, global average
 pooling, Flatten and Centre have hand-written passes. Other models run their own forward, one set of weights after the
-other, with book-keeping for every parameter (`gradients/stacked/recorded.py`). Models that book-keeping cannot follow go
-through torch.func, whose gradients are written out; persons as units, and models that torch.func cannot follow either,
-go client by client through the reference. `notes` says which.
+other, with book-keeping for every parameter (`gradients/stacked/recorded.py`). Models that book-keeping cannot follow
+go through torch.func, whose gradients are written out; persons as units, and models that torch.func cannot follow
+either, go client by client. `notes` says which.
 """
 
 from __future__ import annotations
