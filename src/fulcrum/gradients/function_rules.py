@@ -87,19 +87,25 @@ def _pad_amounts(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...
 
 
 def _make_conv_grad(
-    x: Tensor, g: Tensor, weight: Tensor, stride: tuple[int, ...], dilation: tuple[int, ...], groups: int
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    padding: tuple[int, ...] = (),
 ) -> ConvGrad | LinearGrad:
-    """x is padded. A sequence is an image of height 1; a 1x1 convolution is a linear layer over pixels."""
+    """A sequence is an image of height 1; a 1x1 convolution is a linear layer over pixels."""
     kernel = weight.shape[2:]
-    if groups == 1 and math.prod(kernel) == 1:
+    if groups == 1 and math.prod(kernel) == 1 and not any(padding):
         if max(stride) > 1:
             for dim, (step, n) in enumerate(zip(stride, g.shape[2:], strict=True), 2):
                 x = x.narrow(dim, 0, (n - 1) * step + 1)[(slice(None),) * dim + (slice(None, None, step),)]
         return LinearGrad(x.flatten(2).transpose(1, 2), g.flatten(2).transpose(1, 2))
     if x.dim() == 3:
         x, g, weight = x.unsqueeze(2), g.unsqueeze(2), weight.unsqueeze(2)
-        stride, dilation = (1, *stride), (1, *dilation)
-    return ConvGrad(x, g, weight.to(x.dtype), stride, dilation, groups)
+        stride, dilation, padding = (1, *stride), (1, *dilation), ((0, *padding) if padding else ())
+    return ConvGrad(x, g, weight.to(x.dtype), stride, dilation, groups, padding)
 
 
 @register_function_rule(torch.conv1d, torch.conv2d, torch.conv3d)
@@ -126,8 +132,9 @@ def use_convolution(
     seen, amounts = a.detach(), _pad_amounts(around, tuple(weight.shape[2:]), steps)
 
     def weight_grads(g: Tensor) -> ConvGrad | LinearGrad:
-        padded = F.pad(seen, amounts) if any(amounts) else seen
-        return _make_conv_grad(padded, g, weight, strides, steps, groups)
+        if amounts[::2] == amounts[1::2]:
+            return _make_conv_grad(seen, g, weight, strides, steps, groups, tuple(reversed(amounts[::2])))
+        return _make_conv_grad(F.pad(seen, amounts), g, weight, strides, steps, groups)
 
     cost = WeightGradCost.of(a, groups, math.prod(out.shape[2:]), math.prod(weight.shape[1:]), len(weight) // groups)
     uses = [ParameterUse(weight, weight_grads, cost)]

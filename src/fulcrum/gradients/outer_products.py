@@ -45,9 +45,9 @@ WRITE_READ_COST = 20
 LARGE_ENTRIES = 2**16
 """Gradients of more entries than this do not stay in a CPU's cache: each entry costs twice as much."""
 
-CUDA_WRITE_READ_COST = {"float32": 100, "tf32": 350, "bf16": 600}
-"""The same on a GPU, by the precision of products: 45, 200 and 400 TFLOP/s against 3.5 TB/s; more for float32, since
-written gradients also take memory."""
+CUDA_WRITE_READ_COST = {"float32": 100, "tf32": 600, "bf16": 600}
+"""The same on a GPU, by the precision of products: 45, 200 and 400 TFLOP/s against 3.5 TB/s; more for the
+first two, since written gradients also take memory."""
 
 
 def find_write_cost(values: Tensor) -> int:
@@ -228,7 +228,7 @@ def _patch_entry_order(groups: int, weight: Tensor) -> EntryOrder:
 
 @dataclass(frozen=True)
 class ConvGrad:
-    """A convolution's weight [O, C / groups, kh, kw]: padded inputs a [B, C, H, W], output gradients g [B, O, h, w].
+    """A convolution's weight [O, C / groups, kh, kw]: inputs a [B, C, H, W], output gradients g [B, O, h, w].
 
     Or in three dimensions.
     """
@@ -240,6 +240,8 @@ class ConvGrad:
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    padding: tuple[int, ...] = ()
+    """Zeros around the inputs in each dimension; empty: none."""
 
     @property
     def size(self) -> WeightGradCost:
@@ -263,7 +265,9 @@ class ConvGrad:
         if copied is not None:
             return copied.transpose(1, 2), self.g.reshape(len(copied), -1, math.prod(out)).transpose(1, 2)
         last = torch.channels_last if len(out) == 2 else torch.channels_last_3d
-        a = self.a.contiguous(memory_format=last if self.copies_channels_last else torch.contiguous_format)
+        around = [amount for p in reversed(self.padding) for amount in (p, p)]
+        padded = F.pad(self.a, around) if any(around) else self.a
+        a = padded.contiguous(memory_format=last if self.copies_channels_last else torch.contiguous_format)
         by_example, by_channel, *by_pixel = a.stride()
         steps = (gap * s for gap, s in zip(self.dilation, by_pixel, strict=True))
         moves = (step * s for step, s in zip(self.stride, by_pixel, strict=True))
@@ -291,7 +295,8 @@ class ConvGrad:
             return None
         (_, c, kh, kw), (height, width) = self.weight.shape, self.a.shape[2:]
         (sh, sw), (dh, dw) = self.stride, self.dilation
-        window = SlidingWindow(height, width, c, (kh, kw), (sh, sw), (0, 0), (dh, dw))
+        ph, pw = self.padding or (0, 0)
+        window = SlidingWindow(height, width, c, (kh, kw), (sh, sw), (ph, pw), (dh, dw))
         if window.out != tuple(self.g.shape[2:]):
             return None
         found = fused.fused_extract_patches(self.a.permute(0, 2, 3, 1).contiguous().unsqueeze(0), window)
@@ -312,14 +317,14 @@ class ConvGrad:
     def dots(self, direction: Tensor) -> Tensor:
         weight = direction.view(self.weight.shape).to(self.a.dtype)
         convolve = F.conv2d if weight.dim() == 4 else F.conv3d
-        out = convolve(self.a, weight, None, self.stride, 0, self.dilation, self.groups)
+        out = convolve(self.a, weight, None, self.stride, self.padding or 0, self.dilation, self.groups)
         return (out * self.g).flatten(1).sum(dim=1, dtype=direction.dtype)
 
     def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
         if proven:
             return self._sum_in_float64(factors)
         nothing, wanted = (0,) * len(self.stride), (False, True, False)
-        arguments = (self.stride, nothing, self.dilation, False, nothing, self.groups, wanted)
+        arguments = (self.stride, self.padding or nothing, self.dilation, False, nothing, self.groups, wanted)
         scaled = scale_rows(self.g, factors.to(self.g.dtype))
         grad = torch.ops.aten.convolution_backward(scaled, self.a, self.weight, None, *arguments)[1]
         return torch.as_tensor(grad).reshape(-1).to(factors.dtype)
