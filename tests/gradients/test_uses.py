@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from fulcrum import gradients as grads
 from fulcrum.gradients import ghost as book
 from fulcrum.gradients import param_grads as parts
+from fulcrum.gradients import uses
 from fulcrum.gradients.uses import FUNCTION_RULES
 from fulcrum.models.layout import ParameterLayout
 
@@ -233,3 +235,41 @@ def test_fast_norms_stay_within_their_bounds() -> None:
     assert bool((found.bounds >= exact).all())
     assert bool((found.values[4:] < 1e-3 * found.lengths[4:]).all())
     torch.testing.assert_close(found.values[:4], exact[:4], rtol=1e-4, atol=0)
+
+
+# --- a user's own layer ---------------------------------------------------------------------------
+
+
+def read_own_layer_page() -> dict[str, Any]:
+    page = (Path(__file__).parents[2] / "docs" / "own-layer.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python")[1].split("```")[0], names)
+    return names
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_a_registered_layer_is_followed(proven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "LAYER_RULES", {})
+    monkeypatch.setattr(book, "LAYER_RULES", uses.LAYER_RULES)
+    own = read_own_layer_page()
+    model = seeded(Head(own["Gain"](4), (3, 4), plain))
+    layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
+    recorder = grads.GradientRecorder(model, layout, CLASSIFY, block=4 if proven else 0)
+    tape = recorder(layout.flatten(model), x, y)
+    assert not recorder.sites
+    assert not recorder.objection
+    check_tape(tape, loop(model, layout, x, y), layout)
+
+
+def test_a_wrong_sum_of_a_registered_layer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "LAYER_RULES", {})
+    monkeypatch.setattr(book, "LAYER_RULES", uses.LAYER_RULES)
+    own = read_own_layer_page()
+    half = lambda a, g, factors: 0.5 * own["total"](a, g, factors)  # noqa: E731
+    grads.register_layer(own["Gain"])(lambda layer, p, a, g: {"weight": grads.OwnGrad(a, g, own["norm"], half)})
+    model = seeded(Head(own["Gain"](4), (3, 4), plain))
+    layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
+    recorder = grads.GradientRecorder(model, layout, CLASSIFY)
+    tape = recorder(layout.flatten(model), x, y)
+    assert "differ" in recorder.objection
+    check_tape(tape, loop(model, layout, x, y), layout)

@@ -25,9 +25,10 @@ from fulcrum.errors import ModelError
 from fulcrum.gradients import sequence
 from fulcrum.gradients.ghost import GhostTape, find_vmap_sites, record_ghost_tape
 from fulcrum.gradients.memory import retain_freed_memory
+from fulcrum.gradients.param_grads import MaterialisedGrad, OwnGrad
 from fulcrum.gradients.program import UnsupportedModel, analyse_model
 from fulcrum.gradients.tape import ChunkedTape, EmptyTape, GradientTape, PaddedTape
-from fulcrum.gradients.uses import UnknownUse, VmapSite
+from fulcrum.gradients.uses import UnknownUse, VmapSite, register_function_rule, register_layer
 from fulcrum.gradients.vmap import record_vmap_tape
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 from fulcrum.rng import torch_generator
@@ -36,8 +37,12 @@ __all__ = [
     "PROVEN_BLOCK",
     "GradientRecorder",
     "GradientTape",
+    "MaterialisedGrad",
+    "OwnGrad",
     "list_gradient_paths",
     "record_gradients",
+    "register_function_rule",
+    "register_layer",
     "retain_freed_memory",
 ]
 

@@ -37,7 +37,14 @@ from fulcrum.gradients.rounding import (
     to_norm_table,
 )
 from fulcrum.gradients.tape import check_loss_per_example, find_finite_norms, stack_squares
-from fulcrum.gradients.uses import MAX_MATERIALISED_RATIO, UnknownUse, UseRecorder, VmapSite
+from fulcrum.gradients.uses import (
+    LAYER_RULES,
+    MAX_MATERIALISED_RATIO,
+    LayerRule,
+    UnknownUse,
+    UseRecorder,
+    VmapSite,
+)
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 # --- recording ------------------------------------------------------------------------------------
@@ -215,8 +222,21 @@ def _record_uses(
         handles.append(module.register_forward_pre_hook(before))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
 
+    def watch_layer(name: str, layer: nn.Module, rule: LayerRule) -> None:
+        inner = {each: known[id(p)] for each, p in layer.named_parameters(recurse=False) if id(p) in known}
+        site = VmapSite(name, frozenset(inner.values()), inner, type(layer).__name__)
+        handles.append(layer.register_forward_pre_hook(lambda *_: recorder.enter_site(site)))
+        handles.append(
+            layer.register_forward_hook(lambda module, args, out: recorder.leave_layer(site, module, rule, args, out))
+        )
+
     for site in sites:
         watch(site)
+    named = dict(model.named_parameters())
+    known = {id(named[each]): number for number, each in enumerate(layout.names)}
+    for name, module in model.named_modules() if LAYER_RULES else ():
+        if type(module) in LAYER_RULES:
+            watch_layer(name, module, LAYER_RULES[type(module)])
     try:
         with torch.enable_grad():
             inputs = map_inputs(Tensor.detach, x)

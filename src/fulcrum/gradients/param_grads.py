@@ -6,12 +6,13 @@ Each class has the same methods (`ParamGrad`) and avoids materialising the gradi
     EmbeddingGrad     indices and output gradients of an embedding
     LinearGrad        inputs and output gradients of a linear layer (`outer_products.py`)
     ConvGrad          inputs and output gradients of a convolution (`outer_products.py`)
+    OwnGrad           inputs and output gradients of a user's layer, with its norm and its sum
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fulcrum.gradients.rounding import (
+    FAST_GRAM_ERROR,
     SquaredNorms,
     add_error,
     fast_squared_norms,
@@ -230,3 +232,48 @@ class EmbeddingGrad:
 
     def slice(self, start: int, stop: int) -> EmbeddingGrad:
         return dataclasses.replace(self, index=self.index[start:stop], g=self.g[start:stop])
+
+
+# --- a user's own layer ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnGrad:
+    """A parameter of a user's layer: its input a [B, ...], its output's gradient g [B, ...], and two functions.
+
+    norm(a, g) -> squared norms [B]. total(a, g, factors [B]) -> the sum of the gradients times factors, [n] or in the
+    parameter's shape. Where bounds must be proven, gradients are written out by `total` of one example at a time.
+    """
+
+    a: Tensor
+    g: Tensor
+    norm: Callable[[Tensor, Tensor], Tensor]
+    total: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    @property
+    def positions(self) -> int:
+        return 1
+
+    def squared_norms(self, fast: bool = False) -> SquaredNorms:
+        if not fast:
+            return squared_norms(self.rows())
+        found = self.norm(self.a, self.g).double()
+        bounds = found * (1 + FAST_GRAM_ERROR)
+        return SquaredNorms(found, bounds, bounds)
+
+    def dots(self, direction: Tensor) -> Tensor:
+        return self.rows() @ direction
+
+    def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
+        return sum_rows_in_float64(factors, self.rows()) if proven else self.total(self.a, self.g, factors).reshape(-1)
+
+    def rows(self) -> Tensor:
+        one = self.g.new_ones(1)
+        each = zip(self.a.split(1), self.g.split(1), strict=True)
+        return torch.stack([self.total(a, g, one).reshape(-1) for a, g in each])
+
+    def only(self, good: Tensor) -> OwnGrad:
+        return dataclasses.replace(self, a=zero_masked_rows(self.a, good), g=zero_masked_rows(self.g, good))
+
+    def slice(self, start: int, stop: int) -> OwnGrad:
+        return dataclasses.replace(self, a=self.a[start:stop], g=self.g[start:stop])

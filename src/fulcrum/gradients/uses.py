@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,22 @@ def register_function_rule(*functions: Any) -> Callable[[Rule], Rule]:
 
     def add(rule: Rule) -> Rule:
         FUNCTION_RULES.update(dict.fromkeys(functions, rule))
+        return rule
+
+    return add
+
+
+LayerRule = Callable[[Any, dict[str, Tensor], Tensor, Tensor], dict[str, ParamGrad]]
+"""rule(layer, parameters, a, g): the gradients of each trainable parameter of a layer, by its name there."""
+
+LAYER_RULES: dict[type[nn.Module], LayerRule] = {}
+
+
+def register_layer(*classes: type[nn.Module]) -> Callable[[LayerRule], LayerRule]:
+    """Adds a rule for a user's layer that maps one tensor a [B, ...] to one tensor [B, ...]: see docs/own-layer.md."""
+
+    def add(rule: LayerRule) -> LayerRule:
+        LAYER_RULES.update(dict.fromkeys(classes, rule))
         return rule
 
     return add
@@ -223,6 +240,28 @@ class UseRecorder(TorchFunctionMode):
             taken.append(self._tap_site_output(call, number, leaf) if differentiable else leaf)
         self._site_calls.append(call)
         return tree_unflatten(taken, shape)
+
+    def leave_layer(self, site: VmapSite, layer: nn.Module, rule: LayerRule, args: tuple[Any, ...], out: Any) -> Any:
+        """Called after the forward of a layer that a user registered; the returned output takes its place."""
+        for place in site.places:
+            self._hidden[place] -= 1
+        if not torch.is_grad_enabled():
+            return out
+        self._function = site.reason
+        own = {name: self.tensors[place] for name, place in site.inner.items()}
+        if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(out, Tensor):
+            raise UnsupportedModel(f"{site.name} does not map one tensor to one tensor")
+        self.require_rows(list(own.values()), args[0])
+        seen = args[0].detach()
+        found: dict[str, ParamGrad] = {}
+
+        def make(name: str, g: Tensor) -> ParamGrad:
+            if not found:
+                found.update(rule(layer, own, seen, g))
+            return found[name]
+
+        uses = [ParameterUse(value, partial(make, name)) for name, value in own.items()]
+        return self.tap(out, uses, (args[0],))
 
     def _tap_site_output(self, call: _SiteCall, number: int, out: Tensor) -> Tensor:
         if out._is_view():
