@@ -187,6 +187,31 @@ def test_only_the_module_around_an_unknown_use_goes_through_vmap(name: str) -> N
     assert recorder.sites
 
 
+def test_a_plan_names_function_shape_and_way() -> None:
+    model = build("attention")
+    x, y = randn(1, 6), labels(1)
+    found = {name: (path, reason) for name, path, reason in grads.list_gradient_paths(model, x, y, CLASSIFY)}
+    assert found["first.weight"] == ("book", "linear, 1 positions, 6 x 12: norm from the norms of input and gradient")
+    assert found["layer.in_proj_weight"][1].startswith("multi_head_attention_forward, 3 positions, 4 x 12: norm from")
+    paths = grads.list_gradient_paths(build("no-rule"), x, y, CLASSIFY)
+    assert [(path, reason) for name, path, reason in paths if name == "layer.own.p"] == [
+        ("vmap", "no rule for einsum, in layer")
+    ]
+
+
+def test_a_wrong_norm_of_a_registered_layer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "LAYER_RULES", {})
+    monkeypatch.setattr(book, "LAYER_RULES", uses.LAYER_RULES)
+    own = read_own_layer_page()
+    half = lambda a, g: 0.25 * own["norm"](a, g)  # noqa: E731
+    grads.register_layer(own["Gain"])(lambda layer, p, a, g: {"weight": grads.OwnGrad(a, g, half, own["total"])})
+    model = seeded(Head(own["Gain"](4), (3, 4), plain))
+    layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
+    recorder = grads.GradientRecorder(model, layout, CLASSIFY)
+    check_tape(recorder(layout.flatten(model), x, y), loop(model, layout, x, y), layout)
+    assert "differ" in recorder.objection
+
+
 def test_a_rule_that_leaves_out_a_term_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong case: the second use of a shared weight is not recorded. The comparison notices; vmap takes over."""
     right, seen = FUNCTION_RULES[F.linear], []

@@ -23,12 +23,12 @@ from fulcrum.data.records import ModelInputs, count_examples, list_input_tensors
 from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.gradients import sequence
-from fulcrum.gradients.ghost import GhostTape, find_vmap_sites, record_ghost_tape
+from fulcrum.gradients.ghost import GhostTape, find_vmap_sites, list_uses, record_ghost_tape
 from fulcrum.gradients.memory import retain_freed_memory
 from fulcrum.gradients.param_grads import MaterialisedGrad, OwnGrad
 from fulcrum.gradients.program import UnsupportedModel, analyse_model
 from fulcrum.gradients.tape import ChunkedTape, EmptyTape, GradientTape, PaddedTape
-from fulcrum.gradients.uses import UnknownUse, VmapSite, register_function_rule, register_layer
+from fulcrum.gradients.uses import UnknownUse, UseRecord, VmapSite, register_function_rule, register_layer
 from fulcrum.gradients.vmap import record_vmap_tape
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 from fulcrum.rng import torch_generator
@@ -302,10 +302,11 @@ def _probe(
     program = analyse_model(twin, layout)
     try:
         sites = find_vmap_sites(twin, program, layout, own, x, y, task)
-        tape = record_ghost_tape(twin, program, layout, own, x, y, task, sites)
+        tape = record_ghost_tape(twin, program, layout, own, x, y, task, sites, fast=True)
     except UnsupportedModel as problem:
         return (), str(problem)
     tensors = {name: value.detach().requires_grad_() for name, value in layout.unflatten(own).items()}
+    norms = tape.norms(tuple(range(len(tensors))))
     some = False
     for row in range(NUM_PROBE_EXAMPLES):
         part = slice(row, row + 1)
@@ -314,28 +315,65 @@ def _probe(
             truth = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True, materialize_grads=True)
         size = torch.stack([value.double().norm() for value in truth]).norm()
         some = some or bool(size > 0)
-        for wanted, uses in zip(truth, tape.parts, strict=True):
+        for wanted, uses, norm in zip(truth, tape.parts, norms[row], strict=True):
             found = torch.zeros_like(wanted).reshape(-1)
             for use in uses:
                 found = found + use.slice(row, row + 1).rows().reshape(-1)
             # The limit leaves room for float32; in float64 all but a wrong path is far below it.
-            if not (found - wanted.reshape(-1)).norm() <= 1e-3 * wanted.norm() + 1e-6 * size:
+            room = 1e-3 * wanted.norm() + 1e-6 * size
+            if not ((found - wanted.reshape(-1)).norm() <= room and (norm - wanted.norm()).abs() <= room):
                 return (), "its gradients differ from those of autograd"
     if not some:
         return (), "it has no finite gradients to compare"
     return sites, ""
 
 
-def list_gradient_paths(model: nn.Module) -> list[tuple[str, str, str]]:
+def list_gradient_paths(
+    model: nn.Module, x: ModelInputs | None = None, y: Tensor | None = None, task: Task | None = None
+) -> list[tuple[str, str, str]]:
     """For each layer with trainable parameters: its name, "book" (ghost norms) or "vmap", and the reason.
+
+    With an example (x [1, ...], y [1, ...], task), the uses of each parameter are those of a pass: which function
+    uses it, over how many positions, and which way is cheaper. Without one, layers are known by their class.
 
     >>> list_gradient_paths(nn.Sequential(nn.Linear(4, 2)))
     [('0', 'book', 'Linear')]
     """
-    program = analyse_model(model, ParameterLayout.of(model))
-    return [
-        (site.name or "model", "book", type(site.module).__name__)
-        if site.kind
-        else (site.name or "model", "vmap", site.reason)
-        for site in program.sites.values()
-    ]
+    layout = ParameterLayout.of(model)
+    program = analyse_model(model, layout)
+    if x is None or y is None or task is None or program.sequence:
+        return [
+            (site.name or "model", "book", type(site.module).__name__)
+            if site.kind
+            else (site.name or "model", "vmap", site.reason)
+            for site in program.sites.values()
+        ]
+    recorder = GradientRecorder(model, layout, task)
+    own = layout.flatten(model)
+    recorder.settle(own, x, y)
+    if recorder.objection:
+        return [("model", "vmap", recorder.objection)]
+    found: dict[str, tuple[str, str, str]] = {}
+    for site in recorder.sites or ():
+        for place in site.places:
+            found[layout.names[place]] = (layout.names[place], "vmap", f"{site.reason}, in {site.name or 'the model'}")
+    few = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
+    given = (model, layout, own, select_rows(x, few), y[few], task, recorder.sites or ())
+    for use in list_uses(*given):
+        name = layout.names[use.place]
+        if use.cost is not None or len(layout.shapes[use.place]) > 1:
+            found.setdefault(name, (name, "book", describe_use(use)))
+    return list(found.values())
+
+
+def describe_use(use: UseRecord) -> str:
+    """A use in words: the function, and the way that is cheaper for its shape."""
+    if use.cost is None:
+        return use.function
+    cost = use.cost
+    shape = f"{cost.positions} positions, {cost.inputs} x {cost.outputs}"
+    if cost.positions == 1:
+        return f"{use.function}, {shape}: norm from the norms of input and gradient"
+    if use.materialised:
+        return f"{use.function}, {shape}: gradients written, {cost.entries} numbers per example"
+    return f"{use.function}, {shape}: norm from products of positions, {cost.ghost} multiply-adds per example"

@@ -42,6 +42,7 @@ from fulcrum.gradients.uses import (
     MAX_MATERIALISED_RATIO,
     LayerRule,
     UnknownUse,
+    UseRecord,
     UseRecorder,
     VmapSite,
 )
@@ -249,10 +250,25 @@ def _record_uses(
         for handle in handles:
             handle.remove()
     recorder.choose()
+    recorder.report = tuple(recorder.list_uses())
     if total.requires_grad:
         torch.autograd.grad(total, recorder.anchor, allow_unused=True)
     recorder.finish()
     return recorder, losses.detach()
+
+
+def list_uses(
+    model: nn.Module,
+    layout: ParameterLayout,
+    params: Tensor,
+    x: ModelInputs,
+    y: Tensor,
+    task: Task,
+    sites: tuple[VmapSite, ...],
+) -> tuple[UseRecord, ...]:
+    """How a pass uses each parameter, for a report."""
+    tensors = tuple(layout.unflatten(params.detach()).values())
+    return _record_uses(model, layout, tensors, x, y, task, sites, False)[0].report
 
 
 # --- the tape -------------------------------------------------------------------------------------

@@ -151,6 +151,8 @@ class UseRecorder(TorchFunctionMode):
         self._written: set[tuple[int, int]] = set()
         self._site_calls: list[_SiteCall] = []
         self._function = ""
+        self.report: tuple[UseRecord, ...] = ()
+        """What `list_uses` found in the last pass."""
 
     # --- the forward pass ---------------------------------------------------------------------------
 
