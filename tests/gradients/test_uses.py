@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_gradients import CLASSES, CLASSIFY, B, check_tape, labels, loop, randn, record, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,6 +17,7 @@ from fulcrum.gradients import param_grads as parts
 from fulcrum.gradients import uses
 from fulcrum.gradients.uses import FUNCTION_RULES
 from fulcrum.models.layout import ParameterLayout
+from support.gradients import CLASSES, CLASSIFY, B, check_tape, labels, loop, randn, record, seeded
 
 
 class Head(nn.Module):
