@@ -166,7 +166,7 @@ def ceilings(device: torch.device, clock: Clock, side: int) -> dict[str, float]:
     """TFLOP/s of a large matrix product in each precision, and TB/s of a copy (read and written)."""
     a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
     found: dict[str, float] = {}
-    from fulcrum.engines.stacked.replay import use_matmul_precision
+    from fulcrum.gradients.precision import use_matmul_precision
 
     for name in ("float32", "tf32", "bf16"):
         x, y = (a.bfloat16(), b.bfloat16()) if name == "bf16" else (a, b)

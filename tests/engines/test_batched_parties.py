@@ -83,7 +83,7 @@ def test_a_million_parties_plan_and_sample_without_an_object_each() -> None:
     assert 0 < account.largest < plan.compute_epsilon_at(50, 0)
 
 
-def test_a_ledger_reads_new_accounts_only_and_writes_a_round_in_three_transactions() -> None:
+def test_a_ledger_reads_new_accounts_only_and_writes_a_round_in_four_transactions() -> None:
     plan = make_plan(settings(1000, 0.1), 1000, np.full(1000, 20), find_rule("moo"))
     with Ledger.open(":memory:") as ledger:
         said: list[str] = []
@@ -93,7 +93,7 @@ def test_a_ledger_reads_new_accounts_only_and_writes_a_round_in_three_transactio
             invited = list(range(t, 1000, 10))
             reserve_round(ledger, "run", t, plan, plan_round_events(plan, invited, t), attempt=0)
             ledger.settle("run", t, {plan.name(k): "digest" for k in invited})
-            assert sum(line.startswith("BEGIN IMMEDIATE") for line in said) == 3  # enroll, reserve, settle
+            assert sum(line.startswith("BEGIN IMMEDIATE") for line in said) == 4  # enroll, plan, reserve, settle
         said.clear()
         reserve_round(
             ledger, "run", 3, plan, plan_round_events(plan, range(0, 1000, 10), 3), attempt=0

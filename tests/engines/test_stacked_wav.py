@@ -18,8 +18,8 @@ from fulcrum.data import from_arrays
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine
 from fulcrum.engines.stacked.core import MatrixTape
-from fulcrum.engines.stacked.replay import use_matmul_precision
 from fulcrum.gradients.haar import haar_level_norms
+from fulcrum.gradients.precision import use_matmul_precision
 from fulcrum.gradients.stacked import fused
 from fulcrum.gradients.stacked.layers import compile_model
 from fulcrum.gradients.stacked.passes import ROW_ALIGNMENT, PassOptions, functional_pass, run_stacked_pass

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulcrum.engines.stacked.replay import use_matmul_precision
+from fulcrum.gradients.precision import use_matmul_precision
 from fulcrum.gradients.stacked import fused
 from fulcrum.gradients.stacked import geometry as geo
 from fulcrum.gradients.stacked.geometry import SlidingWindow

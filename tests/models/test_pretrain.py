@@ -144,7 +144,7 @@ def test_weights_that_do_not_exist_are_named(init: str) -> None:
 
 @pytest.mark.parametrize(("init", "larger"), [("random", False), ("synthetic", True)])
 def test_a_rule_is_told_when_weights_are_larger_than_random_ones(init: str, larger: bool) -> None:
-    data = from_arrays(*(torch.zeros(40, 1, 28, 28), torch.arange(40) % 10) * 2)
+    data = from_arrays(*(torch.zeros(40, 1, 28, 28), torch.arange(40) % 10) * 2, public=True)
     settings = Settings().replace(
         privacy={"sigma": 1.0}, model={"init": init}, data={"parties": 2, "partition": "iid"}, train={"server_lr": 0.5}
     )

@@ -84,7 +84,7 @@ def test_float64_normals_are_within_their_stated_error() -> None:
     first = torch.cat([random[:200], torch.tensor([w for w in EXTREME_WORDS for _ in EXTREME_WORDS])])
     second = torch.cat([random[200:], torch.tensor([w for _ in EXTREME_WORDS for w in EXTREME_WORDS])])
     draws = words_to_normals(torch.cat([first, second]), 2 * len(first))
-    error = bound_error(draws)
+    error = bound_error(draws.radius, draws.uniform)
     both = zip(draws.values.tolist(), torch.cat([error, error]).tolist(), strict=True)
     largest = 0.0
     for j, (value, bound) in enumerate(both):

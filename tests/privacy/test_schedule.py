@@ -183,7 +183,11 @@ def test_the_ledger_and_the_purse_charge_each_round_its_own_noise() -> None:
         spent = ledger.get_spends("r")["party-0"]
     plan = federation.plan
     assert spent == Spend.empty().add_events([event for t in range(6) for event in plan.events(0, t)])
-    assert [r.epsilon for r in results] == pytest.approx([plan.compute_epsilon_at(t + 1, 0) for t in range(6)])
+    # The ledger adds up at one Renyi order, the best one for the whole run: never less than the rounds cost.
+    as_plans = [plan.compute_epsilon_at(t + 1, 0) for t in range(6)]
+    assert all(r.epsilon >= cost * (1 - 1e-9) for r, cost in zip(results, as_plans, strict=True))
+    assert [r.epsilon for r in results] == sorted(r.epsilon for r in results)
+    assert results[-1].epsilon == pytest.approx(as_plans[-1])
     assert results[-1].epsilon == pytest.approx(3.0, rel=1e-3)
     assert [r.C[0] for r in results] == pytest.approx([1.5 * 0.3 ** (t / 6) for t in range(6)])
 
@@ -240,7 +244,7 @@ def test_what_a_run_releases_now_and_then_is_what_it_reserved(rule: str) -> None
         clip={"rule": rule, "statistics_interval": 0.5, "eta_C": 0.2},
         train={"rounds": 7, "rate": 0.2, "lr": 0.5, "steps": 1},
         privacy={"sigma": 1.0},
-        run={"seed": 2},  # in which moo-scalar's C moves more than once
+        run={"seed": 3},  # in which moo-scalar's C moves more than once
     )
     plan = federation.plan
     assert plan.group(0).statistics_interval == 2

@@ -241,7 +241,8 @@ def test_scores_of_private_records_are_a_release(case: str):
     assert facts["evaluation"]["protected"] is protected
     assert words in statement_to_markdown(facts)
     assert ("evaluation" in [item["kind"] for item in facts["releases"]]) is (case != "none")
-    assert ("Each example has" in facts["guarantee_text"]) is protected
+    assert ("Each example has" in facts["guarantee_text"]) is (data.kind != "held-out")
+    assert ("Each held-out unit has epsilon = 0.5001" in facts["guarantee_text"]) is (case == "paid")
     assert ("held-out records have no protection" in facts["guarantee_text"]) is (not protected)
 
 

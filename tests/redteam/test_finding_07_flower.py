@@ -23,6 +23,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.flower.messages import HEADER_SCHEMAS, Envelope, pack_envelope, read_message_header
 from fulcrum.flower.party import load_arrays
 from fulcrum.flower.terms import accept_proposal, make_proposal, read_terms_file
+from fulcrum.privacy import mechanism
 from fulcrum.privacy.exact_noise import GridRelease
 from fulcrum.settings.schema import TaskSettings
 from support.federations import toy_data
@@ -174,48 +175,53 @@ def answer_rounds(folder, settings, data: Dataset, rounds: int, steps: int = 1) 
         return replies
 
 
+class Tap:
+    """Stands at the one place where releases are made: it keeps them, or puts stored ones in their place."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.released: list[list[GridRelease]] = []
+        self.exact = mechanism.release_rows_on_grid
+        self.patch = lambda release: monkeypatch.setattr(mechanism, "release_rows_on_grid", release)
+        self.patch(self.record)
+
+    def record(self, *given: Any) -> list[GridRelease]:
+        self.released.append(list(self.exact(*given)))
+        return self.released[-1]
+
+    def replay(self) -> None:
+        stored = iter(self.released)
+        self.patch(lambda *given: next(stored))
+
+    def stop(self) -> None:
+        self.patch(self.exact)
+
+
 @pytest.mark.parametrize("rule", ["moo", "fixed", "quantile", "oso", "wav", "moo-client", "moo-scalar"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_an_update_is_a_function_of_the_request_and_of_the_released_integers(tmp_path, monkeypatch, rule, steps):
     """Other records, and the integers of the first party in place of their own: the same bytes leave."""
     settings = toy_settings(rule=rule, steps=steps)
     data = toy_data(120)
-    released: list[GridRelease] = []
-    from fulcrum.privacy import mechanism
-
-    exact = mechanism.release_on_grid
-
-    def record(*given: Any) -> GridRelease:
-        released.append(exact(*given))
-        return released[-1]
-
-    monkeypatch.setattr(mechanism, "release_on_grid", record)
+    tap = Tap(monkeypatch)
     first = answer_rounds(tmp_path / "a", settings, data, 3, steps)
-    stored = iter(released)
-    monkeypatch.setattr(mechanism, "release_on_grid", lambda *given: next(stored))
+    assert tap.released
+    tap.replay()
     other = other_records(data, (data.y + 1) % 3)
     second = answer_rounds(tmp_path / "b", settings, other, 3, steps)
     for one, two in zip(first, second, strict=True):
         assert (one.header, one.body) == (two.header, two.body)
 
     # The wrong case: without the first party's integers the records show, as they must.
-    monkeypatch.setattr(mechanism, "release_on_grid", exact)
+    tap.stop()
     third = answer_rounds(tmp_path / "c", settings, other, 1, steps)
     assert third[0].body != first[0].body
 
 
 def test_one_step_sends_the_integers_times_public_numbers(tmp_path, monkeypatch):
     """delta = -lr grid k / (rate n): whoever knows the request can read the integers k off the update."""
-    from fulcrum.privacy import mechanism
-
-    exact, released = mechanism.release_on_grid, []
-
-    def record(*given: Any) -> GridRelease:
-        released.append(exact(*given))
-        return released[-1]
-
-    monkeypatch.setattr(mechanism, "release_on_grid", record)
+    tap = Tap(monkeypatch)
     (reply,) = answer_rounds(tmp_path, SETTINGS, toy_data(120), 1)
     delta = load_arrays(reply.body)["delta"]
-    wanted = -0.5 * (released[0].integers.double() * released[0].grid) / (0.2 * 40)
+    release = tap.released[0][0]
+    wanted = -0.5 * (release.integers.double() * release.grid) / (0.2 * 40)
     torch.testing.assert_close(delta.double(), wanted, rtol=1e-5, atol=1e-6)

@@ -34,7 +34,7 @@ from fulcrum.privacy.evaluation import (
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.rng import SeededRandomness
-from fulcrum.runs import execute, prepare
+from fulcrum.runs import collect_ledger_warnings, execute, prepare
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.evaluate import evaluate_round, evaluate_with_parties
 from fulcrum.training.loop import federate
@@ -93,7 +93,9 @@ def test_the_held_out_units_pay_from_their_own_account_before_they_are_scored(tm
     assert 0 <= result.metrics["accuracy"] <= 1
     assert result.summary["evaluated_on"] == "held-out private records, with noise"
     assert any("Scores are noised" in warning for warning in result.summary["warnings"])
-    # All of that budget is spent: a second run's held-out records are not scored.
+    # All of that budget is spent: a second run's held-out records are not scored, and it says so beforehand.
+    second = prepare(settings(privacy={"budget": 50.0}, run={"ledger": str(tmp_path / "kept.sqlite")}), patients())
+    assert any("so they are not scored; raise it" in warning for warning in collect_ledger_warnings(second))
     again = list(federate(prepare(settings(), patients()), Ledger.open(tmp_path / "kept.sqlite"), "other"))
     assert all(not each.metrics for each, _ in again)
     assert "budget is spent" in again[-1][0].evaluation
@@ -151,13 +153,17 @@ def test_records_handed_over_apart_count_as_public():
     assert result.metrics["accuracy"] * 50 == pytest.approx(round(result.metrics["accuracy"] * 50))
 
 
-def test_test_records_that_train_are_noticed():
+def test_test_records_that_train_are_noticed_and_not_written_down(tmp_path):
+    """A test record is public: a statement that says that one trained is an exact test of membership."""
     whole = patients()
-    twice = patients(x_test=whole.x[:20], y_test=whole.y[:20])
     plain = settings(data={"validation": 0.0}, privacy={"evaluation_epsilon": None})
-    assert any("also training records" in warning for warning in prepare(plain, twice).problem.dataset.warnings)
-    apart = patients(x_test=whole.x[:20] + 1, y_test=whole.y[:20])
-    assert not any("also training records" in warning for warning in prepare(plain, apart).problem.dataset.warnings)
+    with pytest.warns(UserWarning, match="also training records"):
+        twice = prepare(plain, patients(x_test=whole.x[:1], y_test=whole.y[:1]))
+    apart = prepare(plain, patients(x_test=whole.x[:1] + 1, y_test=whole.y[:1]))
+    assert twice.problem.dataset.warnings == apart.problem.dataset.warnings
+    execute(twice, tmp_path / "run")
+    for file in (tmp_path / "run").glob("*.*"):
+        assert b"also training records" not in file.read_bytes(), file.name
 
 
 def test_diagnostics_of_private_records_are_for_simulations():

@@ -33,7 +33,7 @@ def mnist() -> Dataset:
     generator = torch.Generator().manual_seed(0)
     train = torch.randperm(len(data.x), generator=generator)[:4000]
     test = torch.randperm(len(data.x_test), generator=generator)[:1000]
-    return from_arrays(data.x[train], data.y[train], data.x_test[test], data.y_test[test])
+    return from_arrays(data.x[train], data.y[train], data.x_test[test], data.y_test[test], public=True)
 
 
 def learn(data: Dataset, **changes: Any) -> fulcrum.Result:

@@ -192,7 +192,7 @@ def test_the_clipped_denominator_where_the_total_crosses_its_floor() -> None:
 def test_per_layer_clipping_shares_the_norm_and_differs_from_flat() -> None:
     deltas = torch.ones(2, server().layout.dim)
     flat, layers = (mean_of(server(groups=g), terms_of([1.0, 1.0]), deltas, [0]) for g in ((), (0, 0, 1, 1)))
-    assert float(flat.norm()) == pytest.approx(1.5)
+    assert 1.5 * (1 - 1e-5) <= float(flat.norm()) <= 1.5  # never above; below by the stated error of a norm
     assert float(layers.norm()) == pytest.approx(1.5)  # two layers at 1.5 / sqrt(2) each
     first = sum(server().layout.sizes[:2])
     assert float(layers[:first].norm()) == pytest.approx(1.5 / math.sqrt(2))
@@ -475,7 +475,8 @@ def test_a_rule_with_statistics_moves_C_by_hand_computed_steps() -> None:
     moved = problem.rule.adapt(reply.state, central.make_server_release(reply, terms, 1.0, 0, 5))
     assert float(moved["C"]) == pytest.approx(math.exp(-0.2 * (0.25 + 0.5 - 0.5)))
     assert float(moved["C"]) < 1  # more than half lie below C, so C shrinks
-    assert reply.delta[0].item() == pytest.approx((0.5 + 0.5 * 0.8 + 0.5 * 1.0) / 1.5)
+    wanted = (0.5 + 0.5 * 0.8 + 0.5 * 1.0) / 1.5
+    assert wanted * (1 - 1e-5) <= reply.delta[0].item() <= wanted + 1e-6  # a clipped norm is never above C
     assert reply.events == (Gaussian(0.5, 1.0, 1),)
 
 

@@ -50,6 +50,10 @@ def demo(
         f"epsilon is that of one {unit}, the largest of any party, at delta {terms['delta']:g}; "
         f"{score} is on {terms['evaluated_on']}."
     )
+    if terms["simulation"]:
+        view.print_line(
+            "All three are simulations: their random numbers follow from a seed, which repeats them bit for bit."
+        )
     view.print_line(
         "dp-sgd and none are comparisons that only public data allows: with private data every run spends again."
     )

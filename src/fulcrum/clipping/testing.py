@@ -18,6 +18,7 @@ import torch
 
 from fulcrum.clipping.party_state import complete_party_state
 from fulcrum.clipping.rule import ClipRule, ModelFacts, gradient_multiplier
+from fulcrum.errors import ConfigError
 from fulcrum.privacy.events import Gaussian, Unprotected
 from fulcrum.privacy.mechanism import compute_charged_scale, release_with_noise
 from fulcrum.rng import StreamKey
@@ -121,9 +122,9 @@ def check_unit_independence(rule: ClipRule, settings: Clip, shape: ModelFacts) -
             together = _compute_unit_outputs(rule, stats, state)
             for i in range(len(gradients)):
                 for name, single in _compute_unit_outputs(rule, _select_unit(stats, i), state).items():
-                    assert torch.allclose(together[name][i], single[0], rtol=1e-5), (
-                        f"{rule.name}: the {name} of a unit depend on the other units of its batch"
-                    )
+                    if not torch.allclose(together[name][i], single[0], rtol=1e-5):
+                        words = f"the {name} of a unit depend on the other units of its batch"
+                        raise AssertionError(f"{rule.name}: {words}")
 
 
 def check_padding(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
@@ -195,9 +196,8 @@ def check_soundness(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
         return
     for one, two in zip(_run_history(rule, settings, shape, 0), _run_history(rule, settings, shape, 2), strict=True):
         for name in one:
-            assert torch.equal(one[name], two[name]), (
-                f"{rule.name}: {name} depends on the private batch, not on releases alone"
-            )
+            if not torch.equal(one[name], two[name]):
+                raise AssertionError(f"{rule.name}: {name} depends on the private batch, not on releases alone")
 
 
 def check_moves(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
@@ -262,6 +262,23 @@ RULE_CHECKS = (
     check_moves,
     check_stacking,
 )
+
+
+def refuse_broken_rule(rule: ClipRule, settings: Clip) -> None:
+    """Raise ConfigError where a rule that calls itself sound looks at other units or at private values.
+
+    Bounds are enforced for each unit alone (`privacy.bounds`): no clamp helps where one unit changes the factors of all
+    others, or moves C. For rules that are not built in, before they see private data.
+    """
+    try:
+        for check in (check_unit_independence, check_soundness):
+            for shape in TEST_MODELS:
+                check(rule, settings, shape)
+    except AssertionError as problem:
+        raise ConfigError(
+            f"clip.rule: {problem}, so no epsilon holds; correct the rule (fulcrum.testing.check_rule), or mark it "
+            "sound = False and use it in simulations on public data."
+        ) from problem
 
 
 # --- inputs -------------------------------------------------------------------------------------

@@ -114,11 +114,16 @@ class Dataset:
         """A copy with some of x, y, person, party, x_test, y_test and party_test replaced; nothing is checked again."""
         train = {name: value for name, value in changes.items() if not name.endswith("_test")}
         test = {name.removesuffix("_test"): value for name, value in changes.items() if name.endswith("_test")}
-        return dataclasses.replace(
+        for part in (train, test):
+            if "x" in part:
+                part["digests"] = None  # those of the former inputs
+        changed = dataclasses.replace(
             self,
             train=dataclasses.replace(self.records, **train) if train else self.train,
             test=dataclasses.replace(self.test_records, **test) if test else self.test,
         )
+        # Other records must not pass for these: runs, their noise and their ledgers know data by its fingerprint.
+        return dataclasses.replace(changed, fingerprint=compute_dataset_fingerprint(changed))
 
     def with_float_inputs(self) -> Dataset:
         """The same records with integer inputs as float32, for models that take numbers."""

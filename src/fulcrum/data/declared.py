@@ -7,6 +7,7 @@ Whether data is private, which party holds a record, and whose record it is, are
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 from fulcrum.data.dataset import Dataset
 from fulcrum.data.fingerprints import shares_records_with_test
@@ -38,9 +39,11 @@ def resolve_data_settings(settings: Settings, dataset: Dataset) -> tuple[Setting
             "data is private; turn it off, or say data.public = true if everybody may see the data."
         )
     if not dataset.public and shares_records_with_test(dataset):
-        notes.append(
+        # Said to whoever holds the data, and never stored: in a statement it would tell whether a test record trained.
+        warnings.warn(
             "Some test records are also training records: test records count as public and are scored in the clear, so "
-            "hand over others, or hold some out with data.validation and privacy.evaluation_epsilon."
+            "hand over others, or hold some out with data.validation and privacy.evaluation_epsilon.",
+            stacklevel=2,
         )
     resolved = settings.replace(data={"partition": method}, privacy={"unit": unit, "randomness": randomness})
     return resolved, dataclasses.replace(dataset, warnings=(*dataset.warnings, *notes))

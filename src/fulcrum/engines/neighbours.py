@@ -24,7 +24,7 @@ from fulcrum.data import from_arrays, split
 from fulcrum.data.records import map_inputs
 from fulcrum.engines.fast import make_ghost_step
 from fulcrum.engines.stacked.core import StackedCore, StackedTasks, compute_clipped_sums
-from fulcrum.engines.stacked.replay import use_matmul_precision
+from fulcrum.gradients.precision import use_matmul_precision
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import SeededRandomness
 from fulcrum.settings.schema import Data
@@ -32,9 +32,10 @@ from fulcrum.training.client import LocalStepTerms, StepSample, make_materialise
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import RuleState, Stats
 
-FAST_MARGIN = {"float32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
+FAST_MARGIN = {"float32": 1e-4, "tf32": 2e-2, "bf16": 5e-2}
 """By precision, how far beyond its bound a unit may move the sums of `privacy.arithmetic = fast`. Measured by
-benchmarks/adversarial_search.py for batches of up to 1,000 units, not proven."""
+benchmarks/adversarial_search.py for batches of up to 1,000 units, not proven: tf32 and bf16 round a unit's own products
+by 2^-10 and 2^-8, which `FAST_SUM_MARGIN` limits to 16 times C, and float32 sums of the others round too."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def _sum_on_one_client(ghost: bool) -> SumsFn:
         recorder = problem.make_recorder()
         work = (make_ghost_step if ghost else make_materialised_step)(recorder)
         sample = StepSample(step.theta, step.rows, step.slots, step.count)
-        found = work(problem, sample, problem.rule.view(state, 0, 1), state, step.terms)
+        with use_matmul_precision(problem.precision, problem.device):
+            found = work(problem, sample, problem.rule.view(state, 0, 1), state, step.terms)
         reach = float(torch.linalg.vector_norm(found.bounds.C.double()))
         return StepSums(found.sum.double(), found.extra.double(), reach, float(found.bounds.extra))
 

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fulcrum.clipping import RULES, find_rule
 from fulcrum.clipping.rule import ClipRule, resolve_rule_options
+from fulcrum.clipping.testing import refuse_broken_rule
 from fulcrum.errors import ConfigError, FulcrumError
 from fulcrum.flower.keys import check_party_name
 from fulcrum.flower.rule_terms import RuleTerms, are_others_within, is_C_within
@@ -179,7 +180,10 @@ def validate_terms(terms: PartyTerms, look_up: bool = True) -> PartyTerms:
         raise ConfigError("terms: rules is empty; name at least one clipping rule, such as moo.")
     for name in terms.rules:
         if look_up or name in RULES:
-            resolve_rule_options(find_allowed_rule(terms, name), terms.clip.options)
+            rule = find_allowed_rule(terms, name)
+            resolve_rule_options(rule, terms.clip.options)
+            if name not in RULES:
+                refuse_broken_rule(rule, terms.clip.to_clip(rule=name, C_min=terms.C_min, C_max=terms.C_max))
     limits: dict[str, tuple[float, float]] = {
         "budget": (0, math.inf),
         "rate": (0, 1),

@@ -38,8 +38,10 @@ def draw_words(key: bytes, nonce: Nonce, count: int, device: torch.device | str 
 def draw_many_words(streams: Sequence[tuple[bytes, Nonce]], count: int, device: torch.device) -> Tensor:
     """The first `count` words of several streams: int64 [streams, count] on the device."""
     if device.type == "cpu":
-        rows = [_draw_on_host(key, nonce, count) for key, nonce in streams]
-        return torch.stack(rows) if rows else torch.zeros((0, count), dtype=torch.int64)
+        found = torch.empty((len(streams), count), dtype=torch.int64)
+        for row, (key, nonce) in zip(found, streams, strict=True):
+            _fill_on_host(row, key, nonce)
+        return found
     table = [[*struct.unpack("<8I", key), *nonce] for key, nonce in streams]
     # Two's complement: torch has signed integers only, and the bits are the same.
     signed = torch.tensor(table, dtype=torch.int64).to(torch.int32) if table else torch.zeros((0, 11)).to(torch.int32)
@@ -73,19 +75,31 @@ def _openssl() -> Any:
         return None
 
 
+ZEROS = bytes(2**18)
+"""What is encrypted, piece by piece: the keystream is what comes out."""
+
+
 def _draw_on_host(key: bytes, nonce: Nonce, count: int) -> Tensor:
+    words = torch.empty(count, dtype=torch.int64)
+    _fill_on_host(words, key, nonce)
+    return words
+
+
+def _fill_on_host(words: Tensor, key: bytes, nonce: Nonce) -> None:
+    """Write the first words of a stream into a contiguous tensor [count]."""
+    count = len(words)
     _check_count(count)
     ciphers = _openssl()
     if ciphers is None:
         table = torch.tensor([[*struct.unpack("<8I", key), *nonce]], dtype=torch.int64).to(torch.int32)
-        return draw_keyed_words(table, count)[0].contiguous()
+        words.copy_(draw_keyed_words(table, count)[0])
+        return
     initial = struct.pack("<4I", 0, *nonce)  # the block counter, then the nonce
     cipher = ciphers.Cipher(ciphers.algorithms.ChaCha20(key, initial), mode=None).encryptor()
-    words = torch.zeros(count, dtype=torch.int64)
-    if count:
-        buffer = memoryview(words.numpy().data).cast("B")
-        cipher.update_into(bytes(8 * count), buffer)
-    return words
+    buffer = memoryview(words.numpy().data).cast("B") if count else memoryview(bytearray())
+    for start in range(0, 8 * count, len(ZEROS)):
+        size = min(len(ZEROS), 8 * count - start)
+        cipher.update_into(memoryview(ZEROS)[:size], buffer[start : start + size])
 
 
 # --- plain torch, on any device -----------------------------------------------------------------

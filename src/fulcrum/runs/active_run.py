@@ -106,7 +106,7 @@ def describe_evaluation(run: ActiveRun, rounds_done: int) -> EvaluationData:
     dataset, plan = federation.problem.dataset, federation.evaluation
     times = sum(is_evaluation_round(federation.settings, t) for t in range(rounds_done))
     if plan is not None:
-        costs = run.ledger.epsilons(run.id)
+        costs = run.ledger.epsilons(None if federation.settings.run.ledger else run.id)
         spent = max((costs.get(account.name, 0.0) for account in plan.accounts), default=0.0)
         records = sum(len(account.rows) for account in plan.accounts)
         return EvaluationData("held-out", records, times, paid=True, epsilon=spent, delta=plan.delta)

@@ -307,7 +307,9 @@ def check_checkpoints(stored: StoredRun, federation: Federation, ledger: Ledger,
             f"{stored.path} lost its checkpoint after round {settled[-1] + 1} ({left}), and secure noise cannot be "
             f"drawn again; bring the checkpoint back, or pay for {which} a second time with --repeat."
         )
-    return [f"The checkpoint after {which} was lost: secure noise is drawn anew there, and paid a second time."]
+    lost = "The checkpoint of" if len(settled) == 1 else "The checkpoints of"
+    verb = "was" if len(settled) == 1 else "were"
+    return [f"{lost} {which} {verb} lost: secure noise is drawn anew there, and paid a second time."]
 
 
 def identify_file(path: Path) -> tuple[int, int] | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fulcrum.clipping import find_rule
+from fulcrum.clipping import RULES, find_rule
+from fulcrum.clipping.testing import refuse_broken_rule
 from fulcrum.data import Dataset, compute_features, count_units_per_party, load, split
 from fulcrum.data.dataset import declare_public, recheck_dataset, refuse_inferred_task
 from fulcrum.data.declared import resolve_data_settings
@@ -21,7 +22,7 @@ from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
 from fulcrum.models.build import build_model, is_built_in
 from fulcrum.models.checks import validate_model
 from fulcrum.models.own import check_outputs, suggest_integer_inputs
-from fulcrum.privacy.ledger import Ledger
+from fulcrum.privacy.ledger import Ledger, RunPlan
 from fulcrum.privacy.plan import compute_affordable_rounds, make_plan
 from fulcrum.runs.choices import check_choices
 from fulcrum.settings.checks import check_settings
@@ -44,6 +45,8 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     dataset = load_training_data(settings, dataset, device)
     settings, dataset = resolve_data_settings(settings, dataset)
     check_settings(settings)  # again: what "auto" chose must go with the other settings
+    if not dataset.public and settings.clip.rule not in RULES:
+        refuse_broken_rule(rule, settings.clip)
     evaluation = plan_evaluation(settings, dataset)
     dataset = dataset if evaluation is None else _add_dataset_warning(dataset, evaluation.note)
     partition = split(dataset, settings.data, settings.run.seed)
@@ -178,12 +181,29 @@ def collect_ledger_warnings(federation: Federation) -> list[str]:
         return []
     with Ledger.open(path) as ledger:
         short = compute_affordable_rounds(federation.plan, ledger)
+        unscored = _warn_about_held_out(federation, ledger)
     if not short:
-        return []
+        return unscored
     fewest, most_ = min(short.values()), max(short.values())
     names = ", ".join(list(short)[:3]) + (", ..." if len(short) > 3 else "")
     says = f"{len(short)} of {federation.plan.parties} parties ({names}) have budget in {path} for "
     says += f"{fewest} of {federation.plan.rounds} rounds" if fewest == most_ else f"{fewest} to {most_} rounds"
     if most_ == 0 and len(short) == federation.plan.parties:
         raise BudgetError(f"{says}; lower --epsilon, or raise their budget: fulcrum ledger {path} --budget EPSILON")
-    return [f"{says}; they sit out when it is spent."]
+    return [f"{says}; they sit out when it is spent.", *unscored]
+
+
+def _warn_about_held_out(federation: Federation, ledger: Ledger) -> list[str]:
+    """A warning where held-out units have no budget left for all evaluations of this run."""
+    plan = federation.evaluation
+    if plan is None:
+        return []
+    whole = RunPlan((plan.planned,), plan.delta)
+    poor = [account.name for account in plan.accounts if not ledger.fits(account.name, "", whole)]
+    if not poor:
+        return []
+    return [
+        f"The held-out units of {', '.join(poor[:3])}{', ...' if len(poor) > 3 else ''} have too little budget in "
+        f"{ledger.path} for the evaluations of this run, so they are not scored; raise it: fulcrum ledger "
+        f"{ledger.path} --party {poor[0]} --budget EPSILON"
+    ]

@@ -113,7 +113,7 @@ def _make_summary(
     last = last_evaluated(lines)
     metrics = _numbers(last["metrics"])
     summary: dict[str, Any] = {
-        "status": "finished" if finished else "stopped: too few parties have budget left",
+        "status": "finished" if finished else describe_early_end(settings),
         "accuracy": metrics.get("accuracy"),
         "loss": metrics.get("loss"),
         "score": problem.task.score,
@@ -152,6 +152,14 @@ def _make_summary(
     if "party_metrics" in last:
         summary["party_metrics"] = {name: _numbers(values) for name, values in last["party_metrics"].items()}
     return summary
+
+
+def describe_early_end(settings: Settings) -> str:
+    """Why a run ended before its last round, for summary.json and the terminal."""
+    words = "stopped: too few parties have budget left"
+    if settings.privacy.unit == "person" and settings.run.ledger:
+        words += " (whoever has records at several parties pays at each of them)"
+    return words
 
 
 def _describe_evaluation_data(run: ActiveRun) -> str:

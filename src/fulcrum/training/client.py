@@ -15,6 +15,7 @@ from fulcrum.clipping.rule import gradient_multiplier
 from fulcrum.data import poisson_sample_units
 from fulcrum.data.records import ModelInputs, move_inputs_to_device, select_rows
 from fulcrum.gradients import GradientRecorder
+from fulcrum.gradients.precision import use_matmul_precision
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.mechanism import compute_charged_scale, release_with_noise
 from fulcrum.rng import name_stream
@@ -43,7 +44,8 @@ def train_client(
         rows, slots, count = poisson_sample_units(problem.randomness, key, party, task.rate)
         view = problem.rule.view(state, request.round, request.rounds)
         terms = LocalStepTerms(task.sigma, batch, task.lr)
-        given = work(problem, StepSample(theta, rows, slots, count), view, state, terms)
+        with use_matmul_precision(problem.precision, problem.device):
+            given = work(problem, StepSample(theta, rows, slots, count), view, state, terms)
         state = given.state
 
         asked = task.asks_statistics(request.round, step)
@@ -140,8 +142,26 @@ def compute_unit_gradients(
         return gradients, losses
     slots, count = sample.slots.to(problem.device), sample.count
     records = torch.bincount(slots, minlength=count).to(losses)  # [B]
-    summed = gradients.new_zeros((count, gradients.shape[1])).index_add_(0, slots, gradients)
-    return summed / records[:, None], losses.new_zeros(count).index_add_(0, slots, losses) / records
+    return add_by_unit(gradients, slots, count) / records[:, None], add_by_unit(losses, slots, count) / records
+
+
+def add_by_unit(values: torch.Tensor, slots: torch.Tensor, count: int) -> torch.Tensor:
+    """Sums of the rows [b, ...] of each unit (slots [b], 0..count-1): [count, ...], each in the order of its rows.
+
+    A unit's sum must not depend on the other units, not even in its last bits. `index_add_` of a GPU adds up in any
+    order, so there each unit's first rows are added together, then its second ones, and so on.
+    """
+    total = values.new_zeros((count, *values.shape[1:]))
+    if values.device.type == "cpu" or not len(values):
+        return total.index_add_(0, slots, values)
+    order = torch.argsort(slots, stable=True)
+    sizes = torch.bincount(slots, minlength=count)
+    first = sizes.cumsum(0) - sizes
+    rank = torch.arange(len(slots), device=slots.device) - first[slots[order]]
+    for r in range(int(sizes.max())):
+        rows = order[rank == r]
+        total[slots[rows]] += values[rows]  # at most one row of each unit
+    return total
 
 
 def _collect_diagnostics(given: Contribution) -> dict[str, float]:

@@ -199,7 +199,9 @@ def evaluate_round(
             exact = count_units_in_cells(plan.cells, places, account.unit_of, account.units)
             released[account.name] = release_histogram(exact, plan.sigma, problem.randomness, t, account.party, attempt)
     if not released:
-        return Evaluation({}, note="The held-out units' budget is spent, so nothing was scored.")
+        first = plan.accounts[0].name
+        raised = f"fulcrum ledger {ledger.path if ledger else 'LEDGER'} --party {first} --budget EPSILON"
+        return Evaluation({}, note=f"The held-out units' budget is spent, so nothing was scored; raise it: {raised}")
     if ledger is not None:
         ledger.settle(run, t, {name: _digest(noised) for name, noised in released.items()})
     metrics = estimate_metrics(problem.task, plan.cells, torch.stack(list(released.values())).sum(dim=0))

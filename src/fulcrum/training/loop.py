@@ -111,14 +111,14 @@ def federate(
 def check_randomness(federation: Federation, run: str) -> None:
     """Raise RunError where the noise of this run would be that of another one.
 
-    Secure randomness serves one run. Seeded randomness is bound to the settings with which the federation was
-    prepared; a federation whose settings were replaced since would repeat noise at other settings.
+    Secure randomness serves one run. Both kinds are bound to the settings, records and weights with which the
+    federation was prepared; a federation in which they were replaced since would repeat noise at other settings.
     """
     problem = federation.problem
     source = problem.randomness
     if isinstance(source, SecureRandomness) and run:
         source.claim(run)
-    if isinstance(source, SeededRandomness) and source.run:
+    if isinstance(source, SeededRandomness | SecureRandomness) and source.run:
         parts = (problem.dataset, problem.partition, problem.model, problem.layout)
         if source.run != identify_releases(federation.settings, *parts):
             raise RunError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,11 +160,54 @@ def identify_releases(
         parts["task"] = {name: declared[name] for name in parts["task"]}
     if settings.privacy.evaluation_epsilon is not None:  # what decides the noise and the cells of evaluations
         parts["evaluations"] = {"count": count_evaluations(settings), "threshold": settings.task.threshold}
+    # The public seed also invites parties; the arithmetic decides how far each unit is scaled down.
+    parts["run"] = {"seed": settings.run.seed, "precision": settings.run.precision}
+    parts["run"]["proven"] = uses_proven_arithmetic(settings)
     mac.update(json.dumps(parts, sort_keys=True, default=str).encode())
     mac.update(f"|{dataset.fingerprint}|{dataset.task.name}|{type(model).__qualname__}|{layout.shapes}|".encode())
     for tensor in (partition.order, partition.starts, layout.flatten(model).detach().cpu()):
         mac.update(tensor.contiguous().numpy().tobytes())
+    mac.update(compute_architecture_digest(model))
     return mac.hexdigest()
+
+
+def compute_architecture_digest(model: nn.Module) -> bytes:
+    """A digest of what a model computes beside its trained weights: two activations are two models.
+
+    Its modules with their plain attributes, the source of those that are neither PyTorch's nor ours, frozen parameters
+    and buffers.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    for name, module in model.named_modules():
+        kind = type(module)
+        plain = {key: describe_attribute(value) for key, value in vars(module).items() if not key.startswith("_")}
+        plain.pop("training", None)
+        digest.update(f"|{name}|{kind.__qualname__}|{sorted(plain.items())}|".encode())
+        if kind.__module__.partition(".")[0] not in ("torch", "fulcrum"):
+            digest.update(read_code(kind))
+    frozen = [(name, value) for name, value in model.named_parameters() if not value.requires_grad]
+    for name, value in (*frozen, *model.named_buffers()):
+        digest.update(f"|{name}|{value.dtype}|{tuple(value.shape)}|".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
+def describe_attribute(value: object) -> str:
+    """A module's attribute in words that are the same in every process; "" where there are none."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(describe_attribute, value))}]"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return str(getattr(value, "__qualname__", ""))
+
+
+def read_code(kind: type[nn.Module]) -> bytes:
+    """The source of a class, or its forward's compiled code where there is no source."""
+    try:
+        return inspect.getsource(kind).encode()
+    except (OSError, TypeError):
+        code = getattr(kind.forward, "__code__", None)
+        return b"" if code is None else bytes(code.co_code) + repr(code.co_names).encode()
 
 
 def assign_coordinate_groups(layout: ParameterLayout, groups: tuple[int, ...]) -> torch.Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,25 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fulcrum.engines.stacked.core import StackedCore
 from fulcrum.errors import RunError
+from fulcrum.gradients.precision import use_matmul_precision
 
 ProgramInputs = dict[str, Any]
 """Named tensors, and dictionaries of them."""
-
-
-@contextmanager
-def use_matmul_precision(name: str, device: torch.device) -> Iterator[None]:
-    """On a GPU: products in full float32 or, for tf32, of inputs rounded to 10 bits; deterministic library calls."""
-    if device.type != "cuda":
-        yield
-        return
-    matmul, conv, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn  # type: ignore[attr-defined]
-    before = matmul.fp32_precision, conv.fp32_precision, cudnn.deterministic, cudnn.benchmark
-    chosen = "tf32" if name == "tf32" else "ieee"
-    matmul.fp32_precision, conv.fp32_precision, cudnn.deterministic, cudnn.benchmark = chosen, chosen, True, False
-    try:
-        yield
-    finally:
-        matmul.fp32_precision, conv.fp32_precision, cudnn.deterministic, cudnn.benchmark = before
 
 
 @dataclass

@@ -164,7 +164,8 @@ class _StackedSiteUse:
         if how.proven:
             return site.flatten_gradient(self._total_in_float64(factors.view(groups, rows)))
         scaled = self.g * factors[:, :, None, None].to(self.g.dtype)
-        if how.native and groups == 1 and site.is_convolution:
+        # The library returns a sum of bf16 products in bf16: its rounding would grow with the batch.
+        if how.native and groups == 1 and site.is_convolution and scaled.dtype == torch.float32:
             assert site.window is not None
             shaped = scaled.view(1, n, *site.window.out, site.outputs)
             return site.flatten_gradient(site.library_backward(shaped, self.h, weights, "weight").float())

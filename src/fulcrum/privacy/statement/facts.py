@@ -45,7 +45,7 @@ class EvaluationData:
 
     kind: "none", "public" (handed over apart from the training records), "public, held-out" (a part of public data) or
     "held-out" (private). times: number of evaluations. paid: whether metrics of held-out records come from noised
-    releases that their account paid for; epsilon and delta: of a held-out unit, in this run.
+    releases that their account paid for; epsilon and delta: of a held-out unit, within the scope.
     """
 
     kind: str = "none"
@@ -64,11 +64,17 @@ class EvaluationData:
     def text(self) -> str:
         """What was scored, and whether it is protected."""
         if self.kind == "held-out" and self.paid:
-            cost = (
-                f" Each held-out unit has epsilon = {format_epsilon(self.epsilon)}, delta = {self.delta:g} in this run."
-            )
-            return EVALUATION_TEXTS["held-out, paid"] + cost
+            return f"{EVALUATION_TEXTS['held-out, paid']} {self.held_out_sentence}"
         return EVALUATION_TEXTS[self.kind]
+
+    @property
+    def held_out_sentence(self) -> str:
+        """What holds for private records that were held out; "" where there are none."""
+        if self.kind != "held-out":
+            return ""
+        if self.paid:
+            return f"Each held-out unit has epsilon = {format_epsilon(self.epsilon)}, delta = {self.delta:g}."
+        return "The held-out records have no protection: they were scored without noise (see Evaluation)."
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,7 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
         "nominal": worth == "nominal",
         "simulation": coverage.simulation,
         "guarantee": worth,
-        "guarantee_text": guarantee_sentence(plan, coverage, run.run_id, numbers, not run.evaluation.protected),
+        "guarantee_text": guarantee_sentence(plan, coverage, run.run_id, numbers, run.evaluation.held_out_sentence),
         "target": {
             "epsilon": settings.privacy.epsilon,
             "budgets": dict(settings.privacy.budgets),

@@ -99,12 +99,10 @@ SCOPE_TEXTS = {
 }
 
 
-def guarantee_sentence(
-    plan: Plan, coverage: Coverage, own: str, numbers: str, has_unprotected_evaluation: bool = False
-) -> str:
+def guarantee_sentence(plan: Plan, coverage: Coverage, own: str, numbers: str, held_out: str = "") -> str:
     """The statement's main sentence. own: the id of this run. numbers: "epsilon = 4 (RDP; ...), delta = 1e-05".
 
-    has_unprotected_evaluation: whether held-out private records were scored without noise.
+    held_out: a sentence on private records that were held out and scored; "" where there are none.
     """
     short = find_unit_texts(plan.unit).short
     worth = coverage.level(plan.shares_noise)
@@ -129,7 +127,7 @@ def guarantee_sentence(
             f"{name_runs(bad, own)} used: an earlier version of Fulcrum wrote those rows. If the rules were sound and "
             f"the random numbers secret, each {short} has {numbers}."
         )
-    apart = " that was trained on" if has_unprotected_evaluation else ""
+    apart = " that was trained on" if held_out else ""
     if worth == "assumed":
         return (
             f"UNDER AN ASSUMPTION ONLY: if the server saw nothing but the sum of all {plan.parties} parties' "
@@ -137,11 +135,7 @@ def guarantee_sentence(
             "secure aggregation is SIMULATED: it is not implemented, and each single update is under-noised and not "
             "private by itself."
         )
-    rest = (
-        " The held-out records have no protection: they were scored without noise (see Evaluation)."
-        if has_unprotected_evaluation
-        else ""
-    )
+    rest = f" {held_out}" if held_out else ""
     if worth == "simulation":
         return f"SIMULATION. Each {short}{apart} has {numbers}, only while the seed is secret (see Randomness).{rest}"
     margin = {
