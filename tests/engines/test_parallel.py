@@ -18,7 +18,7 @@ from fulcrum.clipping import RULES
 from fulcrum.clipping.fixed import FIXED
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.data import Dataset, split
-from fulcrum.engines import choose_engine, find_engine
+from fulcrum.engines import choose_engine, fast, find_engine
 from fulcrum.engines.parallel import ParallelEngine
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.gradients import GradientRecorder
@@ -28,7 +28,8 @@ from fulcrum.settings.schema import Clip, Data
 from fulcrum.training.client import make_materialised_step, train_client
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import Assignment, ClientReply, RoundRequest, RuleState, Stats, Transform, View
-from support.federations import CLASSES, toy_data, toy_problem
+from support.federations import CLASSES, toy_data, toy_model, toy_problem
+from support.rounds import assert_equal
 
 SIZES = (3, 12, 1, 20, 9)
 """Examples of the five parties: unequal, so that the largest is not the first to be asked."""
@@ -401,3 +402,44 @@ def test_evaluation_gives_what_the_model_itself_gives() -> None:
         assert found["accuracy"] == pytest.approx(float((logits.argmax(dim=1) == y).float().mean()))
         assert found["loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, y)), rel=1e-5)
         assert evaluate_model(problem, params * 1.5)["loss"] != pytest.approx(found["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("records", [1, 2, 3, 7])
+@pytest.mark.parametrize("make", [toy_model, lambda: Wide()], ids=["sequence", "own-forward"])
+@pytest.mark.parametrize("rule", ["fixed", "moo", "psac", "quantile"])
+def test_persons_go_the_fast_way_and_equal_the_reference(
+    rule: str, make: Any, records: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = toy_data(person=[i * i // (7 * records) for i in range(60)])  # unequal numbers of records
+    torch.manual_seed(0)
+    problem = toy_problem(rule, data, 3, unit="person", model=make())
+    wanted = request(problem)
+    expected = list(ReferenceEngine(problem).run(wanted))
+
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("gradients were written out")
+
+    monkeypatch.setattr(fast, "make_materialised_step", lambda follow: forbidden)
+    assert_equal(expected, list(ParallelEngine(problem).run(wanted)))
+
+
+class Wide(nn.Module):
+    """Positions, an embedding-like table, a convolution, a shared layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.mix = nn.Conv1d(2, 4, 2, padding=1), nn.Linear(4, 4)
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.conv(x.view(len(x), 2, 3))).transpose(1, 2)
+        return self.last(torch.tanh(self.mix(torch.tanh(self.mix(h)))).flatten(1))  # type: ignore[no-any-return]
+
+
+def test_a_person_with_a_record_that_is_not_finite_keeps_the_others() -> None:
+    data = toy_data(person=[i // 3 for i in range(60)])
+    assert isinstance(data.records.x, Tensor)
+    data.records.x[4, 0] = float("nan")
+    problem = toy_problem("fixed", data, 3, unit="person")
+    wanted = request(problem)
+    assert_equal(list(ReferenceEngine(problem).run(wanted)), list(ParallelEngine(problem).run(wanted)))

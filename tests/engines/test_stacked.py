@@ -20,6 +20,7 @@ from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.engines.stacked import StackedEngine, core, sampling
 from fulcrum.engines.stacked.table import store_on_device
 from fulcrum.errors import ConfigError, RunError
+from fulcrum.gradients import NUM_PROBE_EXAMPLES
 from fulcrum.gradients.stacked import passes
 from fulcrum.models.build import build_model
 from fulcrum.models.builtin import ACTIVATIONS
@@ -148,9 +149,33 @@ def frozen() -> nn.Module:
 @pytest.mark.parametrize(
     "make", [Shared, frozen, lambda: nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))]
 )
-def test_other_models_go_through_torch_func_and_say_so(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("rule", ["moo", "fixed", "psac", "wav"])
+def test_other_models_are_followed_use_by_use(make: Callable[[], nn.Module], rule: str) -> None:
     torch.manual_seed(0)
-    problem = toy_problem("moo", parties=3, model=make())
+    problem = toy_problem(rule, parties=3, model=make())
+    engine = StackedEngine(problem, rows_limit=7)
+    wanted = request(problem)
+    assert_equal(list(ReferenceEngine(problem).run(wanted)), list(engine.run(wanted)))
+    assert engine.trainer is not None
+    assert engine.trainer.core.recorder is not None
+    assert not any("torch.func" in note for note in engine.notes)
+
+
+class Table(nn.Module):
+    """A table with as many rows as the comparison with autograd has examples: its rows look like examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(NUM_PROBE_EXAMPLES, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        where = self.table(torch.arange(NUM_PROBE_EXAMPLES))
+        return self.last(torch.tanh(x @ where.t() @ where))  # type: ignore[no-any-return]
+
+
+def test_models_that_cannot_be_followed_go_through_torch_func_and_say_so() -> None:
+    torch.manual_seed(0)
+    problem = toy_problem("moo", parties=3, model=Table())
     engine = StackedEngine(problem, rows_limit=7)
     wanted = request(problem)
     assert_equal(list(ReferenceEngine(problem).run(wanted)), list(engine.run(wanted)))

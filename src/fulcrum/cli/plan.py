@@ -107,14 +107,20 @@ def print_ledger_balances(path: str, left: Mapping[str, PartyBalance], rounds: i
 
 def describe_engine(federation: Federation) -> dict[str, Any]:
     """Which engine will run, on how many cores, and how each layer's per-example gradients are computed."""
+    import torch
+
+    from fulcrum.data.records import move_inputs_to_device
     from fulcrum.engines import choose_engine
     from fulcrum.gradients import list_gradient_paths
 
     engine = choose_engine(federation.settings.run.engine, federation.problem)
-    found = list_gradient_paths(federation.problem.model)
+    problem = federation.problem
+    first = problem.dataset.records.take(torch.zeros(1, dtype=torch.int64))
+    x, y = move_inputs_to_device(first.x, problem.device), first.y.to(problem.device)
+    found = list_gradient_paths(problem.model, x, y, problem.dataset.task)
     layers = [{"layer": layer, "path": path, "because": reason} for layer, path, reason in found]
     workers = getattr(federation.engine, "workers", 1)
-    return {"engine": engine, "workers": workers, "device": str(federation.problem.device), "layers": layers}
+    return {"engine": engine, "workers": workers, "device": str(problem.device), "layers": layers}
 
 
 def print_engine_lines(words: dict[str, Any]) -> None:

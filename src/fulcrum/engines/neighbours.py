@@ -77,15 +77,20 @@ SumsFn = Callable[[TrainingProblem, ReplayedStep, RuleState, Tensor], StepSums]
 
 
 def leave_out(rule: ClipRule, present: Tensor) -> ClipRule:
-    """The rule with nothing contributed by the units where present [B] is False."""
+    """The rule with nothing contributed by units where present [B] is False. A batch may come in pieces, in order."""
+    seen = slice(0, 0)
 
     def clip(stats: Stats, state: RuleState) -> tuple[Tensor, Tensor, RuleState]:
+        nonlocal seen
+        start = seen.stop % len(present)
+        seen = slice(start, start + len(stats.norms))
+        here = present[seen, None]
         factors, extra, state = rule.clip(stats, state)
-        return torch.where(present[:, None], factors, 0.0), torch.where(present[:, None], extra, 0.0), state
+        return torch.where(here, factors, 0.0), torch.where(here, extra, 0.0), state
 
     def second(stats: Stats, state: RuleState) -> Tensor:
         assert rule.second is not None
-        return torch.where(present[:, None], rule.second(stats, state), 0.0)
+        return torch.where(present[seen, None], rule.second(stats, state), 0.0)
 
     return dataclasses.replace(rule, clip=clip, second=None if rule.second is None else second)
 

@@ -8,7 +8,7 @@ on both. Every client's arithmetic is its own, so the result is the same for any
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from queue import SimpleQueue
 
@@ -37,6 +37,9 @@ class ParallelEngine(Engine):
         """Replies in the order of the request. An error in a client is raised here, and stops the others."""
         pool, stop = self._start(request), threading.Event()
         pairs = list(zip(request.assignments, request.states, strict=True))
+        if len(pairs) < self.workers:  # fewer clients than cores: the pieces of a batch side by side
+            yield from (self._train_in_pieces(request, *pair) for pair in pairs)
+            return
         largest_first = sorted(range(len(pairs)), key=lambda i: -self._estimate_effort(pairs[i][0]))
         futures = {i: pool.submit(self._train_one_client, request, *pairs[i], stop) for i in largest_first}
         try:
@@ -70,6 +73,26 @@ class ParallelEngine(Engine):
             return train_client(self.problem, request, task, state, work)
         finally:
             self._followers.put(follow)
+
+    def _train_in_pieces(self, request: RoundRequest, task: Assignment, state: RuleState) -> ClientReply:
+        """One client, whose pieces go to all workers; sums are added in the order of the pieces."""
+        pool = self._start(request)
+        follow = self._followers.get()
+        self._followers.put(follow)  # in this thread it only splits and, for some rules, works while the others wait
+
+        def map_pieces(
+            work: Callable[[GradientRecorder, slice], Contribution], pieces: Sequence[slice]
+        ) -> Iterable[Contribution]:
+            def one(piece: slice) -> Contribution:
+                mine = self._followers.get()
+                try:
+                    return work(mine, piece)
+                finally:
+                    self._followers.put(mine)
+
+            return pool.map(one, pieces)
+
+        return train_client(self.problem, request, task, state, make_ghost_step(follow, map_pieces))
 
     def _start(self, request: RoundRequest) -> ThreadPoolExecutor:
         if self._pool is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Hashable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,10 +23,12 @@ from fulcrum.data.records import ModelInputs, count_examples, list_input_tensors
 from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.gradients import sequence
-from fulcrum.gradients.ghost import GhostTape, record_ghost_tape
+from fulcrum.gradients.ghost import GhostTape, find_vmap_sites, list_uses, record_ghost_tape
 from fulcrum.gradients.memory import retain_freed_memory
-from fulcrum.gradients.program import GradProgram, UnsupportedModel, analyse_model
+from fulcrum.gradients.param_grads import MaterialisedGrad, OwnGrad
+from fulcrum.gradients.program import UnsupportedModel, analyse_model
 from fulcrum.gradients.tape import ChunkedTape, EmptyTape, GradientTape, PaddedTape
+from fulcrum.gradients.uses import UnknownUse, UseRecord, VmapSite, register_function_rule, register_layer
 from fulcrum.gradients.vmap import record_vmap_tape
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 from fulcrum.rng import torch_generator
@@ -34,14 +37,21 @@ __all__ = [
     "PROVEN_BLOCK",
     "GradientRecorder",
     "GradientTape",
+    "MaterialisedGrad",
+    "OwnGrad",
     "list_gradient_paths",
     "record_gradients",
+    "register_function_rule",
+    "register_layer",
     "retain_freed_memory",
 ]
 
 PASS_MEMORY_BYTES = {"cpu": 12 * 2**20, "cuda": 4 * 2**30}
 """Maximum bytes of layer inputs and outputs per pass: a larger batch is processed in pieces. On a CPU a higher limit
 saves a few percent of the time, but every worker needs that memory."""
+
+FEWEST_EXAMPLES, LARGEST_PASS_BYTES = 16, 512 * 2**20
+"""A model with its own forward gets at least so many examples per pass, unless they take more bytes than this."""
 
 PROVEN_BLOCK = 32
 """Examples per pass where an example's numbers must not depend on how many others there are."""
@@ -72,6 +82,8 @@ class GradientRecorder:
             raise ModelError(f"how = {how!r} is not known; choose one of auto, book, vmap.")
         self.model, self.layout, self.task, self.how, self.block = model, layout, task, how, block
         self.program = analyse_model(model, layout)
+        self.sites: tuple[VmapSite, ...] | None = () if self.program.sequence else None
+        """Modules with parameters that go through vmap; None until the first batch."""
         self._verdict: str | None = None if how == "auto" and not self.program.sequence else ""
         self._elements: dict[Hashable, int] = {}
 
@@ -84,34 +96,92 @@ class GradientRecorder:
         """A recorder of a copy of the model, for another thread; it keeps the results of the analysis."""
         other = GradientRecorder(copy.deepcopy(self.model), self.layout, self.task, self.how, self.block)
         other._verdict, other._elements = self._verdict, dict(self._elements)
+        other.sites = self.sites
         return other
 
     def __call__(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
         """One forward and backward pass over x [B, ...], y [B, ...] with the parameters `params` [d]."""
         if len(y) == 0:
             return EmptyTape(params.detach())
-        return self._record_in_blocks(params, x, y) if self.block else self._record(params, x, y)
+        pieces = self.split(params, x, y)
+        tapes = tuple(self.record_piece(params, x, y, piece) for piece in pieces)
+        return tapes[0] if len(tapes) == 1 else ChunkedTape(tapes, tuple(p.stop - p.start for p in pieces))
 
-    def _record_in_blocks(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
-        count = len(y)
-        rows = torch.arange(-(-count // self.block) * self.block, device=y.device)
-        rows = torch.where(rows < count, rows, torch.zeros_like(rows))
-        tapes = [self._record(params, select_rows(x, part), y[part]) for part in rows.split(self.block)]
-        return PaddedTape(ChunkedTape(tuple(tapes), (self.block,) * len(tapes)), count, len(rows))
+    def split(self, params: Tensor, x: ModelInputs, y: Tensor) -> tuple[slice, ...]:
+        """The pieces that a batch of at least one example is recorded in.
 
-    def _record(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
-        """The tape of a batch that is not empty."""
+        They depend on the shapes only, so that a resumed run has the same rounding.
+        """
+        if self._follows(params, x, y) and not self.block:
+            each = self._choose_piece_size(params, x, y)
+        else:
+            each = self.block or len(y)
+        return tuple(slice(start, min(start + each, len(y))) for start in range(0, len(y), each))
+
+    def record_piece(self, params: Tensor, x: ModelInputs, y: Tensor, piece: slice) -> GradientTape:
+        """The tape of one piece of `split`."""
+        if not self.block:
+            if piece == slice(0, len(y)):
+                return self._record(params, x, y)
+            return self._record(params, select_rows(x, piece), y[piece])
+        count = piece.stop - piece.start
+        rows = torch.arange(piece.start, piece.start + self.block, device=y.device)
+        rows = torch.where(rows < piece.stop, rows, torch.zeros_like(rows))
+        return PaddedTape(self._record_block(params, select_rows(x, rows), y[rows]), count, self.block)
+
+    def _follows(self, params: Tensor, x: ModelInputs, y: Tensor) -> bool:
+        """Whether ghost norms are used; settled with the first batch."""
         if self.how == "vmap":
-            return record_vmap_tape(self.model, self.layout, params, x, y, self.task)
+            return False
         try:
             self.settle(params, x, y)
-            if self._verdict:
-                raise UnsupportedModel(self._verdict)
-            return self._record_in_pieces(params, x, y)
+            self._count_elements_once(params, x, y)
+        except UnsupportedModel as problem:
+            self._verdict = str(problem)
+        if self._verdict and self.how == "book":
+            raise ModelError(f"book-keeping cannot follow this model ({self._verdict}); use how = 'vmap'.")
+        return not self._verdict
+
+    def _record(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
+        """The tape of a piece that is not empty."""
+        if not self._follows(params, x, y):
+            return record_vmap_tape(self.model, self.layout, params, x, y, self.task)
+        try:
+            return self.record_once(params, x, y, fast=not self.block)
         except UnsupportedModel as problem:
             if self.how == "book":
                 raise ModelError(f"book-keeping cannot follow this model ({problem}); use how = 'vmap'.") from None
             return record_vmap_tape(self.model, self.layout, params, x, y, self.task)
+
+    def _record_block(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
+        """A block in parts of one size, as memory allows."""
+        if not self._follows(params, x, y):
+            return self._record(params, x, y)
+        each = self._choose_piece_size(params, x, y)
+        each = max(1, len(y) >> (-(-len(y) // each) - 1).bit_length())  # all of one size, as blocks are
+        if each >= len(y):
+            return self._record(params, x, y)
+        parts = zip(split_inputs(x, each), y.split(each), strict=True)
+        return ChunkedTape(tuple(self._record(params, *part) for part in parts), (each,) * (len(y) // each))
+
+    def _choose_piece_size(self, params: Tensor, x: ModelInputs, y: Tensor) -> int:
+        """Examples in each of equal pieces of a batch."""
+        count = len(y)
+        shape = tuple(value.shape[1:] for value in list_input_tensors(x))
+        limit = PASS_MEMORY_BYTES.get(params.device.type, PASS_MEMORY_BYTES["cuda"])
+        bytes_each = max(1, self._elements[shape] * params.element_size())
+        if not self.program.sequence:  # calls of Python and of autograd want more examples each
+            limit = max(limit, min(FEWEST_EXAMPLES * bytes_each, LARGEST_PASS_BYTES))
+        pieces = min(count, max(1, math.ceil(bytes_each * count / limit)))
+        return math.ceil(count / pieces)
+
+    def _count_elements_once(self, params: Tensor, x: ModelInputs, y: Tensor) -> None:
+        """Finds the number of elements that a pass keeps of one example, for each shape of examples once."""
+        shape = tuple(value.shape[1:] for value in list_input_tensors(x))
+        if shape not in self._elements and not self._verdict:
+            few = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
+            kept = self.record_once(params, select_rows(x, few), y[few]).elements
+            self._elements[shape] = -(-kept // NUM_PROBE_EXAMPLES)
 
     @torch.no_grad()
     def outputs(self, params: Tensor, x: ModelInputs) -> Tensor:
@@ -124,34 +194,37 @@ class GradientRecorder:
         kernels = sequence.prepare_weights(tuple(tensors.values()), one.device)
         return sequence.forward_sequence(self.program, kernels, one, keep=False)[0]
 
+    @property
+    def objection(self) -> str:
+        """Why ghost norms are not used for this model; empty if they are. After `settle`."""
+        return self._verdict or ""
+
     def settle(self, params: Tensor, x: ModelInputs, y: Tensor) -> None:
         """Checks once whether ghost norms are correct for a model with its own forward."""
+        given = (self.model, self.program, self.layout, params, x, y, self.task)
         if self._verdict is None:
-            self._verdict = _compare_with_vmap(self.model, self.program, self.layout, params, x, y, self.task)
+            self.sites, self._verdict = _compare_with_autograd(self.model, self.layout, params, x, y, self.task)
+        elif self.sites is None:
+            few = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
+            self.sites = find_vmap_sites(*given[:4], select_rows(x, few), y[few], self.task)
 
-    def _run(self, params: Tensor, x: ModelInputs, y: Tensor) -> GhostTape:
-        return record_ghost_tape(self.model, self.program, self.layout, params, x, y, self.task)
+    def record_once(
+        self, params: Tensor, x: ModelInputs, y: Tensor, fast: bool = False, half: bool = False
+    ) -> GhostTape:
+        """One pass over the whole batch, after `settle`; nothing waits for the device.
 
-    def _record_in_pieces(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
-        """Records equal pieces. They depend on the shapes only, so that a resumed run has the same rounding."""
-        shape = tuple(value.shape[1:] for value in list_input_tensors(x))
-        if shape not in self._elements:
-            self._elements[shape] = self._run(params, select_rows(x, slice(0, 1)), y[:1]).elements
-        limit = PASS_MEMORY_BYTES.get(params.device.type, PASS_MEMORY_BYTES["cuda"])
-        size = self._elements[shape] * params.element_size() * len(y)
-        pieces = min(len(y), max(1, math.ceil(size / limit)))
-        if self.block:
-            pieces = min(len(y), 1 << (pieces - 1).bit_length())  # all of one size, as blocks are
-        if pieces == 1:
-            return self._run(params, x, y)
-        step = math.ceil(len(y) / pieces)
-        tapes = [self._run(params, *piece) for piece in zip(split_inputs(x, step), y.split(step), strict=True)]
-        return ChunkedTape(tuple(tapes), tuple(len(tape.raw_losses) for tape in tapes))
+        Raises UnsupportedModel. fast, half: see `record_ghost_tape`.
+        """
+        if self._verdict:
+            raise UnsupportedModel(self._verdict)
+        given = (self.model, self.program, self.layout, params, x, y, self.task)
+        try:
+            return record_ghost_tape(*given, self.sites or (), fast, half)
+        except UnknownUse as problem:
+            raise UnsupportedModel(str(problem)) from None
 
 
-_probe_results: WeakKeyDictionary[nn.Module, tuple[ParameterLayout, Task, str | None, dict[Hashable, int]]] = (
-    WeakKeyDictionary()
-)
+_probe_results: WeakKeyDictionary[nn.Module, tuple[ParameterLayout, Task, tuple[Any, ...]]] = WeakKeyDictionary()
 """Results of `GradientRecorder.settle` per model, kept by `record_gradients`."""
 
 
@@ -178,63 +251,129 @@ def record_gradients(
     follower = GradientRecorder(model, layout, task, how)
     known = _probe_results.get(model)
     if how == "auto" and not follower.program.sequence and known is not None and known[:2] == (layout, task):
-        _, _, follower._verdict, follower._elements = known
+        follower._verdict, follower.sites, follower._elements = known[2]
     tape = follower(params, x, y)
     if how == "auto" and len(y):
-        _probe_results[model] = (layout, task, follower._verdict, follower._elements)
+        _probe_results[model] = (layout, task, (follower._verdict, follower.sites, follower._elements))
     return tape
 
 
-def _compare_with_vmap(
-    model: nn.Module,
-    program: GradProgram,
-    layout: ParameterLayout,
-    params: Tensor,
-    x: ModelInputs,
-    y: Tensor,
-    task: Task,
-) -> str:
-    """The reason why ghost norms must not be used, or "": tested on random examples with the model's own parameters.
+def _compare_with_autograd(
+    model: nn.Module, layout: ParameterLayout, params: Tensor, x: ModelInputs, y: Tensor, task: Task
+) -> tuple[tuple[VmapSite, ...], str]:
+    """The modules that go through vmap, and the reason why ghost norms must not be used, or "".
 
-    The result depends neither on the data nor on the training progress, so that a resumed run takes the same path.
+    Tested on random examples with the model's own parameters in float64, against autograd on one example after the
+    other. The result depends neither on the data nor on the training progress, so that a resumed run takes the same
+    path. Dropout is off: it draws other numbers for one example than for three.
     """
     index = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % count_examples(x)
-    own, stream = layout.flatten(model).to(params), torch_generator(0, "probe")
+    stream = torch_generator(0, "probe")
 
     def made_up(value: Tensor) -> Tensor:
         if not value.is_floating_point():
             return value[index]  # only the data show which indices are valid for the model's tables
-        return torch.rand((NUM_PROBE_EXAMPLES, *value.shape[1:]), generator=stream, dtype=value.dtype).to(value.device)
+        shape = (NUM_PROBE_EXAMPLES, *value.shape[1:])
+        return torch.rand(shape, generator=stream, dtype=value.dtype).to(value.device)
 
     probe: ModelInputs = map_inputs(made_up, x)
-    targets = torch.zeros_like(y[index])  # not the data's: a huge one would overflow and decide for everybody
-    truth = record_vmap_tape(model, layout, own, probe, targets, task).matrix()
-    if not bool(truth.any()):
-        return "it has no finite gradients to compare"
+    few = torch.zeros_like(y[index])  # not the data's: a huge one would overflow and decide for everybody
     try:
-        found = record_ghost_tape(model, program, layout, own, probe, targets, task).matrix()
+        twin = _copy_without_dropout(model).double()
+        wide = map_inputs(lambda value: value.double() if value.is_floating_point() else value, probe)
+        return _probe(twin, layout, layout.flatten(twin).to(params.device), wide, few, task)
+    except RuntimeError:  # the model insists on float32
+        twin = _copy_without_dropout(model)
+        return _probe(twin, layout, layout.flatten(twin).to(params), probe, few, task)
+
+
+def _copy_without_dropout(model: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        for name in ("p", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return twin
+
+
+def _probe(
+    twin: nn.Module, layout: ParameterLayout, own: Tensor, x: ModelInputs, y: Tensor, task: Task
+) -> tuple[tuple[VmapSite, ...], str]:
+    program = analyse_model(twin, layout)
+    try:
+        sites = find_vmap_sites(twin, program, layout, own, x, y, task)
+        tape = record_ghost_tape(twin, program, layout, own, x, y, task, sites, fast=True)
     except UnsupportedModel as problem:
-        return str(problem)
-    return "" if _gradients_agree(found, truth, layout) else "its gradients differ from those of vmap"
+        return (), str(problem)
+    tensors = {name: value.detach().requires_grad_() for name, value in layout.unflatten(own).items()}
+    norms = tape.norms(tuple(range(len(tensors))))
+    some = False
+    for row in range(NUM_PROBE_EXAMPLES):
+        part = slice(row, row + 1)
+        with torch.enable_grad():
+            loss = task.loss(call_with_parameters(twin, tensors, select_rows(x, part)), y[part]).sum()
+            truth = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True, materialize_grads=True)
+        size = torch.stack([value.double().norm() for value in truth]).norm()
+        some = some or bool(size > 0)
+        for wanted, uses, norm in zip(truth, tape.parts, norms[row], strict=True):
+            found = torch.zeros_like(wanted).reshape(-1)
+            for use in uses:
+                found = found + use.slice(row, row + 1).rows().reshape(-1)
+            # The limit leaves room for float32; in float64 all but a wrong path is far below it.
+            room = 1e-3 * wanted.norm() + 1e-6 * size
+            if not ((found - wanted.reshape(-1)).norm() <= room and (norm - wanted.norm()).abs() <= room):
+                return (), "its gradients differ from those of autograd"
+    if not some:
+        return (), "it has no finite gradients to compare"
+    return sites, ""
 
 
-def _gradients_agree(found: Tensor, truth: Tensor, layout: ParameterLayout) -> bool:
-    """Whether each tensor's gradients agree, up to rounding, for each example."""
-    noise = 1e-6 * truth.norm(dim=1)
-    pairs = zip(found.split(layout.sizes, dim=1), truth.split(layout.sizes, dim=1), strict=True)
-    return all(bool(((f - t).norm(dim=1) <= 1e-3 * t.norm(dim=1) + noise).all()) for f, t in pairs)
-
-
-def list_gradient_paths(model: nn.Module) -> list[tuple[str, str, str]]:
+def list_gradient_paths(
+    model: nn.Module, x: ModelInputs | None = None, y: Tensor | None = None, task: Task | None = None
+) -> list[tuple[str, str, str]]:
     """For each layer with trainable parameters: its name, "book" (ghost norms) or "vmap", and the reason.
+
+    With an example (x [1, ...], y [1, ...], task), the uses of each parameter are those of a pass: which function
+    uses it, over how many positions, and which way is cheaper. Without one, layers are known by their class.
 
     >>> list_gradient_paths(nn.Sequential(nn.Linear(4, 2)))
     [('0', 'book', 'Linear')]
     """
-    program = analyse_model(model, ParameterLayout.of(model))
-    return [
-        (site.name or "model", "book", type(site.module).__name__)
-        if site.kind
-        else (site.name or "model", "vmap", site.reason)
-        for site in program.sites.values()
-    ]
+    layout = ParameterLayout.of(model)
+    program = analyse_model(model, layout)
+    if x is None or y is None or task is None or program.sequence:
+        return [
+            (site.name or "model", "book", type(site.module).__name__)
+            if site.kind
+            else (site.name or "model", "vmap", site.reason)
+            for site in program.sites.values()
+        ]
+    recorder = GradientRecorder(model, layout, task)
+    own = layout.flatten(model)
+    recorder.settle(own, x, y)
+    if recorder.objection:
+        return [("model", "vmap", recorder.objection)]
+    found: dict[str, tuple[str, str, str]] = {}
+    for site in recorder.sites or ():
+        for place in site.places:
+            found[layout.names[place]] = (layout.names[place], "vmap", f"{site.reason}, in {site.name or 'the model'}")
+    few = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
+    given = (model, layout, own, select_rows(x, few), y[few], task, recorder.sites or ())
+    for use in list_uses(*given):
+        name = layout.names[use.place]
+        if use.cost is not None or len(layout.shapes[use.place]) > 1:
+            found.setdefault(name, (name, "book", describe_use(use)))
+    return list(found.values())
+
+
+def describe_use(use: UseRecord) -> str:
+    """A use in words: the function, and the way that is cheaper for its shape."""
+    if use.cost is None:
+        return use.function
+    cost = use.cost
+    shape = f"{cost.positions} positions, {cost.inputs} x {cost.outputs}"
+    if cost.positions == 1:
+        return f"{use.function}, {shape}: norm from the norms of input and gradient"
+    if use.materialised:
+        return f"{use.function}, {shape}: gradients written, {cost.entries} numbers per example"
+    return f"{use.function}, {shape}: norm from products of positions, {cost.ghost} multiply-adds per example"

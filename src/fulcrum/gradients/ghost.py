@@ -1,16 +1,18 @@
 """Ghost norms: one forward and backward pass that differentiates layer outputs only, never parameters.
 
-Each layer with trainable parameters is a site. The forward pass records the site's input a; the backward
-pass computes the gradient g of its output. Both together make the layer's parameter gradients (`param_grads.py`);
-then g is freed. The gradient of the first site's input is not computed.
+The forward pass records the input a of each use of a parameter; the backward pass computes the gradient g of its
+output. Both together make the parameter's per-example gradients (`param_grads.py`); then g is freed. The gradient of
+the first layer's input is not computed.
 
-There are two methods. A plain `nn.Sequential` of known layers is run layer by layer with the given
-parameters and without autograd (`sequence.py`). Any other model runs its own forward with hooks on its sites.
+There are two methods. A plain `nn.Sequential` of known layers is run layer by layer with the given parameters and
+without autograd (`sequence.py`). Any other model runs its own forward, and the functions that use its parameters are
+found as they are called (`uses.py`, `function_rules.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,18 +21,32 @@ from torch import Tensor, nn
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs
 from fulcrum.data.tasks import Task
+from fulcrum.gradients import function_rules as function_rules  # fills the table of functions
+from fulcrum.gradients import recurrent_rules as recurrent_rules
 from fulcrum.gradients import sequence
-from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, materialise_grads
+from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, join_uses, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad, scratch_ranges
 from fulcrum.gradients.program import GradProgram, GradSite, UnsupportedModel
-from fulcrum.gradients.rounding import NormTable, SquaredNorms, add_error, bound_roundings, to_norm_table
-from fulcrum.gradients.tape import check_loss_per_example, find_finite_norms, stack_squares, sum_squares_by_group
-from fulcrum.gradients.vmap import compute_module_grads
+from fulcrum.gradients.rounding import (
+    NormTable,
+    SquaredNorms,
+    add_error,
+    bound_roundings,
+    fast_squared_norms,
+    squared_norms,
+    to_norm_table,
+)
+from fulcrum.gradients.tape import check_loss_per_example, find_finite_norms, stack_squares
+from fulcrum.gradients.uses import (
+    LAYER_RULES,
+    MAX_MATERIALISED_RATIO,
+    LayerRule,
+    UnknownUse,
+    UseRecord,
+    UseRecorder,
+    VmapSite,
+)
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
-
-MAX_MATERIALISED_RATIO = 1.5
-"""Materialised gradients may take this many times the memory of the sites' inputs and outputs."""
-
 
 # --- recording ------------------------------------------------------------------------------------
 
@@ -78,12 +94,8 @@ class _UseRecorder:
         use = self.uses.pop(number)
         site, a = use.site, use.a
         tensors = {name: self.tensors[place] for name, place in site.own.items()}
-        if site.kind is None:
-            assert isinstance(a, Tensor)  # only convolutions have patches
-            rows = compute_module_grads(site.module, tensors, a, g)
-            found: dict[str, ParamGrad] = {name: MaterialisedGrad(grads.flatten(1)) for name, grads in rows.items()}
-        else:
-            found = site.kind.parts(site.module, a, g, tensors, set(site.own))
+        assert site.kind is not None  # all layers of a sequence are known
+        found = site.kind.parts(site.module, a, g, tensors, set(site.own))
         for name, part in found.items():
             written = name == "weight" and number in self.written and isinstance(part, LinearGrad | ConvGrad)
             self.parts[site.own[name]].append(materialise_grads(part) if written else part)  # type: ignore[arg-type]
@@ -97,16 +109,69 @@ def record_ghost_tape(
     x: ModelInputs,
     y: Tensor,
     task: Task,
+    sites: tuple[VmapSite, ...] = (),
+    fast: bool = False,
+    half: bool = False,
 ) -> GhostTape:
-    """One pass over the batch. Raises UnsupportedModel where dimension 0 of the model's outputs is not the batch."""
-    if model in program.sites and program.sites[model].kind is None:
-        raise UnsupportedModel(program.sites[model].reason)
+    """One pass over the batch.
+
+    sites: modules with parameters that go through vmap (`find_vmap_sites`). fast: measured bounds in place of proven
+    ones. half: bf16 where autocast chooses it, with norms and sums in float32. Raises UnsupportedModel where the first
+    dimension of the model's outputs is not the batch, and UnknownUse where a function has no rule.
+    """
     tensors = tuple(layout.unflatten(params.detach()).values())
-    if program.sequence:
+    recorder: _UseRecorder | UseRecorder
+    if program.sequence and not half:
         recorder, losses = _record_sequence(program, tensors, sequence.require_single_input(x), y, task)
     else:
-        recorder, losses = _record_with_hooks(model, program, layout, tensors, x, y, task)
-    return GhostTape(layout, params, losses, tuple(tuple(parts) for parts in recorder.parts), recorder.elements)
+        recorder, losses = _record_uses(model, layout, tensors, x, y, task, sites, half)
+    parts = tuple(tuple(parts) for parts in recorder.parts)
+    return GhostTape(layout, params, losses, parts, recorder.elements, fast)
+
+
+def find_vmap_sites(
+    model: nn.Module,
+    program: GradProgram,
+    layout: ParameterLayout,
+    params: Tensor,
+    x: ModelInputs,
+    y: Tensor,
+    task: Task,
+) -> tuple[VmapSite, ...]:
+    """The modules whose parameters go through vmap: the smallest around each use that no rule knows.
+
+    Found by trial: the module that owns the parameter; if the use is outside of it, the one around it; and so on.
+    """
+    sites: dict[str, VmapSite] = {}
+    tried: dict[int, str] = {}
+    while True:
+        try:
+            record_ghost_tape(model, program, layout, params, x, y, task, tuple(sites.values()))
+            return tuple(sites.values())
+        except UnknownUse as problem:
+            for place in problem.places or tuple(range(len(layout.names))):
+                name = tried[place] if place in tried else layout.names[place]
+                if not name:
+                    raise UnsupportedModel(str(problem)) from None
+                tried[place] = name = name.rpartition(".")[0]
+                for known, site in list(sites.items()):
+                    if place in site.places:
+                        sites[known] = replace(site, places=site.places - {place})
+                        if not sites[known].places:
+                            del sites[known]
+                sites[name] = _add_to_site(sites.get(name), model, layout, name, place, str(problem))
+
+
+def _add_to_site(
+    site: VmapSite | None, model: nn.Module, layout: ParameterLayout, name: str, place: int, reason: str
+) -> VmapSite:
+    if site is not None:
+        return replace(site, places=site.places | {place})
+    module = model.get_submodule(name)
+    named = dict(model.named_parameters())
+    known = {id(named[each]): number for number, each in enumerate(layout.names)}
+    inner = {each: known[id(p)] for each, p in module.named_parameters() if id(p) in known}
+    return VmapSite(name, frozenset({place}), inner, reason)
 
 
 # --- a plain sequence -----------------------------------------------------------------------------
@@ -133,75 +198,83 @@ def _record_sequence(
 # --- any other model ------------------------------------------------------------------------------
 
 
-class _GraphRoot(torch.autograd.Function):
-    """Makes a fresh output the start of differentiation, in place, so that in-place activations may follow."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, anchor: Tensor) -> Tensor:
-        ctx.mark_dirty(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-def _record_with_hooks(
+def _record_uses(
     model: nn.Module,
-    program: GradProgram,
     layout: ParameterLayout,
     tensors: tuple[Tensor, ...],
     x: ModelInputs,
     y: Tensor,
     task: Task,
-) -> tuple[_UseRecorder, Tensor]:
+    sites: tuple[VmapSite, ...],
+    half: bool,
+) -> tuple[UseRecorder, Tensor]:
     count = count_examples(x)
-    recorder = _UseRecorder(count, tensors)
-    anchor = torch.zeros((), device=y.device, requires_grad=True)
+    recorder = UseRecorder(tensors, count)
+    handles: list[Any] = []
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        site = program.sites[module]
-        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(out, Tensor):
-            raise UnsupportedModel(f"{site.name} does not map one tensor to one tensor")
-        return tap(site, args[0], out) if torch.is_grad_enabled() else out
+    def watch(site: VmapSite) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            recorder.enter_site(site)
 
-    def tap(site: GradSite, a: Tensor, out: Tensor) -> Tensor:
-        """Records a use; the returned output replaces `out`."""
-        fits = site.kind is None or site.kind.fits(site.module, a)
-        if not fits or a.dim() == 0 or out.dim() == 0 or len(a) != count or len(out) != count:
-            raise UnsupportedModel(f"{site.name} does not see one example per row")
-        if out._is_view():
-            # An in-place activation on a view would rewrite history behind the hook below.
-            out = torch.ops.aten._unsafe_view(out, out.shape)
-        if not out.requires_grad:
-            out = _GraphRoot.apply(out, anchor)  # type: ignore[no-untyped-call]
-        number, version = recorder.add_use(site, a.detach(), a.numel() + out.numel(), out.shape), a._version
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+            return recorder.leave_site(site, module, args, kwargs, out)
 
-        def arrive(g: Tensor) -> None:
-            if a._version != version:
-                raise UnsupportedModel(f"the input of {site.name} is overwritten in place after its use")
-            recorder.collect(number, g)
+        module = model.get_submodule(site.name)
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
 
-        out.register_hook(arrive)
-        return out
+    def watch_layer(name: str, layer: nn.Module, rule: LayerRule) -> None:
+        inner = {each: known[id(p)] for each, p in layer.named_parameters(recurse=False) if id(p) in known}
+        site = VmapSite(name, frozenset(inner.values()), inner, type(layer).__name__)
+        handles.append(layer.register_forward_pre_hook(lambda *_: recorder.enter_site(site)))
+        handles.append(
+            layer.register_forward_hook(lambda module, args, out: recorder.leave_layer(site, module, rule, args, out))
+        )
 
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in program.sites]
+    for site in sites:
+        watch(site)
+    named = dict(model.named_parameters())
+    known = {id(named[each]): number for number, each in enumerate(layout.names)}
+    for name, module in model.named_modules() if LAYER_RULES else ():
+        if type(module) in LAYER_RULES:
+            watch_layer(name, module, LAYER_RULES[type(module)])
     try:
         with torch.enable_grad():
             inputs = map_inputs(Tensor.detach, x)
-            outputs = call_with_parameters(model, dict(zip(layout.names, tensors, strict=True)), inputs)
+            with torch.autocast(y.device.type, torch.bfloat16, enabled=half), recorder:
+                outputs = call_with_parameters(model, dict(zip(layout.names, tensors, strict=True)), inputs)
+            outputs = outputs.float() if half else outputs
             losses = check_loss_per_example(task.loss(outputs, y), count)
             total = losses.sum()
     finally:
         for handle in handles:
             handle.remove()
     recorder.choose()
+    recorder.report = tuple(recorder.list_uses())
     if total.requires_grad:
-        torch.autograd.grad(total, anchor, allow_unused=True)
+        torch.autograd.grad(total, recorder.anchor, allow_unused=True)
+    recorder.finish()
     return recorder, losses.detach()
 
 
+def list_uses(
+    model: nn.Module,
+    layout: ParameterLayout,
+    params: Tensor,
+    x: ModelInputs,
+    y: Tensor,
+    task: Task,
+    sites: tuple[VmapSite, ...],
+) -> tuple[UseRecord, ...]:
+    """How a pass uses each parameter, for a report."""
+    tensors = tuple(layout.unflatten(params.detach()).values())
+    return _record_uses(model, layout, tensors, x, y, task, sites, False)[0].report
+
+
 # --- the tape -------------------------------------------------------------------------------------
+
+MAX_SMALL_ENTRIES = 4096
+"""Tensors with at most this many entries are joined: a kernel for each of many biases takes longer than its work."""
 
 
 @dataclass(frozen=True)
@@ -214,24 +287,62 @@ class GhostTape:
     parts: tuple[tuple[ParamGrad, ...], ...]
     elements: int
     """Total number of elements in the inputs and outputs of all sites."""
+    fast: bool = False
+    """Whether bounds on norms are measured; else proven."""
 
     @cached_property
-    def _squared_norms(self) -> SquaredNorms:
-        """Squared norms [B, tensors] of each tensor's gradient, before non-finite examples are zeroed."""
-        return stack_squares([self._tensor_squared_norms(parts) for parts in self.parts])
+    def _small(self) -> frozenset[int]:
+        """Tensors with few entries, one use and gradients held as rows: they are treated together."""
+        return frozenset(
+            place
+            for place, parts in enumerate(self.parts)
+            if len(parts) == 1
+            and isinstance(parts[0], MaterialisedGrad)
+            and parts[0].order is None
+            and parts[0].grads.shape[1] <= MAX_SMALL_ENTRIES
+        )
+
+    def _join_rows(self, places: Sequence[int]) -> Tensor:
+        """Rows [B, all their entries] of small tensors, side by side."""
+        return torch.cat([part.grads for place in places for part in self.parts[place]], dim=1)  # type: ignore[attr-defined]
+
+    @cached_property
+    def _tensor_squares(self) -> dict[int, SquaredNorms]:
+        """Squared norms [B] of each tensor that is not small."""
+        return {
+            place: self._tensor_squared_norms(parts)
+            for place, parts in enumerate(self.parts)
+            if place not in self._small
+        }
+
+    def group_squares(self, groups: tuple[int, ...] = ()) -> SquaredNorms:
+        """Squared norms [B, G] in each group, before non-finite examples are zeroed. Nothing waits for a device."""
+        found: list[SquaredNorms] = []
+        for group in range(max(groups, default=0) + 1):
+            members = [i for i in range(len(self.parts)) if not groups or groups[i] == group]
+            small = [i for i in members if i in self._small]
+            pieces = [self._tensor_squares[i] for i in members if i not in self._small]
+            if small:
+                rows = self._join_rows(small)
+                pieces.append(fast_squared_norms(rows) if self.fast else squared_norms(rows))
+            found.append(SquaredNorms(*(torch.stack(each).sum(dim=0) for each in zip(*pieces, strict=True))))
+        return stack_squares(found)
 
     def _tensor_squared_norms(self, parts: tuple[ParamGrad, ...]) -> SquaredNorms:
         if len(parts) == 1:
-            return parts[0].squared_norms()
+            return parts[0].squared_norms(self.fast)
         squares = self.raw_losses.new_zeros(len(self.raw_losses), dtype=torch.float64)
         if not parts:
             return SquaredNorms(squares, squares, squares)
         # The gradients of several uses of one tensor are summed before the norm is computed.
+        joined = join_uses(parts)
+        if joined is not None:
+            return joined.squared_norms(self.fast)
         size = parts[0].slice(0, 1).rows().numel()
         for start, stop in scratch_ranges(len(squares), 8 * (len(parts) + 1) * size, squares.device):
             total = torch.stack([part.slice(start, stop).rows().double() for part in parts]).sum(dim=0)
             squares[start:stop] = total.square().sum(dim=1)
-        lengths = torch.stack([part.squared_norms().lengths.sqrt() for part in parts]).sum(dim=0)
+        lengths = torch.stack([part.squared_norms(self.fast).lengths.sqrt() for part in parts]).sum(dim=0)
         # Rows are written in the gradients' own type, from products of as many positions as each use has.
         error = bound_roundings(max(part.positions for part in parts) + 1, self.raw_losses.dtype)
         found = add_error(squares, lengths, len(parts) + size)
@@ -239,11 +350,20 @@ class GhostTape:
 
     @cached_property
     def _good(self) -> Tensor:
-        return find_finite_norms(self._squared_norms, self.raw_losses.dtype) & torch.isfinite(self.raw_losses)
+        return find_finite_norms(self._whole_squares, self.raw_losses.dtype) & torch.isfinite(self.raw_losses)
+
+    @cached_property
+    def _whole_squares(self) -> SquaredNorms:
+        return self.group_squares()
 
     @property
     def positions(self) -> int:
         return max((sum(part.positions for part in parts) for parts in self.parts), default=1)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every example's loss and gradient is finite; waits for the device."""
+        return self._all_finite
 
     @cached_property
     def _all_finite(self) -> bool:
@@ -273,7 +393,8 @@ class GhostTape:
         return table
 
     def norm_table(self, groups: tuple[int, ...] = ()) -> NormTable:
-        found = to_norm_table(sum_squares_by_group(self._squared_norms, groups), self.raw_losses.dtype)
+        squares = self.group_squares(groups) if groups else self._whole_squares
+        found = to_norm_table(squares, self.raw_losses.dtype)
         return NormTable(*(self._zero_nonfinite(each) for each in found))
 
     def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
@@ -289,18 +410,35 @@ class GhostTape:
     def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = (), proven: bool = False) -> Tensor:
         if "_good" not in self.__dict__:
             # No norms were computed: a finite sum proves that every gradient is finite.
-            total = self._sum_parts(self.parts, factors, groups, proven)
+            total = self.sum_parts(self.parts, factors, groups, proven)
             if bool(torch.isfinite(total).all()) and bool(torch.isfinite(self.raw_losses).all()):
                 return total
-        return self._sum_parts(self._finite_parts, self._zero_nonfinite(factors), groups, proven)
+        return self.sum_parts(self._finite_parts, self._zero_nonfinite(factors), groups, proven)
 
-    def _sum_parts(
+    def sum_parts(
         self, parts: tuple[tuple[ParamGrad, ...], ...], factors: Tensor, groups: tuple[int, ...], proven: bool
     ) -> Tensor:
+        """Sum of parts with factors [B, G], [d]: those of this tape, or made of them."""
         columns = [factors[:, group] for group in range(factors.shape[1])]
+        together = self._sum_small_parts(parts, columns, groups, proven)
         blocks = []
         for i, (own, size) in enumerate(zip(parts, self.layout.sizes, strict=True)):
+            if i in together:
+                blocks.append(together[i])
+                continue
             sums = [part.weighted_sum(columns[groups[i] if groups else 0], proven) for part in own]
             nothing = torch.zeros_like(self.params[:1], dtype=torch.float64 if proven else None).expand(size)
             blocks.append(sums[0] if len(sums) == 1 else sum(sums, start=nothing))
         return torch.cat(blocks)
+
+    def _sum_small_parts(
+        self, parts: tuple[tuple[ParamGrad, ...], ...], columns: list[Tensor], groups: tuple[int, ...], proven: bool
+    ) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        for group, column in enumerate(columns):
+            places = [i for i in sorted(self._small) if (groups[i] if groups else 0) == group]
+            if places:
+                rows = torch.cat([part.grads for i in places for part in parts[i]], dim=1)  # type: ignore[attr-defined]
+                total = MaterialisedGrad(rows).weighted_sum(column, proven)
+                found |= dict(zip(places, total.split([self.layout.sizes[i] for i in places]), strict=True))
+        return found

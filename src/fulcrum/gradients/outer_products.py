@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +30,34 @@ from fulcrum.gradients.param_grads import (
 from fulcrum.gradients.rounding import (
     SquaredNorms,
     add_error,
+    add_fast_error,
+    from_fast_grams,
     ghost_squared_norms,
     multiply_squared_norms,
     squared_norms,
 )
+from fulcrum.gradients.stacked import fused
+from fulcrum.gradients.stacked.geometry import SlidingWindow
 
 WRITE_READ_COST = 20
-"""Cost of writing and reading one entry of a per-example gradient, in multiply-adds."""
+"""Cost of writing and reading one entry of a per-example gradient on a CPU, in multiply-adds."""
+
+LARGE_ENTRIES = 2**16
+"""Gradients of more entries than this do not stay in a CPU's cache: each entry costs twice as much."""
+
+CUDA_WRITE_READ_COST = {"float32": 100, "tf32": 600, "bf16": 600}
+"""The same on a GPU, by the precision of products: 45, 200 and 400 TFLOP/s against 3.5 TB/s; more for the
+first two, since written gradients also take memory."""
+
+
+def find_write_cost(values: Tensor) -> int:
+    """The cost of an entry for a layer with this input; 0: that of a CPU."""
+    if not values.is_cuda:
+        return 0
+    if values.dtype in (torch.bfloat16, torch.float16):
+        return CUDA_WRITE_READ_COST["bf16"]
+    rounded = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return CUDA_WRITE_READ_COST["tf32" if rounded else "float32"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,16 @@ class WeightGradCost:
     positions: int
     inputs: int
     outputs: int
+    write_cost: int = 0
+    """Cost of writing and reading an entry, in multiply-adds; 0: WRITE_READ_COST."""
+
+    @staticmethod
+    def of(values: Tensor, blocks: int, positions: int, inputs: int, outputs: int) -> WeightGradCost:
+        """The cost on the device and in the precision of a layer's input."""
+        cost = find_write_cost(values)
+        if not cost and inputs * outputs > LARGE_ENTRIES:
+            cost = 2 * WRITE_READ_COST
+        return WeightGradCost(blocks, positions, inputs, outputs, cost)
 
     @property
     def entries(self) -> int:
@@ -60,12 +92,30 @@ class WeightGradCost:
     @property
     def should_materialise(self) -> bool:
         """Whether materialising the gradient once is cheaper than a ghost norm followed by a separate sum."""
-        return self.positions > 1 and WRITE_READ_COST * self.entries < self.ghost
+        return self.positions > 1 and (self.write_cost or WRITE_READ_COST) * self.entries < self.ghost
 
     @property
     def prefers_ghost_norms(self) -> bool:
         """Whether the norm of a gradient that is not kept is cheaper from Gram matrices."""
-        return self.ghost < (self.positions + WRITE_READ_COST) * self.entries
+        return self.ghost < (self.positions + (self.write_cost or WRITE_READ_COST)) * self.entries
+
+
+def multiply(one: Tensor, other: Tensor) -> Tensor:
+    """A matrix product; of bf16 numbers (`other`) added up in float32."""
+    if other.dtype != torch.bfloat16:
+        return one @ other
+    if other.is_cuda:
+        return torch.mm(one.to(other.dtype), other, out_dtype=torch.float32)
+    return one.float() @ other.float()
+
+
+def multiply_batches(one: Tensor, other: Tensor) -> Tensor:
+    """The same for batches of matrices."""
+    if other.dtype != torch.bfloat16:
+        return torch.bmm(one, other)
+    if other.is_cuda:
+        return torch.bmm(one.to(other.dtype), other, out_dtype=torch.float32)
+    return torch.bmm(one.float(), other.float())
 
 
 @dataclass(frozen=True)
@@ -79,7 +129,8 @@ class LinearGrad:
 
     @property
     def size(self) -> WeightGradCost:
-        return WeightGradCost(1, self.a.shape[1] if self.a.dim() == 3 else 1, self.a.shape[-1], self.g.shape[-1])
+        positions = self.a.shape[1] if self.a.dim() == 3 else 1
+        return WeightGradCost.of(self.a, 1, positions, self.a.shape[-1], self.g.shape[-1])
 
     def matmul_operands(self) -> tuple[Tensor, Tensor]:
         """Inputs [B, K, T] and output gradients [B, T, O]."""
@@ -91,21 +142,26 @@ class LinearGrad:
     def positions(self) -> int:
         return self.size.positions
 
-    def squared_norms(self) -> SquaredNorms:
+    def squared_norms(self, fast: bool = False) -> SquaredNorms:
         if self.positions == 1:
-            return multiply_squared_norms(squared_norms(self.a), squared_norms(self.g))
-        return outer_squared_norms(self)
+            return multiply_squared_norms(squared_norms(self.a.flatten(1)), squared_norms(self.g.flatten(1)))
+        return outer_squared_norms(self, fast)
 
     def dots(self, direction: Tensor) -> Tensor:
         stored = self.order.to_stored(direction) if self.order else direction
-        along = F.linear(self.a, stored.view(self.g.shape[-1], self.a.shape[-1]))
-        return (along * self.g).flatten(1).sum(dim=1)
+        along = F.linear(self.a, stored.view(self.g.shape[-1], self.a.shape[-1]).to(self.a.dtype))
+        return (along * self.g).flatten(1).sum(dim=1, dtype=direction.dtype)
 
     def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
         if proven:
             total = self._sum_in_float64(factors).reshape(-1)
         else:
-            total = (scale_rows(self.g, factors).flatten(0, -2).t() @ self.a.flatten(0, -2)).reshape(-1)
+            a, g = self.a, self.g
+            if a.shape[-1] < g.shape[-1]:  # the smaller of the two is copied
+                a = scale_rows(a, factors.to(a.dtype))
+            else:
+                g = scale_rows(g, factors.to(g.dtype))
+            total = multiply(g.flatten(0, -2).t(), a.flatten(0, -2)).reshape(-1)
         return self.order.to_parameter(total) if self.order else total
 
     def _sum_in_float64(self, factors: Tensor) -> Tensor:
@@ -120,7 +176,7 @@ class LinearGrad:
 
     def rows(self) -> Tensor:
         a, g = self.matmul_operands()
-        grads = torch.bmm(g.transpose(1, 2), a.transpose(1, 2)).flatten(1)
+        grads = multiply_batches(g.transpose(1, 2), a.transpose(1, 2)).flatten(1)
         return self.order.to_parameter(grads) if self.order else grads
 
     def only(self, good: Tensor) -> LinearGrad:
@@ -165,52 +221,86 @@ def unfold_patches(
 
 def _patch_entry_order(groups: int, weight: Tensor) -> EntryOrder:
     """Entry order of a gradient [groups, O, patch] over patches with channels last, for a weight [O, C, kh, kw]."""
-    o, c, kh, kw = weight.shape
-    return EntryOrder((groups, o // groups, kh, kw, c), (0, 1, 4, 2, 3))
+    o, c, *kernel = weight.shape
+    last = 2 + len(kernel)
+    return EntryOrder((groups, o // groups, *kernel, c), (0, 1, last, *range(2, last)))
 
 
 @dataclass(frozen=True)
 class ConvGrad:
-    """A convolution's weight [O, C / groups, kh, kw]: padded inputs a [B, C, H, W], output gradients g [B, O, h, w]."""
+    """A convolution's weight [O, C / groups, kh, kw]: inputs a [B, C, H, W], output gradients g [B, O, h, w].
+
+    Or in three dimensions.
+    """
 
     a: Tensor
     g: Tensor
     weight: Tensor
     """The layer's weight; only its shape and layout matter."""
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
+    padding: tuple[int, ...] = ()
+    """Zeros around the inputs in each dimension; empty: none."""
 
     @property
     def size(self) -> WeightGradCost:
-        outputs = self.weight.shape[0] // self.groups
-        return WeightGradCost(self.groups, math.prod(self.g.shape[2:]), math.prod(self.weight.shape[1:]), outputs)
+        outputs, inputs = self.weight.shape[0] // self.groups, math.prod(self.weight.shape[1:])
+        return WeightGradCost.of(self.a, self.groups, math.prod(self.g.shape[2:]), inputs, outputs)
 
     @property
     def copies_channels_last(self) -> bool:
         """Whether channels last in memory gives longer contiguous copies of patches."""
-        kw, stride = self.weight.shape[3], self.stride[1]
-        run = self.weight.shape[1] * (kw if self.dilation[1] == 1 and self.groups == 1 else 1)
-        return run >= (self.g.shape[3] if stride == 1 else 1)
+        kw, stride = self.weight.shape[-1], self.stride[-1]
+        run = self.weight.shape[1] * (kw if self.dilation[-1] == 1 and self.groups == 1 else 1)
+        return run >= (self.g.shape[-1] if stride == 1 else 1)
 
     def matmul_operands(self) -> tuple[Tensor, Tensor]:
         """Patches [B * groups, K, T] and output gradients [B * groups, T, O / groups].
 
         The patches are a strided view, copied once: on CUDA `F.unfold` would start a kernel per image.
         """
-        n, (_, c, kh, kw), (h, w) = self.groups, self.weight.shape, self.g.shape[2:]
-        layout = torch.channels_last if self.copies_channels_last else torch.contiguous_format
-        a = self.a.contiguous(memory_format=layout)
-        sb, sc, sh, sw = a.stride()
-        (dy, dx), (ry, rx) = self.stride, self.dilation
+        n, (c, *kernel), out = self.groups, self.weight.shape[1:], self.g.shape[2:]
+        copied = self._extract_patches()
+        if copied is not None:
+            return copied.transpose(1, 2), self.g.reshape(len(copied), -1, math.prod(out)).transpose(1, 2)
+        last = torch.channels_last if len(out) == 2 else torch.channels_last_3d
+        around = [amount for p in reversed(self.padding) for amount in (p, p)]
+        padded = F.pad(self.a, around) if any(around) else self.a
+        a = padded.contiguous(memory_format=last if self.copies_channels_last else torch.contiguous_format)
+        by_example, by_channel, *by_pixel = a.stride()
+        steps = (gap * s for gap, s in zip(self.dilation, by_pixel, strict=True))
+        moves = (step * s for step, s in zip(self.stride, by_pixel, strict=True))
         view = a.as_strided(
-            (len(a), n, c, kh, kw, h, w), (sb, c * sc, sc, ry * sh, rx * sw, dy * sh, dx * sw), a.storage_offset()
+            (len(a), n, c, *kernel, *out),
+            (by_example, c * by_channel, by_channel, *steps, *moves),
+            a.storage_offset(),
         )
+        positions, entries, dims = math.prod(out), c * math.prod(kernel), len(out)
         if self.copies_channels_last:
-            patches = view.permute(0, 1, 5, 6, 3, 4, 2).reshape(len(a) * n, h * w, kh * kw * c).transpose(1, 2)
+            moved = view.permute(0, 1, *range(3 + dims, 3 + 2 * dims), *range(3, 3 + dims), 2)
+            patches = moved.reshape(len(a) * n, positions, entries).transpose(1, 2)
         else:
-            patches = view.reshape(len(a) * n, c * kh * kw, h * w)
-        return patches, self.g.reshape(len(a) * n, -1, h * w).transpose(1, 2)
+            patches = view.reshape(len(a) * n, entries, positions)
+        return patches, self.g.reshape(len(a) * n, -1, positions).transpose(1, 2)
+
+    def _extract_patches(self) -> Tensor | None:
+        """Patches [B, T, K] by one kernel, where there is one for this device and layer: None elsewhere."""
+        if (
+            self.groups > 1
+            or len(self.stride) != 2
+            or not self.copies_channels_last
+            or not fused.can_use_kernels(self.a)
+        ):
+            return None
+        (_, c, kh, kw), (height, width) = self.weight.shape, self.a.shape[2:]
+        (sh, sw), (dh, dw) = self.stride, self.dilation
+        ph, pw = self.padding or (0, 0)
+        window = SlidingWindow(height, width, c, (kh, kw), (sh, sw), (ph, pw), (dh, dw))
+        if window.out != tuple(self.g.shape[2:]):
+            return None
+        found = fused.fused_extract_patches(self.a.permute(0, 2, 3, 1).contiguous().unsqueeze(0), window)
+        return None if found is None else found[0]
 
     @property
     def order(self) -> EntryOrder | None:
@@ -221,23 +311,23 @@ class ConvGrad:
     def positions(self) -> int:
         return self.size.positions
 
-    def squared_norms(self) -> SquaredNorms:
-        return outer_squared_norms(self)
+    def squared_norms(self, fast: bool = False) -> SquaredNorms:
+        return outer_squared_norms(self, fast)
 
     def dots(self, direction: Tensor) -> Tensor:
-        weight = direction.view(self.weight.shape)
-        out = F.conv2d(self.a, weight, None, self.stride, 0, self.dilation, self.groups)
-        return (out * self.g).sum(dim=(1, 2, 3))
+        weight = direction.view(self.weight.shape).to(self.a.dtype)
+        convolve = F.conv2d if weight.dim() == 4 else F.conv3d
+        out = convolve(self.a, weight, None, self.stride, self.padding or 0, self.dilation, self.groups)
+        return (out * self.g).flatten(1).sum(dim=1, dtype=direction.dtype)
 
     def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
         if proven:
             return self._sum_in_float64(factors)
-        nothing, wanted = (0, 0), (False, True, False)
-        arguments = (self.stride, nothing, self.dilation, False, nothing, self.groups, wanted)
-        grad = torch.ops.aten.convolution_backward(scale_rows(self.g, factors), self.a, self.weight, None, *arguments)[
-            1
-        ]
-        return torch.as_tensor(grad).reshape(-1)
+        nothing, wanted = (0,) * len(self.stride), (False, True, False)
+        arguments = (self.stride, self.padding or nothing, self.dilation, False, nothing, self.groups, wanted)
+        scaled = scale_rows(self.g, factors.to(self.g.dtype))
+        grad = torch.ops.aten.convolution_backward(scaled, self.a, self.weight, None, *arguments)[1]
+        return torch.as_tensor(grad).reshape(-1).to(factors.dtype)
 
     def _sum_in_float64(self, factors: Tensor) -> Tensor:
         """[n] in float64: one product over the positions of a few examples at a time."""
@@ -268,14 +358,32 @@ def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad:
     size, count, order = part.size, len(part.g), part.order
     swap = size.inputs < size.outputs  # the longer dimension last: better use of vector registers
     sides = (size.inputs, size.outputs) if swap else (size.outputs, size.inputs)
-    grads = part.g.new_empty(count * size.blocks, *sides)
+    kind = torch.float32 if part.g.dtype == torch.bfloat16 else part.g.dtype
+    grads = part.g.new_empty((count * size.blocks, *sides), dtype=kind)
     patches = part.g.element_size() * size.blocks * size.positions * size.inputs if isinstance(part, ConvGrad) else 0
     for start, stop in scratch_ranges(count, patches, part.g.device):
         whole = stop - start == count
         a, g = (part if whole else part.slice(start, stop)).matmul_operands()
         block = grads if whole else grads[start * size.blocks : stop * size.blocks]
-        torch.bmm(a, g, out=block) if swap else torch.bmm(g.transpose(1, 2), a.transpose(1, 2), out=block)
+        one, other = (a, g) if swap else (g.transpose(1, 2), a.transpose(1, 2))
+        if other.dtype == kind:
+            torch.bmm(one, other, out=block)
+        else:
+            block.copy_(multiply_batches(one, other))
     return MaterialisedGrad(grads.view(count, -1), _swap_entry_order(order, size) if swap else order)
+
+
+def join_uses(parts: Sequence[object]) -> LinearGrad | None:
+    """Several linear uses of one weight as one, with the positions of all: gradients are sums over positions.
+
+    None where some use is of another kind.
+    """
+    linear = [part for part in parts if isinstance(part, LinearGrad) and part.order is None]
+    if len(linear) < len(parts) or len({part.a.dtype for part in linear}) > 1:
+        return None
+    a = [part.a if part.a.dim() == 3 else part.a.unsqueeze(1) for part in linear]
+    g = [part.g if part.g.dim() == 3 else part.g.unsqueeze(1) for part in linear]
+    return LinearGrad(torch.cat(a, dim=1), torch.cat(g, dim=1))
 
 
 def _swap_entry_order(order: EntryOrder | None, size: WeightGradCost) -> EntryOrder:
@@ -287,19 +395,55 @@ def _swap_entry_order(order: EntryOrder | None, size: WeightGradCost) -> EntryOr
     return EntryOrder((n, *patch, o), tuple(0 if i == 0 else last if i == 1 else i - 1 for i in order.permutation))
 
 
-def outer_squared_norms(part: LinearGrad | ConvGrad) -> SquaredNorms:
-    """Squared norms of the gradients by the cheaper method, in float64, without keeping the gradients."""
+def outer_squared_norms(part: LinearGrad | ConvGrad, fast: bool = False) -> SquaredNorms:
+    """Squared norms of the gradients by the cheaper method, without keeping the gradients.
+
+    In float64, with proven bounds; or (`fast`) in the gradients' own type, with measured ones.
+    """
     size, count = part.size, len(part.g)
-    entries = size.blocks * size.positions * (size.inputs + size.outputs + 2 * size.positions)
+    fast = fast and part.g.dtype != torch.float64
     by_ghost = size.prefers_ghost_norms or size.positions == 1
+    ghost, written = (
+        (fast_ghost_squared_norms, _fast_written_squared_norms)
+        if fast
+        else (ghost_squared_norms, _written_squared_norms)
+    )
+    copied = size.inputs + size.outputs if not fast or isinstance(part, ConvGrad) else 0  # of a and g
+    entries = size.blocks * size.positions * (copied + 3 * size.positions)
     if not by_ghost:
         entries = max(entries, size.entries)
-    pieces = [torch.zeros((3, 0), dtype=torch.float64, device=part.g.device)]
-    for start, stop in scratch_ranges(count, 8 * entries, part.g.device):
-        a, g = part.slice(start, stop).matmul_operands()
-        found = ghost_squared_norms(a, g) if by_ghost else _written_squared_norms(a, g)
-        pieces.append(torch.stack(found).view(3, stop - start, size.blocks).sum(dim=2))
-    return SquaredNorms(*torch.cat(pieces, dim=1))
+    pieces = []
+    for start, stop in scratch_ranges(count, (4 if fast else 8) * entries, part.g.device):
+        a, g = (part if stop - start == count else part.slice(start, stop)).matmul_operands()
+        found = ghost(a, g) if by_ghost else written(a, g)
+        if size.blocks > 1:
+            found = SquaredNorms(*(each.view(stop - start, size.blocks).sum(dim=1) for each in found))
+        pieces.append(found)
+    if len(pieces) == 1:
+        return pieces[0]
+    none = torch.zeros(0, dtype=torch.float64, device=part.g.device)
+    return (
+        SquaredNorms(*(torch.cat(each) for each in zip(*pieces, strict=True)))
+        if pieces
+        else SquaredNorms(none, none, none)
+    )
+
+
+def fast_ghost_squared_norms(inputs: Tensor, grads: Tensor) -> SquaredNorms:
+    """As `rounding.ghost_squared_norms`, with Gram matrices in float32 and a measured bound on the error."""
+    if inputs.shape[2] == 1:
+        return multiply_squared_norms(squared_norms(inputs.flatten(1)), squared_norms(grads.flatten(1)))
+    gram = multiply_batches(inputs.transpose(1, 2), inputs)
+    other = multiply_batches(grads, grads.transpose(1, 2))
+    return from_fast_grams(gram, other)
+
+
+def _fast_written_squared_norms(inputs: Tensor, grads: Tensor) -> SquaredNorms:
+    lengths = torch.linalg.vector_norm(inputs, dim=1, dtype=torch.float32) * torch.linalg.vector_norm(
+        grads, dim=2, dtype=torch.float32
+    )
+    values = squared_norms(multiply_batches(inputs, grads)).values
+    return add_fast_error(values, lengths.double().sum(dim=1))
 
 
 def _written_squared_norms(inputs: Tensor, grads: Tensor) -> SquaredNorms:

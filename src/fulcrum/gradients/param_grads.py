@@ -6,12 +6,13 @@ Each class has the same methods (`ParamGrad`) and avoids materialising the gradi
     EmbeddingGrad     indices and output gradients of an embedding
     LinearGrad        inputs and output gradients of a linear layer (`outer_products.py`)
     ConvGrad          inputs and output gradients of a convolution (`outer_products.py`)
+    OwnGrad           inputs and output gradients of a user's layer, with its norm and its sum
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,13 +20,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fulcrum.gradients.rounding import SquaredNorms, add_error, squared_norms
+from fulcrum.gradients.rounding import (
+    FAST_GRAM_ERROR,
+    SquaredNorms,
+    add_error,
+    fast_squared_norms,
+    from_fast_grams,
+    from_grams,
+    squared_norms,
+)
 
 SCRATCH_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Maximum bytes of unfolded patches (or gradients) at a time: on a CPU they should fit the cache."""
 
 DOUBLE_SCRATCH = {"cpu": 2**19, "cuda": 256 * 2**20}
 """Maximum bytes of numbers that are widened to float64 at a time."""
+
+
+MAX_GRAM_POSITIONS = 1024
+"""Positions up to which the norm of an embedding's gradient comes from products of all pairs."""
+
+
+MAX_DENSE_ENTRIES = 512
+"""Rows of an embedding's table up to which its sums on a GPU are a product with indicators."""
 
 
 class ParamGrad(Protocol):
@@ -36,8 +53,8 @@ class ParamGrad(Protocol):
         """Number of products that add up to one entry of an example's gradient; 1 where the entry itself is held."""
         ...
 
-    def squared_norms(self) -> SquaredNorms:
-        """Squared norms with their bounds."""
+    def squared_norms(self, fast: bool = False) -> SquaredNorms:
+        """Squared norms with their bounds: proven, or (`fast`) measured."""
         ...
 
     def dots(self, direction: Tensor) -> Tensor:
@@ -121,8 +138,8 @@ class MaterialisedGrad:
     def positions(self) -> int:
         return 1
 
-    def squared_norms(self) -> SquaredNorms:
-        return squared_norms(self.grads)
+    def squared_norms(self, fast: bool = False) -> SquaredNorms:
+        return fast_squared_norms(self.grads) if fast else squared_norms(self.grads)
 
     def dots(self, direction: Tensor) -> Tensor:
         return self.grads @ (self.order.to_stored(direction) if self.order else direction)
@@ -162,23 +179,49 @@ class EmbeddingGrad:
     def positions(self) -> int:
         return self.index.shape[1]
 
-    def squared_norms(self) -> SquaredNorms:
+    def squared_norms(self, fast: bool = False) -> SquaredNorms:
         # Gradients of an index that occurs twice in an example are summed before squaring.
-        found, place = torch.unique(self._flat_indices(self.entries), return_inverse=True)
+        if self.positions == 1:
+            return squared_norms(self.g.flatten(1))
+        fast = fast and self.g.dtype != torch.float64
+        if self.positions > MAX_GRAM_POSITIONS:
+            return self._sorted_squared_norms()
+        pieces = []
+        each = (4 if fast else 8) * self.positions * (3 * self.positions + 2 * self.g.shape[2])
+        for start, stop in scratch_ranges(len(self.g), each, self.g.device):
+            index, g = self.index[start:stop], self.g[start:stop]
+            g = g.float() if fast else g.double()
+            same = (index.unsqueeze(1) == index.unsqueeze(2)).to(g.dtype)
+            gram = torch.bmm(g, g.transpose(1, 2))
+            found = from_fast_grams(same, gram) if fast else from_grams(same, gram, g.shape[2] + 1)
+            pieces.append(torch.stack(found))
+        return SquaredNorms(*torch.cat(pieces, dim=1))
+
+    def _sorted_squared_norms(self) -> SquaredNorms:
+        """Norms for long texts: gradients of the same index stand side by side after sorting, and are added up."""
         g = self.g.double()
-        sums = g.new_zeros(len(found), g.shape[2]).index_add_(0, place, g.flatten(0, 1))
-        owner = torch.div(found, self.entries, rounding_mode="floor")
-        squares = g.new_zeros(len(g)).index_add_(0, owner, sums.square().sum(dim=1))
+        found, order = self.index.sort(dim=1, stable=True)
+        first = torch.ones_like(found, dtype=torch.bool)
+        first[:, 1:] = found[:, 1:] != found[:, :-1]
+        place = first.cumsum(dim=1) - 1 + torch.arange(len(g), device=g.device).view(-1, 1) * self.positions
+        ordered = g.gather(1, order.unsqueeze(2).expand_as(g))
+        sums = g.new_zeros(g.shape).view(-1, g.shape[2]).index_add_(0, place.reshape(-1), ordered.flatten(0, 1))
+        squares = sums.view(len(g), -1).square().sum(dim=1)
         lengths = torch.linalg.vector_norm(g, dim=2).sum(dim=1)
         return add_error(squares, lengths, self.positions * (g.shape[2] + 1))
 
     def dots(self, direction: Tensor) -> Tensor:
-        return (F.embedding(self.index, direction.view(self.entries, -1)) * self.g).sum(dim=(1, 2))
+        return (F.embedding(self.index, direction.view(self.entries, -1)) * self.g).flatten(1).sum(dim=1)
 
     def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
         g, factors = (self.g.double(), factors.double()) if proven else (self.g, factors)
-        total = g.new_zeros(self.entries, g.shape[2])
-        return total.index_add_(0, self._flat_indices(0), scale_rows(g, factors).flatten(0, 1)).reshape(-1)
+        if g.is_cuda and not proven and self.entries <= MAX_DENSE_ENTRIES:
+            # Many examples add to each row of a small table: a product is faster than additions in turn.
+            places = torch.arange(self.entries, device=g.device)
+            chosen = (self.index.unsqueeze(2) == places) * factors.view(-1, 1, 1)
+            return (chosen.flatten(0, 1).t() @ g.flatten(0, 1).to(factors.dtype)).reshape(-1)
+        total = factors.new_zeros(self.entries, g.shape[2])
+        return total.index_add_(0, self.index.reshape(-1), scale_rows(g, factors).flatten(0, 1)).reshape(-1)
 
     def rows(self) -> Tensor:
         table = self.g.new_zeros(len(self.g) * self.entries, self.g.shape[2])
@@ -189,3 +232,48 @@ class EmbeddingGrad:
 
     def slice(self, start: int, stop: int) -> EmbeddingGrad:
         return dataclasses.replace(self, index=self.index[start:stop], g=self.g[start:stop])
+
+
+# --- a user's own layer ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnGrad:
+    """A parameter of a user's layer: its input a [B, ...], its output's gradient g [B, ...], and two functions.
+
+    norm(a, g) -> squared norms [B]. total(a, g, factors [B]) -> the sum of the gradients times factors, [n] or in the
+    parameter's shape. Where bounds must be proven, gradients are written out by `total` of one example at a time.
+    """
+
+    a: Tensor
+    g: Tensor
+    norm: Callable[[Tensor, Tensor], Tensor]
+    total: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    @property
+    def positions(self) -> int:
+        return 1
+
+    def squared_norms(self, fast: bool = False) -> SquaredNorms:
+        if not fast:
+            return squared_norms(self.rows())
+        found = self.norm(self.a, self.g).double()
+        bounds = found * (1 + FAST_GRAM_ERROR)
+        return SquaredNorms(found, bounds, bounds)
+
+    def dots(self, direction: Tensor) -> Tensor:
+        return self.rows() @ direction
+
+    def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
+        return sum_rows_in_float64(factors, self.rows()) if proven else self.total(self.a, self.g, factors).reshape(-1)
+
+    def rows(self) -> Tensor:
+        one = self.g.new_ones(1)
+        each = zip(self.a.split(1), self.g.split(1), strict=True)
+        return torch.stack([self.total(a, g, one).reshape(-1) for a, g in each])
+
+    def only(self, good: Tensor) -> OwnGrad:
+        return dataclasses.replace(self, a=zero_masked_rows(self.a, good), g=zero_masked_rows(self.g, good))
+
+    def slice(self, start: int, stop: int) -> OwnGrad:
+        return dataclasses.replace(self, a=self.a[start:stop], g=self.g[start:stop])

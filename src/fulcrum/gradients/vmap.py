@@ -6,7 +6,7 @@ an LSTM), a plain loop over the examples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vmap
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select_rows
 from fulcrum.data.tasks import Task
@@ -26,7 +27,7 @@ from fulcrum.gradients.tape import (
     stack_squares,
     sum_squares_by_group,
 )
-from fulcrum.models.layout import ParameterLayout, call_with_parameters
+from fulcrum.models.layout import ParameterLayout, call_module, call_with_parameters
 
 VMAP_MEMORY_BYTES = 256 * 2**20
 """Maximum bytes of gradients per vmap call."""
@@ -97,14 +98,33 @@ def record_vmap_tape(
     )
 
 
-def compute_module_grads(module: nn.Module, tensors: Mapping[str, Tensor], a: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """One module's gradients [B, ...] of each of `tensors`, from its input a and output gradient g."""
+def compute_module_grads(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    fixed: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    grads: Sequence[Tensor | None],
+    count: int,
+) -> dict[str, Tensor]:
+    """One module's gradients [B, ...] of each of `tensors`, from its arguments and the gradients of its outputs.
 
-    def one(own: Mapping[str, Tensor], example: Tensor, upstream: Tensor) -> Tensor:
-        out: Tensor = call_with_parameters(module, own, example.unsqueeze(0))
-        return (out.squeeze(0) * upstream).sum()
+    fixed: other parameters of the module, by name. Tensors among the arguments with B rows have one row per example.
+    """
+    leaves, shape = tree_flatten((args, kwargs))
+    rows = {str(n): x.detach() for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim() and len(x) == count}
+    upstream = {f"g{n}": g for n, g in enumerate(grads) if g is not None}
+    if not upstream:
+        return {name: t.new_zeros((count, *t.shape)) for name, t in tensors.items()}
 
-    return _compute_per_example_grads(one, tensors, (a, g), with_value=False)[0]
+    def one(own: Mapping[str, Tensor], example: Mapping[str, Tensor], _: Tensor) -> Tensor:
+        filled = [example[str(n)].unsqueeze(0) if str(n) in rows else x for n, x in enumerate(leaves)]
+        given, named = tree_unflatten(filled, shape)
+        found = tree_leaves(call_module(module, {**fixed, **own}, given, named))
+        return torch.stack([(found[int(n[1:])].squeeze(0) * example[n]).sum() for n in upstream]).sum()
+
+    nothing = next(iter(upstream.values())).new_zeros(count)
+    return _compute_per_example_grads(one, tensors, ({**rows, **upstream}, nothing), with_value=False)[0]
 
 
 def _compute_per_example_grads(

@@ -105,12 +105,17 @@ def call_with_parameters(model: nn.Module, tensors: Mapping[str, Tensor], inputs
     As `torch.func.functional_call`, which loses the parameters of a module that appears twice in the model.
     The model is unchanged afterwards, but must not be shared between threads during the call.
     """
-    given = {id(parameter): tensors[name] for name, parameter in model.named_parameters() if name in tensors}
+    if isinstance(inputs, Tensor):
+        return call_module(model, tensors, (inputs,), {})
+    return call_module(model, tensors, (), dict(inputs))
+
+
+def call_module(module: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `call_with_parameters`, with any arguments."""
+    given = {id(parameter): tensors[name] for name, parameter in module.named_parameters() if name in tensors}
     slots: dict[str, Tensor] = {}
-    for place, module in model.named_modules():  # each module once
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+    for place, child in module.named_modules():  # each module once
+        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in given:
                 slots[f"{place}.{name}" if place else name] = given[id(parameter)]
-    if isinstance(inputs, Tensor):
-        return functional_call(model, slots, (inputs,), tie_weights=False)
-    return functional_call(model, slots, (), dict(inputs), tie_weights=False)
+    return functional_call(module, slots, args, kwargs, tie_weights=False)

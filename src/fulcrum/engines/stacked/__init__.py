@@ -3,9 +3,10 @@
 Clients of similar size train side by side. While they share weights (the first local step) their examples
 are one large batch; after that every layer is a batched matrix product with one set of weights per client.
 Sequences of Linear, Conv2d, ReLU, Tanh, Sigmoid, tempered sigmoid, MaxPool2d, AvgPool2d, global average
-pooling, Flatten and Centre have hand-written passes; other models go through torch.func, whose gradients are written
-out; persons as units, and models that torch.func cannot follow, go client by client through the reference.
-`notes` says which.
+pooling, Flatten and Centre have hand-written passes. Other models run their own forward, one set of weights after the
+other, with book-keeping for every parameter (`gradients/stacked/recorded.py`). Models that book-keeping cannot follow
+go through torch.func, whose gradients are written out; persons as units, and models that torch.func cannot follow
+either, go client by client. `notes` says which.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fulcrum.engines.fast import make_ghost_step
 from fulcrum.engines.stacked.core import StackedCore
 from fulcrum.engines.stacked.rules import StackedState, stack_states, unstack_state
 from fulcrum.engines.stacked.trainer import BucketResult, ClientJob, StackedTrainer
@@ -57,8 +59,9 @@ class StackedEngine(Engine):
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Replies, one per assignment, in order."""
         if self.trainer is None:
+            work = make_ghost_step(self.problem.make_recorder())
             for task, state in zip(request.assignments, request.states, strict=True):
-                yield train_client(self.problem, request, task, state)
+                yield train_client(self.problem, request, task, state, work)
             return
         starts = self.problem.partition.starts
         jobs = [
@@ -87,9 +90,9 @@ class StackedEngine(Engine):
 def build_stacked_core(problem: TrainingProblem, rows_limit: int = 0) -> tuple[StackedCore | None, tuple[str, ...]]:
     """The problem on its device, ready to be stacked, and notes; None where it cannot be."""
     if problem.unit != "example":
-        return None, (f"unit {problem.unit}: clients go one by one through the reference engine",)
+        return None, (f"unit {problem.unit}: clients go one by one",)
     core = StackedCore.of(problem, rows_limit)
-    if core.program is not None:
+    if core.program is not None or core.recorder is not None:
         return core, ()
     note = f"gradients are written out by torch.func: {core.reason}"
     failed = _find_functional_failure(core)

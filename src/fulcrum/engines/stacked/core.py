@@ -11,9 +11,12 @@ from torch import Tensor
 
 from fulcrum.clipping.fixed import NONE
 from fulcrum.data import Dataset
+from fulcrum.data.records import map_inputs
 from fulcrum.engines.stacked.rules import StackedRule, StackedState
 from fulcrum.engines.stacked.table import DeviceExamples, DeviceInputs, get_resident_examples
+from fulcrum.gradients import GradientRecorder
 from fulcrum.gradients.haar import bound_level_norms
+from fulcrum.gradients.program import UnsupportedModel
 from fulcrum.gradients.rounding import NormTable, squared_norms
 from fulcrum.gradients.stacked import fused
 from fulcrum.gradients.stacked.layers import StackedProgram, compile_model
@@ -24,6 +27,7 @@ from fulcrum.gradients.stacked.passes import (
     run_stacked_pass,
     weigh_rows,
 )
+from fulcrum.gradients.stacked.recorded import RecordedTape, record_sets
 from fulcrum.privacy.bounds import FAST_SUM_MARGIN, SPREAD_IN_OTHER_BASIS, choose_sum_margin
 from fulcrum.training.clipped_sum import measure_group_norms
 from fulcrum.training.problem import TrainingProblem, assign_coordinate_groups
@@ -31,6 +35,9 @@ from fulcrum.types import SumMargin, Transform, View
 
 PIECE_MEMORY_BYTES = {"cpu": 64 * 2**20, "cuda": 16 * 2**30}
 """Bytes that the activations of one piece of a step may take. A GPU that has less halves it by itself."""
+
+ACTIVATION_SHARE = 2
+"""Numbers that a pass holds at its peak, in units of the inputs and outputs of layers with parameters."""
 
 
 @dataclass
@@ -47,6 +54,8 @@ class StackedCore:
     coordinates: Tensor
     how: PassOptions
     rows_limit: int
+    recorder: GradientRecorder | None = None
+    """Follows a model without a hand-written program; None where there is one, or where it cannot."""
 
     @staticmethod
     def of(problem: TrainingProblem, rows_limit: int = 0) -> StackedCore:
@@ -56,8 +65,11 @@ class StackedCore:
         table, labels = get_resident_examples(dataset, "x", program, problem.device)
         native = problem.device.type == "cuda"
         how = PassOptions(problem.precision, native, proven=problem.proven)
+        recorder = None
         elements = program.elements if program else 4 * problem.layout.dim
-        budget = PIECE_MEMORY_BYTES.get(problem.device.type, PIECE_MEMORY_BYTES["cuda"])
+        if program is None:
+            recorder, reason, elements = _settle_recorder(problem, table, labels, reason, elements)
+        budget = find_piece_budget(problem.device)
         return StackedCore(
             problem,
             program,
@@ -68,11 +80,17 @@ class StackedCore:
             assign_coordinate_groups(problem.layout, problem.groups).to(problem.device),
             how,
             rows_limit or max(8, budget // (4 * elements)),
+            recorder,
         )
 
-    def record_tape(self, theta: Tensor, rows: Tensor, view: View) -> StackedTape | MatrixTape:
+    def record_tape(self, theta: Tensor, rows: Tensor, view: View) -> StackedTape | RecordedTape | MatrixTape:
         """One pass: theta [S, d], rows [S, n] of the data set."""
         x, y = self.table.rows(rows), self.labels[rows]
+        if self.recorder is not None:
+            recorded = record_sets(self.recorder, theta, x, y, self.how)
+            if view.transform is None:
+                return recorded
+            return MatrixTape(recorded.matrix(), recorded.losses, self.coordinates, view.transform, self.how.proven)
         if self.program is None:
             model, layout, task = self.problem.model, self.problem.layout, self.problem.dataset.task
             gradients, losses = functional_pass(model, layout, theta, x, y, task)
@@ -86,6 +104,29 @@ class StackedCore:
     def careful(self) -> None:
         """Use masking from now on: a non-finite value was found, and 0 * NaN would leak it into the sums."""
         self.how = replace(self.how, careful=True)
+
+
+def find_piece_budget(device: torch.device) -> int:
+    """Bytes for the activations of one piece: a fixed number, or on a GPU half of what is free if that is more."""
+    least = PIECE_MEMORY_BYTES.get(device.type, PIECE_MEMORY_BYTES["cuda"])
+    return max(least, torch.cuda.mem_get_info(device)[0] // 2) if device.type == "cuda" else least
+
+
+def _settle_recorder(
+    problem: TrainingProblem, table: DeviceExamples | DeviceInputs, labels: Tensor, reason: str, elements: int
+) -> tuple[GradientRecorder | None, str, int]:
+    """A recorder that follows the model, or None and why not; and the numbers that an example's pass holds."""
+    recorder = problem.make_recorder()
+    rows = torch.zeros((1, 1), dtype=torch.int64, device=problem.device)
+    x, y = map_inputs(lambda value: value[0], table.rows(rows)), labels[rows[0]]
+    own = problem.layout.flatten(problem.model).to(problem.device)
+    try:
+        recorder.settle(own, x, y)
+        held = recorder.record_once(own, x, y, True, problem.precision == "bf16").elements
+    except (UnsupportedModel, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return None, f"{reason}; {first}", elements
+    return recorder, reason, ACTIVATION_SHARE * held
 
 
 @dataclass
@@ -245,7 +286,7 @@ class _PieceStatistics:
 
 def _record_piece(
     core: StackedCore, tasks: StackedTasks, view: View, direction: Tensor | None, s: slice, m: slice, b: slice
-) -> tuple[StackedTape | MatrixTape, _PieceStatistics]:
+) -> tuple[StackedTape | RecordedTape | MatrixTape, _PieceStatistics]:
     rows = tasks.rows[s, m, b]
     sets, segments, places = rows.shape
     mask = tasks.mask[s, m, b].flatten(0, 1)
@@ -259,7 +300,7 @@ def _record_piece(
         table = NormTable(norms, norms, norms)
         good = torch.isfinite(tape.losses) & mask.view_as(tape.losses)
     else:
-        table = tape.norm_table(core.problem.groups) if isinstance(tape, StackedTape) else tape.norm_table(width)
+        table = tape.norm_table(width) if isinstance(tape, MatrixTape) else tape.norm_table(core.problem.groups)
         whole = table.norms.sum(dim=2) + table.bounds.sum(dim=2).float()
         good = torch.isfinite(whole) & torch.isfinite(tape.losses) & mask.view_as(whole)
         table = NormTable(*(each.masked_fill(~good[:, :, None], 0) for each in table))
@@ -274,7 +315,7 @@ def _record_piece(
     return tape, _PieceStatistics(norms, norm_bounds, lengths, mask, dots, losses, good)
 
 
-def _choose_margin(core: StackedCore, tasks: StackedTasks, tape: StackedTape | MatrixTape) -> SumMargin:
+def _choose_margin(core: StackedCore, tasks: StackedTasks, tape: StackedTape | RecordedTape | MatrixTape) -> SumMargin:
     """What the rounding of the sums may take of each unit's bound."""
     moved = isinstance(tape, MatrixTape) and tape.transform is not None
     if core.how.proven:
@@ -320,7 +361,7 @@ def _sum_piece(
 
 def _sum_with_factors(
     core: StackedCore,
-    tape: StackedTape | MatrixTape,
+    tape: StackedTape | RecordedTape | MatrixTape,
     seen: _PieceStatistics,
     decided: tuple[Any, ...],
     scale: Tensor | None,
@@ -340,7 +381,11 @@ def _sum_with_factors(
 
 
 def _compute_weighted_sum(
-    core: StackedCore, tape: StackedTape | MatrixTape, seen: _PieceStatistics, factors: Tensor, scale: Tensor | None
+    core: StackedCore,
+    tape: StackedTape | RecordedTape | MatrixTape,
+    seen: _PieceStatistics,
+    factors: Tensor,
+    scale: Tensor | None,
 ) -> Tensor:
     """Sums of the examples' gradients with these factors [T, b, G]: [T, m]."""
     if scale is not None:
@@ -349,7 +394,7 @@ def _compute_weighted_sum(
     sets = len(tape.losses)
     segments = len(factors) // sets
     shaped = factors.reshape(sets, -1, factors.shape[2])
-    if isinstance(tape, StackedTape):
+    if not isinstance(tape, MatrixTape):
         return tape.weighted_sum(shaped, core.problem.groups, segments)
     if tape.transform is not None and not tape.proven:
         shaped = limit_group_imbalance(shaped, seen.norms.reshape(shaped.shape))
