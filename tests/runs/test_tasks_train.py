@@ -25,7 +25,7 @@ from fulcrum.training.evaluate import evaluate_model
 N, TEST, LENGTH, TOKENS = 360, 120, 6, 8
 QUICK: dict[str, Any] = {"parties": 3, "rounds": 30, "rate": 0.2, "lr": 0.5, "device": "cpu"}
 PRIVATE: dict[str, Any] = {"method": "dp-sgd", "epsilon": 8.0}
-OPEN: dict[str, Any] = {"method": "none"}
+OPEN: dict[str, Any] = {"method": "none", "public": True}
 
 MODULE = """
 import torch
@@ -147,7 +147,9 @@ def test_several_inputs_reach_the_model_by_name(here: Path) -> None:
     y = ((ids == 3).sum(axis=1) > 0).astype(int)
     arrays = {"x.ids": ids, "x.mask": mask, "y": y, "x_test.ids": ids[:60], "x_test.mask": mask[:60], "y_test": y[:60]}
     np.savez(here / "two.npz", **arrays)
-    result = fulcrum.train(data="two.npz", model="my_task_models:two_inputs", **{**QUICK, **PRIVATE, "rounds": 2})
+    result = fulcrum.train(
+        data="two.npz", model="my_task_models:two_inputs", public=True, **{**QUICK, **PRIVATE, "rounds": 2}
+    )
     assert 0 <= result.accuracy <= 1
     with pytest.raises(ModelError, match="several inputs"):
         prepare(settings_from_keywords({"data": "two.npz", **QUICK, **OPEN}))

@@ -40,7 +40,14 @@ def test_a_ready_made_task_does_not_ignore_metrics_and_score(tmp_path: Path, mon
     (tmp_path / "ready_task.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     np.savez("d.npz", x=X, y=Y.astype("float32"), x_test=X, y_test=Y.astype("float32"))
-    given: dict[str, Any] = {"data": "d.npz", "epsilon": 4.0, "rounds": 1, "parties": 2, "method": "dp-sgd"}
+    given: dict[str, Any] = {
+        "data": "d.npz",
+        "epsilon": 4.0,
+        "rounds": 1,
+        "parties": 2,
+        "method": "dp-sgd",
+        "public": True,
+    }
     with pytest.raises(ConfigError, match="brings its own metrics"):
         fulcrum.train(**given, task={"name": "ready_task:TASK", "score": "nope"})
     assert "loss" in fulcrum.train(**given, task={"name": "ready_task:TASK", "score": "loss"}).metrics
