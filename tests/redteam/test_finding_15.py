@@ -16,6 +16,7 @@ from fulcrum.data import Dataset, from_arrays
 from fulcrum.errors import BudgetError, ConfigError
 from fulcrum.runs import execute, prepare
 from fulcrum.runs.preparation import collect_ledger_warnings, list_unit_digests
+from fulcrum.settings.files import settings_from_keywords
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
 
@@ -155,3 +156,23 @@ def test_people_who_stay_keep_their_simulated_party_too():
 def test_equal_records_are_as_many_units_as_they_are():
     same = np.zeros((80, 3), np.float32)
     assert all(len(units) == 20 for units in digests_of(prepare(settings(), hospitals(x=same))).values())
+
+
+def test_the_user_is_told_who_stays_is_new_or_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger over changing data: records changed in their last digit look like new people, which must be said."""
+    monkeypatch.setenv("FULCRUM_KEY_FILE", str(tmp_path / "record.key"))
+    rng = np.random.default_rng(5)
+    x, y = rng.normal(size=(80, 3)).astype(np.float32), np.arange(80) % 2
+    party = np.array(["north", "south"])[np.arange(80) % 2]
+    names: dict[str, Any] = {"epsilon": 1.0, "rounds": 1, "rate": 0.3, "ledger": str(tmp_path / "kept.sqlite")}
+
+    def prepared(values: np.ndarray, rows: slice = slice(None)) -> Federation:
+        data = from_arrays(values[rows], y[rows], party=party[rows], classes=2)
+        return prepare(settings_from_keywords({**names, "budget": 9.0}), data)
+
+    execute(prepared(x))
+    assert collect_ledger_warnings(prepared(x)) == []
+    fewer = collect_ledger_warnings(prepared(x, slice(4, None)))
+    assert any("38 units stay" in words and "0 are new, 2 are gone" in words for words in fewer)
+    rescaled = collect_ledger_warnings(prepared(x * np.float32(1.0001)))
+    assert any("starts anew" in words for words in rescaled)

@@ -199,7 +199,7 @@ def collect_ledger_warnings(federation: Federation) -> list[str]:
         return []
     with Ledger.open(path) as ledger:
         short = compute_affordable_rounds(federation.plan, ledger)
-        unscored = _warn_about_held_out(federation, ledger)
+        unscored = [*_warn_about_changed_units(federation, ledger), *_warn_about_held_out(federation, ledger)]
     if not short:
         return unscored
     fewest, most_ = min(short.values()), max(short.values())
@@ -209,6 +209,24 @@ def collect_ledger_warnings(federation: Federation) -> list[str]:
     if most_ == 0 and len(short) == federation.plan.parties:
         raise BudgetError(f"{says}; lower --epsilon, or raise their budget: fulcrum ledger {path} --budget EPSILON")
     return [f"{says}; they sit out when it is spent.", *unscored]
+
+
+def _warn_about_changed_units(federation: Federation, ledger: Ledger) -> list[str]:
+    """Who stays, is new or is gone since the runs on record, per party; for the user's eyes, and never stored."""
+    found = []
+    for party, digests in list_unit_digests(federation).items():
+        known = ledger.find_known_units(party, digests)
+        if not known.staying and known.gone:
+            found.append(
+                f"nobody of party {party!r} was in its earlier runs in {ledger.path}, so its budget starts anew; if "
+                "these are the same people in another form, bring back the records as they were."
+            )
+        elif known.staying and (known.new or known.gone):
+            found.append(
+                f"party {party!r}: {known.staying} units stay and keep what was spent on them, {known.new} are new, "
+                f"{known.gone} are gone."
+            )
+    return found if len(found) <= 3 else [*found[:3], f"{len(found) - 3} more parties have other units than before."]
 
 
 def _warn_about_held_out(federation: Federation, ledger: Ledger) -> list[str]:
