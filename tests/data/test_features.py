@@ -198,6 +198,7 @@ def left(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     return variances[kept], across.diag()[kept]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [pytest.param(0.25, marks=pytest.mark.slow), 0.5])
 def test_painted_pictures_come_out_with_their_covariance_to_the_power_that_is_left(power: float) -> None:
     pictures = make_synthetic_images((1, 8, 8))

@@ -173,6 +173,7 @@ def test_the_honest_request_is_answered(party, kind):
     assert party.ask(REQUESTS[kind](party)) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_every_field_of_a_header_with_every_strange_value(party, kind):
     honest = REQUESTS[kind](party)
@@ -191,6 +192,7 @@ def test_every_field_of_a_header_with_every_strange_value(party, kind):
     assert refused > 5 * answered > 0, "the check must see both"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agrees", [True, False])
 def test_every_field_of_a_proposal_before_anybody_agreed(tmp_path, agrees):
     """Nothing fails in an unforeseen way, no code is imported for a name, and what is agreed to is valid."""

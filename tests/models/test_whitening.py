@@ -516,6 +516,7 @@ def test_a_run_leaves_a_plain_network_and_resumes_to_the_bit(tmp_path: Path) -> 
     assert all(torch.equal(value, weights[n]) for n, value in load_file(tmp_path / "cut" / "model.safetensors").items())
 
 
+@pytest.mark.slow
 def test_the_command_line_teaches_means_and_trains_with_them(tmp_path: Path) -> None:
     file, out = tmp_path / "prior.npz", tmp_path / "run"
     assert main(["prior", "mnist-cnn", "--out", str(file), "--kinds", "3", "--steps", "1", "--quiet"]) == 0

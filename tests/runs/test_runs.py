@@ -69,6 +69,7 @@ def start_and_stop(words: list[str], folder: Path, after: int, how: signal.Signa
     return process.wait(timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_run_killed_at_random_points_ends_as_if_it_had_not_been(seed: int, whole: Path, tmp_path: Path) -> None:
     chance = random.Random(seed)

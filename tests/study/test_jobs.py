@@ -220,6 +220,7 @@ def test_the_clock_stops_a_job_that_will_not_end_in_time(monkeypatch):
     assert not backends.TimeBudget(100.0, now[0], {"slow": 95.0}).fits("slow")
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_as_one_process(tmp_path):
     jobs = calibrate_jobs(list_paper_jobs(small(tmp_path).only(methods=["dp-sgd"], epsilons=[4.0])))
     how = backends.BackendOptions(workers=2)

@@ -589,6 +589,7 @@ def test_a_0d_parameter_model_trains() -> None:
     assert len(results[-1].C) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["fixed", "clipped"])
 def test_with_hundreds_of_parties_it_learns_and_with_ten_it_does_not(estimator: str) -> None:
     def accuracy(parties: int) -> float:
