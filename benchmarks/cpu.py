@@ -206,8 +206,9 @@ def report(folder: Path, rows: list[dict[str, Any]], missing: list[str], quick: 
         f"{where['date']}, {where['processor']}, {where['cores']} cores, {where['threads']} threads, torch "
         f"{where['torch']}, Python {where['python']}." + (" QUICK: these numbers mean nothing." if quick else ""),
         "",
-        "One round: 10 parties, Poisson samples of 64 expected examples, 10 local steps (MNIST CNN) or 2 (CIFAR CNN), "
-        "clip, noise, average. The plain loop does the same without clipping and noise, with all threads.",
+        "One round: 10 parties, Poisson samples of 64 expected examples, 10 local steps (MNIST CNN) or 2 (CIFAR CNN); "
+        "mnist-300 and cifar-250: the paper's rate, one step. Clip, noise, average. "
+        "The plain loop does the same without clipping and noise, with all threads.",
         "",
         "fulcrum: seeded randomness and fast arithmetic (a simulation). fulcrum-fast-secure: secure randomness, fast "
         "arithmetic. fulcrum-proven: secure randomness, proven arithmetic.",

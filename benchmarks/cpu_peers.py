@@ -10,7 +10,7 @@ import importlib.util
 import warnings
 
 import torch
-from cpu_work import BATCH, LR, C, Round, Work, loop
+from cpu_work import LR, C, Round, Work, loop
 from torch import Tensor, nn
 
 from fulcrum.models.build import build_model
@@ -55,7 +55,7 @@ def _samples(made: TrainingProblem, work: Work, model: nn.Module, wrapped: nn.Mo
         torch.optim.SGD(wrapped.parameters(), lr=LR),
         noise_multiplier=work.sigma,
         max_grad_norm=C,
-        expected_batch_size=BATCH,
+        expected_batch_size=work.batch,
     )
     criterion = nn.CrossEntropyLoss()
 
@@ -79,7 +79,7 @@ def ghost(made: TrainingProblem, work: Work) -> Round:
         torch.optim.SGD(wrapped.parameters(), lr=LR),
         noise_multiplier=work.sigma,
         max_grad_norm=C,
-        expected_batch_size=BATCH,
+        expected_batch_size=work.batch,
     )
     criterion = DPLossFastGradientClipping(wrapped, optimiser, nn.CrossEntropyLoss())
 

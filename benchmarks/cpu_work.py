@@ -25,12 +25,15 @@ from fulcrum.training.problem import TrainingProblem
 from fulcrum.training.server import average_replies
 from fulcrum.types import Assignment, RoundRequest
 
-BATCH, C, LR = 64, 1.0, 0.1
+C, LR = 1.0, 0.1
 
 
 @dataclass(frozen=True)
 class Work:
-    """One line of the table: whose model, how many parties of how many examples, how many local steps."""
+    """One line of the table: whose model, how many parties of how many examples, how many local steps.
+
+    batch: expected number of examples per step.
+    """
 
     name: str
     shape: tuple[int, int, int]
@@ -38,19 +41,25 @@ class Work:
     examples: int
     steps: int
     sigma: float = 1.0
+    batch: int = 64
 
     @property
     def rate(self) -> float:
-        return BATCH / self.examples
+        return self.batch / self.examples
 
 
 FULL = {
     "mnist": Work("mnist", (1, 28, 28), parties=10, examples=6000, steps=10),
     "cifar": Work("cifar", (3, 32, 32), parties=10, examples=5000, steps=2),
+    # The paper's own steps: one per round, at a rate of 0.05.
+    "mnist-300": Work("mnist-300", (1, 28, 28), parties=10, examples=6000, steps=1, batch=300),
+    "cifar-250": Work("cifar-250", (3, 32, 32), parties=10, examples=5000, steps=1, batch=250),
 }
 QUICK = {
     "mnist": Work("mnist", (1, 28, 28), parties=3, examples=600, steps=2),
     "cifar": Work("cifar", (3, 32, 32), parties=2, examples=300, steps=1),
+    "mnist-300": Work("mnist-300", (1, 28, 28), parties=2, examples=600, steps=1, batch=30),
+    "cifar-250": Work("cifar-250", (3, 32, 32), parties=2, examples=300, steps=1, batch=25),
 }
 
 Round = Callable[[int], Tensor]
@@ -102,7 +111,7 @@ def plain(made: TrainingProblem, work: Work) -> Round:
 
     def train(x: Tensor, y: Tensor) -> None:
         optimiser.zero_grad()
-        (cross_entropy(model(x), y, reduction="sum") / BATCH).backward()
+        (cross_entropy(model(x), y, reduction="sum") / work.batch).backward()
         optimiser.step()
 
     return loop(made, work, model, train)
