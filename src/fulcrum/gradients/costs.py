@@ -171,9 +171,10 @@ def _price_use(use: UseRecord, part: ParamGrad | None, layout: ParameterLayout, 
         because = f"{shape}: the norms of input and output gradient multiply"
         return _Priced("ghost", because, plain, 0.0, held, 16.0 * terms.units)
     grams = terms.norm_bytes * 2.0 * cost.blocks * cost.positions**2
-    compared = (
-        f"products of positions {format_count(cost.ghost)}, writing {format_count(_price_writing(cost))} multiply-adds"
-    )
+    compared = f"products of positions {format_count(cost.ghost)}, writing {format_count(_price_writing(cost))} multiply-adds"
+    if terms.program is not None:
+        sizes = (format_count(value) for value in (2 * cost.positions**2, cost.entries))
+        compared = "products of positions {} entries, a gradient {}".format(*sizes)
     if use.materialised:
         more = 2.0 * cost.entries * terms.units
         return _Priced("direct", f"{shape}: {compared}", plain, more, held, written * terms.units)
