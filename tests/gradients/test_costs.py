@@ -134,7 +134,8 @@ def test_whatever_is_written_out_is_said_and_weighed() -> None:
 def test_units_of_several_records_have_the_positions_of_all_of_them() -> None:
     x, y = batch_of("own")
     one, five = (
-        rows_by_name(measure_layer_costs(Residual(), CLASSIFY, x, y, CostTerms(100, records_per_unit=r))) for r in (1, 5)
+        rows_by_name(measure_layer_costs(Residual(), CLASSIFY, x, y, CostTerms(100, records_per_unit=r)))
+        for r in (1, 5)
     )
     assert "1 position," in one["head"].because
     assert "5 positions" in five["head"].because

@@ -36,7 +36,10 @@ def print_forecast(forecast: Forecast) -> None:
 
     at_once = f", {forecast.workers} parties at a time" if forecast.workers > 1 else ""
     view.print_line(f"engine  {forecast.engine} on {forecast.device}{at_once}")
-    print_layers(merge_like_layers(forecast.layers), forecast.batch)
+    if forecast.layers:
+        print_layers(merge_like_layers(forecast.layers), forecast.batch)
+    else:
+        view.print_line(f"layers  not known: {forecast.untimed}")
     for line in describe_time(forecast.time, forecast.untimed):
         view.print_line(line)
     for line in describe_traffic(forecast.traffic):

@@ -49,7 +49,7 @@ def plan(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show what a run would cost, how noisy it would be, how long it would take and what would travel; train nothing."""
+    """Show what a run would cost, how noisy it would be, how long it would take and what would travel."""
     if for_epsilon is not None:
         print_affordable_rounds(settings, for_epsilon, as_json)
         return

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from safetensors.torch import load as load_arrays
 from safetensors.torch import save as save_arrays
 
-from fulcrum.data import Dataset
 from fulcrum.clipping.party_state import select_moving_entries
+from fulcrum.data import Dataset
 from fulcrum.errors import BudgetError, ConfigError, DataError, ModelError
 from fulcrum.flower import keys
 from fulcrum.flower.messages import (

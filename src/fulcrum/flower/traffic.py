@@ -19,8 +19,8 @@ from fulcrum.training.snapshot import make_first_snapshot
 from fulcrum.training.traffic import RoundTraffic, measure_statistics_width
 from fulcrum.types import RoundRequest
 
-SIGNATURE_BYTES = 71
-"""Bytes of a signature (P-256, DER): 70 to 72, by chance."""
+SIGNATURE_BYTES = 103
+"""Bytes of a signature (P-384, DER): 102 to 104, by chance."""
 ID_BYTES = 32
 """Hexadecimal digits of a run's id and of a nonce."""
 
@@ -36,7 +36,9 @@ def measure_message_traffic(federation: Federation, k: int = 0) -> RoundTraffic:
         raise ConfigError(f"clip.rule = {problem.rule.name!r} is not sound and private: parties elsewhere refuse it.")
     snapshot = make_first_snapshot(federation)
     task = plan.assignment(k, 0, compute_learning_rate(settings.train, 0))
-    request = RoundRequest(0, settings.train.rounds, snapshot.params, (task,), (snapshot.rule,), settings.train.weight_decay)
+    request = RoundRequest(
+        0, settings.train.rounds, snapshot.params, (task,), (snapshot.rule,), settings.train.weight_decay
+    )
     ids = {"run": "0" * ID_BYTES, "nonce": "0" * ID_BYTES, "party": plan.name(k)}
     header = {**ids, **name_model_and_task(problem), "simulation": {}}
     asked = pack_round_request(header, settings, problem, request, task, snapshot.rule)

@@ -30,8 +30,8 @@ from fulcrum.gradients.uses import UnknownUse, UseRecord, VmapSite
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 WAYS = ("ghost", "direct", "vmap", "frozen")
-"""ghost: norms from inputs and output gradients, then the layer's ordinary weight gradient with scaled output gradients.
-direct: the gradient of each example is written. vmap: the same, by torch.func. frozen: no gradient."""
+"""ghost: norms from inputs and output gradients, sums by the layer's ordinary weight gradient. direct: the gradient of
+each example is written. vmap: the same, by torch.func. frozen: no gradient."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,9 @@ def measure_layer_costs(
     recorder = GradientRecorder(model, layout, task)
     own = layout.flatten(model).to(y.device)
     parts: Sequence[tuple[ParamGrad, ...]] = ()
+    sites: tuple[VmapSite, ...] = ()
     if terms.program is not None:
-        uses, sites = list_program_uses(terms.program, len(y)), ()
+        uses = list_program_uses(terms.program, len(y))
     else:
         try:
             recorder.settle(own, x, y)
@@ -155,14 +156,18 @@ class _Priced:
     extra: float
 
 
-def _price_use(use: UseRecord, part: ParamGrad | None, layout: ParameterLayout, terms: CostTerms, count: int) -> _Priced:
+def _price_use(
+    use: UseRecord, part: ParamGrad | None, layout: ParameterLayout, terms: CostTerms, count: int
+) -> _Priced:
     held = terms.item_bytes * use.elements / count * terms.batch
     if use.cost is None:
         return _price_without_choice(use, part, layout.sizes[use.place], terms, held)
     cost = dataclasses.replace(use.cost, positions=round(use.cost.positions * terms.records_per_unit))
     product = 2.0 * use.cost.entries * use.cost.positions * terms.batch
     plain = product * (3 if use.passes_on else 2)
-    shape = f"{use.function}, {cost.positions} position{'s' if cost.positions > 1 else ''}, {cost.inputs} x {cost.outputs}"
+    shape = (
+        f"{use.function}, {cost.positions} position{'s' if cost.positions > 1 else ''}, {cost.inputs} x {cost.outputs}"
+    )
     written, room = 4.0 * cost.entries, float(SCRATCH_BYTES["cuda"])
     if terms.written_out:
         more = 2.0 * cost.entries * terms.units
@@ -171,7 +176,9 @@ def _price_use(use: UseRecord, part: ParamGrad | None, layout: ParameterLayout, 
         because = f"{shape}: the norms of input and output gradient multiply"
         return _Priced("ghost", because, plain, 0.0, held, 16.0 * terms.units)
     grams = terms.norm_bytes * 2.0 * cost.blocks * cost.positions**2
-    compared = f"products of positions {format_count(cost.ghost)}, writing {format_count(_price_writing(cost))} multiply-adds"
+    compared = (
+        f"products of positions {format_count(cost.ghost)}, writing {format_count(_price_writing(cost))} multiply-adds"
+    )
     if terms.program is not None:
         sizes = (format_count(value) for value in (2 * cost.positions**2, cost.entries))
         compared = "products of positions {} entries, a gradient {}".format(*sizes)

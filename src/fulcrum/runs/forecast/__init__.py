@@ -22,7 +22,7 @@ from fulcrum.engines import choose_engine
 from fulcrum.errors import FulcrumError
 from fulcrum.gradients.costs import LayerCost
 from fulcrum.privacy.plan import Plan
-from fulcrum.runs.forecast.layers import list_layers
+from fulcrum.runs.forecast.layers import count_step_records, list_layers
 from fulcrum.runs.forecast.timing import TimeEstimate, estimate_time
 from fulcrum.runs.forecast.traffic import Traffic, estimate_traffic
 from fulcrum.runs.one_call import resolve_keywords
@@ -37,7 +37,7 @@ class Forecast:
     """What a run will do and cost, before it starts.
 
     privacy: every party's terms and epsilon. layers: one local step of the largest party, `batch` records. time: None
-    where it was not measured; untimed says why. traffic: bytes.
+    where it was not measured; untimed says why (and why layers are not known, where there are none). traffic: bytes.
     """
 
     privacy: Plan
@@ -80,23 +80,23 @@ def make_forecast(
 
     messages: bytes of a round's messages across machines, where they are known; note: what to know about them.
     """
-    layers, batch = list_layers(federation)
+    layers: tuple[LayerCost, ...] = ()
     time, untimed = None, "" if timing else "not asked for"
-    if timing:
-        try:
-            time = estimate_time(federation)
-        except FulcrumError:
-            raise
-        except Exception as problem:  # a user's model may raise anything on records that it was not made for
-            words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
-            untimed = f"the model failed on made-up records: {words}"
+    try:
+        layers = list_layers(federation)
+        time = estimate_time(federation) if timing else None
+    except FulcrumError:
+        raise
+    except Exception as problem:  # a user's model may raise anything on records that it was not made for
+        words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+        untimed = f"the model failed on made-up records: {words}"
     return Forecast(
         privacy=federation.plan,
         dim=federation.problem.layout.dim,
         engine=choose_engine(federation.settings.run.engine, federation.problem),
         workers=getattr(federation.engine, "workers", 1),
         device=str(federation.problem.device),
-        batch=batch,
+        batch=count_step_records(federation),
         layers=layers,
         traffic=estimate_traffic(federation, messages, note),
         time=time,

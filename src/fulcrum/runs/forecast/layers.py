@@ -15,19 +15,24 @@ FEW_RECORDS = 4
 """Made-up records of which the model's layers are learned."""
 
 
-def list_layers(federation: Federation) -> tuple[tuple[LayerCost, ...], float]:
-    """The rows of the model's layers for one local step of the largest party, and the records in that step."""
+def count_step_records(federation: Federation) -> float:
+    """Expected records in a local step of the largest party."""
+    plan = federation.plan
+    k = int(plan.sizes.argmax())
+    return plan.assignment(k, 0, 1.0).rate * int(federation.problem.partition.sizes[k])
+
+
+def list_layers(federation: Federation) -> tuple[LayerCost, ...]:
+    """The rows of the model's layers for one local step of the largest party."""
     problem, plan = make_local_problem(federation.problem), federation.plan
     k = int(plan.sizes.argmax())
-    records = int(problem.partition.sizes[k])
-    each = records / max(1, int(plan.sizes[k])) if problem.unit == "person" else 1.0
-    batch = plan.assignment(k, 0, 1.0).rate * records
+    each = int(problem.partition.sizes[k]) / int(plan.sizes[k]) if problem.unit == "person" else 1.0
     engine = choose_engine(federation.settings.run.engine, problem)
     program = None
     if engine == "stacked" and problem.unit == "example":
         program, _ = compile_model(problem.model, problem.layout, problem.dataset.shape)
     terms = CostTerms(
-        batch=batch,
+        batch=count_step_records(federation),
         records_per_unit=each,
         written_out=_explain_written_out(federation, engine),
         item_bytes=2 if problem.precision == "bf16" else 4,
@@ -36,7 +41,7 @@ def list_layers(federation: Federation) -> tuple[tuple[LayerCost, ...], float]:
     )
     few = make_up_records(problem.dataset.records, FEW_RECORDS, problem.model, problem.dataset.public)
     x, y = move_inputs_to_device(few.x, problem.device), few.y.to(problem.device)
-    return measure_layer_costs(problem.model, problem.task, x, y, terms), batch
+    return measure_layer_costs(problem.model, problem.task, x, y, terms)
 
 
 def _explain_written_out(federation: Federation, engine: str) -> str:

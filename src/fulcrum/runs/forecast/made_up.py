@@ -8,14 +8,31 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fulcrum.data import Dataset, Partition
 from fulcrum.data.records import Records, map_inputs
-from fulcrum.rng import make_randomness, torch_generator
+from fulcrum.rng import CipherRandomness, StreamKey, torch_generator
+from fulcrum.rng.chacha import KEY_BYTES
 from fulcrum.training.federation import Federation
+
+
+@dataclass(frozen=True)
+class EvenRandomness(CipherRandomness):
+    """Randomness whose Poisson samples all have the expected size, to the nearest unit: a few steps stand for many.
+
+    Drawn as usual, so that it takes as long. A GPU draws for itself, and its samples vary; they are large there.
+    """
+
+    def uniform(self, key: StreamKey, count: int) -> Tensor:
+        """`count` numbers in [0, 1), float64; for a sample at equal distances."""
+        drawn = super().uniform(key, count)
+        return (torch.arange(count, dtype=torch.float64) + 0.5) / count if key[0] == "sample" else drawn
+
 
 MADE_UP_RECORDS = 256
 """Different records; a party that holds more has some of them several times."""
@@ -35,7 +52,7 @@ def make_up_federation(federation: Federation) -> Federation:
         dataset=dataset,
         partition=partition,
         model=model,
-        randomness=make_randomness(problem.randomness.mode, 0),
+        randomness=EvenRandomness(os.urandom(KEY_BYTES), mode=problem.randomness.mode),
     )
     run = dataclasses.replace(settings.run, ledger="")
     return dataclasses.replace(
@@ -84,5 +101,3 @@ def find_smallest_table(model: nn.Module) -> int:
     """Rows of the model's smallest embedding, so that made-up integers are valid for all; 1 without any."""
     tables = [layer.num_embeddings for layer in model.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
     return min(tables, default=1)
-
-

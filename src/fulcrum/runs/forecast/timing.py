@@ -7,12 +7,11 @@ timed in `training.loop` with replies at hand: reservation in a ledger, aggregat
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -71,7 +70,7 @@ def estimate_time(federation: Federation) -> TimeEstimate:
     dry = make_up_federation(federation)
     inner = find_engine(federation.settings.run.engine, make_local_problem(dry.problem))
     steps = time_steps(dry, inner)
-    rest = time_rounds(dataclasses.replace(dry, engine=ReplyEngine(dry, steps.reply)))
+    rest = time_rounds(replace(dry, engine=ReplyEngine(dry, steps.reply)))
     scored = time_evaluation(federation, dry)
     rounds, evaluations = federation.settings.train.rounds, count_evaluations(federation.settings)
     training = steps.seconds_per_unit * count_expected_units(federation)
@@ -128,53 +127,107 @@ class StepTimes:
 
 def time_steps(dry: Federation, engine: Engine) -> StepTimes:
     """Times local steps of a typical round with the engine, as many parties and units at a time as are fast enough."""
-    plan, problem = dry.plan, dry.problem
-    typical = max(1, min(plan.parties, round(dry.settings.train.participation * plan.parties)))
-    invited = [i * plan.parties // typical for i in range(typical)]
-    batches = [_local_task(dry, k).rate * float(plan.sizes[k]) for k in invited]
-    snapshot = make_first_snapshot(dry)
-    state: RuleState = snapshot.rule
-    if plan.central:  # parties do not clip
-        state = {"C": torch.full((1,), torch.inf, device=problem.device)}
-
-    def play(parties: int, units: float) -> tuple[float, float, list[ClientReply]]:
-        """One step of so many parties with at most so many units each: seconds, expected units, replies."""
-        chosen = [i * typical // parties for i in range(parties)]
-        tasks = []
-        for i in chosen:
-            task = _local_task(dry, invited[i])
-            rate = task.rate if batches[i] <= units else task.rate * units / batches[i]
-            tasks.append(dataclasses.replace(task, steps=1, rate=rate))
-        given = (snapshot.params, tuple(tasks), (state,) * parties, dry.settings.train.weight_decay)
-        began = time.perf_counter()
-        replies = list(engine.run(RoundRequest(0, dry.settings.train.rounds, *given)))
-        if problem.device.type == "cuda":
-            torch.cuda.synchronize(problem.device)
-        return time.perf_counter() - began, sum(min(batches[i], units) for i in chosen), replies
-
-    parties, units = 1, float(PROVEN_UNITS if problem.proven else FIRST_UNITS)
-    began, *_ = play(parties, units)
+    trial = StepTrial.of(dry, engine)
+    part = trial.start
+    began = trial.play(part).seconds  # warms up
     while True:
-        seconds, done, replies = play(parties, units)
-        first = max(0.0, began - seconds) if parties == 1 and units <= PROVEN_UNITS else first
-        if units < max(batches):
-            wanted = (parties, units * GROWTH)
-        elif parties < typical:
-            wanted = (min(typical, parties * GROWTH), units)
-        else:
+        last = trial.play(part)
+        larger = trial.grow(part)
+        if larger is None or last.seconds * trial.count(larger) / trial.count(part) > STEP_SECONDS:
             break
-        growth = sum(sorted((min(batch, wanted[1]) for batch in batches), reverse=True)[: wanted[0]])
-        if seconds * growth / done > STEP_SECONDS:
-            break
-        parties, units = wanted
-        play(parties, units)  # a new shape warms up
-    rates = [seconds / done]
-    while len(rates) < 2 or (len(rates) < MAX_TIMED and sum(rates) * done < TIMED_SECONDS):
-        rates.append(play(parties, units)[0] / done)
-    whole = units >= max(batches)
-    words = f"{len(rates)} steps of {parties} of {typical} parties" if parties < typical else f"{len(rates)} steps"
-    words += "" if whole else f", with {units:g} of {max(batches):.0f} units each, scaled"
-    return StepTimes(statistics.median(rates), first, replies[0], words)
+        part = larger
+        trial.play(part)  # a new shape warms up
+    seconds = [last.seconds]
+    while len(seconds) < 2 or (len(seconds) < MAX_TIMED and sum(seconds) < TIMED_SECONDS):
+        seconds.append(trial.play(part).seconds)
+    each = statistics.median(seconds) / trial.count(part)
+    first = max(0.0, began - each * trial.count(trial.start))
+    return StepTimes(each, first, last.replies[0], f"{len(seconds)} steps{trial.describe(part)}")
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """One step of so many parties, of at most so many expected units each."""
+
+    parties: int
+    units: float
+
+
+@dataclass(frozen=True)
+class PlayedStep:
+    """The replies to one step, and how many seconds it took."""
+
+    seconds: float
+    replies: list[ClientReply]
+
+
+@dataclass(frozen=True)
+class StepTrial:
+    """Local steps of the parties that a round invites on average, at equal distances. tasks: theirs, one step each.
+
+    batches: their expected units. state: with which they clip.
+    """
+
+    dry: Federation
+    engine: Engine
+    params: torch.Tensor
+    state: RuleState
+    tasks: tuple[Assignment, ...]
+    batches: tuple[float, ...]
+
+    @staticmethod
+    def of(dry: Federation, engine: Engine) -> StepTrial:
+        """The trial of a federation's first round."""
+        plan, snapshot = dry.plan, make_first_snapshot(dry)
+        typical = max(1, min(plan.parties, round(dry.settings.train.participation * plan.parties)))
+        tasks = [replace(_local_task(dry, i * plan.parties // typical), steps=1) for i in range(typical)]
+        state: RuleState = snapshot.rule
+        if plan.central:  # parties do not clip
+            state = {"C": torch.full((1,), torch.inf, device=dry.problem.device)}
+        batches = tuple(task.rate * float(plan.sizes[task.client]) for task in tasks)
+        return StepTrial(dry, engine, snapshot.params, state, tuple(tasks), batches)
+
+    @property
+    def start(self) -> StepPart:
+        """The smallest step that is tried."""
+        return StepPart(1, float(PROVEN_UNITS if self.dry.problem.proven else FIRST_UNITS))
+
+    def grow(self, part: StepPart) -> StepPart | None:
+        """More units of each party, or more parties where these are all; None where there are no more."""
+        if part.units < max(self.batches):
+            return StepPart(part.parties, part.units * GROWTH)
+        if part.parties < len(self.tasks):
+            return StepPart(min(len(self.tasks), part.parties * GROWTH), part.units)
+        return None
+
+    def choose(self, part: StepPart) -> list[int]:
+        """The places of the parties in a part."""
+        return [i * len(self.tasks) // part.parties for i in range(part.parties)]
+
+    def count(self, part: StepPart) -> float:
+        """Expected units of a part."""
+        return sum(min(self.batches[i], part.units) for i in self.choose(part))
+
+    def describe(self, part: StepPart) -> str:
+        """What of a round's step a part leaves out."""
+        words = f" of {part.parties} of {len(self.tasks)} parties" if part.parties < len(self.tasks) else ""
+        most = max(self.batches)
+        return words + ("" if part.units >= most else f", with {part.units:g} of {most:.0f} units each, scaled")
+
+    def play(self, part: StepPart) -> PlayedStep:
+        """Trains one step of a part with the engine."""
+        chosen = self.choose(part)
+        shares = [min(1.0, part.units / self.batches[i]) for i in chosen]
+        tasks = tuple(
+            replace(self.tasks[i], rate=self.tasks[i].rate * share) for i, share in zip(chosen, shares, strict=True)
+        )
+        train, device = self.dry.settings.train, self.dry.problem.device
+        request = RoundRequest(0, train.rounds, self.params, tasks, (self.state,) * len(tasks), train.weight_decay)
+        began = time.perf_counter()
+        replies = list(self.engine.run(request))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return PlayedStep(time.perf_counter() - began, replies)
 
 
 # --- the rest of a round ----------------------------------------------------------------------------
@@ -213,7 +266,10 @@ class RoundTimes:
 def time_rounds(dry: Federation) -> RoundTimes:
     """Times rounds of the loop, with a ledger in a temporary folder, where the engine answers at once."""
     found: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="fulcrum-plan-") as folder, Ledger.open(Path(folder) / "ledger.sqlite") as ledger:
+    with (
+        tempfile.TemporaryDirectory(prefix="fulcrum-plan-") as folder,
+        Ledger.open(Path(folder) / "ledger.sqlite") as ledger,
+    ):
         for result, _ in federate(dry, ledger, "dry-run"):
             found.append(result.seconds)
             if len(found) > MAX_TIMED or (len(found) > 2 and sum(found[1:]) > TIMED_SECONDS):
@@ -233,7 +289,7 @@ def time_evaluation(federation: Federation, dry: Federation) -> float:
         return 0.0
     public = data.public or federation.evaluation is None
     few = make_up_records(scored, min(len(scored), EVALUATED_RECORDS), dry.problem.model, public)
-    problem = dataclasses.replace(dry.problem, dataset=dataclasses.replace(dry.problem.dataset, test=few))
+    problem = replace(dry.problem, dataset=replace(dry.problem.dataset, test=few))
     params = make_first_snapshot(dry).params
     evaluate_model(problem, params)
     began = time.perf_counter()
