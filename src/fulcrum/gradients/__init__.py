@@ -367,7 +367,7 @@ def list_gradient_paths(
         for place in site.places:
             found[layout.names[place]] = (layout.names[place], "vmap", f"{site.reason}, in {site.name or 'the model'}")
     few = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
-    given = (model, layout, own, select_rows(x, few), y[few], task, recorder.sites or ())
+    given = (model, program, layout, own, select_rows(x, few), y[few], task, recorder.sites or ())
     for use in list_uses(*given):
         name = layout.names[use.place]
         if use.cost is not None or len(layout.shapes[use.place]) > 1:

@@ -262,6 +262,7 @@ def _record_uses(
 
 def list_uses(
     model: nn.Module,
+    program: GradProgram,
     layout: ParameterLayout,
     params: Tensor,
     x: ModelInputs,
@@ -271,7 +272,25 @@ def list_uses(
 ) -> tuple[UseRecord, ...]:
     """How a pass uses each parameter, for a report."""
     tensors = tuple(layout.unflatten(params.detach()).values())
+    if program.sequence:
+        return _list_sequence_uses(program, tensors, sequence.require_single_input(x))
     return _record_uses(model, layout, tensors, x, y, task, sites, False)[0].report
+
+
+def _list_sequence_uses(program: GradProgram, tensors: tuple[Tensor, ...], x: Tensor) -> tuple[UseRecord, ...]:
+    recorder = _UseRecorder(len(x), tensors)
+    _, steps = sequence.forward_sequence(program, sequence.prepare_weights(tensors, x.device), x)
+    used = [(step, step.node.site) for step in steps if step.node.site is not None]
+    numbers = [recorder.add_use(site, step.seen, step.elements, step.out) for step, site in used]
+    recorder.choose()
+    found = []
+    for number, (step, site) in zip(numbers, used, strict=True):
+        for n, (name, place) in enumerate(site.own.items()):
+            cost = site.kind.size(site.module, step.out) if site.kind and name == "weight" else None
+            written = cost is not None and number in recorder.written
+            held, passes_on = 0 if n else step.elements, step is not used[0][0]
+            found.append(UseRecord(place, type(site.module).__name__, cost, written, held, passes_on))
+    return tuple(found)
 
 
 # --- the tape -------------------------------------------------------------------------------------
