@@ -6,7 +6,7 @@ the first layer's input is not computed.
 
 There are two methods. A plain `nn.Sequential` of known layers is run layer by layer with the given parameters and
 without autograd (`sequence.py`). Any other model runs its own forward, and the functions that use its parameters are
-found as they are called (`uses.py`, `function_rules.py`).
+found as they are called (`uses.py`, `function_rules/`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs
 from fulcrum.data.tasks import Task
 from fulcrum.gradients import function_rules as function_rules  # fills the table of functions
-from fulcrum.gradients import recurrent_rules as recurrent_rules
 from fulcrum.gradients import sequence
 from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, join_uses, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad, scratch_ranges
