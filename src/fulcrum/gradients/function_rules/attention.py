@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fulcrum.gradients.call_plan import Axis
 from fulcrum.gradients.function_rules.common import sum_positions, to_compute_type
-from fulcrum.gradients.function_rules.linear import use_linear
+from fulcrum.gradients.function_rules.linear import tap_linear
 from fulcrum.gradients.outer_products import LinearGrad, WeightGradCost
 from fulcrum.gradients.param_grads import MaterialisedGrad
 from fulcrum.gradients.uses import ParameterUse, UseRecorder, register_function_rule
@@ -51,11 +52,15 @@ def use_attention(
     parameters = (*weights, out_proj_bias, bias_k, bias_v)
     if query.dim() != 3 or add_zero_attn or any(v is not None for v in (bias_k, bias_v, static_k, static_v)):
         raise recorder.refuse("attention without a batch, or with added keys", *parameters)
+    for given in (query, key, value):
+        axis = recorder.find_axis(given)
+        if not isinstance(axis, Axis) or axis.dim != 1:
+            raise recorder.refuse("attention over the batch", *parameters)
     width, (tokens, count, _) = embed_dim_to_check, query.shape
     x = query.transpose(0, 1)
     if query is key and key is value and not use_separate_proj_weight:
         assert in_proj_weight is not None
-        q, k, v = use_linear(recorder, F.linear, x, in_proj_weight, in_proj_bias).chunk(3, dim=-1)
+        q, k, v = tap_linear(recorder, x, in_proj_weight, in_proj_bias).chunk(3, dim=-1)
     else:
         others = (x, key.transpose(0, 1), value.transpose(0, 1))
         if use_separate_proj_weight:
@@ -86,7 +91,7 @@ def use_attention(
         else:
             mixed, attention = F.scaled_dot_product_attention(q, k, v, mask, dropout), None
     joined = mixed.transpose(1, 2).reshape(count, tokens, width)
-    return use_linear(recorder, F.linear, joined, out_proj_weight, out_proj_bias).transpose(0, 1), attention
+    return tap_linear(recorder, joined, out_proj_weight, out_proj_bias).transpose(0, 1), attention
 
 
 def _use_rows(

@@ -27,10 +27,8 @@ def use_layer_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Over the last dimensions."""
-    recorder.require_rows((weight, bias), input)
-    if input.dim() <= len(normalized_shape):
-        raise recorder.refuse("layer_norm does not see one example per row", weight, bias)
-    a = input if input.element_size() >= 4 else input.float()  # as autocast does
+    x, dim = recorder.bring_first((weight, bias), input, len(normalized_shape))
+    a = x if x.element_size() >= 4 else x.float()  # as autocast does
     out, mean, rstd = torch.native_layer_norm(a, list(normalized_shape), weight, bias, eps)
     seen, centre, scale, count = a.detach(), mean.detach(), rstd.detach(), math.prod(normalized_shape)
 
@@ -50,7 +48,8 @@ def use_layer_norm(
         ParameterUse(weight, along) if weight is not None else None,
         ParameterUse(bias, total) if bias is not None else None,
     ]
-    return recorder.tap(out, [use for use in uses if use], (a,))
+    out = recorder.tap(out, [use for use in uses if use], (a,))
+    return out.movedim(0, dim) if dim else out
 
 
 def _tap_group_norm(
@@ -146,11 +145,9 @@ def use_rms_norm(
     eps: float | None = None,
 ) -> Any:
     """Over the last dimensions, without a mean."""
-    recorder.require_rows((weight,), input)
+    x, dim = recorder.bring_first((weight,), input, len(normalized_shape))
     dims = tuple(range(-len(normalized_shape), 0))
-    if input.dim() <= len(dims):
-        raise recorder.refuse("rms_norm does not see one example per row", weight)
-    a = input if input.element_size() >= 4 else input.float()
+    a = x if x.element_size() >= 4 else x.float()
     out = function(a, normalized_shape, weight, eps)
     seen, count = a.detach(), math.prod(normalized_shape)
     small = torch.finfo(a.dtype).eps if eps is None else eps
@@ -159,4 +156,5 @@ def use_rms_norm(
         scale = (seen.square().mean(dim=dims, keepdim=True) + small).rsqrt()
         return MaterialisedGrad((seen * scale).mul_(g).reshape(len(g), -1, count).sum(dim=1))
 
-    return recorder.tap(out, [ParameterUse(weight, along)] if weight is not None else [], (a,))
+    out = recorder.tap(out, [ParameterUse(weight, along)] if weight is not None else [], (a,))
+    return out.movedim(0, dim) if dim else out
