@@ -75,7 +75,7 @@ class Derivation:
     @property
     def keeps_norms(self) -> bool:
         """Whether each entry is an entry of a parameter, and no two are the same."""
-        if self.views is None or len(self.leaves) != 1:
+        if self.views is None or len(self.leaves) != 1 or self.shadow.is_complex():
             return False
         (leaf,) = self.leaves.values()
         empty = torch.empty_like(leaf, device="meta")
@@ -147,7 +147,10 @@ class DerivedGrad:
     def _pull(self, rows: Tensor) -> Tensor:
         """J^T of each row [b, n']: [b, n]."""
         shadow, leaf = self.origin.shadow, self._leaf
-        slopes = rows.view(len(rows), *shadow.shape).to(shadow.dtype)
+        if shadow.is_complex():
+            slopes = torch.view_as_complex(rows.view(len(rows), *shadow.shape, 2).contiguous())
+        else:
+            slopes = rows.view(len(rows), *shadow.shape).to(shadow.dtype)
         with torch.enable_grad():
             try:
                 (found,) = torch.autograd.grad(shadow, leaf, slopes, retain_graph=True, is_grads_batched=True)

@@ -36,6 +36,9 @@ MAX_MATERIALISED_RATIO = 1.5
 """Materialised gradients may take this many times the memory of the uses' inputs and outputs."""
 
 
+OTHER_PATH = "the model takes another path with other data"
+
+
 class UnknownUse(Exception):
     """No rule knows how a parameter is used. places: the parameters, as indices in the layout."""
 
@@ -188,13 +191,16 @@ class UseRecorder(TorchFunctionMode):
         self.parts: list[list[ParamGrad]] = [[] for _ in tensors]
         self.anchor = torch.zeros((), device=tensors[0].device, requires_grad=True)
         self.unknown: dict[int, str] = {}
+        self.whole: set[int] = set()
+        """Calls that fail with one example only."""
         self.report: tuple[UseRecord, ...] = ()
         """What `list_uses` found in the last pass."""
         self._plan = plan
+        self._sizes = [tensor.numel() for tensor in tensors]
         self._targets: dict[int, Target] = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._made: list[Tensor] = []  # what parameters made: kept, since their ids are keys
         self._leaves: dict[int, Tensor] = {}
-        self._hidden: dict[int, int] = {}
+        self._hidden: dict[int, str] = {}  # parameters of sites that are running, by place: the site
         self._taps: list[_Tap] = []
         self._written: set[tuple[int, int]] = set()
         self._vmap_calls: list[_VmapCall] = []
@@ -281,19 +287,14 @@ class UseRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if not torch.is_grad_enabled() or not self._sees(args, kwargs):
             return func(*args, **kwargs)
-        calls, number = self._plan.calls.calls, self._number
-        if number >= len(calls) or calls[number].function != func:
-            raise UnsupportedModel("the model takes another path with other data")
-        call = calls[number]
-        self._number += 1
+        leaves = tree_leaves((args, kwargs))
+        number, call = self._find_call(func, leaves)
         if call.kind == "note":
             return func(*args, **kwargs)
         if call.kind == "derive":
             return self._derive(func, args, kwargs)
-        if not any(map(self.is_tracked, iterate_leaves((args, kwargs)))):
-            return func(*args, **kwargs)  # in a site, which follows its parameters itself
         self._function = name_function(func)
-        self._begin(call, args, kwargs)
+        self._begin(call, leaves)
         if call.kind == "use":
             try:
                 return self._find_rule(call)(self, func, *args, **kwargs)
@@ -304,42 +305,57 @@ class UseRecorder(TorchFunctionMode):
         return self._use_by_vmap(call, func, args, kwargs)
 
     def _sees(self, args: Any, kwargs: Any) -> bool:
-        """Whether a followed tensor is among the arguments."""
+        """Whether a followed tensor is among the arguments; those of a site that is running are not followed."""
         known = self._targets
-        return any(id(value) in known for value in args) or any(
-            id(leaf) in known
-            for value in (*args, *kwargs.values())
-            if isinstance(value, list | tuple | dict | Tensor)
-            for leaf in iterate_leaves((value,))
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                if id(value) in known and (not self._hidden or self.is_tracked(value)):
+                    return True
+            elif isinstance(value, list | tuple | dict) and any(map(self.is_tracked, iterate_leaves((value,)))):
+                return True
+        return False
+
+    def _find_call(self, func: Any, leaves: list[Any]) -> tuple[int, PlannedCall]:
+        """The next call of the plan, which must be this one."""
+        calls, number = self._plan.calls.calls, self._number
+        while number < len(calls) and self._is_hidden(calls[number]):
+            number += 1
+        if number >= len(calls):
+            raise self.refuse(OTHER_PATH, *leaves)
+        call = calls[number]
+        if call.function != func or not call.fits(leaves, self.examples):
+            raise UnknownUse(OTHER_PATH, tuple(sorted(call.places)))  # it was expected, and did not come
+        self._number = number + 1
+        return number, call
+
+    def _is_hidden(self, call: PlannedCall) -> bool:
+        """Whether a planned call sees only parameters of a site that is running: it follows them itself."""
+        return bool(self._hidden) and all(
+            place in self._hidden and self._hidden[place] in call.scope for place in call.places
         )
 
     def _find_places(self, value: Any) -> tuple[int, ...]:
         """The parameters behind a value that are followed here."""
         target = self._targets.get(id(value))
         places = () if target is None else (target,) if isinstance(target, int) else tuple(target.leaves)
-        return tuple(place for place in places if not self._hidden.get(place))
+        return tuple(place for place in places if place not in self._hidden)
 
     def _find_rule(self, call: PlannedCall) -> Rule:
         rule = FUNCTION_RULES.get(call.function)
         if not call.is_clear or rule is None or call.given is None:
             words = f"no rule for {self._function}" if call.is_clear else f"rows of {self._function} depend on the data"
-            raise UnknownUse(words, tuple(place for place in call.places if not self._hidden.get(place)))
+            raise UnknownUse(words, tuple(place for place in call.places if place not in self._hidden))
         return rule
 
-    def _begin(self, call: PlannedCall, args: Any, kwargs: Any) -> None:
+    def _begin(self, call: PlannedCall, leaves: list[Any]) -> None:
         """Where the rows are in a call's arguments."""
-        leaves = tree_leaves((args, kwargs))
-        given = call.given if call.given is not None and len(call.given) == len(leaves) else (None,) * len(leaves)
+        given = (None,) * len(leaves) if call.given is None else call.given
         self._axes = {id(leaf): place for leaf, place in zip(leaves, given, strict=True) if isinstance(leaf, Tensor)}
         kinds = [place for place in given if isinstance(place, Axis)] or [p for p in call.found if isinstance(p, Axis)]
         self._rows = Axis(0, kinds[0].each, kinds[0].inner) if kinds else Axis(0)
         for leaf, place in zip(leaves, given, strict=True):
-            if isinstance(place, Axis):
-                fits = isinstance(leaf, Tensor) and leaf.dim() > place.dim
-                if not fits or leaf.shape[place.dim] != self.examples * place.each:
-                    raise UnsupportedModel("the model takes another path with other data")
-                if (place.each, place.inner) != (self._rows.each, self._rows.inner):
-                    self._axes[id(leaf)] = None  # no rule expects different numbers of rows
+            if isinstance(place, Axis) and (place.each, place.inner) != (self._rows.each, self._rows.inner):
+                self._axes[id(leaf)] = None  # no rule expects different numbers of rows
 
     def _root(self, out: Tensor) -> Tensor:
         """The output as a tensor whose gradient can be taken."""
@@ -386,7 +402,7 @@ class UseRecorder(TorchFunctionMode):
     def _use_by_vmap(self, call: PlannedCall, func: Any, args: Any, kwargs: Any) -> Any:
         """A function that no rule knows: its gradients come by vmap over this call alone."""
         leaves, structure = tree_flatten((args, kwargs))
-        places = tuple(place for place in call.places if not self._hidden.get(place))
+        places = tuple(place for place in call.places if place not in self._hidden)
         own = {str(n): leaf for n, leaf in enumerate(leaves) if self.is_tracked(leaf)}
         out = func(*args, **kwargs)
         results = tree_leaves(out)
@@ -400,12 +416,19 @@ class UseRecorder(TorchFunctionMode):
             given, named = tree_unflatten([tensors.get(str(n), leaf) for n, leaf in enumerate(filled)], structure)
             return func(*given, **named)
 
+        number = self._number - 1
+
         def differentiate(grads: list[Tensor | None]) -> dict[str, Tensor]:
             if any(leaf._version != version for leaf, version in versions):
                 raise UnsupportedModel(f"the input of {name_function(func)} is overwritten in place after its use")
-            if call.given is None:
-                return pull_each_example(lambda tensors: run(tensors, held), own, call.found, grads, self.examples)
-            return compute_call_grads(run, own, held, call.given, call.found, grads, self.examples)
+            if call.given is not None:
+                try:
+                    return compute_call_grads(run, own, held, call.given, call.found, grads, self.examples)
+                except (RuntimeError, ValueError, IndexError, TypeError):
+                    if not self.planning:
+                        raise
+                    self.whole.add(number)
+            return pull_each_example(lambda tensors: run(tensors, held), own, call.found, grads, self.examples)
 
         targets = {name: (self._targets[id(leaf)], self._find_places(leaf)) for name, leaf in own.items()}
         return self._await(out, call.found, _VmapCall(differentiate, targets, [None] * len(results)), places)
@@ -427,12 +450,11 @@ class UseRecorder(TorchFunctionMode):
         return tree_unflatten(taken, structure)
 
     def _count_entries(self, target: Target) -> int:
-        return self.tensors[target].numel() if isinstance(target, int) else target.shadow.numel()
+        return self._sizes[target] if isinstance(target, int) else target.shadow.numel()
 
     def enter_site(self, site: VmapSite) -> None:
         """Called before a site's forward: its parameters are not followed until it ends."""
-        for place in site.places:
-            self._hidden[place] = self._hidden.get(place, 0) + 1
+        self._hidden |= dict.fromkeys(site.places, site.name)
 
     def leave_site(
         self, site: VmapSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -468,8 +490,11 @@ class UseRecorder(TorchFunctionMode):
         return self._await(out, call.found, _VmapCall(differentiate, targets, [None] * len(call.found)), places)
 
     def _leave(self, site: VmapSite) -> None:
+        calls = self._plan.calls.calls
+        while self._number < len(calls) and self._is_hidden(calls[self._number]):
+            self._number += 1
         for place in site.places:
-            self._hidden[place] -= 1
+            self._hidden.pop(place, None)
 
     def leave_layer(self, site: VmapSite, layer: nn.Module, rule: LayerRule, args: tuple[Any, ...], out: Any) -> Any:
         """Called after the forward of a layer that a user registered; the returned output takes its place."""
@@ -533,13 +558,20 @@ class UseRecorder(TorchFunctionMode):
             self.parts[target].append(part)
             return
         moved = target.keeps_norms
+        if target.shadow.is_complex():  # two numbers per entry, as the parameters behind it have
+            part = MaterialisedGrad(torch.view_as_real(part.rows().resolve_conj()).flatten(1))
         for place in places:
             self.parts[place].append(DerivedGrad(part, target, place, moved, self.examples))
 
     def finish(self) -> None:
         """After the backward pass: the gradients of all calls that go through vmap."""
         for call in self._vmap_calls:
-            found = call.differentiate(call.grads)
+            try:
+                found = call.differentiate(call.grads)
+            except (RuntimeError, ValueError, IndexError, TypeError) as problem:
+                words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+                places = {place for _, each in call.targets.values() for place in each}
+                raise UnknownUse(f"vmap failed with: {words}", tuple(sorted(places))) from problem
             for name, (target, places) in call.targets.items():
                 self._add(target, places, MaterialisedGrad(found[name].flatten(1)))
 

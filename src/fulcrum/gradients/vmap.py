@@ -20,6 +20,7 @@ from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select
 from fulcrum.data.tasks import Task
 from fulcrum.gradients.call_plan import Axis, Place, Scaled
 from fulcrum.gradients.param_grads import sum_rows_in_float64
+from fulcrum.gradients.plain_calls import run_plainly
 from fulcrum.gradients.rounding import NormTable, SquaredNorms, squared_norms, to_norm_table
 from fulcrum.gradients.tape import (
     GradientTape,
@@ -91,7 +92,8 @@ def record_vmap_tape(
         return task.loss(outputs, target.unsqueeze(0)).reshape(())
 
     tensors = layout.unflatten(params.detach())
-    grads, losses = _compute_per_example_grads(one, tensors, (x, y), with_value=True)
+    with run_plainly(model):
+        grads, losses = _compute_per_example_grads(one, tensors, (x, y), with_value=True)
     return MaterialisedTape(
         layout,
         losses,
