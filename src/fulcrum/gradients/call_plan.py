@@ -37,7 +37,7 @@ class Axis:
 
     def bring_first(self, values: Tensor, count: int) -> Tensor:
         """[B, ...], where dimension `dim` of an example has `each` rows."""
-        split = values.unflatten(self.dim, (self.each, count) if self.inner else (count, self.each))
+        split: Tensor = values.unflatten(self.dim, (self.each, count) if self.inner else (count, self.each))
         return split.movedim(self.dim + 1 if self.inner else self.dim, 0)
 
 

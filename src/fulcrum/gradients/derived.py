@@ -25,6 +25,7 @@ from fulcrum.gradients.param_grads import (
 from fulcrum.gradients.rounding import SquaredNorms, fast_squared_norms, squared_norms
 
 View = Callable[[Tensor], Tensor]
+Piece = slice
 
 
 def _names(*names: str) -> frozenset[Any]:
@@ -51,7 +52,7 @@ def find_view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numb
     sliced = index is not None and all(part is None or isinstance(part, int | slice | type(...)) for part in parts)
     if not sliced and function not in VIEWS:
         return None
-    return lambda values: tree_leaves(function(values, *args[1:], **kwargs))[number]  # type: ignore[no-any-return]
+    return lambda values: tree_leaves(function(values, *args[1:], **kwargs))[number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +138,7 @@ class DerivedGrad:
     def _leaf(self) -> Tensor:
         return self.origin.leaves[self.place]
 
-    def _pieces(self) -> list[tuple[slice, Tensor]]:
+    def _pieces(self) -> list[tuple[Piece, Tensor]]:
         """Rows [b, n] of a few examples at a time, as the scratch memory allows."""
         shadow = self.origin.shadow
         each = shadow.element_size() * (shadow.numel() + self._leaf.numel())

@@ -320,10 +320,11 @@ class UseRecorder(TorchFunctionMode):
         calls, number = self._plan.calls.calls, self._number
         while number < len(calls) and self._is_hidden(calls[number]):
             number += 1
-        if number >= len(calls):
-            raise self.refuse(OTHER_PATH, *leaves)
+        own = {place for leaf in leaves for place in self._find_places(leaf)}
+        if not any(own <= call.places for call in calls[number:]):
+            raise UnknownUse(OTHER_PATH, tuple(sorted(own)))  # it came, and was not expected
         call = calls[number]
-        if call.function != func or not call.fits(leaves, self.examples):
+        if call.function != func or not own <= call.places or not call.fits(leaves, self.examples):
             raise UnknownUse(OTHER_PATH, tuple(sorted(call.places)))  # it was expected, and did not come
         self._number = number + 1
         return number, call
@@ -362,7 +363,7 @@ class UseRecorder(TorchFunctionMode):
         if out._is_view():
             # An in-place activation on a view would rewrite history behind the hook.
             out = torch.ops.aten._unsafe_view(out, out.shape)
-        return out if out.requires_grad else _GraphRoot.apply(out, self.anchor)  # type: ignore[no-untyped-call, no-any-return]
+        return out if out.requires_grad else _GraphRoot.apply(out, self.anchor)  # type: ignore[no-untyped-call]
 
     # --- what parameters make -------------------------------------------------------------------------
 
@@ -570,8 +571,8 @@ class UseRecorder(TorchFunctionMode):
                 found = call.differentiate(call.grads)
             except (RuntimeError, ValueError, IndexError, TypeError) as problem:
                 words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
-                places = {place for _, each in call.targets.values() for place in each}
-                raise UnknownUse(f"vmap failed with: {words}", tuple(sorted(places))) from problem
+                seen = {place for _, each in call.targets.values() for place in each}
+                raise UnknownUse(f"vmap failed with: {words}", tuple(sorted(seen))) from problem
             for name, (target, places) in call.targets.items():
                 self._add(target, places, MaterialisedGrad(found[name].flatten(1)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def _validate_by_behaviour(model: nn.Module, sample: ModelInputs) -> None:
             name, kind, _ = before
             raise ModelError(f"Layer {name!r} ({kind}) is random: the same batch gives another output the second time.")
     for changed in (0, count - 1):
-        other, _, _ = _run_dry(model, map_inputs(lambda value, n=changed: _change_example(value, n), sample))
+        other, _, _ = _run_dry(model, map_inputs(partial(_change_example, number=changed), sample))
         kept = torch.arange(count) != changed
         for (name, kind, values), (_, _, after), dim in zip(trace, other, rows, strict=False):
             if dim is None or values.shape != after.shape:

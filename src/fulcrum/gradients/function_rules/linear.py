@@ -85,3 +85,26 @@ def use_addmm(recorder: UseRecorder, function: Any, input: Any, mat1: Any, mat2:
         raise recorder.refuse("a sum of products that is not b + x @ p", input, mat1, mat2)
     recorder.require_rows((input, mat2), mat1)
     return tap_matmul(recorder, mat1, mat2, input)
+
+
+@register_function_rule(F.bilinear, torch.bilinear)
+def use_bilinear(
+    recorder: UseRecorder, function: Any, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Any:
+    """[B, ..., I], [B, ..., J] -> [B, ..., O]: a linear layer on the products of all pairs of inputs."""
+    recorder.require_rows((weight, bias), input1, input2)
+    if input1.dim() < 2:
+        raise recorder.refuse("bilinear does not see one example per row", weight, bias)
+    out = function(input1, input2, weight, bias)
+    one, other = input1.detach(), input2.detach()
+
+    def flatten(values: Tensor) -> Tensor:
+        return values.flatten(1, -2) if values.dim() > 3 else values
+
+    def pairs(g: Tensor) -> LinearGrad:
+        return LinearGrad(flatten((one.unsqueeze(-1) * other.unsqueeze(-2)).flatten(-2)), flatten(g))
+
+    uses = [ParameterUse(weight, pairs)]
+    if bias is not None:
+        uses.append(ParameterUse(bias, lambda g: sum_over_positions(flatten(g))))
+    return recorder.tap(out, uses, (input1, input2))
