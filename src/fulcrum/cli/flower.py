@@ -16,7 +16,7 @@ from fulcrum.cli.failures import RunInterrupted
 from fulcrum.cli.options import DebugOption, JsonOption, QuietOption, with_settings
 from fulcrum.cli.run import choose_free_folder, make_source_slug
 from fulcrum.errors import ConfigError
-from fulcrum.settings.schema import Settings, TaskSettings
+from fulcrum.settings.schema import Settings, Table, TaskSettings
 
 if TYPE_CHECKING:
     from fulcrum.data import Dataset
@@ -98,6 +98,9 @@ def party(
     server: Annotated[str, typer.Option("--server", help="HOST:PORT of the coordinator.")],
     key: Annotated[Path, typer.Option("--key", help="This party's private key; its file name is the party's name.")],
     ledger: Annotated[Path, typer.Option("--ledger", help="This party's ledger, kept over all runs.")],
+    schema: Annotated[
+        str, typer.Option("--schema", help="Schema file of a table; default NAME.schema.toml beside it.")
+    ] = "",
     ca: Annotated[Path | None, typer.Option("--ca", help="Certificate of the CA that signed the server's.")] = None,
     terms: Annotated[
         Path, typer.Option("--terms", help="What was agreed; without the file, you are asked on a terminal.")
@@ -144,7 +147,9 @@ def party(
 
     @functools.cache
     def load_records(task: TaskSettings) -> Dataset:
-        return load_party_data(data, task=task)
+        found = load_party_data(data, task=task, table=Table(schema=schema))
+        show.print_own_notes(found, quiet)
+        return found
 
     if agreed is not None:
         check_declared(agreed.agreed_task)

@@ -12,7 +12,8 @@ from torch import nn
 from fulcrum.clipping import RULES, find_rule
 from fulcrum.clipping.testing import refuse_broken_rule
 from fulcrum.data import Dataset, compute_features, count_units_per_party, load, split
-from fulcrum.data.dataset import declare_public, recheck_dataset, refuse_inferred_task
+from fulcrum.data.arrays import recheck_dataset
+from fulcrum.data.dataset import declare_public, refuse_inferred_task
 from fulcrum.data.declared import resolve_data_settings
 from fulcrum.data.fingerprints import add_record_digests, compute_unit_digests
 from fulcrum.data.held_out import hold_out_units
@@ -61,7 +62,13 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
 def load_training_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
     """The training records by the settings: with their task, without held-out records, as features."""
     if given is None:
-        dataset = load(settings.data.source, settings.data.dir, task=settings.task, public=settings.data.public)
+        dataset = load(
+            settings.data.source,
+            settings.data.dir,
+            task=settings.task,
+            public=settings.data.public,
+            table=settings.table,
+        )
     else:
         given = declare_public(given) if settings.data.public else given
         dataset = given if settings.task == TaskSettings() else recheck_dataset(given, given.name, settings.task)

@@ -23,6 +23,7 @@ SHORT_NAMES: dict[str, str] = {
     "data": "data.source",
     "data_dir": "data.dir",
     "public": "data.public",
+    "schema": "table.schema",
     "task": "task.name",
     "model": "model.name",
     "epsilon": "privacy.epsilon",

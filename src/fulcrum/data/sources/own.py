@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fulcrum.data.dataset import Dataset, from_arrays
+from fulcrum.data.arrays import from_arrays
+from fulcrum.data.dataset import Dataset
 from fulcrum.data.sources.public.registry import search_folders
 from fulcrum.errors import DataError
 from fulcrum.settings.registry import suggest_nearest_names
