@@ -29,9 +29,6 @@ from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
 from fulcrum.training.snapshot import Snapshot
 
-SCHEMA_FILE = "schema.toml"
-"""The columns of the table that a run was trained on, in its folder."""
-
 
 def execute(
     federation: Federation,
@@ -122,7 +119,8 @@ def _write_start_files(
     problem = federation.problem
     folder.write_text("settings.toml", settings_file.dump_settings(federation.settings))
     if problem.dataset.schema is not None:  # so that predictions see the same columns
-        folder.write_text(SCHEMA_FILE, problem.dataset.schema.to_toml())
+        for name, content in problem.dataset.schema.pack().items():
+            record.write_file_atomically(folder.path / name, content)
     folder.write_json("environment.json", record.describe_environment(problem.device))
     folder.write_json(
         "run.json",

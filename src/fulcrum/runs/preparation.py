@@ -139,6 +139,7 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
         )
     if given is None:
         if is_built_in(settings.model):
+            _refuse_token_ids(settings, dataset)
             dataset = dataset.with_float_inputs()
         task, sample = dataset.task, select_rows(dataset.sample.x, slice(0, 8))
         given = build_model(settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task=task)
@@ -152,6 +153,15 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
         words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise ModelError(f"The model failed on two examples: {words}{suggest_integer_inputs(pair)}.") from problem
     return given, dataset
+
+
+def _refuse_token_ids(settings: Settings, dataset: Dataset) -> None:
+    """ModelError where a table's text would be learned as if its token numbers were measurements."""
+    if dataset.schema is not None and dataset.schema.texts:
+        raise ModelError(
+            f"model.name = {settings.model.name!r} takes numbers, and column {dataset.schema.texts[0].name!r} is token "
+            'ids; name a model with an embedding (package.module:factory), or declare form = "bag" for the column.'
+        )
 
 
 def _add_dataset_warning(dataset: Dataset, words: str) -> Dataset:

@@ -15,6 +15,7 @@ from fulcrum.data.table.describe import complete_mapping
 from fulcrum.data.table.encoding import EncodedTable, encode_table
 from fulcrum.data.table.reading import find_table_ending, open_table
 from fulcrum.data.table.schema import Schema
+from fulcrum.data.table.texts import count_tokens
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.settings.schema import Table, TaskSettings
 
@@ -135,6 +136,7 @@ def _make_schema(
     target = declared.get("target", "")
     names = [target] if isinstance(target, str) else list(target)
     columns = declared["columns"]
+    names = [name for name in names if name]
     if all(name in columns for name in names) and any(name not in names for name in columns):
         return Schema.from_mapping(declared), []
     if not public:
@@ -160,7 +162,9 @@ def choose_task(schema: Schema, wanted: TaskSettings) -> TaskSettings:
     if len(kinds) > 1:
         raise ConfigError(f"the targets are of different kinds ({', '.join(sorted(kinds))}); predict one kind only.")
     if not kinds:
-        return wanted
+        texts = schema.texts
+        known = wanted.classes or (count_tokens(texts[0]) if wanted.name == "next-token" and len(texts) == 1 else 0)
+        return dataclasses.replace(wanted, classes=known)
     (kind,), first = kinds, schema.targets[0]
     several = len(schema.targets) > 1
     if several and kind == "category":

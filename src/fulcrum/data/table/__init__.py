@@ -6,7 +6,7 @@
     make_table_dataset("patients.csv", schema)        # a Dataset
 
 schema.py     Column and Schema: what is declared; TOML
-kinds.py      number, category, yes-no, date: what each declares and becomes     dates.py   what a date becomes
+kinds.py      number, category, yes-no, date: what each declares and becomes     dates.py, texts.py   dates; text
 cells.py      cells of text, numbers or objects     pieces.py   a table as pieces of some thousand rows
 reading.py    opens files, databases and frames     delimited.py CSV, TSV, JSON lines     columnar.py Parquet, Feather
 encoding.py   pieces to arrays, and what the holder alone is told     growing.py   arrays larger than memory
@@ -18,10 +18,11 @@ from __future__ import annotations
 from fulcrum.data.table.encoding import EncodedTable, encode_table
 from fulcrum.data.table.kinds import KINDS, ColumnKind
 from fulcrum.data.table.reading import TABLE_FILES, is_frame, open_table
-from fulcrum.data.table.schema import Column, Schema
+from fulcrum.data.table.schema import SCHEMA_FILE, Column, Schema
 
 __all__ = [
     "KINDS",
+    "SCHEMA_FILE",
     "TABLE_FILES",
     "Column",
     "ColumnKind",

@@ -76,9 +76,13 @@ def encode_table(
     if schema.width > MAX_WIDTH:
         raise ConfigError(f"the schema makes {schema.width:,} numbers of a record; at most {MAX_WIDTH:,} are possible.")
     state = _Encoding(schema, source, roles, targets)
-    for piece in source.pieces():
-        state.add(piece)
-    return state.finish()
+    try:
+        for piece in source.pieces():
+            state.add(piece)
+        return state.finish()
+    finally:
+        for grown in (state.numbers, *state.texts.values()):
+            grown.close()
 
 
 def find_roles(schema: Schema, columns: Sequence[str]) -> dict[str, str]:
@@ -186,12 +190,12 @@ class _Encoding:
     def _encode(self, column: Column, piece: Piece) -> AnyArray:
         kind, cells = KINDS.find(column.kind), self._cells(column.place, column, piece)
         found = kind.encode(column, cells)
-        self._refuse(found.unreadable, column, piece, f"hold no {kind.wanted.partition(' ')[2] or kind.wanted}")
+        self._refuse(found.unreadable, column, piece, f"holds no {kind.wanted}", ADVICE.get(column.kind, ""))
         gone = cells.missing
         if column.categories and gone.any():  # a category may be called "none"
             gone = find_categories(column, cells) < 0
         if column.missing == "refuse":
-            self._refuse(gone, column, piece, "are empty")
+            self._refuse(gone, column, piece, "is empty", ADVICE["missing"])
         for word, marks in (("clipped", found.clipped), ("unknown", found.unknown), ("missing", gone)):
             self._count(column.name, word, marks)
         if column.missing != "column":
@@ -202,9 +206,9 @@ class _Encoding:
         """The targets of some rows, and which are empty; DataError for those that are none."""
         cells = self._cells(column.place, column, piece)
         values, gone, wrong, words = TARGET_KINDS[column.kind](column, cells)
-        self._refuse(wrong, column, piece, words)
+        self._refuse(wrong, column, piece, words, ADVICE.get(column.kind, ""))
         if self.schema.unlabelled == "refuse":
-            self._refuse(gone, column, piece, 'are empty, and it is the target (unlabelled = "drop" leaves them out)')
+            self._refuse(gone, column, piece, "is empty", ADVICE["target"])
         return values, gone
 
     def _find_labelled(self, found: Mapping[str, tuple[AnyArray, BoolArray]]) -> BoolArray | None:
@@ -216,14 +220,13 @@ class _Encoding:
         if marks is not None:
             self.counts[column, word] = self.counts.get((column, word), 0) + int(marks.sum())
 
-    def _refuse(self, marks: BoolArray | None, column: Column, piece: Piece, words: str) -> None:
+    def _refuse(self, marks: BoolArray | None, column: Column, piece: Piece, words: str, advice: str) -> None:
         """DataError where any cell of the column is marked: how many in this piece, and the first one's row."""
         if marks is None or not marks.any():
             return
-        count, first = int(marks.sum()), piece.rows[int(np.flatnonzero(marks)[0])]
-        advice = "" if "(" in words else ADVICE["empty" if "empty" in words else column.kind]
-        cells, row = "1 cell" if count == 1 else f"{count} cells", f"{self.source.row} {first}"
-        raise DataError(f"{self.source.name}: {cells} of column {column.place!r} {words} (first: {row}){advice}.")
+        first = piece.rows[int(np.flatnonzero(marks)[0])]
+        cells, row = _count_cells(marks), f"{self.source.row} {first}"
+        raise DataError(f"{self.source.name}: column {column.place!r} {words} in {cells} (first: {row}){advice}.")
 
     def _list_notes(self) -> Iterable[str]:
         """What the holder of the data is told: counts per column."""
@@ -257,9 +260,15 @@ ADVICE = {
     "date": '; declare format, such as "%d.%m.%Y" (dates are taken as 2024-02-29 otherwise), or missing_values',
     "category": "; declare the category",
     "yes-no": "; declare the words under yes and no",
-    "text": "",
-    "empty": '; declare missing = "column" (a number of its own) or "middle"',
+    "missing": '; declare missing = "column" (a number of its own) or "middle"',
+    "target": ', and it is the target; fill it in, or say unlabelled = "drop" to leave such records out',
 }
+"""What would be right, by the kind of a column."""
+
+
+def _count_cells(marks: BoolArray) -> str:
+    count = int(marks.sum())
+    return "1 cell" if count == 1 else f"{count:,} cells"
 
 
 def _pick(values: AnyArray, kept: BoolArray | None) -> AnyArray:
@@ -271,17 +280,17 @@ def _pick(values: AnyArray, kept: BoolArray | None) -> AnyArray:
 
 def _encode_number_target(column: Column, cells: Cells) -> tuple[AnyArray, BoolArray, BoolArray, str]:
     numbers, unreadable = cells.numbers()
-    return np.clip(numbers, column.low, column.high), cells.missing, unreadable, "hold no number"
+    return np.clip(numbers, column.low, column.high), cells.missing, unreadable, "holds no number"
 
 
 def _encode_category_target(column: Column, cells: Cells) -> tuple[AnyArray, BoolArray, BoolArray, str]:
     codes = find_categories(column, cells)
-    return codes, codes < 0, codes == len(column.categories), "hold none of its declared categories"
+    return codes, codes < 0, codes == len(column.categories), "holds none of its declared categories"
 
 
 def _encode_yes_no_target(column: Column, cells: Cells) -> tuple[AnyArray, BoolArray, BoolArray, str]:
     codes = find_answers(column, cells)
-    return codes, codes < 0, codes == 2, "are neither yes nor no"
+    return codes, codes < 0, codes == 2, "is neither yes nor no"
 
 
 TARGET_KINDS = {
@@ -324,8 +333,8 @@ class _Ids:
         if gone.any():
             first = piece.rows[int(np.flatnonzero(gone)[0])]
             raise DataError(
-                f"{source.name}: {int(gone.sum())} cells of column {self.column!r}, which says the {self.role} of each "
-                f"record, are empty (first: {source.row} {first}); fill them in, or leave those records out."
+                f"{source.name}: column {self.column!r}, which says the {self.role} of each record, is empty in "
+                f"{_count_cells(gone)} (first: {source.row} {first}); fill them in, or leave those records out."
             )
         _refuse_rounded_ids(cells, self.column, source)
         texts = cells.texts()

@@ -62,4 +62,11 @@ class GrowingArray:
             return torch.from_numpy(np.concatenate(self.parts) if self.parts else empty)
         self.file.flush()
         # "c": changes stay in memory, so that the tensor may be written to, as torch wants it.
-        return torch.from_numpy(np.memmap(self.file, dtype=self.dtype, mode="c", shape=(self.rows, *self.shape)))
+        mapped = np.memmap(self.file, dtype=self.dtype, mode="c", shape=(self.rows, *self.shape))
+        self.close()  # the map stays
+        return torch.from_numpy(mapped)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self.file is not None:
+            self.file.close()

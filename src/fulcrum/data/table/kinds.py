@@ -131,7 +131,7 @@ def _one_hot(codes: npt.NDArray[Any], width: int) -> npt.NDArray[np.float32]:
 KINDS.add(
     "number",
     ColumnKind(
-        ("low", "high", "center", "spread", "log", "cuts"), _check_number, _name_number, _encode_number, "a number"
+        ("low", "high", "center", "spread", "log", "cuts"), _check_number, _name_number, _encode_number, "number"
     ),
 )
 
@@ -189,7 +189,7 @@ def _hash_bucket(text: str, buckets: int) -> int:
 
 KINDS.add(
     "category",
-    ColumnKind(("categories", "buckets"), _check_category, _name_category, _encode_category, "a category"),
+    ColumnKind(("categories", "buckets"), _check_category, _name_category, _encode_category, "category"),
 )
 
 
@@ -251,7 +251,7 @@ def _encode_date(column: Column, cells: Cells) -> Encoded:
     return Encoded(values.astype(np.float32), clipped, None, unreadable)
 
 
-KINDS.add("date", ColumnKind(("low", "high", "format", "becomes"), _check_date, _name_date, _encode_date, "a date"))
+KINDS.add("date", ColumnKind(("low", "high", "format", "becomes"), _check_date, _name_date, _encode_date, "date"))
 
 
 def count_rows(marks: Sequence[BoolArray | None]) -> int:

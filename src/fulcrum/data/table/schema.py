@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fulcrum.data.table.cells import MISSING_WORDS, to_text
 from fulcrum.data.table.dates import ISO
 from fulcrum.data.table.kinds import KINDS, NO_WORDS, YES_WORDS
+from fulcrum.data.table.texts import TEXT_KIND
 from fulcrum.errors import ConfigError
 from fulcrum.settings.registry import suggest_nearest_names
 
@@ -28,11 +29,14 @@ if TYPE_CHECKING:
 
     from fulcrum.data.records import ModelInputs
 
+KINDS.add("text", TEXT_KIND)
 MISSING_CHOICES = {True: "column", False: "refuse"}
 """What `missing` may be written as, beside its words: refuse, column, middle."""
 COMMON_FIELDS = ("kind", "source", "missing", "missing_values")
 """What a column of any kind may declare."""
 UNLABELLED = ("refuse", "drop")
+SCHEMA_FILE = "schema.toml"
+"""The schema of the table that a model was trained on, in the run's folder."""
 TARGET_KINDS = ("number", "category", "yes-no")
 """Kinds that can be predicted."""
 
@@ -66,6 +70,7 @@ class Column:
     tokenizer: str = ""
     length: int = 0
     vocabulary: int = 0
+    form: str = "ids"
 
     @property
     def place(self) -> str:
@@ -81,7 +86,7 @@ class Column:
     @property
     def is_text(self) -> bool:
         """Whether it becomes token ids, an input of its own."""
-        return self.kind == "text"
+        return self.kind == "text" and self.form == "ids" and not self.buckets
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,8 @@ class Schema:
             found = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{where} is not valid TOML: {error}.") from None
-        return Schema.from_mapping(found.get("table", found) if set(found) == {"table"} else found, where)
+        whole = set(found) == {"table"} and isinstance(found["table"], Mapping)  # a [table] section on its own
+        return Schema.from_mapping(found["table"] if whole else found, where)
 
     @staticmethod
     def read(path: Path | str) -> Schema:
@@ -213,7 +219,7 @@ class Schema:
             if name not in known:
                 raise ConfigError(f"{where}: {name!r} is not known; {suggest_nearest_names(name, known)}")
         target = found.get("target", ())
-        names = [target] if isinstance(target, str) else list(target)
+        names = ([target] if target else []) if isinstance(target, str) else list(target)
         declared = found.get("columns", {})
         if not isinstance(declared, Mapping) or not all(isinstance(value, Mapping) for value in declared.values()):
             raise ConfigError(f"{where}: columns must be sections, one per column, such as [columns.age].")
@@ -242,6 +248,23 @@ class Schema:
             return dataclasses.replace(column, tokenizer=str(file)) if file is not None and file.is_file() else column
 
         return dataclasses.replace(self, columns=tuple(placed(column) for column in self.columns))
+
+    def pack(self) -> dict[str, bytes]:
+        """The files that keep the schema with a model: schema.toml, and the tokenizer files that it names."""
+        files: dict[str, bytes] = {}
+        columns = []
+        for column in self.columns:
+            if column.tokenizer:
+                name = f"tokenizer-{len(files)}.json"
+                try:
+                    files[name] = Path(column.tokenizer).expanduser().read_bytes()
+                except OSError as error:
+                    raise ConfigError(
+                        f"the tokenizer {column.tokenizer} cannot be read: {error.strerror or error}."
+                    ) from None
+                column = dataclasses.replace(column, tokenizer=name)
+            columns.append(column)
+        return {SCHEMA_FILE: dataclasses.replace(self, columns=tuple(columns)).to_toml().encode(), **files}
 
 
 # --- reading ------------------------------------------------------------------------------------
