@@ -78,7 +78,7 @@ BAD = {
     "hexadecimal": (table({"age": "0x1F"}), "holds no number"),
     "another date format": (
         table({"visit": "03/04/2020"}),
-        "column 'visit' hold no date (first: line 7); declare format",
+        "holds no date in 1 cell (first: line 7); declare format",
     ),
     "a date as a number": (table({"visit": "20200304"}), "holds no date"),
     "no date at all": (table({"visit": "2020-02-30"}), "holds no date"),
@@ -86,7 +86,7 @@ BAD = {
     "unknown target": (table({"sick": SECRET}), "column 'sick' is neither yes nor no in 1 cell (first: line 7)"),
     "person missing": (
         table({"patient_id": " "}),
-        "says the person of each record, is empty in 1 cell (first: line 7)",
+        "says the person of each record, is empty in 1 cell",
     ),
     "party missing": (table({"hospital": ""}), "says the party of each record"),
     "ragged row": (table({"age": f"1,{SECRET}"}), "line 7 has 8 cells, and the first line names 7"),

@@ -108,7 +108,7 @@ def test_a_schema_survives_its_file():
             "words": {"kind": "text", "buckets": 8},
         }
     )
-    made = dataclasses.replace(made, ignored=("x",), delimiter=";", decimal=",", person="none")
+    made = dataclasses.replace(made, ignore=("x",), delimiter=";", decimal=",", person="none")
     assert Schema.from_toml(made.to_toml()) == made
     assert Schema.from_mapping(made.to_mapping()) == made
     assert Schema.from_toml("[table]\n" + made.to_toml().replace("[columns.", "[table.columns.")) == made
@@ -190,9 +190,9 @@ def test_persons_and_parties_are_taken_from_the_data():
     table = encode_table(found, rows)
     assert [table.person_names[code] for code in table.person] == ["b", "a", "b"]
     assert table.party_names == ("1", "2")
-    off = dataclasses.replace(found, person="none", party="none", ignored=("*",))
+    off = dataclasses.replace(found, person="none", party="none", ignore=("*",))
     assert encode_table(off, rows).person is None
-    named = dataclasses.replace(found, person="hospital", party="none", ignored=("Patient_ID",))
+    named = dataclasses.replace(found, person="hospital", party="none", ignore=("Patient_ID",))
     assert encode_table(named, rows).person_names == ("1", "2")
 
 

@@ -253,7 +253,8 @@ def _check_feature_array(name: str, value: Any, notes: list[str], tokens: bool =
     if array.size == 0:
         raise DataError(f"{name} is empty (shape {_format_shape(array.shape)}); at least one record is needed.")
     if array.dtype.kind in "iu" and (tokens or array.dtype in TOKEN_DTYPES):
-        return torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
+        same = isinstance(value, Tensor) and value.dtype == torch.int64  # perhaps on the disk: not copied
+        return value.detach().cpu() if same else torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
     if array.dtype == np.uint8:
         notes.append(
             f"{name} holds bytes 0..255 and is used unscaled; scale it by public constants, such as x / 127.5 - 1."
@@ -284,7 +285,7 @@ def _check_length(name: str, array: AnyArray, n: int) -> None:
 
 def _encode_ids(name: str, value: Any, n: int) -> tuple[Tensor, AnyArray]:
     """Ids as int64, and their distinct values in order. Integers stay as they are; text is numbered."""
-    array = to_numpy_array(name, value)
+    array = _to_id_array(to_numpy_array(name, value))
     if array.dtype.kind not in "biuUS":
         held = DTYPE_KIND_NAMES.get(array.dtype.kind, str(array.dtype))
         raise DataError(f"{name} holds {held}; it must hold integers or text, one a record.")
@@ -293,6 +294,14 @@ def _encode_ids(name: str, value: Any, n: int) -> tuple[Tensor, AnyArray]:
         values, codes = np.unique(array, return_inverse=True)
         return torch.from_numpy(codes.reshape(-1).astype(np.int64)), values
     return torch.from_numpy(np.array(array, dtype=np.int64)), np.unique(array)
+
+
+def _to_id_array(array: AnyArray) -> AnyArray:
+    """Ids of a pandas column: an array of objects that are all text, or all whole numbers, as one of those."""
+    if array.dtype.kind not in "OT" or not array.size:
+        return array
+    texts, numbers = (all(isinstance(each, kind) for each in array.flat) for kind in (str, int | np.integer))
+    return array.astype(str) if texts else array.astype(np.int64) if numbers else array
 
 
 def _check_parties(value: Any, n: int, names: tuple[str, ...]) -> tuple[Tensor, tuple[str, ...]]:

@@ -68,6 +68,7 @@ def load_training_data(settings: Settings, given: Dataset | None, device: torch.
             task=settings.task,
             public=settings.data.public,
             table=settings.table,
+            images=settings.images,
         )
     else:
         given = declare_public(given) if settings.data.public else given

@@ -83,7 +83,7 @@ class Table:
     name."""
     record: str = "none"
     """Column with a unique id per record; one that is there twice is an error. none: no such column."""
-    ignored: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
     """Columns that may be there and are not used; ["*"]: all others. A column that is nowhere named is an error."""
     delimiter: str = ""
     """What separates the cells of a text file; empty: by its ending (.csv: a comma, .tsv: a tab)."""
@@ -99,6 +99,29 @@ class Table:
     """What becomes of a record without a target: refuse (an error) or drop."""
     columns: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
     """The columns to learn from, and the target, by name: {"age" = {kind = "number", low = 0, high = 110}}."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images in a folder, where data.source names one. Size and classes are declared, not read off private images."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
+
+    size: tuple[int, ...] = ()
+    """Height and width to which every image is resized; empty: those of the first image, for public data only."""
+    colours: str = "rgb"
+    """rgb (three channels) or grey (one)."""
+    folders: str = "class"
+    """What the sub-folders name, level by level: class, party, person, or - for nothing; such as "party/class"."""
+    class_names: tuple[str, ...] = ()
+    """The classes, in order; empty: those of the sub-folders, for public data only."""
+    labels: str = ""
+    """A table with one row per image in place of the sub-folders: a column with the file, one with the label, and
+    where wanted person and party. Targets other than classes are declared in [table]."""
+    file: str = "file"
+    """The column of that table that names the file, from the folder on."""
+    label: str = "label"
+    """The column of that table that names the class."""
 
 
 @dataclass(frozen=True)
@@ -349,6 +372,7 @@ class Settings:
     """The preset that these settings are based on (see `fulcrum methods`)."""
     data: Data = field(default_factory=Data)
     table: Table = field(default_factory=Table)
+    images: Images = field(default_factory=Images)
     task: TaskSettings = field(default_factory=TaskSettings)
     model: Model = field(default_factory=Model)
     train: Train = field(default_factory=Train)

@@ -105,7 +105,12 @@ class DatasetCache:
         packed, data = Path(self.folder) / "digits.npz", settings.data
         try:
             return load(
-                data.source, self.folder or data.dir, task=settings.task, public=data.public, table=settings.table
+                data.source,
+                self.folder or data.dir,
+                task=settings.task,
+                public=data.public,
+                table=settings.table,
+                images=settings.images,
             )
         except DataError:
             # Where scikit-learn is missing, its digits may be in a file (see `write_digits_npz`).

@@ -85,7 +85,7 @@ def make_table_dataset(
 
 def read_table(
     source: str,
-    path: Path | None = None,
+    paths: Sequence[Path] = (),
     task: TaskSettings | None = None,
     table: Table | None = None,
     public: bool = False,
@@ -93,9 +93,10 @@ def read_table(
 ) -> Dataset:
     """The reader of the registry: a file or a database's URL, by the [table] settings."""
     settings = table or Table()
-    where = str(path) if path is not None else source
+    path = paths[0] if paths else None
     test = _find_beside(settings.test, path, "table.test") if settings.test else None
-    name = path.name if path is not None else source
+    name = source if path is None else path.name if len(paths) == 1 else Path(source).name
+    where: Any = source if path is None else list(paths) if len(paths) > 1 else str(path)
     return make_table_dataset(where, settings, test=test, task=task, name=name, public=public, need=need)
 
 
@@ -106,7 +107,7 @@ def find_schema(settings: Table, given: Any = None) -> Schema:
 
 def collect_declared(settings: Table, given: Any = None) -> dict[str, Any]:
     """What is declared of a table: by a schema file (that the settings name, or beside the table), then by [table]."""
-    path = Path(given) if isinstance(given, str | Path) else None
+    path = Path(first) if isinstance(first := _first_of(given), str | Path) else None
     found: dict[str, Any] = {}
     if settings.schema:
         found = Schema.read(_find_beside(settings.schema, path, "table.schema")).to_mapping()
@@ -223,6 +224,11 @@ def _find_beside(name: str, table: Path | None, setting: str) -> Path:
     if found is None:
         raise ConfigError(f"{setting} = {name!r} was not found; looked for {', '.join(map(str, tried))}.")
     return found
+
+
+def _first_of(given: Any) -> Any:
+    """The first of several files, or what was given."""
+    return given[0] if isinstance(given, list) and given and isinstance(given[0], Path) else given
 
 
 def _name_table(given: Any) -> str:

@@ -24,7 +24,7 @@ from fulcrum.data.table.schema import Column, Schema, get_missing_words
 from fulcrum.errors import DataError
 
 MOST_CATEGORIES = 50
-"""A column of text with more different values is proposed as buckets or ignored, not as categories."""
+"""A column of text with more different values is proposed as buckets or ignore, not as categories."""
 MOST_CLASSES = 20
 """A target of whole numbers with at most this many different values is proposed as classes."""
 BUCKETS = 32
@@ -98,18 +98,18 @@ def propose_schema(
         raise DataError(f"{source.name} has no column {target!r} to predict.")
     columns: dict[str, dict[str, Any]] = {}
     leaks: dict[str, tuple[str, ...]] = {}
-    ignored: list[str] = list(base.ignored)
+    ignore: list[str] = list(base.ignore)
     for name in inputs:
-        if name in ignored:
+        if name in ignore:
             continue
         found, said = propose_column(facts[name], name == target, numbers)
         if found is None:
-            ignored.append(name)
+            ignore.append(name)
         else:
             columns[name], leaks[name] = found, said
     if target not in columns:
         raise DataError(f"{source.name}: column {target!r} cannot be predicted: it is empty, or other in every row.")
-    mapping = {**base.to_mapping(), **roles, "target": target, "ignored": ignored}
+    mapping = {**base.to_mapping(), **roles, "target": target, "ignore": ignore}
     schema = Schema.from_mapping({**mapping, "columns": columns}, "the proposal")
     return Proposal(schema, leaks, rows)
 
@@ -123,10 +123,10 @@ def complete_mapping(declared: Mapping[str, Any], source: TableSource, numbers: 
     base = Schema.from_mapping({**declared, "target": [], "columns": {}})
     facts = collect_facts(source, base)
     roles = find_roles(base, source.columns)
-    ignored = list(declared.get("ignored", ()))
+    ignore = list(declared.get("ignore", ()))
     wanted = [name for name in names if name and name not in columns]
     if not any(name not in names for name in columns):
-        taken = {*roles.values(), *ignored, *columns, ""}
+        taken = {*roles.values(), *ignore, *columns, ""}
         wanted = [name for name in source.columns if name not in taken]
     for name in wanted:
         if name not in facts:
@@ -135,8 +135,8 @@ def complete_mapping(declared: Mapping[str, Any], source: TableSource, numbers: 
         if found is not None:
             columns[name] = found
         else:
-            ignored.append(name)
-    return {**declared, **roles, "columns": columns, "ignored": ignored}
+            ignore.append(name)
+    return {**declared, **roles, "columns": columns, "ignore": ignore}
 
 
 # --- one column ---------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def _add_cells(facts: ColumnFacts, cells: Cells) -> None:
 def propose_column(
     facts: ColumnFacts, target: bool = False, numbers: bool = False
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """A column's declaration, and what of it would leak; (None, ()) where it should be ignored."""
+    """A column's declaration, and what of it would leak; (None, ()) where it should be ignore."""
     if not facts.filled:
         return None, ()
     found, said = _choose_kind(facts, target, numbers)
@@ -187,9 +187,9 @@ def propose_column(
         return None, ()
     if facts.empty and not target:
         found["missing"] = "column"
-        said = (*said, f"missing: {facts.empty:,} of {facts.rows:,} cells are empty.")
+        said = (*said, "missing: some cells are empty.")
     elif facts.empty:
-        said = (*said, f"{facts.empty:,} of {facts.rows:,} targets are empty.")
+        said = (*said, "some targets are empty.")
     return found, said
 
 
@@ -204,7 +204,7 @@ def _choose_kind(facts: ColumnFacts, target: bool, numbers: bool) -> tuple[dict[
     if numeric:
         low, high = round_outwards(facts.least, facts.most)
         found: dict[str, Any] = {"kind": "number", "low": low, "high": high}
-        return found, (f"low and high: from the smallest and the largest of {facts.filled:,} values, rounded.",)
+        return found, ("low and high: the smallest and the largest value that were seen, rounded.",)
     for pattern, count in facts.dates.items():
         if count == facts.filled:
             return _date(facts, pattern)
@@ -216,11 +216,8 @@ def _choose_kind(facts: ColumnFacts, target: bool, numbers: bool) -> tuple[dict[
 
 
 def _categories(facts: ColumnFacts, names: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    rare = min(facts.texts.values())
-    words = (
-        f"categories: the {len(names)} that were seen; the rarest is there {'once' if rare == 1 else f'{rare} times'}."
-    )
-    return {"kind": "category", "categories": names}, (words,)
+    rare = ", some of them once only" if min(facts.texts.values()) == 1 else ""
+    return {"kind": "category", "categories": names}, (f"categories: those that were seen{rare}.",)
 
 
 def _date(facts: ColumnFacts, pattern: str) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -230,7 +227,7 @@ def _date(facts: ColumnFacts, pattern: str) -> tuple[dict[str, Any], tuple[str, 
     found: dict[str, Any] = {"kind": "date", "low": f"{first}-01-01", "high": f"{last}-12-31"}
     if pattern != ISO:
         found["format"] = [pattern]
-    return found, ("low and high: the years of the first and the last date.",)
+    return found, ("low and high: the years of the first and the last date that were seen.",)
 
 
 def _is_id(facts: ColumnFacts) -> bool:

@@ -37,7 +37,8 @@ MAX_WIDTH = 100_000
 @dataclass(frozen=True, eq=False)
 class EncodedTable:
     """A table's arrays. numbers [n, width] float32, None where all columns are text; texts: token ids by column;
-    targets by column, empty where none were asked for; person, party: the number of each record's, with their names.
+    targets by column, empty where none were asked for; person, party, record: the number of each record's, with their
+    names.
     notes: sentences for whoever holds the data, and for nobody else."""
 
     schema: Schema
@@ -48,6 +49,8 @@ class EncodedTable:
     person_names: tuple[str, ...]
     party: AnyArray | None
     party_names: tuple[str, ...]
+    record: AnyArray | None
+    record_names: tuple[str, ...]
     notes: tuple[str, ...]
 
     def inputs(self) -> ModelInputs:
@@ -87,7 +90,7 @@ def encode_table(
 
 def find_roles(schema: Schema, columns: Sequence[str]) -> dict[str, str]:
     """The columns that say whose a record is, who holds it and which it is: as declared, or by a conventional name."""
-    used = {column.place for column in (*schema.columns, *schema.targets)} | set(schema.ignored)
+    used = {column.place for column in (*schema.columns, *schema.targets)} | set(schema.ignore)
     by_lower = {name.lower(): name for name in reversed(columns) if name not in used}
     found = {}
     for role, wanted, usual in (
@@ -111,13 +114,13 @@ def _check_columns(schema: Schema, source: TableSource, roles: Mapping[str, str]
         hint = f"is it {near!r}? Rename it, or write source = {near!r}" if near else "the columns have changed"
         many = f" and {len(missing) - 1} more of the schema's columns" if len(missing) > 1 else ""
         raise DataError(f"{source.name} has no column {missing[0]!r}{many} (it has {len(source.columns)}); {hint}.")
-    known = {*wanted, *list_places(schema.targets), *schema.ignored, *_role_names(schema), ""}
+    known = {*wanted, *list_places(schema.targets), *schema.ignore, *_role_names(schema), ""}
     unknown = [name for name in source.columns if name not in known]
-    if unknown and not others and "*" not in schema.ignored:
+    if unknown and not others and "*" not in schema.ignore:
         many = f" and {len(unknown) - 1} others" if len(unknown) > 1 else ""
         raise DataError(
             f"{source.name} has the column {unknown[0]!r}{many}, which the schema does not name; declare it, or list "
-            'it under ignored (["*"] for all others).'
+            'it under ignore (["*"] for all others).'
         )
 
 
@@ -168,6 +171,7 @@ class _Encoding:
             raise DataError(f"{self.source.name} has {what}; at least one is needed.")
         person, person_names = self._finish_ids("person")
         party, party_names = self._finish_ids("party")
+        record, record_names = self._finish_ids("record")
         return EncodedTable(
             schema=self.schema,
             numbers=self.numbers.finish() if self.schema.numbers else None,
@@ -177,6 +181,8 @@ class _Encoding:
             person_names=person_names,
             party=party,
             party_names=party_names,
+            record=record,
+            record_names=record_names,
             notes=tuple(self._list_notes()),
         )
 
@@ -226,7 +232,8 @@ class _Encoding:
             return
         first = piece.rows[int(np.flatnonzero(marks)[0])]
         cells, row = _count_cells(marks), f"{self.source.row} {first}"
-        raise DataError(f"{self.source.name}: column {column.place!r} {words} in {cells} (first: {row}){advice}.")
+        where = piece.name or self.source.name
+        raise DataError(f"{where}: column {column.place!r} {words} in {cells} (first: {row}){advice}.")
 
     def _list_notes(self) -> Iterable[str]:
         """What the holder of the data is told: counts per column."""
@@ -333,8 +340,9 @@ class _Ids:
         if gone.any():
             first = piece.rows[int(np.flatnonzero(gone)[0])]
             raise DataError(
-                f"{source.name}: column {self.column!r}, which says the {self.role} of each record, is empty in "
-                f"{_count_cells(gone)} (first: {source.row} {first}); fill them in, or leave those records out."
+                f"{piece.name or source.name}: column {self.column!r}, which says the {self.role} of each record, is "
+                f"empty in {_count_cells(gone)} (first: {source.row} {first}); fill them in, or leave those records "
+                "out."
             )
         _refuse_rounded_ids(cells, self.column, source)
         texts = cells.texts()
@@ -350,8 +358,9 @@ class _Ids:
         for text, row in zip(texts, piece.rows, strict=True):
             if text in seen:
                 raise DataError(
-                    f"{source.name}: column {self.column!r} names a record that was there before ({source.row} {row}); "
-                    "each record's id must be there once. Whose record it is belongs into a column for person."
+                    f"{piece.name or source.name}: column {self.column!r} names a record that was there before "
+                    f"({source.row} {row}); each record's id must be there once, and whose record it is belongs into a "
+                    "column for persons."
                 )
             seen.add(text)
 

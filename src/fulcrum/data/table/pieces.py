@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,12 @@ CELLS_PER_PIECE = 500_000
 @dataclass(frozen=True, eq=False)
 class Piece:
     """Some rows of a table. cells: by column, equally many each (lists, or arrays of numbers). rows: the number of each
-    row as its reader counts them (lines of a file, rows of a frame), for errors."""
+    row as its reader counts them (lines of a file, rows of a frame), for errors. name: of the file, where a table has
+    several."""
 
     cells: Mapping[str, Any]
     rows: Sequence[int]
+    name: str = ""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -46,6 +49,22 @@ def check_column_names(names: Sequence[str], where: str) -> tuple[str, ...]:
             raise DataError(f"{where} has two columns called {what} (the second is column {place}); rename one.")
         seen.add(name)
     return tuple(names)
+
+
+def join_tables(parts: Sequence[TableSource]) -> TableSource:
+    """Several tables with the same columns as one, such as a file per month; DataError where their columns differ."""
+    first = parts[0]
+    for other in parts[1:]:
+        changed = set(first.columns) ^ set(other.columns)
+        if changed:
+            raise DataError(f"{other.name} has not the columns of {first.name}: {sorted(changed)[0]!r} is in one only.")
+
+    def pieces() -> Iterator[Piece]:
+        for part in parts:
+            for piece in part.pieces():
+                yield dataclasses.replace(piece, name=part.name)
+
+    return TableSource(f"{first.name} and {len(parts) - 1} more", first.columns, pieces, first.row)
 
 
 def choose_piece_rows(columns: int) -> int:

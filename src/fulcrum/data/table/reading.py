@@ -16,7 +16,7 @@ import numpy as np
 from fulcrum.data.table.columnar import open_arrow_table, open_feather, open_parquet
 from fulcrum.data.table.databases import open_database
 from fulcrum.data.table.delimited import cut_mappings, open_delimited, open_json_lines
-from fulcrum.data.table.pieces import Piece, TableSource, check_column_names, choose_piece_rows
+from fulcrum.data.table.pieces import Piece, TableSource, check_column_names, choose_piece_rows, join_tables
 from fulcrum.data.table.schema import Schema
 from fulcrum.errors import DataError
 from fulcrum.settings.registry import Registry
@@ -42,6 +42,8 @@ def open_table(given: Any, schema: Schema | None = None, query: str = "") -> Tab
         return given
     if isinstance(given, str | Path):
         return open_named_table(str(given), schema, query)
+    if isinstance(given, list) and given and all(isinstance(each, Path) for each in given):
+        return join_tables([open_named_table(str(each), schema) for each in given])
     for matches, opened in FRAME_KINDS:
         if matches(given):
             return opened(given, schema)

@@ -93,7 +93,7 @@ class Column:
 class Schema:
     """A table's columns and how its cells are written. columns: the model's inputs, in order. targets: what is
     predicted. person, party, record: columns that say whose a record is, who holds it, and which it is (each value of
-    `record` once); "auto": a conventional name, if the table has one; "none": no such column. ignored: other columns
+    `record` once); "auto": a conventional name, if the table has one; "none": no such column. ignore: other columns
     that may be there; ["*"]: any. unlabelled: what becomes of a record without a target, "refuse" or "drop". reviewed:
     False where it was read off data and nobody has checked it (`fulcrum data describe`); private training refuses."""
 
@@ -102,7 +102,7 @@ class Schema:
     person: str = "auto"
     party: str = "auto"
     record: str = "none"
-    ignored: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
     delimiter: str = ""
     encoding: str = "utf-8"
     decimal: str = "."
@@ -214,6 +214,8 @@ class Schema:
     @staticmethod
     def from_mapping(found: Mapping[str, Any], where: str = "table") -> Schema:
         """The schema in nested dicts, as a file or [table] holds it."""
+        if "ignored" in found and "ignore" not in found:
+            found = {**{name: value for name, value in found.items() if name != "ignored"}, "ignore": found["ignored"]}
         known = [field.name for field in dataclasses.fields(Schema) if field.name != "targets"] + ["target"]
         for name in found:
             if name not in known:
@@ -269,7 +271,7 @@ class Schema:
 
 # --- reading ------------------------------------------------------------------------------------
 
-TEXT_LISTS = ("missing_values", "categories", "yes", "no", "format", "becomes", "ignored")
+TEXT_LISTS = ("missing_values", "categories", "yes", "no", "format", "becomes", "ignore")
 NUMBER_LISTS = ("cuts",)
 
 
