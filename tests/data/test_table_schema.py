@@ -234,7 +234,7 @@ def test_a_large_array_goes_to_a_file(monkeypatch):
     assert grown.file is not None
     found = grown.finish()
     assert np.array_equal(found.numpy(), np.concatenate(parts))
-    found[0] = 9.0  # may be written to; nothing is stored
+    found[0] = 9.0  # may be written to
     small = GrowingArray(np.float32, (3,))
     small.append(parts[0])
     assert small.file is None

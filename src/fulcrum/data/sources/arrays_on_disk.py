@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ def read_array_folder(path: Path) -> dict[str, Any]:
 
 def _map_array(file: Path) -> npt.NDArray[Any]:
     try:
-        # "c": changes stay in memory, so that torch may take it.
-        return np.asanyarray(np.load(file, mmap_mode="c", allow_pickle=False))
+        return np.asanyarray(np.load(file, mmap_mode="r", allow_pickle=False))
     except (ValueError, EOFError, OSError) as error:
         if "allow_pickle" in str(error) or "Python objects" in str(error):
             raise DataError(f"{file} holds Python objects; it must hold numbers.") from None
@@ -50,7 +50,10 @@ def _to_input(array: npt.NDArray[Any]) -> Any:
     if array.dtype.kind not in "biuf" or not array.ndim or not array.flags.c_contiguous:
         return array
     if array.dtype in KEPT_TYPES:
-        return torch.from_numpy(array)
+        with warnings.catch_warnings():
+            # Nothing writes to records. A map that may be written to would be charged against the memory.
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.from_numpy(array)
     whole = array.dtype.kind in "iu" and array.dtype.itemsize >= 4
     grown = GrowingArray(np.int64 if whole else np.float32, array.shape[1:])
     for start in range(0, len(array), ROWS_PER_PIECE):

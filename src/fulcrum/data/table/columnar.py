@@ -96,10 +96,12 @@ class _Reader:
 def _opened_arrow(path: Path) -> Iterator[_Reader]:
     import pyarrow as arrow
 
+    with path.open("rb") as file:
+        start = file.read(6)
     with arrow.memory_map(str(path)) as mapped:
-        if path.open("rb").read(6) == b"ARROW1":
-            file = arrow.ipc.open_file(mapped)
-            yield _Reader(file.schema.names, (file.get_batch(at) for at in range(file.num_record_batches)))
+        if start == b"ARROW1":
+            whole = arrow.ipc.open_file(mapped)
+            yield _Reader(whole.schema.names, (whole.get_batch(at) for at in range(whole.num_record_batches)))
         else:
             stream = arrow.ipc.open_stream(mapped)
             yield _Reader(stream.schema.names, stream)

@@ -24,7 +24,7 @@ from fulcrum.data.table.schema import Column, Schema, get_missing_words
 from fulcrum.errors import DataError
 
 MOST_CATEGORIES = 50
-"""A column of text with more different values is proposed as buckets or ignore, not as categories."""
+"""A column of text with more different values is proposed as buckets or left out, not as categories."""
 MOST_CLASSES = 20
 """A target of whole numbers with at most this many different values is proposed as classes."""
 BUCKETS = 32
@@ -179,7 +179,7 @@ def _add_cells(facts: ColumnFacts, cells: Cells) -> None:
 def propose_column(
     facts: ColumnFacts, target: bool = False, numbers: bool = False
 ) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """A column's declaration, and what of it would leak; (None, ()) where it should be ignore."""
+    """A column's declaration, and what of it would leak; (None, ()) where it should be left out."""
     if not facts.filled:
         return None, ()
     found, said = _choose_kind(facts, target, numbers)
@@ -242,7 +242,7 @@ def round_outwards(least: float, most: float) -> tuple[float, float]:
     """A range of round numbers around two numbers, low below high."""
     if not math.isfinite(least) or not math.isfinite(most):
         raise DataError("a column holds infinite numbers; no range can be proposed.")
-    width = max(most - least, abs(most), abs(least), 1e-9) / 10
+    width = most - least or max(abs(most), 1.0) / 10
     unit = 10.0 ** math.floor(math.log10(width))
     low, high = math.floor(least / unit) * unit, math.ceil(most / unit) * unit
     if low >= high:

@@ -61,8 +61,8 @@ class GrowingArray:
             empty = np.empty((0, *self.shape), dtype=self.dtype)
             return torch.from_numpy(np.concatenate(self.parts) if self.parts else empty)
         self.file.flush()
-        # "c": changes stay in memory, so that the tensor may be written to, as torch wants it.
-        mapped = np.memmap(self.file, dtype=self.dtype, mode="c", shape=(self.rows, *self.shape))
+        # Shared with the file, which nobody else can open: a private map would be charged against the memory.
+        mapped = np.memmap(self.file, dtype=self.dtype, mode="r+", shape=(self.rows, *self.shape))
         self.close()  # the map stays
         return torch.from_numpy(mapped)
 

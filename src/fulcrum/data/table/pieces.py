@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,5 +69,6 @@ def join_tables(parts: Sequence[TableSource]) -> TableSource:
 
 
 def choose_piece_rows(columns: int) -> int:
-    """Rows of one piece."""
-    return max(16, CELLS_PER_PIECE // max(1, columns))
+    """Rows of one piece; FULCRUM_TABLE_CELLS changes the number of cells."""
+    cells = int(os.environ.get("FULCRUM_TABLE_CELLS", CELLS_PER_PIECE))
+    return max(16, cells // max(1, columns))
