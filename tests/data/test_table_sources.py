@@ -353,6 +353,7 @@ print(tuple(data.x.shape), float(data.x.mean()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the cap on memory is Linux's")
 def test_a_table_larger_than_memory(tmp_path):
     path, n = tmp_path / "big.csv", 60_000

@@ -40,9 +40,11 @@ def _map_array(file: Path) -> npt.NDArray[Any]:
     try:
         return np.asanyarray(np.load(file, mmap_mode="r", allow_pickle=False))
     except (ValueError, EOFError, OSError) as error:
-        if "allow_pickle" in str(error) or "Python objects" in str(error):
+        with file.open("rb") as opened:
+            whole = opened.read(6) == b"\x93NUMPY"
+        if whole and ("pickle" in str(error) or "Python objects" in str(error)):
             raise DataError(f"{file} holds Python objects; it must hold numbers.") from None
-        raise DataError(f"{file} is no readable .npy file: {error}.") from None
+        raise DataError(f"{file} is no readable .npy file: it was cut short, damaged, or is another kind.") from None
 
 
 def _to_input(array: npt.NDArray[Any]) -> Any:

@@ -155,13 +155,16 @@ def _read_labels(file: Path, folder: Path, schema: Schema) -> _Labelled:
     assert table.record is not None
     names = [table.record_names[code] for code in table.record]
     files = [folder / name for name in names]
-    missing = [place for place, each in enumerate(files, start=1) if not each.is_file()]
-    outside = [
-        place for place, each in enumerate(files, start=1) if not each.resolve().is_relative_to(folder.resolve())
+    inside = folder.resolve()
+    missing = [
+        place
+        for place, each in enumerate(files, start=1)
+        if not each.is_file() or not each.resolve().is_relative_to(inside)
     ]
-    if missing or outside:
-        what = f"{len(missing)} files that are not there" if missing else "files outside of the folder"
-        raise DataError(f"{file} names {what} (first: row {(missing or outside)[0]}); paths start at {folder}.")
+    if missing:
+        raise DataError(
+            f"{file} names files that are not in {folder} (first: row {missing[0]}); paths start at that folder."
+        )
     return _Labelled(
         files,
         shape_targets(table, TaskSettings()) if schema.targets[0].kind != "number" else table.targets(),
