@@ -194,12 +194,14 @@ def test_a_saved_data_set(tmp_path):
 @pytest.mark.filterwarnings("ignore")  # of the package's own dependencies
 def test_a_data_set_of_the_package(tmp_path):
     datasets = pytest.importorskip("datasets", reason="the package `datasets` is not installed")
-    made = datasets.Dataset.from_dict(REVIEWS)
+    # With a given fingerprint: some versions cannot compute one beside a newer pyarrow.
+    arrow = pytest.importorskip("pyarrow", reason="Hugging Face data sets need the extra `tables`")
+    made = datasets.Dataset(datasets.table.InMemoryTable(arrow.table(REVIEWS)), fingerprint="x")
     save_by_hand(tmp_path / "hand", REVIEWS)
     expected = load(str(tmp_path / "hand"), table=REVIEW_TABLE)
-    made.select(range(20)).save_to_disk(str(tmp_path / "saved"))
+    made.save_to_disk(str(tmp_path / "saved"))
     assert torch.equal(load(str(tmp_path / "saved"), table=REVIEW_TABLE).x, expected.x)
-    assert torch.equal(read_object(made.select(range(20)), REVIEW_TABLE).x, expected.x)
+    assert torch.equal(read_object(made, REVIEW_TABLE).x, expected.x)
 
 
 # --- torch and generators -----------------------------------------------------------------------

@@ -14,9 +14,11 @@ from typing import Any
 from fulcrum.data.dataset import Dataset
 from fulcrum.data.sources.tables import make_table_dataset
 from fulcrum.data.table.columnar import cut_batches, open_arrow_files
-from fulcrum.data.table.pieces import Piece, TableSource, check_column_names
+from fulcrum.data.table.pieces import TableSource, check_column_names
 from fulcrum.errors import DataError
 from fulcrum.settings.schema import Table, TaskSettings
+
+ROWS_PER_BATCH = 1000
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -44,14 +46,14 @@ def open_dataset_object(given: Any) -> TableSource:
     """A `datasets.Dataset` from Python, as a table in pieces."""
     names = check_column_names(list(given.column_names), "the data set")
 
-    def pieces() -> Iterator[Piece]:
-        start = 1
-        for part in given.with_format("arrow").iter(batch_size=1000):
-            for piece in cut_batches(part.to_batches(), names, start):
-                start += len(piece)
-                yield piece
+    def batches() -> Iterator[Any]:
+        if getattr(given, "_indices", None) is None:  # all rows in their order: as they lie in memory or on the disk
+            yield from given.data.table.to_batches()
+            return
+        for part in given.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
+            yield from part.to_batches()
 
-    return TableSource("the data set", names, pieces)
+    return TableSource("the data set", names, lambda: cut_batches(batches(), names))
 
 
 def _open_split(folder: Path) -> TableSource:
