@@ -59,6 +59,7 @@ SETTINGS = {
     "--private-seed",
     "--public",
     "--schema",
+    "--withdrawn",
     "--engine",
     "--device",
     "--ledger",
@@ -78,6 +79,7 @@ COMMANDS = {
     "data fetch": {"names", "--data-dir", "--mirror", "--json", "--quiet", "-q", "--debug"},
     "data describe": {"table", "--target", "--out", "--public", "--regression", "--query", "--delimiter"}
     | {"--json", "--debug"},
+    "data changes": SETTINGS | {"--person", "--json", "--debug"},
     "data verify": {"names", "--data-dir", "--json", "--debug"},
     "ledger": {"path", "--party", "--budget", "--verify", "--json", "--debug"},
     "methods": {"--json", "--debug"},
@@ -102,6 +104,7 @@ COMMANDS = {
     "party": {
         "--data",
         "--schema",
+        "--withdrawn",
         "--server",
         "--key",
         "--ledger",

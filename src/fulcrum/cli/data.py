@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from fulcrum.cli import view
+from fulcrum.cli import changes, view
 from fulcrum.cli.failures import EXIT_FAILED
 from fulcrum.cli.options import DebugOption, JsonOption, QuietOption, show_help_without_command
 from fulcrum.errors import ConfigError
@@ -152,6 +152,9 @@ def _write_new_file(path: Path, text: str) -> None:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"{path} exists and is not overwritten; choose another --out.") from None
+
+
+app.command("changes")(changes.changes)
 
 
 @contextlib.contextmanager

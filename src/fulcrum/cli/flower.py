@@ -101,6 +101,9 @@ def party(
     schema: Annotated[
         str, typer.Option("--schema", help="Schema file of a table; default NAME.schema.toml beside it.")
     ] = "",
+    withdrawn: Annotated[
+        str, typer.Option("--withdrawn", help="File with the ids of people who withdrew their consent, one per line.")
+    ] = "",
     ca: Annotated[Path | None, typer.Option("--ca", help="Certificate of the CA that signed the server's.")] = None,
     terms: Annotated[
         Path, typer.Option("--terms", help="What was agreed; without the file, you are asked on a terminal.")
@@ -123,6 +126,7 @@ def party(
     """Take part in a federation: train on this party's own data, within its own terms and budget."""
     require_flower()
     from fulcrum import runs as api
+    from fulcrum.data.withdrawn import leave_out_withdrawn
     from fulcrum.flower.consent import make_consent_text
     from fulcrum.flower.keys import check_party_name
     from fulcrum.flower.party import open_party_service
@@ -147,7 +151,7 @@ def party(
 
     @functools.cache
     def load_records(task: TaskSettings) -> Dataset:
-        found = load_party_data(data, task=task, table=Table(schema=schema))
+        found = leave_out_withdrawn(load_party_data(data, task=task, table=Table(schema=schema)), withdrawn)
         show.print_own_notes(found, quiet)
         return found
 

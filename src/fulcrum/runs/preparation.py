@@ -18,6 +18,7 @@ from fulcrum.data.declared import resolve_data_settings
 from fulcrum.data.fingerprints import add_record_digests, compute_unit_digests
 from fulcrum.data.held_out import hold_out_units
 from fulcrum.data.records import select_rows
+from fulcrum.data.withdrawn import leave_out_withdrawn
 from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
 from fulcrum.models.build import build_model, is_built_in
@@ -74,6 +75,7 @@ def load_training_data(settings: Settings, given: Dataset | None, device: torch.
         given = declare_public(given) if settings.data.public else given
         dataset = given if settings.task == TaskSettings() else recheck_dataset(given, given.name, settings.task)
     refuse_inferred_task(dataset)
+    dataset = leave_out_withdrawn(dataset, settings.data.withdrawn)
     if not dataset.public:
         dataset = add_record_digests(dataset)
     if settings.data.validation > 0:
@@ -84,7 +86,7 @@ def load_training_data(settings: Settings, given: Dataset | None, device: torch.
     if settings.privacy.unit == "person" and dataset.person is None:
         raise ConfigError(
             f"privacy.unit = 'person' needs an id for each record, and {dataset.name} has none; "
-            "give an .npz with an array named person, or use unit example."
+            "name the column with table.person, give an array called person, or use unit example."
         )
     if dataset.test is None and dataset.held_out is None:
         return _add_dataset_warning(

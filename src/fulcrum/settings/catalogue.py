@@ -24,6 +24,7 @@ SHORT_NAMES: dict[str, str] = {
     "data_dir": "data.dir",
     "public": "data.public",
     "schema": "table.schema",
+    "withdrawn": "data.withdrawn",
     "task": "task.name",
     "model": "model.name",
     "epsilon": "privacy.epsilon",

@@ -28,6 +28,9 @@ class Data:
     public: bool = False
     """Declares that everybody may see your own data: it is then simulated on like the named public data sets. False:
     your own data is private, and only noised releases may depend on it."""
+    withdrawn: str = ""
+    """A file with the ids of people who withdrew their consent, one per line: their records are left out. What was
+    released with them before stays in the ledger."""
     parties: int = 5
     """Number of parties K. Ignored with partition = "given", where the data names each example's party."""
     partition: str = "auto"
