@@ -13,8 +13,10 @@ from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.models import pretrain as priors
 from fulcrum.models import whitening as coordinates
+from fulcrum.models.adapted import adapt_model
 from fulcrum.models.builtin import ACTIVATIONS, AUTO_MODELS, BUILTIN_MODELS, InputShape, initialise_weights
-from fulcrum.models.own import _check_own_model, build_own_model, make_trial_inputs
+from fulcrum.models.imported import find_family
+from fulcrum.models.own import build_own_model, check_own_model, make_trial_inputs
 from fulcrum.rng import torch_generator
 from fulcrum.settings import schema as config
 from fulcrum.settings.registry import Registry, find_nearest_name
@@ -38,7 +40,12 @@ def find_factory(name: str) -> Callable[..., nn.Module]:
     """The factory of that name, or of package.module:factory; ModelError with the nearest name if there is none."""
     if ":" in name or name in MODELS.names():
         return MODELS.find(name)
-    known = ("auto", *MODELS.names())
+    if "/" in name:
+        raise ModelError(
+            f"model.name = {name!r}: there is no {name}/config.json; give the folder of a saved transformers model, or "
+            "package.module:factory."
+        )
+    known = ("auto", *MODELS.names(), "torchvision:NAME", "timm:NAME", "transformers:FOLDER")
     near = find_nearest_name(name, known)
     hint = f"; did you mean {near!r}?" if near else "."
     raise ModelError(
@@ -59,18 +66,21 @@ def build_model(
     sample: ModelInputs | None = None,
     sequence: bool = False,
     task: Task | None = None,
+    notes: list[str] | None = None,
 ) -> nn.Module:
     """The model that the settings name, for examples of `input_shape` (without the batch; one per name where an example
     has several inputs) and with `outputs` numbers per prediction: the task's outputs.
 
     The same seed gives the same parameters, whatever the state of the global generators. `name` may be
     "package.module:factory", or a name that `register_model` or an installed package (entry points fulcrum.models) has
-    added: the factory is called with those of input_shape, outputs, classes (the same number), task, settings and
-    activation (a function that makes one activation layer) that it has as parameters, with the global CPU generator
+    added: the factory is called with those of input_shape, outputs, classes, num_classes (the same number), task,
+    settings, activation (a function that makes one activation layer) and the names of `model.arguments` that it has as
+    parameters, with the global CPU generator
     seeded for the call and restored after it, and must return an nn.Module that maps [B, *input_shape] to
     [B, outputs], or to [B, L, outputs] where the task predicts a `sequence` (with `task`, as the task says). sample:
     inputs of some examples, which show their type: the trial run takes integers from the sample and draws numbers at
-    random.
+    random. notes: a list that gets sentences for the user, such as a head that starts at random.
+    Weights are loaded first; then BatchNorm is converted, adapters are added, and what does not train is frozen.
     Raises ModelError where the model cannot be built, or cannot be trained with a bound per example.
     """
     shape = _to_int_shape(input_shape)
@@ -94,22 +104,28 @@ def build_model(
             model = BUILTIN_MODELS[name](settings, single, outputs, act)
         model = model.to_empty(device="cpu")
         initialise_weights(model, torch_generator(seed, "init"))
-        return _apply_initial_weights(model, settings, name)
-    model = build_own_model(
-        find_factory(name),
-        name,
-        {
-            "input_shape": shape,
-            "outputs": outputs,
-            "classes": outputs,
-            "task": task,
-            "settings": settings,
-            "activation": act,
-        },
-        seed,
-    )
-    _check_own_model(model, name, make_trial_inputs(shape, sample), outputs, sequence)
-    return _apply_initial_weights(model, settings, name)
+        model = apply_initial_weights(model, settings, name, notes)
+        return adapt_model(model, settings, seed)
+    family = find_family(name)
+    offers = {
+        "input_shape": shape,
+        "outputs": outputs,
+        "classes": outputs,
+        "task": task,
+        "settings": settings,
+        "activation": act,
+    }
+    if family is None:
+        model = build_own_model(find_factory(name), name, offers, settings.arguments, seed)
+    else:
+        build, rest = family
+
+        def make() -> nn.Module:
+            return build(rest, shape, outputs, task, settings.arguments)
+
+        model = build_own_model(make, name, {}, {}, seed)
+    model = adapt_model(apply_initial_weights(model, settings, name, notes), settings, seed)
+    return check_own_model(model, name, make_trial_inputs(shape, sample), outputs, sequence)
 
 
 def _to_int_shape(shape: InputShape | Mapping[str, InputShape]) -> InputShape | dict[str, InputShape]:
@@ -118,12 +134,16 @@ def _to_int_shape(shape: InputShape | Mapping[str, InputShape]) -> InputShape | 
     return tuple(int(side) for side in shape)
 
 
-def _apply_initial_weights(model: nn.Module, settings: config.Model, name: str) -> nn.Module:
-    """The model with the weights named in the settings instead of random ones."""
+def apply_initial_weights(
+    model: nn.Module, settings: config.Model, name: str, notes: list[str] | None = None
+) -> nn.Module:
+    """The model with the weights named in the settings instead of random ones, in the coordinates that they name."""
     found = {} if settings.init == "random" else priors.load_weights(settings.init, name, settings.activation)
     weights, facts = priors.split_input_statistics(model, found)
     if settings.init != "random":
-        priors.assign_weights(model, weights, settings.init)
+        said = priors.assign_weights(model, weights, settings.init)
+        if notes is not None and settings.init != priors.SYNTHETIC_INIT_NAME:
+            notes += said
     if settings.coordinates == "plain":
         return model
     facts = coordinates.select_statistics(facts, settings.coordinates)

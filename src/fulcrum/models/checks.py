@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs
 from fulcrum.errors import ModelError
+from fulcrum.models.norms import is_frozen_norm
 
 # --- what cannot be trained with a bound per example ------------------------------------------------
 
@@ -17,16 +18,16 @@ LayerCheckFn = Callable[[Any], str]
 
 
 def _check_batch_norm(layer: Any) -> str:
-    return "mixes the examples of a batch; use GroupNorm or LayerNorm instead"
+    if is_frozen_norm(layer):
+        return ""
+    return (
+        "mixes the examples of a batch; convert it with model.norm = group (a GroupNorm with its weights carried over), "
+        "or keep its statistics with model.norm = frozen"
+    )
 
 
 def _check_instance_norm(layer: Any) -> str:
     return "keeps running statistics of the data; set track_running_stats=False" if layer.track_running_stats else ""
-
-
-def _check_dropout(layer: Any) -> str:
-    chance = float(getattr(layer, "p", 0.0) or getattr(layer, "dropout", 0.0))
-    return "draws random numbers from the global generator; set its probability to 0 or leave it out" if chance else ""
 
 
 def _check_embedding(layer: Any) -> str:
@@ -34,15 +35,13 @@ def _check_embedding(layer: Any) -> str:
 
 
 def _check_rrelu(layer: Any) -> str:
-    return "draws random numbers from the global generator; use LeakyReLU or PReLU instead"
+    return "draws random numbers for all examples at once; use LeakyReLU or PReLU instead" if layer.training else ""
 
 
 REFUSED_LAYERS: tuple[tuple[tuple[type[nn.Module], ...], LayerCheckFn], ...] = (
     ((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _check_instance_norm),
     ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), _check_batch_norm),
     ((nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d), _check_batch_norm),
-    ((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout), _check_dropout),
-    ((nn.RNNBase, nn.MultiheadAttention), _check_dropout),
     ((nn.RReLU,), _check_rrelu),
     ((nn.Embedding, nn.EmbeddingBag), _check_embedding),
 )
@@ -52,16 +51,17 @@ def validate_model(model: nn.Module, sample: ModelInputs | None = None) -> None:
     """Raises ModelError, naming the layer and what to use instead, if the model cannot give per-example gradients.
 
     Refused are layers that mix the examples of a batch (BatchNorm), keep statistics of the data, rewrite their
-    weights while running, or draw random numbers (Dropout with p > 0: they would come from the global generator).
+    weights while running, or draw random numbers from the global generator (dropout draws by keys of the examples once
+    `prepare_model` has wrapped the model).
     With `sample`, the inputs [B, ...] (one or several by name) of at least two examples, the model is also run:
     changing one example must leave the outputs of the others, and the model's buffers, as they were.
     """
-    _validate_by_type(model)
+    validate_by_type(model)
     if sample is not None:
         _validate_by_behaviour(model, sample)
 
 
-def _validate_by_type(model: nn.Module) -> None:
+def validate_by_type(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         for types, finding in REFUSED_LAYERS:
             problem = finding(layer) if isinstance(layer, types) else ""
@@ -70,11 +70,11 @@ def _validate_by_type(model: nn.Module) -> None:
 
 
 def _validate_by_behaviour(model: nn.Module, sample: ModelInputs) -> None:
-    trace, _, moved = _run_dry(model, sample)
+    trace, _, moved = run_dry(model, sample)
     if moved:
         raise ModelError(f"Buffer {moved!r} changes when the model runs: it would leave the data's traces unprotected.")
-    again, _, _ = _run_dry(model, sample, seed=1)
-    other, _, _ = _run_dry(model, map_inputs(_change_first_example, sample))
+    again, _, _ = run_dry(model, sample, seed=1)
+    other, _, _ = run_dry(model, map_inputs(_change_first_example, sample))
     count = count_examples(sample)
     for before, repeated, after in zip(trace, again, other, strict=False):
         name, kind, rows = before
@@ -105,7 +105,7 @@ def _outputs_agree(a: Tensor, b: Tensor) -> bool:
 OutputTrace = list[tuple[str, str, Tensor]]
 
 
-def _run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[OutputTrace, Any, str]:
+def run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[OutputTrace, Any, str]:
     """Runs the model: the outputs of its modules in order, its own output, and the first buffer that changed.
 
     The model is unchanged afterwards: buffers and the global generator are restored.

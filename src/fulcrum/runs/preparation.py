@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,17 @@ from fulcrum.data.held_out import hold_out_units
 from fulcrum.data.records import select_rows
 from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
-from fulcrum.models.build import build_model, is_built_in
-from fulcrum.models.checks import validate_model
-from fulcrum.models.own import check_outputs, suggest_integer_inputs
+from fulcrum.models.adapted import adapt_model
+from fulcrum.models.build import apply_initial_weights, build_model, is_built_in
+from fulcrum.models.checks import run_dry, validate_by_type
+from fulcrum.models.own import (
+    check_outputs,
+    make_trial_inputs,
+    refuse_nonfinite_outputs,
+    suggest_integer_inputs,
+    validate_prepared,
+)
+from fulcrum.models.prepared import prepare_model, refuse_odd_module
 from fulcrum.privacy.ledger import Ledger, RunPlan
 from fulcrum.privacy.plan import compute_affordable_rounds, make_plan
 from fulcrum.runs.choices import check_choices
@@ -130,21 +139,45 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
             "model.coordinates is for models that the settings name; set it to plain, and hand over "
             "fulcrum.models.whitening.centre_model(model, facts)."
         )
+    notes: list[str] = []
     if given is None:
         if is_built_in(settings.model):
             dataset = dataset.with_float_inputs()
         task, sample = dataset.task, select_rows(dataset.sample.x, slice(0, 8))
-        given = build_model(settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task=task)
+        given = build_model(
+            settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task=task, notes=notes
+        )
+    else:
+        given = adapt_given_model(settings, given, notes)
     pair = select_rows(dataset.sample.x, slice(0, 2))
     try:
-        validate_model(given, pair)
+        validate_by_type(given)
+        given = prepare_model(given, pair)
+        validate_prepared(given, pair)
         check_outputs(given, pair, dataset.task)
+        made_up = make_trial_inputs(dataset.shape, pair)
+        refuse_nonfinite_outputs(run_dry(given, made_up)[1])
     except FulcrumError:
         raise
     except Exception as problem:  # a user's model may raise any error
         words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise ModelError(f"The model failed on two examples: {words}{suggest_integer_inputs(pair)}.") from problem
+    for note in notes:
+        dataset = _add_dataset_warning(dataset, note)
     return given, dataset
+
+
+def adapt_given_model(settings: Settings, given: nn.Module, notes: list[str]) -> nn.Module:
+    """A module that was handed over, with the weights and changes that the settings name; the module itself stays."""
+    if not isinstance(given, nn.Module):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise ModelError(f"model is {what}; hand over a torch.nn.Module, or name a factory package.module:factory.")
+    refuse_odd_module(given)
+    if settings.model.init != "random" or hasattr(given, "config"):
+        given = copy.deepcopy(given)
+    if settings.model.init != "random":
+        given = apply_initial_weights(given, settings.model, type(given).__name__, notes)
+    return adapt_model(given, settings.model, settings.run.seed)
 
 
 def _add_dataset_warning(dataset: Dataset, words: str) -> Dataset:
