@@ -121,7 +121,7 @@ def build_model(
         build, rest = family
 
         def make() -> nn.Module:
-            return build(rest, shape, outputs, task, settings.arguments)
+            return build(rest, shape, outputs, task, settings.arguments, [] if notes is None else notes)
 
         model = build_own_model(make, name, {}, {}, seed)
     model = adapt_model(apply_initial_weights(model, settings, name, notes), settings, seed)

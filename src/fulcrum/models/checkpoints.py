@@ -1,7 +1,7 @@
 """Weights on disk: .npz, .safetensors, torch files, a folder of transformers, the folder of a run. Never a pickle's code.
 
-    read_checkpoint(Path("bert-small"))        # {"bert.embeddings.word_embeddings.weight": [V, H], ...}
-    read_origin(Path("runs/first"))            # the private run that made these weights, with what it spent; else None
+read_checkpoint(Path("bert-small"))        # {"bert.embeddings.word_embeddings.weight": [V, H], ...}
+read_origin(Path("runs/first"))            # the private run that made these weights, with what it spent; else None
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from torch import Tensor
 
 from fulcrum.errors import ModelError
 
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 """Where a folder holds its weights, the first that exists; the names are those of transformers and of our runs."""
 NESTED_NAMES = ("state_dict", "model_state_dict", "model")
 """Entries of a torch file that hold the weights among other things."""

@@ -42,6 +42,11 @@ def _shift(words: Tensor, places: int) -> Tensor:
     return (words >> places) & (2 ** (64 - places) - 1)
 
 
+def _wrap(number: int) -> int:
+    """A number modulo 2^64, as int64 holds it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
 def make_example_keys(seed: int, rows: Tensor) -> Tensor:
     """A key for each example, [B] int64, from a step's secret seed (64 bits, signed) and the examples' rows [B]."""
     return scramble(scramble(rows.long() * GOLDEN + seed) + seed)
@@ -69,7 +74,7 @@ class KeyedDraws(TorchFunctionMode):
                 "each example by itself, [examples, ...]."
             )
         self.calls += 1
-        own = scramble(self.keys + self.calls * GOLDEN)
+        own = scramble(self.keys + _wrap(self.calls * GOLDEN))
         places = torch.arange(1, size // count + 1, device=own.device) * GOLDEN
         return _shift(scramble(own[:, None] + places), 64 - BITS).reshape(tuple(shape))
 
@@ -177,9 +182,7 @@ def _attend(
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -math.inf)
     if attn_mask is not None:
-        scores = (
-            scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        )
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     weights = scores.softmax(dim=-1)
     return _apply_mask(draws, weights, dropout_p, True, False, weights.shape) @ value
 

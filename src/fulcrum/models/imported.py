@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from fulcrum.models.builtin import InputShape
 from fulcrum.models.checkpoints import WEIGHT_FILES
 
 Arguments = Mapping[str, bool | int | float | str]
-FamilyFn = Callable[[str, InputShape | Mapping[str, InputShape], int, Task | None, Arguments], nn.Module]
-"""(name within the library, shape of an example, outputs, task, arguments) -> network with random or stored weights."""
+FamilyFn = Callable[[str, InputShape | Mapping[str, InputShape], int, Task | None, Arguments, list[str]], nn.Module]
+"""(name within the library, shape of an example, outputs, task, arguments, notes to add to) -> network."""
 
 
 def find_family(name: str) -> tuple[FamilyFn, str] | None:
@@ -53,7 +54,12 @@ def import_library(module: str, name: str, extra: str) -> Any:
 
 
 def build_torchvision(
-    name: str, shape: InputShape | Mapping[str, InputShape], outputs: int, task: Task | None, arguments: Arguments
+    name: str,
+    shape: InputShape | Mapping[str, InputShape],
+    outputs: int,
+    task: Task | None,
+    arguments: Arguments,
+    notes: list[str],
 ) -> nn.Module:
     """A classification network of torchvision."""
     library = import_library("torchvision.models", f"torchvision:{name}", "torchvision")
@@ -68,7 +74,12 @@ def build_torchvision(
 
 
 def build_timm(
-    name: str, shape: InputShape | Mapping[str, InputShape], outputs: int, task: Task | None, arguments: Arguments
+    name: str,
+    shape: InputShape | Mapping[str, InputShape],
+    outputs: int,
+    task: Task | None,
+    arguments: Arguments,
+    notes: list[str],
 ) -> nn.Module:
     """A network of timm, for as many channels as the images have; img_size is given where the network has one."""
     library = import_library("timm", f"timm:{name}", "timm")
@@ -91,7 +102,12 @@ def build_timm(
 
 
 def build_transformers(
-    name: str, shape: InputShape | Mapping[str, InputShape], outputs: int, task: Task | None, arguments: Arguments
+    name: str,
+    shape: InputShape | Mapping[str, InputShape],
+    outputs: int,
+    task: Task | None,
+    arguments: Arguments,
+    notes: list[str],
 ) -> nn.Module:
     """The network of a local folder, with a head for the task: its config.json, and its weights where it holds any.
 
@@ -114,14 +130,37 @@ def build_transformers(
     has_weights = any((folder / file).is_file() for file in WEIGHT_FILES)
     try:
         if has_weights:
+            made: nn.Module
             given = {"config": config, "local_files_only": True, "ignore_mismatched_sizes": True}
-            made: nn.Module = auto.from_pretrained(folder, attn_implementation="eager", **given)
+            with _quiet(library):
+                made, told = auto.from_pretrained(
+                    folder, attn_implementation="eager", output_loading_info=True, **given
+                )
+            new = sorted({*told["missing_keys"], *(each[0] for each in told["mismatched_keys"])})
+            if new:
+                notes.append(
+                    f"model.name = {name!r}: {', '.join(new[:6])} are not in the folder, or for another number "
+                    "of outputs, and start at random."
+                )
         else:
             made = auto.from_config(config, attn_implementation="eager")
     except ValueError as error:
         words = str(error).strip().splitlines()[0].rstrip(".")
         raise ModelError(f"model.name = {name!r}: transformers has no {kind} for it ({words}).") from error
     return made.float().train()
+
+
+@contextlib.contextmanager
+def _quiet(library: Any) -> Iterator[None]:
+    """Without the library's progress bar and load report; a note says what matters of it."""
+    level = library.logging.get_verbosity()
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.logging.set_verbosity(level)
+        library.logging.enable_progress_bar()
 
 
 def choose_head(config: Any, shape: InputShape | Mapping[str, InputShape], task: Task | None) -> str:

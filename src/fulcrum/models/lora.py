@@ -118,11 +118,7 @@ def _is_linear(layer: Any) -> bool:
 def list_adapter_parameters(model: nn.Module) -> list[str]:
     """The names of adapters' parameters: ours, and those of peft."""
     parts = ("lora_", "adapter_", "ia3_", "prompt_encoder", "vera_", "hada_")
-    return [
-        name
-        for name, _ in model.named_parameters()
-        if any(part.startswith(parts) for part in name.split("."))
-    ]
+    return [name for name, _ in model.named_parameters() if any(part.startswith(parts) for part in name.split("."))]
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:

@@ -154,7 +154,10 @@ def refuse_odd_module(model: nn.Module) -> None:
     """ModelError for a module that cannot be trained as it is handed over, with what to hand over instead."""
     if type(model).__name__ == "OptimizedModule":
         raise ModelError("The model was compiled by torch.compile; hand over the model itself.")
-    if isinstance(model, nn.DataParallel) or type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+    if isinstance(model, nn.DataParallel) or type(model).__name__ in (
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+    ):
         raise ModelError(f"The model is wrapped in {type(model).__name__}; hand over what is inside, model.module.")
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError("The model is TorchScript, whose functions cannot be followed; hand over the nn.Module.")

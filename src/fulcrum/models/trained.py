@@ -1,8 +1,8 @@
 """Which parameters train: by word (all, head, bias, lora) or by pattern. The others stay frozen, and are public.
 
-    choose_trained(model, "head")                 # the last layer
-    choose_trained(model, "head, *.bias")         # and all biases
-    choose_trained(model, "encoder.layer.3.*")    # one block
+choose_trained(model, "head")                 # the last layer
+choose_trained(model, "head, *.bias")         # and all biases
+choose_trained(model, "encoder.layer.3.*")    # one block
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ def choose_trained(model: nn.Module, words: str) -> None:
 
 def match_names(pattern: str, names: Iterable[str]) -> set[str]:
     """The names that fit a pattern, or lie in a layer whose name does."""
-    return {
-        name for name in names if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
-    }
+    return {name for name in names if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")}
 
 
 def _explain_no_match(word: str, names: Iterable[str]) -> str:

@@ -46,7 +46,9 @@ def train_client(
         view = problem.rule.view(state, request.round, request.rounds)
         terms = LocalStepTerms(task.sigma, batch, task.lr)
         with use_matmul_precision(problem.precision, problem.device):
-            given = work(problem, StepSample(theta, rows, slots, count, _draw_mask_seed(problem, key)), view, state, terms)
+            given = work(
+                problem, StepSample(theta, rows, slots, count, _draw_mask_seed(problem, key)), view, state, terms
+            )
         state = given.state
 
         asked = task.asks_statistics(request.round, step)
