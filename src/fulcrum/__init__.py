@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
-    from fulcrum.runs import Observer, Result, execute, prepare, resume, rounds, train
+    from fulcrum.runs import Observer, Result, execute, load, prepare, resume, rounds, train
     from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
 
@@ -32,6 +32,7 @@ __all__ = [
     "Settings",
     "__version__",
     "execute",
+    "load",
     "prepare",
     "resume",
     "rounds",
@@ -47,6 +48,7 @@ _HOME = {
     "RoundResult": "fulcrum.types",
     "Settings": "fulcrum.settings.schema",
     "execute": "fulcrum.runs",
+    "load": "fulcrum.runs",
     "prepare": "fulcrum.runs",
     "resume": "fulcrum.runs",
     "rounds": "fulcrum.runs",

@@ -11,6 +11,7 @@ study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
 init.py      init
 prior.py     prior
+evaluate.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
 flower.py    serve, party, terms, certs
 options.py   the options that settings have
 study_options.py  the options that studies have
@@ -31,12 +32,15 @@ from fulcrum.cli import (
     account,
     data,
     demo,
+    evaluate,
+    export,
     failures,
     flower,
     init,
     ledger,
     options,
     plan,
+    predict,
     prior,
     reproduce,
     run,
@@ -72,6 +76,9 @@ def _show_help_or_version(
 app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("show")(show.show)
+app.command("evaluate")(evaluate.evaluate)
+app.command("predict")(predict.predict)
+app.command("export")(export.export)
 app.command("init")(init.init)
 app.command("plan")(plan.plan)
 app.command("account")(account.account)

@@ -1,4 +1,4 @@
-"""Weights on disk: .npz, .safetensors, torch files, a folder of transformers, the folder of a run. Never a pickle's code.
+"""Weights on disk: .npz, .safetensors, torch files, folders of transformers and of runs. Never a pickle's code.
 
 read_checkpoint(Path("bert-small"))        # {"bert.embeddings.word_embeddings.weight": [V, H], ...}
 read_origin(Path("runs/first"))            # the private run that made these weights, with what it spent; else None
@@ -6,6 +6,7 @@ read_origin(Path("runs/first"))            # the private run that made these wei
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
@@ -34,7 +35,7 @@ ORIGIN_KEY = "fulcrum.origin"
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file or folder by name: numbers as float32, integers as they are. ModelError names what is wrong.
+    """The tensors of a file or folder by name: numbers as float32, integers as they are. ModelError says what is wrong.
 
     Torch files are read with weights_only=True: code in them does not run.
     """
@@ -112,8 +113,9 @@ READERS: dict[str, Callable[[Path], dict[str, Tensor]]] = {
 class WeightOrigin:
     """The run that made weights, and what was spent on them: over all runs of its scope, and those it started from.
 
-    run: its id. ledger: the identity of its ledger, "" where unknown. data: a keyed fingerprint of its data. public:
-    whether its data was public. level: what its epsilon is worth (`privacy.statement`).
+    run: its id. unit: what its epsilon protects. ledger: the identity of its ledger. public: whether everybody may see
+    its data, and that of the runs before it: then nothing was spent on anybody. runs: each run that the spend covers,
+    as `runs_covered` of privacy.json has it.
     """
 
     run: str
@@ -121,9 +123,8 @@ class WeightOrigin:
     delta: float
     unit: str
     ledger: str = ""
-    data: str = ""
     public: bool = False
-    level: str = "yes"
+    runs: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> str:
         """As text, for a file's metadata."""
@@ -132,9 +133,11 @@ class WeightOrigin:
 
     @staticmethod
     def from_json(text: str) -> WeightOrigin:
-        """From the text of `to_json`."""
+        """From the text of `to_json`; names that a later version added are left out."""
         values = json.loads(text)
-        return WeightOrigin(**{**values, "epsilon": float(values["epsilon"]), "delta": float(values["delta"])})
+        known = {field.name: values[field.name] for field in dataclasses.fields(WeightOrigin) if field.name in values}
+        known |= {"epsilon": float(values["epsilon"]), "delta": float(values["delta"])}
+        return WeightOrigin(**{**known, "runs": tuple(values.get("runs", ()))})
 
 
 def read_origin(path: Path) -> WeightOrigin | None:

@@ -21,8 +21,8 @@ def _check_batch_norm(layer: Any) -> str:
     if is_frozen_norm(layer):
         return ""
     return (
-        "mixes the examples of a batch; convert it with model.norm = group (a GroupNorm with its weights carried over), "
-        "or keep its statistics with model.norm = frozen"
+        "mixes the examples of a batch; convert it with --set model.norm=group (GroupNorm, its weights carried over), or "
+        "keep its statistics with model.norm=frozen"
     )
 
 

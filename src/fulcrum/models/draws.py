@@ -4,8 +4,8 @@
         model(x)                 # F.dropout, stochastic depth, attention's dropout, ... draw by these keys
 
 An example's numbers follow from its key, the number of the call within the pass and the place within the example alone.
-They are the same in a batch of any size, in vmap, and on every device. Keys come from the run's private streams, so that a
-seeded run repeats them and a resumed one goes on with them (`training.client`).
+They are the same in a batch of any size, in vmap, and on every device. Keys come from the run's private streams, so
+that a seeded run repeats them and a resumed one goes on with them (`training.client`).
 
 The hash is the finaliser of SplitMix64 on key + place; its 53 upper bits are compared with a probability. Masks decide
 which part of the network learns, and protect nobody: noise and sampling never come from here.
@@ -66,7 +66,7 @@ class KeyedDraws(TorchFunctionMode):
         return rule(self, func, *args, **(kwargs or {}))
 
     def integers(self, shape: Sequence[int]) -> Tensor:
-        """Whole numbers in [0, 2^53), int64, of a shape whose first dimension is the examples, or a multiple of them."""
+        """Whole numbers in [0, 2^53), int64; the first dimension of the shape is the examples, or a multiple of them."""
         count, size = len(self.keys), math.prod(shape)
         if not shape or shape[0] % count or not size:
             raise ModelError(
@@ -249,7 +249,7 @@ def _recur(draws: KeyedDraws, function: Any, input: Tensor, *args: Any, **kwargs
         hx, flat, has_biases, layers, dropout, train, both, batch_first = args
         packed = False
     else:  # the data of a packed sequence, its batch sizes, ...
-        sizes, hx, flat, has_biases, layers, dropout, train, both = args
+        _, hx, flat, has_biases, layers, dropout, train, both = args
         packed, batch_first = True, False
     if not dropout or not train or layers == 1:
         return function(input, *args, **kwargs)

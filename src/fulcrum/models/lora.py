@@ -3,8 +3,8 @@
     adapted = add_adapters(model, rank=4, alpha=8.0, targets=("*.query", "*.value"), seed=0)
     plain = merge_adapters(adapted)      # W + s B A written into W: the layers of before
 
-s is alpha / rank. B starts as zero, so that the adapted network is the network of before. Adapters of peft are known too
-(`list_adapter_parameters`), and merged by peft itself.
+s is alpha / rank. B starts as zero, so that the adapted network is the network of before. Adapters of peft are known
+too (`list_adapter_parameters`), and merged by peft itself.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     convert_norms(resnet, "group")   # GroupNorm in place of every BatchNorm, its weights carried over
     convert_norms(resnet, "frozen")  # BatchNorm with fixed statistics, the same function as resnet.eval()
 
-BatchNorm computes (x - mu_c) / s_c * w_c + b_c for channel c, in training with the mean and deviation of the batch, which
-mixes the examples. A group norm has the mean m and deviation v of one example's group of channels in place of mu_c and
-s_c. The weights that are carried over make both the same where an example's statistics are the running ones:
+BatchNorm computes (x - mu_c) / s_c * w_c + b_c for channel c, in training with the mean and deviation of the batch,
+which mixes the examples. A group norm has the mean m and deviation v of one example's group of channels in place of
+mu_c and s_c. The weights that are carried over make both the same where an example's statistics are the running ones:
 
     m = mean of mu_c,  v^2 = mean of (s_c^2 + mu_c^2) - m^2     over the channels of the group
     w'_c = w_c v / s_c,  b'_c = b_c + w_c (m - mu_c) / s_c
 
-An untrained BatchNorm (mu = 0, s = 1) thus keeps its weights as they are. The running statistics themselves are dropped.
+An untrained BatchNorm (mu = 0, s = 1) thus keeps its weights as they are. The running statistics are then dropped.
 """
 
 from __future__ import annotations

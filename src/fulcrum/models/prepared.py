@@ -1,7 +1,7 @@
 """The form in which engines train an imported network: one tensor in, one tensor out, random layers by keys.
 
-A plain network trains as it is. One of `transformers` gives an object with `logits`; one with dropout needs the keys of its
-examples. Both get a `PreparedModel` around them, and `unwrap_model` gives the network back.
+A plain network trains as it is. One of `transformers` gives an object with `logits`; one with dropout needs the keys of
+its examples. Both get a `PreparedModel` around them, and `unwrap_model` gives the network back.
 """
 
 from __future__ import annotations

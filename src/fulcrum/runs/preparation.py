@@ -22,6 +22,7 @@ from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
 from fulcrum.models.adapted import adapt_model
 from fulcrum.models.build import apply_initial_weights, build_model, is_built_in
+from fulcrum.models.checkpoints import WeightOrigin, read_origin
 from fulcrum.models.checks import run_dry, validate_by_type
 from fulcrum.models.own import (
     check_outputs,
@@ -59,12 +60,48 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     evaluation = plan_evaluation(settings, dataset)
     dataset = dataset if evaluation is None else _add_dataset_warning(dataset, evaluation.note)
     partition = split(dataset, settings.data, settings.run.seed)
+    origin, given = find_weight_origin(settings), model is not None
     model, dataset = build_checked_model(settings, dataset, model)
     problem = TrainingProblem.of(settings, dataset, partition, model, device, rule=rule)
     check_server_rule(rule, settings, problem)
     plan = make_plan(settings, partition, count_units_per_party(dataset, partition, settings.privacy.unit), rule)
     engine = find_engine(settings.run.engine, make_local_problem(problem))
-    return Federation(settings, problem, plan, engine, evaluation)
+    return Federation(settings, problem, plan, engine, evaluation, given, origin)
+
+
+UNITS_FROM_SMALLEST = ("example", "person", "client")
+"""What an epsilon protects: a guarantee for a larger unit holds for a smaller one too."""
+
+
+def find_weight_origin(settings: Settings) -> WeightOrigin | None:
+    """The private run whose model the initial weights are; None where they are public, as far as is known.
+
+    Raises ConfigError where its spend cannot be added to this run's.
+    """
+    paths = [settings.model.init, settings.model.name.removeprefix("transformers:")]
+    known = [read_origin(Path(path)) for path in paths if path != "random" and Path(path).exists()]
+    origin = next((each for each in known if each is not None and not each.public), None)
+    if origin is None:
+        return None
+    where = f"model.init = {settings.model.init!r} is the model of run {origin.run}"
+    unit = settings.privacy.unit
+    if UNITS_FROM_SMALLEST.index(origin.unit) < UNITS_FROM_SMALLEST.index(unit):
+        raise ConfigError(
+            f"{where}, whose epsilon protects one {origin.unit}, and privacy.unit = {unit!r}: they do not add up; use "
+            f"the unit {origin.unit}, or other weights."
+        )
+    kept = settings.run.ledger
+    if kept and Path(kept).is_file():
+        with Ledger.open(kept) as ledger:
+            identity, knows = ledger.identity, origin.run in ledger.runs()
+        if identity == origin.ledger and knows:
+            return origin
+    if kept:
+        raise ConfigError(
+            f"{where}, which was paid in another ledger than run.ledger = {kept!r}, so that no account would know of "
+            "it; use the ledger of that run, or none: the statement then adds both up."
+        )
+    return origin
 
 
 def load_training_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
