@@ -45,9 +45,9 @@ def find_factory(name: str) -> Callable[..., nn.Module]:
             f"model.name = {name!r}: there is no {name}/config.json; give the folder of a saved transformers model, or "
             "package.module:factory."
         )
-    known = ("auto", *MODELS.names(), "torchvision:NAME", "timm:NAME", "transformers:FOLDER")
+    known = ("auto", *MODELS.names())
     near = find_nearest_name(name, known)
-    hint = f"; did you mean {near!r}?" if near else "."
+    hint = f"; did you mean {near!r}?" if near else "; torchvision:NAME, timm:NAME and transformers:FOLDER too."
     raise ModelError(
         f"model.name = {name!r} is not known; choose one of {', '.join(known)}, or package.module:factory{hint}"
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs
 from fulcrum.errors import ModelError
 from fulcrum.models.norms import is_frozen_norm
+from fulcrum.models.prepared import PreparedModel, unwrap_model
 
 # --- what cannot be trained with a bound per example ------------------------------------------------
 
@@ -62,7 +63,8 @@ def validate_model(model: nn.Module, sample: ModelInputs | None = None) -> None:
 
 
 def validate_by_type(model: nn.Module) -> None:
-    for name, layer in model.named_modules():
+    """ModelError for a layer that cannot be trained, by its type and its settings."""
+    for name, layer in unwrap_model(model).named_modules():
         for types, finding in REFUSED_LAYERS:
             problem = finding(layer) if isinstance(layer, types) else ""
             if problem:
@@ -119,7 +121,10 @@ def run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[Outpu
         return note
 
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    handles = [m.register_forward_hook(hook(n or "model", m)) for n, m in model.named_modules()]
+    own_name = "model." if isinstance(model, PreparedModel) else ""  # what is inside has the user's names
+    handles = [
+        m.register_forward_hook(hook(n.removeprefix(own_name) or "model", m)) for n, m in model.named_modules()
+    ]
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(seed)

@@ -34,7 +34,8 @@ def scramble(words: Tensor) -> Tensor:
     """The finaliser of SplitMix64, word by word; int64 stands for 64 unsigned bits."""
     words = (words ^ _shift(words, 30)) * FIRST_FACTOR
     words = (words ^ _shift(words, 27)) * SECOND_FACTOR
-    return words ^ _shift(words, 31)
+    mixed: Tensor = words ^ _shift(words, 31)
+    return mixed
 
 
 def _shift(words: Tensor, places: int) -> Tensor:
@@ -80,13 +81,15 @@ class KeyedDraws(TorchFunctionMode):
 
     def keep(self, shape: Sequence[int], p: float) -> Tensor:
         """Whether each entry is kept, bool: dropped with probability p."""
-        return self.integers(shape) >= math.ceil(float(p) * 2**BITS)
+        kept: Tensor = self.integers(shape) >= math.ceil(float(p) * 2**BITS)
+        return kept
 
     def uniform(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Numbers in (0, 1) of the type of `like`; never 0 or 1."""
         numbers = (self.integers(shape).to(torch.float64) + 0.5) / 2**BITS
         least, most = torch.finfo(like.dtype).tiny, 1 - torch.finfo(like.dtype).eps / 2
-        return numbers.to(like.dtype).clamp(least, most)
+        held: Tensor = numbers.to(like.dtype).clamp(least, most)
+        return held
 
 
 RANDOM_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -222,13 +225,13 @@ def _attend_with_heads(draws: KeyedDraws, function: Any, *args: Any, **kwargs: A
     if padding is not None:
         padding = padding.view(count, 1, 1, source)
         scores = scores.masked_fill(padding, -math.inf) if padding.dtype == torch.bool else scores + padding
-    weights = scores.softmax(dim=-1)
-    weights = _apply_mask(draws, weights, given["dropout_p"], True, False, weights.shape)
-    mixed = (weights @ split(v, source)).transpose(1, 2).reshape(count, length, width)
+    attention = scores.softmax(dim=-1)
+    attention = _apply_mask(draws, attention, given["dropout_p"], True, False, attention.shape)
+    mixed = (attention @ split(v, source)).transpose(1, 2).reshape(count, length, width)
     out = F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]).transpose(0, 1)
     if not given.get("need_weights", True):
         return out, None
-    return out, weights.mean(dim=1) if given.get("average_attn_weights", True) else weights
+    return out, attention.mean(dim=1) if given.get("average_attn_weights", True) else attention
 
 
 MULTI_HEAD_ARGUMENTS = (
@@ -287,7 +290,8 @@ def _fill_bernoulli(draws: KeyedDraws, function: Any, out: Tensor, p: Any = 0.5,
 @_draws_for(torch.bernoulli, Tensor.bernoulli)
 def _bernoulli(draws: KeyedDraws, function: Any, input: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
     chance = draws.integers(input.shape).double() / 2**BITS
-    return (chance < (input if p is None else p)).to(input.dtype)
+    found: Tensor = (chance < (input if p is None else p)).to(input.dtype)
+    return found
 
 
 @_draws_for(torch.rand_like)

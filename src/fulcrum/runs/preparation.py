@@ -32,6 +32,7 @@ from fulcrum.models.own import (
     validate_prepared,
 )
 from fulcrum.models.prepared import prepare_model, refuse_odd_module
+from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME
 from fulcrum.privacy.ledger import Ledger, RunPlan
 from fulcrum.privacy.plan import compute_affordable_rounds, make_plan
 from fulcrum.runs.choices import check_choices
@@ -210,9 +211,10 @@ def adapt_given_model(settings: Settings, given: nn.Module, notes: list[str]) ->
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise ModelError(f"model is {what}; hand over a torch.nn.Module, or name a factory package.module:factory.")
     refuse_odd_module(given)
-    if settings.model.init != "random" or hasattr(given, "config"):
+    from_file = settings.model.init not in ("random", SYNTHETIC_INIT_NAME)  # those are for models that we make
+    if from_file or hasattr(given, "config"):
         given = copy.deepcopy(given)
-    if settings.model.init != "random":
+    if from_file:
         given = apply_initial_weights(given, settings.model, type(given).__name__, notes)
     return adapt_model(given, settings.model, settings.run.seed)
 

@@ -112,7 +112,7 @@ def write_stored_model(
 
 def write_transformers_files(folder: Path, model: Any, settings: Model) -> None:
     """The config of a transformers network, and the tokenizer files of the folder that it was loaded from."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_json_string", None)):
         return
     folder.mkdir(exist_ok=True)
@@ -233,7 +233,9 @@ def rebuild_task(told: Mapping[str, Any]) -> Task | None:
     if told["settings"] is None:
         return None
     fields = {field.name for field in dataclasses.fields(TaskSettings)}
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in told["settings"].items() if k in fields}
+    values: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in told["settings"].items() if k in fields
+    }
     return make_task(TaskSettings(**values), [np.zeros((1, *told["target_shape"]), dtype=np.int64)])
 
 
