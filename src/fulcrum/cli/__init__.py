@@ -47,6 +47,7 @@ from fulcrum.cli import (
     show,
     study,
 )
+from fulcrum.settings.registry import current_folder_importable
 
 app = typer.Typer(
     name="fulcrum",
@@ -99,4 +100,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 2 wrong input, 1 other failures, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = typer.main.get_command(app)
-    return failures.run_guarded(lambda: command.main(words, prog_name="fulcrum", standalone_mode=False), words)
+    with current_folder_importable():  # for the whole command: own models and rules may import as they run
+        return failures.run_guarded(lambda: command.main(words, prog_name="fulcrum", standalone_mode=False), words)

@@ -22,8 +22,8 @@ def _check_batch_norm(layer: Any) -> str:
     if is_frozen_norm(layer):
         return ""
     return (
-        "mixes the examples of a batch; convert it with --set model.norm=group (GroupNorm, its weights carried over), or "
-        "keep its statistics with model.norm=frozen"
+        "mixes the examples of a batch; convert it with --set model.norm=group (GroupNorm, its weights carried over), "
+        "or keep its statistics with model.norm=frozen"
     )
 
 
@@ -122,9 +122,7 @@ def run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[Outpu
 
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     own_name = "model." if isinstance(model, PreparedModel) else ""  # what is inside has the user's names
-    handles = [
-        m.register_forward_hook(hook(n.removeprefix(own_name) or "model", m)) for n, m in model.named_modules()
-    ]
+    handles = [m.register_forward_hook(hook(n.removeprefix(own_name) or "model", m)) for n, m in model.named_modules()]
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(seed)

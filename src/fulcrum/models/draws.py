@@ -67,7 +67,7 @@ class KeyedDraws(TorchFunctionMode):
         return rule(self, func, *args, **(kwargs or {}))
 
     def integers(self, shape: Sequence[int]) -> Tensor:
-        """Whole numbers in [0, 2^53), int64; the first dimension of the shape is the examples, or a multiple of them."""
+        """Whole numbers in [0, 2^53), int64; the shape begins with the examples, or a multiple of them."""
         count, size = len(self.keys), math.prod(shape)
         if not shape or shape[0] % count or not size:
             raise ModelError(

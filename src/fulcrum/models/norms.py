@@ -93,7 +93,7 @@ def convert_norms(model: nn.Module, how: str) -> nn.Module:
 def _replace_everywhere(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """A layer may have several names in a model."""
     for parent in model.modules():
-        for name, child in parent.named_children():
+        for name, child in list(parent._modules.items()):  # named_children leaves a second name out
             if child is old:
                 setattr(parent, name, new)
 

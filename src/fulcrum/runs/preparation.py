@@ -24,6 +24,7 @@ from fulcrum.models.adapted import adapt_model
 from fulcrum.models.build import apply_initial_weights, build_model, is_built_in
 from fulcrum.models.checkpoints import WeightOrigin, read_origin
 from fulcrum.models.checks import run_dry, validate_by_type
+from fulcrum.models.learnable import check_learnable, refuse_large_features
 from fulcrum.models.own import (
     check_outputs,
     make_trial_inputs,
@@ -189,6 +190,7 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
         given = adapt_given_model(settings, given, notes)
     pair = select_rows(dataset.sample.x, slice(0, 2))
     try:
+        refuse_large_features("x", dataset.sample)  # before they make the model fail
         validate_by_type(given)
         given = prepare_model(given, pair)
         validate_prepared(given, pair)
@@ -198,9 +200,11 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
     except FulcrumError:
         raise
     except Exception as problem:  # a user's model may raise any error
+        if isinstance(problem, IndexError):  # before the sentence of PyTorch: a token id that the model does not know
+            check_learnable(given, dataset)
         words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise ModelError(f"The model failed on two examples: {words}{suggest_integer_inputs(pair)}.") from problem
-    for note in notes:
+    for note in [*notes, *check_learnable(given, dataset)]:
         dataset = _add_dataset_warning(dataset, note)
     return given, dataset
 

@@ -164,8 +164,8 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     arithmetic              {mode, text, noise}: "proven", "fast" or "unknown", of the worst run
     simulation              whether a run within the scope is one: its numbers protect nobody once the seed is known
     evaluation              {kind, records, times, protected, text}: what the model was scored on
-    runs_covered            [{id, rule, sound, private, randomness, arithmetic}]: every run within the scope; null: not on
-                            record
+    runs_covered            [{id, rule, sound, private, randomness, arithmetic}]: each run within the scope; null:
+                            not on record
     scope                   {kind, text}; with kind "ledger" also run_epsilon, of this run alone
     run                     {id, date, version, finished, rounds_done, rounds, method, rule, dataset}
     releases                [{kind, times, text}]: every kind of release of a party or the server
