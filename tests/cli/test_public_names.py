@@ -19,6 +19,7 @@ from fulcrum.cli import app
 SOURCE = Path(__file__).parents[2] / "src"
 NAMES = {
     "Dataset",
+    "Forecast",
     "FulcrumError",
     "InputError",
     "Observer",
@@ -28,6 +29,7 @@ NAMES = {
     "__version__",
     "execute",
     "load",
+    "plan",
     "prepare",
     "resume",
     "rounds",
@@ -73,7 +75,7 @@ COMMANDS = {
     "predict": {"folder", "--data", "--data-dir", "--model", "--out", "--quiet", "-q", "--debug"},
     "export": {"folder", "--to", "--out", "--model", "--json", "--quiet", "-q", "--debug"},
     "init": {"path", "--debug"},
-    "plan": SETTINGS | {"--for-epsilon", "--json", "--debug"},
+    "plan": SETTINGS | {"--for-epsilon", "--timing", "--json", "--debug"},
     "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--json", "--debug"},
     "data list": {"--data-dir", "--json", "--debug"},
     "data fetch": {"names", "--data-dir", "--mirror", "--json", "--quiet", "-q", "--debug"},
