@@ -1,4 +1,4 @@
-"""Random layers draw by the keys of their examples: the same masks in every batch and engine, and none in evaluation."""
+"""Random layers draw by keys of the examples: the same masks in every batch and engine, and none in evaluation."""
 
 from __future__ import annotations
 

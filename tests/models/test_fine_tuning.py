@@ -149,7 +149,7 @@ def test_wrong_files_are_refused_and_no_code_runs(tmp_path: Path, capsys: pytest
         read_checkpoint(tmp_path / "empty")
     with pytest.raises(ModelError, match="has 'odd', which the model has not"):
         assign_weights(make_network(), {"odd": torch.zeros(2)}, "w.pt")
-    wrong = {name: value for name, value in make_network().state_dict().items()}
+    wrong = dict(make_network().state_dict())
     wrong["0.0.weight"] = torch.zeros(8, 7)
     with pytest.raises(ModelError, match=r"0\.0\.weight is 8x7, but the model's is 8x6"):
         assign_weights(make_network(), wrong, "w.pt")

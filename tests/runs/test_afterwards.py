@@ -213,7 +213,7 @@ def test_the_spend_of_the_first_run_is_added_to_that_of_the_second(
     assert len(told["runs_covered"]) == 3
     with pytest.raises(ConfigError, match=r"was paid in another ledger than run\.ledger"):
         start(tmp_path / "fourth", ledger=str(tmp_path / "l.sqlite"), model={"init": str(tmp_path / "first")})
-    with pytest.raises(ConfigError, match="protects one example, and privacy.unit = 'client'"):
+    with pytest.raises(ConfigError, match=r"protects one example, and privacy\.unit = 'client'"):
         start(tmp_path / "fifth", unit="client", model={"init": str(tmp_path / "first")})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,9 +35,9 @@ def load_test_records(trained: TrainedModel, source: str = "", folder: str = "")
     The training records of the run are not needed.
     """
     settings = trained.settings
-    data = load_data(
-        source or settings.data.source, folder or settings.data.dir, task=_choose_task(trained), need=("test",)
-    )
+    given = {name: getattr(settings, name) for name in ("table", "images") if hasattr(settings, name)}
+    where = (source or settings.data.source, folder or settings.data.dir)
+    data = load_data(*where, task=_choose_task(trained), need=("test",), **given)
     data = dataclasses.replace(data, train=None)
     data.test_records  # noqa: B018  a DataError where there are none
     data = compute_features(data, settings.data, torch.device("cpu"))
@@ -95,25 +96,47 @@ def _score_rows(trained: TrainedModel, task: Task, x: ModelInputs, y: Tensor, ro
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """Predictions in the targets' own units [n, ...], and probabilities [n, k] with their names where there are any."""
+    """Predictions in the targets' own units [n, ...], and probabilities [n, k] with their names where there are any.
+
+    words: each prediction in the words of a table's schema.
+    """
 
     values: Tensor
     chances: Tensor | None = None
     names: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
 
     def to_columns(self) -> dict[str, Any]:
         """Columns of a table, by name."""
         flat = self.values if self.values.dim() > 1 else self.values[:, None]
         names = ["prediction"] if self.values.dim() == 1 else [f"prediction_{k}" for k in range(flat.shape[1])]
-        columns = {name: flat[:, k].numpy() for k, name in enumerate(names)}
+        columns: dict[str, Any] = {name: flat[:, k].numpy() for k, name in enumerate(names)}
+        if self.words and self.values.dim() == 1:
+            columns["prediction"] = list(self.words)
         if self.chances is not None:
             columns |= {name: self.chances[:, k].numpy() for k, name in enumerate(self.names)}
         return columns
 
 
 def predict(trained: TrainedModel, x: ModelInputs) -> Predictions:
-    """Predictions for records x, in the targets' own units: classes, labels, numbers or tokens."""
-    outputs, task = trained.outputs(x), trained.task
+    """Predictions for records x, in the targets' own units: classes, labels, numbers or tokens.
+
+    Where the run was trained on a table, classes have the names of its schema.
+    """
+    outputs, task, schema = trained.outputs(x), trained.task, read_schema(trained.folder)
+    found = _predict_values(outputs, task)
+    if schema is None or task is None:
+        return found
+    return dataclasses.replace(found, words=tuple(str(each) for each in schema.decode_target(found.values)))
+
+
+def read_schema(folder: Path) -> Any:
+    """The schema of the table that a run was trained on; None where there was none."""
+    file = folder / "schema.toml"
+    return importlib.import_module("fulcrum.data.table").Schema.read(file) if file.is_file() else None
+
+
+def _predict_values(outputs: Tensor, task: Task | None) -> Predictions:
     if task is None:
         return Predictions(outputs)
     values = task.predict(outputs)
@@ -128,10 +151,14 @@ def predict(trained: TrainedModel, x: ModelInputs) -> Predictions:
 
 
 def load_inputs(trained: TrainedModel, source: str, folder: str = "") -> ModelInputs:
-    """Records to predict: x of an .npz file (x_test where there is no x; several inputs as x.NAME), or the test records
-    of a source.
+    """Records to predict: x of an .npz file (x_test where there is no x; several inputs as x.NAME), a table with the
+    columns of the run's schema, or the test records of a source.
     """
-    path = Path(source)
+    path, schema = Path(source), read_schema(trained.folder)
+    if schema is not None and path.is_file() and path.suffix != ".npz":
+        encoded: ModelInputs = schema.encode(path)
+        check_shapes(trained, encoded, path.name)
+        return encoded
     if path.suffix == ".npz" and path.is_file():
         with np.load(path, allow_pickle=False) as arrays:
             found = read_input_arrays({name: arrays[name] for name in arrays.files}, path.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from fulcrum.data import Dataset
-from fulcrum.data.dataset import from_arrays
-from fulcrum.errors import ConfigError, DataError, ModelError
+from fulcrum.errors import ConfigError, ModelError
 from fulcrum.runs.binding import register_run
 from fulcrum.runs.execution import execute, open_run_ledger
 from fulcrum.runs.observers import Observer, RoundCallback
@@ -24,7 +22,7 @@ from fulcrum.types import RoundResult
 
 
 def train(
-    data: str | Dataset | Sequence[Any] | Mapping[str, Any] | None = None,
+    data: str | Dataset | None = None,
     model: str | nn.Module | Mapping[str, Any] | None = None,
     *,
     settings: Settings | None = None,
@@ -38,8 +36,7 @@ def train(
         result = fulcrum.train(data="mnist", epsilon=1.64, parties=10, rounds=200)
         result.metrics, result.epsilon, result.model
 
-    data: a source's name, a `Dataset` (`fulcrum.data.from_arrays` makes one), arrays (x, y), or a dict of the arguments
-    of `from_arrays`; what is handed over is private unless it says public. model: a name, the settings of one as a
+    data: a source's name, or a `Dataset` (`fulcrum.data.from_arrays` makes one). model: a name, the settings of one as a
     dict, or an nn.Module whose weights are the public start. Other names are those of the command line and the
     settings file: method, epsilon, delta, parties, rounds, lr, kappa, or whole sections such as
     train={"server": "adam"}. settings: ready-made ones instead of names. out: a new folder for
@@ -50,7 +47,7 @@ def train(
 
 
 def rounds(
-    data: str | Dataset | Sequence[Any] | Mapping[str, Any] | None = None,
+    data: str | Dataset | None = None,
     model: str | nn.Module | Mapping[str, Any] | None = None,
     *,
     settings: Settings | None = None,
@@ -70,7 +67,7 @@ def rounds(
 
 
 def resolve_keywords(
-    data: str | Dataset | Sequence[Any] | Mapping[str, Any] | None,
+    data: str | Dataset | None,
     model: str | nn.Module | Mapping[str, Any] | None,
     settings: Settings | None,
     names: dict[str, Any],
@@ -79,7 +76,7 @@ def resolve_keywords(
     if settings is not None and names:
         raise ConfigError(f"settings and {', '.join(names)} are both given; put the names into the settings.")
     words = dict(names)
-    dataset = make_given_dataset(data, words)
+    dataset = data if isinstance(data, Dataset) else None
     module = model if isinstance(model, nn.Module) else None
     if data is not None:
         words["data"] = dataset.name if dataset else data
@@ -97,25 +94,3 @@ def resolve_keywords(
 
         settings = settings_file.settings_from_keywords(words)
     return settings, dataset, module
-
-
-ARRAY_NAMES = tuple(name for name in inspect.signature(from_arrays).parameters)
-"""Names of the arrays and facts that data in a dict may have: the arguments of `from_arrays`."""
-
-
-def make_given_dataset(data: object, words: Mapping[str, Any]) -> Dataset | None:
-    """The data set that was handed over as one, as (x, y[, x_test, y_test]) or as a dict of arrays; None for a name."""
-    if data is None or isinstance(data, str | Dataset):
-        return data if isinstance(data, Dataset) else None
-    public = bool(words.get("public", False))
-    if isinstance(data, tuple | list) and len(data) in (2, 4):
-        return from_arrays(*data, public=public)
-    if isinstance(data, Mapping):
-        unknown = [str(name) for name in data if name not in ARRAY_NAMES]
-        if unknown:
-            raise DataError(f"data has {unknown[0]!r}; a dict of arrays may have {', '.join(ARRAY_NAMES)}.")
-        return from_arrays(**{"public": public, **data})
-    raise DataError(
-        f"data is a {type(data).__name__}; give the name of a source, a fulcrum.Dataset, arrays (x, y), or a dict with "
-        "x and y."
-    )
