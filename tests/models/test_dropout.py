@@ -187,3 +187,29 @@ def test_random_numbers_for_a_whole_batch_are_refused() -> None:
     x = torch.rand(2, 6)
     with pytest.raises(ModelError, match=r"numbers of shape \[1, 1\] for 2 examples"):
         validate_prepared(prepare_model(nn.Sequential(nn.Linear(6, 2), Common()), x), x)
+
+
+def test_masks_inside_a_module_that_goes_through_vmap() -> None:
+    """A module without a rule runs a second time in vmap; its masks must be those of the first time."""
+
+    class Distances(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.centres, self.drop = nn.Parameter(torch.randn(5, 6)), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.drop(torch.cdist(x, self.centres))
+            return out
+
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 6), torch.arange(6) % 3
+    model = prepare_model(nn.Sequential(Distances(), nn.Linear(5, 3)), x)
+    task = from_arrays(x, y, classes=3, public=True).task
+    layout = ParameterLayout.of(model)
+    params, inputs = layout.flatten(model), add_example_keys(x, 5, torch.arange(6))
+    found = GradientRecorder(model, layout, task)(params, inputs, y).matrix()
+    for row in range(6):
+        part = slice(row, row + 1)
+        loss = task.loss(model(**select_rows(inputs, part)), y[part]).sum()
+        wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+        torch.testing.assert_close(found[row], wanted, rtol=1e-4, atol=1e-5)

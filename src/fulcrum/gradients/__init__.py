@@ -31,6 +31,7 @@ from fulcrum.gradients.tape import ChunkedTape, EmptyTape, GradientTape, PaddedT
 from fulcrum.gradients.uses import UnknownUse, UseRecord, VmapSite, register_function_rule, register_layer
 from fulcrum.gradients.vmap import record_vmap_tape
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
+from fulcrum.models.prepared import draws_keys
 from fulcrum.rng import torch_generator
 
 __all__ = [
@@ -209,6 +210,9 @@ class GradientRecorder:
         elif self.sites is None:
             few = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
             self.sites = find_vmap_sites(*given[:4], select_rows(x, few), y[few], self.task)
+        if self.sites and draws_keys(self.model) and not self._verdict:
+            # A module runs again in vmap without its examples' keys, so that its masks would be others.
+            self._verdict = "it has random layers, and a module without a rule"
 
     def record_once(
         self, params: Tensor, x: ModelInputs, y: Tensor, fast: bool = False, half: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs
 from fulcrum.errors import ModelError
@@ -77,16 +78,26 @@ def _validate_by_behaviour(model: nn.Module, sample: ModelInputs) -> None:
         raise ModelError(f"Buffer {moved!r} changes when the model runs: it would leave the data's traces unprotected.")
     again, _, _ = run_dry(model, sample, seed=1)
     other, _, _ = run_dry(model, map_inputs(_change_first_example, sample))
-    count = count_examples(sample)
-    for before, repeated, after in zip(trace, again, other, strict=False):
+    count, sizes = count_examples(sample), None
+    for place, (before, repeated, after) in enumerate(zip(trace, again, other, strict=False)):
         name, kind, rows = before
         if not _outputs_agree(rows, repeated[2]):
             raise ModelError(f"Layer {name!r} ({kind}) is random: the same batch gives another output the second time.")
         if rows.dim() and len(rows) == count and not _outputs_agree(rows[1:], after[2][1:]):
+            # A first dimension of this size may be something else: the directions of an LSTM, the steps of a sequence.
+            sizes = _list_sizes_with_one_more(model, sample) if sizes is None else sizes
+            if place < len(sizes) and sizes[place] != count + 1:
+                continue
             raise ModelError(
                 f"Layer {name!r} ({kind}) mixes the examples of a batch: changing one example changes the "
                 "output of the others; use GroupNorm or LayerNorm in place of batch statistics."
             )
+
+
+def _list_sizes_with_one_more(model: nn.Module, sample: ModelInputs) -> list[int]:
+    """The first dimension of each module's output for the same examples and one more."""
+    trace, _, _ = run_dry(model, map_inputs(lambda value: torch.cat([value, value[-1:]]), sample))
+    return [len(rows) if rows.dim() else 0 for _, _, rows in trace]
 
 
 def _change_first_example(values: Tensor) -> Tensor:
@@ -141,6 +152,8 @@ def run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[Outpu
 def _iterate_tensors(out: Any) -> Iterator[Tensor]:
     if isinstance(out, Tensor):
         yield out
-    elif isinstance(out, tuple | list):
+    elif isinstance(out, tuple | list) and not isinstance(
+        out, PackedSequence
+    ):  # whose rows are steps, sorted by length
         for item in out:
             yield from _iterate_tensors(item)

@@ -40,7 +40,8 @@ def scramble(words: Tensor) -> Tensor:
 
 def _shift(words: Tensor, places: int) -> Tensor:
     """A logical shift to the right; that of int64 repeats the sign."""
-    return (words >> places) & (2 ** (64 - places) - 1)
+    shifted: Tensor = (words >> places) & (2 ** (64 - places) - 1)
+    return shifted
 
 
 def _wrap(number: int) -> int:

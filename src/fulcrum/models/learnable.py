@@ -6,6 +6,7 @@ Classes are counted in public records alone.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -61,11 +62,10 @@ def find_token_limits(model: nn.Module, sample: ModelInputs) -> dict[str, tuple[
         return {}
     inputs = {**named, **probes}
     names = {id(parameter): name for name, parameter in network.named_parameters()}
-    with torch.random.fork_rng(devices=[]), _TableWatch(probes, names) as watch:
-        try:
-            _ = network(inputs["x"]) if isinstance(sample, Tensor) else network(**inputs)
-        except Exception:  # a model may refuse made-up ids; the check is then left to training
-            return watch.found
+    watch = _TableWatch(probes, names)
+    # A model may refuse made-up ids; what was seen until then counts.
+    with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception), watch:
+        _ = network(inputs["x"]) if isinstance(sample, Tensor) else network(**inputs)
     return watch.found
 
 

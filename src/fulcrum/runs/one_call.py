@@ -36,8 +36,8 @@ def train(
         result = fulcrum.train(data="mnist", epsilon=1.64, parties=10, rounds=200)
         result.metrics, result.epsilon, result.model
 
-    data: a source's name, or a `Dataset` (`fulcrum.data.from_arrays` makes one). model: a name, the settings of one as a
-    dict, or an nn.Module whose weights are the public start. Other names are those of the command line and the
+    data: a source's name, or a `Dataset` (`fulcrum.data.from_arrays` makes one). model: a name, a dict of [model]
+    settings, or an nn.Module whose weights are the public start. Other names are those of the command line and the
     settings file: method, epsilon, delta, parties, rounds, lr, kappa, or whole sections such as
     train={"server": "adam"}. settings: ready-made ones instead of names. out: a new folder for
     the run. on_round is called with each RoundResult; observers observe the run (`fulcrum.Observer`).
@@ -88,7 +88,7 @@ def resolve_keywords(
         )
         raise ModelError(f"model is {what}; hand over a torch.nn.Module, or the name of a model.")
     if model is not None:
-        words["model"] = type(module).__name__ if module else model
+        words["model"] = model if module is None else type(module).__name__
     if settings is None:
         from fulcrum.settings import files as settings_file
 
