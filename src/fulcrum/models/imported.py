@@ -132,7 +132,7 @@ def build_transformers(
         if has_weights:
             made: nn.Module
             given = {"config": config, "local_files_only": True, "ignore_mismatched_sizes": True}
-            with _quiet(library):
+            with quiet_library(library):
                 made, told = auto.from_pretrained(
                     folder, attn_implementation="eager", output_loading_info=True, **given
                 )
@@ -151,7 +151,7 @@ def build_transformers(
 
 
 @contextlib.contextmanager
-def _quiet(library: Any) -> Iterator[None]:
+def quiet_library(library: Any) -> Iterator[None]:
     """Without the library's progress bar and load report; a note says what matters of it."""
     level = library.logging.get_verbosity()
     library.logging.set_verbosity_error()

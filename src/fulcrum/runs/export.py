@@ -14,7 +14,7 @@ import importlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fulcrum.data.records import ModelInputs
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.models.checkpoints import read_origin
+from fulcrum.models.imported import quiet_library
 from fulcrum.models.plain import list_complete_weights
 from fulcrum.models.prepared import take_outputs
 from fulcrum.runs import folder as record
@@ -45,14 +46,24 @@ Writer = Callable[[TrainedModel, nn.Module, Path], Runner]
 class OneOutput(nn.Module):
     """A network whose result is one tensor: those of transformers return an object."""
 
-    def __init__(self, network: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network, self.names = network, names
+        self.network = network
 
-    def forward(self, *inputs: Tensor) -> Any:
-        if self.names:
-            return take_outputs(self.network(**dict(zip(self.names, inputs, strict=True))))
-        return take_outputs(self.network(*inputs))
+    def run(self, *args: Tensor, **named: Tensor) -> Any:
+        """The network's predictions."""
+        return take_outputs(self.network(*args, **named))
+
+
+def make_one_output(network: nn.Module, names: Sequence[str]) -> nn.Module:
+    """The network with one tensor as its result, and a forward with the inputs' names: exporters read its signature."""
+    odd = [name for name in names if not name.isidentifier()]
+    if odd:
+        raise RunError(f"the input {odd[0]!r} cannot be an argument's name; use --to torch or safetensors.")
+    given = ", ".join(f"{name}={name}" for name in names) or "x"
+    made: dict[str, Any] = {}
+    exec(f"def forward(self, {', '.join(names) or 'x'}):\n    return self.run({given})", made)
+    return type("Network", (OneOutput,), {"forward": made["forward"]})(network).eval()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -73,9 +84,9 @@ def export_model(trained: TrainedModel, form: str, out: Path) -> Exported:
         if path.exists():
             raise RunError(f"{path} exists; choose another --out, or remove it.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    network = OneOutput(trained.model, tuple(trained.list_inputs())).eval()
+    network = make_one_output(trained.model, trained.list_inputs())
     try:
-        with _without_warnings(), torch.no_grad():
+        with _without_warnings(trained.model), torch.no_grad():
             run = EXPORTERS[form](trained, network, out)
             _compare(trained, form, run)
     except BaseException:
@@ -100,10 +111,12 @@ def _compare(trained: TrainedModel, form: str, run: Runner) -> None:
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def _without_warnings(model: nn.Module) -> Iterator[None]:
     """Exporters of PyTorch warn of their own future; what matters is compared afterwards."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
+        if hasattr(model, "save_pretrained"):
+            stack.enter_context(quiet_library(importlib.import_module("transformers")))
         yield
 
 
@@ -155,31 +168,16 @@ def write_torchscript(trained: TrainedModel, network: nn.Module, out: Path) -> R
     made: Any
     try:
         if names:
-            raise NotImplementedError  # keywords are kept by a trace of the network itself
+            raise NotImplementedError  # the networks of transformers return objects, which TorchScript does not know
         made = torch.jit.script(trained.model)
     except Exception:
         try:
-            if names:
-                named = _NamedOutput(trained.model).eval()
-                made = torch.jit.trace(named, example_kwarg_inputs=dict(inputs), check_trace=False)
-            else:
-                made = torch.jit.trace(network, _list_tensors(inputs), check_trace=False)
+            made = torch.jit.trace(network, _list_tensors(inputs), check_trace=False)
         except Exception as error:
             raise _explain("torchscript", error) from error
     made.save(str(out))
     again = torch.jit.load(str(out))
     return lambda x: take_outputs(again(x) if isinstance(x, Tensor) else again(**x))
-
-
-class _NamedOutput(nn.Module):
-    """A network with named inputs whose result is one tensor."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, **inputs: Tensor) -> Any:
-        return take_outputs(self.network(**inputs))
 
 
 def write_program(trained: TrainedModel, network: nn.Module, out: Path) -> Runner:
@@ -190,11 +188,10 @@ def write_program(trained: TrainedModel, network: nn.Module, out: Path) -> Runne
     examples = torch.export.Dim("examples", min=1, max=2**16)
     try:
         if isinstance(inputs, Tensor):
-            made = torch.export.export(network, (inputs,), dynamic_shapes={"inputs": ({0: examples},)})
+            made = torch.export.export(network, (inputs,), dynamic_shapes=({0: examples},))
         else:
-            named = _NamedOutput(trained.model).eval()
-            shapes = {"inputs": {name: {0: examples} for name in inputs}}
-            made = torch.export.export(named, (), kwargs=dict(inputs), dynamic_shapes=shapes)
+            shapes = {name: {0: examples} for name in inputs}
+            made = torch.export.export(network, (), kwargs=dict(inputs), dynamic_shapes=shapes)
         torch.export.save(made, str(out))
     except Exception as error:
         raise _explain("program", error) from error
@@ -219,7 +216,7 @@ def write_onnx(trained: TrainedModel, network: nn.Module, out: Path) -> Runner:
             str(out),
             input_names=names,
             output_names=["outputs"],
-            dynamic_shapes={"inputs": tuple({0: examples} for _ in names)},
+            dynamic_shapes=tuple({0: examples} for _ in names),
             dynamo=True,
             external_data=False,
             verbose=False,
@@ -244,12 +241,15 @@ def write_transformers(trained: TrainedModel, network: nn.Module, out: Path) -> 
     model: Any = trained.model
     if not callable(getattr(model, "save_pretrained", None)):
         raise RunError("--to transformers is for networks of transformers; use torch, safetensors or torchscript.")
-    model.save_pretrained(str(out))
+    library = importlib.import_module("transformers")
+    with quiet_library(library):
+        model.save_pretrained(str(out))
     for name in TOKENIZER_FILES:
         if (trained.folder / TRANSFORMERS_FOLDER / name).is_file():
             shutil.copyfile(trained.folder / TRANSFORMERS_FOLDER / name, out / name)
     (out / "fulcrum.json").write_text(json.dumps({"sha256": trained.sha256}))
-    again = type(model).from_pretrained(out, local_files_only=True, attn_implementation="eager").eval()
+    with quiet_library(library):
+        again = type(model).from_pretrained(out, local_files_only=True, attn_implementation="eager").eval()
     return TrainedModel(trained.folder, again, trained.facts, trained.settings, trained.task).outputs
 
 

@@ -28,6 +28,7 @@ from fulcrum.data.tasks import Task, make_task
 from fulcrum.errors import FulcrumError, RunError
 from fulcrum.models.build import build_network
 from fulcrum.models.checkpoints import ORIGIN_KEY, WeightOrigin
+from fulcrum.models.imported import quiet_library
 from fulcrum.models.norms import convert_norms
 from fulcrum.models.plain import compute_model_hash, list_complete_weights, make_plain_model
 from fulcrum.models.prepared import take_outputs
@@ -116,7 +117,7 @@ def write_transformers_files(folder: Path, model: Any, settings: Model) -> None:
     if not callable(getattr(config, "to_json_string", None)):
         return
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(config.to_json_string(use_diff=False))
+    (folder / "config.json").write_text(config.to_json_string())
     source = Path(settings.name.removeprefix("transformers:"))
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
@@ -272,7 +273,8 @@ def _rebuild_transformers(folder: Path, facts: Mapping[str, Any]) -> nn.Module:
     if not hasattr(library, kind):
         raise RunError(f"the model of {folder} is a {facts['class']}, which transformers {library.__version__} lacks.")
     config = library.AutoConfig.from_pretrained(folder / TRANSFORMERS_FOLDER, local_files_only=True)
-    made: nn.Module = getattr(library, kind)._from_config(config, attn_implementation="eager")
+    with quiet_library(library):
+        made: nn.Module = getattr(library, kind)._from_config(config, attn_implementation="eager")
     return made
 
 
