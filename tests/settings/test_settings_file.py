@@ -380,6 +380,7 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
         assert set(list_choices(path)) == set(registry) | special.get(path, set()), path
     others = {
         "model.coordinates",
+        "model.norm",
         "clip.groups",
         "clip.phi",
         "clip.reading",

@@ -101,11 +101,6 @@ class RunFolder:
         for old in sorted(folder.glob("round-*.safetensors"))[:-CHECKPOINTS_KEPT]:
             old.unlink()
 
-    def write_model_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write the trained weights under their own names to model.safetensors."""
-        kept = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
-        write_file_atomically(self.path / "model.safetensors", save(kept))
-
     def load_last_snapshot(self, device: torch.device) -> Snapshot | None:
         """The newest readable checkpoint, or None where there is none."""
         for file in sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True):

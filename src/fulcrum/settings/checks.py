@@ -30,6 +30,8 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "task.threshold": (0, True, 1, True),
     "model.temper_temperature": (0, False, math.inf, False),
     "model.whiten": (0, False, 0.5, True),
+    "model.lora": (0, True, math.inf, False),
+    "model.lora_alpha": (0, True, math.inf, False),
     "train.rounds": (1, True, math.inf, False),
     "train.participation": (0, False, 1, True),
     "train.min_parties": (1, True, math.inf, False),

@@ -171,7 +171,8 @@ class Model:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     name: str = "auto"
-    """auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn (on scattering features), or package.module:factory."""
+    """auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn (on scattering features), torchvision:NAME, timm:NAME,
+    transformers:FOLDER (a local folder with config.json), or package.module:factory."""
     activation: str = "relu"
     """relu, tanh, or tempered (a tempered sigmoid; 2 sigmoid(2x) - 1 is tanh)."""
     temper_scale: float = 2.0
@@ -180,8 +181,9 @@ class Model:
     hidden: tuple[int, ...] = (64,)
     """Widths of the mlp's hidden layers."""
     init: str = "random"
-    """Public initial weights: random; synthetic (CNNs only, pretrained on images made from formulas); or
-    an .npz or .safetensors file. Layers that are not in the file are random."""
+    """Public initial weights: random; synthetic (CNNs only, pretrained on images made from formulas); an .npz,
+    .safetensors or torch file; a folder with weights; or the folder of an earlier run, whose spend is then added up.
+    Layers that are not in the file are random."""
     coordinates: str = "plain"
     """Coordinates in which the network is trained: plain; centred (the input of every layer minus its mean over
     synthetic images, so that the mean does not dominate the clipped norm); whitened (centred, and the inputs of inner
@@ -190,6 +192,22 @@ class Model:
     whiten: float = 0.5
     """Whitening power for whitened coordinates: inputs are multiplied by their covariance to the power of minus this
     value. 0.5: full whitening. Smaller values whiten less and add less noise in directions of small variance."""
+    norm: str = "keep"
+    """What becomes of BatchNorm, which mixes the examples of a batch: keep (then it is refused); group, layer or
+    instance (a norm of each example alone, with the weights carried over); frozen (its running statistics and weights
+    stay as they are)."""
+    train: str = "auto"
+    """Which parameters train; the others are frozen, and public. auto (those that the model has not frozen; with
+    model.lora: adapters and head), all, head, bias, lora, or patterns of names such as "encoder.layer.3.*"; several
+    separated by commas. Only what trains is clipped, noised, sent and counted."""
+    lora: int = 0
+    """Rank of low-rank adapters on linear layers (LoRA); 0: none. They are merged into the weights at the end."""
+    lora_alpha: float = 0.0
+    """Scale of the adapters times their rank; 0: the rank, a scale of 1."""
+    lora_targets: tuple[str, ...] = ()
+    """Patterns of the names of layers that get adapters; empty: every linear layer but the head."""
+    arguments: dict[str, bool | int | float | str] = field(default_factory=dict, hash=False)
+    """Further arguments of the model's factory, by name: {"depth" = 4}."""
 
 
 @dataclass(frozen=True)
