@@ -11,6 +11,7 @@ from fulcrum.cli import show, view
 from fulcrum.cli.options import DebugOption, JsonOption, with_settings
 from fulcrum.clipping.rule import gradient_multiplier
 from fulcrum.errors import ConfigError
+from fulcrum.privacy.evaluation import describe_evaluation
 from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.settings.schema import Settings
 
@@ -55,7 +56,8 @@ def plan(
     left = api.list_ledger_balances(federation)
     if as_json:
         of_ledger = {"ledger": {name: vars(balance) for name, balance in left.items()}} if left else {}
-        view.print_json({**made.to_json(dim), **describe_engine(federation), **of_ledger})
+        scored = {} if federation.evaluation is None else {"evaluation": describe_evaluation(federation.evaluation)}
+        view.print_json({**made.to_json(dim), **describe_engine(federation), **scored, **of_ledger})
         return
     for warning in [*show.collect_run_warnings(federation), *short]:
         view.print_message(f"warning: {warning}")
@@ -83,6 +85,13 @@ def plan(
         f"{'update' if made.has_trusted_server else 'gradient'} over its {dim:,} parameters, as a multiple of the "
         "clipping norm; along v, its part in any one direction."
     )
+    if federation.evaluation is not None:
+        terms = federation.evaluation
+        view.print_line(
+            f"evaluation  {terms.units} held-out {unit}s pay epsilon {terms.epsilon:g} at delta {terms.delta:g} for "
+            f"{terms.releases} release{'s' if terms.releases > 1 else ''} of {terms.form.columns} numbers per party "
+            f"with sigma {view.format_value(terms.sigma)}: {terms.form.words}"
+        )
     print_engine_lines(describe_engine(federation))
     if left:
         print_ledger_balances(settings.run.ledger, left, made.rounds)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fulcrum.data.records import ModelInputs, Records, count_examples, list_input_tensors, map_inputs
 from fulcrum.data.tasks import Task, make_task, shift_tokens
-from fulcrum.data.tasks.builtin import DTYPE_KIND_NAMES, AnyArray, to_numpy_array
+from fulcrum.data.tasks.arrays import DTYPE_KIND_NAMES, AnyArray, to_numpy_array
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.rng import numpy_generator
 from fulcrum.settings.schema import TaskSettings

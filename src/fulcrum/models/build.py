@@ -120,9 +120,12 @@ def _to_int_shape(shape: InputShape | Mapping[str, InputShape]) -> InputShape | 
 
 def _apply_initial_weights(model: nn.Module, settings: config.Model, name: str) -> nn.Module:
     """The model with the weights named in the settings instead of random ones."""
-    found = {} if settings.init == "random" else priors.load_weights(settings.init, name, settings.activation)
+    if settings.init == priors.ZERO_INIT_NAME:
+        priors.set_to_zero(model)
+    drawn = settings.init in ("random", priors.ZERO_INIT_NAME)
+    found = {} if drawn else priors.load_weights(settings.init, name, settings.activation)
     weights, facts = priors.split_input_statistics(model, found)
-    if settings.init != "random":
+    if not drawn:
         priors.assign_weights(model, weights, settings.init)
     if settings.coordinates == "plain":
         return model

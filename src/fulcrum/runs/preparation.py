@@ -25,11 +25,12 @@ from fulcrum.models.own import check_outputs, suggest_integer_inputs
 from fulcrum.privacy.ledger import Ledger, RunPlan
 from fulcrum.privacy.plan import compute_affordable_rounds, make_plan
 from fulcrum.runs.choices import check_choices
+from fulcrum.runs.reference import check_reference
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.client_level import check_server_rule, make_local_problem
-from fulcrum.training.evaluate import check_private_evaluation, plan_evaluation
 from fulcrum.training.federation import Federation
+from fulcrum.training.held_out import check_private_evaluation, plan_evaluation
 from fulcrum.training.problem import TrainingProblem
 
 
@@ -44,6 +45,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     device = find_device(settings.run.device)
     dataset = load_training_data(settings, dataset, device)
     settings, dataset = resolve_data_settings(settings, dataset)
+    check_reference(settings, dataset)
     check_settings(settings)  # again: what "auto" chose must go with the other settings
     if not dataset.public and settings.clip.rule not in RULES:
         refuse_broken_rule(rule, settings.clip)

@@ -19,6 +19,7 @@ LATER_SETTINGS: dict[str, dict[str, Any]] = {
     "clip": {"options": {}},
     "data": {"feature_whiten": 0.0, "public": False},
     "model": {"coordinates": "plain", "whiten": 0.5},
+    "task": {"choose_threshold": "none", "class_balance": (), "imbalance": "none"},
     "privacy": {"seed": None, "arithmetic": "auto", "evaluation_epsilon": None, "budget_delta": None},
 }
 """Settings newer than stored results, with the value those results used: at that value they are not in the id."""

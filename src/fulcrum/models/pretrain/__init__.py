@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fulcrum.errors import ModelError
 from fulcrum.models.whitening import MEAN_SUFFIX, MIX_SUFFIX
 
 WEIGHTS_FOLDER = Path(__file__).parent
 SYNTHETIC_INIT_NAME = "synthetic"
+ZERO_INIT_NAME = "zeros"
 
 
 def find_shipped_weights(model: str, activation: str) -> Path:
@@ -40,13 +41,28 @@ def load_weights(init: str, model: str, activation: str) -> dict[str, Tensor]:
         )
     readers = {".npz": _read_npz, ".safetensors": _read_safetensors}
     if file.suffix not in readers:
-        raise ModelError(f"model.init = {init!r} is not known; use random, painted, or an .npz or .safetensors file.")
+        raise ModelError(
+            f"model.init = {init!r} is not known; use random, zeros, painted, or an .npz or .safetensors file."
+        )
     if not file.is_file():
         raise ModelError(f"model.init = {init!r}: there is no such file.")
     try:
         return readers[file.suffix](file)
     except Exception as error:
         raise ModelError(f"model.init = {init!r} cannot be read as {file.suffix}: {error}.") from error
+
+
+def set_to_zero(model: nn.Module) -> None:
+    """Sets all parameters of a model of one layer to 0; ModelError for a deeper one, which would not learn."""
+    layers = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    if len(layers) > 1:
+        raise ModelError(
+            f"model.init = 'zeros' is for models of one layer, and this one has {len(layers)} ({', '.join(layers[:3])}"
+            f"{', ...' if len(layers) > 3 else ''}), which would never learn from zeros; use random."
+        )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
 
 
 def _read_npz(file: Path) -> dict[str, Tensor]:
