@@ -68,6 +68,7 @@ def plan(
         return
     for warning in [*show.collect_run_warnings(federation), *short]:
         view.print_message(f"warning: {warning}")
+    show.print_own_notes(federation.problem.dataset)
     if made.has_trusted_server:
         view.print_table(add_accountant_columns(CLIENT_LEVEL_COLUMNS, made), make_server_rows(made, dim))
     else:
