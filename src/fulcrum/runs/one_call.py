@@ -41,8 +41,8 @@ def train(
 
     data: a source's name or path; a `Dataset` (`fulcrum.data.from_arrays` makes one); a pandas, polars or Arrow table,
     with schema= (a file, or a `fulcrum.data.Schema`); a torch Dataset; or a generator of records. model: a name, a dict
-    of [model] settings, or an nn.Module whose weights are the public start. Other names are those of the command line and
-    the settings file: method, epsilon, delta, parties, rounds, lr, kappa, or whole sections such as
+    of [model] settings, or an nn.Module whose weights are the public start. Other names are those of the command
+    line and the settings file: method, epsilon, delta, parties, rounds, lr, kappa, or whole sections such as
     train={"server": "adam"}. settings: ready-made ones instead of names. out: a new folder for
     the run. on_round is called with each RoundResult; observers observe the run (`fulcrum.Observer`).
     """

@@ -35,15 +35,16 @@ from fulcrum.models.own import (
     validate_prepared,
 )
 from fulcrum.models.prepared import prepare_model, refuse_odd_module
-from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME
+from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME, ZERO_INIT_NAME
 from fulcrum.privacy.ledger import Ledger, RunPlan
 from fulcrum.privacy.plan import compute_affordable_rounds, make_plan
 from fulcrum.runs.choices import check_choices
+from fulcrum.runs.reference import check_reference
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.client_level import check_server_rule, make_local_problem
-from fulcrum.training.evaluate import check_private_evaluation, plan_evaluation
 from fulcrum.training.federation import Federation
+from fulcrum.training.held_out import check_private_evaluation, plan_evaluation
 from fulcrum.training.problem import TrainingProblem
 
 
@@ -58,6 +59,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     device = find_device(settings.run.device)
     dataset = load_training_data(settings, dataset, device)
     settings, dataset = resolve_data_settings(settings, dataset)
+    check_reference(settings, dataset)
     check_settings(settings)  # again: what "auto" chose must go with the other settings
     if not dataset.public and settings.clip.rule not in RULES:
         refuse_broken_rule(rule, settings.clip)
@@ -235,7 +237,11 @@ def adapt_given_model(settings: Settings, given: nn.Module, notes: list[str]) ->
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise ModelError(f"model is {what}; hand over a torch.nn.Module, or name a factory package.module:factory.")
     refuse_odd_module(given)
-    from_file = settings.model.init not in ("random", SYNTHETIC_INIT_NAME)  # those are for models that we make
+    from_file = settings.model.init not in (
+        "random",
+        SYNTHETIC_INIT_NAME,
+        ZERO_INIT_NAME,
+    )  # our models
     if from_file or hasattr(given, "config"):
         given = copy.deepcopy(given)
     if from_file:
