@@ -249,4 +249,7 @@ def _release_rows(
     if exact:
         chosen = clipped if exact == list(range(len(clipped))) else clipped[exact]
         found = release_rows_on_grid(chosen, [scales[i] for i in exact], streams)
-        target[exact] = torch.stack([release.values for release in found]).float()
+        if len(exact) == 1:
+            target[exact[0]] = found[0].floats
+        else:
+            target[exact] = torch.stack([release.floats for release in found])
