@@ -14,6 +14,7 @@ import torch
 from torch import _VF, Tensor
 from torch.nn import functional as F
 
+from fulcrum.gradients.call_plan import Axis
 from fulcrum.gradients.outer_products import LinearGrad, WeightGradCost
 from fulcrum.gradients.param_grads import MaterialisedGrad
 from fulcrum.gradients.uses import ParameterUse, UseRecorder, register_function_rule
@@ -125,7 +126,9 @@ def _take_apart(
     if len(params) != each * layers * (2 if bidirectional else 1):
         raise recorder.refuse("a recurrent layer with a projection", *used)
     x = input if batch_first else input.transpose(0, 1)
-    recorder.require_rows(used, x)
+    axis = recorder.find_axis(input)
+    if not isinstance(axis, Axis) or axis.dim != (0 if batch_first else 1):
+        raise recorder.refuse("a recurrent layer over the batch", *used)
     return x, [list(params[n : n + each]) for n in range(0, len(params), each)]
 
 
