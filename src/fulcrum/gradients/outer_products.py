@@ -46,6 +46,9 @@ WRITE_READ_COST = 20
 LARGE_ENTRIES = {2**16: 2, 2**17: 5}
 """Gradients of more entries than these do not stay in a CPU's cache: each entry costs so many times as much."""
 
+SHIFTED_SCRATCH = {"cpu": 2**20, "cuda": 2**28}
+"""Maximum bytes of images with zeros around them, and of their gradients, at a time."""
+
 SHIFTED_CHANNELS = 8
 """Channels from which a CPU multiplies shifted images in place of patches: with fewer the products are too small."""
 
@@ -402,14 +405,20 @@ def _multiply_shifted(part: ConvGrad) -> BlockedGrad:
     positions = (tall - 1) * wide + across
     blocks = part.g.new_empty((kh * kw, len(part.g), outputs, channels))
     each = part.g.element_size() * wide * (height * channels + tall * outputs)
-    for start, stop in scratch_ranges(len(part.g), each, part.g.device):
-        a = F.pad(part.a[start:stop].permute(0, 2, 3, 1), (0, 0, pw, pw, ph, ph)).reshape(stop - start, -1, channels)
-        g = F.pad(part.g[start:stop].permute(0, 2, 3, 1), (0, 0, 0, wide - across)).reshape(stop - start, -1, outputs)
-        slopes = g[:, :positions].transpose(1, 2)
+    ranges = list(scratch_ranges(len(part.g), each, part.g.device, SHIFTED_SCRATCH))
+    most = max(stop - start for start, stop in ranges)
+    images = part.a.new_zeros((most, height, wide, channels))
+    slopes = part.g.new_zeros((most, tall, wide, outputs))
+    inside = images[:, ph : height - ph, pw : wide - pw]
+    rows, columns = images.flatten(1, 2), slopes.flatten(1, 2)[:, :positions].transpose(1, 2)
+    for start, stop in ranges:  # what is around stays zero
+        count = stop - start
+        inside[:count].copy_(part.a[start:stop].permute(0, 2, 3, 1))
+        slopes[:count, :, :across].copy_(part.g[start:stop].permute(0, 2, 3, 1))
         for y in range(kh):
             for x in range(kw):
-                first = y * wide + x
-                torch.bmm(slopes, a[:, first : first + positions], out=blocks[y * kw + x, start:stop])
+                seen = rows[:count, y * wide + x : y * wide + x + positions]
+                torch.bmm(columns[:count], seen, out=blocks[y * kw + x, start:stop])
     return BlockedGrad(blocks.flatten(2), EntryOrder((kh, kw, outputs, channels), (2, 3, 0, 1)))
 
 
