@@ -80,7 +80,7 @@ def test_what_is_noted_is_decided_in_arbitrary_precision(monkeypatch: pytest.Mon
     source, key, x = SeededRandomness(6), ("noise", 0, 0, 0), sums(41)
     sure = release_on_grid(x, 0.3, source, key)
     monkeypatch.setattr(host_noise, "NEAR", 0.5)
-    monkeypatch.setattr(exact_noise, "compute_margin", lambda x, *given: torch.ones_like(x))
+    monkeypatch.setattr(exact_noise, "compute_margin", lambda x, *given: np.ones_like(x))
     decided: list[float] = []
     decide = exact_noise.decide_in_high_precision
 

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fulcrum.privacy import host_noise
 from fulcrum.rng import CipherRandomness, StreamKey
 from fulcrum.rng.chacha import Nonce, draw_many_words, open_stream
-from fulcrum.rng.normals import NormalDraws, bound_error, count_normal_words, words_to_normals
+from fulcrum.rng.normals import NormalDraws, Numbers, bound_error, count_normal_words, words_to_normals
 
 GRID_BITS = 20
 """The grid is 2^-20 times the noise's standard deviation s, rounded down to a power of two: 2^20 <= s / g < 2^21. The
@@ -109,10 +110,10 @@ def _release_on_host(clipped: Tensor, scale: float, stream: tuple[CipherRandomne
     noted = host_noise.round_on_host(x, scale, grid, place, units, torch.get_num_threads())
     if not len(noted.place):
         return GridRelease(units, grid)
-    where, rounded, away, t, radius = map(torch.from_numpy, noted)
-    uniform = torch.where(t >= 0, t, 0.5)
-    margin = compute_margin(x[where].double(), rounded.abs() + 1.0, scale, grid, radius, uniform)
-    for j in where[away >= 0.5 - margin].tolist():
+    uniform = np.where(noted.t >= 0, noted.t, 0.5)
+    near = x.numpy()[noted.place].astype(np.float64)
+    margin = compute_margin(near, abs(noted.rounded) + 1.0, scale, grid, noted.radius, uniform)
+    for j in noted.place[~(noted.away < 0.5 - margin)].tolist():
         units[j] = _decide(float(x[j]), scale, grid, stream, _read_pair(*place, j % half, half), j, half)
     return GridRelease(units, grid)
 
@@ -176,16 +177,18 @@ def round_with_margin(
     rounded = torch.round(exact)
     away = (exact - rounded).abs_()
     radius, uniform = (torch.cat([value, value], dim=-1)[..., : x.shape[-1]] for value in (draws.radius, draws.uniform))
-    doubtful = away >= 0.5 - compute_margin(x, exact, scale, grid, radius, uniform)
+    doubtful = ~(away < 0.5 - compute_margin(x, exact, scale, grid, radius, uniform))
     return rounded.masked_fill_(doubtful, 0).to(torch.int64), doubtful
 
 
 def compute_margin(
-    x: Tensor, exact: Tensor, scale: float | Tensor, grid: float | Tensor, radius: Tensor, uniform: Tensor
-) -> Tensor:
-    """How far float64's (x + scale N) / grid may be from the true one; 1 where no bound holds."""
-    margin = bound_error(radius, uniform) * (scale / grid) + 2.0**-50 * (1.0 + exact.abs() + x.abs() / grid)
-    return torch.nan_to_num(margin, nan=1.0, posinf=1.0)
+    x: Numbers, exact: Numbers, scale: float | Tensor, grid: float | Tensor, radius: Numbers, uniform: Numbers
+) -> Numbers:
+    """How far float64's (x + scale N) / grid may be from the true one; not a number, or infinite, where no bound holds.
+
+    Tensors or NumPy's arrays. A coordinate is sure of its integer where away < 0.5 - margin, and nowhere else.
+    """
+    return bound_error(radius, uniform) * (scale / grid) + 2.0**-50 * (1.0 + abs(exact) + abs(x) / grid)
 
 
 # --- arbitrary precision ------------------------------------------------------------------------

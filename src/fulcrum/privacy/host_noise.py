@@ -44,8 +44,8 @@ SMALLEST_RADIUS = math.sqrt(-2 * math.log1p(-SMALLEST_USUAL)) * (1 + 2.0**-20)
 """Radii of usual pairs lie between these two."""
 
 
-MIDDLE, MIDDLE_ANGLE = (torch.tensor(value, dtype=torch.float64) for value in (2.0**-65, math.pi * 2.0**-64))
-"""What the further bits add to t and to the angle on average."""
+MIDDLE = torch.tensor(2.0**-65, dtype=torch.float64)
+"""What the further bits add to a word's 64 on average."""
 
 
 class Noted(NamedTuple):
@@ -91,36 +91,49 @@ def _round_pairs(
     half = -(-len(x) // 2)
     size = min(PAIRS_AT_ONCE, len(pairs))
     ratio = scale / grid
+    alone = size == half  # all pairs are one block: cosines and sines, and their words, stand side by side
     read_first = open_stream(*stream, pairs.start)
-    read_second = read_first if size == half else open_stream(*stream, half + pairs.start)
-    words = torch.empty(size, dtype=torch.int64)
-    pair_numbers = torch.empty((3, size), dtype=torch.float64)
-    numbers = torch.empty((3, 2 * size), dtype=torch.float64)
-    numbers[1].zero_()  # where a sum has no coordinate, in the last pair of an odd number
+    read_second = read_first if alone else open_stream(*stream, half + pairs.start)
+    words = torch.empty(2 * size, dtype=torch.int64)
+    numbers = torch.empty((5, 2 * size), dtype=torch.float64)
+    numbers[3].zero_()  # where a sum has no coordinate, in the last pair of an odd number
     found: list[Noted] = []
     for start in range(pairs.start, pairs.stop, size):
         n = min(size, pairs.stop - start)
-        seen, (t, reach, angle) = words[:n], pair_numbers[:, :n]
-        wave, exact, rounded = (values[: 2 * n].view(2, n) for values in numbers)
+        uniform, reach, wave, exact, rounded = (values[: 2 * n].view(2, n) for values in numbers)
+        if alone:
+            read_first(words)
+            places: tuple[slice, ...] = (slice(0, len(x)),)
+        else:
+            read_first(words[:n])
+            read_second(words[n : 2 * n])
+            places = (slice(start, start + n), slice(half + start, min(half + start + n, len(x))))
+        torch.add(MIDDLE, uniform.copy_(words[: 2 * n].view(2, n)), alpha=2.0**-64, out=uniform)
         # The radius in grid units, s R / g: see `words_to_normals`. U - 1 is t - 1 for t > 0 and t for t < 0.
-        read_first(seen)
-        torch.add(MIDDLE, t.copy_(seen), alpha=2.0**-64, out=t)
-        torch.sub(t, torch.ceil(t, out=reach), out=reach).clamp_min_(2.0**-53 - 1.0)
-        torch.log1p(reach, out=reach).mul_(-2.0 * ratio * ratio).sqrt_()
-        read_second(seen)
-        torch.add(MIDDLE_ANGLE, angle.copy_(seen), alpha=math.pi * 2.0**-63, out=angle)
+        t, turns = uniform
+        radius, angle = reach
+        torch.sub(t, torch.ceil(t, out=radius), out=radius).clamp_min_(2.0**-53 - 1.0)
+        torch.log1p(radius, out=radius).mul_(-2.0 * ratio * ratio).sqrt_()
+        torch.mul(turns, 2 * math.pi, out=angle)
         torch.cos(angle, out=wave[0])
         torch.sin(angle, out=wave[1])
-        places = (slice(start, start + n), slice(half + start, min(half + start + n, len(x))))
-        for row, place in zip(exact, places, strict=True):
-            row[: place.stop - place.start].copy_(x[place])
-        torch.addcmul(exact.mul_(1.0 / grid), wave, reach, out=exact)
+        _copy_places(exact, x, places, n, into=True)
+        torch.addcmul(exact.mul_(1.0 / grid), wave, radius, out=exact)
         torch.round(exact, out=rounded)
-        for row, place in zip(rounded, places, strict=True):
-            units[place].copy_(row[: place.stop - place.start])
-        away = exact.sub_(rounded).abs_()
-        found += _note(start, half, len(x), ratio, t, reach, rounded, away)
+        _copy_places(rounded, units, places, n, into=False)
+        found += _note(start, half, len(x), ratio, t, radius, rounded, exact.sub_(rounded).abs_())
     return found
+
+
+def _copy_places(block: Tensor, whole: Tensor, places: Sequence[slice], n: int, into: bool) -> None:
+    """Copy the coordinates at `places` of `whole` [m] into a block [2, n], or out of it."""
+    flat = block.view(-1)
+    for number, place in enumerate(places):
+        part = flat[number * n : number * n + place.stop - place.start]
+        if into:
+            part.copy_(whole[place])
+        else:
+            whole[place].copy_(part)
 
 
 def _note(
