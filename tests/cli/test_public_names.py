@@ -19,6 +19,7 @@ from fulcrum.cli import app
 SOURCE = Path(__file__).parents[2] / "src"
 NAMES = {
     "Dataset",
+    "Forecast",
     "FulcrumError",
     "InputError",
     "Observer",
@@ -27,6 +28,7 @@ NAMES = {
     "Settings",
     "__version__",
     "execute",
+    "plan",
     "prepare",
     "resume",
     "rounds",
@@ -56,6 +58,8 @@ SETTINGS = {
     "--arithmetic",
     "--private-seed",
     "--public",
+    "--schema",
+    "--withdrawn",
     "--engine",
     "--device",
     "--ledger",
@@ -69,10 +73,13 @@ COMMANDS = {
     "resume": {"folder", "--observe", "--repeat", "--json", "--quiet", "-q", "--debug"},
     "show": {"folder", "--json", "--debug"},
     "init": {"path", "--debug"},
-    "plan": SETTINGS | {"--for-epsilon", "--json", "--debug"},
+    "plan": SETTINGS | {"--for-epsilon", "--timing", "--json", "--debug"},
     "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--json", "--debug"},
     "data list": {"--data-dir", "--json", "--debug"},
     "data fetch": {"names", "--data-dir", "--mirror", "--json", "--quiet", "-q", "--debug"},
+    "data describe": {"table", "--target", "--out", "--public", "--regression", "--query", "--delimiter"}
+    | {"--json", "--debug"},
+    "data changes": SETTINGS | {"--person", "--json", "--debug"},
     "data verify": {"names", "--data-dir", "--json", "--debug"},
     "ledger": {"path", "--party", "--budget", "--verify", "--json", "--debug"},
     "methods": {"--json", "--debug"},
@@ -94,7 +101,19 @@ COMMANDS = {
     "serve": SETTINGS
     | {"--keys", "--listen", "--certificate", "--private-key", "--insecure", "--simulation", "--deadline", "--wait"}
     | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"},
-    "party": {"--data", "--server", "--key", "--ledger", "--ca", "--terms", "--home", "--statement", "--until-done"}
+    "party": {
+        "--data",
+        "--schema",
+        "--withdrawn",
+        "--server",
+        "--key",
+        "--ledger",
+        "--ca",
+        "--terms",
+        "--home",
+        "--statement",
+        "--until-done",
+    }
     | {"--simulation", "--insecure", "--device", "--quiet", "-q", "--debug"},
     "terms": SETTINGS | {"--party", "--budget", "--classes", "--out", "--debug"},
     "certs": {"folder", "--host", "--party", "--debug"},

@@ -174,7 +174,8 @@ def test_set_without_a_value_says_how(text):
         ({"epsilon": 3}, "epsilon is not a setting; did you mean privacy.epsilon?"),
         (
             {"zzz": 3},
-            "zzz is not a setting; choose from data, task, model, train, clip, privacy, client_level, run, method.",
+            "zzz is not a setting; choose from data, table, images, task, model, train, clip, privacy, client_level, "
+            "run, method.",
         ),
         ({"train": 5}, "train = 5 is a whole number; it must be a section, [train]."),
         ({"train": {"rounds": "5"}}, 'train.rounds = "5" is text; it must be a whole number.'),

@@ -15,6 +15,7 @@ from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.study.records import StudyScore, get_record_metrics, get_record_score
 
 if TYPE_CHECKING:
+    from fulcrum.data import Dataset
     from fulcrum.training.federation import Federation
 
 NOMINAL_NOTE = "nominal: this rule looks at private values to set C, so no epsilon holds"
@@ -231,6 +232,12 @@ def format_C_course(C: Sequence[Any]) -> str:
 def collect_run_warnings(federation: Federation) -> list[str]:
     """What a user must know before trusting the run."""
     return [*federation.problem.dataset.warnings, *federation.plan.warnings]
+
+
+def print_own_notes(dataset: Dataset, quiet: bool = False) -> None:
+    """What follows from private values, for whoever holds the data: on this terminal alone, and stored nowhere."""
+    for note in dataset.own_notes:
+        view.print_message(f"only you see this: {note}", quiet)
 
 
 def methods(as_json: JsonOption = False, debug: DebugOption = False) -> None:

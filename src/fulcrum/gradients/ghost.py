@@ -36,7 +36,7 @@ from fulcrum.gradients.rounding import (
     to_norm_table,
 )
 from fulcrum.gradients.tape import check_loss_per_example, find_finite_norms, stack_squares
-from fulcrum.gradients.uses import MAX_MATERIALISED_RATIO, UsePlan, UseRecorder
+from fulcrum.gradients.uses import MAX_MATERIALISED_RATIO, UsePlan, UseRecord, UseRecorder
 from fulcrum.models.layout import ParameterLayout
 
 # --- recording ------------------------------------------------------------------------------------
@@ -142,6 +142,23 @@ def _record_sequence(
     recorder.choose()
     sequence.backward_sequence(steps, g, lambda step, g: recorder.collect(numbers[id(step)], g))
     return recorder, losses
+
+
+def list_sequence_uses(program: GradProgram, tensors: tuple[Tensor, ...], x: Tensor) -> tuple[UseRecord, ...]:
+    """How a pass of a plain sequence uses each parameter, for a report."""
+    recorder = _UseRecorder(len(x), tensors)
+    _, steps = sequence.forward_sequence(program, sequence.prepare_weights(tensors, x.device), x)
+    used = [(step, step.node.site) for step in steps if step.node.site is not None]
+    numbers = [recorder.add_use(site, step.seen, step.elements, step.out) for step, site in used]
+    recorder.choose()
+    found = []
+    for number, (step, site) in zip(numbers, used, strict=True):
+        for n, (name, place) in enumerate(site.own.items()):
+            cost = site.kind.size(site.module, step.out) if site.kind and name == "weight" else None
+            written = cost is not None and number in recorder.written
+            held, passes_on = 0 if n else step.elements, step is not used[0][0]
+            found.append(UseRecord(place, type(site.module).__name__, cost, written, held, passes_on))
+    return tuple(found)
 
 
 # --- the tape -------------------------------------------------------------------------------------

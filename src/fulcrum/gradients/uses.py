@@ -122,6 +122,11 @@ class UseRecord:
     function: str
     cost: WeightGradCost | None
     materialised: bool
+    elements: int = 0
+    """Number of elements in the inputs that the call keeps and in its output, for all examples; with the call's first
+    parameter only."""
+    passes_on: bool = True
+    """Whether the gradient of the call's input is computed too."""
 
 
 class _GraphRoot(torch.autograd.Function):
@@ -153,6 +158,8 @@ class _Tap:
     """Inputs that the uses keep, with the version that they had: an in-place change would go unnoticed."""
     rows: Axis
     """How the rows of the output belong to examples."""
+    elements: int
+    """Number of elements in these inputs and in the output."""
 
 
 @dataclass(frozen=True)
@@ -274,11 +281,12 @@ class UseRecorder(TorchFunctionMode):
                 for use in kept
             )
         out = self._root(out)
-        self.elements += out.numel() + sum(value.numel() for value in inputs)
+        elements = out.numel() + sum(value.numel() for value in inputs)
+        self.elements += elements
         number = len(self._taps)
         targets = tuple((self._targets[id(use.parameter)], self._find_places(use.parameter)) for use in kept)
         versions = tuple((value, value._version) for value in inputs)
-        self._taps.append(_Tap(self._function, kept, targets, versions, self._rows))
+        self._taps.append(_Tap(self._function, kept, targets, versions, self._rows, elements))
         out.register_hook(lambda g: self._collect(number, g))
         return out
 
@@ -579,6 +587,8 @@ class UseRecorder(TorchFunctionMode):
     def list_uses(self) -> Iterator[UseRecord]:
         """What the forward pass saw; after `choose` and before the backward pass."""
         for number, tap in enumerate(self._taps):
+            passes_on = any(value.requires_grad for value, _ in tap.inputs)
             for n, (use, (_, places)) in enumerate(zip(tap.uses, tap.targets, strict=True)):
-                for place in places:
-                    yield UseRecord(place, tap.function, use.cost, (number, n) in self._written)
+                for m, place in enumerate(places):
+                    written, held = (number, n) in self._written, 0 if n or m else tap.elements
+                    yield UseRecord(place, tap.function, use.cost, written, held, passes_on)

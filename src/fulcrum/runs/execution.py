@@ -118,6 +118,9 @@ def _write_start_files(
 
     problem = federation.problem
     folder.write_text("settings.toml", settings_file.dump_settings(federation.settings))
+    if problem.dataset.schema is not None:  # so that predictions see the same columns
+        for name, content in problem.dataset.schema.pack().items():
+            record.write_file_atomically(folder.path / name, content)
     folder.write_json("environment.json", record.describe_environment(problem.device))
     folder.write_json(
         "run.json",

@@ -12,11 +12,13 @@ from torch import nn
 from fulcrum.clipping import RULES, find_rule
 from fulcrum.clipping.testing import refuse_broken_rule
 from fulcrum.data import Dataset, compute_features, count_units_per_party, load, split
-from fulcrum.data.dataset import declare_public, recheck_dataset, refuse_inferred_task
+from fulcrum.data.arrays import recheck_dataset
+from fulcrum.data.dataset import declare_public, refuse_inferred_task
 from fulcrum.data.declared import resolve_data_settings
 from fulcrum.data.fingerprints import add_record_digests, compute_unit_digests
 from fulcrum.data.held_out import hold_out_units
 from fulcrum.data.records import select_rows
+from fulcrum.data.withdrawn import leave_out_withdrawn
 from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
 from fulcrum.models.build import build_model, is_built_in
@@ -61,11 +63,19 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
 def load_training_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
     """The training records by the settings: with their task, without held-out records, as features."""
     if given is None:
-        dataset = load(settings.data.source, settings.data.dir, task=settings.task, public=settings.data.public)
+        dataset = load(
+            settings.data.source,
+            settings.data.dir,
+            task=settings.task,
+            public=settings.data.public,
+            table=settings.table,
+            images=settings.images,
+        )
     else:
         given = declare_public(given) if settings.data.public else given
         dataset = given if settings.task == TaskSettings() else recheck_dataset(given, given.name, settings.task)
     refuse_inferred_task(dataset)
+    dataset = leave_out_withdrawn(dataset, settings.data.withdrawn)
     if not dataset.public:
         dataset = add_record_digests(dataset)
     if settings.data.validation > 0:
@@ -76,7 +86,7 @@ def load_training_data(settings: Settings, given: Dataset | None, device: torch.
     if settings.privacy.unit == "person" and dataset.person is None:
         raise ConfigError(
             f"privacy.unit = 'person' needs an id for each record, and {dataset.name} has none; "
-            "give an .npz with an array named person, or use unit example."
+            "name the column with table.person, give an array called person, or use unit example."
         )
     if dataset.test is None and dataset.held_out is None:
         return _add_dataset_warning(
@@ -132,6 +142,7 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
         )
     if given is None:
         if is_built_in(settings.model):
+            _refuse_token_ids(settings, dataset)
             dataset = dataset.with_float_inputs()
         task, sample = dataset.task, select_rows(dataset.sample.x, slice(0, 8))
         given = build_model(settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task=task)
@@ -145,6 +156,15 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
         words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise ModelError(f"The model failed on two examples: {words}{suggest_integer_inputs(pair)}.") from problem
     return given, dataset
+
+
+def _refuse_token_ids(settings: Settings, dataset: Dataset) -> None:
+    """ModelError where a table's text would be learned as if its token numbers were measurements."""
+    if dataset.schema is not None and dataset.schema.texts:
+        raise ModelError(
+            f"model.name = {settings.model.name!r} takes numbers, and column {dataset.schema.texts[0].name!r} is token "
+            'ids; name a model with an embedding (package.module:factory), or declare form = "bag" for the column.'
+        )
 
 
 def _add_dataset_warning(dataset: Dataset, words: str) -> Dataset:

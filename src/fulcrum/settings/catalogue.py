@@ -23,6 +23,8 @@ SHORT_NAMES: dict[str, str] = {
     "data": "data.source",
     "data_dir": "data.dir",
     "public": "data.public",
+    "schema": "table.schema",
+    "withdrawn": "data.withdrawn",
     "task": "task.name",
     "model": "model.name",
     "epsilon": "privacy.epsilon",

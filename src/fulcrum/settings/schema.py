@@ -21,12 +21,16 @@ class Data:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     source: str = "digits"
-    """digits, mnist, fashion-mnist, cifar10, a path to an .npz file, or package.module:function."""
+    """digits, mnist, fashion-mnist, cifar10; a path: an .npz file, a table (.csv, .tsv, .jsonl, .parquet, .feather), a
+    folder of images, of .npy arrays or of a Hugging Face data set; a database's URL; or package.module:function."""
     dir: str = ""
     """Folder to search first, before FULCRUM_DATA (a path list) and the user's cache."""
     public: bool = False
     """Declares that everybody may see your own data: it is then simulated on like the named public data sets. False:
     your own data is private, and only noised releases may depend on it."""
+    withdrawn: str = ""
+    """A file with the ids of people who withdrew their consent, one per line: their records are left out. What was
+    released with them before stays in the ledger."""
     parties: int = 5
     """Number of parties K. Ignored with partition = "given", where the data names each example's party."""
     partition: str = "auto"
@@ -57,6 +61,70 @@ class Data:
     """Whitening power; 0: off. Above 0, features are centred by their mean over synthetic images (made from formulas,
     without data) and multiplied by their covariance over those images to the power of minus this value, so that a few
     directions do not dominate the clipped norm. 0.5: full whitening; 0.25: halfway. Not with feature_center."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The columns of a table (CSV, TSV, JSON lines, Parquet, Feather, database, frame), declared from public knowledge:
+    no range or category is read off private values. docs/tables.md has the kinds of columns."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
+
+    schema: str = ""
+    """Schema file (TOML) with the settings below and [columns.NAME]; `fulcrum data describe` writes one. Empty: a file
+    NAME.schema.toml beside the table, if there is one. What is set here goes before what it says."""
+    test: str = ""
+    """A second table with public records to evaluate on, scored in the clear; empty: none."""
+    query: str = ""
+    """For a database: the name of a table, or a SELECT statement."""
+    target: str | tuple[str, ...] = ""
+    """The column that is predicted, or a list of them; each must be among the columns."""
+    person: str = "auto"
+    """Column that says whose record it is: auto (person, patient_id, ..., if the table has one), none, or its name."""
+    party: str = "auto"
+    """Column that says who holds the record: auto (party, hospital, site, ..., if the table has one), none, or its
+    name."""
+    record: str = "none"
+    """Column with a unique id per record; one that is there twice is an error. none: no such column."""
+    ignore: tuple[str, ...] = ()
+    """Columns that may be there and are not used; ["*"]: all others. A column that is nowhere named is an error."""
+    delimiter: str = ""
+    """What separates the cells of a text file; empty: by its ending (.csv: a comma, .tsv: a tab)."""
+    encoding: str = "utf-8"
+    """Encoding of a text file: utf-8, latin-1, cp1252, utf-16."""
+    decimal: str = "."
+    """Decimal separator of numbers: a point or a comma."""
+    thousands: str = ""
+    """Separator between groups of three digits; empty: none."""
+    missing_values: tuple[str, ...] = ()
+    """Texts that mean an empty cell, beside NA, N/A, NaN, null, None and ?."""
+    unlabelled: str = "refuse"
+    """What becomes of a record without a target: refuse (an error) or drop."""
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
+    """The columns to learn from, and the target, by name: {"age" = {kind = "number", low = 0, high = 110}}."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images in a folder, where data.source names one. Size and classes are declared, not read off private images."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
+
+    size: tuple[int, ...] = ()
+    """Height and width to which every image is resized; empty: those of the first image, for public data only."""
+    colours: str = "rgb"
+    """rgb (three channels) or grey (one)."""
+    folders: str = "class"
+    """What the sub-folders name, level by level: class, party, person, or - for nothing; such as "party/class"."""
+    class_names: tuple[str, ...] = ()
+    """The classes, in order; empty: those of the sub-folders, for public data only."""
+    labels: str = ""
+    """A table with one row per image in place of the sub-folders: a column with the file, one with the label, and
+    where wanted person and party. Targets other than classes are declared in [table]."""
+    file: str = "file"
+    """The column of that table that names the file, from the folder on."""
+    label: str = "label"
+    """The column of that table that names the class."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +374,8 @@ class Settings:
     method: str = "moo"
     """The preset that these settings are based on (see `fulcrum methods`)."""
     data: Data = field(default_factory=Data)
+    table: Table = field(default_factory=Table)
+    images: Images = field(default_factory=Images)
     task: TaskSettings = field(default_factory=TaskSettings)
     model: Model = field(default_factory=Model)
     train: Train = field(default_factory=Train)

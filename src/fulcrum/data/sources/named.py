@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulcrum.data.dataset import Dataset, from_arrays
+from fulcrum.data.arrays import from_arrays
+from fulcrum.data.dataset import Dataset
 from fulcrum.data.sources.public import registry
 from fulcrum.data.tasks.builtin import AnyArray
 from fulcrum.errors import DataError

@@ -24,6 +24,10 @@ WORDS_AT_ONCE = 2**24
 """64-bit words that a device makes in one call; float64 normal numbers take about eight times their 128 MiB."""
 
 
+NORMALS_AT_ONCE = 2**21
+"""Normal numbers that a program holds in float64 at a time."""
+
+
 class UniformStream(NamedTuple):
     """`size` uniform numbers of a stream, which fill the places from `start` on."""
 
@@ -173,15 +177,24 @@ def draw_uniform_rows(table: Tensor, sizes: Tensor, width: int) -> Tensor:
 def draw_normal_rows(table: Tensor, count: int) -> Tensor:
     """Standard normal numbers of streams, float32 [n, count]. Part of a device's program.
 
-    The numbers are those of `RandomDraws.fill_normals`.
+    The numbers are those of `RandomDraws.fill_normals`, made a few at a time: in float64 they take ten times the
+    memory of what is returned.
     """
     found = torch.empty((len(table), count), device=table.device)
     if not count:
         return found
     words = count_normal_words(count)
+    half = words // 2
     each = max(1, WORDS_AT_ONCE // words)
     for rows, keys in zip(found.split(each), table.split(each), strict=True):
-        rows.copy_(words_to_normals(draw_keyed_words(keys, words), count).values)
+        drawn = draw_keyed_words(keys, words)
+        wide = max(1, NORMALS_AT_ONCE // (2 * len(keys)))
+        for first in range(0, half, wide):
+            last = min(first + wide, half)
+            own = torch.cat([drawn[:, first:last], drawn[:, half + first : half + last]], dim=1)
+            one, other = words_to_normals(own, 2 * (last - first)).values.chunk(2, dim=1)
+            rows[:, first:last] = one
+            rows[:, half + first : half + last] = other[:, : count - half - first]
     return found
 
 
