@@ -111,6 +111,12 @@ def _validate_by_behaviour(model: nn.Module, sample: ModelInputs) -> None:
     count = count_examples(sample)
     longer, _, _ = _run_dry(model, select_rows(sample, torch.arange(count + 1) % count))
     rows = _find_rows(trace, longer, count)
+    if trace and trace[-1][0] == "model" and rows[-1] != 0:
+        sizes = " and ".join(str(list(each[-1][2].shape)) for each in (trace, longer))
+        raise ModelError(
+            f"The model's output must hold one example per row, but has the shapes {sizes} for {count} and {count + 1} "
+            "examples."
+        )
     for before, repeated in zip(trace, again, strict=False):
         if before[:2] == repeated[:2] and not _outputs_agree(before[2], repeated[2]):
             name, kind, _ = before
