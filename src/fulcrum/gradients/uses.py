@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from fulcrum.errors import ModelError
 from fulcrum.gradients.call_plan import Axis, CallPlan, Place, PlannedCall, list_leaves, name_function
 from fulcrum.gradients.derived import Derivation, DerivedGrad, find_view
 from fulcrum.gradients.outer_products import ConvGrad, LinearGrad, WeightGradCost, materialise_grads
@@ -66,14 +67,23 @@ FUNCTION_RULES: dict[Any, Rule] = {}
 def register_function_rule(*functions: Any) -> Callable[[Rule], Rule]:
     """Adds a rule for functions that take parameters: see docs/own-layer.md.
 
+    functions: of PyTorch, operators of `torch.library`, or classes of `torch.autograd.Function`.
     The rule calls the function, and `recorder.tap(out, uses)` on its output.
     """
 
     def add(rule: Rule) -> Rule:
-        FUNCTION_RULES.update(dict.fromkeys(functions, rule))
+        for function in functions:
+            own = getattr(function, "_opoverload", None)  # of torch.library.custom_op
+            FUNCTION_RULES.update(dict.fromkeys((own, own.overloadpacket) if own else (function,), rule))
         return rule
 
     return add
+
+
+def find_function_rule(function: Any) -> Rule | None:
+    """The rule of a function, of an operator's overload, or of a user's `torch.autograd.Function`."""
+    names = (function, getattr(function, "overloadpacket", None), getattr(function, "kind", None))
+    return next((FUNCTION_RULES[name] for name in names if name is not None and name in FUNCTION_RULES), None)
 
 
 LayerRule = Callable[[Any, dict[str, Tensor], Tensor, Tensor], dict[str, ParamGrad]]
@@ -350,7 +360,7 @@ class UseRecorder(TorchFunctionMode):
         return tuple(place for place in places if place not in self._hidden) if self._hidden else places
 
     def _find_rule(self, call: PlannedCall) -> Rule:
-        rule = FUNCTION_RULES.get(call.function)
+        rule = find_function_rule(call.function)
         if not call.is_clear or rule is None or call.given is None:
             words = f"no rule for {self._function}" if call.is_clear else f"rows of {self._function} depend on the data"
             raise UnknownUse(words, tuple(place for place in call.places if place not in self._hidden))
@@ -524,9 +534,13 @@ class UseRecorder(TorchFunctionMode):
 
         def make(name: str, g: Tensor) -> ParamGrad:
             if not made:
-                made.update(rule(layer, own, seen, g))
+                try:
+                    made.update(rule(layer, own, seen, g))
+                except Exception as problem:  # a user's rule may raise any error
+                    words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+                    raise ModelError(f"The rule registered for {site.reason} failed: {words}.") from problem
             if name not in made:
-                raise UnsupportedModel(f"the rule for {site.reason} has no gradient for its parameter {name!r}")
+                raise ModelError(f"The rule registered for {site.reason} returns nothing for its parameter {name!r}.")
             return made[name]
 
         uses = [ParameterUse(value, partial(make, name)) for name, value in own.items()]
