@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
-    from fulcrum.runs import Forecast, Observer, Result, execute, plan, prepare, resume, rounds, train
+    from fulcrum.runs import Forecast, Observer, Result, execute, load, plan, prepare, resume, rounds, train
     from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
 
@@ -33,6 +33,7 @@ __all__ = [
     "Settings",
     "__version__",
     "execute",
+    "load",
     "plan",
     "prepare",
     "resume",
@@ -50,6 +51,7 @@ _HOME = {
     "RoundResult": "fulcrum.types",
     "Settings": "fulcrum.settings.schema",
     "execute": "fulcrum.runs",
+    "load": "fulcrum.runs",
     "plan": "fulcrum.runs",
     "prepare": "fulcrum.runs",
     "resume": "fulcrum.runs",
