@@ -1,7 +1,7 @@
 """One training repeated over seeds, and its means: for examples and reports.
 
-    repeats = repeat(lambda seed: fulcrum.train(data, seed=seed, epsilon=1.0), seeds=range(10))
-    repeats.mean("accuracy"), repeats.mean_over_parties("accuracy"), repeats.epsilon
+repeats = repeat(lambda seed: fulcrum.train(data, seed=seed, epsilon=1.0), seeds=range(10))
+repeats.mean("accuracy"), repeats.mean_over_parties("accuracy"), repeats.epsilon
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Repeats:
         return math.sqrt(sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: epsilon, delta, every metric's mean over the seeds, baselines, the reference where there is one.
+        """Plain values: epsilon, delta, every metric's mean over the seeds, baselines, the reference if there is one.
 
         `mean_over_parties` is that of the accuracy, or of the score where there is no accuracy.
         """
