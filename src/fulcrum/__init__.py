@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
+    from fulcrum.integrations import private
     from fulcrum.runs import Observer, Result, execute, prepare, resume, rounds, train
     from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "execute",
     "prepare",
+    "private",
     "resume",
     "rounds",
     "train",
@@ -48,6 +50,7 @@ _HOME = {
     "Settings": "fulcrum.settings.schema",
     "execute": "fulcrum.runs",
     "prepare": "fulcrum.runs",
+    "private": "fulcrum.integrations",
     "resume": "fulcrum.runs",
     "rounds": "fulcrum.runs",
     "train": "fulcrum.runs",

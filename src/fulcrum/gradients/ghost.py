@@ -11,7 +11,8 @@ found as they are called (`uses.py`, `function_rules.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -210,6 +211,26 @@ def _record_uses(
 ) -> tuple[UseRecorder, Tensor]:
     count = count_examples(x)
     recorder = UseRecorder(tensors, count)
+    with watch_modules(recorder, model, layout, sites), torch.enable_grad():
+        inputs = map_inputs(Tensor.detach, x)
+        with torch.autocast(y.device.type, torch.bfloat16, enabled=half), recorder:
+            outputs = call_with_parameters(model, dict(zip(layout.names, tensors, strict=True)), inputs)
+        outputs = outputs.float() if half else outputs
+        losses = check_loss_per_example(task.loss(outputs, y), count)
+        total = losses.sum()
+    recorder.choose()
+    recorder.report = tuple(recorder.list_uses())
+    if total.requires_grad:
+        torch.autograd.grad(total, recorder.anchor, allow_unused=True)
+    recorder.finish()
+    return recorder, losses.detach()
+
+
+@contextmanager
+def watch_modules(
+    recorder: UseRecorder, model: nn.Module, layout: ParameterLayout, sites: tuple[VmapSite, ...]
+) -> Iterator[None]:
+    """Hooks of the modules that a recorder does not look into: sites, and layers that a user registered."""
     handles: list[Any] = []
 
     def watch(site: VmapSite) -> None:
@@ -239,22 +260,10 @@ def _record_uses(
         if type(module) in LAYER_RULES:
             watch_layer(name, module, LAYER_RULES[type(module)])
     try:
-        with torch.enable_grad():
-            inputs = map_inputs(Tensor.detach, x)
-            with torch.autocast(y.device.type, torch.bfloat16, enabled=half), recorder:
-                outputs = call_with_parameters(model, dict(zip(layout.names, tensors, strict=True)), inputs)
-            outputs = outputs.float() if half else outputs
-            losses = check_loss_per_example(task.loss(outputs, y), count)
-            total = losses.sum()
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    recorder.choose()
-    recorder.report = tuple(recorder.list_uses())
-    if total.requires_grad:
-        torch.autograd.grad(total, recorder.anchor, allow_unused=True)
-    recorder.finish()
-    return recorder, losses.detach()
 
 
 def list_uses(

@@ -1,0 +1,386 @@
+"""The loss of each example, from a loop that computes one loss for the whole batch.
+
+A model's outputs are handed to the loop as `TracedTensor`s: every call on them is noted. When the loop calls
+`loss.backward()`, the noted calls are played again for each example alone: its rows of the outputs and of the targets,
+nothing of anybody else's. The gradients of these losses, and no others, go back through the model. So an example's
+gradient cannot depend on the batch that it is in, whatever the loop's loss does: it need not be undone, divided or
+trusted. A loss that is not a mean or a sum over examples is noticed, since its value is not that of theirs, and refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from fulcrum.errors import ModelError, RunError
+
+VALUE_TOLERANCE = 0.02
+"""Relative difference between the loop's loss and the mean (or sum) of the examples' losses; bf16 needs this much."""
+
+SendBack = Callable[[Tensor, list[Tensor]], None]
+"""(losses [B], gradient of each output) -> back through the model."""
+
+
+# --- functions of which more is known -------------------------------------------------------------
+
+
+def cross_entropy_of_one(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`F.cross_entropy` of one example: a mean over its own targets, in which class weights do not cancel out."""
+    if reduction != "mean":
+        return F.cross_entropy(input, target, weight, None, ignore_index, None, reduction, label_smoothing)
+    total = F.cross_entropy(input, target, weight, None, ignore_index, None, "sum", label_smoothing)
+    if target.is_floating_point():
+        return total / (target.numel() // input.shape[1])
+    return total / (target != ignore_index).sum().clamp_min(1)
+
+
+def nll_of_one(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """`F.nll_loss` of one example; see `cross_entropy_of_one`."""
+    if reduction != "mean":
+        return F.nll_loss(input, target, weight, None, ignore_index, None, reduction)
+    total = F.nll_loss(input, target, weight, None, ignore_index, None, "sum")
+    return total / (target != ignore_index).sum().clamp_min(1)
+
+
+OF_ONE_EXAMPLE: dict[Any, Callable[..., Tensor]] = {F.cross_entropy: cross_entropy_of_one, F.nll_loss: nll_of_one}
+"""Functions whose mean divides by a number that depends on the whole batch (class weights, ignored targets)."""
+
+SHARED_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    F.cross_entropy: ("weight",),
+    F.nll_loss: ("weight",),
+    F.binary_cross_entropy_with_logits: ("pos_weight",),
+}
+"""Arguments that have one entry per class, so they are no rows of examples even where the lengths are equal."""
+
+RESCALING = frozenset(
+    {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide}
+    | {getattr(Tensor, name) for name in ("mul", "mul_", "multiply", "div", "div_", "divide", "true_divide")}
+    | {Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__imul__, Tensor.__itruediv__}
+)
+RESHAPING = frozenset({Tensor.view, Tensor.reshape, torch.reshape, Tensor.expand, Tensor.unflatten})
+
+
+# --- what is noted --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A traced value: an output of the model, or the result of a noted call."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An argument that does not come from the model: a target, a number."""
+
+    value: Any
+    name: str = ""
+    """As an argument, where the function is in `SHARED_ARGUMENTS`."""
+
+
+@dataclass(frozen=True)
+class NotedCall:
+    """function(*args, **kwargs), with arguments as leaves of a tree, and the places of its results."""
+
+    function: Any
+    leaves: tuple[Ref | Constant, ...]
+    shape: Any
+    results: tuple[int | None, ...]
+
+
+@dataclass
+class LossHistory:
+    """Numbers in the losses so far, by their place in the loop's code: those that rescale a loss must not change.
+
+    public_numbers: whether the user says that they follow from public things alone, such as a schedule. reduction:
+    "mean" or "sum" as the loop's own losses turned out; "" until a batch of several examples has shown it.
+    """
+
+    accumulate: int = 1
+    public_numbers: bool = False
+    reduction: str = ""
+    numbers: dict[Any, float] = field(default_factory=dict)
+    sizes: dict[Any, bool] = field(default_factory=dict)
+
+
+class LossTrace:
+    """The calls on the outputs of one forward pass of B examples."""
+
+    def __init__(self, count: int, history: LossHistory, send_back: SendBack) -> None:
+        self.count, self.history, self._send_back = count, history, send_back
+        self._outputs: list[Tensor] = []
+        self._calls: list[NotedCall] = []
+        self._lengths: dict[int, int] = {}
+        self._number = 0
+        self._objection = ""
+        self._done = False
+
+    def hand_over(self, outputs: Any) -> Any:
+        """The model's outputs for the loop: tensors with one example per row are traced."""
+        leaves, shape = tree_flatten(outputs)
+        return tree_unflatten([self._trace_output(leaf) for leaf in leaves], shape)
+
+    def _trace_output(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != self.count:
+            return leaf
+        self._outputs.append(leaf)
+        return self._wrap(leaf)
+
+    def _wrap(self, value: Tensor) -> TracedTensor:
+        traced = value if isinstance(value, TracedTensor) else value.as_subclass(TracedTensor)
+        traced.trace, traced.place = self, self._number
+        self._lengths[self._number] = len(value) if value.dim() else 0
+        self._number += 1
+        return traced
+
+    def note(self, function: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+        """Notes a call with its result; returns the result, traced."""
+        if function is Tensor.__setitem__:
+            self._objection = "an output of the model is written to in place"
+        if self._done or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
+            return out
+        named = function in SHARED_ARGUMENTS
+        if named:
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            args, kwargs = (), dict(bound.arguments)
+        paths, shape = tree_flatten_with_path((args, kwargs))
+        leaves = tuple(
+            Ref(leaf.place)
+            if isinstance(leaf, TracedTensor)
+            else Constant(leaf, str(getattr(path[1], "key", "")) if named and len(path) > 1 else "")
+            for path, leaf in paths
+        )
+        found, out_shape = tree_flatten(out)
+        wrapped = [self._wrap(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found]
+        places = tuple(leaf.place if isinstance(leaf, TracedTensor) else None for leaf in wrapped)
+        self._calls.append(NotedCall(function, leaves, shape, places))
+        return tree_unflatten(wrapped, out_shape)
+
+    # --- backward -----------------------------------------------------------------------------------
+
+    def backward(self, loss: TracedTensor, place: int) -> None:
+        """Called in place of `loss.backward()`."""
+        if self._done:
+            raise RunError("backward() was called twice for one forward pass; call the model once for each backward().")
+        if loss.numel() != 1:
+            raise ModelError("backward() needs one number for the batch: the mean or the sum of the examples' losses.")
+        if self._objection:
+            raise ModelError(f"{self._objection}, so the loss of a single example cannot be computed; leave it out.")
+        value = float(loss.detach())
+        outputs, needed = self._outputs, self._select_calls(place)
+        self._done, self._outputs, self._calls = True, [], []
+        if not self.count:
+            self._send_back(torch.zeros(0), [])
+            return
+        program = LossProgram.of(needed, place, len(outputs), self.count, self._lengths, self.history)
+        leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in outputs]
+        with torch.enable_grad():
+            losses = program.compute_losses(leaves)
+            moved = [leaf for leaf in leaves if leaf.requires_grad]
+            found = torch.autograd.grad(losses.sum(), moved, allow_unused=True, materialize_grads=True)
+        losses = losses.detach()
+        program.check_value(value, losses, self.history)
+        self._send_back(losses, list(found))
+
+    def _select_calls(self, place: int) -> list[NotedCall]:
+        """The calls that a value depends on, in their order."""
+        wanted, needed = {place}, []
+        for call in reversed(self._calls):
+            if wanted.intersection(p for p in call.results if p is not None):
+                needed.append(call)
+                wanted |= {leaf.place for leaf in call.leaves if isinstance(leaf, Ref)}
+        return needed[::-1]
+
+
+class TracedTensor(Tensor):
+    """A tensor that came from a model's outputs. It behaves as any other; its trace notes what is done with it."""
+
+    trace: LossTrace
+    place: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        traces = {id(leaf.trace): leaf.trace for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TracedTensor)}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.backward:
+                return args[0].trace.backward(args[0], args[0].place)
+            out = func(*args, **kwargs)
+            if len(traces) == 1:
+                return next(iter(traces.values())).note(func, args, kwargs, out)
+            # Values of two passes, such as a running sum of losses: nothing that may go back through the model.
+            return out.as_subclass(Tensor) if isinstance(out, TracedTensor) else out
+
+
+# --- the loss of one example ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LossProgram:
+    """The noted calls, ready to be played for one example.
+
+    rows: constants with rows of examples, [B, rows of one example, ...]. fixed: all other ones. Both by (call, leaf).
+    """
+
+    calls: list[NotedCall]
+    place: int
+    outputs: int
+    count: int
+    rows: dict[tuple[int, int], Tensor]
+    fixed: dict[tuple[int, int], Any]
+
+    @staticmethod
+    def of(
+        calls: list[NotedCall], place: int, outputs: int, count: int, lengths: dict[int, int], history: LossHistory
+    ) -> LossProgram:
+        """Decides of each constant whether it has rows of examples; refuses numbers that rescale and change."""
+        rows: dict[tuple[int, int], Tensor] = {}
+        fixed: dict[tuple[int, int], Any] = {}
+        path = tuple(getattr(call.function, "__name__", str(call.function)) for call in calls)
+        for i, call in enumerate(calls):
+            partners = {lengths[leaf.place] for leaf in call.leaves if isinstance(leaf, Ref)}
+            for j, leaf in enumerate(call.leaves):
+                if isinstance(leaf, Ref):
+                    continue
+                value = leaf.value
+                if isinstance(value, Tensor) and value.requires_grad:
+                    raise ModelError(
+                        "the loss adds something that needs a gradient and does not come from the model's outputs; "
+                        "give a penalty on the weights as penalty= (or the optimizer's weight_decay), and let "
+                        "everything that sees data pass through the model."
+                    )
+                each = count_rows_of_example(value, count, partners, shared=leaf.name in _shared(call.function))
+                if each:
+                    rows[i, j] = value.detach().reshape(count, each, *value.shape[1:])
+                else:
+                    fixed[i, j] = _settle_number(value, call, j, (path, i, j), count, history)
+        return LossProgram(calls, place, outputs, count, rows, fixed)
+
+    def compute_losses(self, outputs: list[Tensor]) -> Tensor:
+        """The loss of each example, [B]."""
+        keys = list(self.rows)
+
+        def one(outs: list[Tensor], rows: list[Tensor]) -> Tensor:
+            return self._play([out.unsqueeze(0) for out in outs], dict(zip(keys, rows, strict=True)))
+
+        given = (outputs, [self.rows[key] for key in keys])
+        try:
+            losses: Tensor = torch.func.vmap(one, randomness="different")(*given)
+            return losses
+        except RuntimeError:
+            pass  # a function that vmap does not know: one example after the other
+        try:
+            every = [one([out[i] for out in outputs], [row[i] for row in given[1]]) for i in range(self.count)]
+        except Exception as problem:
+            words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+            raise ModelError(
+                f"the loss cannot be computed for one example alone ({words}), so it mixes the examples of a batch or "
+                "depends on their number; use a mean or a sum of the examples' own losses."
+            ) from None
+        return torch.stack(every)
+
+    def _play(self, outputs: list[Tensor], rows: dict[tuple[int, int], Tensor]) -> Tensor:
+        values: dict[int, Tensor] = dict(enumerate(outputs))
+        for i, call in enumerate(self.calls):
+            leaves = [
+                values[leaf.place]
+                if isinstance(leaf, Ref)
+                else rows[i, j]
+                if (i, j) in rows
+                else self.fixed[i, j]
+                for j, leaf in enumerate(call.leaves)
+            ]
+            args, kwargs = tree_unflatten(leaves, call.shape)
+            out = OF_ONE_EXAMPLE.get(call.function, call.function)(*args, **kwargs)
+            for found, place in zip(tree_leaves(out), call.results, strict=True):
+                if place is not None:
+                    values[place] = found
+        return values[self.place].reshape(()).float()
+
+    def check_value(self, value: float, losses: Tensor, history: LossHistory) -> None:
+        """ModelError where the loop's loss is neither the mean nor the sum of the examples' losses."""
+        if self.count < 2 or not math.isfinite(value) or not bool(torch.isfinite(losses).all()):
+            return
+        total = float(losses.double().sum())
+        sums = {"mean": total / self.count, "sum": total}
+        size = float(losses.double().abs().max())
+        near = [
+            name
+            for name, other in sums.items()
+            if abs(value - other) <= VALUE_TOLERANCE * max(abs(value), abs(other)) + 1e-5 * size + 1e-30
+        ]
+        if history.reduction in near:
+            return
+        if len(near) == 1 and not history.reduction:
+            history.reduction = near[0]
+        elif not near and not any(call.function in OF_ONE_EXAMPLE for call in self.calls):
+            raise ModelError(
+                "the loss is neither the mean nor the sum of what it is for each example alone, so it mixes the "
+                "examples of a batch; use a mean or a sum of the examples' own losses."
+            )
+
+
+def _shared(function: Any) -> tuple[str, ...]:
+    return SHARED_ARGUMENTS.get(function, ())
+
+
+def count_rows_of_example(value: Any, count: int, partners: set[int], shared: bool = False) -> int:
+    """How many rows of a constant belong to each example; 0 where it has none of them.
+
+    [B, ...] has one each; [B * T, ...] beside a traced value of as many rows has T each.
+    """
+    if not isinstance(value, Tensor) or value.dim() == 0 or shared:
+        return 0
+    if len(value) == count:
+        return 1
+    return len(value) // count if len(value) in partners and len(value) % count == 0 else 0
+
+
+def _settle_number(value: Any, call: NotedCall, leaf: int, key: Any, count: int, history: LossHistory) -> Any:
+    """A number as it is for one example: the batch size becomes 1; one that rescales the loss must never change."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if call.function in RESHAPING and number:
+        # The first size that is the batch size; view(-1, V) and view(B, -1) both work.
+        first = next((j for j, each in enumerate(call.leaves) if isinstance(each, Constant)), -1)
+        return 1 if leaf == first and value == count else value
+    if call.function not in RESCALING or not (number or (isinstance(value, Tensor) and value.numel() == 1)):
+        return value
+    now = float(value)
+    # "The batch size" is what equals it in every batch; a number that equals it by chance once is a number.
+    is_size = history.sizes.get(key, True) and now in (float(count), float(count * history.accumulate))
+    history.sizes[key] = is_size
+    if is_size or (history.accumulate > 1 and now in (float(history.accumulate), 1.0 / history.accumulate)):
+        return 1
+    if history.numbers.setdefault(key, now) != now and not history.public_numbers:
+        raise ModelError(
+            "the loss is multiplied or divided by a number that changes from batch to batch, which may depend on other "
+            "examples (a count of tokens, a scaler); let each example's loss use its own numbers, or say "
+            "public_numbers=True if it follows from a schedule alone."
+        )
+    return value

@@ -1,0 +1,331 @@
+"""A model's own forward, recorded: in a loop that somebody else wrote, per-example gradients come from its backward.
+
+`ModelRecorder.attach` replaces the model's `forward`. In training mode with gradients on, a call runs under a
+`UseRecorder` with the parameters detached, so that nothing is ever added to a parameter's `.grad`; its outputs are
+traced (`loss_trace.py`). Any other call, such as an evaluation, runs the model as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from fulcrum.data.tasks import Task
+from fulcrum.errors import ModelError
+from fulcrum.gradients import GradientRecorder
+from fulcrum.gradients.ghost import GhostTape, watch_modules
+from fulcrum.gradients.program import UnsupportedModel
+from fulcrum.gradients.tape import EmptyTape, GradientTape
+from fulcrum.gradients.uses import UnknownUse, UseRecorder, VmapSite
+from fulcrum.integrations.loss_trace import LossHistory, LossTrace
+from fulcrum.models.layout import ParameterLayout
+from fulcrum.rng import torch_generator
+
+AddTape = Callable[[GradientTape, int, str], None]
+"""(tape of a pass, number of its examples, precision of its products) -> into the sum of this step."""
+
+
+class ModelRecorder:
+    """Records the training passes of one model. layout: the parameters that the optimizer trains."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ParameterLayout,
+        history: LossHistory,
+        add_tape: AddTape,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self.model, self.layout, self.history = model, layout, history
+        self._add_tape, self._draw_seed = add_tape, draw_seed
+        self._sites: tuple[VmapSite, ...] | None = None
+        self._plain = False
+        self._original: Any = None
+
+    # --- on and off -----------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """From now on the model's training passes are recorded."""
+        self._original = self.model.__dict__.get("forward")
+        run = self.model.forward
+
+        @functools.wraps(run)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._plain or not (self.model.training and torch.is_grad_enabled()):
+                return run(*args, **kwargs)
+            return self._record(run, args, kwargs)
+
+        self.model.forward = forward
+
+    def detach(self) -> None:
+        """The model as it was: nothing is recorded any more."""
+        self.model.__dict__.pop("forward", None)
+        if self._original is not None:
+            self.model.forward = self._original
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Calls of the model are not recorded."""
+        before, self._plain = self._plain, True
+        try:
+            yield
+        finally:
+            self._plain = before
+
+    # --- one pass -------------------------------------------------------------------------------
+
+    def _record(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = tree_map(_detach, (args, kwargs))
+        count = count_rows(args, kwargs)
+        if count == 0:
+            return self._run_without_examples(run, args, kwargs)
+        if self._sites is None:
+            self._sites = self._study(args, kwargs, count)
+        device = next(iter(self.model.parameters())).device
+        precision = check_autocast(device.type)
+        named = dict(self.model.named_parameters())
+        tensors = tuple(named[name].detach() for name in self.layout.names)
+        recorder = UseRecorder(tensors, count)
+        root = next((site for site in self._sites if not site.name), None)
+        try:
+            with (
+                watch_modules(recorder, self.model, self.layout, tuple(s for s in self._sites if s.name)),
+                _reparametrize_module(self.model, self._place(dict(zip(self.layout.names, tensors, strict=True)))),
+                self._own_randomness(device),
+            ):
+                if root is None:
+                    with recorder:
+                        out = run(*args, **kwargs)
+                else:
+                    recorder.enter_site(root)
+                    out = recorder.leave_site(root, self.model, args, kwargs, run(*args, **kwargs))
+        except (UnknownUse, UnsupportedModel) as problem:
+            raise ModelError(
+                f"the model uses its parameters in another way than in its first pass ({problem}), and per-example "
+                "gradients cannot follow; keep one way through the model, or freeze these parameters."
+            ) from None
+        return self._trace(out, recorder, count, precision, root is not None)
+
+    def _trace(self, out: Any, recorder: UseRecorder, count: int, precision: str, whole: bool) -> Any:
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        rows = [leaf for leaf in outputs if leaf.dim() and len(leaf) == count]
+        if not rows:
+            raise ModelError(
+                "the model gives no tensor with one example per row, so no loss can be told apart by examples; let it "
+                "return its outputs and compute the loss in the loop (for transformers: without labels)."
+            )
+        allowed = False
+
+        def refuse_other_gradients(g: Tensor) -> None:
+            if not allowed:
+                raise ModelError(
+                    "a gradient reached the model by another way than loss.backward() of a loss of its outputs; "
+                    "compute the loss from the outputs of one forward pass, by torch functions."
+                )
+
+        for leaf in outputs:
+            leaf.register_hook(refuse_other_gradients)
+
+        def send_back(losses: Tensor, grads: list[Tensor]) -> None:
+            nonlocal allowed
+            allowed = True
+            recorder.choose()
+            given = [(leaf, g) for leaf, g in zip(floats, grads, strict=True) if leaf.requires_grad]
+            try:
+                torch.autograd.grad(
+                    [leaf for leaf, _ in given], recorder.anchor, [g for _, g in given], allow_unused=True
+                )
+                with self._as_it_was():
+                    recorder.finish()
+            except UnsupportedModel as problem:
+                raise ModelError(f"per-example gradients cannot follow the model: {problem}.") from None
+            parts = tuple(tuple(each) for each in recorder.parts)
+            size = recorder.tensors[0].new_zeros(1).expand(self.layout.dim)
+            tape = GhostTape(self.layout, size, losses.to(recorder.tensors[0].dtype), parts, recorder.elements, True)
+            self._add_tape(tape, count, precision)
+
+        floats = [leaf for leaf in tree_leaves(out) if _is_traced(leaf, count) and leaf.is_floating_point()]
+        return LossTrace(count, self.history, send_back).hand_over(out)
+
+    def _run_without_examples(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A Poisson sample may be empty. Not every model runs on no rows: it gets one of zeros, which is cut off."""
+
+        def fill(value: Any) -> Any:
+            return value.new_zeros((1, *value.shape[1:])) if isinstance(value, Tensor) and value.dim() else value
+
+        with torch.no_grad():
+            out = run(*tree_map(fill, args), **tree_map(fill, kwargs))
+        leaves, shape = tree_flatten(out)
+        cut = [leaf[:0].requires_grad_(leaf.is_floating_point()) if _is_traced(leaf, 1) else leaf for leaf in leaves]
+        add = self._add_tape
+
+        def send_back(losses: Tensor, grads: list[Tensor]) -> None:
+            like = next(iter(self.model.parameters())).detach().new_zeros(1).expand(self.layout.dim)
+            add(EmptyTape(like), 0, "float32")
+
+        return LossTrace(0, self.history, send_back).hand_over(tree_unflatten(cut, shape))
+
+    @contextmanager
+    def _own_randomness(self, device: torch.device) -> Iterator[None]:
+        """Dropout draws from a stream of this step, and the loop's own generator stays where it was."""
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(self._draw_seed())
+            yield
+
+    def _place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors under every name that a parameter has in the model."""
+        given = {id(parameter): tensors[name] for name, parameter in self.model.named_parameters() if name in tensors}
+        return {
+            f"{place}.{name}" if place else name: given[id(parameter)]
+            for place, module in self.model.named_modules()  # each module once
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+            if id(parameter) in given
+        }
+
+    # --- before the first pass --------------------------------------------------------------------
+
+    def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[VmapSite, ...]:
+        """Checks on made-up examples that the model does not mix them; returns the modules that go through vmap.
+
+        Made-up: what is found must not depend on the data. Integers are the data's, since only they are known to be
+        valid indices; they are looked at for errors alone.
+        """
+        stream = torch_generator(0, "probe")
+
+        def make_up(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count:
+                return value
+            if not value.is_floating_point():
+                return value[torch.arange(3, device=value.device) % count]
+            return torch.rand((3, *value.shape[1:]), generator=stream, dtype=value.dtype).to(value.device)
+
+        given = tree_map(make_up, (args, kwargs))
+        twin = self._copy_without_dropout()
+        refuse_mixing(twin, *given)
+        named, fixed = bind_tensors(twin, *given)
+        if fixed:
+            twin.forward = functools.partial(twin.forward, **fixed)
+        y = torch.zeros(3, device=next(iter(named.values())).device)
+        follower = GradientRecorder(twin, self.layout, PROBE_TASK)
+        follower.settle(self.layout.flatten(twin), named, y)
+        if not follower.objection:
+            return follower.sites or ()
+        places = {name: place for place, name in enumerate(self.layout.names)}
+        return (VmapSite("", frozenset(places.values()), places, follower.objection),)
+
+    def _copy_without_dropout(self) -> nn.Module:
+        current = self.model.__dict__.pop("forward")
+        if self._original is not None:
+            self.model.forward = self._original
+        try:
+            twin = copy.deepcopy(self.model)
+        finally:
+            self.model.forward = current
+        for module in twin.modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, float) and ("drop" in name or name == "p"):
+                    setattr(module, name, 0.0)
+        return twin
+
+
+def _probe_loss(outputs: Any, y: Tensor) -> Tensor:
+    """A loss of any outputs whose gradient has no zeros: [B]."""
+    rows = [leaf.flatten(1) for leaf in tree_leaves(outputs) if _is_traced(leaf, len(y)) and leaf.is_floating_point()]
+    flat = torch.cat([row for row in rows if row.requires_grad] or rows, dim=1)
+    slopes = torch.cos(torch.arange(flat.shape[1], device=flat.device, dtype=flat.dtype)) + 1.5
+    return (flat * slopes + 0.1 * flat.square()).sum(dim=1)
+
+
+PROBE_TASK = Task("outputs", 1, _probe_loss, {}, "loss", lambda outputs: outputs, lambda name, value: torch.zeros(0))
+"""In place of a task where only the model is tried out."""
+
+
+def _detach(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _is_traced(leaf: Any, count: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
+
+
+def count_rows(args: Any, kwargs: Any) -> int:
+    """Number of examples B: the length of the first tensor among the arguments."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return len(leaf)
+    raise ModelError(
+        "the model was called without a tensor whose rows are examples; give it tensors [B, ...], also within dicts."
+    )
+
+
+def bind_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """The arguments of a call by name: tensors with rows, and all others."""
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        raise ModelError("the model's forward must name its arguments, so that a pass can be repeated.") from None
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            raise ModelError("the model's forward takes *args; name its arguments, so that a pass can be repeated.")
+        else:
+            found[name] = value
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor) and value.dim()}
+    return tensors, {name: value for name, value in found.items() if name not in tensors}
+
+
+def refuse_mixing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """ModelError where changing one made-up example changes the outputs of another."""
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != 3:
+            return value
+        changed = value.clone()
+        changed[0] = value[0] + 1.0 if value.is_floating_point() else value[1]
+        return changed
+
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        pairs = [
+            [leaf for leaf in tree_leaves(model(*a, **k)) if _is_traced(leaf, 3)]
+            for a, k in ((args, kwargs), tree_map(change, (args, kwargs)))
+        ]
+    for name, value in model.named_buffers():
+        if name in buffers and not torch.equal(value, buffers[name]):
+            raise ModelError(
+                f"buffer {name!r} changes when the model runs: it would keep traces of the data without noise; use "
+                "GroupNorm or LayerNorm in place of batch statistics."
+            )
+    for one, other in zip(*pairs, strict=True):
+        if not torch.allclose(one[1:], other[1:], rtol=1e-4, atol=1e-5, equal_nan=True):
+            raise ModelError(
+                "the model mixes the examples of a batch: changing one changes the outputs of another; use GroupNorm "
+                "or LayerNorm in place of batch statistics."
+            )
+
+
+def check_autocast(device: str) -> str:
+    """The precision of matrix products in this pass, by the name that margins have."""
+    if not torch.is_autocast_enabled(device):
+        return "float32"
+    if torch.get_autocast_dtype(device) is not torch.bfloat16:
+        raise ModelError(
+            "autocast to float16 needs a scaler that looks at the batch's gradients; use torch.autocast(..., "
+            "dtype=torch.bfloat16), which needs none."
+        )
+    return "bf16"
+
+
