@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import default_collate
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fulcrum.errors import DataError
 
@@ -71,7 +71,7 @@ class PoissonBatches:
 class CollateAny:
     """The loader's own collate function; without records, an empty batch of the same form."""
 
-    collate: Callable[[Sequence[Any]], Any]
+    collate: Callable[[Any], Any]
     empty: Any
 
     def __call__(self, items: Sequence[Any]) -> Any:
@@ -112,7 +112,7 @@ class PrivateLoader(DataLoader[Any]):
             more = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
         super().__init__(
             loader.dataset,
-            batch_sampler=PoissonBatches(loop),  # type: ignore[arg-type]
+            batch_sampler=PoissonBatches(loop),
             num_workers=loader.num_workers,
             collate_fn=CollateAny(loader.collate_fn or default_collate, make_empty_batch(loader)),
             pin_memory=loader.pin_memory,

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from fulcrum.data.sampling import poisson_sample_units
 from fulcrum.errors import BudgetError, ConfigError, RunError
 from fulcrum.gradients.tape import GradientTape
 from fulcrum.integrations.account import LoopAccount, write_statement
@@ -30,7 +31,6 @@ from fulcrum.integrations.stepping import (
     release_step,
 )
 from fulcrum.integrations.terms import LoopTerms, compute_stream_id, make_terms, refuse_fixed_options
-from fulcrum.data.sampling import poisson_sample_units
 from fulcrum.rng import CipherRandomness, SecureRandomness, SeededRandomness, derive_stream_seed, name_stream
 from fulcrum.training.server import update_moving_average
 
@@ -249,8 +249,8 @@ class Privacy:
         """The steps from the one that is due to the end of its epoch; what was summed up of it begins anew."""
         if self.step >= self.steps:
             raise BudgetError(
-                f"all {self.steps} planned steps are done, and the noise was chosen for these; plan more epochs from the "
-                "start, or stop here."
+                f"all {self.steps} planned steps are done, and the noise was chosen for these; plan more epochs from "
+                "the start, or stop here."
             )
         self._sum, self._passes = StepSum(), 0
         end = (self.step // self._terms.epoch + 1) * self._terms.epoch
@@ -357,8 +357,8 @@ class Privacy:
         for key, value in own.items():
             if state["terms"].get(key) != value:
                 raise RunError(
-                    f"the state was saved by a loop with other {key}; call fulcrum.private with the arguments, the data "
-                    "and the model of before."
+                    f"the state was saved by a loop with other {key}; call fulcrum.private with the arguments, the "
+                    "data and the model of before."
                 )
         device = next(iter(self._model.parameters())).device
         randomness = self._account.randomness
@@ -383,5 +383,3 @@ class Privacy:
         if STATE_KEY in state:
             self.load_state_dict(state[STATE_KEY])
         return {name: value for name, value in state.items() if name != STATE_KEY}
-
-

@@ -4,14 +4,15 @@ A model's outputs are handed to the loop as `TracedTensor`s: every call on them 
 `loss.backward()`, the noted calls are played again for each example alone: its rows of the outputs and of the targets,
 nothing of anybody else's. The gradients of these losses, and no others, go back through the model. So an example's
 gradient cannot depend on the batch that it is in, whatever the loop's loss does: it need not be undone, divided or
-trusted. A loss that is not a mean or a sum over examples is noticed, since its value is not that of theirs, and refused.
+trusted. A loss that is not a mean or a sum over examples is noticed, since it is not that of theirs, and refused.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,13 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leave
 
 from fulcrum.errors import ModelError, RunError
 
-VALUE_TOLERANCE = 0.02
-"""Relative difference between the loop's loss and the mean (or sum) of the examples' losses; bf16 needs this much."""
+TOLERANCE = 0.02
+"""Relative difference between the batch's loss and the mean (or sum) of the examples' losses; bf16 needs this much."""
+
+NO_SUM = (
+    "the loss is neither the mean nor the sum of what it is for each example alone, so it mixes the examples of a "
+    "batch; use a mean or a sum of the examples' own losses."
+)
 
 SendBack = Callable[[Tensor, list[Tensor]], None]
 """(losses [B], gradient of each output) -> back through the model."""
@@ -32,42 +38,22 @@ SendBack = Callable[[Tensor, list[Tensor]], None]
 # --- functions of which more is known -------------------------------------------------------------
 
 
-def cross_entropy_of_one(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """`F.cross_entropy` of one example: a mean over its own targets, in which class weights do not cancel out."""
-    if reduction != "mean":
-        return F.cross_entropy(input, target, weight, None, ignore_index, None, reduction, label_smoothing)
-    total = F.cross_entropy(input, target, weight, None, ignore_index, None, "sum", label_smoothing)
+def average_over_examples(function: Any, examples: int, bound: dict[str, Any]) -> Tensor:
+    """A mean loss over targets as the mean over examples of each one's own mean, in which class weights count.
+
+    `F.cross_entropy` itself divides by the number of targets, or the sum of class weights, of the whole batch.
+    """
+    target: Tensor = bound["target"]
+    ignored = bound.get("ignore_index", -100)
+    each: Tensor = function(**{**bound, "reduction": "none"}).reshape(examples, -1)
     if target.is_floating_point():
-        return total / (target.numel() // input.shape[1])
-    return total / (target != ignore_index).sum().clamp_min(1)
+        return each.mean()
+    counts = (target != ignored).reshape(examples, -1).sum(dim=1).clamp_min(1)
+    own: Tensor = (each.sum(dim=1) / counts).mean()
+    return own
 
 
-def nll_of_one(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Tensor:
-    """`F.nll_loss` of one example; see `cross_entropy_of_one`."""
-    if reduction != "mean":
-        return F.nll_loss(input, target, weight, None, ignore_index, None, reduction)
-    total = F.nll_loss(input, target, weight, None, ignore_index, None, "sum")
-    return total / (target != ignore_index).sum().clamp_min(1)
-
-
-OF_ONE_EXAMPLE: dict[Any, Callable[..., Tensor]] = {F.cross_entropy: cross_entropy_of_one, F.nll_loss: nll_of_one}
+OWN_MEANS = (F.cross_entropy, F.nll_loss)
 """Functions whose mean divides by a number that depends on the whole batch (class weights, ignored targets)."""
 
 SHARED_ARGUMENTS: dict[Any, tuple[str, ...]] = {
@@ -154,7 +140,7 @@ class LossTrace:
 
     def _wrap(self, value: Tensor) -> TracedTensor:
         traced = value if isinstance(value, TracedTensor) else value.as_subclass(TracedTensor)
-        traced.trace, traced.place = self, self._number
+        traced.noted_by, traced.place = self, self._number
         self._lengths[self._number] = len(value) if value.dim() else 0
         self._number += 1
         return traced
@@ -192,7 +178,6 @@ class LossTrace:
             raise ModelError("backward() needs one number for the batch: the mean or the sum of the examples' losses.")
         if self._objection:
             raise ModelError(f"{self._objection}, so the loss of a single example cannot be computed; leave it out.")
-        value = float(loss.detach())
         outputs, needed = self._outputs, self._select_calls(place)
         self._done, self._outputs, self._calls = True, [], []
         if not self.count:
@@ -200,12 +185,13 @@ class LossTrace:
             return
         program = LossProgram.of(needed, place, len(outputs), self.count, self._lengths, self.history)
         leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in outputs]
-        with torch.enable_grad():
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about batches of one, which nobody but this file makes
             losses = program.compute_losses(leaves)
             moved = [leaf for leaf in leaves if leaf.requires_grad]
             found = torch.autograd.grad(losses.sum(), moved, allow_unused=True, materialize_grads=True)
         losses = losses.detach()
-        program.check_value(value, losses, self.history)
+        program.check_sum(losses, found, outputs, self.history)
         self._send_back(losses, list(found))
 
     def _select_calls(self, place: int) -> list[NotedCall]:
@@ -221,16 +207,20 @@ class LossTrace:
 class TracedTensor(Tensor):
     """A tensor that came from a model's outputs. It behaves as any other; its trace notes what is done with it."""
 
-    trace: LossTrace
+    noted_by: LossTrace
     place: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        traces = {id(leaf.trace): leaf.trace for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TracedTensor)}
+        traces = {
+            id(leaf.noted_by): leaf.noted_by for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TracedTensor)
+        }
         with torch._C.DisableTorchFunctionSubclass():
             if func is Tensor.backward:
-                return args[0].trace.backward(args[0], args[0].place)
+                return args[0].noted_by.backward(args[0], args[0].place)
+            if func is Tensor.__format__:
+                return args[0].as_subclass(Tensor).__format__(*args[1:])
             out = func(*args, **kwargs)
             if len(traces) == 1:
                 return next(iter(traces.values())).note(func, args, kwargs, out)
@@ -245,7 +235,8 @@ class TracedTensor(Tensor):
 class LossProgram:
     """The noted calls, ready to be played for one example.
 
-    rows: constants with rows of examples, [B, rows of one example, ...]. fixed: all other ones. Both by (call, leaf).
+    rows: constants with rows of examples, [B, rows of one example, ...]. fixed: all other ones, as they are for one
+    example. whole: all, as they are for the batch. Each by (call, leaf).
     """
 
     calls: list[NotedCall]
@@ -254,6 +245,7 @@ class LossProgram:
     count: int
     rows: dict[tuple[int, int], Tensor]
     fixed: dict[tuple[int, int], Any]
+    whole: dict[tuple[int, int], Any]
 
     @staticmethod
     def of(
@@ -262,6 +254,7 @@ class LossProgram:
         """Decides of each constant whether it has rows of examples; refuses numbers that rescale and change."""
         rows: dict[tuple[int, int], Tensor] = {}
         fixed: dict[tuple[int, int], Any] = {}
+        whole: dict[tuple[int, int], Any] = {}
         path = tuple(getattr(call.function, "__name__", str(call.function)) for call in calls)
         for i, call in enumerate(calls):
             partners = {lengths[leaf.place] for leaf in call.leaves if isinstance(leaf, Ref)}
@@ -276,24 +269,25 @@ class LossProgram:
                         "everything that sees data pass through the model."
                     )
                 each = count_rows_of_example(value, count, partners, shared=leaf.name in _shared(call.function))
+                whole[i, j] = value
                 if each:
                     rows[i, j] = value.detach().reshape(count, each, *value.shape[1:])
                 else:
-                    fixed[i, j] = _settle_number(value, call, j, (path, i, j), count, history)
-        return LossProgram(calls, place, outputs, count, rows, fixed)
+                    fixed[i, j], whole[i, j] = _settle_number(value, call, j, (path, i, j), count, history)
+        return LossProgram(calls, place, outputs, count, rows, fixed, whole)
 
     def compute_losses(self, outputs: list[Tensor]) -> Tensor:
         """The loss of each example, [B]."""
         keys = list(self.rows)
 
         def one(outs: list[Tensor], rows: list[Tensor]) -> Tensor:
-            return self._play([out.unsqueeze(0) for out in outs], dict(zip(keys, rows, strict=True)))
+            return self._play([out.unsqueeze(0) for out in outs], {**self.fixed, **dict(zip(keys, rows, strict=True))})
 
         given = (outputs, [self.rows[key] for key in keys])
         try:
             losses: Tensor = torch.func.vmap(one, randomness="different")(*given)
             return losses
-        except RuntimeError:
+        except Exception:
             pass  # a function that vmap does not know: one example after the other
         try:
             every = [one([out[i] for out in outputs], [row[i] for row in given[1]]) for i in range(self.count)]
@@ -305,45 +299,58 @@ class LossProgram:
             ) from None
         return torch.stack(every)
 
-    def _play(self, outputs: list[Tensor], rows: dict[tuple[int, int], Tensor]) -> Tensor:
+    def _play(self, outputs: list[Tensor], constants: Mapping[tuple[int, int], Any], examples: int = 1) -> Tensor:
+        """The loss of so many examples, from their outputs and constants."""
         values: dict[int, Tensor] = dict(enumerate(outputs))
         for i, call in enumerate(self.calls):
             leaves = [
-                values[leaf.place]
-                if isinstance(leaf, Ref)
-                else rows[i, j]
-                if (i, j) in rows
-                else self.fixed[i, j]
-                for j, leaf in enumerate(call.leaves)
+                values[leaf.place] if isinstance(leaf, Ref) else constants[i, j] for j, leaf in enumerate(call.leaves)
             ]
             args, kwargs = tree_unflatten(leaves, call.shape)
-            out = OF_ONE_EXAMPLE.get(call.function, call.function)(*args, **kwargs)
+            if call.function in OWN_MEANS and kwargs.get("reduction", "mean") == "mean":
+                out = average_over_examples(call.function, examples, kwargs)
+            else:
+                out = call.function(*args, **kwargs)
             for found, place in zip(tree_leaves(out), call.results, strict=True):
                 if place is not None:
                     values[place] = found
         return values[self.place].reshape(()).float()
 
-    def check_value(self, value: float, losses: Tensor, history: LossHistory) -> None:
-        """ModelError where the loop's loss is neither the mean nor the sum of the examples' losses."""
-        if self.count < 2 or not math.isfinite(value) or not bool(torch.isfinite(losses).all()):
+    def check_sum(self, losses: Tensor, grads: Sequence[Tensor], outputs: list[Tensor], history: LossHistory) -> None:
+        """ModelError where the loss of the batch is neither the mean nor the sum of the examples' losses.
+
+        Compared are its value and its gradient in the outputs. Nobody's privacy depends on this: the examples' own
+        losses are what is trained on. But a loop that means something else should know.
+        """
+        if self.count < 2:
             return
-        total = float(losses.double().sum())
-        sums = {"mean": total / self.count, "sum": total}
-        size = float(losses.double().abs().max())
-        near = [
-            name
-            for name, other in sums.items()
-            if abs(value - other) <= VALUE_TOLERANCE * max(abs(value), abs(other)) + 1e-5 * size + 1e-30
-        ]
-        if history.reduction in near:
+        leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in outputs]
+        with torch.enable_grad():
+            try:
+                loss = self._play(leaves, self.whole, self.count)
+            except RuntimeError:
+                raise ModelError(NO_SUM) from None
+            moved = [leaf for leaf in leaves if leaf.requires_grad]
+            found = torch.autograd.grad(loss, moved, allow_unused=True, materialize_grads=True)
+        value = float(loss.detach())
+        if not math.isfinite(value):
             return
-        if len(near) == 1 and not history.reduction:
+        near = []
+        for name, share in (("mean", 1.0 / self.count), ("sum", 1.0)):
+            pairs = [(torch.stack([loss.detach().double()]), share * losses.double().sum().reshape(1))]
+            pairs += [(g.double(), share * own.double()) for g, own in zip(found, grads, strict=True)]
+            if all(_is_near(one, other) for one, other in pairs):
+                near.append(name)
+        if not near or (history.reduction and history.reduction not in near):
+            raise ModelError(NO_SUM)
+        if len(near) == 1:
             history.reduction = near[0]
-        elif not near and not any(call.function in OF_ONE_EXAMPLE for call in self.calls):
-            raise ModelError(
-                "the loss is neither the mean nor the sum of what it is for each example alone, so it mixes the "
-                "examples of a batch; use a mean or a sum of the examples' own losses."
-            )
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors agree but for rounding."""
+    room = TOLERANCE * torch.maximum(one.norm(), other.norm()) + 1e-6
+    return bool((one - other).norm() <= room)
 
 
 def _shared(function: Any) -> tuple[str, ...]:
@@ -362,25 +369,33 @@ def count_rows_of_example(value: Any, count: int, partners: set[int], shared: bo
     return len(value) // count if len(value) in partners and len(value) % count == 0 else 0
 
 
-def _settle_number(value: Any, call: NotedCall, leaf: int, key: Any, count: int, history: LossHistory) -> Any:
-    """A number as it is for one example: the batch size becomes 1; one that rescales the loss must never change."""
+def _settle_number(
+    value: Any, call: NotedCall, leaf: int, key: Any, count: int, history: LossHistory
+) -> tuple[Any, Any]:
+    """A number as it is for one example, where the batch size is 1, and for the batch.
+
+    One that rescales the loss must never change, unless it is the batch size. The number of accumulated batches is
+    left out: a step divides by its whole expected batch anyway.
+    """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if call.function in RESHAPING and number:
         # The first size that is the batch size; view(-1, V) and view(B, -1) both work.
         first = next((j for j, each in enumerate(call.leaves) if isinstance(each, Constant)), -1)
-        return 1 if leaf == first and value == count else value
+        return (1 if leaf == first and value == count else value), value
     if call.function not in RESCALING or not (number or (isinstance(value, Tensor) and value.numel() == 1)):
-        return value
+        return value, value
     now = float(value)
     # "The batch size" is what equals it in every batch; a number that equals it by chance once is a number.
     is_size = history.sizes.get(key, True) and now in (float(count), float(count * history.accumulate))
     history.sizes[key] = is_size
-    if is_size or (history.accumulate > 1 and now in (float(history.accumulate), 1.0 / history.accumulate)):
-        return 1
+    if is_size:
+        return 1, count
+    if history.accumulate > 1 and now in (float(history.accumulate), 1.0 / history.accumulate):
+        return 1, 1
     if history.numbers.setdefault(key, now) != now and not history.public_numbers:
         raise ModelError(
             "the loss is multiplied or divided by a number that changes from batch to batch, which may depend on other "
             "examples (a count of tokens, a scaler); let each example's loss use its own numbers, or say "
             "public_numbers=True if it follows from a schedule alone."
         )
-    return value
+    return value, value

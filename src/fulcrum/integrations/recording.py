@@ -178,8 +178,11 @@ class ModelRecorder:
     def _own_randomness(self, device: torch.device) -> Iterator[None]:
         """Dropout draws from a stream of this step, and the loop's own generator stays where it was."""
         devices = [device] if device.type == "cuda" else []
+        seed = self._draw_seed()
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(self._draw_seed())
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a millisecond to look at its callers
+            if devices:
+                torch.cuda.manual_seed(seed)
             yield
 
     def _place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -327,5 +330,3 @@ def check_autocast(device: str) -> str:
             "dtype=torch.bfloat16), which needs none."
         )
     return "bf16"
-
-

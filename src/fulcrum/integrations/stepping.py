@@ -71,8 +71,10 @@ def add_pass(
                 "in their order."
             )
         units = units - units[0]
-        tape = join_persons(tape, units, int(units[-1]) + 1)
-    found = clip_tape(terms, state, step, tape, precision)
+        joined = join_persons(tape, units, int(units[-1]) + 1)
+        found = clip_tape(terms, state, step, joined, precision)
+    else:
+        found = clip_tape(terms, state, step, tape, precision)
     if before.sum is None or before.extra is None:
         return replace(found, rows=stop)
     assert found.sum is not None
@@ -101,9 +103,7 @@ def join_persons(tape: GradientTape, slots: Tensor, count: int) -> GradientTape 
     )
 
 
-def clip_tape(
-    terms: LoopTerms, state: RuleState, step: int, tape: GradientTape | RowsTape, precision: str
-) -> StepSum:
+def clip_tape(terms: LoopTerms, state: RuleState, step: int, tape: GradientTape | RowsTape, precision: str) -> StepSum:
     """The clipped sum of a tape; its rows are counted by the caller."""
     rule = terms.rule
     view = rule.view(state, step, terms.steps)
@@ -143,7 +143,13 @@ class StepRelease:
 
 
 def release_step(
-    terms: LoopTerms, account: LoopAccount, state: RuleState, step: int, attempt: int, done: StepSum, device: torch.device
+    terms: LoopTerms,
+    account: LoopAccount,
+    state: RuleState,
+    step: int,
+    attempt: int,
+    done: StepSum,
+    device: torch.device,
 ) -> StepRelease:
     """Pays for a step, then adds the noise. Nothing of it is seen by anybody before it is paid and noted."""
     if done.sum is None or done.extra is None or done.bounds is None:
@@ -157,7 +163,9 @@ def release_step(
     asked = task.asks_statistics(step, 0)
     scale = compute_charged_scale(rule, done.bounds, task.rate, task.sigma, terms.batch, asked)
     if planned != (scale.event,):
-        raise BudgetError(f"step {step + 1} would release {scale.event}, and {planned} was reserved: the loop stops here.")
+        raise BudgetError(
+            f"step {step + 1} would release {scale.event}, and {planned} was reserved: the loop stops here."
+        )
     key = name_stream("sample", step, 0, 0, attempt=attempt)[1:]
     noisy, extra = release_with_noise(done.sum, done.extra, scale, account.randomness, key)
     digest = hashlib.blake2b(digest_size=16)
@@ -180,9 +188,9 @@ def refuse_other_gradients(terms: LoopTerms, model: nn.Module) -> None:
     for name, parameter in named.items():
         if parameter.grad is not None and parameter.requires_grad and bool(parameter.grad.any()):
             raise ModelError(
-                f"parameter {name!r} has a gradient without noise: something used it outside of the model's own forward "
-                "pass in training mode; call the model itself, freeze what is not trained, and give a penalty on "
-                "weights as penalty=."
+                f"parameter {name!r} has a gradient without noise: something used it outside of the model's own "
+                "forward pass in training mode; call the model itself, freeze what is not trained, and give a penalty "
+                "on weights as penalty=."
             )
 
 

@@ -1,4 +1,4 @@
-"""What a private loop promises, from the arguments of `fulcrum.private`: settings, plan, sampling. All of it is public."""
+"""What a private loop promises, from the arguments of `fulcrum.private`: settings, plan, sampling. All is public."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from fulcrum.privacy.plan import Plan, make_plan
 from fulcrum.runs.choices import check_choices
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.files import settings_from_keywords
+from fulcrum.settings.presets import find_method
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import gather_model_facts
 from fulcrum.types import RuleState
@@ -81,7 +82,9 @@ class LoopTerms:
             "units": self.party.units,
             "rows": len(self.party.index),
             "pieces": self.pieces,
-            "parameters": [[name, list(shape)] for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)],
+            "parameters": [
+                [name, list(shape)] for name, shape in zip(self.layout.names, self.layout.shapes, strict=True)
+            ],
         }
 
     def make_rule_state(self, model: nn.Module) -> RuleState:
@@ -142,12 +145,14 @@ def find_trained_parameters(model: nn.Module, optimizer: Optimizer) -> Parameter
     missing = [name for name in layout.names if id(named[name]) not in given]
     if missing:
         raise ModelError(
-            f"parameter {missing[0]!r} needs a gradient and is not in the optimizer; freeze it by requires_grad_(False), "
-            "or give it to the optimizer."
+            f"parameter {missing[0]!r} needs a gradient and is not in the optimizer; freeze it by "
+            "requires_grad_(False), or give it to the optimizer."
         )
     trained = {id(named[name]) for name in layout.names}
     if any(id(p) not in trained and p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-        raise ModelError("the optimizer has parameters that are not the model's; give the model that holds all of them.")
+        raise ModelError(
+            "the optimizer has parameters that are not the model's; give the model that holds all of them."
+        )
     for group in optimizer.param_groups:
         if group.get("maximize"):
             raise ConfigError("optimizer.maximize = True is not known to private steps; minimise the negative loss.")
@@ -190,9 +195,7 @@ def make_terms(
     layout = find_trained_parameters(model, optimizer)
     plan = make_plan(settings, [name], [party.units], rule, population=name)
     groups = layout.layers if settings.clip.groups == "layer" else ()
-    return LoopTerms(
-        settings, plan, rule, layout, groups, party, name, epoch, pieces, rule.apply is not use_aggregate
-    )
+    return LoopTerms(settings, plan, rule, layout, groups, party, name, epoch, pieces, rule.apply is not use_aggregate)
 
 
 def refuse_fixed_options(options: Mapping[str, Any]) -> None:
@@ -204,16 +207,18 @@ def refuse_fixed_options(options: Mapping[str, Any]) -> None:
 
 def refuse_method(settings: Settings, rule: ClipRule) -> None:
     """ConfigError for what a loop of one party cannot do."""
-    if settings.privacy.unit == "client":
+    if find_method(settings.method).unit == "client":
         raise ConfigError(f"method = {settings.method!r} protects whole parties; a loop has one: use fulcrum.train.")
     if settings.privacy.aggregation != "plain":
         raise ConfigError("privacy.aggregation is about several parties; a loop has one: leave it out.")
     if not rule.sound:
         raise ConfigError(
-            f"clip.rule = {rule.name!r} reads raw private values, so its epsilon is no guarantee; choose another method."
+            f"clip.rule = {rule.name!r} reads raw private values, so its epsilon is no guarantee; choose another."
         )
     if settings.data.validation or settings.privacy.evaluation_epsilon is not None:
-        raise ConfigError("data.validation is for fulcrum.train; in a loop, keep public records for evaluation yourself.")
+        raise ConfigError(
+            "data.validation is for fulcrum.train; in a loop, keep public records for evaluation yourself."
+        )
 
 
 def compute_stream_id(terms: LoopTerms, model: nn.Module, seed: int) -> str:
