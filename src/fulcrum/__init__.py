@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
     from fulcrum.integrations import private
-    from fulcrum.runs import Observer, Result, execute, prepare, resume, rounds, train
+    from fulcrum.runs import Forecast, Observer, Result, execute, plan, prepare, resume, rounds, train
     from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
 
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Dataset",
+    "Forecast",
     "FulcrumError",
     "InputError",
     "Observer",
@@ -33,6 +34,7 @@ __all__ = [
     "Settings",
     "__version__",
     "execute",
+    "plan",
     "prepare",
     "private",
     "resume",
@@ -42,6 +44,7 @@ __all__ = [
 
 _HOME = {
     "Dataset": "fulcrum.data",
+    "Forecast": "fulcrum.runs",
     "FulcrumError": "fulcrum.errors",
     "InputError": "fulcrum.errors",
     "Observer": "fulcrum.runs",
@@ -49,6 +52,7 @@ _HOME = {
     "RoundResult": "fulcrum.types",
     "Settings": "fulcrum.settings.schema",
     "execute": "fulcrum.runs",
+    "plan": "fulcrum.runs",
     "prepare": "fulcrum.runs",
     "private": "fulcrum.integrations",
     "resume": "fulcrum.runs",

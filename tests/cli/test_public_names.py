@@ -19,6 +19,7 @@ from fulcrum.cli import app
 SOURCE = Path(__file__).parents[2] / "src"
 NAMES = {
     "Dataset",
+    "Forecast",
     "FulcrumError",
     "InputError",
     "Observer",
@@ -27,7 +28,9 @@ NAMES = {
     "Settings",
     "__version__",
     "execute",
+    "plan",
     "prepare",
+    "private",
     "resume",
     "rounds",
     "train",
@@ -69,7 +72,7 @@ COMMANDS = {
     "resume": {"folder", "--observe", "--repeat", "--json", "--quiet", "-q", "--debug"},
     "show": {"folder", "--json", "--debug"},
     "init": {"path", "--debug"},
-    "plan": SETTINGS | {"--for-epsilon", "--json", "--debug"},
+    "plan": SETTINGS | {"--for-epsilon", "--timing", "--json", "--debug"},
     "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--json", "--debug"},
     "data list": {"--data-dir", "--json", "--debug"},
     "data fetch": {"names", "--data-dir", "--mirror", "--json", "--quiet", "-q", "--debug"},

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import fulcrum
 from fulcrum.errors import BudgetError, ConfigError, DataError, ModelError, RunError
 from fulcrum.gradients import record_gradients
-from fulcrum.integrations.recording import PROBE_TASK
+from fulcrum.integrations.following import PROBE_TASK
 
 N, WIDTH, CLASSES = 60, 6, 3
 NO_NOISE = {"method": "dp-sgd", "sigma": 1e-6, "C0": 20.0, "seed": 3}

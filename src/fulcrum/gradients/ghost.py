@@ -11,8 +11,7 @@ found as they are called (`uses.py`, `function_rules.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -113,11 +112,13 @@ def record_ghost_tape(
     sites: tuple[VmapSite, ...] = (),
     fast: bool = False,
     half: bool = False,
+    channels_last: bool = False,
 ) -> GhostTape:
     """One pass over the batch.
 
     sites: modules with parameters that go through vmap (`find_vmap_sites`). fast: measured bounds in place of proven
-    ones. half: bf16 where autocast chooses it, with norms and sums in float32. Raises UnsupportedModel where the first
+    ones. half: bf16 where autocast chooses it, with norms and sums in float32. channels_last: see `UseRecorder`; a
+    model that views its images as something else then raises RuntimeError. Raises UnsupportedModel where the first
     dimension of the model's outputs is not the batch, and UnknownUse where a function has no rule.
     """
     tensors = tuple(layout.unflatten(params.detach()).values())
@@ -125,7 +126,7 @@ def record_ghost_tape(
     if program.sequence and not half:
         recorder, losses = _record_sequence(program, tensors, sequence.require_single_input(x), y, task)
     else:
-        recorder, losses = _record_uses(model, layout, tensors, x, y, task, sites, half)
+        recorder, losses = _record_uses(model, layout, tensors, x, y, task, sites, half, channels_last)
     parts = tuple(tuple(parts) for parts in recorder.parts)
     return GhostTape(layout, params, losses, parts, recorder.elements, fast)
 
@@ -208,29 +209,10 @@ def _record_uses(
     task: Task,
     sites: tuple[VmapSite, ...],
     half: bool,
+    channels_last: bool = False,
 ) -> tuple[UseRecorder, Tensor]:
     count = count_examples(x)
-    recorder = UseRecorder(tensors, count)
-    with watch_modules(recorder, model, layout, sites), torch.enable_grad():
-        inputs = map_inputs(Tensor.detach, x)
-        with torch.autocast(y.device.type, torch.bfloat16, enabled=half), recorder:
-            outputs = call_with_parameters(model, dict(zip(layout.names, tensors, strict=True)), inputs)
-        outputs = outputs.float() if half else outputs
-        losses = check_loss_per_example(task.loss(outputs, y), count)
-        total = losses.sum()
-    recorder.choose()
-    recorder.report = tuple(recorder.list_uses())
-    if total.requires_grad:
-        torch.autograd.grad(total, recorder.anchor, allow_unused=True)
-    recorder.finish()
-    return recorder, losses.detach()
-
-
-@contextmanager
-def watch_modules(
-    recorder: UseRecorder, model: nn.Module, layout: ParameterLayout, sites: tuple[VmapSite, ...]
-) -> Iterator[None]:
-    """Hooks of the modules that a recorder does not look into: sites, and layers that a user registered."""
+    recorder = UseRecorder(tensors, count, channels_last)
     handles: list[Any] = []
 
     def watch(site: VmapSite) -> None:
@@ -260,14 +242,27 @@ def watch_modules(
         if type(module) in LAYER_RULES:
             watch_layer(name, module, LAYER_RULES[type(module)])
     try:
-        yield
+        with torch.enable_grad():
+            inputs = map_inputs(Tensor.detach, x)
+            with torch.autocast(y.device.type, torch.bfloat16, enabled=half), recorder:
+                outputs = call_with_parameters(model, dict(zip(layout.names, tensors, strict=True)), inputs)
+            outputs = outputs.float() if half else outputs
+            losses = check_loss_per_example(task.loss(outputs, y), count)
+            total = losses.sum()
     finally:
         for handle in handles:
             handle.remove()
+    recorder.choose()
+    recorder.report = tuple(recorder.list_uses())
+    if total.requires_grad:
+        torch.autograd.grad(total, recorder.anchor, allow_unused=True)
+    recorder.finish()
+    return recorder, losses.detach()
 
 
 def list_uses(
     model: nn.Module,
+    program: GradProgram,
     layout: ParameterLayout,
     params: Tensor,
     x: ModelInputs,
@@ -277,7 +272,25 @@ def list_uses(
 ) -> tuple[UseRecord, ...]:
     """How a pass uses each parameter, for a report."""
     tensors = tuple(layout.unflatten(params.detach()).values())
+    if program.sequence:
+        return _list_sequence_uses(program, tensors, sequence.require_single_input(x))
     return _record_uses(model, layout, tensors, x, y, task, sites, False)[0].report
+
+
+def _list_sequence_uses(program: GradProgram, tensors: tuple[Tensor, ...], x: Tensor) -> tuple[UseRecord, ...]:
+    recorder = _UseRecorder(len(x), tensors)
+    _, steps = sequence.forward_sequence(program, sequence.prepare_weights(tensors, x.device), x)
+    used = [(step, step.node.site) for step in steps if step.node.site is not None]
+    numbers = [recorder.add_use(site, step.seen, step.elements, step.out) for step, site in used]
+    recorder.choose()
+    found = []
+    for number, (step, site) in zip(numbers, used, strict=True):
+        for n, (name, place) in enumerate(site.own.items()):
+            cost = site.kind.size(site.module, step.out) if site.kind and name == "weight" else None
+            written = cost is not None and number in recorder.written
+            held, passes_on = 0 if n else step.elements, step is not used[0][0]
+            found.append(UseRecord(place, type(site.module).__name__, cost, written, held, passes_on))
+    return tuple(found)
 
 
 # --- the tape -------------------------------------------------------------------------------------

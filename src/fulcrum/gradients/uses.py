@@ -107,6 +107,11 @@ class UseRecord:
     function: str
     cost: WeightGradCost | None
     materialised: bool
+    elements: int = 0
+    """Number of elements in the inputs that the call keeps and in its output, for all examples; with the call's first
+    parameter only."""
+    passes_on: bool = True
+    """Whether the gradient of the call's input is computed too."""
 
 
 class _GraphRoot(torch.autograd.Function):
@@ -130,17 +135,20 @@ class _TappedCall:
     uses: tuple[ParameterUse, ...]
     inputs: tuple[tuple[Tensor, int], ...]
     """Inputs that the uses keep, with the version that they had: an in-place change would go unnoticed."""
+    elements: int = 0
+    """Number of elements in these inputs and in the output."""
 
 
 class UseRecorder(TorchFunctionMode):
     """Collects uses in the forward pass (`with recorder:`) and parameter gradients in the backward pass.
 
-    tensors: the parameters of the layout. count: number of examples B.
+    tensors: the parameters of the layout. count: number of examples B. channels_last: whether rules may change the
+    memory format of images to the one in which a GPU multiplies them.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], count: int) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], count: int, channels_last: bool = False) -> None:
         super().__init__()
-        self.tensors, self.count = tensors, count
+        self.tensors, self.count, self.channels_last = tensors, count, channels_last
         self.elements = 0
         """Total number of elements in the inputs and outputs of all uses."""
         self.parts: list[list[ParamGrad]] = [[] for _ in tensors]
@@ -210,9 +218,11 @@ class UseRecorder(TorchFunctionMode):
             out = torch.ops.aten._unsafe_view(out, out.shape)
         if not out.requires_grad:
             out = _GraphRoot.apply(out, self.anchor)  # type: ignore[no-untyped-call]
-        self.elements += out.numel() + sum(value.numel() for value in inputs)
+        elements = out.numel() + sum(value.numel() for value in inputs)
+        self.elements += elements
         number = len(self._calls)
-        self._calls.append(_TappedCall(self._function, kept, tuple((value, value._version) for value in inputs)))
+        versions = tuple((value, value._version) for value in inputs)
+        self._calls.append(_TappedCall(self._function, kept, versions, elements))
         out.register_hook(lambda g: self._collect(number, g))
         return out
 
@@ -319,9 +329,11 @@ class UseRecorder(TorchFunctionMode):
     def list_uses(self) -> Iterator[UseRecord]:
         """What the forward pass saw; after `choose` and before the backward pass."""
         for number, call in enumerate(self._calls):
+            passes_on = any(value.requires_grad for value, _ in call.inputs)
             for n, use in enumerate(call.uses):
                 place = self._places[id(use.parameter)]
-                yield UseRecord(place, call.function, use.cost, (number, n) in self._written)
+                written = (number, n) in self._written
+                yield UseRecord(place, call.function, use.cost, written, 0 if n else call.elements, passes_on)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """A model's own forward, recorded: in a loop that somebody else wrote, per-example gradients come from its backward.
 
-`ModelRecorder.attach` replaces the model's `forward`. In training mode with gradients on, a call runs under a
-`UseRecorder` with the parameters detached, so that nothing is ever added to a parameter's `.grad`; its outputs are
+`ModelRecorder.attach` replaces the model's `forward`. In training mode with gradients on, a call is followed
+(`following.py`) with the parameters detached, so that nothing is ever added to a parameter's `.grad`; its outputs are
 traced (`loss_trace.py`). Any other call, such as an evaluation, runs the model as it is.
 """
 
@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
-from fulcrum.gradients import GradientRecorder
-from fulcrum.gradients.ghost import GhostTape, watch_modules
-from fulcrum.gradients.program import UnsupportedModel
 from fulcrum.gradients.tape import EmptyTape, GradientTape
-from fulcrum.gradients.uses import UnknownUse, UseRecorder, VmapSite
+from fulcrum.integrations.following import (
+    FollowedPass,
+    FollowPlan,
+    OtherPath,
+    find_plan,
+    refuse_dropout_by_vmap,
+    take_whole_model,
+)
 from fulcrum.integrations.loss_trace import LossHistory, LossTrace
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import torch_generator
@@ -47,7 +49,7 @@ class ModelRecorder:
     ) -> None:
         self.model, self.layout, self.history = model, layout, history
         self._add_tape, self._draw_seed = add_tape, draw_seed
-        self._sites: tuple[VmapSite, ...] | None = None
+        self._plan: FollowPlan | None = None
         self._plain = False
         self._original: Any = None
 
@@ -88,40 +90,29 @@ class ModelRecorder:
         count = count_rows(args, kwargs)
         if count == 0:
             return self._run_without_examples(run, args, kwargs)
-        if self._sites is None:
-            self._sites = self._study(args, kwargs, count)
+        if self._plan is None:
+            self._plan = self._study(args, kwargs, count)
         device = next(iter(self.model.parameters())).device
         precision = check_autocast(device.type)
-        named = dict(self.model.named_parameters())
-        tensors = tuple(named[name].detach() for name in self.layout.names)
-        recorder = UseRecorder(tensors, count)
-        root = next((site for site in self._sites if not site.name), None)
+        given = (count, run, args, kwargs)
         try:
-            with (
-                watch_modules(recorder, self.model, self.layout, tuple(s for s in self._sites if s.name)),
-                _reparametrize_module(self.model, self._place(dict(zip(self.layout.names, tensors, strict=True)))),
-                self._own_randomness(device),
-            ):
-                if root is None:
-                    with recorder:
-                        out = run(*args, **kwargs)
-                else:
-                    recorder.enter_site(root)
-                    out = recorder.leave_site(root, self.model, args, kwargs, run(*args, **kwargs))
-        except (UnknownUse, UnsupportedModel) as problem:
-            raise ModelError(
-                f"the model uses its parameters in another way than in its first pass ({problem}), and per-example "
-                "gradients cannot follow; keep one way through the model, or freeze these parameters."
-            ) from None
-        return self._trace(out, recorder, count, precision, root is not None)
+            with self._own_randomness(device):
+                followed, out = FollowedPass.run(self.model, self.layout, self._plan, *given)
+        except OtherPath as problem:
+            whole = (take_whole_model(self.layout, str(problem)),)
+            refuse_dropout_by_vmap(self.model, whole)
+            with self._own_randomness(device):
+                followed, out = FollowedPass.run(self.model, self.layout, whole, *given)
+        return self._trace(out, followed, precision)
 
-    def _trace(self, out: Any, recorder: UseRecorder, count: int, precision: str, whole: bool) -> Any:
+    def _trace(self, out: Any, followed: FollowedPass, precision: str) -> Any:
+        count = followed.count
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        rows = [leaf for leaf in outputs if leaf.dim() and len(leaf) == count]
-        if not rows:
+        floats = [leaf for leaf in tree_leaves(out) if _is_traced(leaf, count) and leaf.is_floating_point()]
+        if not any(leaf.requires_grad for leaf in floats):
             raise ModelError(
-                "the model gives no tensor with one example per row, so no loss can be told apart by examples; let it "
-                "return its outputs and compute the loss in the loop (for transformers: without labels)."
+                "the model gives no tensor with one example per row that depends on what is trained, so no loss can be "
+                "told apart by examples; let it return its outputs, and compute the loss in the loop."
             )
         allowed = False
 
@@ -129,7 +120,8 @@ class ModelRecorder:
             if not allowed:
                 raise ModelError(
                     "a gradient reached the model by another way than loss.backward() of a loss of its outputs; "
-                    "compute the loss from the outputs of one forward pass, by torch functions."
+                    "compute the loss from the outputs of one forward pass, by torch functions, outside of the model "
+                    "(for transformers: without labels)."
                 )
 
         for leaf in outputs:
@@ -138,22 +130,11 @@ class ModelRecorder:
         def send_back(losses: Tensor, grads: list[Tensor]) -> None:
             nonlocal allowed
             allowed = True
-            recorder.choose()
-            given = [(leaf, g) for leaf, g in zip(floats, grads, strict=True) if leaf.requires_grad]
-            try:
-                torch.autograd.grad(
-                    [leaf for leaf, _ in given], recorder.anchor, [g for _, g in given], allow_unused=True
-                )
-                with self._as_it_was():
-                    recorder.finish()
-            except UnsupportedModel as problem:
-                raise ModelError(f"per-example gradients cannot follow the model: {problem}.") from None
-            parts = tuple(tuple(each) for each in recorder.parts)
-            size = recorder.tensors[0].new_zeros(1).expand(self.layout.dim)
-            tape = GhostTape(self.layout, size, losses.to(recorder.tensors[0].dtype), parts, recorder.elements, True)
+            moved = [(leaf, g) for leaf, g in zip(floats, grads, strict=True) if leaf.requires_grad]
+            with self._as_it_was():
+                tape = followed.go_back([leaf for leaf, _ in moved], [g for _, g in moved], losses)
             self._add_tape(tape, count, precision)
 
-        floats = [leaf for leaf in tree_leaves(out) if _is_traced(leaf, count) and leaf.is_floating_point()]
         return LossTrace(count, self.history, send_back).hand_over(out)
 
     def _run_without_examples(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,20 +166,10 @@ class ModelRecorder:
                 torch.cuda.manual_seed(seed)
             yield
 
-    def _place(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors under every name that a parameter has in the model."""
-        given = {id(parameter): tensors[name] for name, parameter in self.model.named_parameters() if name in tensors}
-        return {
-            f"{place}.{name}" if place else name: given[id(parameter)]
-            for place, module in self.model.named_modules()  # each module once
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-            if id(parameter) in given
-        }
-
     # --- before the first pass --------------------------------------------------------------------
 
-    def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[VmapSite, ...]:
-        """Checks on made-up examples that the model does not mix them; returns the modules that go through vmap.
+    def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> FollowPlan:
+        """Checks on made-up examples that the model does not mix them, and finds out how to follow its parameters.
 
         Made-up: what is found must not depend on the data. Integers are the data's, since only they are known to be
         valid indices; they are looked at for errors alone.
@@ -215,16 +186,9 @@ class ModelRecorder:
         given = tree_map(make_up, (args, kwargs))
         twin = self._copy_without_dropout()
         refuse_mixing(twin, *given)
-        named, fixed = bind_tensors(twin, *given)
-        if fixed:
-            twin.forward = functools.partial(twin.forward, **fixed)
-        y = torch.zeros(3, device=next(iter(named.values())).device)
-        follower = GradientRecorder(twin, self.layout, PROBE_TASK)
-        follower.settle(self.layout.flatten(twin), named, y)
-        if not follower.objection:
-            return follower.sites or ()
-        places = {name: place for place, name in enumerate(self.layout.names)}
-        return (VmapSite("", frozenset(places.values()), places, follower.objection),)
+        plan = find_plan(twin, self.layout, *bind_tensors(twin, *given))
+        refuse_dropout_by_vmap(self.model, plan)
+        return plan
 
     def _copy_without_dropout(self) -> nn.Module:
         current = self.model.__dict__.pop("forward")
@@ -239,18 +203,6 @@ class ModelRecorder:
                 if isinstance(value, float) and ("drop" in name or name == "p"):
                     setattr(module, name, 0.0)
         return twin
-
-
-def _probe_loss(outputs: Any, y: Tensor) -> Tensor:
-    """A loss of any outputs whose gradient has no zeros: [B]."""
-    rows = [leaf.flatten(1) for leaf in tree_leaves(outputs) if _is_traced(leaf, len(y)) and leaf.is_floating_point()]
-    flat = torch.cat([row for row in rows if row.requires_grad] or rows, dim=1)
-    slopes = torch.cos(torch.arange(flat.shape[1], device=flat.device, dtype=flat.dtype)) + 1.5
-    return (flat * slopes + 0.1 * flat.square()).sum(dim=1)
-
-
-PROBE_TASK = Task("outputs", 1, _probe_loss, {}, "loss", lambda outputs: outputs, lambda name, value: torch.zeros(0))
-"""In place of a task where only the model is tried out."""
 
 
 def _detach(value: Any) -> Any:

@@ -3,6 +3,7 @@
 one_call.py     `train` and `rounds`: from names to a result in one call
 preparation.py  settings -> a federation: everything that can go wrong before training
 execution.py    train a federation to its end, store it in a folder, resume from a folder
+forecast/       before a run: layers, seconds and bytes
 binding.py      what ties a folder, its settings and its ledger together, and the checks before a run goes on
 observers.py    observers of a run: progress, metrics.jsonl with checkpoints, users' own
 active_run.py   a run in progress, and its current privacy statement
@@ -14,6 +15,7 @@ Settings files are read on demand, so that ready-made `Settings` train without p
 from __future__ import annotations
 
 from fulcrum.runs.execution import execute, resume, resume_prepared
+from fulcrum.runs.forecast import Forecast, make_forecast, plan
 from fulcrum.runs.observers import OBSERVERS, Observer, RoundCallback, RunInfo, find_observer
 from fulcrum.runs.one_call import rounds, train
 from fulcrum.runs.preparation import (
@@ -27,6 +29,7 @@ from fulcrum.runs.result import Result
 
 __all__ = [
     "OBSERVERS",
+    "Forecast",
     "Observer",
     "Result",
     "RoundCallback",
@@ -37,6 +40,8 @@ __all__ = [
     "find_observer",
     "list_ledger_balances",
     "list_unit_digests",
+    "make_forecast",
+    "plan",
     "prepare",
     "resume",
     "resume_prepared",

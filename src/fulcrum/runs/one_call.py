@@ -42,7 +42,7 @@ def train(
     train={"server": "adam"}. settings: ready-made ones instead of names. out: a new folder for
     the run. on_round is called with each RoundResult; observers observe the run (`fulcrum.Observer`).
     """
-    federation = prepare(*_resolve_keywords(data, model, settings, names))
+    federation = prepare(*resolve_keywords(data, model, settings, names))
     return execute(federation, out, on_round, observers=observers)
 
 
@@ -58,7 +58,7 @@ def rounds(
     for r in fulcrum.rounds(data="digits", epsilon=4.0):
         print(r.round, r.metrics, r.C, r.epsilon)
     """
-    federation = prepare(*_resolve_keywords(data, model, settings, names))
+    federation = prepare(*resolve_keywords(data, model, settings, names))
     run = uuid.uuid4().hex
     with open_run_ledger(federation.settings) as ledger:
         register_run(federation, ledger, run)
@@ -66,7 +66,7 @@ def rounds(
             yield result
 
 
-def _resolve_keywords(
+def resolve_keywords(
     data: str | Dataset | None, model: str | nn.Module | None, settings: Settings | None, names: dict[str, Any]
 ) -> tuple[Settings, Dataset | None, nn.Module | None]:
     """Settings, and the data and model that were given as objects."""
