@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -152,7 +152,7 @@ class Privacy:
             LoopAccount.open_ledger(ledger), terms, uuid.uuid4().hex, ledger is not None, randomness, seed
         )
         self._state = terms.make_rule_state(model)
-        self._averaged = terms.layout.flatten(model)
+        self._averaged = self._released = terms.layout.flatten(model)
         self._sample: tuple[int, int, DrawnSample] | None = None
         self._sum = StepSum()
         self._passes = 0
@@ -207,6 +207,10 @@ class Privacy:
     def statement(self) -> str:
         """The privacy statement: the page that PRIVACY.md of a run is."""
         return write_statement(self.report())
+
+    def released_weights(self) -> dict[str, Tensor]:
+        """The trained parameters after the last step, by name: functions of releases, so they may leave."""
+        return self._terms.layout.unflatten(self._released)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[nn.Module]:
@@ -325,7 +329,7 @@ class Privacy:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         drop_gradients(self._model)
         if self.step and not self._passes:
-            params = self._terms.layout.flatten(self._model)
+            self._released = params = self._terms.layout.flatten(self._model)
             self._averaged = update_moving_average(
                 self._averaged.to(params), params, self._terms.settings.train.ema, self.step - 1
             )
