@@ -63,9 +63,15 @@ _MODULES = ("clipping", "data")
 """Modules that users reach as `fulcrum.data.from_arrays` without importing them first."""
 
 
+_ELSEWHERE = {"parts": "fulcrum.integrations.parts"}
+"""Modules that users reach under a shorter name: `from fulcrum import parts`."""
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"fulcrum.{name}")
+    if name in _ELSEWHERE:
+        return importlib.import_module(_ELSEWHERE[name])
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'fulcrum' has no attribute {name!r}")

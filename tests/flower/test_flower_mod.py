@@ -1,4 +1,4 @@
-"""Other people's client functions: a strategy that is private for whole parties, and a mod that guards a private loop."""
+"""Other people's client functions: a strategy that is private for whole parties, and a mod that guards a loop."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def test_one_party_moves_the_release_by_no_more_than_its_bound():
         app = plain_app()
         small = app._registered_funcs["train.default"]
         large = plain_app(factor)._registered_funcs["train.default"]
-        app._registered_funcs["train.default"] = lambda msg, context, s=small, l=large: (
-            l if context.node_id == 100 else s
+        app._registered_funcs["train.default"] = lambda msg, context, one=small, other=large: (
+            other if context.node_id == 100 else one
         )(msg, context)
         strategy = PrivateFedAvg(parties=5, rounds=1, sigma=1e-6, method="dp-sgd", options={"C0": 0.1}, seed=1)
         grid = MemoryGrid(app, nodes=5)

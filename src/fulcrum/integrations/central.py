@@ -13,6 +13,7 @@ own affair, so this fits any framework: `flower/strategy.py` and `integrations/f
 
 from __future__ import annotations
 
+import hashlib
 import os
 import uuid
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ from fulcrum.runs.choices import check_choices
 from fulcrum.runs.folder import current_utc_time
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.files import settings_from_keywords
+from fulcrum.settings.schema import Settings
 from fulcrum.training.client_level import average_client_updates, check_server_rule, draw_cohort, make_server_release
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import reserve_round
@@ -94,7 +96,9 @@ class PrivateRounds:
         floats = {key: value.float() for key, value in tensors.items() if value.is_floating_point()}
         model = hold_parameters(floats)
         run = uuid.uuid4().hex
-        randomness: CipherRandomness = SecureRandomness(run) if seed is None else SeededRandomness(seed, name)
+        randomness: CipherRandomness = (
+            SecureRandomness(run) if seed is None else SeededRandomness(seed, identify_rounds(settings, floats))
+        )
         partition = Partition(torch.arange(parties), torch.arange(parties + 1))
         problem = TrainingProblem(
             dataset=cast(Any, None),  # the server has no records
@@ -251,6 +255,14 @@ class PrivateRounds:
     def statement(self) -> str:
         """The privacy statement as the page PRIVACY.md."""
         return statement_to_markdown(self.report())
+
+
+def identify_rounds(settings: Settings, weights: Mapping[str, Tensor]) -> str:
+    """The id of a seeded run's streams: other settings or initial weights have unrelated noise."""
+    mac = hashlib.blake2b(repr(settings.replace(run={"ledger": ""})).encode(), digest_size=16)
+    for name, value in weights.items():
+        mac.update(name.encode() + value.contiguous().numpy().tobytes())
+    return mac.hexdigest()
 
 
 def hold_parameters(tensors: Mapping[str, Tensor]) -> nn.Module:
