@@ -4,8 +4,8 @@
 
 Both loops get the same noise multiplier, sampling rate and number of steps, so they spend the same epsilon; both
 accountants' values are written down. Opacus needs a clipping norm C and a learning rate: every pair of a grid of 25 is
-trained with every seed, and its best and its median pair are shown. `fulcrum.private` has neither: it is trained once per
-seed. The grid's best is chosen by the test score, which flatters it. Seconds are those of one core, so that other
+trained with every seed, and its best and its median pair are shown. `fulcrum.private` has neither: it is trained once
+per seed. The grid's best is chosen by the test score, which flatters it. Seconds are those of one core, so that other
 processes do not count.
 """
 
@@ -117,7 +117,8 @@ def measure_fulcrum(problem: LoopProblem, epsilon: float, seeds: range) -> dict[
 
 
 def measure_opacus(problem: LoopProblem, epsilon: float, sigma: float, seeds: range) -> dict[str, Any]:
-    cells, seconds, spent = [], [], 0.0
+    cells: list[dict[str, Any]] = []
+    seconds, spent = [], 0.0
     for C in CLIPS:
         for lr in RATES:
             scores = []
@@ -186,11 +187,12 @@ def write_page(rows: list[dict[str, Any]]) -> str:
         "# The same loop in Opacus and in fulcrum.private",
         "",
         "Made by `benchmarks/loops.py`. Accuracy on test records, mean and standard deviation over "
-        f"{rows[0]['seeds']} seeds (weights, samples and noise); equal noise multiplier, sampling rate and steps, so equal "
-        "epsilon. Opacus 1.6 with every pair of 5 clipping norms and 5 learning rates; the best pair is chosen by the "
-        "test score itself. fulcrum.private has nothing to choose and was run once per seed.",
+        f"{rows[0]['seeds']} seeds (weights, samples and noise); equal noise multiplier, sampling rate and steps, so "
+        "equal epsilon. Opacus 1.6 with every pair of 5 clipping norms and 5 learning rates; the best is chosen by "
+        "the test score itself. fulcrum.private has nothing to choose and was run once per seed.",
         "",
-        "| problem | epsilon | fulcrum.private | its averaged weights | Opacus, best of 25 | Opacus, median of 25 | worst |",
+        "| problem | epsilon | fulcrum.private | its averaged weights "
+        "| Opacus, best of 25 | Opacus, median of 25 | worst |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -1,6 +1,6 @@
 """Three small problems for loops: a table, a small CNN and a text classifier. Nothing is downloaded.
 
-table   Adult's census records where FULCRUM_DATA has them (numbers and the commonest words, 3,200 records), else made up
+table   Adult's census records where FULCRUM_DATA has them (numbers and four columns of words, 3,200), else made up
 cnn     scikit-learn's 8 x 8 digits (1,280 records)
 text    made-up sentences of 16 words out of 200; the class is that of the topic whose words are more frequent (3,200)
 """
@@ -64,7 +64,7 @@ def _read_adult(folder: Path) -> tuple[Tensor, Tensor]:
     rows = [line.strip().rstrip(".").split(", ") for line in _read_text(folder / "adult.data").splitlines()]
     rows = [row for row in rows if len(row) == 15]
     numbers = np.array([[float(row[i]) for i in (0, 4, 10, 11, 12)] for row in rows], dtype=np.float32)
-    numbers = numbers / np.array([100.0, 16.0, 20000.0, 4000.0, 100.0], dtype=np.float32)
+    numbers /= np.array([100.0, 16.0, 20000.0, 4000.0, 100.0], dtype=np.float32)
     words = []
     for i in (1, 5, 7, 9):
         known = sorted({row[i] for row in rows})

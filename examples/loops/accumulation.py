@@ -1,6 +1,6 @@
 """Large samples in a small memory: gradient accumulation as many loops have it, and virtual batches.
 
-    python examples/loops/accumulation.py
+python examples/loops/accumulation.py
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def virtual_batches(seed: int | None) -> fulcrum.integrations.Privacy:
 
 if __name__ == "__main__":
     words = argparse.ArgumentParser()
-    words.add_argument("--seed", type=int, default=None, help="for a simulation; without it nobody can repeat the noise")
+    words.add_argument(
+        "--seed", type=int, default=None, help="for a simulation; without it nobody can repeat the noise"
+    )
     chosen = words.parse_args().seed
     for way in (accumulate_by_hand, virtual_batches):
         privacy = way(chosen)

@@ -1,6 +1,6 @@
 """An ordinary PyTorch loop, made private by one line.
 
-    python examples/loops/plain.py --epsilon 3
+python examples/loops/plain.py --epsilon 3
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ if __name__ == "__main__":
     words = argparse.ArgumentParser()
     words.add_argument("--epsilon", type=float, default=3.0)
     words.add_argument("--epochs", type=int, default=20)
-    words.add_argument("--seed", type=int, default=None, help="for a simulation; without it nobody can repeat the noise")
+    words.add_argument(
+        "--seed", type=int, default=None, help="for a simulation; without it nobody can repeat the noise"
+    )
     given = words.parse_args()
     main(given.epsilon, given.epochs, given.seed)

@@ -1,6 +1,6 @@
 """A LightningModule, made private before `Trainer.fit`. Its training_step stays as it is.
 
-    python examples/loops/with_lightning.py        (needs: pip install lightning)
+python examples/loops/with_lightning.py        (needs: pip install lightning)
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ if __name__ == "__main__":
     words = argparse.ArgumentParser()
     words.add_argument("--epochs", type=int, default=10)
     words.add_argument("--accumulate", type=int, default=1)
-    words.add_argument("--seed", type=int, default=None, help="for a simulation; without it nobody can repeat the noise")
+    words.add_argument(
+        "--seed", type=int, default=None, help="for a simulation; without it nobody can repeat the noise"
+    )
     given = words.parse_args()
     main(given.epochs, given.accumulate, given.seed)

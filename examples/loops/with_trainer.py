@@ -1,6 +1,6 @@
 """The Hugging Face Trainer with a small BERT, made private. Sentences are made up, so nothing is downloaded.
 
-    python examples/loops/with_trainer.py          (needs: pip install transformers accelerate)
+python examples/loops/with_trainer.py          (needs: pip install transformers accelerate)
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def compute_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
 def main(epochs: int, accumulate: int, seed: int | None) -> dict[str, float]:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    shape |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # noise regularises enough
     model = BertForSequenceClassification(BertConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **shape))
     train, test = MadeUpReviews(2000, 0), MadeUpReviews(500, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -92,6 +93,8 @@ if __name__ == "__main__":
     words = argparse.ArgumentParser()
     words.add_argument("--epochs", type=int, default=10)
     words.add_argument("--accumulate", type=int, default=1)
-    words.add_argument("--seed", type=int, default=None, help="for a simulation; without it nobody can repeat the noise")
+    words.add_argument(
+        "--seed", type=int, default=None, help="for a simulation; without it nobody can repeat the noise"
+    )
     given = words.parse_args()
     main(given.epochs, given.accumulate, given.seed)

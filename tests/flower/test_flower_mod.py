@@ -32,7 +32,7 @@ def _identity(monkeypatch):
         monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
 
 
-def make_net() -> nn.Module:
+def make_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, 2))
 
@@ -73,7 +73,7 @@ class MemoryGrid:
     """A grid whose nodes are functions in this process."""
 
     def __init__(self, app: ClientApp, nodes: int) -> None:
-        self.app, self.nodes, self.sent = app, {100 + k: make_context(100 + k) for k in range(nodes)}, []
+        self.app, self.nodes, self.sent = app, {100 + k: make_context(100 + k) for k in range(nodes)}, list[int]()
 
     def get_node_ids(self):
         return list(self.nodes)
@@ -164,7 +164,7 @@ def private_app(mod: PrivateMod, trick: str = "") -> ClientApp:
         data = make_data(context.node_id)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if trick == "start":
-            model[0].bias.data.add_(1.0)
+            next(iter(model.parameters())).data.add_(1.0)
         if trick == "error":
             raise ValueError(f"the first record is {data.tensors[0][0].tolist()}")
         loader = DataLoader(data, batch_size=20, shuffle=True)
@@ -175,7 +175,7 @@ def private_app(mod: PrivateMod, trick: str = "") -> ClientApp:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
         if trick == "after":
-            model[0].bias.data.add_(data.tensors[0].mean())
+            next(iter(model.parameters())).data.add_(data.tensors[0].mean())
         metrics = MetricRecord({"num-examples": len(data), "loss": 0.123})
         return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=msg)
 

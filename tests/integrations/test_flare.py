@@ -23,7 +23,8 @@ class InProcess(FedAvg):
 
     def __init__(self, answer, **words) -> None:
         super().__init__(persistor_id="", model={name: value.numpy() for name, value in START.items()}, **words)
-        self.answer, self.fl_ctx, self.seen = answer, FLContext(), []
+        self.answer, self.fl_ctx = answer, FLContext()
+        self.seen: list[dict[str, torch.Tensor]] = []
 
     def sample_clients(self, num_clients=None):
         return SITES

@@ -18,7 +18,7 @@
 
 Each record (or person) of this party is protected against everybody, the server included. The mod lets out what the
 private loop released and nothing else: weights that did not come from its steps, buffers that changed, metrics that are
-not listed, evaluations and the text of errors stay inside. Any strategy that averages weights goes with it, such as FedAvg.
+not listed, evaluations and the text of errors stay inside. Any strategy that averages weights goes with it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, MetricRecord, RecordDict
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fulcrum.errors import BudgetError, FulcrumError, RunError
 from fulcrum.integrations import PrivateLoop, private
+from fulcrum.integrations.loop import ModelT, OptimizerT
 
 STATE = "fulcrum"
 """The record of the node's state that holds the private loop's between two rounds."""
@@ -68,11 +68,11 @@ class PrivateMod:
         self._options: dict[str, Any] = {"epsilon": epsilon, "ledger": ledger, **options}
         self._message: Message | None = None
         self._context: Context | None = None
-        self._loop: PrivateLoop | None = None
+        self._loop: PrivateLoop[Any, Any] | None = None
 
     def private(
-        self, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any], persons: Any = None
-    ) -> PrivateLoop:
+        self, model: ModelT, optimizer: OptimizerT, loader: DataLoader[Any], persons: Any = None
+    ) -> PrivateLoop[ModelT, OptimizerT]:
         """`fulcrum.private` for this round's part of the budget; the model must have the weights of the message."""
         if self._message is None or self._context is None:
             raise RunError("mod.private was called outside of a message; call it in the client function.")

@@ -17,6 +17,8 @@ def check_model(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is a {type(model).__name__}; give the nn.Module that the loop calls.")
+    if hasattr(model, "_orig_mod"):
+        raise ModelError("model is compiled, and its passes cannot be recorded; give the model before torch.compile.")
     if isinstance(model, WRAPPERS):
         raise ModelError(f"model is a {type(model).__name__}, which copies batches apart; give the model inside it.")
     for name, layer in model.named_modules():

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,11 +39,15 @@ STATE_KEY = "fulcrum"
 """The entry of the optimizer's state_dict that holds the private loop's own state."""
 
 
-class PrivateLoop(NamedTuple):
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+
+class PrivateLoop(NamedTuple, Generic[ModelT, OptimizerT]):
     """What `fulcrum.private` returns: model, optimizer and loader, to be used as before; `privacy` is the handle."""
 
-    model: nn.Module
-    optimizer: Optimizer
+    model: ModelT
+    optimizer: OptimizerT
     loader: PrivateLoader
 
     @property
@@ -54,8 +58,8 @@ class PrivateLoop(NamedTuple):
 
 
 def private(
-    model: nn.Module,
-    optimizer: Optimizer,
+    model: ModelT,
+    optimizer: OptimizerT,
     loader: DataLoader[Any],
     *,
     epsilon: float | None = None,
@@ -72,7 +76,7 @@ def private(
     public_numbers: bool = False,
     name: str = "loop",
     **options: Any,
-) -> PrivateLoop:
+) -> PrivateLoop[ModelT, OptimizerT]:
     """Make a PyTorch loop private: there is no clipping norm to set, and with `moo` no learning rate to find.
 
         model, optimizer, loader = fulcrum.private(model, optimizer, loader, epsilon=3.0, epochs=10)

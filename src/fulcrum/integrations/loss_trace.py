@@ -262,8 +262,8 @@ class LossProgram:
         rows: dict[tuple[int, int], Tensor] = {}
         fixed: dict[tuple[int, int], Any] = {}
         whole: dict[tuple[int, int], Any] = {}
-        path = tuple(getattr(call.function, "__name__", str(call.function)) for call in calls)
         for i, call in enumerate(calls):
+            key = (getattr(call.function, "__name__", str(call.function)), len(calls) - i)  # counted from the loss
             partners = {lengths[leaf.place] for leaf in call.leaves if isinstance(leaf, Ref)}
             for j, leaf in enumerate(call.leaves):
                 if isinstance(leaf, Ref):
@@ -280,7 +280,7 @@ class LossProgram:
                 if each:
                     rows[i, j] = value.detach().reshape(count, each, *value.shape[1:])
                 else:
-                    fixed[i, j], whole[i, j] = _settle_number(value, call, j, (path, i, j), count, history)
+                    fixed[i, j], whole[i, j] = _settle_number(value, call, j, (*key, j), count, history)
         return LossProgram(calls, place, outputs, count, rows, fixed, whole)
 
     def compute_losses(self, outputs: list[Tensor]) -> Tensor:
@@ -376,6 +376,13 @@ def count_rows_of_example(value: Any, count: int, partners: set[int], shared: bo
     return len(value) // count if len(value) in partners and len(value) % count == 0 else 0
 
 
+def summarise(value: Tensor) -> float:
+    """A number by which a tensor is known to have changed."""
+    flat = value.detach().reshape(-1).double()
+    places = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
+    return float((flat * torch.cos(places)).sum()) if flat.numel() else 0.0
+
+
 def _settle_number(
     value: Any, call: NotedCall, leaf: int, key: Any, count: int, history: LossHistory
 ) -> tuple[Any, Any]:
@@ -389,20 +396,25 @@ def _settle_number(
         # The first size that is the batch size; view(-1, V) and view(B, -1) both work.
         first = next((j for j, each in enumerate(call.leaves) if isinstance(each, Constant)), -1)
         return (1 if leaf == first and value == count else value), value
-    if call.function not in RESCALING or not (number or (isinstance(value, Tensor) and value.numel() == 1)):
+    if call.function in RESCALING and (number or (isinstance(value, Tensor) and value.numel() == 1)):
+        now = float(value)
+        # "The batch size" is what equals it in every batch; a number that equals it by chance once is a number.
+        is_size = history.sizes.get(key, True) and now in (float(count), float(count * history.accumulate))
+        history.sizes[key] = is_size
+        if is_size:
+            return 1, count
+        if history.accumulate > 1 and now in (float(history.accumulate), 1.0 / history.accumulate):
+            return 1, 1
+    elif isinstance(value, Tensor):
+        now = summarise(value)
+    elif isinstance(value, float):
+        now = value
+    else:
         return value, value
-    now = float(value)
-    # "The batch size" is what equals it in every batch; a number that equals it by chance once is a number.
-    is_size = history.sizes.get(key, True) and now in (float(count), float(count * history.accumulate))
-    history.sizes[key] = is_size
-    if is_size:
-        return 1, count
-    if history.accumulate > 1 and now in (float(history.accumulate), 1.0 / history.accumulate):
-        return 1, 1
     if history.numbers.setdefault(key, now) != now and not history.public_numbers:
         raise ModelError(
-            "the loss is multiplied or divided by a number that changes from batch to batch, which may depend on other "
-            "examples (a count of tokens, a scaler); let each example's loss use its own numbers, or say "
-            "public_numbers=True if it follows from a schedule alone."
+            "the loss uses a number, or a tensor without rows of examples, that changes from batch to batch, so it may "
+            "depend on other examples (a count of tokens, a scaler, a mean of the batch); let each example's loss use "
+            "its own numbers, or say public_numbers=True if it follows from a schedule alone."
         )
     return value, value

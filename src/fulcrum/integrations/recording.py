@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,24 @@ AddTape = Callable[[GradientTape, int, str], None]
 """(tape of a pass, number of its examples, precision of its products) -> into the sum of this step."""
 
 
+class _RecordedForward:
+    """In place of a model's forward. A copy of the model (averaged weights, say) gets its plain forward back."""
+
+    def __init__(self, recorder: ModelRecorder, run: Callable[..., Any]) -> None:
+        self._recorder, self._run = recorder, run
+        functools.update_wrapper(self, run)  # with its signature, which some loops look at
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._recorder.call(self._run, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo.get(id(self._recorder.model))
+        return self if twin is None else types.MethodType(type(twin).forward, twin)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._recorder.model, "forward")  # when loaded, that of the class
+
+
 class ModelRecorder:
     """Records the training passes of one model. layout: the parameters that the optimizer trains."""
 
@@ -58,15 +77,13 @@ class ModelRecorder:
     def attach(self) -> None:
         """From now on the model's training passes are recorded."""
         self._original = self.model.__dict__.get("forward")
-        run = self.model.forward
+        self.model.forward = _RecordedForward(self, self.model.forward)
 
-        @functools.wraps(run)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._plain or not (self.model.training and torch.is_grad_enabled()):
-                return run(*args, **kwargs)
-            return self._record(run, args, kwargs)
-
-        self.model.forward = forward
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the model; run: its own forward."""
+        if self._plain or not (self.model.training and torch.is_grad_enabled()):
+            return run(*args, **kwargs)
+        return self._record(run, args, kwargs)
 
     def detach(self) -> None:
         """The model as it was: nothing is recorded any more."""
