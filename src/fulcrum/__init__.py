@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
     from fulcrum.integrations import private
-    from fulcrum.runs import Forecast, Observer, Result, execute, plan, prepare, resume, rounds, train
+    from fulcrum.runs import Forecast, Observer, Result, execute, load, plan, prepare, resume, rounds, train
     from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
 
@@ -34,6 +34,7 @@ __all__ = [
     "Settings",
     "__version__",
     "execute",
+    "load",
     "plan",
     "prepare",
     "private",
@@ -52,6 +53,7 @@ _HOME = {
     "RoundResult": "fulcrum.types",
     "Settings": "fulcrum.settings.schema",
     "execute": "fulcrum.runs",
+    "load": "fulcrum.runs",
     "plan": "fulcrum.runs",
     "prepare": "fulcrum.runs",
     "private": "fulcrum.integrations",

@@ -20,13 +20,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select_rows
 from fulcrum.data.tasks import Task
-from fulcrum.gradients import NUM_PROBE_EXAMPLES, GradientRecorder
-from fulcrum.gradients.ghost import list_uses
+from fulcrum.gradients import GradientRecorder
+from fulcrum.gradients.ghost import list_sequence_uses
 from fulcrum.gradients.outer_products import WRITE_READ_COST, WeightGradCost
 from fulcrum.gradients.param_grads import SCRATCH_BYTES, EmbeddingGrad, OwnGrad, ParamGrad
+from fulcrum.gradients.probe import NUM_PROBE_EXAMPLES
 from fulcrum.gradients.program import UnsupportedModel
+from fulcrum.gradients.recording import list_uses
+from fulcrum.gradients.sequence import require_single_input
 from fulcrum.gradients.stacked.layers import StackedProgram, StackedSite
-from fulcrum.gradients.uses import UnknownUse, UseRecord, VmapSite
+from fulcrum.gradients.uses import UnknownUse, UsePlan, UseRecord, VmapSite
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 WAYS = ("ghost", "direct", "vmap", "frozen")
@@ -100,8 +103,13 @@ def measure_layer_costs(
         except (UnsupportedModel, UnknownUse, RuntimeError) as problem:
             first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
             return (_describe_whole_model(layout, counted, terms, recorder.objection or first), *frozen)
-        parts, sites = tape.parts, recorder.sites or ()
-        uses = list_uses(model, recorder.program, layout, own, x, y, task, sites)
+        parts = tape.parts
+        if recorder.plan is None:
+            tensors = tuple(layout.unflatten(own).values())
+            uses = list_sequence_uses(recorder.program, tensors, require_single_input(x))
+        else:
+            sites = (*recorder.plan.sites, *_list_vmap_calls(recorder.plan, layout))
+            uses = list_uses(model, layout, own, x, y, task, recorder.plan)
     by_place: dict[int, list[_Priced]] = {}
     for site in sites:
         for place, priced in _price_site(site, layout, counted, terms).items():
@@ -110,6 +118,14 @@ def measure_layer_costs(
         part = parts[use.place][0] if parts and parts[use.place] else None
         by_place.setdefault(use.place, []).append(_price_use(use, part, layout, terms, len(y)))
     return (*_gather_layers(layout, by_place, counted, terms.batch), *frozen)
+
+
+def _list_vmap_calls(plan: UsePlan, layout: ParameterLayout) -> tuple[VmapSite, ...]:
+    """Calls of functions that no rule knows, each with the module that owns its first parameter."""
+    calls = [call for call in plan.calls.calls if call.kind == "vmap" and call.places]
+    return tuple(
+        VmapSite(layout.names[min(call.places)].rpartition(".")[0], call.places, {}, call.reason) for call in calls
+    )
 
 
 def count_plain_flop(

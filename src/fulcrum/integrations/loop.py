@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -31,7 +32,8 @@ from fulcrum.integrations.stepping import (
     release_step,
 )
 from fulcrum.integrations.terms import LoopTerms, compute_stream_id, make_terms, refuse_fixed_options
-from fulcrum.rng import CipherRandomness, SecureRandomness, SeededRandomness, derive_stream_seed, name_stream
+from fulcrum.models.draws import make_example_keys
+from fulcrum.rng import CipherRandomness, SecureRandomness, SeededRandomness, name_stream
 from fulcrum.training.server import update_moving_average
 
 STATE_FORMAT = 1
@@ -160,7 +162,7 @@ class Privacy:
         self._sample: tuple[int, int, DrawnSample] | None = None
         self._sum = StepSum()
         self._passes = 0
-        self._recorder = ModelRecorder(model, terms.layout, history, self._add_tape, self._draw_dropout_seed)
+        self._recorder = ModelRecorder(model, terms.layout, history, self._add_tape, self._draw_keys)
         self._handles: list[Any] = []
         self._registered = False
 
@@ -276,9 +278,19 @@ class Privacy:
             self._sample = (step, attempt, sample)
         return sample
 
-    def _draw_dropout_seed(self) -> int:
-        """Public: dropout hides nothing, it only has to repeat."""
-        return derive_stream_seed(self._seed or 0, ("dropout", self.step, self._passes))
+    def _draw_keys(self, count: int) -> Tensor:
+        """The keys by which random layers draw for the next `count` records of the sample that is due, [count].
+
+        An example's numbers follow from the step's secret and its row alone, so no other example changes them.
+        """
+        if self.step >= self.steps:
+            return torch.zeros(count, dtype=torch.int64)
+        attempt = self._account.count_attempts(self.step)
+        place = name_stream("dropout", self.step, 0, 0, attempt=attempt)
+        high, low = (self._account.randomness.uniform(place, 2) * 2**32).long().tolist()
+        rows = self.draw_sample(self.step).rows[self._sum.rows :][:count]
+        rows = rows if len(rows) == count else torch.arange(count)  # no batch of this step: nothing comes of it
+        return make_example_keys(int((high << 32) | low) - 2**63, rows)
 
     # --- steps ----------------------------------------------------------------------------------
 

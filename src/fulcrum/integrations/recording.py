@@ -21,13 +21,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from fulcrum.errors import ModelError
 from fulcrum.gradients.tape import EmptyTape, GradientTape
+from fulcrum.gradients.uses import UsePlan
 from fulcrum.integrations.following import (
     FollowedPass,
-    FollowPlan,
     OtherPath,
+    PassInputs,
+    RecordedPass,
+    WholePass,
     find_plan,
-    refuse_dropout_by_vmap,
-    take_whole_model,
+    silence,
 )
 from fulcrum.integrations.loss_trace import LossHistory, LossTrace
 from fulcrum.models.layout import ParameterLayout
@@ -64,11 +66,11 @@ class ModelRecorder:
         layout: ParameterLayout,
         history: LossHistory,
         add_tape: AddTape,
-        draw_seed: Callable[[], int],
+        draw_keys: Callable[[int], Tensor],
     ) -> None:
         self.model, self.layout, self.history = model, layout, history
-        self._add_tape, self._draw_seed = add_tape, draw_seed
-        self._plan: FollowPlan | None = None
+        self._add_tape, self._draw_keys = add_tape, draw_keys
+        self._plans: dict[Any, UsePlan | None] = {}
         self._plain = False
         self._original: Any = None
 
@@ -107,22 +109,24 @@ class ModelRecorder:
         count = count_rows(args, kwargs)
         if count == 0:
             return self._run_without_examples(run, args, kwargs)
-        if self._plan is None:
-            self._plan = self._study(args, kwargs, count)
+        form = describe_form(args, kwargs, count)
+        if form not in self._plans:
+            self._plans[form] = self._study(args, kwargs, count)
         device = next(iter(self.model.parameters())).device
         precision = check_autocast(device.type)
-        given = (count, run, args, kwargs)
+        given = PassInputs(self.model, self.layout, run, args, kwargs, self._draw_keys(count).to(device))
+        plan = self._plans[form]
+        followed: RecordedPass
         try:
-            with self._own_randomness(device):
-                followed, out = FollowedPass.run(self.model, self.layout, self._plan, *given)
-        except OtherPath as problem:
-            whole = (take_whole_model(self.layout, str(problem)),)
-            refuse_dropout_by_vmap(self.model, whole)
-            with self._own_randomness(device):
-                followed, out = FollowedPass.run(self.model, self.layout, whole, *given)
+            if plan is None:
+                raise OtherPath
+            followed, out = FollowedPass.run(given, plan)
+        except OtherPath:
+            self._plans[form] = None
+            followed, out = WholePass.run(given)
         return self._trace(out, followed, precision)
 
-    def _trace(self, out: Any, followed: FollowedPass, precision: str) -> Any:
+    def _trace(self, out: Any, followed: RecordedPass, precision: str) -> Any:
         count = followed.count
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
         floats = [leaf for leaf in tree_leaves(out) if _is_traced(leaf, count) and leaf.is_floating_point()]
@@ -172,20 +176,9 @@ class ModelRecorder:
 
         return LossTrace(0, self.history, send_back).hand_over(tree_unflatten(cut, shape))
 
-    @contextmanager
-    def _own_randomness(self, device: torch.device) -> Iterator[None]:
-        """Dropout draws from a stream of this step, and the loop's own generator stays where it was."""
-        devices = [device] if device.type == "cuda" else []
-        seed = self._draw_seed()
-        with torch.random.fork_rng(devices=devices):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a millisecond to look at its callers
-            if devices:
-                torch.cuda.manual_seed(seed)
-            yield
-
     # --- before the first pass --------------------------------------------------------------------
 
-    def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> FollowPlan:
+    def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> UsePlan | None:
         """Checks on made-up examples that the model does not mix them, and finds out how to follow its parameters.
 
         Made-up: what is found must not depend on the data. Integers are the data's, since only they are known to be
@@ -201,25 +194,20 @@ class ModelRecorder:
             return torch.rand((3, *value.shape[1:]), generator=stream, dtype=value.dtype).to(value.device)
 
         given = tree_map(make_up, (args, kwargs))
-        twin = self._copy_without_dropout()
-        refuse_mixing(twin, *given)
-        plan = find_plan(twin, self.layout, *bind_tensors(twin, *given))
-        refuse_dropout_by_vmap(self.model, plan)
-        return plan
+        twin = self._copy()
+        twin.train()
+        quiet = copy.deepcopy(twin)
+        silence(quiet)
+        refuse_mixing(quiet, *given)
+        return find_plan(twin, self.layout, *bind_tensors(twin, *given))
 
-    def _copy_without_dropout(self) -> nn.Module:
-        current = self.model.__dict__.pop("forward")
-        if self._original is not None:
-            self.model.forward = self._original
+    def _copy(self) -> nn.Module:
+        """A copy of the model with its own forward."""
         try:
-            twin = copy.deepcopy(self.model)
-        finally:
-            self.model.forward = current
-        for module in twin.modules():
-            for name, value in list(vars(module).items()):
-                if isinstance(value, float) and ("drop" in name or name == "p"):
-                    setattr(module, name, 0.0)
-        return twin
+            return copy.deepcopy(self.model)
+        except Exception as problem:
+            words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+            raise ModelError(f"the model cannot be copied with copy.deepcopy, to be tried out: {words}.") from problem
 
 
 def _detach(value: Any) -> Any:
@@ -237,6 +225,17 @@ def count_rows(args: Any, kwargs: Any) -> int:
             return len(leaf)
     raise ModelError(
         "the model was called without a tensor whose rows are examples; give it tensors [B, ...], also within dicts."
+    )
+
+
+def describe_form(args: Any, kwargs: Any, count: int) -> Any:
+    """What a plan depends on: the shapes of one example's tensors, and all other arguments."""
+    leaves, shape = tree_flatten((args, kwargs))
+    return str(shape), tuple(
+        (tuple(leaf.shape[1:]) if _is_traced(leaf, count) else tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else repr(leaf)
+        for leaf in leaves
     )
 
 

@@ -8,6 +8,9 @@ binding.py      what ties a folder, its settings and its ledger together, and th
 observers.py    observers of a run: progress, metrics.jsonl with checkpoints, users' own
 active_run.py   a run in progress, and its current privacy statement
 result.py       the result of a finished run, and its summary.json
+stored_model.py the trained model in a run's folder, and back: `load`
+model_card.py   the model card, and the code that loads a model without Fulcrum
+export.py       the model for other software: torch, safetensors, torchscript, program, onnx, transformers
 
 Settings files are read on demand, so that ready-made `Settings` train without pydantic.
 """
@@ -26,6 +29,7 @@ from fulcrum.runs.preparation import (
     prepare,
 )
 from fulcrum.runs.result import Result
+from fulcrum.runs.stored_model import TrainedModel, load, load_trained
 
 __all__ = [
     "OBSERVERS",
@@ -34,12 +38,15 @@ __all__ = [
     "Result",
     "RoundCallback",
     "RunInfo",
+    "TrainedModel",
     "collect_ledger_warnings",
     "execute",
     "find_device",
     "find_observer",
     "list_ledger_balances",
     "list_unit_digests",
+    "load",
+    "load_trained",
     "make_forecast",
     "plan",
     "prepare",
