@@ -188,6 +188,7 @@ def test_persons_and_parties_are_taken_from_the_data():
     found = schema(c={"low": 0, "high": 1})
     rows = {"c": [0, 1, 1], "sick": [0, 1, 0], "Patient_ID": ["b", "a", "b"], "hospital": [2, 1, 2]}
     table = encode_table(found, rows)
+    assert table.person is not None
     assert [table.person_names[code] for code in table.person] == ["b", "a", "b"]
     assert table.party_names == ("1", "2")
     off = dataclasses.replace(found, person="none", party="none", ignore=("*",))
@@ -201,6 +202,7 @@ def test_a_target_that_is_missing_can_be_left_out():
     table = encode_table(found, {"c": [0, 1, 1], "sick": ["no", "", "yes"], "person": ["a", "b", "c"]})
     assert table.targets().tolist() == [0, 1]
     assert table.person_names == ("a", "c")
+    assert table.person is not None
     assert table.person.tolist() == [0, 1]
     assert any("1 of 3 rows have no target" in note for note in table.notes)
 

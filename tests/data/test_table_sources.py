@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -254,13 +255,14 @@ def test_ids_from_pandas(schema):
     frame = pandas.DataFrame({"person": ["a", "b", "a"], "number": [1, 2, 1]})
     for name in frame:
         data = fulcrum.data.from_arrays(np.ones((3, 2)), [0, 1, 0], classes=2, person=frame[name].astype(object))
+        assert data.person is not None
         assert len(data.person.unique()) == 2
 
 
 def test_train_on_a_frame(tmp_path, monkeypatch, schema):
     monkeypatch.setenv("FULCRUM_KEY_FILE", str(tmp_path / "key"))
     given = columns(rows(80))
-    words = {"epsilon": 4.0, "rounds": 1, "run": {"engine": "reference"}}
+    words: dict[str, Any] = {"epsilon": 4.0, "rounds": 1, "run": {"engine": "reference"}}
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     with pytest.warns(UserWarning, match="only you see this") as told:
         result = fulcrum.train(data=pandas.DataFrame(given), schema=schema, out=tmp_path / "run", **words)
@@ -288,6 +290,7 @@ def test_tasks(tmp_path):
         assert (data.task.name, data.task.outputs) == words
         assert not data.inferred
     assert data.y.tolist() == [20.5, 30, 25, 60]  # clipped to the declared range, by which it is scaled
+    assert data.task_settings is not None
     assert (data.task_settings.low, data.task_settings.high) == (10, 60)
     both = {"a": {"kind": "yes-no"}, "b": {"kind": "yes-no"}}
     several = Schema.from_mapping({"target": ["a", "b"], "ignore": ["*"], "columns": {**usual, **both}})

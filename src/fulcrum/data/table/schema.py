@@ -27,7 +27,6 @@ from fulcrum.settings.registry import suggest_nearest_names
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fulcrum.data.records import ModelInputs
 
 KINDS.add("text", TEXT_KIND)
 MISSING_CHOICES = {True: "column", False: "refuse"}
@@ -138,7 +137,7 @@ class Schema:
         """The names of what is predicted."""
         return [column.name for column in self.targets]
 
-    def encode(self, rows: Any, *, others: bool = True) -> ModelInputs:
+    def encode(self, rows: Any, *, others: bool = True) -> Any:
         """The model's inputs of a table: [n, width] float32, or several by name where the schema has text.
 
         rows: a path, a pandas, polars or Arrow table, a dict of columns, or a list of dicts. others: whether columns
