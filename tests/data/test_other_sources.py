@@ -252,6 +252,22 @@ def test_torch_data_sets_and_generators():
     assert read_object(several, task=task).shape == {"ids": (3,), "mask": (3,)}
 
 
+def test_training_and_public_test_records():
+    both = read_object({"train": Stream(), "test": Points()})
+    assert both.test is not None
+    assert torch.equal(both.x, both.x_test)
+    assert both.classes == 2  # as the public targets show
+    assert not both.public
+    assert both.person_names[0] == "p0"
+    assert len(both.party_names) == 2
+    table = Table(target="sick", columns={"age": {"low": 0, "high": 100}, "sick": {"kind": "yes-no"}})
+    rows = [{"age": 20 + i, "sick": i % 2} for i in range(10)]
+    tables = read_object({"train": rows, "test": {"age": [1, 2], "sick": [0, 1]}}, table)
+    assert (len(tables.records), len(tables.test_records)) == (10, 2)
+    arrays = read_object({"x": np.ones((4, 2)), "y": [0, 1, 0, 1], "classes": 2})
+    assert arrays.x.shape == (4, 2)
+
+
 def test_generators_of_table_rows():
     rows = ({"age": 20 + i, "sick": i % 2} for i in range(10))
     table = Table(target="sick", columns={"age": {"low": 0, "high": 100}, "sick": {"kind": "yes-no"}})

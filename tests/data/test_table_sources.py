@@ -207,6 +207,8 @@ def test_databases(driver, tmp_path, expected, monkeypatch):
             load(source, table=Table(schema=str(tmp_path / "s.toml"), query=query))
         assert words in str(caught.value)
         assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="holds a password"):  # also where no schema is declared
+        load("postgresql://me:secret@host/db")
     same(load(url, table=named), expected)  # nothing was dropped
 
 

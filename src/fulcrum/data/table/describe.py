@@ -102,7 +102,7 @@ def propose_schema(
     for name in inputs:
         if name in ignore:
             continue
-        found, said = propose_column(facts[name], name == target, numbers)
+        found, said = _propose(source, name, facts[name], name == target, numbers)
         if found is None:
             ignore.append(name)
         else:
@@ -131,12 +131,22 @@ def complete_mapping(declared: Mapping[str, Any], source: TableSource, numbers: 
     for name in wanted:
         if name not in facts:
             raise DataError(f"{source.name} has no column {name!r}, which table.target names.")
-        found, _ = propose_column(facts[name], name in names, numbers)
+        found, _ = _propose(source, name, facts[name], name in names, numbers)
         if found is not None:
             columns[name] = found
         else:
             ignore.append(name)
     return {**declared, **roles, "columns": columns, "ignore": ignore}
+
+
+def _propose(
+    source: TableSource, name: str, facts: ColumnFacts, target: bool, numbers: bool
+) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """`propose_column`, with an error that names the column."""
+    try:
+        return propose_column(facts, target, numbers)
+    except DataError as error:
+        raise DataError(f"{source.name}: column {name!r} {error}") from None
 
 
 # --- one column ---------------------------------------------------------------------------------
@@ -241,7 +251,7 @@ def _is_id(facts: ColumnFacts) -> bool:
 def round_outwards(least: float, most: float) -> tuple[float, float]:
     """A range of round numbers around two numbers, low below high."""
     if not math.isfinite(least) or not math.isfinite(most):
-        raise DataError("a column holds infinite numbers; no range can be proposed.")
+        raise DataError("holds infinite numbers, so no range can be proposed; declare low and high.")
     width = most - least or max(abs(most), 1.0) / 10
     unit = 10.0 ** math.floor(math.log10(width))
     low, high = math.floor(least / unit) * unit, math.ceil(most / unit) * unit
