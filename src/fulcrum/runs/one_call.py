@@ -44,7 +44,8 @@ def train(
     ..., "test": ...} with two of these. model: a name, a dict of [model] settings, or an nn.Module whose weights
     are the public start. Other names are those of the command line and the settings file: method, epsilon, delta,
     parties, rounds, lr, kappa, or whole sections such as train={"server": "adam"}. settings: ready-made ones instead
-    of names. out: a new folder for the run. on_round is called with each RoundResult; observers observe the run (`fulcrum.Observer`).
+    of names. out: a new folder for the run. on_round is called with each RoundResult; observers observe the run
+    (`fulcrum.Observer`).
     """
     federation = prepare(*resolve_keywords(data, model, settings, names))
     _warn_of_own_notes(federation.problem.dataset)
