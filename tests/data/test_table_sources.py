@@ -331,6 +331,8 @@ def test_a_file_per_month(tmp_path, expected):
     (tmp_path / "v-03.csv").write_text((tmp_path / "v-02.csv").read_text().replace(",45,", ",old,"))
     with pytest.raises(DataError, match=r"v-03\.csv: column 'age' holds no number in 1 cell \(first: line 2\)"):
         load(str(tmp_path / "v-*.csv"), table=columns)
+    (tmp_path / "v[1].csv").write_text((tmp_path / "v-01.csv").read_text())  # a name, not a pattern
+    assert len(load(str(tmp_path / "v[1].csv"), table=columns).x) == 25
     with pytest.raises(DataError, match="fits no file"):
         load(str(tmp_path / "w-*.csv"), table=columns)
 

@@ -338,8 +338,8 @@ def _check_schema(schema: Schema, where: str) -> Schema:
             "character or empty."
         )
     for column in schema.targets:
-        if column.kind not in TARGET_KINDS or column.buckets:
-            what = "in buckets" if column.buckets else f"of kind {column.kind!r}"
+        if column.kind not in TARGET_KINDS or column.buckets or column.cuts:
+            what = "in buckets or intervals" if column.buckets or column.cuts else f"of kind {column.kind!r}"
             raise ConfigError(
                 f"{where}: target {column.name!r} {what} cannot be predicted; declare a number with low and high, a "
                 "category with its categories, or yes-no."
