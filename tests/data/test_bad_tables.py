@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import random
 import threading
 
 import pytest
@@ -274,3 +275,34 @@ def test_an_unreviewed_schema_is_refused_for_private_data(tmp_path, capsys):
     assert "reviewed = true" in said.err
     code, _ = run(path, capsys, "--public")
     assert code == 0
+
+
+PARTS = [b'"', b",", b"\n", b"\r", b"\0", b"\xff", b'""', b";", b"1e999", b"nan", b"\xe2\x80\xa8", b"9" * 400, b"inf"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_tables_are_read_or_refused_and_never_quoted(tmp_path, seed):
+    rng = random.Random(seed)
+    whole = table({"sex": SECRET}).encode()
+    refused = 0
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            at = rng.randrange(len(damaged))
+            damage = rng.randrange(4)
+            if damage == 0:
+                damaged[at] = rng.randrange(256)
+            elif damage == 1:
+                del damaged[at : at + rng.choice([1, 3, 50])]
+            elif damage == 2:
+                damaged[at:at] = rng.choice(PARTS)
+            else:
+                damaged[at:at] = damaged[: rng.choice([2, 40, 300])]
+        try:
+            load(str(write(tmp_path, bytes(damaged))))
+        except DataError as error:
+            refused += 1
+            assert SECRET not in str(error)
+            assert "\n" not in str(error)
+            assert "the function failed" not in str(error)
+    assert refused > 10

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -220,6 +221,10 @@ class Schema:
             if name not in known:
                 raise ConfigError(f"{where}: {name!r} is not known; {suggest_nearest_names(name, known)}")
         target = found.get("target", ())
+        if not isinstance(target, str) and not (
+            isinstance(target, list | tuple) and all(isinstance(name, str) for name in target)
+        ):
+            raise ConfigError(f"{where}: target must be the name of a column, or a list of names.")
         names = ([target] if target else []) if isinstance(target, str) else list(target)
         declared = found.get("columns", {})
         if not isinstance(declared, Mapping) or not all(isinstance(value, Mapping) for value in declared.values()):
@@ -317,8 +322,10 @@ def _parse_field(field: str, value: Any, where: str, column: str = "") -> Any:
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         kinds = {bool: "true or false", str: "text in quotes"}
         raise ConfigError(f"{whose} = {value!r} must be {kinds.get(wanted, 'a number')}.")  # type: ignore[arg-type]
-    if isinstance(usual, int) and wanted == (int, float) and int(value) != value:
+    if isinstance(usual, int) and wanted == (int, float) and not isinstance(value, int):
         raise ConfigError(f"{whose} = {value!r} must be a whole number.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{whose} = {value!r} must be a finite number.")
     return value
 
 
