@@ -284,7 +284,7 @@ PARTS = [b'"', b",", b"\n", b"\r", b"\0", b"\xff", b'""', b";", b"1e999", b"nan"
 def test_damaged_tables_are_read_or_refused_and_never_quoted(tmp_path, seed):
     rng = random.Random(seed)
     whole = table({"sex": SECRET}).encode()
-    refused = 0
+    said = []
     for _ in range(60):
         damaged = bytearray(whole)
         for _ in range(rng.choice([1, 1, 2, 5])):
@@ -301,8 +301,7 @@ def test_damaged_tables_are_read_or_refused_and_never_quoted(tmp_path, seed):
         try:
             load(str(write(tmp_path, bytes(damaged))))
         except DataError as error:
-            refused += 1
-            assert SECRET not in str(error)
-            assert "\n" not in str(error)
-            assert "the function failed" not in str(error)
-    assert refused > 10
+            said.append(str(error))
+    assert len(said) > 10
+    for words in (SECRET, "\n", "the function failed"):
+        assert not any(words in sentence for sentence in said)

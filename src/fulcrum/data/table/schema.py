@@ -9,9 +9,7 @@ schema.to_toml()
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from fulcrum.data.table.cells import MISSING_WORDS, to_text
 from fulcrum.data.table.dates import ISO
 from fulcrum.data.table.kinds import KINDS, NO_WORDS, YES_WORDS
 from fulcrum.data.table.texts import TEXT_KIND
+from fulcrum.data.table.toml import format_key, format_literal
 from fulcrum.errors import ConfigError
 from fulcrum.settings.registry import suggest_nearest_names
 
@@ -182,11 +181,11 @@ class Schema:
         """The schema as a file that a person can read and change; comments: by column, set above it."""
         found = self.to_mapping()
         columns = found.pop("columns")
-        lines = [f"{_key(name)} = {_literal(value)}" for name, value in found.items()]
+        lines = [f"{format_key(name)} = {format_literal(value)}" for name, value in found.items()]
         for name, values in columns.items():
             said = (comments or {}).get(name, "")
-            lines += ["", *(f"# {line}" for line in said.splitlines()), f"[columns.{_key(name)}]"]
-            lines += [f"{_key(field)} = {_literal(value)}" for field, value in values.items()]
+            lines += ["", *(f"# {line}" for line in said.splitlines()), f"[columns.{format_key(name)}]"]
+            lines += [f"{format_key(field)} = {format_literal(value)}" for field, value in values.items()]
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -233,7 +232,7 @@ class Schema:
         missing = [name for name in names if name not in columns]
         if missing:
             raise ConfigError(
-                f"{where}: target {missing[0]!r} is not declared; say what it is, such as [columns.{_key(missing[0])}] "
+                f"{where}: target {missing[0]!r} is not declared; say what it is, such as [columns.{format_key(missing[0])}] "
                 'with kind = "yes-no", or "category" with its categories.'
             )
         plain = {
@@ -385,15 +384,6 @@ def _column_to_mapping(column: Column) -> dict[str, Any]:
     found = {name: getattr(column, name) for name in fields}
     kept = {name: value for name, value in found.items() if name == "kind" or value != getattr(usual, name)}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _literal(name)
-
-
-def _literal(value: Any) -> str:
-    """A value as TOML: its literals are those of JSON, but for a character that TOML wants written out."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def list_places(columns: Iterable[Column]) -> Sequence[str]:
