@@ -63,11 +63,6 @@ def evaluate_model(problem: TrainingProblem, params: Tensor, batch: int = 0) -> 
     return evaluate_with_parties(problem, params, batch).metrics
 
 
-def evaluate_parties(problem: TrainingProblem, params: Tensor, batch: int = 0) -> dict[str, MetricValues]:
-    """Metrics on each party's test records, by the party's name; empty where test records name no party."""
-    return evaluate_with_parties(problem, params, batch).parties
-
-
 @torch.no_grad()
 def evaluate_with_parties(problem: TrainingProblem, params: Tensor, batch: int = 0) -> Evaluation:
     """Both in one pass over the test records, `batch` records at a time (0: chosen by device)."""
