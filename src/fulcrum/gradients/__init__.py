@@ -86,6 +86,8 @@ class GradientRecorder:
         """Modules with parameters that go through vmap; None until the first batch."""
         self._verdict: str | None = None if how == "auto" and not self.program.sequence else ""
         self._elements: dict[Hashable, int] = {}
+        self._channels_last = True
+        """Whether images may change their memory format: until the model turns out to rely on it."""
 
     @property
     def is_thread_safe(self) -> bool:
@@ -96,7 +98,7 @@ class GradientRecorder:
         """A recorder of a copy of the model, for another thread; it keeps the results of the analysis."""
         other = GradientRecorder(copy.deepcopy(self.model), self.layout, self.task, self.how, self.block)
         other._verdict, other._elements = self._verdict, dict(self._elements)
-        other.sites = self.sites
+        other.sites, other._channels_last = self.sites, self._channels_last
         return other
 
     def __call__(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
@@ -219,7 +221,14 @@ class GradientRecorder:
             raise UnsupportedModel(self._verdict)
         given = (self.model, self.program, self.layout, params, x, y, self.task)
         try:
-            return record_ghost_tape(*given, self.sites or (), fast, half)
+            try:
+                return record_ghost_tape(*given, self.sites or (), fast, half, self._channels_last)
+            except RuntimeError as problem:
+                # Tensor.view asks for the first format; nothing else in a model does.
+                if not (self._channels_last and "view" in str(problem)):
+                    raise
+                self._channels_last = False
+                return record_ghost_tape(*given, self.sites or (), fast, half)
         except UnknownUse as problem:
             raise UnsupportedModel(str(problem)) from None
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fulcrum.gradients.group_norm import ParameterGrads, fused_group_norm
 from fulcrum.gradients.outer_products import ConvGrad, LinearGrad, WeightGradCost
 from fulcrum.gradients.param_grads import EmbeddingGrad, MaterialisedGrad
 from fulcrum.gradients.uses import FUNCTION_RULES, ParameterUse, UseRecorder, register_function_rule
@@ -30,6 +32,19 @@ def to_compute_type(value: Tensor) -> Tensor:
     """An input in the type in which autocast will multiply it, so that it is held once."""
     kind = value.device.type
     return value.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else value
+
+
+def arrange_images(recorder: UseRecorder, images: Tensor) -> Tensor:
+    """Images [B, C, H, W] with channels last in memory, the format of a GPU's tensor cores, where these convolve them.
+
+    What follows keeps the format, so that it is changed once in a pass; full float32 is faster with channels first.
+    """
+    if not (recorder.channels_last and images.is_cuda and images.dim() == 4):
+        return images
+    conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    if images.dtype == torch.bfloat16 or (images.dtype == torch.float32 and conv.fp32_precision == "tf32"):
+        return images.contiguous(memory_format=torch.channels_last)
+    return images
 
 
 # --- linear -------------------------------------------------------------------------------------
@@ -127,7 +142,7 @@ def use_convolution(
     recorder.require_rows((weight, bias), input)
     strides, steps = _expand(stride, dims), _expand(dilation, dims)
     around = padding if isinstance(padding, str) else _expand(padding, dims)
-    a = to_compute_type(input)
+    a = arrange_images(recorder, to_compute_type(input))
     out = function(a, weight, bias, strides, around, steps, groups)
     seen, amounts = a.detach(), _pad_amounts(around, tuple(weight.shape[2:]), steps)
 
@@ -226,6 +241,19 @@ def use_layer_norm(
 def _tap_group_norm(
     recorder: UseRecorder, a: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
+    own = fused_group_norm(a, groups, weight, bias, eps) if a.is_cuda else None
+    if own is not None:
+        out, differentiate = own
+        grads: list[ParameterGrads] = []
+
+        def take(g: Tensor, name: str) -> MaterialisedGrad:
+            if not grads:
+                grads.append(differentiate(g))
+            return MaterialisedGrad(getattr(grads[0], name))
+
+        named = (("weight", weight), ("bias", bias))
+        taken = [ParameterUse(p, partial(take, name=name)) for name, p in named if p is not None]
+        return recorder.tap(out, taken, (a,))
     count, channels = a.shape[:2]
     pixels = math.prod(a.shape[2:])
     a = a.contiguous() if a.element_size() >= 4 else a.float().contiguous()

@@ -112,11 +112,13 @@ def record_ghost_tape(
     sites: tuple[VmapSite, ...] = (),
     fast: bool = False,
     half: bool = False,
+    channels_last: bool = False,
 ) -> GhostTape:
     """One pass over the batch.
 
     sites: modules with parameters that go through vmap (`find_vmap_sites`). fast: measured bounds in place of proven
-    ones. half: bf16 where autocast chooses it, with norms and sums in float32. Raises UnsupportedModel where the first
+    ones. half: bf16 where autocast chooses it, with norms and sums in float32. channels_last: see `UseRecorder`; a
+    model that views its images as something else then raises RuntimeError. Raises UnsupportedModel where the first
     dimension of the model's outputs is not the batch, and UnknownUse where a function has no rule.
     """
     tensors = tuple(layout.unflatten(params.detach()).values())
@@ -124,7 +126,7 @@ def record_ghost_tape(
     if program.sequence and not half:
         recorder, losses = _record_sequence(program, tensors, sequence.require_single_input(x), y, task)
     else:
-        recorder, losses = _record_uses(model, layout, tensors, x, y, task, sites, half)
+        recorder, losses = _record_uses(model, layout, tensors, x, y, task, sites, half, channels_last)
     parts = tuple(tuple(parts) for parts in recorder.parts)
     return GhostTape(layout, params, losses, parts, recorder.elements, fast)
 
@@ -207,9 +209,10 @@ def _record_uses(
     task: Task,
     sites: tuple[VmapSite, ...],
     half: bool,
+    channels_last: bool = False,
 ) -> tuple[UseRecorder, Tensor]:
     count = count_examples(x)
-    recorder = UseRecorder(tensors, count)
+    recorder = UseRecorder(tensors, count, channels_last)
     handles: list[Any] = []
 
     def watch(site: VmapSite) -> None:

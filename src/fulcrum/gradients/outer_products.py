@@ -263,7 +263,7 @@ class ConvGrad:
         n, (c, *kernel), out = self.groups, self.weight.shape[1:], self.g.shape[2:]
         copied = self._extract_patches()
         if copied is not None:
-            return copied.transpose(1, 2), self.g.reshape(len(copied), -1, math.prod(out)).transpose(1, 2)
+            return copied.transpose(1, 2), self.g.movedim(1, -1).flatten(1, -2)
         last = torch.channels_last if len(out) == 2 else torch.channels_last_3d
         around = [amount for p in reversed(self.padding) for amount in (p, p)]
         padded = F.pad(self.a, around) if any(around) else self.a

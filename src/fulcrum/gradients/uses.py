@@ -142,12 +142,13 @@ class _TappedCall:
 class UseRecorder(TorchFunctionMode):
     """Collects uses in the forward pass (`with recorder:`) and parameter gradients in the backward pass.
 
-    tensors: the parameters of the layout. count: number of examples B.
+    tensors: the parameters of the layout. count: number of examples B. channels_last: whether rules may change the
+    memory format of images to the one in which a GPU multiplies them.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], count: int) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], count: int, channels_last: bool = False) -> None:
         super().__init__()
-        self.tensors, self.count = tensors, count
+        self.tensors, self.count, self.channels_last = tensors, count, channels_last
         self.elements = 0
         """Total number of elements in the inputs and outputs of all uses."""
         self.parts: list[list[ParamGrad]] = [[] for _ in tensors]

@@ -158,8 +158,9 @@ def _run_kernel(table: Tensor, blocks: int) -> Tensor | None:
         kernels = importlib.import_module("fulcrum.rng.kernels")
         out = torch.empty((len(table), blocks, 16), dtype=torch.int32, device=table.device)
         size = 128
+        programs = -(-blocks // size)
         with torch.cuda.device_of(table):
-            kernels.chacha20_kernel[(len(table), -(-blocks // size))](table.contiguous(), out, blocks, SIZE=size)
+            kernels.chacha20_kernel[(len(table) * programs,)](table.contiguous(), out, blocks, programs, SIZE=size)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
