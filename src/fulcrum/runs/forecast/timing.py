@@ -189,8 +189,10 @@ class StepTrial:
 
     @property
     def start(self) -> StepPart:
-        """The smallest step that is tried."""
-        return StepPart(1, float(PROVEN_UNITS if self.dry.problem.proven else FIRST_UNITS))
+        """The smallest step that is tried: as many parties as train at a time, with few units each."""
+        workers = int(getattr(self.engine, "workers", 1))
+        units = PROVEN_UNITS if self.dry.problem.proven else FIRST_UNITS
+        return StepPart(min(len(self.tasks), workers), float(units))
 
     def grow(self, part: StepPart) -> StepPart | None:
         """More units of each party, or more parties where these are all; None where there are no more."""
@@ -212,7 +214,7 @@ class StepTrial:
         """What of a round's step a part leaves out."""
         words = f" of {part.parties} of {len(self.tasks)} parties" if part.parties < len(self.tasks) else ""
         most = max(self.batches)
-        return words + ("" if part.units >= most else f", with {part.units:g} of {most:.0f} units each, scaled")
+        return words + ("" if part.units >= most else f" with {part.units:g} of {most:.0f} units each")
 
     def play(self, part: StepPart) -> PlayedStep:
         """Trains one step of a part with the engine."""
