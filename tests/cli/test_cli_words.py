@@ -133,6 +133,24 @@ def test_wrong_input_is_one_sentence(words, sentence, capsys, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_out_must_be_a_new_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "README").write_text("kept")
+    _, _, err = said(capsys, "run", "--sigma", "1", "--out", "full/README")
+    assert err.endswith("error: full/README is a file; choose a new folder as --out.\n")
+    code, _, err = said(capsys, "run", "--sigma", "1", "--out", "full")
+    assert code == 2
+    assert err.endswith("error: folder full exists and is not empty; choose another --out.\n")
+    assert (tmp_path / "full" / "README").read_text() == "kept"
+
+
+def test_a_value_that_is_no_number_is_said_to_be_none(capsys):
+    err = said(capsys, "run", "--epsilon", "four")[2]
+    assert "must be a number" in err or "not a valid float" in err  # an older typer has its own words
+    assert "unable to parse" not in said(capsys, "run", "--rounds", "2.5")[2]
+
+
 def test_version_and_help(capsys):
     assert said(capsys, "--version")[1].startswith("fulcrum 0.")
     for words in ([], ["--help"], ["data"], ["run", "--help"]):
