@@ -287,6 +287,39 @@ def test_plan_says_how_many_rounds_a_budget_allows(capsys):
     assert json.loads(said(capsys, *words, "--steps", "2", "--json")[1])["rounds"] == rounds // 2
 
 
+def test_plan_says_what_layers_seconds_and_bytes_a_run_takes(capsys):
+    words = ["plan", "--data", "digits", "--parties", "3", "--epsilon", "4", "--rounds", "20"]
+    code, out, _ = said(capsys, *words)
+    assert code == 0
+    assert "1      ghost  " in out
+    (time,) = [line for line in out.splitlines() if line.startswith("time  about ")]
+    assert "for 20 rounds" in time
+    assert "an estimate on this machine (cpu, engine parallel" in out
+    (bytes_,) = [line for line in out.splitlines() if line.startswith("travels  to each party ")]
+    assert "kB per round" in bytes_
+    said_to_programs = json.loads(said(capsys, *words, "--json", "--no-timing")[1])
+    assert said_to_programs["time"] is None
+    assert said_to_programs["layers"][0]["way"] == "ghost"
+    assert said_to_programs["traffic"]["participations"] == 60
+    assert said_to_programs["traffic"]["counted"] == "messages"
+    _, out, _ = said(capsys, *words, "--no-timing", "--set", "privacy.aggregation=ideal-secagg")
+    assert "time  not estimated: not asked for" in out
+    assert "the arrays alone; not offered across machines: privacy.aggregation = 'ideal-secagg' is a simulation" in out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0004, "0.4 ms"), (3.456, "3.46 s"), (59.97, "1 min"), (61, "1 min 1 s"), (3599.9, "1 h"), (90000, "1 d 1 h")],
+)
+def test_durations_are_short(seconds, words):
+    assert view.format_seconds(seconds) == words
+
+
+@pytest.mark.parametrize(("count", "words"), [(12, "12 B"), (999.9, "1 kB"), (2604, "2.6 kB"), (1.3e9, "1.3 GB")])
+def test_bytes_are_short(count, words):
+    assert view.format_bytes(count) == words
+
+
 def test_methods_are_listed(capsys):
     rows = {row["name"]: row for row in json.loads(said(capsys, "methods", "--json")[1])}
     assert list(rows) == list(METHODS)
