@@ -59,11 +59,6 @@ class JobOutcome:
     notes: tuple[str, ...] = ()
 
     @property
-    def score_name(self) -> str:
-        """The name of the run's score."""
-        return self.score.name
-
-    @property
     def value(self) -> float:
         """The value of the score after the last round."""
         return self.metrics[self.score.name]
