@@ -60,7 +60,9 @@ def apply_overrides(settings: Settings, row: str, words: dict[str, Any]) -> Sett
     """The settings of one run."""
     if row in ("fixed", "linear"):
         schedule = "constant" if row == "fixed" else "linear"
-        return settings.replace(clip={"rule": "fixed", "C0": words["C"]}, train={"lr": words["lr"], "schedule": schedule})
+        return settings.replace(
+            clip={"rule": "fixed", "C0": words["C"]}, train={"lr": words["lr"], "schedule": schedule}
+        )
     if row == "start":
         return settings.replace(clip={"rule": "moo", "C0": words["C"]}, train={"lr": words["lr"]})
     clip = settings.clip

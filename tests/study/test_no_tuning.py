@@ -103,7 +103,8 @@ def test_a_tiny_suite_runs_and_is_summarised(tiny: Suite, tmp_path: Path) -> Non
     (entry,) = json.loads((tmp_path / "summary.json").read_text())
     wanted = {"scenario", "set_aside", "seeds", "best_fixed", "default", "worst_start", "interval", "commit", "command"}
     assert set(entry) == wanted
-    assert entry["seeds"] == 2 and not entry["set_aside"]
+    assert entry["seeds"] == 2
+    assert not entry["set_aside"]
     assert 0 < entry["default"] <= 100
     assert judge(findings).count == 1
     assert "Development half" in (tmp_path / "summary.md").read_text()
@@ -140,5 +141,5 @@ def test_a_source_that_is_not_there_says_what_it_needs(tmp_path: Path, monkeypat
 
     monkeypatch.setenv("FULCRUM_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(DataError, match="adult/adult.data.gz"):
+    with pytest.raises(DataError, match=r"adult/adult\.data\.gz"):
         sources.census(str(tmp_path))

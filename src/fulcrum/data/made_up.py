@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fulcrum.data.dataset import Dataset, from_arrays
-from fulcrum.data.records import list_input_tensors
+from fulcrum.data.records import ModelInputs, map_inputs
 from fulcrum.data.synthetic_images import render_images, sample_recipes
 from fulcrum.data.tasks import Task
 from fulcrum.data.tasks.builtin import shift_tokens
@@ -100,6 +100,7 @@ def make_up_dataset(
     generator = torch.Generator(device).manual_seed(seed)
     total = count + test
     single = facts.inputs.get("") if len(facts.inputs) == 1 else None
+    x: ModelInputs
     if facts.sequence:
         x, y = _make_token_sequences(facts, how, total, generator)
     elif single is not None and not single.words and len(single.shape) == 1:
@@ -108,15 +109,10 @@ def make_up_dataset(
         kinds = _draw_kinds(facts, total, generator)
         parts = {name: _make_inputs(own, kinds, how, generator) for name, own in facts.inputs.items()}
         x, y = (parts if single is None else parts[""]), _make_targets(facts, kinds, how, generator)
-    names = [*x] if isinstance(x, Mapping) else []
-
-    def rows(low: int, high: int) -> object:
-        return {name: x[name][low:high].cpu() for name in names} if names else x[low:high].cpu()  # type: ignore[index]
-
     return from_arrays(
-        rows(0, count),
+        map_inputs(lambda value: value[:count].cpu(), x),
         y[:count].cpu(),
-        rows(count, total),
+        map_inputs(lambda value: value[count:].cpu(), x),
         y[count:].cpu(),
         name=f"made-up-{how.name}",
         task=facts.task,
@@ -142,7 +138,9 @@ def _draw_kinds(facts: DataFacts, count: int, generator: torch.Generator) -> Ten
 def _make_targets(facts: DataFacts, kinds: Tensor, how: Variation, generator: torch.Generator) -> Tensor:
     """Targets of records of these kinds, some of them random."""
     table = torch.randn(_count_kinds(facts), facts.outputs, generator=generator, device=generator.device)
-    scores = table[kinds] if facts.task.name != "classification" else nn.functional.one_hot(kinds, facts.outputs).float()
+    scores = (
+        table[kinds] if facts.task.name != "classification" else nn.functional.one_hot(kinds, facts.outputs).float()
+    )
     return TARGETS[facts.task.name](facts, scores, how, generator)
 
 
@@ -171,7 +169,7 @@ def _to_numbers(facts: DataFacts, scores: Tensor, how: Variation, generator: tor
         middle, scale = task.offset, task.scale or 1.0
     spread = torch.randn(scores.shape, generator=generator, device=scores.device)
     part = min(0.9, 2 * how.noise)
-    found = middle + scale * ((1 - part) ** 0.5 * scores + part**0.5 * spread)
+    found: Tensor = middle + scale * (math.sqrt(1 - part) * scores + math.sqrt(part) * spread)
     return found[:, 0] if facts.outputs == 1 else found
 
 

@@ -45,8 +45,8 @@ def make_suite_page(suite: Suite, findings: Sequence[ScenarioFinding], facts: Ma
         f"# {suite.title}",
         "",
         f"Score in %, means over the seeds. Best fixed: the best of {len(suite.C0) * len(suite.lr)} cells of "
-        f"{suite.fixed}, chosen on one half of the seeds and scored on the other. Regret: best fixed less default, with "
-        "the half-width of its 95% interval. Any start: best fixed less the worst of all starts.",
+        f"{suite.fixed}, chosen on one half of the seeds and scored on the other. Regret: best fixed less default, "
+        "with the half-width of its 95% interval. Any start: best fixed less the worst of all starts.",
         "",
     ]
     for aside, title in ((False, "Development half"), (True, "Set-aside half")):

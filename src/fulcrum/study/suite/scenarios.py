@@ -142,7 +142,8 @@ def _read_scenario(entry: Mapping[str, Any], file: Path) -> Scenario:
     if entry["data"] not in TRAINING_SIZES:
         hint = suggest_nearest_names(entry["data"], TRAINING_SIZES)
         raise ConfigError(f"{file}: scenario {entry['name']!r} has data = {entry['data']!r}; {hint}")
-    return Scenario(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+    words: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    return Scenario(**words)
 
 
 def select_part(suite: Suite, chosen: Sequence[str] = (), methods: Sequence[str] = (), seeds: int = 0) -> Suite:

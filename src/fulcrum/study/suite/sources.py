@@ -101,20 +101,15 @@ CENSUS_NUMBERS: Mapping[int, Callable[[float], float]] = {
     12: lambda hours: (hours - 40) / 15,
 }
 """Numeric columns of the census data and their public scales."""
-CENSUS_WORDS: Mapping[int, tuple[str, ...]] = {
-    1: tuple("Private Self-emp-not-inc Self-emp-inc Federal-gov Local-gov State-gov Without-pay Never-worked".split()),
-    5: tuple(
-        "Married-civ-spouse Divorced Never-married Separated Widowed Married-spouse-absent Married-AF-spouse".split()
-    ),
-    6: tuple(
-        "Tech-support Craft-repair Other-service Sales Exec-managerial Prof-specialty Handlers-cleaners "
-        "Machine-op-inspct Adm-clerical Farming-fishing Transport-moving Priv-house-serv Protective-serv "
-        "Armed-Forces".split()
-    ),
-    7: tuple("Wife Own-child Husband Not-in-family Other-relative Unmarried".split()),
-    8: tuple("White Asian-Pac-Islander Amer-Indian-Eskimo Other Black".split()),
-    9: ("Female", "Male"),
-    13: ("United-States",),
+CENSUS_WORDS: Mapping[int, str] = {
+    1: "Private Self-emp-not-inc Self-emp-inc Federal-gov Local-gov State-gov Without-pay Never-worked",
+    5: "Married-civ-spouse Divorced Never-married Separated Widowed Married-spouse-absent Married-AF-spouse",
+    6: "Tech-support Craft-repair Other-service Sales Exec-managerial Prof-specialty Handlers-cleaners "
+    "Machine-op-inspct Adm-clerical Farming-fishing Transport-moving Priv-house-serv Protective-serv Armed-Forces",
+    7: "Wife Own-child Husband Not-in-family Other-relative Unmarried",
+    8: "White Asian-Pac-Islander Amer-Indian-Eskimo Other Black",
+    9: "Female Male",
+    13: "United-States",
 }
 """Categorical columns and their published categories; a missing value is none of them."""
 
@@ -138,7 +133,7 @@ def build_census(folder: str) -> Arrays:
 
 def _encode_person(row: list[str]) -> list[float]:
     numbers = [scale(float(row[column])) for column, scale in CENSUS_NUMBERS.items()]
-    return numbers + [float(row[column] == word) for column, words in CENSUS_WORDS.items() for word in words]
+    return numbers + [float(row[column] == word) for column, words in CENSUS_WORDS.items() for word in words.split()]
 
 
 def build_heart(folder: str) -> Arrays:

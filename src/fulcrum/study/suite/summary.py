@@ -139,7 +139,7 @@ def find_all(suite: Suite, done: Mapping[str, RunRecord]) -> list[ScenarioFindin
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the issue asks of a half: beyond the interval, how many are within 1.5 and 3 points, and any start within 5."""
+    """Of a half, beyond the interval: how many are within 1.5 and 3 points, and from any start within 5."""
 
     count: int
     within_1_5: int
