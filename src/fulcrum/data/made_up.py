@@ -65,9 +65,9 @@ class Variation:
 
 
 VARIATIONS = (
-    Variation("easy", jitter=1.0, noise=0.02, tilt=2.0),
-    Variation("hard", jitter=2.0, noise=0.1, tilt=1.2),
-    Variation("noisy", jitter=1.5, noise=0.25, tilt=1.6),
+    Variation("easy", jitter=0.7, noise=0.02, tilt=1.5),
+    Variation("hard", jitter=1.5, noise=0.1, tilt=0.8),
+    Variation("noisy", jitter=1.0, noise=0.25, tilt=1.2),
 )
 """The tasks of a rehearsal."""
 

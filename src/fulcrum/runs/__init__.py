@@ -18,11 +18,14 @@ from fulcrum.runs.observers import OBSERVERS, Observer, RoundCallback, RunInfo, 
 from fulcrum.runs.one_call import rounds, train
 from fulcrum.runs.preparation import (
     collect_ledger_warnings,
+    derive_federation,
     find_device,
     list_ledger_balances,
     list_unit_digests,
     prepare,
+    prepare_unrehearsed,
 )
+from fulcrum.runs.rehearsal import apply_rehearsal
 from fulcrum.runs.result import Result
 
 __all__ = [
@@ -31,13 +34,16 @@ __all__ = [
     "Result",
     "RoundCallback",
     "RunInfo",
+    "apply_rehearsal",
     "collect_ledger_warnings",
+    "derive_federation",
     "execute",
     "find_device",
     "find_observer",
     "list_ledger_balances",
     "list_unit_digests",
     "prepare",
+    "prepare_unrehearsed",
     "resume",
     "resume_prepared",
     "rounds",

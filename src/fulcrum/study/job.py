@@ -16,7 +16,7 @@ from fulcrum.settings.schema import Settings, TaskSettings
 IGNORED_IN_ID = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """Settings that do not affect a result: the preset's name, file locations. The id has the privacy target separately."""
 LATER_SETTINGS: dict[str, dict[str, Any]] = {
-    "clip": {"options": {}},
+    "clip": {"options": {}, "rehearse": False, "step": 0.0, "search": True},
     "data": {"feature_whiten": 0.0, "public": False},
     "model": {"coordinates": "plain", "whiten": 0.5},
     "privacy": {"seed": None, "arithmetic": "auto", "evaluation_epsilon": None, "budget_delta": None},

@@ -23,20 +23,14 @@ from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, compute_features, from_arrays, holdout, load
 from fulcrum.data.declared import refuse_without_ledger
 from fulcrum.data.features import feature_signature
-from fulcrum.engines import find_engine
 from fulcrum.errors import ConfigError, DataError
-from fulcrum.rng import make_randomness
 from fulcrum.runs import folder as record
-from fulcrum.settings.checks import check_settings
-from fulcrum.settings.derived import get_planned_unit
+from fulcrum.settings.derived import DERIVABLE_SETTINGS, get_planned_unit
 from fulcrum.settings.schema import Settings, TaskSettings
-from fulcrum.study.calibrate import COST_FREE_SETTINGS
 from fulcrum.study.job import SECTION_FACTORIES, StudyJob
 from fulcrum.study.records import StudyScore, make_score_entries
-from fulcrum.training.client_level import make_local_problem
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
-from fulcrum.training.problem import get_private_seed, identify_releases
 
 NUM_CURVE_POINTS = 20
 """Approximate number of values of C and of the score stored per run."""
@@ -150,16 +144,16 @@ def prepare_job(job: StudyJob, datasets: DatasetCache, device: str = "auto", pre
     key = make_federation_cache_key(settings, device, precision)
     base = datasets.prepared.get(key)
     if base is not None:
-        return derive_federation(base, ready)
+        return api.apply_rehearsal(api.derive_federation(base, ready))
     dataset = datasets.get(settings, device)
     if dataset.test is None:
         raise DataError(f"{dataset.name} has no test set (x_test, y_test), and a study compares results on one.")
     # The data has its task already; another check would make a copy of it for each run of a stack.
-    federation = api.prepare(replace(ready, task=TaskSettings()), dataset)
+    federation = api.prepare_unrehearsed(replace(ready, task=TaskSettings()), dataset)
     if len(datasets.prepared) >= MAX_PREPARED:
         datasets.prepared.clear()
     datasets.prepared[key] = federation
-    return federation
+    return api.apply_rehearsal(federation)
 
 
 MAX_PREPARED = 64
@@ -169,26 +163,9 @@ MAX_PREPARED = 64
 def make_federation_cache_key(settings: Settings, device: str, precision: str) -> Hashable:
     """Equal for jobs that differ only in settings which change neither data, split, model nor plan."""
     sections = {name: asdict(getattr(settings, name)) for name in SECTION_FACTORIES}
-    for name, free in COST_FREE_SETTINGS.items():
+    for name, free in DERIVABLE_SETTINGS.items():
         sections[name] = {key: value for key, value in sections[name].items() if key not in free}
     return json.dumps(sections, sort_keys=True, default=str), device, precision
-
-
-def derive_federation(base: Federation, settings: Settings) -> Federation:
-    """The federation of other settings with the same `make_federation_cache_key`: its own releases, all else shared."""
-    settings = base.settings.replace(
-        **{
-            section: {name: getattr(getattr(settings, section), name) for name in free}
-            for section, free in COST_FREE_SETTINGS.items()
-        }
-    )
-    check_settings(settings)
-    own = base.problem
-    identity = identify_releases(settings, own.dataset, own.partition, own.model, own.layout)
-    randomness = make_randomness(settings.privacy.randomness, get_private_seed(settings), identity)
-    problem = replace(own, randomness=randomness)
-    engine = find_engine(settings.run.engine, make_local_problem(problem))
-    return replace(base, settings=settings, problem=problem, engine=engine)
 
 
 def get_federation_score(federation: Federation) -> StudyScore:
