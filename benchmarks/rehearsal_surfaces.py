@@ -165,7 +165,7 @@ def main() -> None:
     mine = [job for job in assign_shard(jobs, index, count) if words.only in ("", job.dataset)]
     player = Player(words.device, words.stack)
     words.out.mkdir(parents=True, exist_ok=True)
-    with (words.out / f"surfaces-{index}.jsonl").open("a") as file:
+    with (words.out / f"surfaces-{index}.jsonl").open("a", buffering=1) as file:
         for job in mine:
             if words.seconds and time.monotonic() - began > words.seconds:
                 print(f"shard {index}: time is up before {job.dataset}", flush=True)
