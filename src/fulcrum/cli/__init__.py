@@ -3,6 +3,7 @@
 run.py       run, resume
 demo.py      demo
 plan.py      plan
+rehearse.py  rehearse
 account.py   account
 data.py      data list, fetch, verify
 show.py      show, methods
@@ -38,6 +39,7 @@ from fulcrum.cli import (
     options,
     plan,
     prior,
+    rehearse,
     reproduce,
     run,
     show,
@@ -74,6 +76,7 @@ app.command("resume")(run.resume)
 app.command("show")(show.show)
 app.command("init")(init.init)
 app.command("plan")(plan.plan)
+app.command("rehearse")(rehearse.rehearse)
 app.command("account")(account.account)
 app.command("ledger")(ledger.ledger)
 app.add_typer(data.app, name="data")

@@ -28,8 +28,8 @@ from fulcrum.settings.schema import TaskSettings
 NUM_KINDS = 16
 """Kinds of records where the task has no classes."""
 TEACHER_WIDTH = 16
-TILTED_WORDS = 0.1
-"""Fraction of the words whose frequency depends on the kind."""
+TILTED_WORDS = 10
+"""One of so many words is tilted by the kind of the sentence (more of a small vocabulary)."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,9 @@ def _make_sentences(own: InputFacts, kinds: Tensor, how: Variation, generator: t
     """Word numbers from 1 (0 may be padding), by Zipf's law; a tenth of the words is tilted by the kind."""
     words, device = own.words, kinds.device
     log_share = -torch.log(torch.arange(1, words, device=device).float() + 1)
-    tilted = torch.rand(words - 1, generator=generator, device=device) < TILTED_WORDS
+    gap = max(1, min(TILTED_WORDS, words // 16))
+    shift = int(torch.randint(gap, (1,), generator=generator, device=device))
+    tilted = torch.arange(words - 1, device=device) % gap == shift  # frequent ones among them
     tilt = torch.randn(int(kinds.max()) + 1, words - 1, generator=generator, device=device) * tilted * how.tilt
     shares = torch.softmax(log_share + tilt, dim=1)
     length = math.prod(own.shape)
