@@ -65,11 +65,12 @@ PART = {"--datasets", "--methods", "--epsilons", "--seeds"}
 STUDY = PART | {"--out", "--shard", "--backend", "--workers", "--seconds", "--data-dir", "--report-only"}
 STUDY |= {"--experiments", "--quiet", "-q", "--debug"}
 COMMANDS = {
-    "run": SETTINGS | {"--observe", "--out", "--json", "--quiet", "-q", "--debug"},
+    "run": SETTINGS | {"--observe", "--no-rehearsal", "--out", "--json", "--quiet", "-q", "--debug"},
     "resume": {"folder", "--observe", "--repeat", "--json", "--quiet", "-q", "--debug"},
     "show": {"folder", "--json", "--debug"},
     "init": {"path", "--debug"},
     "plan": SETTINGS | {"--for-epsilon", "--json", "--debug"},
+    "rehearse": SETTINGS | {"--again", "--json", "--quiet", "-q", "--debug"},
     "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--json", "--debug"},
     "data list": {"--data-dir", "--json", "--debug"},
     "data fetch": {"names", "--data-dir", "--mirror", "--json", "--quiet", "-q", "--debug"},
@@ -104,6 +105,7 @@ COMMANDS = {
     "study choose": PART - {"--seeds"} | {"--out", "--study", "--protocol", "--partial", "--experiments", "--debug"},
     "study paper": STUDY,
     "study robustness": STUDY,
+    "study no-tuning": STUDY,
     "study protocol": STUDY,
     "study parties": STUDY,
     "study open": STUDY,

@@ -137,12 +137,12 @@ def count_multiplications(model: nn.Module, data: Dataset) -> float:
 
 def round_noise(noise: float) -> float:
     """The noise on a grid of `NOISE_STEPS` per factor of 2."""
-    return 2.0 ** (round(math.log2(noise) * NOISE_STEPS) / NOISE_STEPS)
+    return math.pow(2.0, round(math.log2(noise) * NOISE_STEPS) / NOISE_STEPS)
 
 
 def round_size(count: int) -> int:
     """The number of examples with two digits: declared sizes need not be exact."""
-    digits = 10 ** max(0, len(str(count)) - 2)
+    digits: int = 10 ** max(0, len(str(count)) - 2)
     return round(count / digits) * digits
 
 
@@ -199,4 +199,4 @@ def scale_step(facts: RehearsalFacts, rounds: int) -> float:
     if train.server != "momentum":
         return merged
     keep = train.server_momentum
-    return merged * (1 - keep**merged) / (1 - keep)
+    return merged * (1 - math.pow(keep, merged)) / (1 - keep)
