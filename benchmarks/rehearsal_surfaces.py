@@ -24,7 +24,7 @@ import torch
 from fulcrum.engines.batched import run_many
 from fulcrum.runs import derive_federation
 from fulcrum.runs.rehearsal import Candidate, read_rehearsal_facts
-from fulcrum.runs.rehearsal.choice import choose_rounds, rank, rehearse_on_stage, to_regrets
+from fulcrum.runs.rehearsal.choice import choose_effort, rank, rehearse_on_stage, to_regrets
 from fulcrum.runs.rehearsal.stage import Stage
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import StudyJob, job_from_json
@@ -66,7 +66,7 @@ class Player:
         facts = read_rehearsal_facts(self._prepare(job))
         stage = Stage(replace(facts, settings=facts.settings.replace(run={"device": self.device})))
         answer = rehearse_on_stage(stage)
-        chosen = {"scenario": job.dataset, "row": "answer", **answer.to_json(), "rounds": choose_rounds(facts)}
+        chosen = {"scenario": job.dataset, "row": "answer", **answer.to_json(), "effort": asdict(choose_effort(facts))}
         yield {**chosen, "default_step": facts.default_step, "work": facts.work, "batch": facts.batch}
         for place, (rounds, scores) in enumerate(stage.history):
             for candidate, own in scores.items():

@@ -20,16 +20,15 @@ from fulcrum.training.federation import make_model_facts
 from fulcrum.training.loop import federate
 from support.federations import with_randomness
 
-FEW = [(how, 0) for how in choice.VARIATIONS[:1]]
+EFFORTS = choice.EFFORTS
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are kept in the test's own folder, and a rehearsal has few tasks and steps to try."""
     monkeypatch.setattr(memory, "get_memory_folder", lambda: tmp_path / "rehearsals")
-    for name in ("COARSE_TASKS", "FINE_TASKS", "FINAL_TASKS"):
-        monkeypatch.setattr(choice, name, FEW)
-    monkeypatch.setattr(choice, "COARSE_LENGTHS", (0.05, 1.0))
+    monkeypatch.setattr(choice, "EFFORTS", (choice.Effort(1, 1, 1, 2, 75, 150),))
+    monkeypatch.setattr(choice, "COARSE_SCALES", (0.05, 1.0))
 
 
 def settings_for(rounds: int = 4, **more: dict) -> Settings:
@@ -134,11 +133,24 @@ def test_starts_do_not_matter_to_a_rehearsed_run() -> None:
     assert (near.settings.clip, near.settings.train) == (far.settings.clip, far.settings.train)
 
 
+def test_dp_sgd_is_rehearsed_with_a_fixed_step() -> None:
+    run = prepare(settings_for(clip={"rule": "fixed", "rehearse": True}), make_data())
+    known = read_rehearsal_facts(run)
+    answer = memory.recall(known.digest())
+    assert answer is not None
+    assert answer.candidate.mode == "plain"
+    assert (run.settings.clip.C0, run.settings.train.lr) == (
+        answer.candidate.C,
+        answer.candidate.step / answer.candidate.C,
+    )
+    assert {candidate.mode for candidate in choice.list_fine([answer.candidate], 1.0, "fixed")} == {"plain"}
+
+
 def test_what_cannot_be_rehearsed_says_why() -> None:
     client = settings_for(privacy={"unit": "client", "sigma": 1.0}, train={"rounds": 2})
     assert any("nothing was rehearsed" in note for note in prepare(client, make_data()).problem.dataset.warnings)
-    other = prepare(settings_for(clip={"rule": "fixed", "rehearse": True}), make_data())
-    assert any("the rule is fixed" in note for note in other.problem.dataset.warnings)
+    other = prepare(settings_for(clip={"rule": "auto-s", "rehearse": True}), make_data())
+    assert any("the rule is auto-s" in note for note in other.problem.dataset.warnings)
     assert prepare(settings_for(clip={"rehearse": False}), make_data()).settings.clip.step == 0
 
 
@@ -149,9 +161,21 @@ def test_smoothing_prefers_a_plateau() -> None:
     assert choice.rank(regrets, 0.0)[0][0].step == 2.0
 
 
-def test_heavy_models_merge_rounds() -> None:
+def test_heavy_models_get_fewer_tasks_rather_than_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "EFFORTS", EFFORTS)
     known = read_rehearsal_facts(prepare_unrehearsed(settings_for(rounds=200), make_data()))
-    light, heavy = (choice.choose_rounds(dataclasses.replace(known, work=work)) for work in (1e2, 1e8))
-    assert light == choice.ROUNDS
-    assert heavy[1] < light[1]
-    assert min(heavy) >= choice.FEWEST_ROUNDS
+    light, middle, heavy = (choice.choose_effort(dataclasses.replace(known, work=work)) for work in (1e2, 7e5, 1e9))
+    assert (light, heavy) == (EFFORTS[0], EFFORTS[-1])
+    assert middle.long == light.long
+    assert middle.fine < light.fine
+    work = [choice.estimate_work(known, effort) for effort in EFFORTS]
+    assert work == sorted(work, reverse=True)
+
+
+def test_adam_is_tried_with_much_shorter_steps() -> None:
+    plain, adam = (
+        read_rehearsal_facts(prepare_unrehearsed(settings_for(train={"server": server}), make_data()))
+        for server in ("sgd", "adam")
+    )
+    shortest = [min(candidate.step for candidate in choice.list_coarse(one)) for one in (plain, adam)]
+    assert shortest[1] < shortest[0] / 100

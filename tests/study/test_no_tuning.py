@@ -54,7 +54,7 @@ def test_the_scenarios_cover_what_federations_look_like(suite: Suite) -> None:
     assert {"resnet", "layer_norm_mlp", "mean_of_words", "attention"} < {s.model for s in suite.scenarios}
     assert all(len(suite.list_seeds(s)) >= (20 if s.rounds <= 50 else 6) for s in suite.scenarios)
     assert len(list_starts(suite, "dp-sgd")) == 25
-    assert list_starts(suite, "moo")[0] == (1.0, 1.0)
+    assert list_starts(suite, suite.default)[0] == (1.0, 1.0)
     assert set(list_starts(suite, "moo")[1:]) == {(C, lr) for C in (0.01, 100) for lr in (1 / 16, 16)} | {(0.01, 1.0)}
 
 
@@ -88,7 +88,8 @@ def _shuffle_seeds(grid, generator):
 @pytest.fixture(scope="module")
 def tiny(suite: Suite) -> Suite:
     part = select_part(suite, ["tiny"])
-    return dataclasses.replace(part, scenarios=tuple(s for s in part.scenarios if s.data == "digits")[:1])
+    scenarios = tuple(s for s in part.scenarios if s.data == "digits")[:1]
+    return dataclasses.replace(part, scenarios=scenarios, default="moo", rivals=("dp-sgd",))
 
 
 def test_a_tiny_suite_runs_and_is_summarised(tiny: Suite, tmp_path: Path) -> None:

@@ -56,6 +56,13 @@ METHODS: dict[str, MethodPreset] = {
             reference="this project",
         ),
         MethodPreset(
+            name="dp-sgd-rehearsed",
+            summary="as dp-sgd, with C and the learning rate chosen beforehand on made-up data",
+            parts={"clip": {"rule": "fixed", "rehearse": True}},
+            unit="example",
+            reference="this project; Abadi et al. 2016",
+        ),
+        MethodPreset(
             name="moo-c",
             summary="private; C alone is learned, the learning rate stays yours",
             parts={"clip": {"rule": "moo-c", "beta": 0.95, "eta_C": 0.05}},

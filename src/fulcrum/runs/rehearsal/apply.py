@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import nn
 
+from fulcrum.clipping.fixed import FIXED
 from fulcrum.clipping.moo import MOO
 from fulcrum.data.made_up import can_make_up, read_data_facts
 from fulcrum.runs.preparation import derive_federation
@@ -17,7 +18,7 @@ from fulcrum.training.federation import Federation
 def find_refusal(federation: Federation) -> str:
     """Why this run is not rehearsed; "" where it can be."""
     settings, problem = federation.settings, federation.problem
-    if problem.rule != MOO:
+    if problem.rule not in (MOO, FIXED):
         return f"the rule is {problem.rule.name}"
     if federation.plan.central:
         return "the unit is the client"

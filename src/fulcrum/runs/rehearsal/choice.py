@@ -1,6 +1,6 @@
 """Coarse to fine: which candidates are played, and which one is chosen.
 
-1. A coarse grid over C and the length of a local step, in short runs on three made-up tasks.
+1. A coarse grid over C and the step, in short runs on a few made-up tasks.
 2. Around its best cells a finer grid, with a step that stays, one that falls to zero, and moo's own adaptation from
    several first steps.
 3. The best few on further tasks and seeds, beside moo as it would be without a rehearsal.
@@ -24,34 +24,56 @@ from fulcrum.data.made_up import VARIATIONS, Variation
 from fulcrum.models.build import is_built_in
 from fulcrum.runs.rehearsal.facts import RehearsalFacts
 from fulcrum.runs.rehearsal.stage import Candidate, Scores, Stage
+from fulcrum.training.server import SERVERS
 
 COARSE_C = (0.1, 1.0, 10.0)
-COARSE_LENGTHS = tuple(4.0**k for k in range(-5, 4))
-"""Lengths of one local step: learning rate times C."""
+COARSE_SCALES = (1 / 16, 1 / 4, 1.0, 4.0, 16.0, 64.0)
+"""Steps of the coarse grid, as multiples of the one that moo would take without a rehearsal."""
+ADAM_SCALES = (4.0**-6, 4.0**-5, 4.0**-4, 4.0**-3)
+"""Further multiples for server optimisers that do not scale with the update: they bear any length."""
 FINE_C = (10**-0.5, 1.0, 10**0.5)
-FINE_LENGTHS = (0.5, 1.0, 2.0)
+FINE_SCALES = (0.5, 1.0, 2.0)
 DEFAULT_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """First steps of moo, as multiples of its own."""
 COARSE_CELLS = 3
-FINALISTS = 6
 MARGIN = 1.0
 """Percent of the best score by which a candidate must be better than moo as it is."""
-ROUNDS = (40, 150)
-"""The most rounds of the small runs, coarse and fine."""
-FEWEST_ROUNDS = 15
-WORK = 4e11
-"""Multiplications that a rehearsal may take, about a minute of two cores: more rounds are merged where it would need
-more."""
-PASS_OVERHEAD = {"built-in": 2e6, "own": 2e7}
-"""What a pass of one party costs besides its multiplications, in multiplications."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is played: tasks of the three stages, finalists, and the most rounds of short and long small runs.
+
+    A run of more rounds has several merged into one. On the development half of the no-tuning suite merging 500 rounds
+    into 150 was harmless and 100 into 15 was not: steps that are several times longer hit the curvature of the loss,
+    and too short a step was chosen. So a heavy model gets fewer tasks rather than fewer rounds.
+    """
+
+    coarse: int
+    fine: int
+    final: int
+    finalists: int
+    short: int
+    long: int
+
+
+EFFORTS = (
+    Effort(coarse=4, fine=4, final=8, finalists=6, short=75, long=150),
+    Effort(coarse=3, fine=3, final=6, finalists=6, short=75, long=150),
+    Effort(coarse=2, fine=3, final=3, finalists=5, short=75, long=150),
+    Effort(coarse=2, fine=2, final=2, finalists=4, short=60, long=100),
+    Effort(coarse=1, fine=2, final=1, finalists=4, short=50, long=75),
+)
+"""From light models to heavy ones; the last one where none is cheap enough."""
+WORK = 1.5e12
+"""Multiplications that a rehearsal may take: about two minutes of two cores."""
+PASS_OVERHEAD = {"built-in": 4e6, "own": 4e7}
+"""What a pass of one party costs besides its own multiplications."""
 
 
 def list_tasks(count: int, first: int) -> list[tuple[Variation, int]]:
     """`count` tasks in turn, each with a seed of its own, from `first` on."""
     return [(VARIATIONS[i % len(VARIATIONS)], first + i) for i in range(count)]
-
-
-COARSE_TASKS, FINE_TASKS, FINAL_TASKS = list_tasks(3, 0), list_tasks(3, 10), list_tasks(6, 20)
 
 
 @dataclass(frozen=True)
@@ -86,56 +108,61 @@ def rehearse(facts: RehearsalFacts, model: nn.Module | None = None, public: Data
 def rehearse_on_stage(stage: Stage) -> Rehearsed:
     """`rehearse` on a stage that is at hand, whose history then holds all that was played."""
     began, facts = time.monotonic(), stage.facts
-    short, long = choose_rounds(facts)
-    coarse = to_regrets(stage.play(list_coarse(facts.steps), short, COARSE_TASKS))
+    effort = choose_effort(facts)
+    short, long = (min(facts.rounds, most) for most in (effort.short, effort.long))
+    coarse = to_regrets(stage.play(list_coarse(facts), short, list_tasks(effort.coarse, 0)))
     cells = [candidate for candidate, _ in rank(coarse, weight=0.1)[:COARSE_CELLS]]
-    played = stage.play(list_fine(cells, facts.default_step), long, FINE_TASKS)
-    ranked = rank(to_regrets(played), weight=0.25)
+    played = stage.play(list_fine(cells, facts.default_step, facts.rule), long, list_tasks(effort.fine, 10))
+    ranked = rank(to_regrets(played), weight=0.2)
     default = Candidate("moo", 1.0, facts.default_step)
-    finalists = [default, *(candidate for candidate, _ in ranked[:FINALISTS] if candidate != default)]
-    again = stage.play(finalists, long, FINAL_TASKS)
+    finalists = [candidate for candidate, _ in ranked[: effort.finalists]]
+    finalists += [default] if default in played and default not in finalists else []
+    again = stage.play(finalists, long, list_tasks(effort.final, 20))
     last = {candidate: _mean(own.values()) for candidate, own in to_regrets(again).items()}
     # Smoothed regrets of the fine grid and those of the last tasks, each task counting once.
-    smoothed, counts = dict(ranked), (len(FINE_TASKS), len(FINAL_TASKS))
-    total = {c: (counts[0] * smoothed[c] + counts[1] * last[c]) / sum(counts) for c in finalists}
+    smoothed, count = dict(ranked), effort.fine + effort.final
+    total = {c: (effort.fine * smoothed[c] + effort.final * last[c]) / count for c in finalists}
     best = min(finalists, key=lambda candidate: total[candidate])
-    chosen = best if total[best] < total[default] - MARGIN else default
+    chosen = default if default in total and total[best] > total[default] - MARGIN else best
     regrets = {candidate.describe(): round(value, 2) for candidate, value in sorted(total.items(), key=_second)}
     return Rehearsed(chosen, facts.digest(), regrets, round(time.monotonic() - began, 1))
 
 
-def choose_rounds(facts: RehearsalFacts) -> tuple[int, int]:
-    """Rounds of the small runs, coarse and fine: those of the run, or fewer that stand for several each.
+def choose_effort(facts: RehearsalFacts) -> Effort:
+    """The largest effort whose work is within `WORK`; the smallest where none is."""
+    return next((effort for effort in EFFORTS if estimate_work(facts, effort) <= WORK), EFFORTS[-1])
 
-    A pass forward and backward with norms is about four forward passes.
-    """
-    runs = (
-        len(COARSE_C) * len(COARSE_LENGTHS) * len(COARSE_TASKS),
-        COARSE_CELLS * 9 * len(FINE_TASKS) + FINALISTS * len(FINAL_TASKS),
-    )
+
+def estimate_work(facts: RehearsalFacts, effort: Effort) -> float:
+    """Multiplications of a rehearsal. A pass forward and backward with norms is about four forward passes."""
     overhead = PASS_OVERHEAD["built-in" if is_built_in(facts.settings.model) else "own"]
     of_round = facts.steps * (4 * facts.work * facts.batch + overhead * facts.parties)
-    wanted = [min(facts.rounds, most) for most in ROUNDS]
-    part = min(1.0, WORK / sum(count * rounds * of_round for count, rounds in zip(runs, wanted, strict=True)))
-    short, long = (max(min(rounds, FEWEST_ROUNDS), round(part * rounds)) for rounds in wanted)
-    return short, long
+    fine = COARSE_CELLS * 10 + len(DEFAULT_SCALES)
+    long = fine * effort.fine + effort.finalists * effort.final
+    short = len(list_coarse(facts)) * effort.coarse
+    return of_round * (short * min(facts.rounds, effort.short) + long * min(facts.rounds, effort.long))
 
 
-def list_coarse(steps: int) -> list[Candidate]:
-    """C x length of a local step."""
-    return [Candidate("plain", C, length * steps) for C in COARSE_C for length in COARSE_LENGTHS]
+def list_coarse(facts: RehearsalFacts) -> list[Candidate]:
+    """C x step, around moo's own step."""
+    scales = COARSE_SCALES if SERVERS.find(facts.settings.train.server).scales else (*ADAM_SCALES, *COARSE_SCALES)
+    return [Candidate("plain", C, facts.default_step * scale) for C in COARSE_C for scale in scales]
 
 
-def list_fine(cells: Sequence[Candidate], default_step: float) -> list[Candidate]:
-    """Around the best coarse cells: finer lengths, other C, a falling step; and moo from several first steps."""
+def list_fine(cells: Sequence[Candidate], default_step: float, rule: str = "moo") -> list[Candidate]:
+    """Around the best coarse cells: finer lengths, other C, and for moo a falling step, one that follows the alignment,
+    and its own from several first steps."""
     found: list[Candidate] = []
     for cell in cells:
-        steps = [cell.step * factor for factor in FINE_LENGTHS]
+        steps = [cell.step * factor for factor in FINE_SCALES]
         found += [Candidate("plain", cell.C, step) for step in steps]
         found += [Candidate("plain", cell.C * factor, cell.step) for factor in FINE_C if factor != 1.0]
+        if rule != "moo":
+            continue
         found += [Candidate("linear", cell.C, 2 * step) for step in steps]
         found += [Candidate("follow", cell.C, step) for step in steps[1:]]
-    found += [Candidate("moo", 1.0, default_step * scale) for scale in DEFAULT_SCALES]
+    if rule == "moo":
+        found += [Candidate("moo", 1.0, default_step * scale) for scale in DEFAULT_SCALES]
     return list(dict.fromkeys(found))
 
 

@@ -25,13 +25,13 @@ from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation, make_model_facts
 from fulcrum.training.problem import compute_architecture_digest
 
-VERSION = 1
+VERSION = 2
 """Increased when the same facts may give another answer."""
 MOST_PARTIES = 8
 """Parties of the small run where parties make several local steps; otherwise one stands for all."""
 MOST_EXAMPLES = 1200
 TEST_EXAMPLES = 800
-BATCHES = (32, 128)
+BATCHES = (32, 64)
 """The smallest and the largest expected batch of the small run."""
 NOISE_STEPS = 2
 """Noise is rounded to so many steps per factor of 2, so that similar runs share an answer."""
@@ -43,7 +43,8 @@ class RehearsalFacts:
 
     noise: standard deviation of one step's mean gradient along any direction, in units of C, over all parties. batch,
     examples, parties: of the small run. model_key: digest of the architecture. dim: parameters. default_step: first
-    step length that moo would take without a rehearsal. work: multiplications of one example's forward pass.
+    step length that moo would take without a rehearsal. work: multiplications of one example's forward pass. rule: moo,
+    or fixed, for which C and the learning rate alone are chosen.
     """
 
     data: DataFacts
@@ -58,6 +59,7 @@ class RehearsalFacts:
     examples: int
     default_step: float
     work: float
+    rule: str = "moo"
 
     def digest(self) -> str:
         """16 hexadecimal digits: equal for runs that share an answer."""
@@ -66,6 +68,7 @@ class RehearsalFacts:
             "data": dataclasses.asdict(self.data),
             "model": {**dataclasses.asdict(self.settings.model), "key": self.model_key},
             "train": {name: getattr(self.settings.train, name) for name in TRAIN_FACTS},
+            "rule": self.rule,
             "numbers": [self.dim, self.rounds, self.steps, self.parties, self.noise, self.batch, self.examples],
         }
         text = json.dumps(plain, sort_keys=True, default=str)
@@ -102,6 +105,7 @@ def read_rehearsal_facts(federation: Federation, balance: tuple[float, ...] = ()
         examples=round_size(examples),
         default_step=find_default_step(federation, noise),
         work=count_multiplications(problem.model, problem.dataset),
+        rule=problem.rule.name,
     )
 
 
