@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
-    from fulcrum.runs import Observer, Result, execute, prepare, resume, rounds, train
+    from fulcrum.runs import Forecast, Observer, Result, execute, load, plan, prepare, resume, rounds, train
     from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
 
@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Dataset",
+    "Forecast",
     "FulcrumError",
     "InputError",
     "Observer",
@@ -32,6 +33,8 @@ __all__ = [
     "Settings",
     "__version__",
     "execute",
+    "load",
+    "plan",
     "prepare",
     "resume",
     "rounds",
@@ -40,6 +43,7 @@ __all__ = [
 
 _HOME = {
     "Dataset": "fulcrum.data",
+    "Forecast": "fulcrum.runs",
     "FulcrumError": "fulcrum.errors",
     "InputError": "fulcrum.errors",
     "Observer": "fulcrum.runs",
@@ -47,6 +51,8 @@ _HOME = {
     "RoundResult": "fulcrum.types",
     "Settings": "fulcrum.settings.schema",
     "execute": "fulcrum.runs",
+    "load": "fulcrum.runs",
+    "plan": "fulcrum.runs",
     "prepare": "fulcrum.runs",
     "resume": "fulcrum.runs",
     "rounds": "fulcrum.runs",

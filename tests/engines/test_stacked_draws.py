@@ -127,3 +127,22 @@ def test_numbers_that_cannot_be_drawn_again_are_kept_for_a_round() -> None:
     assert not torch.equal(first, drawn(2))
     with pytest.raises(AssertionError):
         drawn(1)  # the round is over
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 1000, 1001])
+def test_a_program_draws_the_numbers_of_the_streams(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that a device's program makes by itself, a few at a time; padding has sizes of its own."""
+    monkeypatch.setattr(module, "NORMALS_AT_ONCE", 700)
+    source = SeededRandomness(3, "a")
+    streams = [NormalStream(source, ("noise", 1, client, 0), client) for client in range(3)]
+    table = torch.from_numpy(module.make_padded_table([streams, streams[:1]], 4))
+    assert table.shape == (2, 4, 11)
+    found = module.draw_normal_rows(table[0], count)
+    uniforms = module.draw_uniform_rows(table[0], torch.tensor([count, 1, 0, 0]), count)
+    for client, stream in enumerate(streams):
+        assert torch.equal(found[client], source.normal(stream.key, count).float())
+        other = source.normal(("noise", 2, client, 0), count).float()
+        assert not torch.equal(found[client], other)
+    assert torch.equal(uniforms[0], source.uniform(streams[0].key, count))
+    assert bool((uniforms[1, 1:] == 1).all())
+    assert bool((uniforms[2:] == 1).all())

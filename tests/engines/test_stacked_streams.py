@@ -11,6 +11,8 @@ import torch
 from fulcrum.engines.batched import run_many, runs
 from fulcrum.engines.stacked import draws as draws_module
 from fulcrum.engines.stacked import sampling, step
+from fulcrum.engines.stacked import step as step_module
+from fulcrum.engines.stacked import trainer as trainer_module
 from fulcrum.engines.stacked.draws import RandomDraws
 from fulcrum.engines.stacked.replay import GraphReplayer
 from fulcrum.privacy import exact_noise, mechanism
@@ -89,6 +91,43 @@ class Watch:
 
         for replacement in (fill_uniforms, fill_normals, sum_normals):
             monkeypatch.setattr(RandomDraws, replacement.__name__, replacement)
+        self.watch_programs(monkeypatch)
+
+    def watch_programs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Programs that draw for themselves: from the rows of a table, which name the streams."""
+        names: dict[bytes, list[Any]] = {}
+        make, uniforms, normals = (
+            trainer_module.make_padded_table,
+            step_module.draw_uniform_rows,
+            step_module.draw_normal_rows,
+        )
+
+        def make_padded_table(groups: Any, places: int) -> Any:
+            table = make(groups, places)
+            for rows, group in zip(table, groups, strict=True):
+                for row, stream in zip(rows, group, strict=False):
+                    names.setdefault(row.tobytes(), []).append(stream)
+            return table
+
+        def keep(kind: str, table: torch.Tensor, rows: torch.Tensor, sizes: list[int]) -> None:
+            for row, numbers, size in zip(table, rows, sizes, strict=True):
+                for stream in names.get(row.numpy().tobytes(), []):
+                    self.keep(stream.source, kind, stream.key, numbers[:size])
+
+        def draw_uniform_rows(table: torch.Tensor, sizes: torch.Tensor, width: int) -> Any:
+            found = uniforms(table, sizes, width)
+            assert bool((found.masked_fill(torch.arange(width) < sizes[:, None], 1) == 1).all())
+            keep("uniform", table, found, sizes.tolist())
+            return found
+
+        def draw_normal_rows(table: torch.Tensor, count: int) -> Any:
+            found = normals(table, count)
+            keep("normal", table, found, [count] * len(found))
+            return found
+
+        monkeypatch.setattr(trainer_module, "make_padded_table", make_padded_table)
+        monkeypatch.setattr(step_module, "draw_uniform_rows", draw_uniform_rows)
+        monkeypatch.setattr(step_module, "draw_normal_rows", draw_normal_rows)
 
     def keep(self, source: CipherRandomness, kind: str, key: StreamKey, numbers: torch.Tensor) -> None:
         self.drawn.setdefault(source.run, {})[kind, key] = numbers.clone()

@@ -105,7 +105,7 @@ def test_a_row_that_is_not_finite_stays_so_and_alone(bad: float) -> None:
 
 def test_what_the_kernel_does_not_take_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "can_use_kernels", lambda values: True)
-    monkeypatch.setattr(fused, "_launch_kernel", lambda *given: pytest.fail("a launch"))
+    monkeypatch.setattr(fused, "launch_kernel", lambda *given: pytest.fail("a launch"))
     for d in (1, 2, 5, 64):
         assert fused.fused_haar_level_norms(torch.ones(3, d), levels_of(d)) is None
     assert fused.fused_haar_level_norms(torch.ones(3, 500, dtype=torch.float64), levels_of(500)) is None
@@ -163,7 +163,7 @@ def test_layers_laid_out_apart_are_no_levels_of_a_row(monkeypatch: pytest.Monkey
 
 def test_a_kernel_that_fails_leaves_the_norms_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "can_use_kernels", lambda values: True)
-    monkeypatch.setattr(fused, "_launch_kernel", lambda *given: False)
+    monkeypatch.setattr(fused, "launch_kernel", lambda *given: False)
     x = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(tape(x, haar_of(300)).norms(10), haar_level_norms(x, 10)[None])
 

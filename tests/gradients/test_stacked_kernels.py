@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fulcrum.gradients.group_norm import fused_group_norm
 from fulcrum.gradients.precision import use_matmul_precision
 from fulcrum.gradients.stacked import fused
 from fulcrum.gradients.stacked import geometry as geo
@@ -176,3 +177,56 @@ def test_a_kernel_that_does_not_compile_leaves_the_work_to_torch(monkeypatch: py
     assert len(fused.kernel_failures) == 1
     assert fused.kernel_failures[0].startswith("no fused kernels: pool_kernel: ")
     assert not fused.can_use_kernels(h)
+
+
+GROUP_NORMS = [
+    ((3, 8, 5, 7), 4),
+    ((2, 6, 4, 4), 2),
+    ((2, 64, 8, 8), 32),
+    ((2, 96, 3, 3), 32),
+    ((2, 12, 50), 3),
+    ((2, 10, 2, 3, 4), 5),
+    ((2, 7, 9, 9), 1),
+    ((2, 40, 66, 66), 8),
+    ((2, 16), 4),
+]
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("shape", "groups"), GROUP_NORMS)
+def test_group_norm_with_gradients_per_example(
+    shape: tuple[int, ...], groups: int, last: bool, dtype: torch.dtype
+) -> None:
+    """Against float64 autograd with a weight and a bias of its own for every example; means far from zero."""
+    middle = 100 * numbers(*shape[:2], *[1] * (len(shape) - 2), dtype=torch.float32, seed=2)
+    images = (3 * numbers(*shape, dtype=torch.float32) + middle).to(dtype)
+    images = images.movedim(1, -1).contiguous().movedim(-1, 1) if last else images
+    weight, bias = numbers(shape[1], dtype=torch.float32, seed=3), numbers(shape[1], dtype=torch.float32, seed=4)
+    images.requires_grad_()
+    found = fused_group_norm(images, groups, weight, bias, 1e-5)
+    assert found is not None
+    out, differentiate = found
+    assert out.stride() == images.stride()
+    wide = images.detach().double().requires_grad_()
+    each = [value.double().expand(shape[:2]).clone().requires_grad_() for value in (weight, bias)]
+    by_example = [value.view(*shape[:2], *[1] * (len(shape) - 2)) for value in each]
+    wanted = torch.nn.functional.group_norm(wide, groups, eps=1e-5) * by_example[0] + by_example[1]
+    g = numbers(*shape, dtype=torch.float32, seed=5)
+    grads = []
+    out.register_hook(lambda arrived: grads.append(differentiate(arrived)))
+    out.backward(g)
+    wanted.backward(g.double())
+    assert images.grad is not None
+    assert wide.grad is not None
+    assert relative_error(out.detach(), wanted.detach()) < 1e-5
+    assert relative_error(images.grad, wide.grad) < (1e-4 if dtype == torch.float32 else 1e-2)
+    for part, truth in zip((grads[0].weight, grads[0].bias), each, strict=True):
+        assert truth.grad is not None
+        assert relative_error(part, truth.grad) < 1e-5
+        assert relative_error(part.flip(0), truth.grad) > 0.1  # another example's gradients are not these

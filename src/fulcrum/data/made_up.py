@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fulcrum.data.dataset import Dataset, from_arrays
+from fulcrum.data.arrays import from_arrays
+from fulcrum.data.dataset import Dataset
 from fulcrum.data.records import ModelInputs, map_inputs
 from fulcrum.data.synthetic_images import render_images, sample_recipes
 from fulcrum.data.tasks import Task

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from safetensors.torch import load as load_arrays
 from safetensors.torch import save as save_arrays
 
+from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.data import Dataset
 from fulcrum.errors import BudgetError, ConfigError, DataError, ModelError
 from fulcrum.flower import keys
@@ -41,7 +42,6 @@ from fulcrum.flower.party_ledger import enroll_party, register_party_run
 from fulcrum.flower.party_statement import make_party_statement
 from fulcrum.flower.party_training import LocalTrainer, PartyRunFacts
 from fulcrum.flower.reply_store import ReplyStore
-from fulcrum.flower.rule_terms import select_moving_entries
 from fulcrum.flower.task_terms import TaskNotDeclared, check_declared
 from fulcrum.flower.terms import (
     PartyTerms,

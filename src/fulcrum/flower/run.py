@@ -105,7 +105,9 @@ def serve_run(
     wait_policy = wait_policy or WaitPolicy(min_parties=settings.train.min_parties)
     settings = make_served_settings(settings, len(public_keys), simulation)
     problem = make_public_problem(
-        settings, load_public_data(settings.data.source, settings.data.dir, settings.task), _find_run_device(settings)
+        settings,
+        load_public_data(settings.data.source, settings.data.dir, settings.task, settings.table),
+        _find_run_device(settings),
     )
     run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -146,7 +148,9 @@ def resume_served_run(
     if missing:
         raise ConfigError(f"the keys of {', '.join(missing)} are missing; bring their NAME.pub back.")
     problem = make_public_problem(
-        settings, load_public_data(settings.data.source, settings.data.dir, settings.task), _find_run_device(settings)
+        settings,
+        load_public_data(settings.data.source, settings.data.dir, settings.task, settings.table),
+        _find_run_device(settings),
     )
     party_log = PartyLog(say)
     party_log.folder = folder

@@ -6,27 +6,26 @@ the first layer's input is not computed.
 
 There are two methods. A plain `nn.Sequential` of known layers is run layer by layer with the given parameters and
 without autograd (`sequence.py`). Any other model runs its own forward, and the functions that use its parameters are
-found as they are called (`uses.py`, `function_rules.py`).
+found as they are called (`uses.py`, `function_rules/`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fulcrum.data.records import ModelInputs, count_examples, map_inputs
+from fulcrum.data.records import ModelInputs
 from fulcrum.data.tasks import Task
 from fulcrum.gradients import function_rules as function_rules  # fills the table of functions
-from fulcrum.gradients import recurrent_rules as recurrent_rules
 from fulcrum.gradients import sequence
 from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, join_uses, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad, scratch_ranges
-from fulcrum.gradients.program import GradProgram, GradSite, UnsupportedModel
+from fulcrum.gradients.program import GradProgram, GradSite
+from fulcrum.gradients.recording import plan_uses, record_uses
 from fulcrum.gradients.rounding import (
     NormTable,
     SquaredNorms,
@@ -37,16 +36,8 @@ from fulcrum.gradients.rounding import (
     to_norm_table,
 )
 from fulcrum.gradients.tape import check_loss_per_example, find_finite_norms, stack_squares
-from fulcrum.gradients.uses import (
-    LAYER_RULES,
-    MAX_MATERIALISED_RATIO,
-    LayerRule,
-    UnknownUse,
-    UseRecord,
-    UseRecorder,
-    VmapSite,
-)
-from fulcrum.models.layout import ParameterLayout, call_with_parameters
+from fulcrum.gradients.uses import MAX_MATERIALISED_RATIO, UsePlan, UseRecord, UseRecorder
+from fulcrum.models.layout import ParameterLayout
 
 # --- recording ------------------------------------------------------------------------------------
 
@@ -109,69 +100,27 @@ def record_ghost_tape(
     x: ModelInputs,
     y: Tensor,
     task: Task,
-    sites: tuple[VmapSite, ...] = (),
+    plan: UsePlan | None = None,
     fast: bool = False,
     half: bool = False,
+    channels_last: bool = False,
 ) -> GhostTape:
     """One pass over the batch.
 
-    sites: modules with parameters that go through vmap (`find_vmap_sites`). fast: measured bounds in place of proven
-    ones. half: bf16 where autocast chooses it, with norms and sums in float32. Raises UnsupportedModel where the first
-    dimension of the model's outputs is not the batch, and UnknownUse where a function has no rule.
+    plan: how a model with its own forward is followed (`plan_uses`); a sequence needs none. fast: measured bounds in
+    place of proven ones. half: bf16 where autocast chooses it, with norms and sums in float32. channels_last: see
+    `UseRecorder`; a model that views its images as something else then raises RuntimeError. Raises UnsupportedModel
+    where the model takes another path than planned, and UnknownUse where a function has no rule.
     """
     tensors = tuple(layout.unflatten(params.detach()).values())
     recorder: _UseRecorder | UseRecorder
     if program.sequence and not half:
         recorder, losses = _record_sequence(program, tensors, sequence.require_single_input(x), y, task)
     else:
-        recorder, losses = _record_uses(model, layout, tensors, x, y, task, sites, half)
+        plan = plan or plan_uses(model, layout, params, x, y, task)
+        recorder, losses = record_uses(model, layout, tensors, x, y, task, plan, half, channels_last)
     parts = tuple(tuple(parts) for parts in recorder.parts)
     return GhostTape(layout, params, losses, parts, recorder.elements, fast)
-
-
-def find_vmap_sites(
-    model: nn.Module,
-    program: GradProgram,
-    layout: ParameterLayout,
-    params: Tensor,
-    x: ModelInputs,
-    y: Tensor,
-    task: Task,
-) -> tuple[VmapSite, ...]:
-    """The modules whose parameters go through vmap: the smallest around each use that no rule knows.
-
-    Found by trial: the module that owns the parameter; if the use is outside of it, the one around it; and so on.
-    """
-    sites: dict[str, VmapSite] = {}
-    tried: dict[int, str] = {}
-    while True:
-        try:
-            record_ghost_tape(model, program, layout, params, x, y, task, tuple(sites.values()))
-            return tuple(sites.values())
-        except UnknownUse as problem:
-            for place in problem.places or tuple(range(len(layout.names))):
-                name = tried[place] if place in tried else layout.names[place]
-                if not name:
-                    raise UnsupportedModel(str(problem)) from None
-                tried[place] = name = name.rpartition(".")[0]
-                for known, site in list(sites.items()):
-                    if place in site.places:
-                        sites[known] = replace(site, places=site.places - {place})
-                        if not sites[known].places:
-                            del sites[known]
-                sites[name] = _add_to_site(sites.get(name), model, layout, name, place, str(problem))
-
-
-def _add_to_site(
-    site: VmapSite | None, model: nn.Module, layout: ParameterLayout, name: str, place: int, reason: str
-) -> VmapSite:
-    if site is not None:
-        return replace(site, places=site.places | {place})
-    module = model.get_submodule(name)
-    named = dict(model.named_parameters())
-    known = {id(named[each]): number for number, each in enumerate(layout.names)}
-    inner = {each: known[id(p)] for each, p in module.named_parameters() if id(p) in known}
-    return VmapSite(name, frozenset({place}), inner, reason)
 
 
 # --- a plain sequence -----------------------------------------------------------------------------
@@ -195,80 +144,21 @@ def _record_sequence(
     return recorder, losses
 
 
-# --- any other model ------------------------------------------------------------------------------
-
-
-def _record_uses(
-    model: nn.Module,
-    layout: ParameterLayout,
-    tensors: tuple[Tensor, ...],
-    x: ModelInputs,
-    y: Tensor,
-    task: Task,
-    sites: tuple[VmapSite, ...],
-    half: bool,
-) -> tuple[UseRecorder, Tensor]:
-    count = count_examples(x)
-    recorder = UseRecorder(tensors, count)
-    handles: list[Any] = []
-
-    def watch(site: VmapSite) -> None:
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            recorder.enter_site(site)
-
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-            return recorder.leave_site(site, module, args, kwargs, out)
-
-        module = model.get_submodule(site.name)
-        handles.append(module.register_forward_pre_hook(before))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
-
-    def watch_layer(name: str, layer: nn.Module, rule: LayerRule) -> None:
-        inner = {each: known[id(p)] for each, p in layer.named_parameters(recurse=False) if id(p) in known}
-        site = VmapSite(name, frozenset(inner.values()), inner, type(layer).__name__)
-        handles.append(layer.register_forward_pre_hook(lambda *_: recorder.enter_site(site)))
-        handles.append(
-            layer.register_forward_hook(lambda module, args, out: recorder.leave_layer(site, module, rule, args, out))
-        )
-
-    for site in sites:
-        watch(site)
-    named = dict(model.named_parameters())
-    known = {id(named[each]): number for number, each in enumerate(layout.names)}
-    for name, module in model.named_modules() if LAYER_RULES else ():
-        if type(module) in LAYER_RULES:
-            watch_layer(name, module, LAYER_RULES[type(module)])
-    try:
-        with torch.enable_grad():
-            inputs = map_inputs(Tensor.detach, x)
-            with torch.autocast(y.device.type, torch.bfloat16, enabled=half), recorder:
-                outputs = call_with_parameters(model, dict(zip(layout.names, tensors, strict=True)), inputs)
-            outputs = outputs.float() if half else outputs
-            losses = check_loss_per_example(task.loss(outputs, y), count)
-            total = losses.sum()
-    finally:
-        for handle in handles:
-            handle.remove()
+def list_sequence_uses(program: GradProgram, tensors: tuple[Tensor, ...], x: Tensor) -> tuple[UseRecord, ...]:
+    """How a pass of a plain sequence uses each parameter, for a report."""
+    recorder = _UseRecorder(len(x), tensors)
+    _, steps = sequence.forward_sequence(program, sequence.prepare_weights(tensors, x.device), x)
+    used = [(step, step.node.site) for step in steps if step.node.site is not None]
+    numbers = [recorder.add_use(site, step.seen, step.elements, step.out) for step, site in used]
     recorder.choose()
-    recorder.report = tuple(recorder.list_uses())
-    if total.requires_grad:
-        torch.autograd.grad(total, recorder.anchor, allow_unused=True)
-    recorder.finish()
-    return recorder, losses.detach()
-
-
-def list_uses(
-    model: nn.Module,
-    layout: ParameterLayout,
-    params: Tensor,
-    x: ModelInputs,
-    y: Tensor,
-    task: Task,
-    sites: tuple[VmapSite, ...],
-) -> tuple[UseRecord, ...]:
-    """How a pass uses each parameter, for a report."""
-    tensors = tuple(layout.unflatten(params.detach()).values())
-    return _record_uses(model, layout, tensors, x, y, task, sites, False)[0].report
+    found = []
+    for number, (step, site) in zip(numbers, used, strict=True):
+        for n, (name, place) in enumerate(site.own.items()):
+            cost = site.kind.size(site.module, step.out) if site.kind and name == "weight" else None
+            written = cost is not None and number in recorder.written
+            held, passes_on = 0 if n else step.elements, step is not used[0][0]
+            found.append(UseRecord(place, type(site.module).__name__, cost, written, held, passes_on))
+    return tuple(found)
 
 
 # --- the tape -------------------------------------------------------------------------------------

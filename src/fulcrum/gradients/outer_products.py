@@ -15,12 +15,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fulcrum.gradients.param_grads import (
     DOUBLE_SCRATCH,
+    BlockedGrad,
     EntryOrder,
     MaterialisedGrad,
     scale_rows,
@@ -42,8 +44,14 @@ from fulcrum.gradients.stacked.geometry import SlidingWindow
 WRITE_READ_COST = 20
 """Cost of writing and reading one entry of a per-example gradient on a CPU, in multiply-adds."""
 
-LARGE_ENTRIES = 2**16
-"""Gradients of more entries than this do not stay in a CPU's cache: each entry costs twice as much."""
+LARGE_ENTRIES = {2**16: 2, 2**17: 5}
+"""Gradients of more entries than these do not stay in a CPU's cache: each entry costs so many times as much."""
+
+SHIFTED_SCRATCH = {"cpu": 2**20, "cuda": 2**28}
+"""Maximum bytes of images with zeros around them, and of their gradients, at a time."""
+
+SHIFTED_CHANNELS = 8
+"""Channels from which a CPU multiplies shifted images in place of patches: with fewer the products are too small."""
 
 CUDA_WRITE_READ_COST = {"float32": 100, "tf32": 600, "bf16": 600}
 """The same on a GPU, by the precision of products: 45, 200 and 400 TFLOP/s against 3.5 TB/s; more for the
@@ -75,8 +83,9 @@ class WeightGradCost:
     def of(values: Tensor, blocks: int, positions: int, inputs: int, outputs: int) -> WeightGradCost:
         """The cost on the device and in the precision of a layer's input."""
         cost = find_write_cost(values)
-        if not cost and inputs * outputs > LARGE_ENTRIES:
-            cost = 2 * WRITE_READ_COST
+        if not cost:
+            entries = inputs * outputs
+            cost = WRITE_READ_COST * max([1, *(times for limit, times in LARGE_ENTRIES.items() if entries > limit)])
         return WeightGradCost(blocks, positions, inputs, outputs, cost)
 
     @property
@@ -215,8 +224,26 @@ def unfold_patches(
     count, height, width, c = image.shape
     h, w = (height - kh) // dy + 1, (width - kw) // dx + 1
     row = width * c
-    view = image.as_strided((count, h, w, kh, kw * c), (height * row, dy * row, dx * c, row, 1))
-    return ConvPatches(view.reshape(count, h * w, kh * kw * c), x, (h, w))
+    shape, strides = (count, h, w, kh), (height * row, dy * row, dx * c, row)
+    if image.device.type == "cpu" and kw * c <= SHORT_RUN:
+        patches = _copy_runs(image, shape, strides, kw * c)
+    else:
+        patches = image.as_strided((*shape, kw * c), (*strides, 1))
+    return ConvPatches(patches.reshape(count, h * w, kh * kw * c), x, (h, w))
+
+
+SHORT_RUN = 16
+"""Numbers side by side up to which NumPy copies them faster, as one number of that many bytes."""
+
+
+def _copy_runs(source: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], run: int) -> Tensor:
+    """A copy [*shape, run] of a contiguous source's runs of `run` numbers, `strides` numbers apart."""
+    size = source.element_size()
+    whole = f"V{size * run}"
+    found = torch.empty((*shape, run), dtype=source.dtype)
+    view = np.ndarray(shape, whole, source.numpy(), strides=tuple(size * step for step in strides))
+    np.copyto(found.numpy().view(whole)[..., 0], view)
+    return found
 
 
 def _patch_entry_order(groups: int, weight: Tensor) -> EntryOrder:
@@ -263,7 +290,7 @@ class ConvGrad:
         n, (c, *kernel), out = self.groups, self.weight.shape[1:], self.g.shape[2:]
         copied = self._extract_patches()
         if copied is not None:
-            return copied.transpose(1, 2), self.g.reshape(len(copied), -1, math.prod(out)).transpose(1, 2)
+            return copied.transpose(1, 2), self.g.movedim(1, -1).flatten(1, -2)
         last = torch.channels_last if len(out) == 2 else torch.channels_last_3d
         around = [amount for p in reversed(self.padding) for amount in (p, p)]
         padded = F.pad(self.a, around) if any(around) else self.a
@@ -301,6 +328,14 @@ class ConvGrad:
             return None
         found = fused.fused_extract_patches(self.a.permute(0, 2, 3, 1).contiguous().unsqueeze(0), window)
         return None if found is None else found[0]
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether the gradients are products of shifted images (`_multiply_shifted`) on this device."""
+        plain = self.groups == 1 and max(self.stride) == max(self.dilation) == 1 and len(self.stride) == 2
+        kind = self.g.dtype
+        wide = kind == self.a.dtype and kind in (torch.float32, torch.float64) and not self.g.is_cuda
+        return plain and wide and self.weight.shape[1] >= SHIFTED_CHANNELS and math.prod(self.weight.shape[2:]) > 1
 
     @property
     def order(self) -> EntryOrder | None:
@@ -353,8 +388,10 @@ class ConvGrad:
         return dataclasses.replace(self, a=self.a[start:stop], g=self.g[start:stop])
 
 
-def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad:
-    """Materialises the gradients and their squared norms; for a convolution, in pieces that fit the cache."""
+def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad | BlockedGrad:
+    """Materialises the gradients; for a convolution, in pieces that fit the cache."""
+    if isinstance(part, ConvGrad) and part.can_shift:
+        return _multiply_shifted(part)
     size, count, order = part.size, len(part.g), part.order
     swap = size.inputs < size.outputs  # the longer dimension last: better use of vector registers
     sides = (size.inputs, size.outputs) if swap else (size.outputs, size.inputs)
@@ -371,6 +408,37 @@ def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad:
         else:
             block.copy_(multiply_batches(one, other))
     return MaterialisedGrad(grads.view(count, -1), _swap_entry_order(order, size) if swap else order)
+
+
+def _multiply_shifted(part: ConvGrad) -> BlockedGrad:
+    """The gradients of a convolution with stride 1, one entry of its kernel after the other, without patches.
+
+    Images stand with channels last and their rows one after the other. What the entry (y, x) of the kernel sees of them
+    is the same long row from another place on: y rows and x pixels later. The output's gradient gets rows of the same
+    length, filled up with zeros.
+    """
+    outputs, channels, kh, kw = part.weight.shape
+    ph, pw = part.padding or (0, 0)
+    height, wide = part.a.shape[2] + 2 * ph, part.a.shape[3] + 2 * pw
+    tall, across = part.g.shape[2:]
+    positions = (tall - 1) * wide + across
+    blocks = part.g.new_empty((kh * kw, len(part.g), outputs, channels))
+    each = part.g.element_size() * wide * (height * channels + tall * outputs)
+    ranges = list(scratch_ranges(len(part.g), each, part.g.device, SHIFTED_SCRATCH))
+    most = max(stop - start for start, stop in ranges)
+    images = part.a.new_zeros((most, height, wide, channels))
+    slopes = part.g.new_zeros((most, tall, wide, outputs))
+    inside = images[:, ph : height - ph, pw : wide - pw]
+    rows, columns = images.flatten(1, 2), slopes.flatten(1, 2)[:, :positions].transpose(1, 2)
+    for start, stop in ranges:  # what is around stays zero
+        count = stop - start
+        inside[:count].copy_(part.a[start:stop].permute(0, 2, 3, 1))
+        slopes[:count, :, :across].copy_(part.g[start:stop].permute(0, 2, 3, 1))
+        for y in range(kh):
+            for x in range(kw):
+                seen = rows[:count, y * wide + x : y * wide + x + positions]
+                torch.bmm(columns[:count], seen, out=blocks[y * kw + x, start:stop])
+    return BlockedGrad(blocks.flatten(2), EntryOrder((kh, kw, outputs, channels), (2, 3, 0, 1)))
 
 
 def join_uses(parts: Sequence[object]) -> LinearGrad | None:

@@ -129,11 +129,14 @@ def from_fast_grams(gram: Tensor, other: Tensor) -> SquaredNorms:
     return add_fast_error(products.sum(dim=(1, 2)).clamp_min(0), lengths.double())
 
 
-def fast_squared_norms(rows: Tensor) -> SquaredNorms:
-    """Squared norms of rows [B, n], with a measured bound: a GPU adds up a row in a tree, in float32."""
+def fast_squared_norms(rows: Tensor, dims: int = 1) -> SquaredNorms:
+    """Squared norms over the last dimension, with a measured bound: a GPU adds up a row in a tree, in float32.
+
+    dims: number of dimensions before it.
+    """
     if not rows.is_cuda or rows.dtype == torch.float64:
-        return squared_norms(rows)
-    found = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double().square()
+        return squared_norms(rows, dims)
+    found = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32).double().square()
     bounds = found * (1 + FAST_GRAM_ERROR)
     return SquaredNorms(found, bounds, bounds)
 

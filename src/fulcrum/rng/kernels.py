@@ -25,10 +25,13 @@ def _quarter(a, b, c, d):
 
 
 @triton.jit
-def chacha20_kernel(table, out, blocks, SIZE: tl.constexpr):
-    """table int32 [streams, 11]: key and nonce. out int32 [streams, blocks, 16]: the keystream."""
-    stream = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+def chacha20_kernel(table, out, blocks, programs, SIZE: tl.constexpr):
+    """table int32 [streams, 11]: key and nonce. out int32 [streams, blocks, 16]: the keystream.
+
+    `programs` for each stream: one dimension of the grid, since a GPU's second has 65,535 places only.
+    """
+    stream = (tl.program_id(0) // programs).to(tl.int64)
+    block = (tl.program_id(0) % programs) * SIZE + tl.arange(0, SIZE)
     inside = block < blocks
     row = table + stream * 11
     zero = tl.zeros((SIZE,), dtype=tl.uint32)

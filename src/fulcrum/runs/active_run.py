@@ -64,6 +64,8 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
             composition=describe_composition(run),
             notes=run.notes,
             scope_delta=find_largest_delta(run, list_party_names(run.federation.plan)),
+            start=run.federation.origin,
+            start_in_scope=kept and run.federation.origin is not None,  # `find_weight_origin` refuses other ledgers
         )
     )
     words["scope"]["ledger"] = head_to_json(run.ledger.head())

@@ -18,7 +18,11 @@ IGNORED_IN_ID = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma
 LATER_SETTINGS: dict[str, dict[str, Any]] = {
     "clip": {"options": {}, "rehearse": False, "step": 0.0, "search": True},
     "data": {"feature_whiten": 0.0, "public": False},
-    "model": {"coordinates": "plain", "whiten": 0.5},
+    "model": {
+        **{"coordinates": "plain", "whiten": 0.5, "norm": "keep", "train": "auto"},
+        **{"lora": 0, "lora_alpha": 0.0, "lora_targets": (), "arguments": {}},
+    },
+    "task": {"choose_threshold": "none", "class_balance": (), "imbalance": "none"},
     "privacy": {"seed": None, "arithmetic": "auto", "evaluation_epsilon": None, "budget_delta": None},
 }
 """Settings newer than stored results, with the value those results used: at that value they are not in the id."""

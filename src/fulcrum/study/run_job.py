@@ -107,7 +107,14 @@ class DatasetCache:
     def _load(self, settings: Settings) -> Dataset:
         packed, data = Path(self.folder) / "digits.npz", settings.data
         try:
-            return load(data.source, self.folder or data.dir, task=settings.task, public=data.public)
+            return load(
+                data.source,
+                self.folder or data.dir,
+                task=settings.task,
+                public=data.public,
+                table=settings.table,
+                images=settings.images,
+            )
         except DataError:
             # Where scikit-learn is missing, its digits may be in a file (see `write_digits_npz`).
             if data.source != "digits" or not packed.is_file():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fulcrum.clipping.rule import ModelFacts
+from fulcrum.models.checkpoints import WeightOrigin
 from fulcrum.models.whitening import find_centred_biases
 from fulcrum.privacy.evaluation import EvaluationPlan
 from fulcrum.privacy.plan import Plan
@@ -22,7 +23,8 @@ from fulcrum.training.server import SERVERS
 class Federation:
     """A run that is ready to start: settings, problem, plan and engine, all consistent.
 
-    evaluation: how private held-out records are scored; None where there are none.
+    evaluation: how private held-out records are scored; None where there are none. model_given: the model was handed
+    over as an object, not named by the settings. origin: the run whose model the initial weights are, if any.
     """
 
     settings: Settings
@@ -30,6 +32,8 @@ class Federation:
     plan: Plan
     engine: Engine
     evaluation: EvaluationPlan | None = None
+    model_given: bool = False
+    origin: WeightOrigin | None = None
 
 
 PRETRAINED_NORM_RATIO = 1.5

@@ -63,7 +63,7 @@ PROBLEM_FIELDS: dict[str, frozenset[str]] = {
     "model": frozenset(
         {
             *("name", "activation", "temper_scale", "temper_temperature", "temper_offset", "hidden"),
-            *("init", "coordinates", "whiten"),
+            *("init", "coordinates", "whiten", "norm", "train", "lora", "lora_alpha", "lora_targets", "arguments"),
         }
     ),
     "run": frozenset({"device"}),

@@ -24,6 +24,10 @@ WORDS_AT_ONCE = 2**24
 """64-bit words that a device makes in one call; float64 normal numbers take about eight times their 128 MiB."""
 
 
+NORMALS_AT_ONCE = 2**21
+"""Normal numbers that a program holds in float64 at a time."""
+
+
 class UniformStream(NamedTuple):
     """`size` uniform numbers of a stream, which fill the places from `start` on."""
 
@@ -161,6 +165,39 @@ class RandomDraws:
         span.copy_(torch.where(inside, rows.reshape(-1).index_select(0, index), span))
 
 
+def draw_uniform_rows(table: Tensor, sizes: Tensor, width: int) -> Tensor:
+    """Numbers in [0, 1) of streams, float64 [n, width]; 1 beyond each row's size. Part of a device's program.
+
+    table: int32 [n, 11], as `make_stream_table` has it. The numbers are those of `RandomDraws.fill_uniforms`.
+    """
+    found = words_to_uniforms(draw_keyed_words(table, width))
+    return found.masked_fill_(torch.arange(width, device=table.device) >= sizes[:, None], 1.0)
+
+
+def draw_normal_rows(table: Tensor, count: int) -> Tensor:
+    """Standard normal numbers of streams, float32 [n, count]. Part of a device's program.
+
+    The numbers are those of `RandomDraws.fill_normals`, made a few at a time: in float64 they take ten times the
+    memory of what is returned.
+    """
+    found = torch.empty((len(table), count), device=table.device)
+    if not count:
+        return found
+    words = count_normal_words(count)
+    half = words // 2
+    each = max(1, WORDS_AT_ONCE // words)
+    for rows, keys in zip(found.split(each), table.split(each), strict=True):
+        drawn = draw_keyed_words(keys, words)
+        wide = max(1, NORMALS_AT_ONCE // (2 * len(keys)))
+        for first in range(0, half, wide):
+            last = min(first + wide, half)
+            own = torch.cat([drawn[:, first:last], drawn[:, half + first : half + last]], dim=1)
+            one, other = words_to_normals(own, 2 * (last - first)).values.chunk(2, dim=1)
+            rows[:, first:last] = one
+            rows[:, half + first : half + last] = other[:, : count - half - first]
+    return found
+
+
 def make_stream_table(streams: Sequence[UniformStream] | Sequence[NormalStream]) -> np.ndarray:
     """Keys and nonces of streams of ciphers, int32 [streams, 11]: as `CipherRandomness.locate_stream` has them.
 
@@ -180,6 +217,17 @@ def make_stream_table(streams: Sequence[UniformStream] | Sequence[NormalStream])
         nonces.append((*rest, 0, 0, 0)[:3])
     of_keys = np.frombuffer(b"".join(keys), dtype="<i4").reshape(-1, 8)
     return np.concatenate([of_keys[owner], np.array(nonces, dtype=np.uint32).view(np.int32)], axis=1)
+
+
+def make_padded_table(groups: Sequence[Sequence[NormalStream]], places: int) -> np.ndarray:
+    """Keys and nonces of groups of streams, int32 [groups, places, 11], with zeros after each group's streams."""
+    found = make_stream_table([stream for group in groups for stream in group])
+    table = np.zeros((len(groups), places, 11), dtype=np.int32)
+    first = 0
+    for rows, group in zip(table, groups, strict=True):
+        rows[: len(group)] = found[first : first + len(group)]
+        first += len(group)
+    return table
 
 
 def _split_streams(streams: Sequence[AnyStream], words: int) -> Iterator[Sequence[AnyStream]]:

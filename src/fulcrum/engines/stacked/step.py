@@ -9,13 +9,15 @@ the reference. In real use, and in proven arithmetic, the program ends with the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from fulcrum.engines.stacked.core import ClippedSums, StackedCore, StackedTasks, compute_clipped_sums
+from fulcrum.engines.stacked.draws import draw_normal_rows, draw_uniform_rows
 from fulcrum.engines.stacked.rules import StackedState
 from fulcrum.engines.stacked.sampling import compact_rows
 from fulcrum.privacy.mechanism import (
@@ -48,9 +50,13 @@ class StepResult:
     finite: Tensor
     diagnostics: Tensor
 
+    def copy_state(self) -> StepResult:
+        """The states in tensors of their own, for what lives longer than the next replay of a graph."""
+        return replace(self, state={name: value.clone() for name, value in self.state.items()})
+
     def copy(self) -> StepResult:
-        """In tensors of its own, for what a replayed graph will overwrite."""
-        state = {name: value.clone() for name, value in self.state.items()}
+        """All in tensors of its own, for what a replayed graph will overwrite."""
+        state = self.copy_state().state
         rest = (self.counts.clone(), self.finite.clone(), self.diagnostics.clone())
         return StepResult(self.theta.clone(), self.extra.clone(), state, *rest)
 
@@ -142,10 +148,54 @@ def run_local_step(
     t: Tensor,
 ) -> StepResult:
     """A step of T tasks, as one program. noise [T, m] and noise_extra [T, J] are standard normal."""
-    found = sum_local_step(core, pad, rounds, order, theta=theta, state=state, terms=terms, uniforms=uniforms, t=t)
+    given: dict[str, Any] = {"theta": theta, "state": state, "terms": terms, "t": t}
+    found = sum_local_step(core, pad, rounds, order, uniforms=uniforms, **given)
+    return _finish_local_step(core, found, rounds, noise=noise, noise_extra=noise_extra, **given)
+
+
+def _finish_local_step(
+    core: StackedCore,
+    found: StepSums,
+    rounds: int,
+    *,
+    theta: Tensor,
+    state: StackedState,
+    terms: StepTerms,
+    noise: Tensor,
+    noise_extra: Tensor,
+    t: Tensor,
+) -> StepResult:
+    """Noise and the step. state: that before the step, which has no part in it."""
     view, _ = core.rule.view(found.sums.state, t, rounds)
     released = add_noise_and_average(found.sums, terms, noise, noise_extra, view)
     return _end_step(core, found, theta, terms, released, t, rounds)
+
+
+@dataclass(frozen=True)
+class DrawnNumbers:
+    """How many random numbers a program draws for each of its tasks: uniforms, normals for sums and for extras."""
+
+    uniforms: int
+    noise: int
+    noise_extra: int
+
+
+def draw_and_sum_local_step(
+    core: StackedCore, pad: int, rounds: int, order: Tensor, numbers: DrawnNumbers, *, streams: Tensor, **given: Any
+) -> StepSums:
+    """As `sum_local_step`; the program makes the uniform numbers itself, from streams int32 [1 or 3, T, 11]."""
+    uniforms = draw_uniform_rows(streams[0], given["terms"]["size"], numbers.uniforms)
+    return sum_local_step(core, pad, rounds, order, uniforms=uniforms, **given)
+
+
+def draw_and_run_local_step(
+    core: StackedCore, pad: int, rounds: int, order: Tensor, numbers: DrawnNumbers, *, streams: Tensor, **given: Any
+) -> StepResult:
+    """As `run_local_step`; the program makes all random numbers itself, from streams int32 [3, T, 11]."""
+    found = draw_and_sum_local_step(core, pad, rounds, order, numbers, streams=streams, **given)
+    # Drawn after the sums: what they needed of memory is free by now.
+    noise, noise_extra = draw_normal_rows(streams[1], numbers.noise), draw_normal_rows(streams[2], numbers.noise_extra)
+    return _finish_local_step(core, found, rounds, noise=noise, noise_extra=noise_extra, **given)
 
 
 @dataclass(frozen=True)

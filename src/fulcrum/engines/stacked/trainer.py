@@ -16,14 +16,17 @@ from torch import Tensor
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.engines.stacked import sampling
 from fulcrum.engines.stacked.core import StackedCore
-from fulcrum.engines.stacked.draws import NormalStream, RandomDraws, UniformStream
+from fulcrum.engines.stacked.draws import NormalStream, RandomDraws, UniformStream, make_padded_table
 from fulcrum.engines.stacked.replay import GraphReplayer
 from fulcrum.engines.stacked.rules import StackedState
 from fulcrum.engines.stacked.sampling import compute_bucket_size, round_up_to_multiple
 from fulcrum.engines.stacked.step import (
+    DrawnNumbers,
     StepResult,
     StepTerms,
     TaskRelease,
+    draw_and_run_local_step,
+    draw_and_sum_local_step,
     release_local_step,
     run_local_step,
     sum_local_step,
@@ -115,9 +118,10 @@ class StackedTrainer:
         draws = RandomDraws(self.device, [job.randomness for job in jobs])
         draws.begin_round(t)
         while True:
+            buckets = _group_into_buckets(jobs)
             parts = [
-                self._train_bucket(jobs, members, thetas, states, t, rounds, draws)
-                for members in _group_into_buckets(jobs)
+                self._train_bucket(jobs, members, thetas, states, t, rounds, draws, alone=len(buckets) == 1)
+                for members in buckets
             ]
             if self._round_is_complete(parts):
                 return parts
@@ -131,8 +135,12 @@ class StackedTrainer:
         t: int,
         rounds: int,
         draws: RandomDraws,
+        alone: bool,
     ) -> BucketResult:
-        """The local steps of one bucket. Nothing is read back from the device here."""
+        """The local steps of one bucket. Nothing is read back from the device here.
+
+        alone: the round has no other bucket.
+        """
         mine = [jobs[i] for i in members]
         rate = mine[0].task.rate
         width = compute_bucket_size(max(job.size for job in mine))
@@ -152,17 +160,21 @@ class StackedTrainer:
         terms, pairs = self._get_step_terms(mine, places)
         theta, steps = start, []
         for step in range(mine[0].task.steps):
-            uniforms = torch.empty((places, width), dtype=torch.float64, device=self.device)
-            drawn = _fill_uniforms(draws, mine, t, step, uniforms)
-            if drawn is not None:  # the host knows how many joined before anything starts
-                pad = max(pad, round_up_to_multiple(int((drawn < rate).sum(dim=1).max())))
             given = {
                 "theta": theta,
                 "state": state,
                 "terms": terms | {"asked": self._get_statistics_flags(asks[step], places)},
-                "uniforms": uniforms,
                 "t": torch.tensor(t, device=self.device),
             }
+            if draws.on_device:  # the program draws: one call in place of fifty
+                given["streams"] = _locate_streams(mine, t, step, places, self.device)
+            else:
+                uniforms = torch.empty((places, width), dtype=torch.float64, device=self.device)
+                drawn = _fill_uniforms(draws, mine, t, step, uniforms)
+                given["uniforms"] = uniforms
+                if drawn is not None:  # the host knows how many joined before anything starts
+                    pad = max(pad, round_up_to_multiple(int((drawn < rate).sum(dim=1).max())))
+            numbers = DrawnNumbers(width, d, self._width)
             shape = (places, width, len(theta), rounds)
             if self.exact:
                 releases = [
@@ -175,14 +187,20 @@ class StackedTrainer:
                     )
                     for job, asked in zip(mine, asks[step], strict=True)
                 ]
-                done, pad = self._release_step(shape, pad, key, given, releases)
+                done, pad = self._release_step(shape, pad, key, given, releases, numbers)
             else:
-                for purpose, m in (("noise", d), ("noise-extra", self._width)):
-                    table = torch.zeros((places, m), device=self.device)
-                    given[purpose.replace("-", "_")] = _fill_normals(draws, purpose, mine, t, step, table)
-                program = partial(run_local_step, self.core, pad, rounds, self.order)
+                tail: tuple[Any, ...] = (numbers,)
+                if not draws.on_device:
+                    tail = ()
+                    for purpose, m in (("noise", d), ("noise-extra", self._width)):
+                        table = torch.zeros((places, m), device=self.device)
+                        given[purpose.replace("-", "_")] = _fill_normals(draws, purpose, mine, t, step, table)
+                step_program = draw_and_run_local_step if draws.on_device else run_local_step
+                program = partial(step_program, self.core, pad, rounds, self.order, *tail)
                 done = self.replayer.run((*shape, pad), program, given)
-            done = done.copy() if self.replayer.graphs else done
+            if self.replayer.graphs:
+                last = alone and step + 1 == mine[0].task.steps
+                done = done.copy_state() if last else done.copy()
             theta, state = done.theta, done.state
             steps.append(done)
         events = [tuple(pair[not ask[i]] for ask in asks) for i, pair in enumerate(pairs)]
@@ -196,6 +214,7 @@ class StackedTrainer:
         key: tuple[int, float],
         given: dict[str, Any],
         releases: Sequence[TaskRelease],
+        numbers: DrawnNumbers,
     ) -> tuple[StepResult, int]:
         """A step whose releases are integers on a grid, and the pad that its samples fitted.
 
@@ -203,7 +222,12 @@ class StackedTrainer:
         """
         rounds = shape[-1]
         while True:
-            program = partial(sum_local_step, self.core, pad, rounds, self.order)
+            common = (self.core, pad, rounds, self.order)
+            program = (
+                partial(draw_and_sum_local_step, *common, numbers)
+                if "streams" in given
+                else partial(sum_local_step, *common)
+            )
             found = self.replayer.run(("sums", *shape, pad), program, given)
             largest, fine = torch.stack([found.counts.max(), found.sums.finite.to(found.counts)]).tolist()
             if largest > pad:
@@ -327,6 +351,15 @@ def _fill_uniforms(draws: RandomDraws, jobs: Sequence[ClientJob], t: int, step: 
         for i, job in enumerate(jobs)
     ]
     return draws.fill_uniforms(table, streams)
+
+
+def _locate_streams(jobs: Sequence[ClientJob], t: int, step: int, places: int, device: torch.device) -> Tensor:
+    """Keys and nonces of the jobs' streams: int32 [3, places, 11] for samples, noise and noise of statistics."""
+    streams = [
+        [NormalStream(job.randomness, job.name_stream(purpose, t, step), i) for i, job in enumerate(jobs)]
+        for purpose in ("sample", "noise", "noise-extra")
+    ]
+    return torch.from_numpy(make_padded_table(streams, places)).to(device, non_blocking=True)
 
 
 def _fill_normals(

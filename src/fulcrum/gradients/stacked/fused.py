@@ -44,10 +44,10 @@ def _launch_per_image(name: str, size: int, images: int, tensors: tuple[Any, ...
     """Runs a kernel that writes `size` elements per image; False if it could not be compiled."""
     block = min(BLOCK_SIZE, max(64, 1 << (size - 1).bit_length()))
     blocks = -(-size // block)
-    return _launch_kernel(name, images * blocks, tensors, {**given, "BLOCKS": blocks, "BLOCK": block})
+    return launch_kernel(name, images * blocks, tensors, {**given, "BLOCKS": blocks, "BLOCK": block})
 
 
-def _launch_kernel(name: str, programs: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
+def launch_kernel(name: str, programs: int, tensors: tuple[Any, ...], given: dict[str, Any]) -> bool:
     try:
         from fulcrum.gradients.stacked import kernels
 
@@ -147,7 +147,7 @@ def fused_ghost_squared_norms(a: Tensor, g: Tensor) -> SquaredNorms | None:
     tall = max(16, 1 << (positions - 1).bit_length())
     wide, narrow = (min(64, max(16, 1 << (width - 1).bit_length())) for width in (k, o))
     given = {"P": positions, "K": k, "OUT": o, "TALL": tall, "WIDE": wide, "NARROW": narrow}
-    if not _launch_kernel("ghost_norm_kernel", len(a), (a.contiguous(), g.contiguous(), out), given):
+    if not launch_kernel("ghost_norm_kernel", len(a), (a.contiguous(), g.contiguous(), out), given):
         return None
     error = (1 + GRAM_ERROR) ** 2 - 1
     # Products too small for float32 are lost: bound each by the smallest number, as `rounding.squared_norms` does.
@@ -179,7 +179,7 @@ def fused_haar_level_norms(x: Tensor, count: int) -> Tensor | None:
             "WIDE": _readable_row_length(x),
             "STRIDE": x.stride(0),
         }
-        if not _launch_kernel("haar_levels_kernel", n * blocks, (x, energies, rest), {**given, "num_warps": 1}):
+        if not launch_kernel("haar_levels_kernel", n * blocks, (x, energies, rest), {**given, "num_warps": 1}):
             return None
         finer += energies.sum(dim=1).unbind(1)
         x, count = rest[:, : -(-d // (1 << HAAR_LEVELS_PER_KERNEL))], count - HAAR_LEVELS_PER_KERNEL

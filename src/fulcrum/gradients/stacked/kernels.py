@@ -207,3 +207,100 @@ def haar_levels_kernel(
         tl.store(energies + pid * DEPTH + level, 0.5 * tl.sum(detail * detail))
         values = (even + odd) * 0.7071067811865476
     tl.store(rest + pid * (BLOCK >> DEPTH) + tl.arange(0, BLOCK >> DEPTH), values)
+
+
+@triton.jit
+def _sum_groups(values, EACH: tl.constexpr, WIDE: tl.constexpr):
+    """The sum over each channel's group: values [WIDE] -> [WIDE]."""
+    c = tl.arange(0, WIDE)
+    same = (c[:, None] // EACH) == (c[None, :] // EACH)
+    return tl.sum(tl.where(same, values[None, :], 0.0), axis=1)
+
+
+@triton.jit
+def group_norm_kernel(
+    x, weight, bias, out, moments, eps, C: tl.constexpr, EACH: tl.constexpr, P: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    BY_PIXEL: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr, TALL: tl.constexpr,
+):  # fmt: skip
+    """x, out [image, C, P] with the given strides; moments [image, C, 2]: mean and 1 / deviation of the group.
+
+    A program handles BLOCK channels, whole groups of EACH, of one image. Squares are of differences from the mean of
+    the pixels so far (Chan, Golub, LeVeque): a large mean does not cancel.
+    """
+    pid = tl.program_id(0)
+    image = (pid // BLOCKS).to(tl.int64)
+    own = tl.arange(0, WIDE)
+    c = (pid % BLOCKS) * BLOCK + own
+    real = (own < BLOCK) & (c < C)
+    start = image * (C * P)
+    p = tl.arange(0, TALL)
+    mean = tl.zeros([WIDE], dtype=tl.float32)
+    spread = tl.zeros([WIDE], dtype=tl.float32)
+    for first in range(0, P, TALL):
+        inside = ((first + p) < P)[:, None] & real[None, :]
+        value = tl.load(
+            x + start + (first + p)[:, None] * BY_PIXEL + c[None, :] * BY_CHANNEL, mask=inside, other=0.0
+        ).to(tl.float32)
+        count = tl.minimum(TALL, P - first).to(tl.float32)
+        here = tl.sum(value, axis=0) / count
+        off = tl.where(inside, value - here[None, :], 0.0)
+        apart = here - mean
+        total = first + count
+        spread += tl.sum(off * off, axis=0) + apart * apart * (first * count / total)
+        mean += apart * (count / total)
+    mean = tl.where(real, mean, 0.0)
+    middle = _sum_groups(mean, EACH, WIDE) / EACH
+    apart = tl.where(real, mean - middle, 0.0)
+    scale = 1.0 / tl.sqrt(_sum_groups(tl.where(real, spread, 0.0) + P * apart * apart, EACH, WIDE) / (EACH * P) + eps)
+    place = moments + (image * C + c) * 2
+    tl.store(place, middle, mask=real)
+    tl.store(place + 1, scale, mask=real)
+    gain = tl.load(weight + c, mask=real, other=0.0)
+    shift = tl.load(bias + c, mask=real, other=0.0)
+    for first in range(0, P, TALL):
+        inside = ((first + p) < P)[:, None] & real[None, :]
+        at = start + (first + p)[:, None] * BY_PIXEL + c[None, :] * BY_CHANNEL
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, (value - middle[None, :]) * scale[None, :] * gain[None, :] + shift[None, :], mask=inside)
+
+
+@triton.jit
+def group_norm_backward_kernel(
+    x, g, weight, moments, slope, of_weight, of_bias, C: tl.constexpr, EACH: tl.constexpr, P: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BY_PIXEL: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr,
+    TALL: tl.constexpr,
+):  # fmt: skip
+    """g [image, C, P], the output's gradient -> slope, the input's; of_weight, of_bias [image, C], each image's."""
+    pid = tl.program_id(0)
+    image = (pid // BLOCKS).to(tl.int64)
+    own = tl.arange(0, WIDE)
+    c = (pid % BLOCKS) * BLOCK + own
+    real = (own < BLOCK) & (c < C)
+    start = image * (C * P)
+    p = tl.arange(0, TALL)
+    place = moments + (image * C + c) * 2
+    middle = tl.load(place, mask=real, other=0.0)
+    scale = tl.load(place + 1, mask=real, other=0.0)
+    along = tl.zeros([WIDE], dtype=tl.float32)
+    plain = tl.zeros([WIDE], dtype=tl.float32)
+    for first in range(0, P, TALL):
+        inside = ((first + p) < P)[:, None] & real[None, :]
+        at = start + (first + p)[:, None] * BY_PIXEL + c[None, :] * BY_CHANNEL
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+        along += tl.sum(tl.where(inside, grad * (value - middle[None, :]), 0.0), axis=0)
+        plain += tl.sum(grad, axis=0)
+    along = along * scale
+    tl.store(of_weight + image * C + c, along, mask=real)
+    tl.store(of_bias + image * C + c, plain, mask=real)
+    gain = tl.load(weight + c, mask=real, other=0.0)
+    of_spread = _sum_groups(tl.where(real, gain * along, 0.0), EACH, WIDE) / (EACH * P)
+    of_middle = _sum_groups(tl.where(real, gain * plain, 0.0), EACH, WIDE) / (EACH * P)
+    for first in range(0, P, TALL):
+        inside = ((first + p) < P)[:, None] & real[None, :]
+        at = start + (first + p)[:, None] * BY_PIXEL + c[None, :] * BY_CHANNEL
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+        normal = (value - middle[None, :]) * scale[None, :]
+        found = (grad * gain[None, :] - of_middle[None, :] - normal * of_spread[None, :]) * scale[None, :]
+        tl.store(slope + at, found.to(slope.dtype.element_ty), mask=inside)
