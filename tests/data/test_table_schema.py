@@ -170,6 +170,13 @@ def test_wrong_schemas_are_refused(changes, words):
     assert words in str(caught.value)
 
 
+def test_a_column_that_is_ignored_is_no_input():
+    columns = {"a": {"low": 0, "high": 1}, "b": {"low": 0, "high": 1}, "sick": {"kind": "yes-no"}}
+    found = Schema.from_mapping({"target": "sick", "ignore": ["b"], "columns": columns})
+    assert found.input_names == ["a"]
+    assert encode_table(found, {"a": [0], "b": [1], "sick": [1]}).numbers is not None
+
+
 def test_targets_and_their_words():
     found = Schema.from_mapping(
         {"target": "t", "columns": {"c": {"low": 0, "high": 1}, "t": {"kind": "category", "categories": ["x", "y"]}}}

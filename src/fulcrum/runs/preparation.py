@@ -173,7 +173,9 @@ def load_training_data(settings: Settings, given: Dataset | None, device: torch.
         )
     if dataset.test is None and dataset.held_out is None:
         return _add_dataset_warning(
-            dataset, f"{dataset.name} has no test set (x_test, y_test), so the model is trained and not evaluated."
+            dataset,
+            f"{dataset.name} has no test set ({'x_test, y_test' if dataset.schema is None else 'table.test'}), so the "
+            "model is trained and not evaluated.",
         )
     return dataset
 

@@ -238,8 +238,11 @@ class Schema:
         plain = {
             name: _parse_field(name, value, where) for name, value in found.items() if name not in ("columns", "target")
         }
+        left_out = plain.get("ignore", ())  # goes before a declaration: a file's column can be taken out in one place
         schema = Schema(
-            columns=tuple(column for name, column in columns.items() if name not in names),
+            columns=tuple(
+                column for name, column in columns.items() if name not in names and column.place not in left_out
+            ),
             targets=tuple(columns[name] for name in names),
             **plain,
         )
