@@ -53,7 +53,7 @@ def train_client(
             problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.noise_parties
         )
         noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:])
-        # In place where values were made for this step: a large model's weights are read and written as seldom as can be.
+        # In place where values were made for this step: a large model's weights are seldom read and written.
         gradient = noisy.div_(batch) if view.transform is None else view.transform.inverse(noisy) / batch  # [d]
         if request.weight_decay:
             gradient.add_(request.weight_decay * theta)
