@@ -32,6 +32,9 @@ class ParallelEngine(Engine):
     def __init__(self, problem: TrainingProblem) -> None:
         self.problem = problem
         self.workers = problem.workers or torch.get_num_threads()
+        self.notes: tuple[str, ...] = ()
+        if problem.precision != "float32":
+            self.notes = (f"precision {problem.precision}: a CPU computes in float32",)
         self._pool: ThreadPoolExecutor | None = None
         self._followers: SimpleQueue[GradientRecorder] = SimpleQueue()
 
