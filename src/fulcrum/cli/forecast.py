@@ -17,7 +17,10 @@ MAX_LAYERS_SHOWN = 30
 """More rows of layers than this are left to --json."""
 LAYER_COLUMNS = ("layer", "way", "FLOP plain", "private", "memory plain", "private", "why")
 
-PERSON_NOTE = "layers and time follow from how many records the persons have, which is private: for your eyes, not to be published"
+RECORDS_NOTE = (
+    "layers and time follow from how many records the parties hold, which unit {unit} protects: for your eyes, not to be "
+    "published"
+)
 
 
 def forecast_run(federation: Federation, timing: bool) -> Forecast:
@@ -44,8 +47,8 @@ def print_forecast(forecast: Forecast) -> None:
         view.print_line(f"layers  not known: {forecast.untimed}")
     for line in describe_time(forecast.time, forecast.untimed):
         view.print_line(line)
-    if forecast.privacy.unit == "person":
-        view.print_line(PERSON_NOTE)
+    if forecast.privacy.unit != "example":
+        view.print_line(RECORDS_NOTE.format(unit=forecast.privacy.unit))
     for line in describe_traffic(forecast.traffic):
         view.print_line(line)
 
