@@ -80,10 +80,13 @@ def test_layers_cost_what_torch_counts(name: str, monkeypatch: pytest.MonkeyPatc
     assert all(row.bytes_private >= row.bytes_plain > 0 for row in rows)
 
     # Wrong case: as if the gradients that are written took the ghost way.
-    written = costs.list_uses
-    monkeypatch.setattr(
-        costs, "list_uses", lambda *a: tuple(dataclasses.replace(use, materialised=False) for use in written(*a))
-    )
+    for function in ("list_uses", "list_sequence_uses"):
+        written = getattr(costs, function)
+        monkeypatch.setattr(
+            costs,
+            function,
+            lambda *a, written=written: tuple(dataclasses.replace(use, materialised=False) for use in written(*a)),
+        )
     monkeypatch.setattr(costs.WeightGradCost, "prefers_ghost_norms", True)
     wrong = measure_layer_costs(model, CLASSIFY, x, y, CostTerms(BATCH))
     assert sum(row.flop_private for row in wrong) > 1.2 * private

@@ -14,7 +14,7 @@ from fulcrum.clipping import find_rule
 from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.clipping.rule import ModelFacts
 from fulcrum.data import Dataset, split
-from fulcrum.data.dataset import recheck_dataset
+from fulcrum.data.arrays import recheck_dataset
 from fulcrum.flower import keys, run
 from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.messages import (

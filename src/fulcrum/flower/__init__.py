@@ -23,9 +23,11 @@ certs.py            a development CA, a server certificate and key pairs
 transport.py        those bytes in Flower's messages, by its public API
 flwr141/            everything that is internal to Flower 1.41.0: SuperLink, SuperNode, executor
 run.py              `fulcrum serve` and `fulcrum party` without their command lines
+strategy.py         for people with a Flower app: a strategy that makes any client function private for whole parties
+mod.py              and a mod: a client function with a private loop in it, and a guard at the door
 app.py              the same as a plain Flower app, for `flwr run` and the simulation engine
 
-All but transport.py, flwr141/, run.py and app.py work without Flower, over any transport of bytes.
+All but transport.py, flwr141/, run.py, strategy.py, mod.py and app.py work without Flower, over any transport of bytes.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _open_simulated_party(context: Context) -> AbstractContextManager[PartyServi
     settings = settings_file.read_settings(Path(_get_config_text(given, "config")))
     settings = _set_party_count(settings, int(context.node_config["num-partitions"]))
     k, home = int(context.node_config["partition-id"]), Path(_get_config_text(given, "home"))
-    data = load(settings.data.source, settings.data.dir, task=settings.task)
+    data = load(settings.data.source, settings.data.dir, task=settings.task, table=settings.table)
     own = take_part(data, split(data, settings.data, settings.run.seed).indices(k), f"part {k}")
     name = f"party-{k}"
     terms = accept_proposal(name, make_proposal(settings, data.task.outputs, declare_task(data)))

@@ -22,14 +22,17 @@ from fulcrum.rng import CipherRandomness
 from fulcrum.runs.preparation import build_checked_model
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.derived import get_planned_unit
-from fulcrum.settings.schema import Settings, TaskSettings
+from fulcrum.settings.schema import Settings, Table, TaskSettings
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import TrainingProblem, get_private_seed
 
 
-def load_public_data(source: str, folder: str = "", task: TaskSettings | None = None) -> Dataset:
-    """What the coordinator evaluates on: any data source with test records; an .npz needs x_test and y_test alone."""
-    return load(source, folder, task=task, need=("test",))
+def load_public_data(
+    source: str, folder: str = "", task: TaskSettings | None = None, table: Table | None = None
+) -> Dataset:
+    """What the coordinator evaluates on: any data source with test records; an .npz needs x_test and y_test alone, and
+    of a table all rows are test records."""
+    return load(source, folder, task=task, need=("test",), table=table)
 
 
 def make_served_settings(settings: Settings, parties: int, simulation: bool) -> Settings:

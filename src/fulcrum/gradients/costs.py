@@ -19,13 +19,16 @@ from torch import Tensor, nn
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select_rows
 from fulcrum.data.tasks import Task
-from fulcrum.gradients import NUM_PROBE_EXAMPLES, GradientRecorder
-from fulcrum.gradients.ghost import list_uses
+from fulcrum.gradients import GradientRecorder
+from fulcrum.gradients.ghost import list_sequence_uses
 from fulcrum.gradients.outer_products import WRITE_READ_COST, WeightGradCost
 from fulcrum.gradients.param_grads import SCRATCH_BYTES, EmbeddingGrad, OwnGrad, ParamGrad
+from fulcrum.gradients.probe import NUM_PROBE_EXAMPLES
 from fulcrum.gradients.program import UnsupportedModel
+from fulcrum.gradients.recording import list_uses
+from fulcrum.gradients.sequence import require_single_input
 from fulcrum.gradients.stacked.layers import StackedProgram, StackedSite
-from fulcrum.gradients.uses import UnknownUse, UseRecord, VmapSite
+from fulcrum.gradients.uses import UnknownUse, UsePlan, UseRecord, VmapSite
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 WAYS = ("ghost", "direct", "vmap", "frozen")
@@ -137,8 +140,19 @@ def _find_uses(
     recorder = GradientRecorder(model, layout, task)
     recorder.settle(own, x, y)
     tape = recorder.record_once(own, x, y, fast=True)  # raises the objection, if there is one
-    sites = recorder.sites or ()
-    return _Found(list_uses(model, recorder.program, layout, own, x, y, task, sites), sites, tape.parts)
+    if recorder.plan is None:
+        tensors = tuple(layout.unflatten(own).values())
+        return _Found(list_sequence_uses(recorder.program, tensors, require_single_input(x)), (), tape.parts)
+    sites = (*recorder.plan.sites, *_list_vmap_calls(recorder.plan, layout))
+    return _Found(list_uses(model, layout, own, x, y, task, recorder.plan), sites, tape.parts)
+
+
+def _list_vmap_calls(plan: UsePlan, layout: ParameterLayout) -> tuple[VmapSite, ...]:
+    """Calls of functions that no rule knows, each with the module that owns its first parameter."""
+    calls = [call for call in plan.calls.calls if call.kind == "vmap" and call.places]
+    return tuple(
+        VmapSite(layout.names[min(call.places)].rpartition(".")[0], call.places, {}, call.reason) for call in calls
+    )
 
 
 def count_plain_flop(
