@@ -18,8 +18,8 @@ MAX_LAYERS_SHOWN = 30
 LAYER_COLUMNS = ("layer", "way", "FLOP plain", "private", "memory plain", "private", "why")
 
 RECORDS_NOTE = (
-    "layers and time follow from how many records the parties hold, which unit {unit} protects: for your eyes, not to be "
-    "published"
+    "layers and time follow from how many records the parties hold, which unit {unit} protects: for your eyes, not to "
+    "be published"
 )
 
 
