@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from fulcrum.errors import ModelError
 from fulcrum.gradients.call_plan import CallPlan
 from fulcrum.gradients.outer_products import WeightGradCost
 from fulcrum.gradients.param_grads import ParamGrad
@@ -110,3 +112,26 @@ class UseRecord:
     parameter only."""
     passes_on: bool = True
     """Whether the gradient of the call's input is computed too."""
+
+
+def make_layer_uses(
+    rule: LayerRule, layer: nn.Module, parameters: dict[str, Tensor], a: Tensor, kind: str
+) -> list[ParameterUse]:
+    """The uses of a registered layer's parameters, for the input a: its rule is asked once, for all of them.
+
+    Raises ModelError where the rule fails, or leaves out a parameter.
+    """
+    made: dict[str, ParamGrad] = {}
+
+    def make(name: str, g: Tensor) -> ParamGrad:
+        if not made:
+            try:
+                made.update(rule(layer, parameters, a, g))
+            except Exception as problem:  # a user's rule may raise any error
+                words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+                raise ModelError(f"The rule registered for {kind} failed: {words}.") from problem
+        if name not in made:
+            raise ModelError(f"The rule registered for {kind} returns nothing for its parameter {name!r}.")
+        return made[name]
+
+    return [ParameterUse(value, partial(make, name)) for name, value in parameters.items()]
