@@ -71,6 +71,7 @@ ALLOWED: dict[str, Callable[[], nn.Module]] = {
     "two-steps-first": lambda: Model(
         lambda s, x: s.head(s.norm(s.layer(x[:, :2].transpose(0, 1))).mean(0)), norm=nn.LayerNorm(4)
     ),
+    "one-by-one": lambda: Model(lambda s, x: torch.stack([s.head(s.layer(row.mean(dim=0))) for row in x])),
     "routed": lambda: Model(lambda s, x: s.head(s.routed(flat(x))), routed=Routed()),
     "jit": lambda: Model(lambda s, x: s.head(s.script(flat(x))), script=torch.jit.script(nn.Linear(6, 4))),
 }

@@ -406,6 +406,8 @@ class UseRecorder(TorchFunctionMode):
             self._add(target, places, part)
 
     def _add(self, target: Target, places: tuple[int, ...], part: ParamGrad) -> None:
+        if isinstance(part, MaterialisedGrad) and part.grads.element_size() < 4:
+            part = replace(part, grads=part.grads.float())  # norms and sums are taken in float32
         if isinstance(target, int):
             self.parts[target].append(part)
             return

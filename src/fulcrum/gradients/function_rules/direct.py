@@ -83,7 +83,7 @@ def use_assignment(recorder: UseRecorder, function: Any, target: Tensor, index: 
     if isinstance(index, Tensor) and index.dtype == torch.bool and len(index) == len(target):
         if value.dim() > target.dim() - index.dim():
             raise recorder.refuse("a parameter has an entry for each row", value)
-        target[index] = copy_for_each_row(recorder, value, target.dim(), 0).expand_as(target)[index]
+        target[index] = copy_for_each_row(recorder, value, target.dim(), 0).expand_as(target)[index].to(target.dtype)
         return
     parts = index if isinstance(index, tuple) else (index,)
     basic = all(part is None or isinstance(part, int | slice | type(...)) for part in parts)
