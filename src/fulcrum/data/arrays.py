@@ -13,7 +13,7 @@ from torch import Tensor
 from fulcrum.data.dataset import Dataset, compute_dataset_fingerprint
 from fulcrum.data.records import ModelInputs, Records, count_examples
 from fulcrum.data.tasks import Task, make_task, shift_tokens
-from fulcrum.data.tasks.builtin import DTYPE_KIND_NAMES, AnyArray, to_numpy_array
+from fulcrum.data.tasks.arrays import DTYPE_KIND_NAMES, AnyArray, to_numpy_array
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.settings.schema import TaskSettings
 

@@ -41,6 +41,7 @@ from fulcrum.gradients.uses import (
 )
 from fulcrum.gradients.vmap import record_vmap_tape
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
+from fulcrum.models.prepared import draws_keys
 
 __all__ = [
     "PROVEN_BLOCK",
@@ -62,6 +63,10 @@ saves a few percent of the time, but every worker needs that memory."""
 
 FEWEST_EXAMPLES, LARGEST_PASS_BYTES = 16, 512 * 2**20
 """A model with its own forward gets at least so many examples per pass, unless they take more bytes than this."""
+
+FEW_EXAMPLES, USUAL_EXAMPLES, LARGEST_HOST_PASS = 16, 32, 768 * 2**20
+"""The same on a CPU, where pieces are worked on side by side and add up a sum of the model's size each: two pieces
+from FEW_EXAMPLES on, and 4, 8, ... so that a piece has at most USUAL_EXAMPLES and bytes of this number."""
 
 PROVEN_BLOCK = 32
 """Examples per pass where an example's numbers must not depend on how many others there are."""
@@ -196,6 +201,10 @@ class GradientRecorder:
         limit = PASS_MEMORY_BYTES.get(params.device.type, PASS_MEMORY_BYTES["cuda"])
         bytes_each = max(1, self._elements[shape] * params.element_size())
         if not self.program.sequence:  # calls of Python and of autograd want more examples each
+            if params.device.type == "cpu":
+                most = max(1, min(USUAL_EXAMPLES, LARGEST_HOST_PASS // bytes_each))
+                pieces = max(1 << (math.ceil(count / most) - 1).bit_length(), 2 if count >= FEW_EXAMPLES else 1)
+                return math.ceil(count / min(pieces, count))
             limit = max(limit, min(FEWEST_EXAMPLES * bytes_each, LARGEST_PASS_BYTES))
         pieces = min(count, max(1, math.ceil(bytes_each * count / limit)))
         return math.ceil(count / pieces)
@@ -244,6 +253,10 @@ class GradientRecorder:
                 self._verdict = str(problem)
                 return None
             self._verdict = ""
+            if self._plans[shape].sites and draws_keys(self.model):
+                # A module runs again in vmap without its examples' keys, so that its masks would be others.
+                self._verdict = "it has random layers, and a module without a rule"
+                return None
         return self._plans[shape]
 
     def record_once(

@@ -12,6 +12,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select_rows
 from fulcrum.errors import ModelError
+from fulcrum.models.norms import is_frozen_norm
+from fulcrum.models.prepared import PreparedModel, unwrap_model
 
 # --- what cannot be trained with a bound per example ------------------------------------------------
 
@@ -19,16 +21,16 @@ LayerCheckFn = Callable[[Any], str]
 
 
 def _check_batch_norm(layer: Any) -> str:
-    return "mixes the examples of a batch; use GroupNorm or LayerNorm instead"
+    if is_frozen_norm(layer):
+        return ""
+    return (
+        "mixes the examples of a batch; convert it with --set model.norm=group (GroupNorm, its weights carried over), "
+        "or keep its statistics with model.norm=frozen"
+    )
 
 
 def _check_instance_norm(layer: Any) -> str:
     return "keeps running statistics of the data; set track_running_stats=False" if layer.track_running_stats else ""
-
-
-def _check_dropout(layer: Any) -> str:
-    chance = float(getattr(layer, "p", 0.0) or getattr(layer, "dropout", 0.0))
-    return "draws random numbers from the global generator; set its probability to 0 or leave it out" if chance else ""
 
 
 def _check_embedding(layer: Any) -> str:
@@ -36,15 +38,13 @@ def _check_embedding(layer: Any) -> str:
 
 
 def _check_rrelu(layer: Any) -> str:
-    return "draws random numbers from the global generator; use LeakyReLU or PReLU instead"
+    return "draws random numbers for all examples at once; use LeakyReLU or PReLU instead" if layer.training else ""
 
 
 REFUSED_LAYERS: tuple[tuple[tuple[type[nn.Module], ...], LayerCheckFn], ...] = (
     ((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _check_instance_norm),
     ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), _check_batch_norm),
     ((nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d), _check_batch_norm),
-    ((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout), _check_dropout),
-    ((nn.RNNBase, nn.MultiheadAttention), _check_dropout),
     ((nn.RReLU,), _check_rrelu),
     ((nn.Embedding, nn.EmbeddingBag), _check_embedding),
 )
@@ -58,11 +58,12 @@ def validate_model(model: nn.Module, sample: ModelInputs | None = None) -> None:
     """Raises ModelError, naming the layer and what to use instead, if the model cannot give per-example gradients.
 
     Refused are layers that mix the examples of a batch (BatchNorm), keep statistics of the data, rewrite their
-    weights while running, or draw random numbers (Dropout with p > 0: they would come from the global generator).
+    weights while running, or draw random numbers from the global generator (dropout draws by keys of the examples once
+    `prepare_model` has wrapped the model).
     With `sample`, the inputs [B, ...] (one or several by name) of at least two examples, the model is also run:
     changing one example must leave the outputs of the others, and the model's buffers, as they were.
     """
-    _validate_by_type(model)
+    validate_by_type(model)
     if sample is not None:
         _validate_by_behaviour(model, sample)
 
@@ -92,11 +93,13 @@ def _validate_parameters(model: nn.Module) -> None:
             )
 
 
-def _validate_by_type(model: nn.Module) -> None:
-    if isinstance(model, torch.jit.ScriptModule):
+def validate_by_type(model: nn.Module) -> None:
+    """ModelError for a layer that cannot be trained, by its type and its settings."""
+    own = unwrap_model(model)
+    if isinstance(own, torch.jit.ScriptModule):
         raise ModelError("The model is a torch.jit module, whose parameters are fixed; hand over the Python module.")
-    _validate_parameters(model)
-    for name, layer in model.named_modules():
+    _validate_parameters(own)
+    for name, layer in own.named_modules():
         for types, finding in REFUSED_LAYERS:
             problem = finding(layer) if isinstance(layer, types) else ""
             if problem:
@@ -104,12 +107,12 @@ def _validate_by_type(model: nn.Module) -> None:
 
 
 def _validate_by_behaviour(model: nn.Module, sample: ModelInputs) -> None:
-    trace, _, moved = _run_dry(model, sample)
+    trace, _, moved = run_dry(model, sample)
     if moved:
         raise ModelError(f"Buffer {moved!r} changes when the model runs: it would leave the data's traces unprotected.")
-    again, _, _ = _run_dry(model, sample, seed=1)
+    again, _, _ = run_dry(model, sample, seed=1)
     count = count_examples(sample)
-    longer, _, _ = _run_dry(model, select_rows(sample, torch.arange(count + 1) % count))
+    longer, _, _ = run_dry(model, select_rows(sample, torch.arange(count + 1) % count))
     rows = _find_rows(trace, longer, count)
     if trace and trace[-1][0] == "model" and rows[-1] != 0:
         sizes = " and ".join(str(list(each[-1][2].shape)) for each in (trace, longer))
@@ -122,7 +125,7 @@ def _validate_by_behaviour(model: nn.Module, sample: ModelInputs) -> None:
             name, kind, _ = before
             raise ModelError(f"Layer {name!r} ({kind}) is random: the same batch gives another output the second time.")
     for changed in (0, count - 1):
-        other, _, _ = _run_dry(model, map_inputs(partial(_change_example, number=changed), sample))
+        other, _, _ = run_dry(model, map_inputs(partial(_change_example, number=changed), sample))
         kept = torch.arange(count) != changed
         for (name, kind, values), after, dim in _align(trace, other, rows):
             if dim is None or values.shape != after.shape:
@@ -140,7 +143,7 @@ def _validate_by_size(
 ) -> None:
     """Batches are drawn at random, so that they may have any size, and an example must not notice."""
     try:
-        single, _, _ = _run_dry(model, select_rows(sample, slice(0, 1)))
+        single, _, _ = run_dry(model, select_rows(sample, slice(0, 1)))
     except Exception as problem:  # a user's model may raise any error
         words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise ModelError(
@@ -202,7 +205,7 @@ def _outputs_agree(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def _run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[OutputTrace, Any, str]:
+def run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[OutputTrace, Any, str]:
     """Runs the model: the outputs of its modules in order, its own output, and the first buffer that changed.
 
     The model is unchanged afterwards: buffers and the global generator are restored.
@@ -216,8 +219,9 @@ def _run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[Outp
         return note
 
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    own_name = "model." if isinstance(model, PreparedModel) else ""  # what is inside has the user's names
     handles = [
-        m.register_forward_hook(hook(n or "model", m))
+        m.register_forward_hook(hook(n.removeprefix(own_name) or "model", m))
         for n, m in model.named_modules()
         if not isinstance(m, torch.jit.ScriptModule)  # takes no hooks
     ]

@@ -156,6 +156,17 @@ class TaskSettings:
     """Largest target of a regression; larger ones are lowered to it."""
     threshold: float = 0.5
     """Probability threshold of a positive prediction, for f1, sensitivity and specificity."""
+    choose_threshold: str = "none"
+    """binary: report the threshold at which this metric is largest on the scored records (public ones, or through
+    their noised and paid histogram): accuracy, balanced_accuracy or f1; or none. The metrics stay those at
+    threshold."""
+    class_balance: tuple[float, ...] = ()
+    """Share of each class (multilabel: of the positives of each label) as publicly known, for imbalance; never counted
+    in private labels."""
+    imbalance: str = "none"
+    """What is done about declared class_balance: none; weights (each class counts in the loss in inverse proportion to
+    its share); or logits (logit adjustment, Menon et al. 2021: the loss sees the logits plus the log shares, so that
+    the model itself predicts as if classes were equally frequent)."""
     ignored: int = -100
     """Target value of sequence positions that are ignored."""
     metrics: tuple[str, ...] = ()
@@ -171,7 +182,8 @@ class Model:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     name: str = "auto"
-    """auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn (on scattering features), or package.module:factory."""
+    """auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn (on scattering features), torchvision:NAME, timm:NAME,
+    transformers:FOLDER (a local folder with config.json), or package.module:factory."""
     activation: str = "relu"
     """relu, tanh, or tempered (a tempered sigmoid; 2 sigmoid(2x) - 1 is tanh)."""
     temper_scale: float = 2.0
@@ -180,8 +192,9 @@ class Model:
     hidden: tuple[int, ...] = (64,)
     """Widths of the mlp's hidden layers."""
     init: str = "random"
-    """Public initial weights: random; synthetic (CNNs only, pretrained on images made from formulas); or
-    an .npz or .safetensors file. Layers that are not in the file are random."""
+    """Public initial weights: random; zeros (models of one layer only, where a random start is only noise); synthetic
+    (CNNs only, pretrained on images made from formulas); an .npz, .safetensors or torch file; a folder with weights; or
+    the folder of an earlier run, whose spend is then added up. Layers that are not in the file are random."""
     coordinates: str = "plain"
     """Coordinates in which the network is trained: plain; centred (the input of every layer minus its mean over
     synthetic images, so that the mean does not dominate the clipped norm); whitened (centred, and the inputs of inner
@@ -190,6 +203,22 @@ class Model:
     whiten: float = 0.5
     """Whitening power for whitened coordinates: inputs are multiplied by their covariance to the power of minus this
     value. 0.5: full whitening. Smaller values whiten less and add less noise in directions of small variance."""
+    norm: str = "keep"
+    """What becomes of BatchNorm, which mixes the examples of a batch: keep (then it is refused); group, layer or
+    instance (a norm of each example alone, with the weights carried over); frozen (its running statistics and weights
+    stay as they are)."""
+    train: str = "auto"
+    """Which parameters train; the others are frozen, and public. auto (those that the model has not frozen; with
+    model.lora: adapters and head), all, head, bias, lora, or patterns of names such as "encoder.layer.3.*"; several
+    separated by commas. Only what trains is clipped, noised, sent and counted."""
+    lora: int = 0
+    """Rank of low-rank adapters on linear layers (LoRA); 0: none. They are merged into the weights at the end."""
+    lora_alpha: float = 0.0
+    """Scale of the adapters times their rank; 0: the rank, a scale of 1."""
+    lora_targets: tuple[str, ...] = ()
+    """Patterns of the names of layers that get adapters; empty: every linear layer but the head."""
+    arguments: dict[str, bool | int | float | str] = field(default_factory=dict, hash=False)
+    """Further arguments of the model's factory, by name: {"depth" = 4}."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +251,8 @@ class Train:
     weight_decay: float = 0.0
     """Decoupled weight decay: added after clipping and noise."""
     weights: str = "examples"
-    """How updates are averaged: examples (by n_k; at unit client min(n_k / weight_cap, 1)) or uniform."""
+    """How updates are averaged: examples (by n_k; at unit client min(n_k / weight_cap, 1)), sqrt (by its root: small
+    parties count for more than their records, and their noise for less than with uniform) or uniform."""
     server: str = "sgd"
     """Server optimiser: sgd, momentum or adam."""
     server_lr: float = 1.0
@@ -256,6 +286,14 @@ class Clip:
     pretrained weights, and for several steps in runs of fewer than 200 rounds; no limit for one-layer models."""
     growth: float = 1.5
     """moo: upper limit of the step length, as a multiple of its first value."""
+    rehearse: bool = False
+    """moo: whether the first step length, C0, the learning rate and its schedule are chosen beforehand on made-up data
+    of the same shape (docs/moo.md). It sees declared facts only, so it costs no privacy."""
+    step: float = 0.0
+    """moo: first step length: how far a round of fully clipped gradients that all agree moves the weights. 0:
+    rehearsed, or else from balance and reach."""
+    search: bool = True
+    """moo: whether C is searched for by released signals; false: C stays at C0."""
     eta_C: float = 0.03
     """Change per round of the quantity that a rule adapts (C, or moo's step length), in logarithms."""
     beta: float = 0.98
@@ -313,7 +351,8 @@ class Privacy:
     bound), fast (float32 sums with measured margins), or auto (proven with secure randomness, else fast)."""
     evaluation_epsilon: float | None = None
     """Epsilon of the units that data.validation holds out of private data, over all evaluations of the run: each is one
-    noised histogram (run.evaluate_every says how many). They do not train, so it does not add to epsilon."""
+    noised release (by default one, after the last round; run.evaluate_every asks for more). They do not train, so it
+    does not add to epsilon."""
     noise_schedule: str = "constant"
     """Noise over the rounds: constant, growth (of 1/sigma, see rho_mu), or phases. sigma is that of the first round."""
     rho_mu: float = 0.8
@@ -357,7 +396,10 @@ class Run:
     """Precision of matrix products in the stacked engine: float32; tf32 or bf16 (simulations; faster, less exact)."""
     workers: int = 0
     """Parties trained in parallel (parallel engine), one core per party; 0: PyTorch's threads. Same result."""
-    evaluate_every: int = 1
+    evaluate_every: int = 0
+    reference: bool = False
+    """Whether to train the same model without privacy, too, and report its scores beside the private ones (public data
+    only; several times as long)."""
     checkpoint_every: int = 10
     diagnostics: bool = False
     """Record non-private diagnostics (clip fraction, mean norm, losses). For simulations only."""

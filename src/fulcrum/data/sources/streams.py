@@ -18,7 +18,7 @@ from torch import Tensor
 from fulcrum.data.arrays import from_arrays
 from fulcrum.data.dataset import Dataset
 from fulcrum.data.table.growing import GrowingArray
-from fulcrum.data.tasks.builtin import to_numpy_array
+from fulcrum.data.tasks.arrays import to_numpy_array
 from fulcrum.errors import DataError
 from fulcrum.settings.schema import TaskSettings
 

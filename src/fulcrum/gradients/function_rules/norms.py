@@ -36,7 +36,7 @@ def use_layer_norm(
         return MaterialisedGrad(values.reshape(len(values), -1, count).sum(dim=1))
 
     def along(g: Tensor) -> MaterialisedGrad:
-        if not g.is_cuda:
+        if g.dtype == torch.float64:
             return total(((seen - centre) * scale).mul_(g))
         # Sums over positions as products: fewer passes over memory.
         shape = (len(g), -1, count)
