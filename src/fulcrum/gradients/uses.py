@@ -13,10 +13,10 @@ that is not possible, the parameters become those of a `VmapSite`: the module ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,22 @@ MAX_MATERIALISED_RATIO = 1.5
 
 
 OTHER_PATH = "the model takes another path with other data"
+
+
+Key = TypeVar("Key", int, tuple[int, int])
+
+
+def choose_written(wanted: Iterable[tuple[int, Key]], room: float) -> set[Key]:
+    """Which gradients to materialise, of those where it is cheaper: the smallest, while there is room for them.
+
+    wanted: entries of all examples, and what names the gradient.
+    """
+    chosen = set()
+    for entries, key in sorted(wanted):
+        room -= entries
+        if room >= 0:
+            chosen.add(key)
+    return chosen
 
 
 class _GraphRoot(torch.autograd.Function):
@@ -379,17 +395,13 @@ class UseRecorder(TorchFunctionMode):
 
     def choose(self) -> None:
         """Chooses, before the backward pass, which gradients to materialise: the smallest, while memory allows."""
-        room = MAX_MATERIALISED_RATIO * self.elements
         wanted = [
-            (use.cost.entries * self.examples, number, n)
+            (use.cost.entries * self.examples, (number, n))
             for number, tap in enumerate(self._taps)
             for n, use in enumerate(tap.uses)
             if use.cost is not None and use.cost.should_materialise
         ]
-        for entries, number, n in sorted(wanted):
-            room -= entries
-            if room >= 0:
-                self._written.add((number, n))
+        self._written = choose_written(wanted, MAX_MATERIALISED_RATIO * self.elements)
 
     def _collect(self, number: int, g: Tensor) -> None:
         """Makes the parameter gradients of a call from the gradient of its output, and frees its inputs."""
