@@ -318,10 +318,10 @@ BY_CALLS: dict[str, Case] = {
         (6,),
         {"p": lambda: P(2), "head": lambda: L(8)},
     ),
-    "einsum": (
-        lambda s, x: s.head(torch.einsum("bti,hio->bhto", x, s.p).flatten(1)),
-        (3, 6),
-        {"p": lambda: P(2, 6, 2), "head": lambda: L(12)},
+    "einsum-by-head": (
+        lambda s, x: s.head(torch.einsum("bthd,hde->bthe", x, s.p).flatten(1)),
+        (3, 2, 4),
+        {"p": lambda: P(2, 4, 2), "head": lambda: L(12)},
     ),
     "distances": (lambda s, x: -torch.cdist(s.a(x), s.p), (6,), {"a": lambda: L(6, 4), "p": lambda: P(CLASSES, 4)}),
     "product-from-the-left": (

@@ -147,7 +147,23 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[..., 
     "scaled": (lambda: Direct(lambda own, x: own["p"] * x, p=()), (3, 4), plain),
     "matmul": (lambda: Direct(lambda own, x: x @ own["p"], p=(4, 5)), (3, 4), plain),
     "class-token": (lambda: Direct(class_token, token=(1, 1, 4), place=(1, 4, 4)), (3, 4), plain),
-    "no-rule": (lambda: Direct(lambda own, x: torch.einsum("bti,io->bto", x, own["p"]), p=(4, 5)), (3, 4), plain),
+    "no-rule": (lambda: Direct(lambda own, x: torch.cdist(x, own["p"]), p=(5, 4)), (3, 4), plain),
+    "einsum": (
+        lambda: Direct(lambda own, x: torch.einsum("...i,io->o...", x, own["p"]).movedim(0, -1), p=(4, 5)),
+        (3, 4),
+        plain,
+    ),
+    "einsum-heads": (
+        lambda: Direct(lambda own, x: torch.einsum("hio,bti->bhto", own["p"], x), p=(2, 2, 3)),
+        (12, 2),
+        plain,
+    ),
+    "einsum-two-inputs": (
+        lambda: Direct(lambda own, x: torch.einsum("bhtd,dho->bto", x, own["p"]), p=(2, 3, 7)),
+        (3, 9, 2),
+        plain,
+    ),
+    "einsum-outer": (lambda: Direct(lambda own, x: torch.einsum("bi,o->bio", x, own["p"]), p=(3,)), (4,), plain),
     "transposed-parameter": (lambda: Direct(lambda own, x: F.linear(x, own["p"].t()), p=(4, 5)), (3, 4), plain),
 }
 
@@ -172,7 +188,7 @@ def test_every_function_equals_autograd(name: str, frozen: str) -> None:
     assert bool(list_by_vmap(recorder)) == (name in UNKNOWN)
 
 
-UNKNOWN = {"no-rule": "no rule for einsum"}
+UNKNOWN = {"no-rule": "no rule for cdist"}
 """What no rule knows: vmap for that call alone."""
 
 
@@ -199,7 +215,7 @@ def test_a_plan_names_function_shape_and_way() -> None:
     assert found["layer.in_proj_weight"][1].startswith("multi_head_attention_forward, 3 positions, 4 x 12: norm from")
     paths = grads.list_gradient_paths(build("no-rule"), x, y, CLASSIFY)
     assert [(path, reason) for name, path, reason in paths if name == "layer.own.p"] == [
-        ("vmap", "no rule for einsum, for this call alone")
+        ("vmap", "no rule for cdist, for this call alone")
     ]
 
 
