@@ -82,6 +82,7 @@ class ScaledLinear(nn.Module):
 
     def __init__(self, scale: Tensor) -> None:
         super().__init__()
+        self.scale: Tensor
         self.register_buffer("scale", scale)
         self.linear = nn.Linear(len(scale), 1)
         nn.init.zeros_(self.linear.weight)

@@ -384,6 +384,7 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
     others = {
         "task.imbalance",
         "model.coordinates",
+        "model.norm",
         "clip.groups",
         "clip.phi",
         "clip.reading",

@@ -20,6 +20,7 @@ from fulcrum.engines import ENGINES
 from fulcrum.errors import ConfigError
 from fulcrum.gradients.stacked.passes import PRECISIONS
 from fulcrum.models.builtin import ACTIVATIONS
+from fulcrum.models.norms import NORM_CHOICES
 from fulcrum.models.whitening import COORDINATE_CHOICES
 from fulcrum.privacy.accounting import ACCOUNTANTS
 from fulcrum.privacy.client_level import ESTIMATORS
@@ -42,6 +43,7 @@ SETTING_CHOICES: dict[str, Collection[str]] = {
     "task.choose_threshold": ("none", *THRESHOLD_METRICS),
     "model.activation": ACTIVATIONS,
     "model.coordinates": COORDINATE_CHOICES,
+    "model.norm": NORM_CHOICES,
     "train.schedule": LR_SCHEDULES,
     "train.weights": WEIGHT_POWERS,
     "train.server": SERVERS,

@@ -45,10 +45,11 @@ class RunFolder:
     @staticmethod
     def create(path: Path) -> RunFolder:
         """A new folder; refuses an existing folder that is not empty."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunError(
-                f"folder {path} exists and is not empty; choose another --out, or continue it: fulcrum resume {path}"
-            )
+        if path.is_file():
+            raise RunError(f"{path} is a file; choose a new folder as --out.")
+        if path.exists() and any(path.iterdir()):
+            goes_on = f", or continue it: fulcrum resume {path}" if (path / "run.json").is_file() else "."
+            raise RunError(f"folder {path} exists and is not empty; choose another --out{goes_on}")
         try:
             (path / "checkpoints").mkdir(parents=True)
         except OSError as error:
@@ -100,11 +101,6 @@ class RunFolder:
         write_file_atomically(folder / name, save(snapshot.to_tensors(), {"round": str(snapshot.round)}))
         for old in sorted(folder.glob("round-*.safetensors"))[:-CHECKPOINTS_KEPT]:
             old.unlink()
-
-    def write_model_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write the trained weights under their own names to model.safetensors."""
-        kept = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
-        write_file_atomically(self.path / "model.safetensors", save(kept))
 
     def load_last_snapshot(self, device: torch.device) -> Snapshot | None:
         """The newest readable checkpoint, or None where there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from fulcrum.data import Dataset
 from fulcrum.data.sources.objects import name_object, read_object
 from fulcrum.data.table import Schema
-from fulcrum.errors import ConfigError
+from fulcrum.errors import ConfigError, ModelError
 from fulcrum.runs.binding import register_run
 from fulcrum.runs.execution import execute, open_run_ledger
 from fulcrum.runs.observers import Observer, RoundCallback
@@ -26,7 +26,7 @@ from fulcrum.types import RoundResult
 
 def train(
     data: Any = None,
-    model: str | nn.Module | None = None,
+    model: str | nn.Module | Mapping[str, Any] | None = None,
     *,
     settings: Settings | None = None,
     out: Path | str | None = None,
@@ -40,9 +40,9 @@ def train(
         result.metrics, result.epsilon, result.model
 
     data: a source's name or path; a `Dataset` (`fulcrum.data.from_arrays` makes one); a pandas, polars or Arrow table,
-    with schema= (a file, or a `fulcrum.data.Schema`); a torch Dataset; or a generator of records. model: a name, or an
-    nn.Module whose weights are the public start. Other names are those of the command line and the
-    settings file: method, epsilon, delta, parties, rounds, lr, kappa, or whole sections such as
+    with schema= (a file, or a `fulcrum.data.Schema`); a torch Dataset; or a generator of records. model: a name, a dict
+    of [model] settings, or an nn.Module whose weights are the public start. Other names are those of the command
+    line and the settings file: method, epsilon, delta, parties, rounds, lr, kappa, or whole sections such as
     train={"server": "adam"}. settings: ready-made ones instead of names. out: a new folder for
     the run. on_round is called with each RoundResult; observers observe the run (`fulcrum.Observer`).
     """
@@ -53,7 +53,7 @@ def train(
 
 def rounds(
     data: Any = None,
-    model: str | nn.Module | None = None,
+    model: str | nn.Module | Mapping[str, Any] | None = None,
     *,
     settings: Settings | None = None,
     **names: Any,
@@ -79,7 +79,10 @@ def _warn_of_own_notes(dataset: Dataset) -> None:
 
 
 def resolve_keywords(
-    data: Any, model: str | nn.Module | None, settings: Settings | None, names: dict[str, Any]
+    data: Any,
+    model: str | nn.Module | Mapping[str, Any] | None,
+    settings: Settings | None,
+    names: dict[str, Any],
 ) -> tuple[Settings, Dataset | None, nn.Module | None]:
     """Settings, and the data and model that were given as objects."""
     if settings is not None and names:
@@ -92,8 +95,15 @@ def resolve_keywords(
     module = model if isinstance(model, nn.Module) else None
     if data is not None:
         words["data"] = dataset.name if dataset else data if other is None else name_object(other)
+    if model is not None and module is None and not isinstance(model, str | Mapping):
+        what = (
+            f"the class {model.__name__}; make one: {model.__name__}(...)"
+            if isinstance(model, type)
+            else str(type(model))
+        )
+        raise ModelError(f"model is {what}; hand over a torch.nn.Module, or the name of a model.")
     if model is not None:
-        words["model"] = type(module).__name__ if module else model
+        words["model"] = model if module is None else type(module).__name__
     if settings is None:
         from fulcrum.settings import files as settings_file
 

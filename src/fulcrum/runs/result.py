@@ -12,11 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from fulcrum.models.whitening import fold_centring
+from fulcrum.models.checkpoints import WeightOrigin
+from fulcrum.models.plain import list_complete_weights, make_plain_model
 from fulcrum.privacy.evaluation import is_held_out_account
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs.active_run import ActiveRun, read_run_epsilons, write_privacy_statement
 from fulcrum.runs.folder import MAX_PARTIES_PER_LINE, to_json_value
+from fulcrum.runs.model_card import make_model_card
+from fulcrum.runs.stored_model import CARD_FILE, describe_model, write_stored_model
 from fulcrum.settings.schema import Settings
 from fulcrum.training.loop import MAX_PARTIES_WITH_EPSILON
 from fulcrum.training.snapshot import Snapshot
@@ -34,7 +37,8 @@ class Result:
     without privacy, where run.reference asked for it. epsilon is the largest
     over the parties, epsilons has one per party, delta is common; where `sound` is False epsilon is nominal, and
     where `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
-    clipping norm of every round. model is an ordinary nn.Module with the trained weights. summary is
+    clipping norm of every round. model is an ordinary nn.Module with the trained weights, on the CPU and in eval mode:
+    plain coordinates, adapters merged, complete with frozen weights and buffers. summary is
     the content of summary.json; folder is its folder, None where nothing was stored.
     """
 
@@ -78,14 +82,12 @@ def finish_run(
     model = copy.deepcopy(problem.model)
     if snapshot is not None:
         problem.layout.write(model, snapshot.averaged)
+    model = make_plain_model(model)  # whatever coordinates it was trained in
     summary = _make_summary(run, lines, privacy, costs)
     if reference:
         summary["reference"] = dict(reference)
     if run.folder:
-        trained = snapshot.averaged if snapshot else problem.layout.flatten(model)
-        run.folder.write_model_weights(
-            fold_centring(model, problem.layout.unflatten(trained))
-        )  # a plain network, whatever coordinates it was trained in
+        summary["model_sha256"] = _store_model(run, model, privacy, summary)
         run.folder.write_json("summary.json", summary)
     return Result(
         accuracy=float(summary["metrics"].get("accuracy", math.nan)),
@@ -111,6 +113,27 @@ def finish_run(
         ),
         reference=summary.get("reference", {}),
     )
+
+
+def _store_model(run: ActiveRun, model: nn.Module, privacy: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """Write the model, what is needed to build it again, and its card into the run's folder; returns its hash."""
+    assert run.folder is not None
+    federation, folder = run.federation, run.folder.path
+    problem, settings = federation.problem, federation.settings
+    origin = WeightOrigin(
+        run=run.id,
+        epsilon=float(privacy["epsilon"]),
+        delta=float(privacy["delta"]),
+        unit=str(privacy["unit"]),
+        ledger=run.ledger.identity,
+        public=problem.dataset.public and (federation.origin is None or federation.origin.public),
+        runs=tuple({**each, "simulation": privacy["simulation"]} for each in privacy["runs_covered"]),
+    )
+    weights = list_complete_weights(model)
+    facts = describe_model(model, weights, settings, problem.dataset, problem.layout.dim, federation.model_given)
+    write_stored_model(folder, model, facts, origin, settings)
+    run.folder.write_text(CARD_FILE, make_model_card(model, facts, privacy, summary))
+    return str(facts["sha256"])
 
 
 def _put_ledger_epsilons(

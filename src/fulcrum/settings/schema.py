@@ -182,7 +182,8 @@ class Model:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     name: str = "auto"
-    """auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn (on scattering features), or package.module:factory."""
+    """auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn (on scattering features), torchvision:NAME, timm:NAME,
+    transformers:FOLDER (a local folder with config.json), or package.module:factory."""
     activation: str = "relu"
     """relu, tanh, or tempered (a tempered sigmoid; 2 sigmoid(2x) - 1 is tanh)."""
     temper_scale: float = 2.0
@@ -192,8 +193,8 @@ class Model:
     """Widths of the mlp's hidden layers."""
     init: str = "random"
     """Public initial weights: random; zeros (models of one layer only, where a random start is only noise); synthetic
-    (CNNs only, pretrained on images made from formulas); or an .npz or .safetensors file. Layers that are not in the
-    file are random."""
+    (CNNs only, pretrained on images made from formulas); an .npz, .safetensors or torch file; a folder with weights; or
+    the folder of an earlier run, whose spend is then added up. Layers that are not in the file are random."""
     coordinates: str = "plain"
     """Coordinates in which the network is trained: plain; centred (the input of every layer minus its mean over
     synthetic images, so that the mean does not dominate the clipped norm); whitened (centred, and the inputs of inner
@@ -202,6 +203,22 @@ class Model:
     whiten: float = 0.5
     """Whitening power for whitened coordinates: inputs are multiplied by their covariance to the power of minus this
     value. 0.5: full whitening. Smaller values whiten less and add less noise in directions of small variance."""
+    norm: str = "keep"
+    """What becomes of BatchNorm, which mixes the examples of a batch: keep (then it is refused); group, layer or
+    instance (a norm of each example alone, with the weights carried over); frozen (its running statistics and weights
+    stay as they are)."""
+    train: str = "auto"
+    """Which parameters train; the others are frozen, and public. auto (those that the model has not frozen; with
+    model.lora: adapters and head), all, head, bias, lora, or patterns of names such as "encoder.layer.3.*"; several
+    separated by commas. Only what trains is clipped, noised, sent and counted."""
+    lora: int = 0
+    """Rank of low-rank adapters on linear layers (LoRA); 0: none. They are merged into the weights at the end."""
+    lora_alpha: float = 0.0
+    """Scale of the adapters times their rank; 0: the rank, a scale of 1."""
+    lora_targets: tuple[str, ...] = ()
+    """Patterns of the names of layers that get adapters; empty: every linear layer but the head."""
+    arguments: dict[str, bool | int | float | str] = field(default_factory=dict, hash=False)
+    """Further arguments of the model's factory, by name: {"depth" = 4}."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +286,14 @@ class Clip:
     pretrained weights, and for several steps in runs of fewer than 200 rounds; no limit for one-layer models."""
     growth: float = 1.5
     """moo: upper limit of the step length, as a multiple of its first value."""
+    rehearse: bool = False
+    """moo: whether the first step length, C0, the learning rate and its schedule are chosen beforehand on made-up data
+    of the same shape (docs/moo.md). It sees declared facts only, so it costs no privacy."""
+    step: float = 0.0
+    """moo: first step length: how far a round of fully clipped gradients that all agree moves the weights. 0:
+    rehearsed, or else from balance and reach."""
+    search: bool = True
+    """moo: whether C is searched for by released signals; false: C stays at C0."""
     eta_C: float = 0.03
     """Change per round of the quantity that a rule adapts (C, or moo's step length), in logarithms."""
     beta: float = 0.98

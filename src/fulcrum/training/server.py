@@ -29,6 +29,9 @@ def compute_client_weights(units: Sequence[float], weights: str) -> torch.Tensor
 
 def average_replies(replies: Sequence[ClientReply], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The released aggregate D_t [d] and the mean extra statistics [J]."""
+    if len(replies) == 1:  # without a copy of a large model's update
+        only, weight = replies[0], weights.to(replies[0].delta)
+        return weight * only.delta, weight * only.extra
     delta = torch.stack([reply.delta for reply in replies])
     extra = torch.stack([reply.extra for reply in replies])
     weights = weights.to(delta)
