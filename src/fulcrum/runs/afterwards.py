@@ -37,7 +37,7 @@ def load_test_records(trained: TrainedModel, source: str = "", folder: str = "")
     settings = trained.settings
     given = {name: getattr(settings, name) for name in ("table", "images") if hasattr(settings, name)}
     where = (source or settings.data.source, folder or settings.data.dir)
-    data = load_data(*where, task=_choose_task(trained), need=("test",), **given)
+    data = load_data(*where, task=choose_task(trained), need=("test",), **given)
     data = dataclasses.replace(data, train=None)
     data.test_records  # noqa: B018  a DataError where there are none
     data = compute_features(data, settings.data, torch.device("cpu"))
@@ -46,7 +46,7 @@ def load_test_records(trained: TrainedModel, source: str = "", folder: str = "")
     return data
 
 
-def _choose_task(trained: TrainedModel) -> Any:
+def choose_task(trained: TrainedModel) -> Any:
     """The task settings of the run, with its number of classes declared."""
     told = trained.facts["task"]["settings"]
     given = trained.settings.task
