@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from dataclasses import dataclass
@@ -196,8 +197,6 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
         given = prepare_model(given, pair)
         validate_prepared(given, pair)
         check_outputs(given, pair, dataset.task)
-        made_up = make_trial_inputs(dataset.shape, pair)
-        refuse_nonfinite_outputs(run_dry(given, made_up)[1])
     except FulcrumError:
         raise
     except Exception as problem:  # a user's model may raise any error
@@ -205,6 +204,8 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
             check_learnable(given, dataset)
         words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise ModelError(f"The model failed on two examples: {words}{suggest_integer_inputs(pair)}.") from problem
+    with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # a model may refuse made-up records
+        refuse_nonfinite_outputs(run_dry(given, make_trial_inputs(dataset.shape, pair))[1])
     for note in [*notes, *check_learnable(given, dataset)]:
         dataset = _add_dataset_warning(dataset, note)
     return given, dataset

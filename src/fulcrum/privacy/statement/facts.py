@@ -255,7 +255,9 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
         "adds_up": composition_sentence(plan, coverage.private, run.composition),
         "not_covered": [*words.not_covered, FLOATING_POINT_NOTES[coverage.arithmetic], TEST_DATA_NOTE],
         "warnings": [
-            *collect_warnings(settings, plan, coverage, run.run_id, run.finished, run.start is not None or run.start_public),
+            *collect_warnings(
+                settings, plan, coverage, run.run_id, run.finished, run.start is not None or run.start_public
+            ),
             *run.notes,
             *run.dataset_warnings,
         ],
