@@ -31,6 +31,7 @@ NAMES = {
     "load",
     "plan",
     "prepare",
+    "private",
     "resume",
     "rounds",
     "train",
@@ -59,6 +60,8 @@ SETTINGS = {
     "--arithmetic",
     "--private-seed",
     "--public",
+    "--schema",
+    "--withdrawn",
     "--engine",
     "--device",
     "--ledger",
@@ -79,6 +82,9 @@ COMMANDS = {
     "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--json", "--debug"},
     "data list": {"--data-dir", "--json", "--debug"},
     "data fetch": {"names", "--data-dir", "--mirror", "--json", "--quiet", "-q", "--debug"},
+    "data describe": {"table", "--target", "--out", "--public", "--regression", "--query", "--delimiter"}
+    | {"--json", "--debug"},
+    "data changes": SETTINGS | {"--person", "--json", "--debug"},
     "data verify": {"names", "--data-dir", "--json", "--debug"},
     "ledger": {"path", "--party", "--budget", "--verify", "--json", "--debug"},
     "methods": {"--json", "--debug"},
@@ -100,7 +106,19 @@ COMMANDS = {
     "serve": SETTINGS
     | {"--keys", "--listen", "--certificate", "--private-key", "--insecure", "--simulation", "--deadline", "--wait"}
     | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"},
-    "party": {"--data", "--server", "--key", "--ledger", "--ca", "--terms", "--home", "--statement", "--until-done"}
+    "party": {
+        "--data",
+        "--schema",
+        "--withdrawn",
+        "--server",
+        "--key",
+        "--ledger",
+        "--ca",
+        "--terms",
+        "--home",
+        "--statement",
+        "--until-done",
+    }
     | {"--simulation", "--insecure", "--device", "--quiet", "-q", "--debug"},
     "terms": SETTINGS | {"--party", "--budget", "--classes", "--out", "--debug"},
     "certs": {"folder", "--host", "--party", "--debug"},

@@ -4,7 +4,7 @@ run.py       run, resume
 demo.py      demo
 plan.py      plan
 account.py   account
-data.py      data list, fetch, verify
+data.py      data list, fetch, verify, describe     changes.py  data changes
 show.py      show, methods
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose

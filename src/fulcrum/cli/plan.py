@@ -12,6 +12,7 @@ from fulcrum.cli.forecast import forecast_run, print_forecast
 from fulcrum.cli.options import DebugOption, JsonOption, with_settings
 from fulcrum.clipping.rule import gradient_multiplier
 from fulcrum.errors import ConfigError
+from fulcrum.privacy.evaluation import describe_evaluation
 from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.settings.schema import Settings
 
@@ -62,10 +63,12 @@ def plan(
     forecast = forecast_run(federation, timing)
     if as_json:
         of_ledger = {"ledger": {name: vars(balance) for name, balance in left.items()}} if left else {}
-        view.print_json({**forecast.to_json(), **of_ledger})
+        scored = {} if federation.evaluation is None else {"evaluation": describe_evaluation(federation.evaluation)}
+        view.print_json({**forecast.to_json(), **scored, **of_ledger})
         return
     for warning in [*show.collect_run_warnings(federation), *short]:
         view.print_message(f"warning: {warning}")
+    show.print_own_notes(federation.problem.dataset)
     if made.has_trusted_server:
         view.print_table(add_accountant_columns(CLIENT_LEVEL_COLUMNS, made), make_server_rows(made, dim))
     else:
@@ -90,6 +93,13 @@ def plan(
         f"{'update' if made.has_trusted_server else 'gradient'} over its {dim:,} parameters, as a multiple of the "
         "clipping norm; along v, its part in any one direction."
     )
+    if federation.evaluation is not None:
+        scores = federation.evaluation
+        view.print_line(
+            f"evaluation  {scores.units} held-out {unit}s pay epsilon {scores.epsilon:g} at delta {scores.delta:g} for "
+            f"{scores.releases} release{'s' if scores.releases > 1 else ''} of {scores.form.columns} numbers per party "
+            f"with sigma {view.format_value(scores.sigma)}: {scores.form.words}"
+        )
     print_forecast(forecast)
     if left:
         print_ledger_balances(settings.run.ledger, left, made.rounds)

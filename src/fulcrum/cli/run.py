@@ -46,6 +46,7 @@ def run(
     for warning in [*show.collect_run_warnings(federation), *api.collect_ledger_warnings(federation)]:
         # Always say so if there is no guarantee, or only under an assumption.
         view.print_message(f"warning: {warning}", quiet and federation.plan.sound and not federation.plan.shares_noise)
+    show.print_own_notes(federation.problem.dataset, quiet)
     bar = view.make_progress_observer(settings.method, settings.train.rounds, quiet)
     with explain_interruption(folder):
         result = api.execute(federation, folder, observers=[bar, *watching])
@@ -92,5 +93,6 @@ def choose_free_folder(name: str) -> Path:
 
 def make_source_slug(source: str) -> str:
     """A data source as part of a folder's name: mnist, patients (for a/patients.npz), package.module-function."""
-    name = Path(source).stem if source.endswith(".npz") else source
+    path = Path(source)
+    name = path.name.partition(".")[0] if path.suffix and ":" not in source else source
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "data"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import reduce
 
 import torch
 
@@ -58,7 +57,7 @@ def make_ghost_step(follow: GradientRecorder, map_pieces: MapPieces | None = Non
             tape = recorder.record_piece(sample.theta, x, y, piece)
             return clip_tape(problem, tape, sample.count, view, state, terms)
 
-        return add_contributions(list(map_pieces(work_on_piece, pieces)))
+        return add_contributions(map_pieces(work_on_piece, pieces))
 
     return work
 
@@ -135,16 +134,15 @@ def clip_tape(
     return Contribution(add_up(factors), extra, bounds, state, stats, factors, losses)
 
 
-def add_contributions(pieces: Sequence[Contribution]) -> Contribution:
-    """The pieces of one batch as one, added up in their order."""
-    last = pieces[-1]
-    stats = replace(last.stats, norms=torch.cat([piece.stats.norms for piece in pieces]))
-    return Contribution(
-        reduce(torch.add, (piece.sum for piece in pieces)),
-        reduce(torch.add, (piece.extra for piece in pieces)),
-        last.bounds,
-        last.state,
-        stats,
-        torch.cat([piece.factors for piece in pieces]),
-        torch.cat([piece.losses for piece in pieces]),
-    )
+def add_contributions(pieces: Iterable[Contribution]) -> Contribution:
+    """The pieces of one batch as one, added up in their order; the sum of the first is overwritten."""
+    arriving = iter(pieces)
+    first = last = next(arriving)
+    small = [(first.stats.norms, first.factors, first.losses)]
+    extra = first.extra
+    for last in arriving:
+        first.sum.add_(last.sum)
+        extra = extra + last.extra
+        small.append((last.stats.norms, last.factors, last.losses))
+    norms, factors, losses = (torch.cat(each) for each in zip(*small, strict=True))
+    return Contribution(first.sum, extra, last.bounds, last.state, replace(last.stats, norms=norms), factors, losses)

@@ -19,20 +19,29 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fulcrum.data.records import ModelInputs, count_examples, list_input_tensors, map_inputs, select_rows, split_inputs
+from fulcrum.data.records import ModelInputs, list_input_tensors, select_rows, split_inputs
 from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.gradients import sequence
-from fulcrum.gradients.ghost import GhostTape, find_vmap_sites, list_uses, record_ghost_tape
+from fulcrum.gradients.ghost import GhostTape, record_ghost_tape
 from fulcrum.gradients.memory import retain_freed_memory
 from fulcrum.gradients.param_grads import MaterialisedGrad, OwnGrad
+from fulcrum.gradients.probe import NUM_PROBE_EXAMPLES, compare_with_autograd
 from fulcrum.gradients.program import UnsupportedModel, analyse_model
+from fulcrum.gradients.recording import list_uses, plan_uses, use_modules
 from fulcrum.gradients.tape import ChunkedTape, EmptyTape, GradientTape, PaddedTape
-from fulcrum.gradients.uses import UnknownUse, UseRecord, VmapSite, register_function_rule, register_layer
+from fulcrum.gradients.uses import (
+    ParameterUse,
+    UnknownUse,
+    UsePlan,
+    UseRecord,
+    VmapSite,
+    register_function_rule,
+    register_layer,
+)
 from fulcrum.gradients.vmap import record_vmap_tape
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 from fulcrum.models.prepared import draws_keys
-from fulcrum.rng import torch_generator
 
 __all__ = [
     "PROVEN_BLOCK",
@@ -40,6 +49,7 @@ __all__ = [
     "GradientTape",
     "MaterialisedGrad",
     "OwnGrad",
+    "ParameterUse",
     "list_gradient_paths",
     "record_gradients",
     "register_function_rule",
@@ -54,11 +64,17 @@ saves a few percent of the time, but every worker needs that memory."""
 FEWEST_EXAMPLES, LARGEST_PASS_BYTES = 16, 512 * 2**20
 """A model with its own forward gets at least so many examples per pass, unless they take more bytes than this."""
 
+FEW_EXAMPLES, USUAL_EXAMPLES, LARGEST_HOST_PASS = 16, 32, 768 * 2**20
+"""The same on a CPU, where pieces are worked on side by side and add up a sum of the model's size each: two pieces
+from FEW_EXAMPLES on, and 4, 8, ... so that a piece has at most USUAL_EXAMPLES and bytes of this number."""
+
 PROVEN_BLOCK = 32
 """Examples per pass where an example's numbers must not depend on how many others there are."""
 
-NUM_PROBE_EXAMPLES = 3
-"""Number of examples for the one comparison with vmap of a model with its own forward."""
+
+def get_example_shape(x: ModelInputs) -> Hashable:
+    """The shapes of one example's inputs."""
+    return tuple(value.shape[1:] for value in list_input_tensors(x))
 
 
 class GradientRecorder:
@@ -83,8 +99,8 @@ class GradientRecorder:
             raise ModelError(f"how = {how!r} is not known; choose one of auto, book, vmap.")
         self.model, self.layout, self.task, self.how, self.block = model, layout, task, how, block
         self.program = analyse_model(model, layout)
-        self.sites: tuple[VmapSite, ...] | None = () if self.program.sequence else None
-        """Modules with parameters that go through vmap; None until the first batch."""
+        self._plans: dict[Hashable, UsePlan] = {}
+        """How the parameters of a model with its own forward are followed, by the shape of examples."""
         self._verdict: str | None = None if how == "auto" and not self.program.sequence else ""
         self._elements: dict[Hashable, int] = {}
         self._channels_last = True
@@ -99,8 +115,19 @@ class GradientRecorder:
         """A recorder of a copy of the model, for another thread; it keeps the results of the analysis."""
         other = GradientRecorder(copy.deepcopy(self.model), self.layout, self.task, self.how, self.block)
         other._verdict, other._elements = self._verdict, dict(self._elements)
-        other.sites, other._channels_last = self.sites, self._channels_last
+        other._plans, other._channels_last = dict(self._plans), self._channels_last
         return other
+
+    @property
+    def sites(self) -> tuple[VmapSite, ...] | None:
+        """Modules that go through vmap as a whole; None until the first batch. After `settle`."""
+        plan = self.plan
+        return () if self.program.sequence else None if plan is None else plan.sites
+
+    @property
+    def plan(self) -> UsePlan | None:
+        """How the parameters of a model with its own forward are followed. After `settle`."""
+        return next(iter(self._plans.values()), None)
 
     def __call__(self, params: Tensor, x: ModelInputs, y: Tensor) -> GradientTape:
         """One forward and backward pass over x [B, ...], y [B, ...] with the parameters `params` [d]."""
@@ -170,17 +197,21 @@ class GradientRecorder:
     def _choose_piece_size(self, params: Tensor, x: ModelInputs, y: Tensor) -> int:
         """Examples in each of equal pieces of a batch."""
         count = len(y)
-        shape = tuple(value.shape[1:] for value in list_input_tensors(x))
+        shape = get_example_shape(x)
         limit = PASS_MEMORY_BYTES.get(params.device.type, PASS_MEMORY_BYTES["cuda"])
         bytes_each = max(1, self._elements[shape] * params.element_size())
         if not self.program.sequence:  # calls of Python and of autograd want more examples each
+            if params.device.type == "cpu":
+                most = max(1, min(USUAL_EXAMPLES, LARGEST_HOST_PASS // bytes_each))
+                pieces = max(1 << (math.ceil(count / most) - 1).bit_length(), 2 if count >= FEW_EXAMPLES else 1)
+                return math.ceil(count / min(pieces, count))
             limit = max(limit, min(FEWEST_EXAMPLES * bytes_each, LARGEST_PASS_BYTES))
         pieces = min(count, max(1, math.ceil(bytes_each * count / limit)))
         return math.ceil(count / pieces)
 
     def _count_elements_once(self, params: Tensor, x: ModelInputs, y: Tensor) -> None:
         """Finds the number of elements that a pass keeps of one example, for each shape of examples once."""
-        shape = tuple(value.shape[1:] for value in list_input_tensors(x))
+        shape = get_example_shape(x)
         if shape not in self._elements and not self._verdict:
             few = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
             kept = self.record_once(params, select_rows(x, few), y[few]).elements
@@ -203,16 +234,30 @@ class GradientRecorder:
         return self._verdict or ""
 
     def settle(self, params: Tensor, x: ModelInputs, y: Tensor) -> None:
-        """Checks once whether ghost norms are correct for a model with its own forward."""
-        given = (self.model, self.program, self.layout, params, x, y, self.task)
-        if self._verdict is None:
-            self.sites, self._verdict = _compare_with_autograd(self.model, self.layout, params, x, y, self.task)
-        elif self.sites is None:
-            few = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
-            self.sites = find_vmap_sites(*given[:4], select_rows(x, few), y[few], self.task)
-        if self.sites and draws_keys(self.model) and not self._verdict:
-            # A module runs again in vmap without its examples' keys, so that its masks would be others.
-            self._verdict = "it has random layers, and a module without a rule"
+        """Plans, once for each shape of examples, how a model with its own forward is followed."""
+        if not self.program.sequence and not self._verdict:
+            self._find_plan(params, x, y)
+
+    def _find_plan(self, params: Tensor, x: ModelInputs, y: Tensor) -> UsePlan | None:
+        """The plan for examples of this shape; None where there is none, and `objection` says why."""
+        shape = get_example_shape(x)
+        if shape not in self._plans:
+            given = (self.model, self.layout, params, x, y, self.task)
+            try:
+                if self.how == "auto" and not self.program.sequence:
+                    self._plans[shape] = compare_with_autograd(*given)
+                else:
+                    few = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
+                    self._plans[shape] = plan_uses(*given[:3], select_rows(x, few), y[few], self.task)
+            except UnsupportedModel as problem:
+                self._verdict = str(problem)
+                return None
+            self._verdict = ""
+            if self._plans[shape].sites and draws_keys(self.model):
+                # A module runs again in vmap without its examples' keys, so that its masks would be others.
+                self._verdict = "it has random layers, and a module without a rule"
+                return None
+        return self._plans[shape]
 
     def record_once(
         self, params: Tensor, x: ModelInputs, y: Tensor, fast: bool = False, half: bool = False
@@ -223,18 +268,24 @@ class GradientRecorder:
         """
         if self._verdict:
             raise UnsupportedModel(self._verdict)
-        given = (self.model, self.program, self.layout, params, x, y, self.task)
-        try:
+        plan = None if self.program.sequence and not half else self._find_plan(params, x, y)
+        if self._verdict:
+            raise UnsupportedModel(self._verdict)
+        while True:
+            given = (self.model, self.program, self.layout, params, x, y, self.task, plan, fast, half)
             try:
-                return record_ghost_tape(*given, self.sites or (), fast, half, self._channels_last)
+                return record_ghost_tape(*given, self._channels_last)
+            except UnknownUse as problem:
+                # Other data lead another way than planned: vmap for the module around it, from now on.
+                plan = plan and use_modules(plan, self.model, self.layout, problem.places, str(problem))
+                if plan is None:
+                    raise UnsupportedModel(str(problem)) from None
+                self._plans[get_example_shape(x)] = plan
             except RuntimeError as problem:
                 # Tensor.view asks for the first format; nothing else in a model does.
                 if not (self._channels_last and "view" in str(problem)):
                     raise
                 self._channels_last = False
-                return record_ghost_tape(*given, self.sites or (), fast, half)
-        except UnknownUse as problem:
-            raise UnsupportedModel(str(problem)) from None
 
 
 _probe_results: WeakKeyDictionary[nn.Module, tuple[ParameterLayout, Task, tuple[Any, ...]]] = WeakKeyDictionary()
@@ -258,87 +309,17 @@ def record_gradients(
     the model is not supported); "vmap" (materialised gradients, B times the memory of the model: the reference).
 
     A model that is not a plain `nn.Sequential` gets hooks for the duration of the call: do not share it between
-    threads. With "auto" such a model is first compared with vmap on a few random examples. If they differ, vmap
-    is used from then on: for instance, a parameter is used other than by calling its layer.
+    threads. With "auto" such a model is first compared with autograd on a few random examples. Where a parameter's
+    gradients differ, vmap is used for it from then on: for the function that uses it, or for the module around.
     """
     follower = GradientRecorder(model, layout, task, how)
     known = _probe_results.get(model)
     if how == "auto" and not follower.program.sequence and known is not None and known[:2] == (layout, task):
-        follower._verdict, follower.sites, follower._elements = known[2]
+        follower._verdict, follower._plans, follower._elements = known[2]
     tape = follower(params, x, y)
     if how == "auto" and len(y):
-        _probe_results[model] = (layout, task, (follower._verdict, follower.sites, follower._elements))
+        _probe_results[model] = (layout, task, (follower._verdict, follower._plans, follower._elements))
     return tape
-
-
-def _compare_with_autograd(
-    model: nn.Module, layout: ParameterLayout, params: Tensor, x: ModelInputs, y: Tensor, task: Task
-) -> tuple[tuple[VmapSite, ...], str]:
-    """The modules that go through vmap, and the reason why ghost norms must not be used, or "".
-
-    Tested on random examples with the model's own parameters in float64, against autograd on one example after the
-    other. The result depends neither on the data nor on the training progress, so that a resumed run takes the same
-    path. Dropout is off: it draws other numbers for one example than for three.
-    """
-    index = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % count_examples(x)
-    stream = torch_generator(0, "probe")
-
-    def made_up(value: Tensor) -> Tensor:
-        if not value.is_floating_point():
-            return value[index]  # only the data show which indices are valid for the model's tables
-        shape = (NUM_PROBE_EXAMPLES, *value.shape[1:])
-        return torch.rand(shape, generator=stream, dtype=value.dtype).to(value.device)
-
-    probe: ModelInputs = map_inputs(made_up, x)
-    few = torch.zeros_like(y[index])  # not the data's: a huge one would overflow and decide for everybody
-    try:
-        twin = _copy_without_dropout(model).double()
-        wide = map_inputs(lambda value: value.double() if value.is_floating_point() else value, probe)
-        return _probe(twin, layout, layout.flatten(twin).to(params.device), wide, few, task)
-    except RuntimeError:  # the model insists on float32
-        twin = _copy_without_dropout(model)
-        return _probe(twin, layout, layout.flatten(twin).to(params), probe, few, task)
-
-
-def _copy_without_dropout(model: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(model)
-    for module in twin.modules():
-        for name in ("p", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return twin
-
-
-def _probe(
-    twin: nn.Module, layout: ParameterLayout, own: Tensor, x: ModelInputs, y: Tensor, task: Task
-) -> tuple[tuple[VmapSite, ...], str]:
-    program = analyse_model(twin, layout)
-    try:
-        sites = find_vmap_sites(twin, program, layout, own, x, y, task)
-        tape = record_ghost_tape(twin, program, layout, own, x, y, task, sites, fast=True)
-    except UnsupportedModel as problem:
-        return (), str(problem)
-    tensors = {name: value.detach().requires_grad_() for name, value in layout.unflatten(own).items()}
-    norms = tape.norms(tuple(range(len(tensors))))
-    some = False
-    for row in range(NUM_PROBE_EXAMPLES):
-        part = slice(row, row + 1)
-        with torch.enable_grad():
-            loss = task.loss(call_with_parameters(twin, tensors, select_rows(x, part)), y[part]).sum()
-            truth = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True, materialize_grads=True)
-        size = torch.stack([value.double().norm() for value in truth]).norm()
-        some = some or bool(size > 0)
-        for wanted, uses, norm in zip(truth, tape.parts, norms[row], strict=True):
-            found = torch.zeros_like(wanted).reshape(-1)
-            for use in uses:
-                found = found + use.slice(row, row + 1).rows().reshape(-1)
-            # The limit leaves room for float32; in float64 all but a wrong path is far below it.
-            room = 1e-3 * wanted.norm() + 1e-6 * size
-            if not ((found - wanted.reshape(-1)).norm() <= room and (norm - wanted.norm()).abs() <= room):
-                return (), "its gradients differ from those of autograd"
-    if not some:
-        return (), "it has no finite gradients to compare"
-    return sites, ""
 
 
 def list_gradient_paths(
@@ -364,15 +345,19 @@ def list_gradient_paths(
     recorder = GradientRecorder(model, layout, task)
     own = layout.flatten(model)
     recorder.settle(own, x, y)
-    if recorder.objection:
+    plan = recorder.plan
+    if recorder.objection or plan is None:
         return [("model", "vmap", recorder.objection)]
     found: dict[str, tuple[str, str, str]] = {}
-    for site in recorder.sites or ():
+    for site in plan.sites:
         for place in site.places:
             found[layout.names[place]] = (layout.names[place], "vmap", f"{site.reason}, in {site.name or 'the model'}")
+    for call in plan.calls.calls:
+        for place in sorted(call.places) if call.kind == "vmap" else ():
+            name = layout.names[place]
+            found.setdefault(name, (name, "vmap", f"{call.reason}, for this call alone"))
     few = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
-    given = (model, program, layout, own, select_rows(x, few), y[few], task, recorder.sites or ())
-    for use in list_uses(*given):
+    for use in list_uses(model, layout, own, select_rows(x, few), y[few], task, plan):
         name = layout.names[use.place]
         if use.cost is not None or len(layout.shapes[use.place]) > 1:
             found.setdefault(name, (name, "book", describe_use(use)))

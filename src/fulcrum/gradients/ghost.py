@@ -6,27 +6,27 @@ the first layer's input is not computed.
 
 There are two methods. A plain `nn.Sequential` of known layers is run layer by layer with the given parameters and
 without autograd (`sequence.py`). Any other model runs its own forward, and the functions that use its parameters are
-found as they are called (`uses.py`, `function_rules.py`).
+found as they are called (`uses.py`, `function_rules/`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fulcrum.data.records import ModelInputs, count_examples, map_inputs
+from fulcrum.data.records import ModelInputs
 from fulcrum.data.tasks import Task
 from fulcrum.gradients import function_rules as function_rules  # fills the table of functions
-from fulcrum.gradients import recurrent_rules as recurrent_rules
 from fulcrum.gradients import sequence
 from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, join_uses, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad, scratch_ranges
-from fulcrum.gradients.program import GradProgram, GradSite, UnsupportedModel
+from fulcrum.gradients.program import GradProgram, GradSite
+from fulcrum.gradients.recording import plan_uses, record_uses
 from fulcrum.gradients.rounding import (
     NormTable,
     SquaredNorms,
@@ -36,17 +36,9 @@ from fulcrum.gradients.rounding import (
     squared_norms,
     to_norm_table,
 )
-from fulcrum.gradients.tape import check_loss_per_example, find_finite_norms, stack_squares
-from fulcrum.gradients.uses import (
-    LAYER_RULES,
-    MAX_MATERIALISED_RATIO,
-    LayerRule,
-    UnknownUse,
-    UseRecord,
-    UseRecorder,
-    VmapSite,
-)
-from fulcrum.models.layout import ParameterLayout, call_with_parameters
+from fulcrum.gradients.tape import add_squares, check_loss_per_example, find_finite_norms, stack_squares
+from fulcrum.gradients.uses import MAX_MATERIALISED_RATIO, UsePlan, UseRecord, UseRecorder
+from fulcrum.models.layout import ParameterLayout
 
 # --- recording ------------------------------------------------------------------------------------
 
@@ -109,71 +101,27 @@ def record_ghost_tape(
     x: ModelInputs,
     y: Tensor,
     task: Task,
-    sites: tuple[VmapSite, ...] = (),
+    plan: UsePlan | None = None,
     fast: bool = False,
     half: bool = False,
     channels_last: bool = False,
 ) -> GhostTape:
     """One pass over the batch.
 
-    sites: modules with parameters that go through vmap (`find_vmap_sites`). fast: measured bounds in place of proven
-    ones. half: bf16 where autocast chooses it, with norms and sums in float32. channels_last: see `UseRecorder`; a
-    model that views its images as something else then raises RuntimeError. Raises UnsupportedModel where the first
-    dimension of the model's outputs is not the batch, and UnknownUse where a function has no rule.
+    plan: how a model with its own forward is followed (`plan_uses`); a sequence needs none. fast: measured bounds in
+    place of proven ones. half: bf16 where autocast chooses it, with norms and sums in float32. channels_last: see
+    `UseRecorder`; a model that views its images as something else then raises RuntimeError. Raises UnsupportedModel
+    where the model takes another path than planned, and UnknownUse where a function has no rule.
     """
     tensors = tuple(layout.unflatten(params.detach()).values())
     recorder: _UseRecorder | UseRecorder
     if program.sequence and not half:
         recorder, losses = _record_sequence(program, tensors, sequence.require_single_input(x), y, task)
     else:
-        recorder, losses = _record_uses(model, layout, tensors, x, y, task, sites, half, channels_last)
+        plan = plan or plan_uses(model, layout, params, x, y, task)
+        recorder, losses = record_uses(model, layout, tensors, x, y, task, plan, half, channels_last)
     parts = tuple(tuple(parts) for parts in recorder.parts)
     return GhostTape(layout, params, losses, parts, recorder.elements, fast)
-
-
-def find_vmap_sites(
-    model: nn.Module,
-    program: GradProgram,
-    layout: ParameterLayout,
-    params: Tensor,
-    x: ModelInputs,
-    y: Tensor,
-    task: Task,
-) -> tuple[VmapSite, ...]:
-    """The modules whose parameters go through vmap: the smallest around each use that no rule knows.
-
-    Found by trial: the module that owns the parameter; if the use is outside of it, the one around it; and so on.
-    """
-    sites: dict[str, VmapSite] = {}
-    tried: dict[int, str] = {}
-    while True:
-        try:
-            record_ghost_tape(model, program, layout, params, x, y, task, tuple(sites.values()))
-            return tuple(sites.values())
-        except UnknownUse as problem:
-            for place in problem.places or tuple(range(len(layout.names))):
-                name = tried[place] if place in tried else layout.names[place]
-                if not name:
-                    raise UnsupportedModel(str(problem)) from None
-                tried[place] = name = name.rpartition(".")[0]
-                for known, site in list(sites.items()):
-                    if place in site.places:
-                        sites[known] = replace(site, places=site.places - {place})
-                        if not sites[known].places:
-                            del sites[known]
-                sites[name] = _add_to_site(sites.get(name), model, layout, name, place, str(problem))
-
-
-def _add_to_site(
-    site: VmapSite | None, model: nn.Module, layout: ParameterLayout, name: str, place: int, reason: str
-) -> VmapSite:
-    if site is not None:
-        return replace(site, places=site.places | {place})
-    module = model.get_submodule(name)
-    named = dict(model.named_parameters())
-    known = {id(named[each]): number for number, each in enumerate(layout.names)}
-    inner = {each: known[id(p)] for each, p in module.named_parameters() if id(p) in known}
-    return VmapSite(name, frozenset({place}), inner, reason)
 
 
 # --- a plain sequence -----------------------------------------------------------------------------
@@ -197,87 +145,8 @@ def _record_sequence(
     return recorder, losses
 
 
-# --- any other model ------------------------------------------------------------------------------
-
-
-def _record_uses(
-    model: nn.Module,
-    layout: ParameterLayout,
-    tensors: tuple[Tensor, ...],
-    x: ModelInputs,
-    y: Tensor,
-    task: Task,
-    sites: tuple[VmapSite, ...],
-    half: bool,
-    channels_last: bool = False,
-) -> tuple[UseRecorder, Tensor]:
-    count = count_examples(x)
-    recorder = UseRecorder(tensors, count, channels_last)
-    handles: list[Any] = []
-
-    def watch(site: VmapSite) -> None:
-        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            recorder.enter_site(site)
-
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-            return recorder.leave_site(site, module, args, kwargs, out)
-
-        module = model.get_submodule(site.name)
-        handles.append(module.register_forward_pre_hook(before))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
-
-    def watch_layer(name: str, layer: nn.Module, rule: LayerRule) -> None:
-        inner = {each: known[id(p)] for each, p in layer.named_parameters(recurse=False) if id(p) in known}
-        site = VmapSite(name, frozenset(inner.values()), inner, type(layer).__name__)
-        handles.append(layer.register_forward_pre_hook(lambda *_: recorder.enter_site(site)))
-        handles.append(
-            layer.register_forward_hook(lambda module, args, out: recorder.leave_layer(site, module, rule, args, out))
-        )
-
-    for site in sites:
-        watch(site)
-    named = dict(model.named_parameters())
-    known = {id(named[each]): number for number, each in enumerate(layout.names)}
-    for name, module in model.named_modules() if LAYER_RULES else ():
-        if type(module) in LAYER_RULES:
-            watch_layer(name, module, LAYER_RULES[type(module)])
-    try:
-        with torch.enable_grad():
-            inputs = map_inputs(Tensor.detach, x)
-            with torch.autocast(y.device.type, torch.bfloat16, enabled=half), recorder:
-                outputs = call_with_parameters(model, dict(zip(layout.names, tensors, strict=True)), inputs)
-            outputs = outputs.float() if half else outputs
-            losses = check_loss_per_example(task.loss(outputs, y), count)
-            total = losses.sum()
-    finally:
-        for handle in handles:
-            handle.remove()
-    recorder.choose()
-    recorder.report = tuple(recorder.list_uses())
-    if total.requires_grad:
-        torch.autograd.grad(total, recorder.anchor, allow_unused=True)
-    recorder.finish()
-    return recorder, losses.detach()
-
-
-def list_uses(
-    model: nn.Module,
-    program: GradProgram,
-    layout: ParameterLayout,
-    params: Tensor,
-    x: ModelInputs,
-    y: Tensor,
-    task: Task,
-    sites: tuple[VmapSite, ...],
-) -> tuple[UseRecord, ...]:
-    """How a pass uses each parameter, for a report."""
-    tensors = tuple(layout.unflatten(params.detach()).values())
-    if program.sequence:
-        return _list_sequence_uses(program, tensors, sequence.require_single_input(x))
-    return _record_uses(model, layout, tensors, x, y, task, sites, False)[0].report
-
-
-def _list_sequence_uses(program: GradProgram, tensors: tuple[Tensor, ...], x: Tensor) -> tuple[UseRecord, ...]:
+def list_sequence_uses(program: GradProgram, tensors: tuple[Tensor, ...], x: Tensor) -> tuple[UseRecord, ...]:
+    """How a pass of a plain sequence uses each parameter, for a report."""
     recorder = _UseRecorder(len(x), tensors)
     _, steps = sequence.forward_sequence(program, sequence.prepare_weights(tensors, x.device), x)
     used = [(step, step.node.site) for step in steps if step.node.site is not None]
@@ -347,7 +216,7 @@ class GhostTape:
             if small:
                 rows = self._join_rows(small)
                 pieces.append(fast_squared_norms(rows) if self.fast else squared_norms(rows))
-            found.append(SquaredNorms(*(torch.stack(each).sum(dim=0) for each in zip(*pieces, strict=True))))
+            found.append(add_squares(pieces))
         return stack_squares(found)
 
     def _tensor_squared_norms(self, parts: tuple[ParamGrad, ...]) -> SquaredNorms:
@@ -389,6 +258,11 @@ class GhostTape:
 
     @cached_property
     def _all_finite(self) -> bool:
+        if not self.raw_losses.is_cuda:  # a finite sum shows it for all examples at once
+            largest = torch.finfo(self.raw_losses.dtype).max
+            squares, losses = float(self._whole_squares.bounds.sum()), float(self.raw_losses.sum())
+            if squares < largest and math.isfinite(losses):
+                return True
         return bool(self._good.all())
 
     @cached_property
@@ -430,7 +304,7 @@ class GhostTape:
         return total
 
     def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = (), proven: bool = False) -> Tensor:
-        if "_good" not in self.__dict__:
+        if "_all_finite" not in self.__dict__:
             # No norms were computed: a finite sum proves that every gradient is finite.
             total = self.sum_parts(self.parts, factors, groups, proven)
             if bool(torch.isfinite(total).all()) and bool(torch.isfinite(self.raw_losses).all()):
@@ -443,6 +317,8 @@ class GhostTape:
         """Sum of parts with factors [B, G], [d]: those of this tape, or made of them."""
         columns = [factors[:, group] for group in range(factors.shape[1])]
         together = self._sum_small_parts(parts, columns, groups, proven)
+        if not factors.is_cuda and not proven:
+            return self._write_sums(parts, columns, groups, together)
         blocks = []
         for i, (own, size) in enumerate(zip(parts, self.layout.sizes, strict=True)):
             if i in together:
@@ -452,6 +328,29 @@ class GhostTape:
             nothing = torch.zeros_like(self.params[:1], dtype=torch.float64 if proven else None).expand(size)
             blocks.append(sums[0] if len(sums) == 1 else sum(sums, start=nothing))
         return torch.cat(blocks)
+
+    def _write_sums(
+        self,
+        parts: tuple[tuple[ParamGrad, ...], ...],
+        columns: list[Tensor],
+        groups: tuple[int, ...],
+        known: dict[int, Tensor],
+    ) -> Tensor:
+        """As `sum_parts` on a CPU: products are written where they belong, without a copy of a large model's sum."""
+        total = torch.empty_like(self.params)
+        for i, (own, block) in enumerate(zip(parts, total.split(self.layout.sizes), strict=True)):
+            column = columns[groups[i] if groups else 0]
+            if i in known:
+                block.copy_(known[i])
+            elif len(own) == 1 and isinstance(own[0], LinearGrad):
+                own[0].write_sum(column, block)
+            elif own:
+                block.copy_(own[0].weighted_sum(column))
+                for part in own[1:]:
+                    block += part.weighted_sum(column)
+            else:
+                block.zero_()
+        return total
 
     def _sum_small_parts(
         self, parts: tuple[tuple[ParamGrad, ...], ...], columns: list[Tensor], groups: tuple[int, ...], proven: bool

@@ -79,13 +79,17 @@ def _conv_param_grads(
         if isinstance(a, ConvPatches):
             return a.part(g, params["weight"])
         padding, x, grad, kernel = _conv_padding(layer), a, g, params["weight"]
-        if any(padding):
+        around: tuple[int, ...] = ()
+        if layer.padding_mode == "zeros" and padding[::2] == padding[1::2]:
+            around = tuple(reversed(padding[::2]))  # without a copy of the images
+        elif any(padding):
             x = F.pad(x, padding, "constant" if layer.padding_mode == "zeros" else layer.padding_mode)
         stride, dilation = layer.stride, layer.dilation
         if x.dim() == 3:  # a sequence is an image of height 1
             x, grad, kernel = x.unsqueeze(2), grad.unsqueeze(2), kernel.unsqueeze(2)
-            stride, dilation = (1, *stride), (1, *dilation)
-        return ConvGrad(x, grad, kernel, (stride[0], stride[1]), (dilation[0], dilation[1]), layer.groups)
+            stride, dilation, around = (1, *stride), (1, *dilation), ((0, *around) if around else ())
+        strides, dilations = (stride[0], stride[1]), (dilation[0], dilation[1])
+        return ConvGrad(x, grad, kernel, strides, dilations, layer.groups, around if any(around) else ())
 
     makers: dict[str, Callable[[], ParamGrad]] = {
         "weight": weight,

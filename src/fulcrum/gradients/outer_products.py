@@ -15,12 +15,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fulcrum.gradients.param_grads import (
     DOUBLE_SCRATCH,
+    BlockedGrad,
     EntryOrder,
     MaterialisedGrad,
     scale_rows,
@@ -42,8 +44,14 @@ from fulcrum.gradients.stacked.geometry import SlidingWindow
 WRITE_READ_COST = 20
 """Cost of writing and reading one entry of a per-example gradient on a CPU, in multiply-adds."""
 
-LARGE_ENTRIES = 2**16
-"""Gradients of more entries than this do not stay in a CPU's cache: each entry costs twice as much."""
+LARGE_ENTRIES = {2**16: 2, 2**17: 5}
+"""Gradients of more entries than these do not stay in a CPU's cache: each entry costs so many times as much."""
+
+SHIFTED_SCRATCH = {"cpu": 2**20, "cuda": 2**28}
+"""Maximum bytes of images with zeros around them, and of their gradients, at a time."""
+
+SHIFTED_CHANNELS = 8
+"""Channels from which a CPU multiplies shifted images in place of patches: with fewer the products are too small."""
 
 CUDA_WRITE_READ_COST = {"float32": 100, "tf32": 600, "bf16": 600}
 """The same on a GPU, by the precision of products: 45, 200 and 400 TFLOP/s against 3.5 TB/s; more for the
@@ -75,8 +83,9 @@ class WeightGradCost:
     def of(values: Tensor, blocks: int, positions: int, inputs: int, outputs: int) -> WeightGradCost:
         """The cost on the device and in the precision of a layer's input."""
         cost = find_write_cost(values)
-        if not cost and inputs * outputs > LARGE_ENTRIES:
-            cost = 2 * WRITE_READ_COST
+        if not cost:
+            entries = inputs * outputs
+            cost = WRITE_READ_COST * max([1, *(times for limit, times in LARGE_ENTRIES.items() if entries > limit)])
         return WeightGradCost(blocks, positions, inputs, outputs, cost)
 
     @property
@@ -156,13 +165,25 @@ class LinearGrad:
         if proven:
             total = self._sum_in_float64(factors).reshape(-1)
         else:
-            a, g = self.a, self.g
-            if a.shape[-1] < g.shape[-1]:  # the smaller of the two is copied
-                a = scale_rows(a, factors.to(a.dtype))
-            else:
-                g = scale_rows(g, factors.to(g.dtype))
-            total = multiply(g.flatten(0, -2).t(), a.flatten(0, -2)).reshape(-1)
+            total = multiply(*self._scaled_operands(factors)).reshape(-1)
         return self.order.to_parameter(total) if self.order else total
+
+    def write_sum(self, factors: Tensor, block: Tensor) -> None:
+        """Write `weighted_sum` into block [n]."""
+        slopes, inputs = self._scaled_operands(factors)
+        if self.order is None and inputs.dtype == slopes.dtype == block.dtype:
+            torch.mm(slopes, inputs, out=block.view(len(slopes), -1))
+        else:
+            block.copy_(self.weighted_sum(factors))
+
+    def _scaled_operands(self, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """Output gradients [O, B * T] and inputs [B * T, K], one of them times the factors: the smaller is copied."""
+        a, g = self.a, self.g
+        if a.shape[-1] < g.shape[-1]:
+            a = scale_rows(a, factors.to(a.dtype))
+        else:
+            g = scale_rows(g, factors.to(g.dtype))
+        return g.flatten(0, -2).t(), a.flatten(0, -2)
 
     def _sum_in_float64(self, factors: Tensor) -> Tensor:
         """[O, K] in float64, a few examples at a time."""
@@ -215,8 +236,26 @@ def unfold_patches(
     count, height, width, c = image.shape
     h, w = (height - kh) // dy + 1, (width - kw) // dx + 1
     row = width * c
-    view = image.as_strided((count, h, w, kh, kw * c), (height * row, dy * row, dx * c, row, 1))
-    return ConvPatches(view.reshape(count, h * w, kh * kw * c), x, (h, w))
+    shape, strides = (count, h, w, kh), (height * row, dy * row, dx * c, row)
+    if image.device.type == "cpu" and kw * c <= SHORT_RUN:
+        patches = _copy_runs(image, shape, strides, kw * c)
+    else:
+        patches = image.as_strided((*shape, kw * c), (*strides, 1))
+    return ConvPatches(patches.reshape(count, h * w, kh * kw * c), x, (h, w))
+
+
+SHORT_RUN = 16
+"""Numbers side by side up to which NumPy copies them faster, as one number of that many bytes."""
+
+
+def _copy_runs(source: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], run: int) -> Tensor:
+    """A copy [*shape, run] of a contiguous source's runs of `run` numbers, `strides` numbers apart."""
+    size = source.element_size()
+    whole = f"V{size * run}"
+    found = torch.empty((*shape, run), dtype=source.dtype)
+    view = np.ndarray(shape, whole, source.numpy(), strides=tuple(size * step for step in strides))
+    np.copyto(found.numpy().view(whole)[..., 0], view)
+    return found
 
 
 def _patch_entry_order(groups: int, weight: Tensor) -> EntryOrder:
@@ -303,6 +342,14 @@ class ConvGrad:
         return None if found is None else found[0]
 
     @property
+    def can_shift(self) -> bool:
+        """Whether the gradients are products of shifted images (`_multiply_shifted`) on this device."""
+        plain = self.groups == 1 and max(self.stride) == max(self.dilation) == 1 and len(self.stride) == 2
+        kind = self.g.dtype
+        wide = kind == self.a.dtype and kind in (torch.float32, torch.float64) and not self.g.is_cuda
+        return plain and wide and self.weight.shape[1] >= SHIFTED_CHANNELS and math.prod(self.weight.shape[2:]) > 1
+
+    @property
     def order(self) -> EntryOrder | None:
         """Entry order of the gradients, [groups, O, patch] each, with the patch as it was copied."""
         return _patch_entry_order(self.groups, self.weight) if self.copies_channels_last else None
@@ -353,8 +400,10 @@ class ConvGrad:
         return dataclasses.replace(self, a=self.a[start:stop], g=self.g[start:stop])
 
 
-def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad:
-    """Materialises the gradients and their squared norms; for a convolution, in pieces that fit the cache."""
+def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad | BlockedGrad:
+    """Materialises the gradients; for a convolution, in pieces that fit the cache."""
+    if isinstance(part, ConvGrad) and part.can_shift:
+        return _multiply_shifted(part)
     size, count, order = part.size, len(part.g), part.order
     swap = size.inputs < size.outputs  # the longer dimension last: better use of vector registers
     sides = (size.inputs, size.outputs) if swap else (size.outputs, size.inputs)
@@ -371,6 +420,37 @@ def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad:
         else:
             block.copy_(multiply_batches(one, other))
     return MaterialisedGrad(grads.view(count, -1), _swap_entry_order(order, size) if swap else order)
+
+
+def _multiply_shifted(part: ConvGrad) -> BlockedGrad:
+    """The gradients of a convolution with stride 1, one entry of its kernel after the other, without patches.
+
+    Images stand with channels last and their rows one after the other. What the entry (y, x) of the kernel sees of them
+    is the same long row from another place on: y rows and x pixels later. The output's gradient gets rows of the same
+    length, filled up with zeros.
+    """
+    outputs, channels, kh, kw = part.weight.shape
+    ph, pw = part.padding or (0, 0)
+    height, wide = part.a.shape[2] + 2 * ph, part.a.shape[3] + 2 * pw
+    tall, across = part.g.shape[2:]
+    positions = (tall - 1) * wide + across
+    blocks = part.g.new_empty((kh * kw, len(part.g), outputs, channels))
+    each = part.g.element_size() * wide * (height * channels + tall * outputs)
+    ranges = list(scratch_ranges(len(part.g), each, part.g.device, SHIFTED_SCRATCH))
+    most = max(stop - start for start, stop in ranges)
+    images = part.a.new_zeros((most, height, wide, channels))
+    slopes = part.g.new_zeros((most, tall, wide, outputs))
+    inside = images[:, ph : height - ph, pw : wide - pw]
+    rows, columns = images.flatten(1, 2), slopes.flatten(1, 2)[:, :positions].transpose(1, 2)
+    for start, stop in ranges:  # what is around stays zero
+        count = stop - start
+        inside[:count].copy_(part.a[start:stop].permute(0, 2, 3, 1))
+        slopes[:count, :, :across].copy_(part.g[start:stop].permute(0, 2, 3, 1))
+        for y in range(kh):
+            for x in range(kw):
+                seen = rows[:count, y * wide + x : y * wide + x + positions]
+                torch.bmm(columns[:count], seen, out=blocks[y * kw + x, start:stop])
+    return BlockedGrad(blocks.flatten(2), EntryOrder((kh, kw, outputs, channels), (2, 3, 0, 1)))
 
 
 def join_uses(parts: Sequence[object]) -> LinearGrad | None:

@@ -3,6 +3,7 @@
 Each class has the same methods (`ParamGrad`) and avoids materialising the gradients of all examples where it can:
 
     MaterialisedGrad  the gradients themselves, where they are small or needed anyway
+    BlockedGrad       the same in blocks of entries, as some products make them
     EmbeddingGrad     indices and output gradients of an embedding
     LinearGrad        inputs and output gradients of a linear layer (`outer_products.py`)
     ConvGrad          inputs and output gradients of a convolution (`outer_products.py`)
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fulcrum.errors import ModelError
 from fulcrum.gradients.rounding import (
     FAST_GRAM_ERROR,
     SquaredNorms,
@@ -158,6 +160,46 @@ class MaterialisedGrad:
         return MaterialisedGrad(self.grads[start:stop], self.order)
 
 
+@dataclass(frozen=True)
+class BlockedGrad:
+    """Materialised gradients in S blocks of m entries: [S, B, m], with n = S m entries in this order."""
+
+    blocks: Tensor
+    order: EntryOrder | None = None
+
+    @property
+    def positions(self) -> int:
+        return 1
+
+    def squared_norms(self, fast: bool = False) -> SquaredNorms:
+        found = fast_squared_norms(self.blocks, 2) if fast else squared_norms(self.blocks, 2)
+        values, bounds, lengths = (each.sum(dim=0) for each in found)
+        up = 1 + len(self.blocks) * 2.0**-52  # for the additions
+        return SquaredNorms(values, bounds * up, lengths * up)
+
+    def dots(self, direction: Tensor) -> Tensor:
+        stored = self.order.to_stored(direction) if self.order else direction
+        return torch.bmm(self.blocks, stored.view(len(self.blocks), -1, 1)).sum(dim=0)[:, 0]
+
+    def weighted_sum(self, factors: Tensor, proven: bool = False) -> Tensor:
+        if proven:
+            total = torch.cat([sum_rows_in_float64(factors, block) for block in self.blocks])
+        else:
+            total = torch.matmul(factors, self.blocks).reshape(-1)
+        return self.order.to_parameter(total) if self.order else total
+
+    def rows(self) -> Tensor:
+        rows = self.blocks.transpose(0, 1).flatten(1)
+        return self.order.to_parameter(rows) if self.order else rows
+
+    def only(self, good: Tensor) -> BlockedGrad:
+        zeros = torch.zeros((), dtype=self.blocks.dtype)
+        return BlockedGrad(torch.where(good.view(1, -1, 1), self.blocks, zeros), self.order)
+
+    def slice(self, start: int, stop: int) -> BlockedGrad:
+        return BlockedGrad(self.blocks[:, start:stop], self.order)
+
+
 # --- embeddings ---------------------------------------------------------------------------------
 
 
@@ -258,6 +300,11 @@ class OwnGrad:
         if not fast:
             return squared_norms(self.rows())
         found = self.norm(self.a, self.g).double()
+        if found.shape != self.g.shape[:1]:
+            raise ModelError(
+                f"norm of an OwnGrad must give one squared norm per example, [{len(self.g)}], but gave the shape "
+                f"{list(found.shape)}."
+            )
         bounds = found * (1 + FAST_GRAM_ERROR)
         return SquaredNorms(found, bounds, bounds)
 

@@ -6,30 +6,38 @@ runs the function and taps its output: the output's gradient, when it arrives, m
 gradients. Residual sums, shared weights, parameters at the root and layers called by no module are all the same case.
 Calls without a trainable parameter are not touched, so frozen layers cost no gradient.
 
-A call that no rule knows raises `UnknownUse`. Its parameters then become those of a `VmapSite`: the module around the
-call runs as it is, and vmap computes the gradients of these parameters alone, from its inputs and output gradients.
+Where examples are in each tensor is known beforehand (`call_plan.py`). What parameters alone make (`weight.t()`) is
+followed as a parameter (`derived.py`). A function that no rule knows goes through vmap, that one call alone. Where even
+that is not possible, the parameters become those of a `VmapSite`: the module around the call goes through vmap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten as flatten_tree
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from fulcrum.errors import ModelError
+from fulcrum.gradients.call_plan import Axis, CallPlan, Place, PlannedCall, list_leaves, name_function
+from fulcrum.gradients.derived import Derivation, DerivedGrad, find_view
 from fulcrum.gradients.outer_products import ConvGrad, LinearGrad, WeightGradCost, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad
+from fulcrum.gradients.positions import group_rows
 from fulcrum.gradients.program import UnsupportedModel
-from fulcrum.gradients.vmap import compute_module_grads
+from fulcrum.gradients.vmap import compute_call_grads, pull_each_example
+from fulcrum.models.layout import call_module
 
 MAX_MATERIALISED_RATIO = 1.5
 """Materialised gradients may take this many times the memory of the uses' inputs and outputs."""
+
+
+OTHER_PATH = "the model takes another path with other data"
 
 
 class UnknownUse(Exception):
@@ -59,14 +67,23 @@ FUNCTION_RULES: dict[Any, Rule] = {}
 def register_function_rule(*functions: Any) -> Callable[[Rule], Rule]:
     """Adds a rule for functions that take parameters: see docs/own-layer.md.
 
+    functions: of PyTorch, operators of `torch.library`, or classes of `torch.autograd.Function`.
     The rule calls the function, and `recorder.tap(out, uses)` on its output.
     """
 
     def add(rule: Rule) -> Rule:
-        FUNCTION_RULES.update(dict.fromkeys(functions, rule))
+        for function in functions:
+            own = getattr(function, "_opoverload", None)  # of torch.library.custom_op
+            FUNCTION_RULES.update(dict.fromkeys((own, own.overloadpacket) if own else (function,), rule))
         return rule
 
     return add
+
+
+def find_function_rule(function: Any) -> Rule | None:
+    """The rule of a function, of an operator's overload, or of a user's `torch.autograd.Function`."""
+    names = (function, getattr(function, "overloadpacket", None), getattr(function, "kind", None))
+    return next((FUNCTION_RULES[name] for name in names if name is not None and name in FUNCTION_RULES), None)
 
 
 LayerRule = Callable[[Any, dict[str, Tensor], Tensor, Tensor], dict[str, ParamGrad]]
@@ -90,13 +107,21 @@ class VmapSite:
     """A module with parameters that no rule knows how to follow.
 
     name: of the module in the model; empty for the model itself. places: these parameters, as indices in the layout.
-    inner: all trainable parameters in the module, by their names there. reason: the function without a rule.
+    inner: all trainable parameters in the module, by their names there. reason: why.
     """
 
     name: str
     places: frozenset[int]
     inner: dict[str, int]
     reason: str
+
+
+@dataclass(frozen=True)
+class UsePlan:
+    """How a model's parameters are followed: call by call, and by vmap for whole modules where that is not possible."""
+
+    calls: CallPlan
+    sites: tuple[VmapSite, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,82 +152,126 @@ class _GraphRoot(torch.autograd.Function):
         return None, None
 
 
-@dataclass
-class _TappedCall:
-    """A call in the forward pass: what waits for the gradient of its output."""
+Target = int | Derivation
+"""What a gradient is of: a parameter's index in the layout, or what parameters made."""
+
+
+@dataclass(frozen=True)
+class _Tap:
+    """What waits for the gradient of a call's output."""
 
     function: str
     uses: tuple[ParameterUse, ...]
+    targets: tuple[tuple[Target, tuple[int, ...]], ...]
+    """Of each use: what it is of, and the parameters behind that which are followed."""
     inputs: tuple[tuple[Tensor, int], ...]
     """Inputs that the uses keep, with the version that they had: an in-place change would go unnoticed."""
-    elements: int = 0
+    rows: Axis
+    """How the rows of the output belong to examples."""
+    elements: int
     """Number of elements in these inputs and in the output."""
+
+
+@dataclass(frozen=True)
+class _VmapCall:
+    """A call whose gradients come by vmap after the backward pass.
+
+    differentiate(grads) -> gradients [B, ...] by name; targets: of each name. grads: of each result; None where it did
+    not arrive.
+    """
+
+    differentiate: Callable[[list[Tensor | None]], dict[str, Tensor]]
+    targets: dict[str, tuple[Target, tuple[int, ...]]]
+    grads: list[Tensor | None]
 
 
 class UseRecorder(TorchFunctionMode):
     """Collects uses in the forward pass (`with recorder:`) and parameter gradients in the backward pass.
 
-    tensors: the parameters of the layout. count: number of examples B. channels_last: whether rules may change the
-    memory format of images to the one in which a GPU multiplies them.
+    tensors: the parameters of the layout. examples: their number B. channels_last: whether rules may change the
+    memory format of images to the one in which a GPU multiplies them. planning: calls that no rule knows are noted in
+    `unknown`, with the reason, and go through vmap.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], count: int, channels_last: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: tuple[Tensor, ...],
+        examples: int,
+        plan: UsePlan,
+        channels_last: bool = False,
+        planning: bool = False,
+    ) -> None:
         super().__init__()
-        self.tensors, self.count, self.channels_last = tensors, count, channels_last
+        self.tensors, self.examples, self.channels_last, self.planning = tensors, examples, channels_last, planning
         self.elements = 0
         """Total number of elements in the inputs and outputs of all uses."""
         self.parts: list[list[ParamGrad]] = [[] for _ in tensors]
         self.anchor = torch.zeros((), device=tensors[0].device, requires_grad=True)
-        self._places = {id(tensor): place for place, tensor in enumerate(tensors)}
-        self._hidden: dict[int, int] = {}
-        self._calls: list[_TappedCall] = []
-        self._written: set[tuple[int, int]] = set()
-        self._site_calls: list[_SiteCall] = []
-        self._function = ""
+        self.unknown: dict[int, str] = {}
+        self.whole: set[int] = set()
+        """Calls that fail with one example only."""
         self.report: tuple[UseRecord, ...] = ()
         """What `list_uses` found in the last pass."""
+        self._plan = plan
+        self._sizes = [tensor.numel() for tensor in tensors]
+        self._targets: dict[int, Target] = {id(tensor): place for place, tensor in enumerate(tensors)}
+        self._behind: dict[int, tuple[int, ...]] = {id(tensor): (place,) for place, tensor in enumerate(tensors)}
+        self._made: list[Tensor] = []  # what parameters made: kept, since their ids are keys
+        self._leaves: dict[int, Tensor] = {}
+        self._hidden: dict[int, str] = {}  # parameters of sites that are running, by place: the site
+        self._taps: list[_Tap] = []
+        self._written: set[tuple[int, int]] = set()
+        self._vmap_calls: list[_VmapCall] = []
+        self._entered: dict[str, int] = {}
+        self._number = 0
+        self._function = ""
+        self._axes: dict[int, Place] = {}
+        self._rows = Axis(0)
 
-    # --- the forward pass ---------------------------------------------------------------------------
+    # --- what rules ask ---------------------------------------------------------------------------
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        used = self.find_parameters(args, kwargs)
-        if not used or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        self._function = getattr(func, "__name__", str(func))
-        rule = FUNCTION_RULES.get(func)
-        if rule is not None:
-            return rule(self, func, *args, **kwargs)
-        out = func(*args, **kwargs)
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
-            raise self.refuse(f"no rule for {self._function}", *used)
-        return out  # a shape, a type, a number
+    @property
+    def count(self) -> int:
+        """Number of rows in the current call: examples, or several rows of each."""
+        return self.examples * self._rows.each
+
+    def is_tracked(self, value: Any) -> bool:
+        """Whether a value is a trainable parameter, or made of such alone."""
+        return isinstance(value, Tensor) and bool(self._find_places(value))
 
     def find_parameters(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The trainable parameters among arguments, also in lists of them."""
-        places, found = self._places, []
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                if id(value) in places:
-                    found.append(value)
-            elif isinstance(value, list | tuple):
-                found += [each for each in value if id(each) in places]
-        return [value for value in found if not self._hidden.get(places[id(value)])]
+        return [value for value in list_leaves((args, kwargs)) if self.is_tracked(value)]
 
-    def is_tracked(self, value: Any) -> bool:
-        """Whether a value is a trainable parameter."""
-        place = self._places.get(id(value)) if isinstance(value, Tensor) else None
-        return place is not None and not self._hidden.get(place)
+    def find_axis(self, value: Any) -> Place:
+        """Where an argument of the current call holds its rows; None where it does not depend on the batch."""
+        return self._axes.get(id(value))
+
+    @property
+    def found_axis(self) -> Place:
+        """Where the first result of the current call holds its rows."""
+        return self._plan.calls.calls[self._number - 1].found[0]
 
     def refuse(self, reason: str, *parameters: Any) -> UnknownUse:
         """The error for a use that no rule knows; parameters: those of the call, if not all."""
-        return UnknownUse(reason, tuple(self._places[id(p)] for p in parameters if self.is_tracked(p)))
+        return UnknownUse(reason, tuple({place for p in parameters for place in self._find_places(p)}))
 
-    def require_rows(self, parameters: Sequence[Any], *values: Tensor) -> None:
-        """Raises UnknownUse unless each of `values` has one example per row and is no parameter itself."""
+    def require_rows(self, parameters: Sequence[Any], *values: Any) -> None:
+        """Raises UnknownUse unless the first dimension of each of `values` holds the rows."""
         for value in values:
-            if self.is_tracked(value) or value.dim() == 0 or len(value) != self.count:
+            axis = self.find_axis(value)
+            if not isinstance(axis, Axis) or axis.dim != 0:
                 raise self.refuse(f"{self._function} does not see one example per row", *parameters)
+
+    def bring_first(self, parameters: Sequence[Any], value: Tensor, last: int = 1) -> tuple[Tensor, int]:
+        """The value with its rows first, and the dimension that held them.
+
+        last: number of dimensions at the end that must not hold them.
+        """
+        axis = self.find_axis(value)
+        if not isinstance(axis, Axis) or axis.dim >= value.dim() - last:
+            raise self.refuse(f"{self._function} does not see one example per row", *parameters)
+        return (value.movedim(axis.dim, 0) if axis.dim else value), axis.dim
 
     def tap(
         self, out: Tensor, uses: Sequence[ParameterUse], inputs: Sequence[Tensor] = (), fresh: bool = False
@@ -212,81 +281,270 @@ class UseRecorder(TorchFunctionMode):
         inputs: those that the uses keep. fresh: the output was made for this call and has no history.
         """
         kept = tuple(use for use in uses if self.is_tracked(use.parameter))
-        self.require_rows([use.parameter for use in kept], out)
-        if out._is_view():
-            # An in-place activation on a view would rewrite history behind the hook below.
-            out = torch.ops.aten._unsafe_view(out, out.shape)
-        if not out.requires_grad:
-            out = _GraphRoot.apply(out, self.anchor)  # type: ignore[no-untyped-call]
+        if out.dim() == 0 or len(out) != self.count:
+            raise self.refuse(f"{self._function} does not give one example per row", *(use.parameter for use in kept))
+        if self._rows.each > 1:
+            kept = tuple(
+                replace(use, cost=replace(use.cost, positions=use.cost.positions * self._rows.each))
+                if use.cost
+                else use
+                for use in kept
+            )
+        out = self._root(out)
         elements = out.numel() + sum(value.numel() for value in inputs)
         self.elements += elements
-        number = len(self._calls)
+        number = len(self._taps)
+        targets = tuple((self._targets[id(use.parameter)], self._find_places(use.parameter)) for use in kept)
         versions = tuple((value, value._version) for value in inputs)
-        self._calls.append(_TappedCall(self._function, kept, versions, elements))
+        self._taps.append(_Tap(self._function, kept, targets, versions, self._rows, elements))
         out.register_hook(lambda g: self._collect(number, g))
         return out
 
-    # --- modules that go through vmap ----------------------------------------------------------------
+    # --- the forward pass ---------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled() or not self._sees(args, kwargs):
+            return func(*args, **kwargs)
+        leaves = list_leaves((args, kwargs))
+        number, call = self._find_call(func, leaves)
+        if call.kind == "note":
+            return func(*args, **kwargs)
+        if call.kind == "derive":
+            return self._derive(func, args, kwargs)
+        self._function = name_function(func)
+        self._begin(call, leaves)
+        if call.kind == "use":
+            try:
+                return self._find_rule(call)(self, func, *args, **kwargs)
+            except UnknownUse as problem:
+                if not self.planning or not call.is_clear:
+                    raise
+                self.unknown[number] = str(problem)
+        return self._use_by_vmap(call, func, args, kwargs)
+
+    def _sees(self, args: Any, kwargs: Any) -> bool:
+        """Whether a followed tensor is among the arguments; those of a site that is running are not followed."""
+        known = self._targets
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                if id(value) in known and (not self._hidden or self.is_tracked(value)):
+                    return True
+            elif isinstance(value, list | tuple | dict) and any(map(self.is_tracked, list_leaves(value))):
+                return True
+        return False
+
+    def _find_call(self, func: Any, leaves: list[Any]) -> tuple[int, PlannedCall]:
+        """The next call of the plan, which must be this one."""
+        calls, number = self._plan.calls.calls, self._number
+        while number < len(calls) and self._is_hidden(calls[number]):
+            number += 1
+        own = {place for leaf in leaves if id(leaf) in self._behind for place in self._find_places(leaf)}
+        call = calls[number] if number < len(calls) else None
+        if call is not None and call.function == func and own <= call.places and call.fits(leaves, self.examples):
+            self._number = number + 1
+            return number, call
+        if call is None or not any(own <= later.places for later in calls[number:]):
+            raise UnknownUse(OTHER_PATH, tuple(sorted(own)))  # it came, and was not expected
+        raise UnknownUse(OTHER_PATH, tuple(sorted(call.places)))  # it was expected, and did not come
+
+    def _is_hidden(self, call: PlannedCall) -> bool:
+        """Whether a planned call sees only parameters of a site that is running: it follows them itself."""
+        return bool(self._hidden) and all(
+            place in self._hidden and self._hidden[place] in call.scope for place in call.places
+        )
+
+    def _find_places(self, value: Any) -> tuple[int, ...]:
+        """The parameters behind a value that are followed here."""
+        places = self._behind.get(id(value), ())
+        return tuple(place for place in places if place not in self._hidden) if self._hidden else places
+
+    def _find_rule(self, call: PlannedCall) -> Rule:
+        rule = find_function_rule(call.function)
+        if not call.is_clear or rule is None or call.given is None:
+            words = f"no rule for {self._function}" if call.is_clear else f"rows of {self._function} depend on the data"
+            raise UnknownUse(words, tuple(place for place in call.places if place not in self._hidden))
+        return rule
+
+    def _begin(self, call: PlannedCall, leaves: list[Any]) -> None:
+        """Where the rows are in a call's arguments."""
+        given = (None,) * len(leaves) if call.given is None else call.given
+        self._axes = {id(leaf): place for leaf, place in zip(leaves, given, strict=True) if isinstance(leaf, Tensor)}
+        kinds = [place for place in given if isinstance(place, Axis)] or [p for p in call.found if isinstance(p, Axis)]
+        self._rows = Axis(0, kinds[0].each, kinds[0].inner) if kinds else Axis(0)
+        for leaf, place in zip(leaves, given, strict=True):
+            if isinstance(place, Axis) and (place.each, place.inner) != (self._rows.each, self._rows.inner):
+                self._axes[id(leaf)] = None  # no rule expects different numbers of rows
+
+    def _root(self, out: Tensor) -> Tensor:
+        """The output as a tensor whose gradient can be taken."""
+        if out._is_view():
+            # An in-place activation on a view would rewrite history behind the hook.
+            out = torch.ops.aten._unsafe_view(out, out.shape)
+        return out if out.requires_grad else _GraphRoot.apply(out, self.anchor)  # type: ignore[no-untyped-call]
+
+    # --- what parameters make -------------------------------------------------------------------------
+
+    def _derive(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Makes a tensor of parameters alone: once as it is, and once with autograd's history."""
+        out = func(*args, **kwargs)
+        shadow_args, shadow_kwargs = tree_map(self._find_shadow, (args, kwargs))
+        shadows = tree_leaves(func(*shadow_args, **shadow_kwargs))
+        sources = [self._targets[id(leaf)] for leaf in list_leaves((args, kwargs)) if id(leaf) in self._targets]
+        leaves: dict[int, Tensor] = {}
+        for source in sources:
+            leaves |= {source: self._leaves[source]} if isinstance(source, int) else source.leaves
+        before: tuple[Any, ...] | None = None
+        if len(sources) == 1 and id(args[0]) in self._targets:
+            before = () if isinstance(sources[0], int) else sources[0].views
+        for number, (leaf, shadow) in enumerate(zip(tree_leaves(out), shadows, strict=True)):
+            if not isinstance(leaf, Tensor) or not shadow.requires_grad or isinstance(self._targets.get(id(leaf)), int):
+                continue
+            view = find_view(func, args, kwargs, number)
+            views = None if before is None or view is None else (*before, view)
+            self._targets[id(leaf)], self._behind[id(leaf)] = Derivation(shadow, leaves, views), tuple(leaves)
+            self._made.append(leaf)
+        return out
+
+    def _find_shadow(self, value: Any) -> Any:
+        target = self._targets.get(id(value)) if isinstance(value, Tensor) else None
+        if target is None:
+            return value
+        if isinstance(target, Derivation):
+            return target.shadow
+        if target not in self._leaves:
+            self._leaves[target] = self.tensors[target].detach().requires_grad_()
+        return self._leaves[target]
+
+    # --- calls and modules that go through vmap -------------------------------------------------------
+
+    def _use_by_vmap(self, call: PlannedCall, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function that no rule knows: its gradients come by vmap over this call alone."""
+        leaves, structure = tree_flatten((args, kwargs))
+        places = tuple(place for place in call.places if place not in self._hidden)
+        own = {str(n): leaf for n, leaf in enumerate(leaves) if self.is_tracked(leaf)}
+        out = func(*args, **kwargs)
+        results = tree_leaves(out)
+        changed = out is None or any(result is leaf for result in results for leaf in leaves if result is not None)
+        if changed or len(call.found) != len(results) or not call.is_clear:
+            raise UnknownUse(f"{self._function} changes its argument in place", places)
+        versions = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
+        held = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+        def run(tensors: Any, filled: list[Any]) -> Any:
+            given, named = tree_unflatten([tensors.get(str(n), leaf) for n, leaf in enumerate(filled)], structure)
+            return func(*given, **named)
+
+        number = self._number - 1
+
+        def differentiate(grads: list[Tensor | None]) -> dict[str, Tensor]:
+            if any(leaf._version != version for leaf, version in versions):
+                raise UnsupportedModel(f"the input of {name_function(func)} is overwritten in place after its use")
+            if call.given is not None:
+                try:
+                    return compute_call_grads(run, own, held, call.given, call.found, grads, self.examples)
+                except (RuntimeError, ValueError, IndexError, TypeError):
+                    if not self.planning:
+                        raise
+                    self.whole.add(number)
+            return pull_each_example(lambda tensors: run(tensors, held), own, call.found, grads, self.examples)
+
+        targets = {name: (self._targets[id(leaf)], self._find_places(leaf)) for name, leaf in own.items()}
+        return self._await(out, call.found, _VmapCall(differentiate, targets, [None] * len(results)), places)
+
+    def _await(self, out: Any, found: Sequence[Place], call: _VmapCall, places: tuple[int, ...]) -> Any:
+        """The results of a call, from now on waiting for their gradients."""
+        results, structure = tree_flatten(out)
+        entries = sum(self._count_entries(target) for target, _ in call.targets.values())
+        taken = []
+        for number, (result, place) in enumerate(zip(results, found, strict=True)):
+            if isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
+                if not isinstance(place, Axis):
+                    raise UnknownUse(f"{self._function} gives a result without examples", places)
+                result = self._root(result)
+                self.elements += result.numel() + entries * self.examples
+                result.register_hook(partial(call.grads.__setitem__, number))
+            taken.append(result)
+        self._vmap_calls.append(call)
+        return tree_unflatten(taken, structure)
+
+    def _count_entries(self, target: Target) -> int:
+        return self._sizes[target] if isinstance(target, int) else target.shadow.numel()
 
     def enter_site(self, site: VmapSite) -> None:
-        """Called before a site's forward: its parameters are not tracked until it ends."""
-        for place in site.places:
-            self._hidden[place] = self._hidden.get(place, 0) + 1
+        """Called before a site's forward: its parameters are not followed until it ends."""
+        self._hidden |= dict.fromkeys(site.places, site.name)
 
     def leave_site(
         self, site: VmapSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
         """Called after a site's forward, with its output; the returned output takes its place."""
-        for place in site.places:
-            self._hidden[place] -= 1
+        self._leave(site)
         if not torch.is_grad_enabled():
             return out
-        leaves, shape = flatten_tree(out)
-        call = _SiteCall(site, module, args, kwargs, [None] * len(leaves))
-        taken = []
-        for number, leaf in enumerate(leaves):
-            differentiable = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            if differentiable and (leaf.dim() == 0 or len(leaf) != self.count):
-                reason = f"{site.name or 'the model'} does not give one example per row"
-                raise UnknownUse(reason, tuple(sorted(site.places)))
-            taken.append(self._tap_site_output(call, number, leaf) if differentiable else leaf)
-        self._site_calls.append(call)
-        return tree_unflatten(taken, shape)
+        self._function = site.name or "the model"
+        planned = self._plan.calls.modules.get(site.name, ())
+        number = self._entered[site.name] = self._entered.get(site.name, -1) + 1
+        places = tuple(sorted(site.places))
+        leaves, structure = tree_flatten((args, kwargs))
+        call = planned[number] if number < len(planned) else None
+        if call is None or call.given is None or len(call.given) != len(leaves):
+            raise UnknownUse(f"{self._function} is called in another way for other data", places)
+        fixed = {name: self.tensors[place] for name, place in site.inner.items()}
+        own = {name: self.tensors[place] for name, place in site.inner.items() if place in site.places}
+        given = call.given
+        if not all(isinstance(place, Axis) or place is None for place in (*given, *call.found)):
+            raise UnknownUse(f"rows of {self._function} depend on the data", places)
+
+        def run(tensors: Any, filled: list[Any]) -> Any:
+            arguments, named = tree_unflatten(filled, structure)
+            return call_module(module, {**fixed, **tensors}, arguments, named)
+
+        def differentiate(grads: list[Tensor | None]) -> dict[str, Tensor]:
+            return compute_call_grads(run, own, leaves, given, call.found, grads, self.examples)
+
+        targets: dict[str, tuple[Target, tuple[int, ...]]] = {
+            name: (place, (place,)) for name, place in site.inner.items() if place in site.places
+        }
+        return self._await(out, call.found, _VmapCall(differentiate, targets, [None] * len(call.found)), places)
+
+    def _leave(self, site: VmapSite) -> None:
+        calls = self._plan.calls.calls
+        while self._number < len(calls) and self._is_hidden(calls[self._number]):
+            self._number += 1
+        for place in site.places:
+            self._hidden.pop(place, None)
 
     def leave_layer(self, site: VmapSite, layer: nn.Module, rule: LayerRule, args: tuple[Any, ...], out: Any) -> Any:
         """Called after the forward of a layer that a user registered; the returned output takes its place."""
-        for place in site.places:
-            self._hidden[place] -= 1
+        self._leave(site)
         if not torch.is_grad_enabled():
             return out
-        self._function = site.reason
+        self._function, self._rows = site.reason, Axis(0)
         own = {name: self.tensors[place] for name, place in site.inner.items()}
         if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(out, Tensor):
-            raise UnsupportedModel(f"{site.name} does not map one tensor to one tensor")
-        self.require_rows(list(own.values()), args[0])
+            raise UnknownUse(f"{site.name} does not map one tensor to one tensor", tuple(site.places))
+        planned = self._plan.calls.modules.get(site.name, ())
+        number = self._entered[site.name] = self._entered.get(site.name, -1) + 1
+        found = planned[number] if number < len(planned) else None
+        if found is None or found.given != (Axis(0),) or found.found != (Axis(0),):
+            raise UnknownUse(f"{site.name} does not see one example per row", tuple(site.places))
         seen = args[0].detach()
-        found: dict[str, ParamGrad] = {}
+        made: dict[str, ParamGrad] = {}
 
         def make(name: str, g: Tensor) -> ParamGrad:
-            if not found:
-                found.update(rule(layer, own, seen, g))
-            return found[name]
+            if not made:
+                try:
+                    made.update(rule(layer, own, seen, g))
+                except Exception as problem:  # a user's rule may raise any error
+                    words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+                    raise ModelError(f"The rule registered for {site.reason} failed: {words}.") from problem
+            if name not in made:
+                raise ModelError(f"The rule registered for {site.reason} returns nothing for its parameter {name!r}.")
+            return made[name]
 
         uses = [ParameterUse(value, partial(make, name)) for name, value in own.items()]
         return self.tap(out, uses, (args[0],))
-
-    def _tap_site_output(self, call: _SiteCall, number: int, out: Tensor) -> Tensor:
-        if out._is_view():
-            out = torch.ops.aten._unsafe_view(out, out.shape)
-        if not out.requires_grad:
-            out = _GraphRoot.apply(out, self.anchor)  # type: ignore[no-untyped-call]
-        self.elements += out.numel() + sum(self.tensors[place].numel() for place in call.site.places) * self.count
-
-        def arrive(g: Tensor) -> None:
-            call.grads[number] = g
-
-        out.register_hook(arrive)
-        return out
 
     # --- the backward pass ----------------------------------------------------------------------------
 
@@ -294,9 +552,9 @@ class UseRecorder(TorchFunctionMode):
         """Chooses, before the backward pass, which gradients to materialise: the smallest, while memory allows."""
         room = MAX_MATERIALISED_RATIO * self.elements
         wanted = [
-            (use.cost.entries * self.count, number, n)
-            for number, call in enumerate(self._calls)
-            for n, use in enumerate(call.uses)
+            (use.cost.entries * self.examples, number, n)
+            for number, tap in enumerate(self._taps)
+            for n, use in enumerate(tap.uses)
             if use.cost is not None and use.cost.should_materialise
         ]
         for entries, number, n in sorted(wanted):
@@ -306,41 +564,45 @@ class UseRecorder(TorchFunctionMode):
 
     def _collect(self, number: int, g: Tensor) -> None:
         """Makes the parameter gradients of a call from the gradient of its output, and frees its inputs."""
-        call = self._calls[number]
-        self._calls[number] = _TappedCall(call.function, (), ())
-        if any(value._version != version for value, version in call.inputs):
-            raise UnsupportedModel(f"the input of {call.function} is overwritten in place after its use")
-        for n, use in enumerate(call.uses):
+        tap = self._taps[number]
+        self._taps[number] = replace(tap, uses=(), targets=(), inputs=())
+        if any(value._version != version for value, version in tap.inputs):
+            raise UnsupportedModel(f"the input of {tap.function} is overwritten in place after its use")
+        for n, (use, (target, places)) in enumerate(zip(tap.uses, tap.targets, strict=True)):
             part = use.make(g)
+            if tap.rows.each > 1:
+                part = group_rows(part, self.examples, tap.rows.each, tap.rows.inner)
             if (number, n) in self._written and isinstance(part, LinearGrad | ConvGrad):
                 part = materialise_grads(part)
-            self.parts[self._places[id(use.parameter)]].append(part)
+            self._add(target, places, part)
+
+    def _add(self, target: Target, places: tuple[int, ...], part: ParamGrad) -> None:
+        if isinstance(target, int):
+            self.parts[target].append(part)
+            return
+        moved = target.keeps_norms
+        if target.shadow.is_complex():  # two numbers per entry, as the parameters behind it have
+            part = MaterialisedGrad(torch.view_as_real(part.rows().resolve_conj()).flatten(1))
+        for place in places:
+            self.parts[place].append(DerivedGrad(part, target, place, moved, self.examples))
 
     def finish(self) -> None:
-        """After the backward pass: the gradients of all sites by vmap."""
-        for call in self._site_calls:
-            own = {name: place for name, place in call.site.inner.items() if place in call.site.places}
-            fixed = {name: self.tensors[place] for name, place in call.site.inner.items()}
-            wanted = {name: self.tensors[place] for name, place in own.items()}
-            found = compute_module_grads(call.module, wanted, fixed, call.args, call.kwargs, call.grads, self.count)
-            for name, place in own.items():
-                self.parts[place].append(MaterialisedGrad(found[name].flatten(1)))
+        """After the backward pass: the gradients of all calls that go through vmap."""
+        for call in self._vmap_calls:
+            try:
+                found = call.differentiate(call.grads)
+            except (RuntimeError, ValueError, IndexError, TypeError) as problem:
+                words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+                seen = {place for _, each in call.targets.values() for place in each}
+                raise UnknownUse(f"vmap failed with: {words}", tuple(sorted(seen))) from problem
+            for name, (target, places) in call.targets.items():
+                self._add(target, places, MaterialisedGrad(found[name].flatten(1)))
 
     def list_uses(self) -> Iterator[UseRecord]:
         """What the forward pass saw; after `choose` and before the backward pass."""
-        for number, call in enumerate(self._calls):
-            passes_on = any(value.requires_grad for value, _ in call.inputs)
-            for n, use in enumerate(call.uses):
-                place = self._places[id(use.parameter)]
-                written = (number, n) in self._written
-                yield UseRecord(place, call.function, use.cost, written, 0 if n else call.elements, passes_on)
-
-
-@dataclass
-class _SiteCall:
-    site: VmapSite
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    grads: list[Tensor | None]
-    """The gradient of each output; None where it did not arrive."""
+        for number, tap in enumerate(self._taps):
+            passes_on = any(value.requires_grad for value, _ in tap.inputs)
+            for n, (use, (_, places)) in enumerate(zip(tap.uses, tap.targets, strict=True)):
+                for m, place in enumerate(places):
+                    written, held = (number, n) in self._written, 0 if n or m else tap.elements
+                    yield UseRecord(place, tap.function, use.cost, written, held, passes_on)

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vmap
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select_rows
 from fulcrum.data.tasks import Task
+from fulcrum.gradients.call_plan import Axis, Place, Scaled
 from fulcrum.gradients.param_grads import sum_rows_in_float64
+from fulcrum.gradients.plain_calls import run_plainly
 from fulcrum.gradients.rounding import NormTable, SquaredNorms, squared_norms, to_norm_table
 from fulcrum.gradients.tape import (
     GradientTape,
@@ -28,7 +30,7 @@ from fulcrum.gradients.tape import (
     stack_squares,
     sum_squares_by_group,
 )
-from fulcrum.models.layout import ParameterLayout, call_module, call_with_parameters
+from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 VMAP_MEMORY_BYTES = 256 * 2**20
 """Maximum bytes of gradients per vmap call."""
@@ -91,7 +93,8 @@ def record_vmap_tape(
         return task.loss(outputs, target.unsqueeze(0)).reshape(())
 
     tensors = layout.unflatten(params.detach())
-    grads, losses = _compute_per_example_grads(one, tensors, (x, y), with_value=True)
+    with run_plainly(model):
+        grads, losses = _compute_per_example_grads(one, tensors, (x, y), with_value=True)
     return MaterialisedTape(
         layout,
         losses,
@@ -99,33 +102,70 @@ def record_vmap_tape(
     )
 
 
-def compute_module_grads(
-    module: nn.Module,
+def compute_call_grads(
+    run: Callable[[Mapping[str, Tensor], list[Any]], Any],
     tensors: Mapping[str, Tensor],
-    fixed: Mapping[str, Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    leaves: Sequence[Any],
+    given: Sequence[Place],
+    found: Sequence[Place],
     grads: Sequence[Tensor | None],
     count: int,
 ) -> dict[str, Tensor]:
-    """One module's gradients [B, ...] of each of `tensors`, from its arguments and the gradients of its outputs.
+    """One call's gradients [B, ...] of each of `tensors`, from its arguments and the gradients of its results.
 
-    fixed: other parameters of the module, by name. Tensors among the arguments with B rows have one row per example.
+    run(tensors, leaves) makes the call with other tensors and other leaves of its arguments. given, found: where the
+    examples are in the leaves of its arguments and results.
     """
-    leaves, shape = tree_flatten((args, kwargs))
-    rows = {str(n): x.detach() for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim() and len(x) == count}
-    upstream = {f"g{n}": g for n, g in enumerate(grads) if g is not None}
+    rows = {
+        str(n): place.bring_first(leaf.detach(), count)
+        for n, (leaf, place) in enumerate(zip(leaves, given, strict=True))
+        if isinstance(place, Axis)
+    }
+    upstream = {
+        f"g{n}": place.bring_first(g, count)
+        for n, (g, place) in enumerate(zip(grads, found, strict=True))
+        if g is not None and isinstance(place, Axis)
+    }
     if not upstream:
         return {name: t.new_zeros((count, *t.shape)) for name, t in tensors.items()}
+    fixed = [place.for_one if isinstance(place, Scaled) else leaf for leaf, place in zip(leaves, given, strict=True)]
 
     def one(own: Mapping[str, Tensor], example: Mapping[str, Tensor], _: Tensor) -> Tensor:
-        filled = [example[str(n)].unsqueeze(0) if str(n) in rows else x for n, x in enumerate(leaves)]
-        given, named = tree_unflatten(filled, shape)
-        found = tree_leaves(call_module(module, {**fixed, **own}, given, named))
-        return torch.stack([(found[int(n[1:])].squeeze(0) * example[n]).sum() for n in upstream]).sum()
+        out = tree_leaves(run(own, [example.get(str(n), leaf) for n, leaf in enumerate(fixed)]))
+        return torch.stack([(out[int(n[1:])] * example[n]).sum() for n in upstream]).sum()
 
     nothing = next(iter(upstream.values())).new_zeros(count)
     return _compute_per_example_grads(one, tensors, ({**rows, **upstream}, nothing), with_value=False)[0]
+
+
+def pull_each_example(
+    run: Callable[[Mapping[str, Tensor]], Any],
+    tensors: Mapping[str, Tensor],
+    found: Sequence[Place],
+    grads: Sequence[Tensor | None],
+    count: int,
+) -> dict[str, Tensor]:
+    """As `compute_call_grads` for a call that cannot be made with one example: it is made once, with all.
+
+    Each example's gradient is that of all results with the gradients of the other examples' rows set to zero.
+    """
+    own = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+    with torch.enable_grad():
+        out = tree_leaves(run(own))
+    pairs = [(out[n], g, place) for n, (g, place) in enumerate(zip(grads, found, strict=True)) if g is not None]
+    rows: list[tuple[Tensor, ...]] = []
+    for example in range(count if pairs else 0):
+        slopes = []
+        for _, g, place in pairs:
+            assert isinstance(place, Axis)
+            kept = torch.zeros_like(g)
+            place.bring_first(kept, count)[example] = place.bring_first(g, count)[example]
+            slopes.append(kept)
+        given = ([each[0] for each in pairs], list(own.values()), slopes)
+        rows.append(torch.autograd.grad(*given, retain_graph=True, allow_unused=True, materialize_grads=True))
+    if not rows:
+        return {name: t.new_zeros((count, *t.shape)) for name, t in tensors.items()}
+    return {name: torch.stack(each) for name, each in zip(own, zip(*rows, strict=True), strict=True)}
 
 
 def _compute_per_example_grads(

@@ -159,9 +159,12 @@ def apply_initial_weights(
     model: nn.Module, settings: config.Model, name: str, notes: list[str] | None = None
 ) -> nn.Module:
     """The model with the weights named in the settings instead of random ones, in the coordinates that they name."""
-    found = {} if settings.init == "random" else priors.load_weights(settings.init, name, settings.activation)
+    if settings.init == priors.ZERO_INIT_NAME:
+        priors.set_to_zero(model)
+    drawn = settings.init in ("random", priors.ZERO_INIT_NAME)
+    found = {} if drawn else priors.load_weights(settings.init, name, settings.activation)
     weights, facts = priors.split_input_statistics(model, found)
-    if settings.init != "random":
+    if not drawn:
         said = priors.assign_weights(model, weights, settings.init)
         if notes is not None and settings.init != priors.SYNTHETIC_INIT_NAME:
             notes += said

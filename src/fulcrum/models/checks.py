@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fulcrum.data.records import ModelInputs, count_examples, map_inputs
+from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select_rows
 from fulcrum.errors import ModelError
 from fulcrum.models.norms import is_frozen_norm
 from fulcrum.models.prepared import PreparedModel, unwrap_model
@@ -49,6 +50,10 @@ REFUSED_LAYERS: tuple[tuple[tuple[type[nn.Module], ...], LayerCheckFn], ...] = (
 )
 
 
+OutputTrace = list[tuple[str, str, Tensor]]
+"""The outputs of a model's modules in order: name, class, values."""
+
+
 def validate_model(model: nn.Module, sample: ModelInputs | None = None) -> None:
     """Raises ModelError, naming the layer and what to use instead, if the model cannot give per-example gradients.
 
@@ -63,9 +68,38 @@ def validate_model(model: nn.Module, sample: ModelInputs | None = None) -> None:
         _validate_by_behaviour(model, sample)
 
 
+def _validate_parameters(model: nn.Module) -> None:
+    """Refuses parameters that are no float32 numbers of their own."""
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter) or not parameter.requires_grad:
+            continue
+        if parameter.is_complex():
+            raise ModelError(
+                f"Parameter {name!r} is complex; hold a real one [..., 2] and use torch.view_as_complex in forward."
+            )
+        if parameter.is_meta:
+            raise ModelError(f"Parameter {name!r} has no values (device meta); use model.to_empty and initialise it.")
+        if parameter.dtype != torch.float32:
+            raise ModelError(
+                f"Parameter {name!r} has type {str(parameter.dtype).removeprefix('torch.')}, but float32 is trained; "
+                "call model.float(), and set run.precision for faster products."
+            )
+        first = owners.setdefault(parameter.untyped_storage().data_ptr(), name)
+        if first != name and parameter.numel():
+            raise ModelError(
+                f"Parameters {first!r} and {name!r} are views of the same memory; share the parameter itself, "
+                "or take the view in forward."
+            )
+
+
 def validate_by_type(model: nn.Module) -> None:
     """ModelError for a layer that cannot be trained, by its type and its settings."""
-    for name, layer in unwrap_model(model).named_modules():
+    own = unwrap_model(model)
+    if isinstance(own, torch.jit.ScriptModule):
+        raise ModelError("The model is a torch.jit module, whose parameters are fixed; hand over the Python module.")
+    _validate_parameters(own)
+    for name, layer in own.named_modules():
         for types, finding in REFUSED_LAYERS:
             problem = finding(layer) if isinstance(layer, types) else ""
             if problem:
@@ -77,45 +111,89 @@ def _validate_by_behaviour(model: nn.Module, sample: ModelInputs) -> None:
     if moved:
         raise ModelError(f"Buffer {moved!r} changes when the model runs: it would leave the data's traces unprotected.")
     again, _, _ = run_dry(model, sample, seed=1)
-    other, _, _ = run_dry(model, map_inputs(_change_first_example, sample))
-    count, sizes = count_examples(sample), None
-    for place, (before, repeated, after) in enumerate(zip(trace, again, other, strict=False)):
-        name, kind, rows = before
-        if not _outputs_agree(rows, repeated[2]):
+    count = count_examples(sample)
+    longer, _, _ = run_dry(model, select_rows(sample, torch.arange(count + 1) % count))
+    rows = _find_rows(trace, longer, count)
+    if trace and trace[-1][0] == "model" and rows[-1] != 0:
+        sizes = " and ".join(str(list(each[-1][2].shape)) for each in (trace, longer))
+        raise ModelError(
+            f"The model's output must hold one example per row, but has the shapes {sizes} for {count} and {count + 1} "
+            "examples."
+        )
+    for before, repeated in zip(trace, again, strict=False):
+        if before[:2] == repeated[:2] and not _outputs_agree(before[2], repeated[2]):
+            name, kind, _ = before
             raise ModelError(f"Layer {name!r} ({kind}) is random: the same batch gives another output the second time.")
-        if rows.dim() and len(rows) == count and not _outputs_agree(rows[1:], after[2][1:]):
-            # A first dimension of this size may be something else: the directions of an LSTM, the steps of a sequence.
-            sizes = _list_sizes_with_one_more(model, sample) if sizes is None else sizes
-            if place < len(sizes) and sizes[place] != count + 1:
+    for changed in (0, count - 1):
+        other, _, _ = run_dry(model, map_inputs(partial(_change_example, number=changed), sample))
+        kept = torch.arange(count) != changed
+        for (name, kind, values), (_, _, after), dim in zip(trace, other, rows, strict=False):
+            if dim is None or values.shape != after.shape:
                 continue
-            raise ModelError(
-                f"Layer {name!r} ({kind}) mixes the examples of a batch: changing one example changes the "
-                "output of the others; use GroupNorm or LayerNorm in place of batch statistics."
-            )
+            if not _outputs_agree(values.movedim(dim, 0)[kept], after.movedim(dim, 0)[kept]):
+                raise ModelError(
+                    f"Layer {name!r} ({kind}) mixes the examples of a batch: changing one example changes the "
+                    "output of the others; use GroupNorm or LayerNorm in place of batch statistics."
+                )
+    _validate_by_size(model, sample, trace, longer, rows, count)
 
 
-def _list_sizes_with_one_more(model: nn.Module, sample: ModelInputs) -> list[int]:
-    """The first dimension of each module's output for the same examples and one more."""
-    trace, _, _ = run_dry(model, map_inputs(lambda value: torch.cat([value, value[-1:]]), sample))
-    return [len(rows) if rows.dim() else 0 for _, _, rows in trace]
+def _validate_by_size(
+    model: nn.Module, sample: ModelInputs, trace: OutputTrace, longer: OutputTrace, rows: list[int | None], count: int
+) -> None:
+    """Batches are drawn at random, so that they may have any size, and an example must not notice."""
+    try:
+        single, _, _ = run_dry(model, select_rows(sample, slice(0, 1)))
+    except Exception as problem:  # a user's model may raise any error
+        words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+        raise ModelError(
+            f"The model fails on a batch of one example ({words}), but a private batch may have any size; "
+            "make it work on one."
+        ) from problem
+    for size, other in ((count, longer), (1, single)):
+        for (name, kind, values), (_, _, after), dim in zip(trace, other, rows, strict=False):
+            if dim is None or not values.is_floating_point() or not values.numel():
+                continue
+            wanted = values.movedim(dim, 0)[:size]
+            part = after.movedim(dim, 0)[:size] if after.dim() == values.dim() else after
+            room = 1e-3 * float(wanted.abs().max())
+            if part.shape != wanted.shape or not torch.allclose(part, wanted, 1e-3, room, equal_nan=True):
+                raise ModelError(
+                    f"Layer {name!r} ({kind}) gives another output for an example when the batch has another size; "
+                    "leave the number of examples out of the computation, and name dimensions in squeeze()."
+                )
 
 
-def _change_first_example(values: Tensor) -> Tensor:
-    """The batch with a changed first example: numbers plus 1; integers replaced by those of another example."""
+def _find_rows(few: OutputTrace, more: OutputTrace, count: int) -> list[int | None]:
+    """The dimension of each output that holds the examples, from two runs with `count` and one more example.
+
+    None where no dimension does, or more than one row belongs to an example.
+    """
+    if [entry[:2] for entry in few] != [entry[:2] for entry in more]:
+        return [None] * (len(few) - 1) + [0]  # modules run as the data say; the model's own output remains
+    found: list[int | None] = []
+    for (_, _, one), (_, _, other) in zip(few, more, strict=True):
+        pairs = enumerate(zip(one.shape, other.shape, strict=False))
+        grown = [dim for dim, sizes in pairs if sizes == (count, count + 1)]
+        same = one.dim() == other.dim() and sum(a != b for a, b in zip(one.shape, other.shape, strict=False)) == 1
+        found.append(grown[0] if grown and same else None)
+    return found
+
+
+def _change_example(values: Tensor, number: int) -> Tensor:
+    """The batch with one example changed: numbers plus 1; integers replaced by those of another example."""
     changed = values.clone()
     if values.is_floating_point():
-        changed[0] = values[0] + 1.0
+        changed[number] = values[number] + 1.0
         return changed
-    differs = (values != values[:1]).flatten(1).any(dim=1) if values.dim() > 1 else values != values[0]
-    changed[0] = values[int(differs.int().argmax())]
+    own = values[number : number + 1]
+    differs = (values != own).flatten(1).any(dim=1) if values.dim() > 1 else values != own
+    changed[number] = values[int(differs.int().argmax())]
     return changed
 
 
 def _outputs_agree(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
-
-
-OutputTrace = list[tuple[str, str, Tensor]]
 
 
 def run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[OutputTrace, Any, str]:
@@ -133,7 +211,11 @@ def run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[Outpu
 
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     own_name = "model." if isinstance(model, PreparedModel) else ""  # what is inside has the user's names
-    handles = [m.register_forward_hook(hook(n.removeprefix(own_name) or "model", m)) for n, m in model.named_modules()]
+    handles = [
+        m.register_forward_hook(hook(n.removeprefix(own_name) or "model", m))
+        for n, m in model.named_modules()
+        if not isinstance(m, torch.jit.ScriptModule)  # takes no hooks
+    ]
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(seed)
@@ -150,10 +232,10 @@ def run_dry(model: nn.Module, sample: ModelInputs, seed: int = 0) -> tuple[Outpu
 
 
 def _iterate_tensors(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, PackedSequence):
+        return  # its rows stand in an order that depends on the lengths of all; unpacked they are seen
     if isinstance(out, Tensor):
         yield out
-    elif isinstance(out, tuple | list) and not isinstance(
-        out, PackedSequence
-    ):  # whose rows are steps, sorted by length
+    elif isinstance(out, tuple | list):
         for item in out:
             yield from _iterate_tensors(item)

@@ -15,16 +15,18 @@ from __future__ import annotations
 import decimal
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fulcrum.privacy import host_noise
 from fulcrum.rng import CipherRandomness, StreamKey
-from fulcrum.rng.chacha import draw_many_words
-from fulcrum.rng.normals import NormalDraws, bound_error, count_normal_words, words_to_normals
+from fulcrum.rng.chacha import Nonce, draw_many_words, open_stream
+from fulcrum.rng.normals import NormalDraws, Numbers, bound_error, count_normal_words, words_to_normals
 
 GRID_BITS = 20
 """The grid is 2^-20 times the noise's standard deviation s, rounded down to a power of two: 2^20 <= s / g < 2^21. The
@@ -40,15 +42,30 @@ def choose_grid(scale: float) -> float:
 
 @dataclass(frozen=True)
 class GridRelease:
-    """What leaves: integers int64 [m] in units of `grid`. Everything computed from them is post-processing."""
+    """What leaves: integers in units of `grid`. Everything computed from them is post-processing.
 
-    integers: Tensor
+    units [m]: the integers as int64, or as int32 where all of them fit.
+    """
+
+    units: Tensor
     grid: float
+
+    @property
+    def integers(self) -> Tensor:
+        """int64 [m]."""
+        return self.units.long()
 
     @property
     def values(self) -> Tensor:
         """The released numbers, float64 [m]."""
-        return self.integers.double() * self.grid
+        return self.units.double() * self.grid
+
+    @property
+    def floats(self) -> Tensor:
+        """The released numbers, rounded to float32 [m]."""
+        if self.units.dtype == torch.int32 and 2.0**-100 < self.grid < 2.0**90:
+            return self.units.float().mul_(self.grid)  # one rounding: g is a power of two
+        return self.values.float()
 
 
 def release_on_grid(clipped: Tensor, scale: float, randomness: CipherRandomness, key: StreamKey) -> GridRelease:
@@ -61,20 +78,60 @@ def release_on_grid(clipped: Tensor, scale: float, randomness: CipherRandomness,
 
 MAX_ROW_ELEMENTS = 2**24
 """Numbers that are released together at most, to bound the memory of float64."""
-PAIRS_AT_ONCE = 2**14
-"""Pairs of normal numbers that a CPU makes and adds at once: what they need stays in its cache."""
 
 
 def release_rows_on_grid(
     clipped: Tensor, scales: Sequence[float], streams: Sequence[tuple[CipherRandomness, StreamKey]]
 ) -> list[GridRelease]:
     """The releases of several sums [T, m], each with its own scale and stream; one read from the device for all."""
+    if clipped.device.type == "cpu":
+        return [_release_on_host(*given) for given in zip(clipped, scales, streams, strict=True)]
     found: list[GridRelease] = []
     step = max(1, MAX_ROW_ELEMENTS // max(1, clipped.shape[1]))
     for start in range(0, len(clipped), step):
         part = slice(start, start + step)
         found += _release_some_rows(clipped[part], scales[part], streams[part])
     return found
+
+
+def _release_on_host(clipped: Tensor, scale: float, stream: tuple[CipherRandomness, StreamKey]) -> GridRelease:
+    """The release of one sum [m] on a CPU."""
+    grid = choose_grid(scale)
+    x = clipped.detach()
+    largest = _find_largest(x)
+    if not math.isfinite(largest):
+        x = _read_finite(x)
+        largest = _find_largest(x)
+    if not len(x) or largest >= host_noise.LARGEST_SIZE * grid:
+        return _release_some_rows(x[None], [scale], [stream])[0]
+    source, key = stream
+    place, half = source.locate_stream(key), -(-len(x) // 2)
+    units = torch.empty(len(x), dtype=torch.int32)
+    noted = host_noise.round_on_host(x, scale, grid, place, units, torch.get_num_threads())
+    if not len(noted.place):
+        return GridRelease(units, grid)
+    uniform = np.where(noted.t >= 0, noted.t, 0.5)
+    near = x.numpy()[noted.place].astype(np.float64)
+    margin = compute_margin(near, abs(noted.rounded) + 1.0, scale, grid, noted.radius, uniform)
+    for j in noted.place[~(noted.away < 0.5 - margin)].tolist():
+        units[j] = _decide(float(x[j]), scale, grid, stream, _read_pair(*place, j % half, half), j, half)
+    return GridRelease(units, grid)
+
+
+def _find_largest(x: Tensor) -> float:
+    """The largest absolute value of x [m]; not a number if one of them is none."""
+    least, most = torch.aminmax(x) if len(x) else (x.new_zeros(()), x.new_zeros(()))
+    return max(-float(least), float(most))
+
+
+def _read_pair(key: bytes, nonce: Nonce, pair: int, half: int) -> tuple[int, int]:
+    """The two words of one pair."""
+    words = torch.empty(1, dtype=torch.int64)
+    found = []
+    for start in (pair, half + pair):
+        open_stream(key, nonce, start)(words)
+        found.append(int(words[0]))
+    return found[0], found[1]
 
 
 def _release_some_rows(
@@ -85,24 +142,26 @@ def _release_some_rows(
     words = draw_many_words([source.locate_stream(key) for source, key in streams], count_normal_words(count), device)
     half = words.shape[1] // 2
     scale, grid = (torch.tensor(values, dtype=torch.float64).to(device)[:, None] for values in (scales, grids))
-    integers = torch.empty((len(words), count), dtype=torch.int64, device=device)
-    doubtful: list[tuple[int, int]] = []
-    step = half if device.type != "cpu" else max(1, PAIRS_AT_ONCE // len(words))
-    for start in range(0, half, step):
-        cosine, sine = slice(start, min(half, start + step)), slice(half + start, min(2 * half, half + start + step))
-        draws = words_to_normals(torch.cat([words[:, cosine], words[:, sine]], dim=1), count)
-        x = _read_finite(torch.cat([clipped[:, cosine], clipped[:, sine]], dim=1))  # one less where `count` is odd
-        draws = replace(draws, values=draws.values[:, : x.shape[1]])
-        found, unsure = round_with_margin(x, scale, grid, draws)
-        size = cosine.stop - cosine.start
-        integers[:, cosine], integers[:, sine] = found[:, :size], found[:, size:]
-        doubtful += [(i, start + j if j < size else half + start + j - size) for i, j in torch.nonzero(unsure).tolist()]
-    for i, j in doubtful:
+    x = _read_finite(clipped)
+    integers, unsure = round_with_margin(x, scale, grid, words_to_normals(words, count))
+    for i, j in torch.nonzero(unsure).tolist():
         pair = (int(words[i, j % half]), int(words[i, half + j % half]))
-        more = _read_further_words(streams[i][0], streams[i][1], j % half)
-        x = _read_finite(clipped[i, j])
-        integers[i, j] = decide_in_high_precision(float(x), scales[i], grids[i], pair, j >= half, more)
+        integers[i, j] = _decide(float(x[i, j]), scales[i], grids[i], streams[i], pair, j, half)
     return [GridRelease(row, grid) for row, grid in zip(integers, grids, strict=True)]
+
+
+def _decide(
+    x: float,
+    scale: float,
+    grid: float,
+    stream: tuple[CipherRandomness, StreamKey],
+    pair: tuple[int, int],
+    place: int,
+    half: int,
+) -> int:
+    """The integer of the coordinate at `place`, in arbitrary precision. half: number of pairs."""
+    more = _read_further_words(*stream, place % half)
+    return decide_in_high_precision(x, scale, grid, pair, place >= half, more)
 
 
 def _read_finite(clipped: Tensor) -> Tensor:
@@ -117,36 +176,19 @@ def round_with_margin(
     exact = (draws.values * scale).add_(x).mul_(1.0 / grid)  # roundings of s N and of the sum; g is a power of two
     rounded = torch.round(exact)
     away = (exact - rounded).abs_()
-    if x.device.type != "cpu":  # without waiting for the device
-        radius, uniform = (
-            torch.cat([value, value], dim=-1)[..., : x.shape[-1]] for value in (draws.radius, draws.uniform)
-        )
-        doubtful = away >= 0.5 - compute_margin(x, exact, scale, grid, radius, uniform)
-        return rounded.masked_fill_(doubtful, 0).to(torch.int64), doubtful
-    # Few numbers are near a boundary: the margin is computed for those only. NEAR is above every margin, as long as
-    # U R >= 2^-16, R < 64, s / g < 2^21 and sizes stay below 2^33: 2^-17 + 2^-14 + 2^-16 at most.
-    unusual = (draws.radius * draws.uniform < 2.0**-16).logical_or_(draws.radius >= 64.0)
-    doubtful = (away >= 0.5 - NEAR).logical_or_(torch.cat([unusual, unusual], dim=-1)[..., : x.shape[-1]])
-    if float(x.abs().amax() if x.numel() else 0.0) >= 2.0**32 * float(torch.as_tensor(grid).min()):
-        doubtful.fill_(True)
-    where = torch.nonzero(doubtful, as_tuple=True)
-    pair = (*where[:-1], where[-1] % draws.radius.shape[-1])
-    own_scale, own_grid = (torch.as_tensor(value, dtype=x.dtype).expand_as(x)[where] for value in (scale, grid))
-    margin = compute_margin(x[where], exact[where], own_scale, own_grid, draws.radius[pair], draws.uniform[pair])
-    doubtful[where] = away[where] >= 0.5 - margin
+    radius, uniform = (torch.cat([value, value], dim=-1)[..., : x.shape[-1]] for value in (draws.radius, draws.uniform))
+    doubtful = ~(away < 0.5 - compute_margin(x, exact, scale, grid, radius, uniform))
     return rounded.masked_fill_(doubtful, 0).to(torch.int64), doubtful
 
 
 def compute_margin(
-    x: Tensor, exact: Tensor, scale: float | Tensor, grid: float | Tensor, radius: Tensor, uniform: Tensor
-) -> Tensor:
-    """How far float64's (x + scale N) / grid may be from the true one; 1 where no bound holds."""
-    margin = bound_error(radius, uniform) * (scale / grid) + 2.0**-50 * (1.0 + exact.abs() + x.abs() / grid)
-    return torch.nan_to_num(margin, nan=1.0, posinf=1.0)
+    x: Numbers, exact: Numbers, scale: float | Tensor, grid: float | Tensor, radius: Numbers, uniform: Numbers
+) -> Numbers:
+    """How far float64's (x + scale N) / grid may be from the true one; not a number, or infinite, where no bound holds.
 
-
-NEAR = 2.0**-12
-"""Distance from a boundary at which the margin is computed: far above the margin of any usual number."""
+    Tensors or NumPy's arrays. A coordinate is sure of its integer where away < 0.5 - margin, and nowhere else.
+    """
+    return bound_error(radius, uniform) * (scale / grid) + 2.0**-50 * (1.0 + abs(exact) + abs(x) / grid)
 
 
 # --- arbitrary precision ------------------------------------------------------------------------

@@ -212,32 +212,41 @@ def release_rows_with_noise(
 
     There may be more rows than scales; those rows are padding, and zeros are returned for them.
     """
-    noisy, noisy_extra = (torch.zeros(value.shape, device=value.device) for value in (clipped, extra))
     noised = [i for i, scale in enumerate(scales) if not isinstance(scale.event, Unprotected)]
     asked = [i for i, scale in enumerate(scales) if extra.shape[1] and scale.asked]
-    for i in set(range(len(scales))) - set(noised):
-        noisy[i] = clipped[i].float()
-        if i in asked:
-            noisy_extra[i] = extra[i].float()
     for i in set(asked) & set(noised):
         refuse_unnoised_statistics(scales[i].extra)
-    _release_rows(noisy, clipped, noised, [float(scale.sum) for scale in scales], sources, "noise")
+    plain = set(range(len(scales))) - set(noised)
+    sums = {i: clipped[i].float() for i in plain}
+    sums |= _release_rows(clipped, noised, [float(scale.sum) for scale in scales], sources, "noise")
     both = [i for i in asked if i in noised]
-    _release_rows(noisy_extra, extra, both, [float(scale.extra) for scale in scales], sources, "noise-extra")
-    return noisy, noisy_extra
+    statistics = {i: extra[i].float() for i in plain if i in asked}
+    statistics |= _release_rows(extra, both, [float(scale.extra) for scale in scales], sources, "noise-extra")
+    return _stack_rows(sums, clipped), _stack_rows(statistics, extra)
+
+
+def _stack_rows(rows: dict[int, Tensor], like: Tensor) -> Tensor:
+    """Rows [m] at their numbers in float32 [T, m], in the shape of `like`; zeros elsewhere."""
+    if len(like) == 1 and 0 in rows:
+        alone = rows[0][None]
+        return alone.clone() if alone.data_ptr() == like.data_ptr() else alone
+    table = torch.zeros(like.shape, device=like.device)
+    if rows:
+        table[list(rows)] = torch.stack(list(rows.values()))
+    return table
 
 
 def _release_rows(
-    target: Tensor,
     clipped: Tensor,
     rows: Sequence[int],
     scales: Sequence[float],
     sources: Sequence[tuple[Randomness, StreamKey]],
     purpose: str,
-) -> None:
-    """Write the releases of some rows of clipped [T, m] into target. Recorded numbers, for tests, are added as is."""
+) -> dict[int, Tensor]:
+    """The releases of some rows of clipped [T, m], float32 [m] each. Recorded numbers, for tests, are added as is."""
     exact: list[int] = []
     streams: list[tuple[CipherRandomness, StreamKey]] = []
+    found: dict[int, Tensor] = {}
     for i in rows:
         source, place = sources[i]
         if isinstance(source, CipherRandomness):
@@ -245,8 +254,9 @@ def _release_rows(
             streams.append((source, (purpose, *place)))
             continue
         noise = source.normal((purpose, *place), clipped.shape[1]).to(clipped.device, torch.float64)
-        target[i] = (clipped[i].double() + noise * scales[i]).float()
+        found[i] = (clipped[i].double() + noise * scales[i]).float()
     if exact:
         chosen = clipped if exact == list(range(len(clipped))) else clipped[exact]
-        found = release_rows_on_grid(chosen, [scales[i] for i in exact], streams)
-        target[exact] = torch.stack([release.values for release in found]).float()
+        releases = release_rows_on_grid(chosen, [scales[i] for i in exact], streams)
+        found |= {i: release.floats for i, release in zip(exact, releases, strict=True)}
+    return found

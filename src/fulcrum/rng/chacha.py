@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -87,19 +87,42 @@ def _draw_on_host(key: bytes, nonce: Nonce, count: int) -> Tensor:
 
 def _fill_on_host(words: Tensor, key: bytes, nonce: Nonce) -> None:
     """Write the first words of a stream into a contiguous tensor [count]."""
-    count = len(words)
-    _check_count(count)
+    _check_count(len(words))
+    open_stream(key, nonce)(words)
+
+
+def open_stream(key: bytes, nonce: Nonce, start: int = 0) -> Callable[[Tensor], None]:
+    """A reader on the host: each call writes the next words of the stream, from word `start` on, into int64 [n]."""
+    _check_count(start)
+    block, skipped = divmod(start, WORDS_PER_BLOCK)
     ciphers = _openssl()
     if ciphers is None:
-        table = torch.tensor([[*struct.unpack("<8I", key), *nonce]], dtype=torch.int64).to(torch.int32)
-        words.copy_(draw_keyed_words(table, count)[0])
-        return
-    initial = struct.pack("<4I", 0, *nonce)  # the block counter, then the nonce
+        return _open_torch_stream(key, nonce, start)
+    initial = struct.pack("<4I", block, *nonce)  # the block counter, then the nonce
     cipher = ciphers.Cipher(ciphers.algorithms.ChaCha20(key, initial), mode=None).encryptor()
-    buffer = memoryview(words.numpy().data).cast("B") if count else memoryview(bytearray())
-    for start in range(0, 8 * count, len(ZEROS)):
-        size = min(len(ZEROS), 8 * count - start)
-        cipher.update_into(memoryview(ZEROS)[:size], buffer[start : start + size])
+    cipher.update(ZEROS[: 8 * skipped])
+
+    def read(words: Tensor) -> None:
+        size = 8 * len(words)
+        buffer = memoryview(words.numpy().data).cast("B") if size else memoryview(bytearray())
+        for first in range(0, size, len(ZEROS)):
+            last = min(first + len(ZEROS), size)
+            cipher.update_into(memoryview(ZEROS)[: last - first], buffer[first:last])
+
+    return read
+
+
+def _open_torch_stream(key: bytes, nonce: Nonce, start: int) -> Callable[[Tensor], None]:
+    table = torch.tensor([[*struct.unpack("<8I", key), *nonce]], dtype=torch.int64).to(torch.int32)
+    place = [start]
+
+    def read(words: Tensor) -> None:
+        block, skipped = divmod(place[0], WORDS_PER_BLOCK)
+        blocks = max(1, -(-(skipped + len(words)) // WORDS_PER_BLOCK))
+        words.copy_(_run_torch(table, blocks, block).view(torch.int64).view(-1)[skipped : skipped + len(words)])
+        place[0] += len(words)
+
+    return read
 
 
 # --- plain torch, on any device -----------------------------------------------------------------
@@ -121,11 +144,15 @@ def _quarter_round(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, 
     return a, b, c, d
 
 
-def _run_torch(table: Tensor, blocks: int) -> Tensor:
-    """The blocks' words, int32 [streams, blocks, 16]. The four columns (or diagonals) of a round go together."""
+def _run_torch(table: Tensor, blocks: int, first: int = 0) -> Tensor:
+    """Words of the blocks from number `first` on, int32 [streams, blocks, 16].
+
+    The four columns (or diagonals) of a round go together.
+    """
     streams, device = len(table), table.device
     constants = torch.tensor([value - (value >> 31 << 32) for value in CONSTANTS], dtype=torch.int32, device=device)
-    counter = torch.arange(blocks, dtype=torch.int64, device=device).to(torch.int32).expand(streams, 1, blocks)
+    numbers = torch.arange(first, first + blocks, dtype=torch.int64, device=device)
+    counter = numbers.to(torch.int32).expand(streams, 1, blocks)
     start = torch.stack(
         [
             constants[None, :, None].expand(streams, 4, blocks),

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Numbers = TypeVar("Numbers", Tensor, npt.NDArray[Any])
+"""float64 numbers of either library."""
 
 
 def words_to_uniforms(words: Tensor) -> Tensor:
@@ -52,11 +57,12 @@ def words_to_normals(words: Tensor, count: int) -> NormalDraws:
     return NormalDraws(values, words, radius, torch.where(tail, t, 0.5))
 
 
-def bound_error(radius: Tensor, uniform: Tensor) -> Tensor:
+def bound_error(radius: Numbers, uniform: Numbers) -> Numbers:
     """An upper bound of |value - N|, whatever the further bits are, from `NormalDraws.radius` and `uniform`.
 
     log1p, sqrt, cos and sin are taken to be within 16 units in the last place (the libraries state 1 to 4), which the
     first term covers with room to spare; the second is the rounding of U and its unknown bits: dR/dU = -1 / (U R). The
     radius is at least 2^-33, that of the largest U.
     """
-    return 2.0**-44 * radius + 2.0**-51 / (uniform.clamp_min(2.0**-66) * radius.clamp_min(2.0**-33))
+    found: Numbers = 2.0**-44 * radius + 2.0**-51 / (uniform.clip(min=2.0**-66) * radius.clip(min=2.0**-33))
+    return found

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fulcrum.data import Dataset, compute_features
 from fulcrum.data import load as load_data
-from fulcrum.data.dataset import check_inputs
+from fulcrum.data.arrays import check_inputs
 from fulcrum.data.records import ModelInputs, get_input_shape, select_rows
 from fulcrum.data.tasks import Task, merge_metric_sums
 from fulcrum.errors import DataError, RunError
@@ -186,7 +186,7 @@ def to_model_inputs(trained: TrainedModel, x: ModelInputs) -> ModelInputs:
     settings = trained.settings.data
     if settings.features == "none" or not isinstance(x, Tensor) or get_input_shape(x) == trained.inputs:
         return x
-    from fulcrum.data.dataset import from_arrays
+    from fulcrum.data.arrays import from_arrays
 
     made = from_arrays(x, torch.arange(len(x)) % 2, name="records", classes=2, public=True)
     features: ModelInputs = compute_features(made, settings, torch.device("cpu")).records.x

@@ -14,11 +14,13 @@ from torch import nn
 from fulcrum.clipping import RULES, find_rule
 from fulcrum.clipping.testing import refuse_broken_rule
 from fulcrum.data import Dataset, compute_features, count_units_per_party, load, split
-from fulcrum.data.dataset import declare_public, recheck_dataset, refuse_inferred_task
+from fulcrum.data.arrays import recheck_dataset
+from fulcrum.data.dataset import declare_public, refuse_inferred_task
 from fulcrum.data.declared import resolve_data_settings
 from fulcrum.data.fingerprints import add_record_digests, compute_unit_digests
 from fulcrum.data.held_out import hold_out_units
 from fulcrum.data.records import select_rows
+from fulcrum.data.withdrawn import leave_out_withdrawn
 from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
 from fulcrum.models.adapted import adapt_model
@@ -34,15 +36,16 @@ from fulcrum.models.own import (
     validate_prepared,
 )
 from fulcrum.models.prepared import prepare_model, refuse_odd_module
-from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME
+from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME, ZERO_INIT_NAME
 from fulcrum.privacy.ledger import Ledger, RunPlan
 from fulcrum.privacy.plan import compute_affordable_rounds, make_plan
 from fulcrum.runs.choices import check_choices
+from fulcrum.runs.reference import check_reference
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.client_level import check_server_rule, make_local_problem
-from fulcrum.training.evaluate import check_private_evaluation, plan_evaluation
 from fulcrum.training.federation import Federation
+from fulcrum.training.held_out import check_private_evaluation, plan_evaluation
 from fulcrum.training.problem import TrainingProblem
 
 
@@ -57,6 +60,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module
     device = find_device(settings.run.device)
     dataset = load_training_data(settings, dataset, device)
     settings, dataset = resolve_data_settings(settings, dataset)
+    check_reference(settings, dataset)
     check_settings(settings)  # again: what "auto" chose must go with the other settings
     if not dataset.public and settings.clip.rule not in RULES:
         refuse_broken_rule(rule, settings.clip)
@@ -111,11 +115,19 @@ def find_weight_origin(settings: Settings) -> WeightOrigin | None:
 def load_training_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
     """The training records by the settings: with their task, without held-out records, as features."""
     if given is None:
-        dataset = load(settings.data.source, settings.data.dir, task=settings.task, public=settings.data.public)
+        dataset = load(
+            settings.data.source,
+            settings.data.dir,
+            task=settings.task,
+            public=settings.data.public,
+            table=settings.table,
+            images=settings.images,
+        )
     else:
         given = declare_public(given) if settings.data.public else given
         dataset = given if settings.task == TaskSettings() else recheck_dataset(given, given.name, settings.task)
     refuse_inferred_task(dataset)
+    dataset = leave_out_withdrawn(dataset, settings.data.withdrawn)
     if not dataset.public:
         dataset = add_record_digests(dataset)
     if settings.data.validation > 0:
@@ -126,7 +138,7 @@ def load_training_data(settings: Settings, given: Dataset | None, device: torch.
     if settings.privacy.unit == "person" and dataset.person is None:
         raise ConfigError(
             f"privacy.unit = 'person' needs an id for each record, and {dataset.name} has none; "
-            "give an .npz with an array named person, or use unit example."
+            "name the column with table.person, give an array called person, or use unit example."
         )
     if dataset.test is None and dataset.held_out is None:
         return _add_dataset_warning(
@@ -183,6 +195,7 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
     notes: list[str] = []
     if given is None:
         if is_built_in(settings.model):
+            _refuse_token_ids(settings, dataset)
             dataset = dataset.with_float_inputs()
         task, sample = dataset.task, select_rows(dataset.sample.x, slice(0, 8))
         given = build_model(
@@ -211,13 +224,26 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
     return given, dataset
 
 
+def _refuse_token_ids(settings: Settings, dataset: Dataset) -> None:
+    """ModelError where a table's text would be learned as if its token numbers were measurements."""
+    if dataset.schema is not None and dataset.schema.texts:
+        raise ModelError(
+            f"model.name = {settings.model.name!r} takes numbers, and column {dataset.schema.texts[0].name!r} is token "
+            'ids; name a model with an embedding (package.module:factory), or declare form = "bag" for the column.'
+        )
+
+
 def adapt_given_model(settings: Settings, given: nn.Module, notes: list[str]) -> nn.Module:
     """A module that was handed over, with the weights and changes that the settings name; the module itself stays."""
     if not isinstance(given, nn.Module):
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise ModelError(f"model is {what}; hand over a torch.nn.Module, or name a factory package.module:factory.")
     refuse_odd_module(given)
-    from_file = settings.model.init not in ("random", SYNTHETIC_INIT_NAME)  # those are for models that we make
+    from_file = settings.model.init not in (
+        "random",
+        SYNTHETIC_INIT_NAME,
+        ZERO_INIT_NAME,
+    )  # our models
     if from_file or hasattr(given, "config"):
         given = copy.deepcopy(given)
     if from_file:

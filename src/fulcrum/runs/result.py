@@ -23,6 +23,7 @@ from fulcrum.runs.stored_model import CARD_FILE, describe_model, write_stored_mo
 from fulcrum.settings.schema import Settings
 from fulcrum.training.loop import MAX_PARTIES_WITH_EPSILON
 from fulcrum.training.snapshot import Snapshot
+from fulcrum.types import ScoreFacts
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class Result:
 
     metrics are those of the last evaluation on public test data, by name; accuracy (a fraction) and loss are two of
     them, NaN where there is none. Where test records name their party, party_metrics are those on each party's records,
-    by its name (up to 100 parties), and mean_over_parties their mean with equal weights. epsilon is the largest
+    by its name (up to 100 parties), and mean_over_parties their mean with equal weights. facts says what the metrics
+    mean: the same metrics of the best constant prediction, the confusion. reference are the metrics of the same run
+    without privacy, where run.reference asked for it. epsilon is the largest
     over the parties, epsilons has one per party, delta is common; where `sound` is False epsilon is nominal, and
     where `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
     clipping norm of every round. model is an ordinary nn.Module with the trained weights, on the CPU and in eval mode:
@@ -53,10 +56,22 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
     party_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     mean_over_parties: Mapping[str, float] = field(default_factory=dict)
+    facts: ScoreFacts = field(default_factory=ScoreFacts)
+    reference: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def baseline(self) -> Mapping[str, float]:
+        """The metrics of the best constant prediction on the same records: the more frequent class, or the mean."""
+        return self.facts.baseline
 
 
-def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mapping[str, Any]]) -> Result:
-    """Write the files of a finished run, and return its result. lines: of metrics.jsonl.
+def finish_run(
+    run: ActiveRun,
+    snapshot: Snapshot | None,
+    lines: Sequence[Mapping[str, Any]],
+    reference: Mapping[str, Any] | None = None,
+) -> Result:
+    """Write the files of a finished run, and return its result. lines: of metrics.jsonl. reference: without privacy.
 
     All epsilons are the ledger's. The last line gets them too: where rounds were paid twice, those after it count.
     """
@@ -69,6 +84,8 @@ def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mappin
         problem.layout.write(model, snapshot.averaged)
     model = make_plain_model(model)  # whatever coordinates it was trained in
     summary = _make_summary(run, lines, privacy, costs)
+    if reference:
+        summary["reference"] = dict(reference)
     if run.folder:
         summary["model_sha256"] = _store_model(run, model, privacy, summary)
         run.folder.write_json("summary.json", summary)
@@ -87,6 +104,14 @@ def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mappin
         metrics=summary["metrics"],
         party_metrics=summary.get("party_metrics", {}),
         mean_over_parties=summary.get("mean_over_parties", {}),
+        facts=ScoreFacts(
+            summary.get("baseline", {}),
+            summary.get("party_baselines", {}),
+            summary.get("confusion", ()),
+            summary.get("party_confusion", {}),
+            summary.get("threshold", {}),
+        ),
+        reference=summary.get("reference", {}),
     )
 
 
@@ -175,7 +200,16 @@ def _make_summary(
         summary["mean_over_parties"] = _numbers(last["mean_over_parties"])
     if "party_metrics" in last:
         summary["party_metrics"] = {name: _numbers(values) for name, values in last["party_metrics"].items()}
+    summary |= _copy_facts(last)
     return summary
+
+
+def _copy_facts(last: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands beside the metrics in the last evaluated line, as numbers."""
+    found: dict[str, Any] = {name: _numbers(last[name]) for name in ("baseline", "mean_baseline") if name in last}
+    if "party_baselines" in last:
+        found["party_baselines"] = {name: _numbers(values) for name, values in last["party_baselines"].items()}
+    return found | {name: last[name] for name in ("confusion", "party_confusion", "threshold") if name in last}
 
 
 def describe_early_end(settings: Settings) -> str:

@@ -74,7 +74,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "privacy.seed": (0, True, 2**63, False),
     "run.seed": (0, True, 2**63, False),
     "run.workers": (0, True, 1024, True),
-    "run.evaluate_every": (1, True, math.inf, False),
+    "run.evaluate_every": (0, True, math.inf, False),
     "run.checkpoint_every": (1, True, math.inf, False),
 }
 

@@ -56,8 +56,11 @@ def train_client(
             problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.noise_parties
         )
         noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:])
-        gradient = (noisy if view.transform is None else view.transform.inverse(noisy)) / batch  # [d]
-        change = -task.lr * (gradient + request.weight_decay * theta)
+        # In place where values were made for this step: a large model's weights are seldom read and written.
+        gradient = noisy.div_(batch) if view.transform is None else view.transform.inverse(noisy) / batch  # [d]
+        if request.weight_decay:
+            gradient.add_(request.weight_decay * theta)
+        change = gradient.mul_(-task.lr)
         theta = theta + change
 
         events.append(scale.event)

@@ -11,29 +11,27 @@ from dataclasses import dataclass
 
 import torch
 
+from fulcrum.settings.derived import WEIGHT_POWERS
 from fulcrum.settings.registry import Registry
 from fulcrum.settings.schema import Train
 from fulcrum.types import ClientReply, RuleState
 
-WEIGHTINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "examples": lambda sizes: sizes,
-    "uniform": torch.ones_like,
-}
-"""The choices of train.weights: declared sizes of the parties [m] -> their weights [m]."""
-
 
 def compute_client_weights(units: Sequence[float], weights: str) -> torch.Tensor:
-    """Weights [m] of the participants, with sum 1: proportional to declared sizes, or equal.
+    """Weights [m] of the participants, with sum 1: proportional to declared sizes, to their roots, or equal.
 
     At example level participation is public, so dividing by the participants' total costs no privacy.
     """
     sizes = torch.tensor(list(units), dtype=torch.float64)
-    chosen = WEIGHTINGS[weights](sizes)
+    chosen = sizes ** WEIGHT_POWERS[weights]
     return (chosen / chosen.sum()).float()
 
 
 def average_replies(replies: Sequence[ClientReply], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The released aggregate D_t [d] and the mean extra statistics [J]."""
+    if len(replies) == 1:  # without a copy of a large model's update
+        only, weight = replies[0], weights.to(replies[0].delta)
+        return weight * only.delta, weight * only.extra
     delta = torch.stack([reply.delta for reply in replies])
     extra = torch.stack([reply.extra for reply in replies])
     weights = weights.to(delta)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fulcrum.errors import ModelError
 from fulcrum.models.checkpoints import READERS, read_checkpoint
@@ -20,6 +20,7 @@ from fulcrum.models.whitening import MEAN_SUFFIX, MIX_SUFFIX
 
 WEIGHTS_FOLDER = Path(__file__).parent
 SYNTHETIC_INIT_NAME = "synthetic"
+ZERO_INIT_NAME = "zeros"
 
 
 def find_shipped_weights(model: str, activation: str) -> Path:
@@ -43,10 +44,23 @@ def load_weights(init: str, model: str, activation: str) -> dict[str, Tensor]:
         return read_checkpoint(file)
     if not Path(init).is_dir() and Path(init).suffix not in READERS:
         raise ModelError(
-            f"model.init = {init!r} is not known; use random, synthetic, an .npz, .safetensors or torch file, or a "
-            "folder with weights."
+            f"model.init = {init!r} is not known; use random, zeros, synthetic, an .npz, .safetensors or torch "
+            "file, or a folder with weights."
         )
     return read_checkpoint(Path(init))
+
+
+def set_to_zero(model: nn.Module) -> None:
+    """Sets all parameters of a model of one layer to 0; ModelError for a deeper one, which would not learn."""
+    layers = [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    if len(layers) > 1:
+        raise ModelError(
+            f"model.init = 'zeros' is for models of one layer, and this one has {len(layers)} ({', '.join(layers[:3])}"
+            f"{', ...' if len(layers) > 3 else ''}), which would never learn from zeros; use random."
+        )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
 
 
 def save_weights(file: Path, weights: Mapping[str, Tensor]) -> None:

@@ -26,6 +26,7 @@ from fulcrum.privacy.ledger.rows import (
     RunCostLine,
     RunPlan,
     RunRecord,
+    UnitCost,
     make_seed_digest,
 )
 
@@ -39,5 +40,6 @@ __all__ = [
     "RunCostLine",
     "RunPlan",
     "RunRecord",
+    "UnitCost",
     "make_seed_digest",
 ]

@@ -18,10 +18,11 @@ from fulcrum.privacy.ledger.rows import (
     RunCostLine,
     RunPlan,
     RunRecord,
+    UnitCost,
     read_events_text,
 )
 from fulcrum.privacy.ledger.store import EMPTY_SPEND, FORMAT_VERSION, LedgerStore
-from fulcrum.privacy.ledger.units import UnitArray, find_members, parse_units
+from fulcrum.privacy.ledger.units import UnitArray, find_members, parse_units, write_units
 
 
 class LedgerReader:
@@ -161,6 +162,36 @@ class LedgerReader:
                 self._store.former < FORMAT_VERSION and runs and next(iter(runs)) not in self._store.plans.get(row, {})
             )
             return f"{words[:-1]}; rows of an earlier version count as if it had been so then." if older else words
+
+    def list_unit_costs(self, party: str, digests: bytes) -> list[UnitCost]:
+        """What was released of these units of a party so far, those with the same past together; the costliest first.
+
+        Units without a run are new. A run whose units nobody registered counts for everybody.
+        """
+        units = parse_units(digests)
+        with self._store.reading():
+            every = {name: rows for name, rows in self._store.unit_rows.items() if name in self._store.accounts}
+            places = [(name, run, number) for name, rows in every.items() for run, number in rows]
+            held = [find_members(units, self._pricer.read_set(number)) for _, _, number in places]
+            row, account = self._store.find_account(party)
+            groups: dict[tuple[int, ...], int] = {}
+            for unit in range(len(units)):
+                key = tuple(at for at, members in enumerate(held) if members[unit])
+                groups[key] = groups.get(key, 0) + 1
+            found = []
+            for key, count in groups.items():
+                runs = tuple((places[at][0], places[at][1]) for at in key)
+                mine = {run for name, run in runs if name == party}
+                registered = {run for run, _ in every.get(party, ())}
+                others = frozenset((self._store.accounts[name][0], run) for name, run in runs if name != party)
+                cost = self._pricer.compute_history_cost(account, row, (frozenset(registered - mine), others))
+                found.append(UnitCost(count, runs, cost.epsilon, cost.delta))
+        return sorted(found, key=lambda each: (-each.epsilon, -len(each.runs)))
+
+    def list_past_units(self, party: str) -> bytes:
+        """All units that a party ever had in this ledger, 16 bytes each."""
+        with self._store.reading():
+            return write_units(self._pricer.read_party_units(party))
 
     # --- what was spent ------------------------------------------------------------------------------
 

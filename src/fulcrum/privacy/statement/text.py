@@ -87,8 +87,9 @@ EVALUATION_TEXTS = {
         "PROTECTED. No epsilon covers the held-out records; it covers the records that were trained on."
     ),
     "held-out, paid": (
-        "Held-out records of the training data (data.validation) were scored through a noised histogram of scores and "
-        "labels. It is a release, paid in the held-out records' own account, and the metrics follow from it."
+        "Held-out records of the training data (data.validation) were scored through noised counts (of a regression or "
+        "of tokens: noised sums of clipped errors). They are a release, paid in the held-out records' own account, and "
+        "the metrics follow from it."
     ),
 }
 """By kind of records that the model was scored on."""

@@ -1,0 +1,32 @@
+"""What the rules of several families share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fulcrum.gradients.uses import UseRecorder
+
+
+def sum_positions(values: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """A sum in float32 where the numbers have fewer digits."""
+    return values.sum(dim=dim, dtype=torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else None)
+
+
+def to_compute_type(value: Tensor) -> Tensor:
+    """An input in the type in which autocast will multiply it, so that it is held once."""
+    kind = value.device.type
+    return value.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else value
+
+
+def arrange_images(recorder: UseRecorder, images: Tensor) -> Tensor:
+    """Images [B, C, H, W] with channels last in memory, the format of a GPU's tensor cores, where these convolve them.
+
+    What follows keeps the format, so that it is changed once in a pass; full float32 is faster with channels first.
+    """
+    if not (recorder.channels_last and images.is_cuda and images.dim() == 4):
+        return images
+    conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    if images.dtype == torch.bfloat16 or (images.dtype == torch.float32 and conv.fp32_precision == "tf32"):
+        return images.contiguous(memory_format=torch.channels_last)
+    return images
