@@ -168,9 +168,7 @@ def run_elsewhere(code: str, form: str, folder: Path) -> Tensor:
     feed = "globals().update({k: torch.from_numpy(v) for k, v in numpy.load('inputs.npz').items()})"
     if form == "onnx":
         feed = "inputs = dict(numpy.load('inputs.npz'))"
-    code = code.replace("AutoModel.", "AutoModelForSequenceClassification.").replace(
-        '"transformers")', '"run/transformers")'
-    )
+    code = code.replace("AutoModel.", "AutoModelForSequenceClassification.")
     lines = ["import sys", "sys.modules['fulcrum'] = None", "import numpy", "import torch", shim, feed, code]
     lines += [
         "outputs = getattr(outputs, 'logits', outputs)",

@@ -177,6 +177,36 @@ def test_edited_weights_are_noticed(digits: Path, tmp_path: Path) -> None:
         fulcrum.load(tmp_path / "copy")
 
 
+def test_a_tables_schema_goes_with_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FULCRUM_KEY_FILE", str(tmp_path / "key"))
+    ages = np.random.default_rng(0).uniform(20, 80, 150)  # all different
+    rows = [f"{age},{'yes' if age > 50 else 'no'}" for age in ages]
+    (tmp_path / "t.csv").write_text("\n".join(["age,outcome", *rows[:120]]) + "\n")
+    (tmp_path / "public.csv").write_text("\n".join(["age,outcome", *rows[120:]]) + "\n")
+    (tmp_path / "new.csv").write_text("age\n30\n70\n")
+    (tmp_path / "t.schema.toml").write_text(
+        'target = "outcome"\n[columns.age]\nkind = "number"\nlow = 0\nhigh = 110\n[columns.outcome]\nkind = "yes-no"\n'
+    )
+    words = ["--data", "t.csv", "--parties", "2", "--epsilon", "8", "--rounds", "4", "--set", "table.test=public.csv"]
+    assert main(["run", *words, "--out", "run", "-q"]) == 0
+    (tmp_path / "t.csv").unlink()  # the private data is not needed any more
+    capsys.readouterr()
+    assert main(["evaluate", "run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metrics"]["auc"] == pytest.approx(
+        json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]["auc"]
+    )
+    assert main(["predict", "run", "--data", "new.csv"]) == 0
+    assert {line.split(",")[0] for line in capsys.readouterr().out.splitlines()[1:]} <= {"yes", "no"}
+    assert main(["export", "run", "--to", "torch", "--out", "m.pt", "-q"]) == 0
+    assert (tmp_path / "m.pt.schema.toml").read_text() == (tmp_path / "run" / "schema.toml").read_text()
+    assert main(["evaluate", "run", "--data", "new.csv"]) == 2
+    assert "no column 'outcome'" in capsys.readouterr().err
+
+
 # --- a new run from an old model ----------------------------------------------------------------------
 
 
