@@ -12,6 +12,7 @@ import contextlib
 import copy
 import importlib
 import json
+import keyword
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ class OneOutput(nn.Module):
 
 def make_one_output(network: nn.Module, names: Sequence[str]) -> nn.Module:
     """The network with one tensor as its result, and a forward with the inputs' names: exporters read its signature."""
-    odd = [name for name in names if not name.isidentifier()]
+    odd = [name for name in names if not name.isidentifier() or keyword.iskeyword(name)]
     if odd:
         raise RunError(f"the input {odd[0]!r} cannot be an argument's name; use --to torch or safetensors.")
     given = ", ".join(f"{name}={name}" for name in names) or "x"

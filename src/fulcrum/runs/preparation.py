@@ -208,6 +208,8 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
         refuse_large_features("x", dataset.sample)  # before they make the model fail
         validate_by_type(given)
         given = prepare_model(given, pair)
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # it may refuse made-up records
+            refuse_nonfinite_outputs(run_dry(given, make_trial_inputs(dataset.shape, pair))[1])
         validate_prepared(given, pair)
         check_outputs(given, pair, dataset.task)
     except FulcrumError:
@@ -217,8 +219,6 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
             check_learnable(given, dataset)
         words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise ModelError(f"The model failed on two examples: {words}{suggest_integer_inputs(pair)}.") from problem
-    with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # a model may refuse made-up records
-        refuse_nonfinite_outputs(run_dry(given, make_trial_inputs(dataset.shape, pair))[1])
     for note in [*notes, *check_learnable(given, dataset)]:
         dataset = _add_dataset_warning(dataset, note)
     return given, dataset
