@@ -149,7 +149,7 @@ def show(name: str, folder: Path, forms: Sequence[str] = (), rounds: int = 3) ->
         raise SystemExit(f"{name}: fulcrum.load and result.model differ")
     given = {"x": x} if isinstance(x, Tensor) else x
     np.savez(folder / "inputs.npz", **{key: value.numpy() for key, value in given.items()})  # type: ignore[arg-type]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for form in forms or network.forms:
         file = folder / f"exported{SUFFIXES.get(form, '')}"
         code = "\n".join(export_model(trained, form, file).usage[1])
