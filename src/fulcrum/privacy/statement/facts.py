@@ -27,6 +27,7 @@ from fulcrum.privacy.statement.text import (
     FLOATING_POINT_NOTES,
     NOISE_TEXT,
     RANDOM_NUMBER_SOURCES,
+    REHEARSAL_TEXT,
     SCOPE_TEXTS,
     TEST_DATA_NOTE,
     collect_warnings,
@@ -36,6 +37,7 @@ from fulcrum.privacy.statement.text import (
     describe_start,
     format_numbers,
     guarantee_sentence,
+    is_rehearsed,
 )
 from fulcrum.privacy.statement.units import find_unit_texts
 from fulcrum.settings.schema import Settings
@@ -169,6 +171,7 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     runs_covered            [{id, rule, sound, private, randomness, arithmetic}]: each run within the scope; null:
                             not on record
     scope                   {kind, text}; with kind "ledger" also run_epsilon, of this run alone
+    rehearsal               where settings were chosen on made-up data: why that costs nothing; else missing
     run                     {id, date, version, finished, rounds_done, rounds, method, rule, dataset}
     releases                [{kind, times, text}]: every kind of release of a party or the server
     groups_of_records       [{records, epsilon, delta}]: group privacy for m units of one person (client: m parties)
@@ -274,6 +277,8 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             for k, name in enumerate(names)
         ],
     }
+    if is_rehearsed(settings):
+        result["rehearsal"] = REHEARSAL_TEXT
     if run.start is not None:
         result["start"] = {
             "run": run.start.run,
