@@ -22,8 +22,7 @@ from fulcrum.data.tasks import Task, merge_metric_sums
 from fulcrum.errors import DataError, RunError
 from fulcrum.models.build import is_built_in
 from fulcrum.runs import folder as record
-from fulcrum.runs.stored_model import TrainedModel
-from fulcrum.settings.schema import TaskSettings
+from fulcrum.runs.stored_model import TrainedModel, read_task_settings
 from fulcrum.types import mean_over_parties
 
 BATCH = 250
@@ -66,9 +65,7 @@ def load_test_table(trained: TrainedModel, source: str) -> Dataset:
 def _choose_task(trained: TrainedModel) -> Any:
     """The task settings of the run, with its number of classes declared."""
     told = trained.facts["task"]["settings"]
-    if told is None:
-        return trained.settings.task
-    return TaskSettings(**{name: tuple(v) if isinstance(v, list) else v for name, v in told.items()})
+    return trained.settings.task if told is None else read_task_settings(told)
 
 
 def check_shapes(trained: TrainedModel, x: ModelInputs, name: str) -> None:

@@ -236,11 +236,15 @@ def rebuild_task(told: Mapping[str, Any]) -> Task | None:
     """The task that model.json describes; None where the data brought its own."""
     if told["settings"] is None:
         return None
+    chosen = read_task_settings(told["settings"])
+    return make_task(chosen, [np.zeros((1, *told["target_shape"]), dtype=np.int64)])
+
+
+def read_task_settings(told: Mapping[str, Any]) -> TaskSettings:
+    """Task settings as model.json has them; names that a later version added are left out."""
     fields = {field.name for field in dataclasses.fields(TaskSettings)}
-    values: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in told["settings"].items() if k in fields
-    }
-    return make_task(TaskSettings(**values), [np.zeros((1, *told["target_shape"]), dtype=np.int64)])
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items() if k in fields}
+    return TaskSettings(**values)
 
 
 def _rebuild_network(
