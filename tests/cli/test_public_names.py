@@ -71,7 +71,7 @@ PART = {"--datasets", "--methods", "--epsilons", "--seeds"}
 STUDY = PART | {"--out", "--shard", "--backend", "--workers", "--seconds", "--data-dir", "--report-only"}
 STUDY |= {"--experiments", "--quiet", "-q", "--debug"}
 COMMANDS = {
-    "run": SETTINGS | {"--observe", "--out", "--json", "--quiet", "-q", "--debug"},
+    "run": SETTINGS | {"--observe", "--no-rehearsal", "--out", "--json", "--quiet", "-q", "--debug"},
     "resume": {"folder", "--observe", "--repeat", "--json", "--quiet", "-q", "--debug"},
     "show": {"folder", "--json", "--debug"},
     "evaluate": {"folder", "--data", "--data-dir", "--model", "--json", "--debug"},
@@ -79,6 +79,7 @@ COMMANDS = {
     "export": {"folder", "--to", "--out", "--model", "--json", "--quiet", "-q", "--debug"},
     "init": {"path", "--debug"},
     "plan": SETTINGS | {"--for-epsilon", "--timing", "--json", "--debug"},
+    "rehearse": SETTINGS | {"--again", "--json", "--quiet", "-q", "--debug"},
     "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--json", "--debug"},
     "data list": {"--data-dir", "--json", "--debug"},
     "data fetch": {"names", "--data-dir", "--mirror", "--json", "--quiet", "-q", "--debug"},
@@ -128,6 +129,7 @@ COMMANDS = {
     "study choose": PART - {"--seeds"} | {"--out", "--study", "--protocol", "--partial", "--experiments", "--debug"},
     "study paper": STUDY,
     "study robustness": STUDY,
+    "study no-tuning": STUDY,
     "study protocol": STUDY,
     "study parties": STUDY,
     "study open": STUDY,

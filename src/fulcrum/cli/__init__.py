@@ -3,6 +3,7 @@
 run.py       run, resume
 demo.py      demo
 plan.py      plan
+rehearse.py  rehearse
 account.py   account
 data.py      data list, fetch, verify, describe     changes.py  data changes
 show.py      show, methods
@@ -42,6 +43,7 @@ from fulcrum.cli import (
     plan,
     predict,
     prior,
+    rehearse,
     reproduce,
     run,
     show,
@@ -82,6 +84,7 @@ app.command("predict")(predict.predict)
 app.command("export")(export.export)
 app.command("init")(init.init)
 app.command("plan")(plan.plan)
+app.command("rehearse")(rehearse.rehearse)
 app.command("account")(account.account)
 app.command("ledger")(ledger.ledger)
 app.add_typer(data.app, name="data")

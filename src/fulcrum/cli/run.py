@@ -31,6 +31,9 @@ def run(
         Path | None, typer.Option("--out", help="New folder for the run; default runs/DATA-METHOD-TIME.")
     ] = None,
     observe: ObserveOption = [],  # noqa: B006  # typer needs a list
+    no_rehearsal: Annotated[
+        bool, typer.Option("--no-rehearsal", help="Choose nothing on made-up data first, whatever clip.rehearse says.")
+    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
@@ -38,6 +41,8 @@ def run(
     """Train one model privately over the data of several parties."""
     from fulcrum import runs as api
 
+    if no_rehearsal:
+        settings = settings.replace(clip={"rehearse": False})
     watching = [api.find_observer(name) for name in observe]
     federation = api.prepare(settings)
     folder = (

@@ -23,11 +23,14 @@ from fulcrum.runs.observers import OBSERVERS, Observer, RoundCallback, RunInfo, 
 from fulcrum.runs.one_call import rounds, train
 from fulcrum.runs.preparation import (
     collect_ledger_warnings,
+    derive_federation,
     find_device,
     list_ledger_balances,
     list_unit_digests,
     prepare,
+    prepare_unrehearsed,
 )
+from fulcrum.runs.rehearsal import apply_rehearsal
 from fulcrum.runs.result import Result
 from fulcrum.runs.stored_model import TrainedModel, load, load_trained
 
@@ -39,7 +42,9 @@ __all__ = [
     "RoundCallback",
     "RunInfo",
     "TrainedModel",
+    "apply_rehearsal",
     "collect_ledger_warnings",
+    "derive_federation",
     "execute",
     "find_device",
     "find_observer",
@@ -50,6 +55,7 @@ __all__ = [
     "make_forecast",
     "plan",
     "prepare",
+    "prepare_unrehearsed",
     "resume",
     "resume_prepared",
     "rounds",

@@ -38,22 +38,33 @@ from fulcrum.models.prepared import prepare_model, refuse_odd_module
 from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME, ZERO_INIT_NAME
 from fulcrum.privacy.ledger import Ledger, RunPlan
 from fulcrum.privacy.plan import compute_affordable_rounds, make_plan
+from fulcrum.rng import make_randomness
 from fulcrum.runs.choices import check_choices
 from fulcrum.runs.reference import check_reference
 from fulcrum.settings.checks import check_settings
+from fulcrum.settings.derived import DERIVABLE_SETTINGS
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.client_level import check_server_rule, make_local_problem
 from fulcrum.training.federation import Federation
 from fulcrum.training.held_out import check_private_evaluation, plan_evaluation
-from fulcrum.training.problem import TrainingProblem
+from fulcrum.training.problem import TrainingProblem, get_private_seed, identify_releases
 
 
 def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module | None = None) -> Federation:
     """Load the data, split it, build the model, plan the privacy. Raises every error that is known before training.
 
     dataset and model replace those in the settings, for data and models made in Python. The federation's settings name
-    the partition, unit and randomness that "auto" chose.
+    the partition, unit and randomness that "auto" chose, and what a rehearsal chose (clip.rehearse).
     """
+    from fulcrum.runs.rehearsal import apply_rehearsal  # it prepares small runs of its own
+
+    return apply_rehearsal(prepare_unrehearsed(settings, dataset, model), model)
+
+
+def prepare_unrehearsed(
+    settings: Settings, dataset: Dataset | None = None, model: nn.Module | None = None
+) -> Federation:
+    """`prepare` without a rehearsal: the settings stay as they are."""
     check_choices(check_settings(settings))
     rule = find_rule(settings.clip.rule)
     device = find_device(settings.run.device)
@@ -80,15 +91,16 @@ UNITS_FROM_SMALLEST = ("example", "person", "client")
 
 
 def find_weight_origin(settings: Settings) -> WeightOrigin | None:
-    """The private run whose model the initial weights are; None where they are public, as far as is known.
+    """The run whose model the initial weights are; None where no run of ours made them, as far as is known.
 
     Raises ConfigError where its spend cannot be added to this run's.
     """
     paths = [settings.model.init, settings.model.name.removeprefix("transformers:")]
     known = [read_origin(Path(path)) for path in paths if path != "random" and Path(path).exists()]
-    origin = next((each for each in known if each is not None and not each.public), None)
+    found = [each for each in known if each is not None]
+    origin = next((each for each in found if not each.public), None)
     if origin is None:
-        return None
+        return found[0] if found else None
     where = f"model.init = {settings.model.init!r} is the model of run {origin.run}"
     unit = settings.privacy.unit
     if UNITS_FROM_SMALLEST.index(origin.unit) < UNITS_FROM_SMALLEST.index(unit):
@@ -108,6 +120,27 @@ def find_weight_origin(settings: Settings) -> WeightOrigin | None:
             "it; use the ledger of that run, or none: the statement then adds both up."
         )
     return origin
+
+
+def derive_federation(base: Federation, settings: Settings) -> Federation:
+    """The federation with other values of `DERIVABLE_SETTINGS`: its own releases; data, split, model and plan shared.
+
+    settings: only those fields are read. Equal to `prepare` with all of them, and much faster.
+    """
+    settings = base.settings.replace(
+        **{
+            section: {name: getattr(getattr(settings, section), name) for name in free}
+            for section, free in DERIVABLE_SETTINGS.items()
+        }
+    )
+    check_settings(settings)
+    own = base.problem
+    identity = identify_releases(settings, own.dataset, own.partition, own.model, own.layout)
+    randomness = make_randomness(settings.privacy.randomness, get_private_seed(settings), identity)
+    problem = dataclasses.replace(own, randomness=randomness)
+    engine = find_engine(settings.run.engine, make_local_problem(problem))
+    plan = dataclasses.replace(base.plan, C0=settings.clip.C0)
+    return dataclasses.replace(base, settings=settings, problem=problem, engine=engine, plan=plan)
 
 
 def load_training_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:

@@ -52,6 +52,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "clip.balance": (0, False, 1e12, True),
     "clip.reach": (0, False, math.inf, True),
     "clip.growth": (1, True, math.inf, True),
+    "clip.step": (0, True, 1e12, True),
     "clip.eta_C": (0, True, 100, True),
     "clip.beta": (0, True, 1, False),
     "clip.C_min": (1e-12, True, 1e12, True),

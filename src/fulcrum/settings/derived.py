@@ -35,6 +35,22 @@ def get_planned_unit(privacy: Privacy) -> str:
     return "example" if privacy.unit == "auto" else privacy.unit
 
 
+COST_FREE_SETTINGS: dict[str, tuple[str, ...]] = {
+    "train": (
+        *("lr", "schedule", "warmup", "decay_rounds", "decay", "weight_decay", "weights", "ema"),
+        *("server", "server_lr", "server_momentum", "server_beta2", "server_eps"),
+    ),
+    "clip": (
+        *("C0", "C_min", "C_max", "kappa", "balance", "growth", "reach", "rehearse", "step", "search"),
+        *("eta_C", "beta", "phi", "rho_c", "shrink", "stability"),
+    ),
+}
+"""Settings, by section, that do not affect the privacy cost of a release; all others are assumed to."""
+DERIVABLE_SETTINGS: dict[str, tuple[str, ...]] = {
+    section: tuple(name for name in names if name != "weights") for section, names in COST_FREE_SETTINGS.items()
+}
+"""Settings, by section, that change neither data, split, model nor plan."""
+
 LR_SCHEDULES: dict[str, Callable[[Train, int], float]] = {
     "constant": lambda train, t: 1.0,
     "linear": lambda train, t: 1.0 - t / train.rounds,

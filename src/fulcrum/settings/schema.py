@@ -286,6 +286,14 @@ class Clip:
     pretrained weights, and for several steps in runs of fewer than 200 rounds; no limit for one-layer models."""
     growth: float = 1.5
     """moo: upper limit of the step length, as a multiple of its first value."""
+    rehearse: bool = False
+    """moo: whether the first step length, C0, the learning rate and its schedule are chosen beforehand on made-up data
+    of the same shape (docs/moo.md). It sees declared facts only, so it costs no privacy."""
+    step: float = 0.0
+    """moo: first step length: how far a round of fully clipped gradients that all agree moves the weights. 0:
+    rehearsed, or else from balance and reach."""
+    search: bool = True
+    """moo: whether C is searched for by released signals; false: C stays at C0."""
     eta_C: float = 0.03
     """Change per round of the quantity that a rule adapts (C, or moo's step length), in logarithms."""
     beta: float = 0.98

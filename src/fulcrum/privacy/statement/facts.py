@@ -27,6 +27,7 @@ from fulcrum.privacy.statement.text import (
     FLOATING_POINT_NOTES,
     NOISE_TEXT,
     RANDOM_NUMBER_SOURCES,
+    REHEARSAL_TEXT,
     SCOPE_TEXTS,
     TEST_DATA_NOTE,
     collect_warnings,
@@ -36,6 +37,7 @@ from fulcrum.privacy.statement.text import (
     describe_start,
     format_numbers,
     guarantee_sentence,
+    is_rehearsed,
 )
 from fulcrum.privacy.statement.units import find_unit_texts
 from fulcrum.settings.schema import Settings
@@ -90,6 +92,7 @@ class AccountedRun:
     other runs within the scope. version: of Fulcrum. notes: further warnings about this run. composition: how the
     ledger adds runs up. scope_delta: the sum of deltas within the scope, where the ledger adds them up. start: the run
     whose model the initial weights are; start_in_scope: whether the scope's ledger has that run's spend already.
+    start_public: the initial weights are those of a run on public data, which cost nobody anything.
     """
 
     settings: Settings
@@ -116,6 +119,7 @@ class AccountedRun:
     scope_delta: float = 0.0
     start: WeightOrigin | None = None
     start_in_scope: bool = False
+    start_public: bool = False
 
     @property
     def added_start(self) -> WeightOrigin | None:
@@ -167,6 +171,7 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     runs_covered            [{id, rule, sound, private, randomness, arithmetic}]: each run within the scope; null:
                             not on record
     scope                   {kind, text}; with kind "ledger" also run_epsilon, of this run alone
+    rehearsal               where settings were chosen on made-up data: why that costs nothing; else missing
     run                     {id, date, version, finished, rounds_done, rounds, method, rule, dataset}
     releases                [{kind, times, text}]: every kind of release of a party or the server
     groups_of_records       [{records, epsilon, delta}]: group privacy for m units of one person (client: m parties)
@@ -253,7 +258,9 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
         "adds_up": composition_sentence(plan, coverage.private, run.composition),
         "not_covered": [*words.not_covered, FLOATING_POINT_NOTES[coverage.arithmetic], TEST_DATA_NOTE],
         "warnings": [
-            *collect_warnings(settings, plan, coverage, run.run_id, run.finished, run.start is not None),
+            *collect_warnings(
+                settings, plan, coverage, run.run_id, run.finished, run.start is not None or run.start_public
+            ),
             *run.notes,
             *run.dataset_warnings,
         ],
@@ -270,6 +277,8 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             for k, name in enumerate(names)
         ],
     }
+    if is_rehearsed(settings):
+        result["rehearsal"] = REHEARSAL_TEXT
     if run.start is not None:
         result["start"] = {
             "run": run.start.run,

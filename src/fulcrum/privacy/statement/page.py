@@ -54,6 +54,7 @@ def statement_to_markdown(facts: Mapping[str, Any]) -> str:
         *make_section("Randomness", make_paragraph(facts["randomness"]["text"])),
         *make_section("Arithmetic and noise", make_paragraph(arithmetic[0].upper() + arithmetic[1:])),
         *make_section("Evaluation", make_paragraph(facts["evaluation"]["text"])),
+        *(make_section("Rehearsal", make_paragraph(facts["rehearsal"])) if facts.get("rehearsal") else ()),
         *make_section("What was released", make_bullet_list(released)),
         *make_section("Parties", _write_parties(facts)),
         *make_section(

@@ -170,6 +170,19 @@ def describe_arithmetic(coverage: Coverage) -> str:
     return f"{ARITHMETIC_TEXTS[coverage.arithmetic]} {NOISE_TEXT}{' ' + OLDER_NOISE_TEXT if older else ''}"
 
 
+REHEARSAL_TEXT = (
+    "Before the run, the first step length, C, the learning rate and its schedule were chosen by training on made-up "
+    "records (clip.rehearse). The choice saw the settings, the model, the declared numbers of records and the shape of "
+    "a record, and no value of any record: it would be the same whatever the records say, so it costs no privacy."
+)
+"""How a rehearsed run's settings were chosen."""
+
+
+def is_rehearsed(settings: Settings) -> bool:
+    """Whether a rehearsal chose the run's step."""
+    return settings.clip.rehearse and settings.clip.step > 0
+
+
 def describe_start(start: WeightOrigin, added: bool) -> str:
     """What was spent on the initial weights, and whether the numbers above hold it."""
     spent = f"epsilon = {format_epsilon(start.epsilon)}, delta = {start.delta:g} for one {start.unit}"
