@@ -198,3 +198,19 @@ def test_compiled_and_parallel_models_are_refused():
         start(compiled, numbers(4))
     with pytest.raises(ModelError, match="DataParallel"):
         start(nn.DataParallel(nn.Linear(4, 3)), numbers(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("words", [{}, {"method": "moo", "epsilon": 3.0, "sigma": None}, {"physical_batch": 4}])
+def test_a_loop_on_a_gpu_is_the_loop_on_the_cpu(words):
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        loop, _ = start(cnn().to(device), numbers(1, 6, 6), **words)
+        while loop.privacy.step < loop.privacy.steps:
+            for x, y in loop.loader:
+                F.cross_entropy(loop.model(x.to(device)), y.to(device)).backward()
+                loop.optimizer.step()
+        found.append(flat(loop.model).cpu())
+    assert torch.allclose(*found, atol=1e-3)
