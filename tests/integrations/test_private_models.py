@@ -214,4 +214,4 @@ def test_a_loop_on_a_gpu_is_the_loop_on_the_cpu(words):
                 F.cross_entropy(loop.model(x.to(device)), y.to(device)).backward()
                 loop.optimizer.step()
         found.append(flat(loop.model).cpu())
-    assert torch.allclose(*found, atol=1e-3)
+    assert torch.allclose(found[0], found[1], atol=1e-3)
