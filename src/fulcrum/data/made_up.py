@@ -70,8 +70,8 @@ VARIATIONS = (
     Variation("hard", jitter=1.5, noise=0.1, tilt=0.8),
     Variation("middle", jitter=1.0, noise=0.05, tilt=1.2),
 )
-"""The tasks of a rehearsal. Hard tasks like shorter steps; with a quarter of random labels among them the choice was too
-short for the real data of the no-tuning suite's development half (results/no-tuning/development.md)."""
+"""The tasks of a rehearsal. Hard tasks like shorter steps; with a quarter of random labels among them the choice was
+too short for the real data of the no-tuning suite's development half (results/no-tuning/development.md)."""
 
 
 def read_data_facts(data: Dataset, model: nn.Module, balance: tuple[float, ...] = ()) -> DataFacts:
