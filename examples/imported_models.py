@@ -4,9 +4,9 @@
     python examples/imported_models.py              # all three, every export
     python examples/imported_models.py bert --out /tmp/bert
 
-A torchvision ResNet-18, a timm ViT and a transformers BERT, all small and with random weights that are saved to disk and
-taken for pre-trained. Each is converted, partly frozen, trained over three parties on made-up data, exported, and read
-back in a process that has no Fulcrum. The table has the largest difference of outputs there.
+A torchvision ResNet-18, a timm ViT and a transformers BERT, all small and with random weights that are saved to disk
+and taken for pre-trained. Each is converted, partly frozen, trained over three parties on made-up data, exported, and
+read back in a process that has no Fulcrum. The table has the largest difference of outputs there.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def show(name: str, folder: Path, forms: Sequence[str] = (), rounds: int = 3) ->
 def run_elsewhere(code: str, form: str, folder: Path) -> Tensor:
     """Run an export's own loading code in a process without Fulcrum, on inputs.npz; returns the outputs."""
     shim = import_vision() if any(word in code for word in ("torchvision", "timm", "transformers")) else ""
-    feed = "data = {name: torch.from_numpy(value) for name, value in numpy.load('inputs.npz').items()}\nglobals().update(data)"
+    feed = "globals().update({k: torch.from_numpy(v) for k, v in numpy.load('inputs.npz').items()})"
     if form == "onnx":
         feed = "inputs = dict(numpy.load('inputs.npz'))"
     code = code.replace("AutoModel.", "AutoModelForSequenceClassification.").replace(

@@ -90,12 +90,12 @@ class ScaledLinear(nn.Module):
         return found
 
 
-def make_model(data: Dataset) -> ScaledLinear:
+def make_model(data: Dataset, factor: float = RARE) -> ScaledLinear:
     """The model for the schema's columns: those of capital gains and losses count more, but not "none" itself."""
     assert data.schema is not None
     names = data.schema.input_names
     rare = [name.startswith("capital") and not is_lowest_cut(name) for name in names]
-    return ScaledLinear(torch.where(torch.tensor(rare), RARE, 1.0))
+    return ScaledLinear(torch.where(torch.tensor(rare), factor, 1.0))
 
 
 def is_lowest_cut(name: str) -> bool:

@@ -26,8 +26,8 @@ ROUNDS = (486 // 4 // BATCH) * 50 // UPDATES
 def account_hospital(records: int, epsilon: float, delta: float, accountant: str) -> dict[str, float]:
     """What the code calibrates for, and what its steps cost at one hospital.
 
-    planned: steps that the noise was calibrated for, ROUNDS passes. steps: those that are run. poisson: their epsilon if
-    every batch were a Poisson sample, as the calibration assumes. shuffled: an epsilon that holds for what is run,
+    planned: steps that the noise was calibrated for, ROUNDS passes. steps: those that are run. poisson: their epsilon
+    if every batch were a Poisson sample, as the calibration assumes. shuffled: an epsilon that holds for what is run,
     batches of a shuffled pass, in which every record is used once per pass: no amplification is claimed.
     """
     batches = math.ceil(records / BATCH)
@@ -60,7 +60,9 @@ def main() -> None:
     if options.json:
         print(json.dumps({"epsilon": options.epsilon, "delta": options.delta, "hospitals": rows}))
         return
-    print(f"{'hospital':<14}{'records':>8}{'planned':>9}{'run':>7}{'sigma':>8}{'nominal':>9}{'Poisson':>9}{'shuffled':>10}")
+    print(
+        f"{'hospital':<14}{'records':>8}{'planned':>9}{'run':>7}{'sigma':>8}{'nominal':>9}{'Poisson':>9}{'shuffled':>10}"
+    )
     for name, row in rows.items():
         counts = f"{row['records']:>8}{row['planned']:>9}{row['steps']:>7}"
         costs = f"{row['nominal']:>9.2f}{row['poisson']:>9.2f}{row['shuffled']:>10.2f}"

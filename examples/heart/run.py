@@ -58,7 +58,9 @@ def make_hospitals(seed: int = 0) -> Dataset:
             parts[f"x{end}"].append(x)
             parts[f"y{end}"].append((rng.random(size) < chance).astype(np.int64))
             parts[f"party{end}"].append(np.full(size, number))
-    return make_dataset({name: np.concatenate(found) for name, found in parts.items()} | {"party_names": np.array(list(SIZES))})
+    return make_dataset(
+        {name: np.concatenate(found) for name, found in parts.items()} | {"party_names": np.array(list(SIZES))}
+    )
 
 
 def train(data: Dataset, seed: int, reference: bool = False) -> fulcrum.Result:

@@ -31,6 +31,7 @@ NAMES = {
     "load",
     "plan",
     "prepare",
+    "private",
     "resume",
     "rounds",
     "train",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fulcrum import gradients as grads
+from fulcrum.errors import ModelError
 from fulcrum.gradients import ghost as book
 from fulcrum.gradients import param_grads as parts
 from fulcrum.gradients import recording, uses
@@ -217,12 +218,13 @@ def test_a_wrong_norm_of_a_registered_layer_is_noticed(monkeypatch: pytest.Monke
 
 def test_a_rule_that_leaves_out_a_term_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong case: the second use of a shared weight is not recorded. The comparison notices; vmap takes its place."""
-    right, seen = FUNCTION_RULES[F.linear], []
+    right = FUNCTION_RULES[F.linear]
+    seen: list[tuple[Any, Tensor]] = []
 
     def forgetful(recorder: Any, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        seen.append(id(weight))
-        if seen.count(id(weight)) > 1:
+        if any(recorder is one and weight is other for one, other in seen):
             return function(input, weight, bias)
+        seen.append((recorder, weight))
         return right(recorder, function, input, weight, bias)
 
     monkeypatch.setitem(FUNCTION_RULES, F.linear, forgetful)
@@ -231,7 +233,6 @@ def test_a_rule_that_leaves_out_a_term_is_rejected(monkeypatch: pytest.MonkeyPat
     truth = loop(model, layout, x, y)
     wrong = record(model, layout, layout.flatten(model), x, y, how="book")
     assert not torch.allclose(wrong.matrix(), truth)
-    seen.clear()
     recorder = grads.GradientRecorder(model, layout, CLASSIFY)
     tape = recorder(layout.flatten(model), x, y)
     assert list_by_vmap(recorder) == [recording.DIFFERS] * 2
@@ -272,7 +273,8 @@ def test_fast_norms_stay_within_their_bounds() -> None:
 def read_own_layer_page() -> dict[str, Any]:
     page = (Path(__file__).parents[2] / "docs" / "own-layer.md").read_text()
     names: dict[str, Any] = {}
-    exec(page.split("```python")[1].split("```")[0], names)
+    for block in page.split("```python")[1:]:
+        exec(block.split("```")[0], names)
     return names
 
 
@@ -302,3 +304,50 @@ def test_a_wrong_sum_of_a_registered_layer_is_noticed(monkeypatch: pytest.Monkey
     tape = recorder(layout.flatten(model), x, y)
     assert [(site.name, site.reason) for site in recorder.sites or ()] == [("layer", recording.DIFFERS)]
     check_tape(tape, loop(model, layout, x, y), layout)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (lambda layer, p, a, g: {}, "returns nothing for its parameter 'weight'"),
+        (lambda layer, p, a, g: a @ g, "rule registered for Gain failed"),
+        (lambda layer, p, a, g: {"weight": grads.OwnGrad(a, g, torch.mul, torch.mul)}, "one squared norm per example"),
+    ],
+    ids=["forgets", "fails", "norm-of-each-position"],
+)
+def test_mistakes_in_a_rule_are_named(rule: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "LAYER_RULES", {})
+    monkeypatch.setattr(recording, "LAYER_RULES", uses.LAYER_RULES)
+    own = read_own_layer_page()
+    grads.register_layer(own["Gain"])(rule)
+    model = seeded(Head(own["Gain"](4), (3, 4), plain))
+    layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
+    with pytest.raises(ModelError, match=words):
+        grads.GradientRecorder(model, layout, CLASSIFY)(layout.flatten(model), x, y)
+
+
+class Called(nn.Module):
+    """A parameter in a user's own function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.ones(4)), function
+
+    def forward(self, a: Tensor) -> Tensor:
+        return self.function.apply(a, self.weight)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_registered_function_is_followed(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong case: its rule forgets half; vmap takes its place."""
+    monkeypatch.setattr(uses, "FUNCTION_RULES", dict(FUNCTION_RULES))
+    own = read_own_layer_page()
+    if not right:
+        plain_rule = own["use_product"]
+        halved = lambda recorder, function, a, w: plain_rule(recorder, function, a, w) * 0.5  # noqa: E731
+        grads.register_function_rule(own["Product"])(halved)
+    model = seeded(Head(Called(own["Product"]), (3, 4), plain))
+    layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
+    recorder = grads.GradientRecorder(model, layout, CLASSIFY)
+    check_tape(recorder(layout.flatten(model), x, y), loop(model, layout, x, y), layout)
+    assert bool(list_by_vmap(recorder)) != right

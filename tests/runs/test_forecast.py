@@ -154,7 +154,17 @@ def test_large_work_is_cut_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Sleeper.seen < 270  # less than a round
     assert 0.75 * 270 * Sleeper.seconds < said.training < 2 * 270 * Sleeper.seconds
     assert "of 3 parties" in said.timed
-    assert "of 90 units each, scaled" in said.timed
+    assert said.timed.endswith("of 90 units each")
+
+
+def test_what_a_step_takes_whatever_its_units_is_not_scaled() -> None:
+    federation = api.prepare(settings_of(train={"rate": 1.0}), toy_data(270))
+    trial = timing.StepTrial.of(made_up.make_up_federation(federation), federation.engine)
+    small, part = timing.StepPart(1, 2.0), timing.StepPart(1, 8.0)
+    found = trial.extrapolate(part, 0.5 + 0.1 * 8, (small, 0.5 + 0.1 * 2))
+    assert found * 90 == pytest.approx(0.5 + 0.1 * 90)
+    assert trial.extrapolate(part, 1.3, None) * 90 == pytest.approx(1.3 / 8 * 90)  # without a second point
+    assert trial.extrapolate(part, 1.0, (small, 2.0)) > 0  # the smaller one was slower: noise
 
 
 def test_the_dry_run_leaves_the_run_as_it_was() -> None:
@@ -192,6 +202,46 @@ def test_every_kind_of_run_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert 0 < forecast.time.training < forecast.time.per_round < 5
     assert forecast.layers
     json.dumps(forecast.to_json(), allow_nan=False)
+
+
+class Tagger(nn.Module):
+    """One prediction per token."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.table, self.scan, self.head = nn.Embedding(7, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.scan(self.table(x))[0])
+        return found
+
+
+def make_task_data(task: str) -> tuple[Dataset, nn.Module]:
+    """Private records of a task, and a model for them."""
+    stream = np.random.default_rng(1)
+    rows, x, tokens = 40, stream.random((40, 6), dtype=np.float32), stream.integers(0, 7, (40, 5))
+    party = np.arange(rows) % 2
+    made: dict[str, tuple[Any, Any, dict[str, Any], nn.Module]] = {
+        "classification": (x, stream.integers(0, 3, rows), {"classes": 3}, nn.Linear(6, 3)),
+        "binary": (x, stream.integers(0, 2, rows), {}, nn.Linear(6, 1)),
+        "multilabel": (x, stream.integers(0, 2, (rows, 4)), {}, nn.Linear(6, 4)),
+        "regression": (x, stream.random(rows), {}, nn.Linear(6, 1)),
+        "tokens": (tokens, stream.integers(0, 3, (rows, 5)), {"classes": 3}, Tagger(3)),
+        "next-token": (tokens, None, {"classes": 7}, Tagger(7)),
+    }
+    inputs, targets, more, model = made[task]
+    return fulcrum.data.from_arrays(inputs, targets, task=task, party=party, **more), model
+
+
+@pytest.mark.parametrize("task", ["classification", "binary", "multilabel", "regression", "tokens", "next-token"])
+def test_every_task_is_timed_on_made_up_records(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "TIMED_SECONDS", 0.02)
+    data, model = make_task_data(task)
+    assert not data.public
+    federation = api.prepare(settings_of(data={"partition": "auto", "parties": 2}), data, model)
+    forecast = api.make_forecast(federation)
+    assert (forecast.untimed, forecast.time is not None) == ("", True)
+    assert sum(row.parameters for row in forecast.layers) == federation.problem.layout.dim
 
 
 def test_many_parties_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,9 @@ from fulcrum.flower.messages import (
 )
 from fulcrum.flower.party import PartyService, open_party_service
 from fulcrum.flower.party_data import take_part
+from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.flower.registry import MessageDelivery
-from fulcrum.flower.terms import PartyTerms, accept_proposal, make_proposal
+from fulcrum.flower.terms import PartyTerms
 from fulcrum.privacy.events import Gaussian
 from fulcrum.settings.schema import Clip, Data, Model, Privacy, Run, Settings, Train
 from fulcrum.types import Assignment

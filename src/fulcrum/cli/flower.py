@@ -79,7 +79,8 @@ def terms(
 ) -> None:
     """Write the terms that a party would agree to for a configuration; read them before you use them."""
     require_flower()
-    from fulcrum.flower.terms import accept_proposal, make_proposal, terms_to_toml
+    from fulcrum.flower.proposals import accept_proposal, make_proposal
+    from fulcrum.flower.terms import terms_to_toml
 
     text = terms_to_toml(accept_proposal(party, make_proposal(settings, classes), budget))
     if str(out) == "-":

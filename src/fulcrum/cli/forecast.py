@@ -88,7 +88,7 @@ def describe_time(time: TimeEstimate | None, untimed: str) -> list[str]:
     scored = f" and {view.format_seconds(time.per_evaluation)} per evaluation" if time.per_evaluation else ""
     return [
         f"time  about {view.format_seconds(time.total)} for {time.rounds} rounds: {each}{scored}",
-        f"an estimate on this machine ({where}): {time.timed} timed on made-up records after warm-up",
+        f"an estimate on this machine ({where}), from {time.timed} on made-up records after warm-up",
     ]
 
 

@@ -164,7 +164,7 @@ def list_comparisons(summary: Mapping[str, Any]) -> list[tuple[str, view.TableVa
     if summary.get("reference"):
         made = summary["reference"]
         text = describe(made["metrics"], made.get("mean_over_parties", {}))
-        rows.append(("not private", f"{text} (the same without privacy, learning rate {made['lr']:g})"))
+        rows.append(("not private", f"{text} (the same without privacy, by {made['optimiser']})"))
     chosen = summary.get("threshold")
     if chosen:
         best = view.format_metric(chosen["for"], chosen[chosen["for"]])

@@ -29,9 +29,10 @@ from fulcrum.flower import keys
 from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.party import PartyService, open_party_service
 from fulcrum.flower.party_data import load_party_data, take_part
+from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.flower.run import ListenAddress, resume_served_run, serve_run
 from fulcrum.flower.task_terms import declare_task
-from fulcrum.flower.terms import accept_proposal, make_proposal, read_terms_file
+from fulcrum.flower.terms import read_terms_file
 from fulcrum.flower.transport import GridTransport, envelope_to_record, record_to_envelope
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.schema import Settings

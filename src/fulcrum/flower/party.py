@@ -41,19 +41,12 @@ from fulcrum.flower.party_data import LoadRecords, check_task
 from fulcrum.flower.party_ledger import enroll_party, register_party_run
 from fulcrum.flower.party_statement import make_party_statement
 from fulcrum.flower.party_training import LocalTrainer, PartyRunFacts
+from fulcrum.flower.proposals import accept_proposal, check_proposal
+from fulcrum.flower.refusals import TermsRefusal
 from fulcrum.flower.reply_store import ReplyStore
+from fulcrum.flower.request_checks import check_clipping_state, check_params, check_round_request
 from fulcrum.flower.task_terms import TaskNotDeclared, check_declared
-from fulcrum.flower.terms import (
-    PartyTerms,
-    TermsRefusal,
-    accept_proposal,
-    check_clipping_state,
-    check_params,
-    check_proposal,
-    check_round_request,
-    terms_to_toml,
-    validate_terms,
-)
+from fulcrum.flower.terms import PartyTerms, terms_to_toml, validate_terms
 from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger

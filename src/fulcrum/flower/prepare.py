@@ -14,9 +14,9 @@ from fulcrum.data import Dataset, Partition, load
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
 from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint, write_shape
+from fulcrum.flower.proposals import make_proposal
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, PartyReportFn, Transport
 from fulcrum.flower.task_terms import declare_task, task_fingerprint
-from fulcrum.flower.terms import make_proposal
 from fulcrum.privacy.plan import make_plan
 from fulcrum.rng import CipherRandomness
 from fulcrum.runs.preparation import build_checked_model

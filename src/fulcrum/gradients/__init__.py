@@ -30,7 +30,15 @@ from fulcrum.gradients.probe import NUM_PROBE_EXAMPLES, compare_with_autograd
 from fulcrum.gradients.program import UnsupportedModel, analyse_model
 from fulcrum.gradients.recording import list_uses, plan_uses, use_modules
 from fulcrum.gradients.tape import ChunkedTape, EmptyTape, GradientTape, PaddedTape
-from fulcrum.gradients.uses import UnknownUse, UsePlan, UseRecord, VmapSite, register_function_rule, register_layer
+from fulcrum.gradients.uses import (
+    ParameterUse,
+    UnknownUse,
+    UsePlan,
+    UseRecord,
+    VmapSite,
+    register_function_rule,
+    register_layer,
+)
 from fulcrum.gradients.vmap import record_vmap_tape
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 from fulcrum.models.prepared import draws_keys
@@ -41,6 +49,7 @@ __all__ = [
     "GradientTape",
     "MaterialisedGrad",
     "OwnGrad",
+    "ParameterUse",
     "list_gradient_paths",
     "record_gradients",
     "register_function_rule",

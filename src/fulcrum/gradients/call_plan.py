@@ -8,7 +8,7 @@ a list of the calls that see parameters, in order; a recorder goes through it in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,10 +81,12 @@ class PlannedCall:
         if len(leaves) != len(self.shapes):
             return False
         for leaf, place, shape in zip(leaves, self.given, self.shapes, strict=True):
-            sizes = list(shape)
+            if not isinstance(leaf, Tensor) or place == UNCLEAR:
+                continue
             if isinstance(place, Axis):
-                sizes[place.dim] = place.each * examples
-            if isinstance(leaf, Tensor) and place != UNCLEAR and list(leaf.shape) != sizes:
+                dim = place.dim
+                shape = (*shape[:dim], place.each * examples, *shape[dim + 1 :])
+            if leaf.shape != shape:
                 return False
         return True
 
@@ -128,17 +130,25 @@ def name_function(function: Any) -> str:
     return str(getattr(owner, "__name__", name)) if name == "__get__" else name
 
 
-def iterate_leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """The leaves of nested lists, tuples and dicts."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from iterate_leaves(value)
-        elif isinstance(value, dict):
-            yield from iterate_leaves(value.values())
-        else:
-            yield value
+def list_leaves(value: Any) -> list[Any]:
+    """The leaves of nested lists, tuples and dicts: as `tree_leaves`, in less time."""
+    found: list[Any] = []
+    _add_leaves(value, found)
+    return found
+
+
+def _add_leaves(value: Any, found: list[Any]) -> None:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        for each in value:
+            _add_leaves(each, found)
+    elif kind is dict:
+        for each in value.values():
+            _add_leaves(each, found)
+    elif isinstance(value, tuple | list | dict):
+        found.extend(tree_leaves(value))
+    else:
+        found.append(value)
 
 
 # --- the two runs ---------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select_rows
 from fulcrum.data.tasks import Task
@@ -88,36 +87,64 @@ def measure_layer_costs(
     layout = ParameterLayout.of(model)
     rows = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % count_examples(x)
     x, y = select_rows(x, rows), y[rows]
-    counted = count_plain_flop(model, layout, task, x, y)
-    frozen = _list_frozen(model, counted, terms)
-    recorder = GradientRecorder(model, layout, task)
     own = layout.flatten(model).to(y.device)
-    parts: Sequence[tuple[ParamGrad, ...]] = ()
-    sites: tuple[VmapSite, ...] = ()
-    if terms.program is not None:
-        uses = list_program_uses(terms.program, len(y))
-    else:
-        try:
-            recorder.settle(own, x, y)
-            tape = recorder.record_once(own, x, y, fast=True)
-        except (UnsupportedModel, UnknownUse, RuntimeError) as problem:
-            first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-            return (_describe_whole_model(layout, counted, terms, recorder.objection or first), *frozen)
-        parts = tape.parts
-        if recorder.plan is None:
-            tensors = tuple(layout.unflatten(own).values())
-            uses = list_sequence_uses(recorder.program, tensors, require_single_input(x))
-        else:
-            sites = (*recorder.plan.sites, *_list_vmap_calls(recorder.plan, layout))
-            uses = list_uses(model, layout, own, x, y, task, recorder.plan)
+
+    def count() -> dict[str, float]:
+        return count_plain_flop(model, layout, task, x, y)
+
+    try:
+        found = _find_uses(model, layout, task, own, x, y, terms)
+    except (UnsupportedModel, UnknownUse, RuntimeError) as problem:
+        first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+        counted = count()
+        return (_describe_whole_model(layout, counted, terms, first), *_list_frozen(model, counted, terms))
+    has_frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    counted = count() if has_frozen or found.sites or found.has_unpriced(layout) else {}
     by_place: dict[int, list[_Priced]] = {}
-    for site in sites:
+    for site in found.sites:
         for place, priced in _price_site(site, layout, counted, terms).items():
             by_place.setdefault(place, []).append(priced)
-    for use in uses:
-        part = parts[use.place][0] if parts and parts[use.place] else None
-        by_place.setdefault(use.place, []).append(_price_use(use, part, layout, terms, len(y)))
-    return (*_gather_layers(layout, by_place, counted, terms.batch), *frozen)
+    for use in found.uses:
+        by_place.setdefault(use.place, []).append(_price_use(use, found.part(use.place), layout, terms, len(y)))
+    return (*_gather_layers(layout, by_place, counted, terms.batch), *_list_frozen(model, counted, terms))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """How a pass uses the parameters: uses, modules that go through vmap, and the gradients of each parameter."""
+
+    uses: tuple[UseRecord, ...]
+    sites: tuple[VmapSite, ...] = ()
+    parts: tuple[tuple[ParamGrad, ...], ...] = ()
+
+    def part(self, place: int) -> ParamGrad | None:
+        """The gradients of a parameter's first use."""
+        return self.parts[place][0] if self.parts and self.parts[place] else None
+
+    def has_unpriced(self, layout: ParameterLayout) -> bool:
+        """Whether a use may have products that it does not know of: counting them takes a second or more."""
+        return any(
+            use.cost is None
+            and len(layout.shapes[use.place]) > 1
+            and not isinstance(self.part(use.place), EmbeddingGrad)
+            for use in self.uses
+        )
+
+
+def _find_uses(
+    model: nn.Module, layout: ParameterLayout, task: Task, own: Tensor, x: ModelInputs, y: Tensor, terms: CostTerms
+) -> _Found:
+    """Raises UnsupportedModel, UnknownUse or RuntimeError where book-keeping cannot follow the model."""
+    if terms.program is not None:
+        return _Found(list_program_uses(terms.program, len(y)))
+    recorder = GradientRecorder(model, layout, task)
+    recorder.settle(own, x, y)
+    tape = recorder.record_once(own, x, y, fast=True)  # raises the objection, if there is one
+    if recorder.plan is None:
+        tensors = tuple(layout.unflatten(own).values())
+        return _Found(list_sequence_uses(recorder.program, tensors, require_single_input(x)), (), tape.parts)
+    sites = (*recorder.plan.sites, *_list_vmap_calls(recorder.plan, layout))
+    return _Found(list_uses(model, layout, own, x, y, task, recorder.plan), sites, tape.parts)
 
 
 def _list_vmap_calls(plan: UsePlan, layout: ParameterLayout) -> tuple[VmapSite, ...]:
@@ -135,6 +162,8 @@ def count_plain_flop(
 
     "" is the model itself.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # brings in torch's compiler
+
     counter = FlopCounterMode(display=False)
     own = {name: value.detach().requires_grad_() for name, value in layout.unflatten(layout.flatten(model)).items()}
     try:
@@ -150,10 +179,17 @@ def count_plain_flop(
         for name, found in counter.flop_counts.items()
         if name == root or name.startswith(f"{root}.")
     }
-    return {
-        name: value - sum(inner for other, inner in whole.items() if other and other.rpartition(".")[0] == name)
-        for name, value in whole.items()
-    }
+    own_share = dict(whole)
+    for name, value in whole.items():
+        around = [other for other in whole if other != name and _is_within(name, other)]
+        if around:  # a container that is never called, such as a ModuleList, is not among them
+            own_share[max(around, key=len)] -= value
+    return own_share
+
+
+def _is_within(name: str, other: str) -> bool:
+    """Whether the module of this name is the other one, or in it."""
+    return not other or name == other or name.startswith(f"{other}.")
 
 
 # --- the price of one use ---------------------------------------------------------------------------
@@ -231,7 +267,7 @@ def _price_site(
     site: VmapSite, layout: ParameterLayout, counted: Mapping[str, float], terms: CostTerms
 ) -> dict[int, _Priced]:
     """The module runs as it is, and again under vmap; its first parameter stands for the whole module."""
-    again = terms.batch * sum(f for name, f in counted.items() if name == site.name or name.startswith(f"{site.name}."))
+    again = terms.batch * sum(f for name, f in counted.items() if _is_within(name, site.name))
     because = f"{site.reason}, in {site.name or 'the model'}: it runs a second time under torch.func"
     first = min(site.places)
     return {
@@ -302,7 +338,7 @@ def _list_frozen(model: nn.Module, counted: Mapping[str, float], terms: CostTerm
     def visit(module: nn.Module, name: str) -> None:
         own = list(module.parameters())
         if own and not any(p.requires_grad for p in own):
-            inner = (f for each, f in counted.items() if each == name or each.startswith(f"{name}."))
+            inner = (f for each, f in counted.items() if _is_within(each, name))
             flop, held = terms.batch * sum(inner), 4.0 * sum(p.numel() for p in own)
             entries = sum(p.numel() for p in own)
             found.append(LayerCost(name or "model", "frozen", "it is not trained", entries, flop, flop, held, held))

@@ -11,6 +11,7 @@ found as they are called (`uses.py`, `function_rules/`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +36,7 @@ from fulcrum.gradients.rounding import (
     squared_norms,
     to_norm_table,
 )
-from fulcrum.gradients.tape import check_loss_per_example, find_finite_norms, stack_squares
+from fulcrum.gradients.tape import add_squares, check_loss_per_example, find_finite_norms, stack_squares
 from fulcrum.gradients.uses import MAX_MATERIALISED_RATIO, UsePlan, UseRecord, UseRecorder
 from fulcrum.models.layout import ParameterLayout
 
@@ -215,7 +216,7 @@ class GhostTape:
             if small:
                 rows = self._join_rows(small)
                 pieces.append(fast_squared_norms(rows) if self.fast else squared_norms(rows))
-            found.append(SquaredNorms(*(torch.stack(each).sum(dim=0) for each in zip(*pieces, strict=True))))
+            found.append(add_squares(pieces))
         return stack_squares(found)
 
     def _tensor_squared_norms(self, parts: tuple[ParamGrad, ...]) -> SquaredNorms:
@@ -257,6 +258,11 @@ class GhostTape:
 
     @cached_property
     def _all_finite(self) -> bool:
+        if not self.raw_losses.is_cuda:  # a finite sum shows it for all examples at once
+            largest = torch.finfo(self.raw_losses.dtype).max
+            squares, losses = float(self._whole_squares.bounds.sum()), float(self.raw_losses.sum())
+            if squares < largest and math.isfinite(losses):
+                return True
         return bool(self._good.all())
 
     @cached_property
@@ -298,7 +304,7 @@ class GhostTape:
         return total
 
     def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = (), proven: bool = False) -> Tensor:
-        if "_good" not in self.__dict__:
+        if "_all_finite" not in self.__dict__:
             # No norms were computed: a finite sum proves that every gradient is finite.
             total = self.sum_parts(self.parts, factors, groups, proven)
             if bool(torch.isfinite(total).all()) and bool(torch.isfinite(self.raw_losses).all()):
@@ -311,6 +317,8 @@ class GhostTape:
         """Sum of parts with factors [B, G], [d]: those of this tape, or made of them."""
         columns = [factors[:, group] for group in range(factors.shape[1])]
         together = self._sum_small_parts(parts, columns, groups, proven)
+        if not factors.is_cuda and not proven:
+            return self._write_sums(parts, columns, groups, together)
         blocks = []
         for i, (own, size) in enumerate(zip(parts, self.layout.sizes, strict=True)):
             if i in together:
@@ -320,6 +328,29 @@ class GhostTape:
             nothing = torch.zeros_like(self.params[:1], dtype=torch.float64 if proven else None).expand(size)
             blocks.append(sums[0] if len(sums) == 1 else sum(sums, start=nothing))
         return torch.cat(blocks)
+
+    def _write_sums(
+        self,
+        parts: tuple[tuple[ParamGrad, ...], ...],
+        columns: list[Tensor],
+        groups: tuple[int, ...],
+        known: dict[int, Tensor],
+    ) -> Tensor:
+        """As `sum_parts` on a CPU: products are written where they belong, without a copy of a large model's sum."""
+        total = torch.empty_like(self.params)
+        for i, (own, block) in enumerate(zip(parts, total.split(self.layout.sizes), strict=True)):
+            column = columns[groups[i] if groups else 0]
+            if i in known:
+                block.copy_(known[i])
+            elif len(own) == 1 and isinstance(own[0], LinearGrad):
+                own[0].write_sum(column, block)
+            elif own:
+                block.copy_(own[0].weighted_sum(column))
+                for part in own[1:]:
+                    block += part.weighted_sum(column)
+            else:
+                block.zero_()
+        return total
 
     def _sum_small_parts(
         self, parts: tuple[tuple[ParamGrad, ...], ...], columns: list[Tensor], groups: tuple[int, ...], proven: bool

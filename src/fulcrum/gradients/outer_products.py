@@ -165,13 +165,25 @@ class LinearGrad:
         if proven:
             total = self._sum_in_float64(factors).reshape(-1)
         else:
-            a, g = self.a, self.g
-            if a.shape[-1] < g.shape[-1]:  # the smaller of the two is copied
-                a = scale_rows(a, factors.to(a.dtype))
-            else:
-                g = scale_rows(g, factors.to(g.dtype))
-            total = multiply(g.flatten(0, -2).t(), a.flatten(0, -2)).reshape(-1)
+            total = multiply(*self._scaled_operands(factors)).reshape(-1)
         return self.order.to_parameter(total) if self.order else total
+
+    def write_sum(self, factors: Tensor, block: Tensor) -> None:
+        """Write `weighted_sum` into block [n]."""
+        slopes, inputs = self._scaled_operands(factors)
+        if self.order is None and inputs.dtype == slopes.dtype == block.dtype:
+            torch.mm(slopes, inputs, out=block.view(len(slopes), -1))
+        else:
+            block.copy_(self.weighted_sum(factors))
+
+    def _scaled_operands(self, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """Output gradients [O, B * T] and inputs [B * T, K], one of them times the factors: the smaller is copied."""
+        a, g = self.a, self.g
+        if a.shape[-1] < g.shape[-1]:
+            a = scale_rows(a, factors.to(a.dtype))
+        else:
+            g = scale_rows(g, factors.to(g.dtype))
+        return g.flatten(0, -2).t(), a.flatten(0, -2)
 
     def _sum_in_float64(self, factors: Tensor) -> Tensor:
         """[O, K] in float64, a few examples at a time."""

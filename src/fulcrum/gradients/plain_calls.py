@@ -90,7 +90,7 @@ def _disable_compiled() -> Callable[[], None]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is one that `torch.compile` returned, or was compiled in place."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def record_uses(
     recorder = UseRecorder(tensors, count, plan, channels_last, planning)
     with run_plainly(model):
         with ExitStack() as hooks, torch.enable_grad():
-            _attach(recorder, model, layout, plan, hooks)
+            attach_hooks(recorder, model, layout, plan, hooks)
             inputs = map_inputs(Tensor.detach, x)
             with torch.autocast(y.device.type, torch.bfloat16, enabled=half), recorder:
                 outputs = call_with_parameters(model, dict(zip(layout.names, tensors, strict=True)), inputs)
@@ -60,7 +60,9 @@ def record_uses(
     return recorder, losses.detach()
 
 
-def _attach(recorder: UseRecorder, model: nn.Module, layout: ParameterLayout, plan: UsePlan, hooks: ExitStack) -> None:
+def attach_hooks(
+    recorder: UseRecorder, model: nn.Module, layout: ParameterLayout, plan: UsePlan, hooks: ExitStack
+) -> None:
     """Adds hooks to the modules that are not followed call by call, until `hooks` closes."""
     alone = {site.name for site in plan.sites}
 

@@ -72,8 +72,18 @@ def sum_squares_by_group(squares: SquaredNorms, groups: tuple[int, ...]) -> Squa
     return SquaredNorms(*(each.new_zeros(shape).index_add_(1, index, each) for each in squares))
 
 
+def add_squares(squares: Sequence[SquaredNorms]) -> SquaredNorms:
+    """The sum of squared norms [B] of several tensors, in their order."""
+    if len(squares) == 1:
+        return squares[0]
+    table = torch.stack([each for one in squares for each in one]).unflatten(0, (len(squares), 3))
+    return SquaredNorms(*table.sum(dim=0).unbind())
+
+
 def stack_squares(squares: Sequence[SquaredNorms]) -> SquaredNorms:
     """Squared norms [B] of several tensors as [B, tensors]."""
+    if len(squares) == 1:
+        return SquaredNorms(*(each.unsqueeze(1) for each in squares[0]))
     return SquaredNorms(*(torch.stack(each, dim=1) for each in zip(*squares, strict=True)))
 
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from fulcrum.gradients.call_plan import Axis, CallPlan, Place, PlannedCall, iterate_leaves, name_function
+from fulcrum.errors import ModelError
+from fulcrum.gradients.call_plan import Axis, CallPlan, Place, PlannedCall, list_leaves, name_function
 from fulcrum.gradients.derived import Derivation, DerivedGrad, find_view
 from fulcrum.gradients.outer_products import ConvGrad, LinearGrad, WeightGradCost, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad
@@ -66,14 +67,23 @@ FUNCTION_RULES: dict[Any, Rule] = {}
 def register_function_rule(*functions: Any) -> Callable[[Rule], Rule]:
     """Adds a rule for functions that take parameters: see docs/own-layer.md.
 
+    functions: of PyTorch, operators of `torch.library`, or classes of `torch.autograd.Function`.
     The rule calls the function, and `recorder.tap(out, uses)` on its output.
     """
 
     def add(rule: Rule) -> Rule:
-        FUNCTION_RULES.update(dict.fromkeys(functions, rule))
+        for function in functions:
+            own = getattr(function, "_opoverload", None)  # of torch.library.custom_op
+            FUNCTION_RULES.update(dict.fromkeys((own, own.overloadpacket) if own else (function,), rule))
         return rule
 
     return add
+
+
+def find_function_rule(function: Any) -> Rule | None:
+    """The rule of a function, of an operator's overload, or of a user's `torch.autograd.Function`."""
+    names = (function, getattr(function, "overloadpacket", None), getattr(function, "kind", None))
+    return next((FUNCTION_RULES[name] for name in names if name is not None and name in FUNCTION_RULES), None)
 
 
 LayerRule = Callable[[Any, dict[str, Tensor], Tensor, Tensor], dict[str, ParamGrad]]
@@ -205,6 +215,7 @@ class UseRecorder(TorchFunctionMode):
         self._plan = plan
         self._sizes = [tensor.numel() for tensor in tensors]
         self._targets: dict[int, Target] = {id(tensor): place for place, tensor in enumerate(tensors)}
+        self._behind: dict[int, tuple[int, ...]] = {id(tensor): (place,) for place, tensor in enumerate(tensors)}
         self._made: list[Tensor] = []  # what parameters made: kept, since their ids are keys
         self._leaves: dict[int, Tensor] = {}
         self._hidden: dict[int, str] = {}  # parameters of sites that are running, by place: the site
@@ -230,7 +241,7 @@ class UseRecorder(TorchFunctionMode):
 
     def find_parameters(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The trainable parameters among arguments, also in lists of them."""
-        return [value for value in iterate_leaves((args, kwargs)) if self.is_tracked(value)]
+        return [value for value in list_leaves((args, kwargs)) if self.is_tracked(value)]
 
     def find_axis(self, value: Any) -> Place:
         """Where an argument of the current call holds its rows; None where it does not depend on the batch."""
@@ -295,7 +306,7 @@ class UseRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if not torch.is_grad_enabled() or not self._sees(args, kwargs):
             return func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
+        leaves = list_leaves((args, kwargs))
         number, call = self._find_call(func, leaves)
         if call.kind == "note":
             return func(*args, **kwargs)
@@ -319,7 +330,7 @@ class UseRecorder(TorchFunctionMode):
             if isinstance(value, Tensor):
                 if id(value) in known and (not self._hidden or self.is_tracked(value)):
                     return True
-            elif isinstance(value, list | tuple | dict) and any(map(self.is_tracked, iterate_leaves((value,)))):
+            elif isinstance(value, list | tuple | dict) and any(map(self.is_tracked, list_leaves(value))):
                 return True
         return False
 
@@ -328,14 +339,14 @@ class UseRecorder(TorchFunctionMode):
         calls, number = self._plan.calls.calls, self._number
         while number < len(calls) and self._is_hidden(calls[number]):
             number += 1
-        own = {place for leaf in leaves for place in self._find_places(leaf)}
-        if not any(own <= call.places for call in calls[number:]):
+        own = {place for leaf in leaves if id(leaf) in self._behind for place in self._find_places(leaf)}
+        call = calls[number] if number < len(calls) else None
+        if call is not None and call.function == func and own <= call.places and call.fits(leaves, self.examples):
+            self._number = number + 1
+            return number, call
+        if call is None or not any(own <= later.places for later in calls[number:]):
             raise UnknownUse(OTHER_PATH, tuple(sorted(own)))  # it came, and was not expected
-        call = calls[number]
-        if call.function != func or not own <= call.places or not call.fits(leaves, self.examples):
-            raise UnknownUse(OTHER_PATH, tuple(sorted(call.places)))  # it was expected, and did not come
-        self._number = number + 1
-        return number, call
+        raise UnknownUse(OTHER_PATH, tuple(sorted(call.places)))  # it was expected, and did not come
 
     def _is_hidden(self, call: PlannedCall) -> bool:
         """Whether a planned call sees only parameters of a site that is running: it follows them itself."""
@@ -345,12 +356,11 @@ class UseRecorder(TorchFunctionMode):
 
     def _find_places(self, value: Any) -> tuple[int, ...]:
         """The parameters behind a value that are followed here."""
-        target = self._targets.get(id(value))
-        places = () if target is None else (target,) if isinstance(target, int) else tuple(target.leaves)
-        return tuple(place for place in places if place not in self._hidden)
+        places = self._behind.get(id(value), ())
+        return tuple(place for place in places if place not in self._hidden) if self._hidden else places
 
     def _find_rule(self, call: PlannedCall) -> Rule:
-        rule = FUNCTION_RULES.get(call.function)
+        rule = find_function_rule(call.function)
         if not call.is_clear or rule is None or call.given is None:
             words = f"no rule for {self._function}" if call.is_clear else f"rows of {self._function} depend on the data"
             raise UnknownUse(words, tuple(place for place in call.places if place not in self._hidden))
@@ -380,7 +390,7 @@ class UseRecorder(TorchFunctionMode):
         out = func(*args, **kwargs)
         shadow_args, shadow_kwargs = tree_map(self._find_shadow, (args, kwargs))
         shadows = tree_leaves(func(*shadow_args, **shadow_kwargs))
-        sources = [self._targets[id(leaf)] for leaf in iterate_leaves((args, kwargs)) if id(leaf) in self._targets]
+        sources = [self._targets[id(leaf)] for leaf in list_leaves((args, kwargs)) if id(leaf) in self._targets]
         leaves: dict[int, Tensor] = {}
         for source in sources:
             leaves |= {source: self._leaves[source]} if isinstance(source, int) else source.leaves
@@ -392,7 +402,7 @@ class UseRecorder(TorchFunctionMode):
                 continue
             view = find_view(func, args, kwargs, number)
             views = None if before is None or view is None else (*before, view)
-            self._targets[id(leaf)] = Derivation(shadow, leaves, views)
+            self._targets[id(leaf)], self._behind[id(leaf)] = Derivation(shadow, leaves, views), tuple(leaves)
             self._made.append(leaf)
         return out
 
@@ -524,9 +534,13 @@ class UseRecorder(TorchFunctionMode):
 
         def make(name: str, g: Tensor) -> ParamGrad:
             if not made:
-                made.update(rule(layer, own, seen, g))
+                try:
+                    made.update(rule(layer, own, seen, g))
+                except Exception as problem:  # a user's rule may raise any error
+                    words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+                    raise ModelError(f"The rule registered for {site.reason} failed: {words}.") from problem
             if name not in made:
-                raise UnsupportedModel(f"the rule for {site.reason} has no gradient for its parameter {name!r}")
+                raise ModelError(f"The rule registered for {site.reason} returns nothing for its parameter {name!r}.")
             return made[name]
 
         uses = [ParameterUse(value, partial(make, name)) for name, value in own.items()]

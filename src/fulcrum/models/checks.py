@@ -78,6 +78,13 @@ def _validate_parameters(model: nn.Module) -> None:
             raise ModelError(
                 f"Parameter {name!r} is complex; hold a real one [..., 2] and use torch.view_as_complex in forward."
             )
+        if parameter.is_meta:
+            raise ModelError(f"Parameter {name!r} has no values (device meta); use model.to_empty and initialise it.")
+        if parameter.dtype != torch.float32:
+            raise ModelError(
+                f"Parameter {name!r} has type {str(parameter.dtype).removeprefix('torch.')}, but float32 is trained; "
+                "call model.float(), and set run.precision for faster products."
+            )
         first = owners.setdefault(parameter.untyped_storage().data_ptr(), name)
         if first != name and parameter.numel():
             raise ModelError(
@@ -89,6 +96,8 @@ def _validate_parameters(model: nn.Module) -> None:
 def validate_by_type(model: nn.Module) -> None:
     """ModelError for a layer that cannot be trained, by its type and its settings."""
     own = unwrap_model(model)
+    if isinstance(own, torch.jit.ScriptModule):
+        raise ModelError("The model is a torch.jit module, whose parameters are fixed; hand over the Python module.")
     _validate_parameters(own)
     for name, layer in own.named_modules():
         for types, finding in REFUSED_LAYERS:
@@ -105,6 +114,12 @@ def _validate_by_behaviour(model: nn.Module, sample: ModelInputs) -> None:
     count = count_examples(sample)
     longer, _, _ = run_dry(model, select_rows(sample, torch.arange(count + 1) % count))
     rows = _find_rows(trace, longer, count)
+    if trace and trace[-1][0] == "model" and rows[-1] != 0:
+        sizes = " and ".join(str(list(each[-1][2].shape)) for each in (trace, longer))
+        raise ModelError(
+            f"The model's output must hold one example per row, but has the shapes {sizes} for {count} and {count + 1} "
+            "examples."
+        )
     for before, repeated in zip(trace, again, strict=False):
         if before[:2] == repeated[:2] and not _outputs_agree(before[2], repeated[2]):
             name, kind, _ = before
@@ -133,18 +148,19 @@ def _validate_by_size(
         words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise ModelError(
             f"The model fails on a batch of one example ({words}), but a private batch may have any size; "
-            "name dimensions in squeeze()."
+            "make it work on one."
         ) from problem
     for size, other in ((count, longer), (1, single)):
         for (name, kind, values), (_, _, after), dim in zip(trace, other, rows, strict=False):
-            if dim is None or values.dim() != after.dim() or after.shape[dim] < size:
+            if dim is None or not values.is_floating_point() or not values.numel():
                 continue
-            part, wanted = (value.movedim(dim, 0)[:size] for value in (after, values))
-            room = 1e-3 * float(wanted.abs().max()) if wanted.is_floating_point() and wanted.numel() else 0.0
-            if part.shape == wanted.shape and not torch.allclose(part, wanted, 1e-3, room, equal_nan=True):
+            wanted = values.movedim(dim, 0)[:size]
+            part = after.movedim(dim, 0)[:size] if after.dim() == values.dim() else after
+            room = 1e-3 * float(wanted.abs().max())
+            if part.shape != wanted.shape or not torch.allclose(part, wanted, 1e-3, room, equal_nan=True):
                 raise ModelError(
                     f"Layer {name!r} ({kind}) gives another output for an example when the batch has another size; "
-                    "leave the number of examples out of the computation."
+                    "leave the number of examples out of the computation, and name dimensions in squeeze()."
                 )
 
 

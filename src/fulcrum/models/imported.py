@@ -119,7 +119,7 @@ def build_transformers(
             f"model.name = {name!r}: there is no {folder / 'config.json'}; give the folder of a saved model "
             "(model.save_pretrained(FOLDER))."
         )
-    library = import_library("transformers", name, "'fulcrum-fl[transformers]'")
+    library = import_library("transformers", f"transformers:{name}", "'fulcrum-fl[transformers]'")
     config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
     for key, value in arguments.items():
         setattr(config, key, value)

@@ -94,6 +94,8 @@ def keep_nonnegative(factors: Tensor) -> Tensor:
 
 def drop_nonfinite_rows(extra: Tensor, mask: Tensor) -> Tensor:
     """Rows of statistics [B, J] with 0 in place of padding, and of each row with a number that is not finite."""
+    if not extra.shape[1]:
+        return extra
     kept = torch.isfinite(extra).all(dim=1, keepdim=True) & mask[:, None]
     return torch.where(kept, extra, torch.zeros((), dtype=extra.dtype, device=extra.device))
 
@@ -157,6 +159,8 @@ def enforce_bounds(
         return factors, extra
     limits = limits or NormLimits.of(Stats(norms, norms[:, 0] >= 0))
     held = limit_factors(keep_nonnegative(factors), bounds.C, limits)
+    if not extra.shape[1]:
+        return held, extra.double() if limits.margin.eta else extra
     size = torch.linalg.vector_norm(extra.double(), dim=1, keepdim=True)
     return held, scale_rows_to(extra, size, bounds.extra, limits.margin)
 

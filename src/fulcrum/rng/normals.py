@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Numbers = TypeVar("Numbers", Tensor, npt.NDArray[np.float64])
+Numbers = TypeVar("Numbers", Tensor, npt.NDArray[Any])
 """float64 numbers of either library."""
 
 
@@ -65,4 +64,5 @@ def bound_error(radius: Numbers, uniform: Numbers) -> Numbers:
     first term covers with room to spare; the second is the rounding of U and its unknown bits: dR/dU = -1 / (U R). The
     radius is at least 2^-33, that of the largest U.
     """
-    return 2.0**-44 * radius + 2.0**-51 / (uniform.clip(min=2.0**-66) * radius.clip(min=2.0**-33))
+    found: Numbers = 2.0**-44 * radius + 2.0**-51 / (uniform.clip(min=2.0**-66) * radius.clip(min=2.0**-33))
+    return found

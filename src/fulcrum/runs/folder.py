@@ -45,10 +45,11 @@ class RunFolder:
     @staticmethod
     def create(path: Path) -> RunFolder:
         """A new folder; refuses an existing folder that is not empty."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunError(
-                f"folder {path} exists and is not empty; choose another --out, or continue it: fulcrum resume {path}"
-            )
+        if path.is_file():
+            raise RunError(f"{path} is a file; choose a new folder as --out.")
+        if path.exists() and any(path.iterdir()):
+            goes_on = f", or continue it: fulcrum resume {path}" if (path / "run.json").is_file() else "."
+            raise RunError(f"folder {path} exists and is not empty; choose another --out{goes_on}")
         try:
             (path / "checkpoints").mkdir(parents=True)
         except OSError as error:

@@ -91,15 +91,16 @@ UNITS_FROM_SMALLEST = ("example", "person", "client")
 
 
 def find_weight_origin(settings: Settings) -> WeightOrigin | None:
-    """The private run whose model the initial weights are; None where they are public, as far as is known.
+    """The run whose model the initial weights are; None where no run of ours made them, as far as is known.
 
     Raises ConfigError where its spend cannot be added to this run's.
     """
     paths = [settings.model.init, settings.model.name.removeprefix("transformers:")]
     known = [read_origin(Path(path)) for path in paths if path != "random" and Path(path).exists()]
-    origin = next((each for each in known if each is not None and not each.public), None)
+    found = [each for each in known if each is not None]
+    origin = next((each for each in found if not each.public), None)
     if origin is None:
-        return None
+        return found[0] if found else None
     where = f"model.init = {settings.model.init!r} is the model of run {origin.run}"
     unit = settings.privacy.unit
     if UNITS_FROM_SMALLEST.index(origin.unit) < UNITS_FROM_SMALLEST.index(unit):

@@ -1,6 +1,6 @@
 """The non-private reference: the same model, records, split and rounds without clipping and noise.
 
-For public data only. Without noise another learning rate is right, so three are tried, and the one with the smallest
+For public data only. Without noise another step length is right, so several are tried, and the one with the smallest
 training loss at the end counts; test records choose nothing.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from fulcrum.training.loop import federate
 from fulcrum.training.problem import TrainingProblem
 
 LEARNING_RATE_FACTORS = (0.1, 1.0, 10.0)
-"""Multiples of train.lr that are tried."""
+"""Multiples of train.lr that are tried with the settings' own server optimiser."""
+ADAM_RATES = (0.01, 0.05, 0.25)
+"""Learning rates that are tried with Adam at the server: without noise it needs no tuned step length."""
 
 
 def check_reference(settings: Settings, dataset: Dataset) -> None:
@@ -39,32 +42,44 @@ def check_reference(settings: Settings, dataset: Dataset) -> None:
 
 
 def train_reference(federation: Federation) -> dict[str, Any]:
-    """Metrics of the model trained without privacy, per party and pooled, and the learning rate that was best.
+    """Metrics of the model trained without privacy, per party and pooled, and what trained it best.
 
-    Keys: metrics, party_metrics and mean_over_parties where test records name parties, lr.
+    Keys: metrics, party_metrics and mean_over_parties where test records name parties, optimiser.
     """
-    best: tuple[float, float, torch.Tensor] | None = None
-    for factor in LEARNING_RATE_FACTORS:
-        plain = make_reference(federation, federation.settings.train.lr * factor)
+    best: tuple[float, str, torch.Tensor] | None = None
+    for words, changes in list_candidates(federation.settings).items():
+        plain = make_reference(federation, changes)
         ((_, last),) = collections.deque(federate(plain), maxlen=1)
         loss = compute_training_loss(plain.problem, last.averaged)
         if best is None or loss < best[0]:
-            best = loss, plain.settings.train.lr, last.averaged
+            best = loss, words, last.averaged
     if best is None or not math.isfinite(best[0]):
         return {}
     found = evaluate_with_parties(federation.problem, best[2])
-    made: dict[str, Any] = {"lr": best[1], "metrics": found.metrics}
+    made: dict[str, Any] = {"optimiser": best[1], "metrics": found.metrics}
     if found.parties:
         made |= {"party_metrics": found.parties, "mean_over_parties": found.mean_over_parties}
     return made
 
 
-def make_reference(federation: Federation, lr: float) -> Federation:
-    """The same federation without clipping and noise, with this learning rate; evaluated after the last round only."""
+def list_candidates(settings: Settings) -> dict[str, dict[str, Any]]:
+    """What is tried, in words -> changes of [train]."""
+    lr, server = settings.train.lr, settings.train.server
+    found: dict[str, dict[str, Any]] = {
+        f"{server}, learning rate {lr * factor:g}": {"lr": lr * factor} for factor in LEARNING_RATE_FACTORS
+    }
+    for rate in ADAM_RATES:
+        adam = {"server": "adam", "server_lr": rate, "server_momentum": 0.9, "server_beta2": 0.99, "server_eps": 1e-6}
+        found[f"adam, learning rate {rate:g}"] = {**adam, "lr": 0.1 * lr}
+    return found
+
+
+def make_reference(federation: Federation, changes: Mapping[str, Any]) -> Federation:
+    """The same federation without clipping and noise, with these changes of [train]; evaluated after the last round."""
     old = federation.problem
     settings = federation.settings.replace(
         clip={"rule": "none"},
-        train={"lr": lr},
+        train=dict(changes),
         privacy={"epsilon": None, "sigma": None, "unit": "example", "aggregation": "plain", "evaluation_epsilon": None},
         run={"evaluate_every": federation.settings.train.rounds, "ledger": "", "diagnostics": False},
     )

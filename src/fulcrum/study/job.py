@@ -11,13 +11,13 @@ from typing import Any
 
 from fulcrum.errors import ConfigError
 from fulcrum.settings.renamed import to_original_names, translate_old_names
-from fulcrum.settings.schema import Settings, TaskSettings
+from fulcrum.settings.schema import Images, Settings, Table, TaskSettings
 
 IGNORED_IN_ID = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """Settings that do not affect a result: the preset's name, file locations. The id has the privacy target separately."""
 LATER_SETTINGS: dict[str, dict[str, Any]] = {
     "clip": {"options": {}, "rehearse": False, "step": 0.0, "search": True},
-    "data": {"feature_whiten": 0.0, "public": False},
+    "data": {"feature_whiten": 0.0, "public": False, "withdrawn": ""},
     "model": {
         **{"coordinates": "plain", "whiten": 0.5, "norm": "keep", "train": "auto"},
         **{"lora": 0, "lora_alpha": 0.0, "lora_targets": (), "arguments": {}},
@@ -32,7 +32,11 @@ FORMER_VALUES: dict[tuple[str, str], str] = {
     ("privacy", "randomness"): "seeded",
 }
 """Settings that may be "auto" since stored results were made, with the value that these used."""
-LATER_SECTIONS: dict[str, dict[str, Any]] = {"task": dataclasses.asdict(TaskSettings())}
+LATER_SECTIONS: dict[str, dict[str, Any]] = {
+    "task": dataclasses.asdict(TaskSettings()),
+    "table": dataclasses.asdict(Table()),
+    "images": dataclasses.asdict(Images()),
+}
 """Whole sections newer than stored results: at their defaults they are not in the id."""
 CLIP_SETTINGS_READ: dict[str, tuple[str, ...]] = {
     "none": (),

@@ -58,7 +58,7 @@ class Repeats:
         return math.sqrt(sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: epsilon, delta, means of metrics over the seeds, baselines, the reference if there is one.
+        """Plain values: epsilon, delta, every metric's mean over the seeds, baselines, the reference if there is one.
 
         `mean_over_parties` is that of the accuracy, or of the score where there is no accuracy.
         """

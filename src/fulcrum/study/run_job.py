@@ -23,6 +23,7 @@ from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, compute_features, from_arrays, holdout, load
 from fulcrum.data.declared import refuse_without_ledger
 from fulcrum.data.features import feature_signature
+from fulcrum.data.withdrawn import leave_out_withdrawn
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.runs import folder as record
 from fulcrum.settings.derived import DERIVABLE_SETTINGS, get_planned_unit
@@ -59,11 +60,6 @@ class JobOutcome:
     notes: tuple[str, ...] = ()
 
     @property
-    def score_name(self) -> str:
-        """The name of the run's score."""
-        return self.score.name
-
-    @property
     def value(self) -> float:
         """The value of the score after the last round."""
         return self.metrics[self.score.name]
@@ -92,9 +88,10 @@ class DatasetCache:
         return self._made[key]
 
     def _load_records(self, settings: Settings) -> Dataset:
-        part, records = settings.data.validation, (settings.data.source, settings.data.public, settings.task)
+        part, data = settings.data.validation, settings.data
+        records = (data.source, data.public, data.withdrawn, settings.task, settings.table, settings.images)
         if records not in self._whole:
-            self._whole[records] = self._load(settings)
+            self._whole[records] = leave_out_withdrawn(self._load(settings), data.withdrawn)
             refuse_without_ledger(self._whole[records])
         if part == 0:
             return self._whole[records]

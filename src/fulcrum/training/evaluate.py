@@ -59,11 +59,6 @@ def evaluate_model(problem: TrainingProblem, params: Tensor, batch: int = 0) -> 
     return evaluate_with_parties(problem, params, batch).metrics
 
 
-def evaluate_parties(problem: TrainingProblem, params: Tensor, batch: int = 0) -> dict[str, MetricValues]:
-    """Metrics on each party's test records, by the party's name; empty where test records name no party."""
-    return evaluate_with_parties(problem, params, batch).parties
-
-
 def find_test_records(problem: TrainingProblem) -> Records | None:
     """The public test records, without parties' names where the records were split anew; None where there are none."""
     test, names = problem.dataset.test, problem.dataset.party_names

@@ -6,14 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fulcrum.clipping.rule import ModelFacts
 from fulcrum.models.checkpoints import WeightOrigin
+from fulcrum.models.layout import ParameterLayout
 from fulcrum.models.whitening import find_centred_biases
 from fulcrum.privacy.evaluation import EvaluationPlan
 from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import compute_local_steps
-from fulcrum.settings.schema import Settings
+from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.engine import Engine
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.training.server import SERVERS
@@ -42,21 +44,28 @@ PRETRAINED_NORM_RATIO = 1.5
 
 def make_model_facts(federation: Federation) -> ModelFacts:
     """The facts a rule may use at the start. The settings and the public initial weights determine all of them."""
-    train, problem = federation.settings.train, federation.problem
+    problem = federation.problem
+    return gather_model_facts(federation.settings.train, federation.plan, problem.shape, problem.layout, problem.model)
+
+
+def gather_model_facts(
+    train: Train, plan: Plan, shape: ModelFacts, layout: ParameterLayout, model: nn.Module
+) -> ModelFacts:
+    """The facts of a model under a plan. shape: its sizes and groups; model: with its public initial weights."""
     # At unit client a whole update is one step at learning rate 1.
-    steps, lr = (1, 1.0) if federation.plan.central else (compute_local_steps(train), train.lr)
-    noise = federation.plan.compute_noise_to_signal(problem.layout.dim).direction / steps**0.5
-    usual = problem.layout.expected_init_norm
-    left_out = find_centred_biases(problem.model)  # biases that represent a mean do not measure the size of the weights
-    weights = problem.layout.unflatten(problem.layout.flatten(problem.model))
+    steps, lr = (1, 1.0) if plan.central else (compute_local_steps(train), train.lr)
+    noise = plan.compute_noise_to_signal(layout.dim).direction / steps**0.5
+    usual = layout.expected_init_norm
+    left_out = find_centred_biases(model)  # biases that represent a mean do not measure the size of the weights
+    weights = layout.unflatten(layout.flatten(model))
     own = torch.cat([value.flatten() for name, value in weights.items() if name not in left_out])
     larger = float(torch.linalg.vector_norm(own)) / usual
     return dataclasses.replace(
-        problem.shape,
+        shape,
         start=usual,
         larger=larger if larger > PRETRAINED_NORM_RATIO else 1.0,
         first=train.server_lr if SERVERS.find(train.server).scales else 1.0,
-        depth=problem.layout.depth,
+        depth=layout.depth,
         mixed=any(centre.mix is not None for centre in left_out.values()),
         noise=noise,
         rounds=train.rounds,

@@ -132,7 +132,7 @@ def get_private_seed(settings: Settings) -> int:
 
 
 RELEASE_IRRELEVANT_SETTINGS = {
-    "data": ("source", "dir", "public"),  # the records themselves are in the digest
+    "data": ("source", "dir", "public", "withdrawn"),  # the records themselves are in the digest
     "task": ("metrics", "score", "threshold", "choose_threshold"),
     "privacy": ("randomness", "arithmetic", "seed", "budget", "budget_delta"),
 }

@@ -53,7 +53,16 @@ class Cells:
             found: BoolArray = np.isnan(array) if array.dtype.kind == "f" else np.zeros(len(array), dtype=bool)
             coded = [float(word) for word in words if _is_plain_number(word)]  # such as -9 for "not measured"
             return found | np.isin(array, coded) if coded else found
+        if self._all_text:  # each different text is looked at once
+            empty = {value for value in set(self.values) if value.strip().lower() in words}
+            if not empty:
+                return np.zeros(len(self.values), dtype=bool)
+            return np.fromiter((value in empty for value in self.values), dtype=bool, count=len(self.values))
         return np.fromiter((_is_missing(value, words) for value in self.values), dtype=bool, count=len(self.values))
+
+    @cached_property
+    def _all_text(self) -> bool:
+        return self._array is None and set(map(type, self.values)) <= {str}
 
     def numbers(self) -> tuple[FloatArray, BoolArray]:
         """The numbers [n] float64, NaN where a cell is missing or no number; and which are no numbers."""
@@ -77,22 +86,28 @@ class Cells:
 
     def _parse_at_once(self, empty: BoolArray) -> FloatArray | None:
         """The numbers of plainly written texts, in one call; None where a cell needs a closer look."""
-        if self.decimal != "." or self.thousands or not all(isinstance(value, str) for value in self.values):
+        if self.decimal != "." or self.thousands or not self._all_text:
             return None
-        plain = ["nan" if gone else value for value, gone in zip(self.values, empty, strict=True)]
+        plain = self.values
+        if empty.any():
+            plain = ["nan" if gone else value for value, gone in zip(self.values, empty, strict=True)]
         try:
             numbers = np.array(plain, dtype=np.float64)
         except (ValueError, OverflowError):
             return None
-        # NumPy also reads 1_000 and nan, which are no numbers here.
-        return None if any("_" in value for value in plain) else numbers
+        return None if "_" in "".join(plain) else numbers  # NumPy also reads 1_000, which is no number here
 
     def texts(self) -> list[str]:
         """The cells as text, "" where missing: 3.0 is "3", so that whole numbers read as decimals stay the same."""
+        if not self.missing.any():
+            return self.exact_texts()
         return ["" if gone else to_text(value) for value, gone in zip(self.values, self.missing, strict=True)]
 
     def exact_texts(self) -> list[str]:
         """As `texts`, where the words that mean missing count as text too: a declared category may be called None."""
+        if self._all_text:
+            known = {value: to_text(value) for value in set(self.values)}
+            return [known[value] for value in self.values]
         return [to_text(value) for value in self.values]
 
 

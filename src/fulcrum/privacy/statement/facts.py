@@ -92,6 +92,7 @@ class AccountedRun:
     other runs within the scope. version: of Fulcrum. notes: further warnings about this run. composition: how the
     ledger adds runs up. scope_delta: the sum of deltas within the scope, where the ledger adds them up. start: the run
     whose model the initial weights are; start_in_scope: whether the scope's ledger has that run's spend already.
+    start_public: the initial weights are those of a run on public data, which cost nobody anything.
     """
 
     settings: Settings
@@ -118,6 +119,7 @@ class AccountedRun:
     scope_delta: float = 0.0
     start: WeightOrigin | None = None
     start_in_scope: bool = False
+    start_public: bool = False
 
     @property
     def added_start(self) -> WeightOrigin | None:
@@ -256,7 +258,9 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
         "adds_up": composition_sentence(plan, coverage.private, run.composition),
         "not_covered": [*words.not_covered, FLOATING_POINT_NOTES[coverage.arithmetic], TEST_DATA_NOTE],
         "warnings": [
-            *collect_warnings(settings, plan, coverage, run.run_id, run.finished, run.start is not None),
+            *collect_warnings(
+                settings, plan, coverage, run.run_id, run.finished, run.start is not None or run.start_public
+            ),
             *run.notes,
             *run.dataset_warnings,
         ],

@@ -37,6 +37,10 @@ FIRST_UNITS, PROVEN_UNITS = 2, 32
 """Units in the smallest step that is tried; in proven arithmetic every pass has at least so many."""
 GROWTH = 4
 """Each try has at most so many times the work of the one before."""
+SECOND_TRY = 4
+"""The second try may be expected to take so many times longer: two sizes show what a step takes whatever its units."""
+LEAST_SLOPE = 0.1
+"""Further units cost at least this share of what the timed ones took: two times that are close say little."""
 MAX_PARTIES = 500
 """Parties that reserve and reply in a timed round; the time of more is scaled."""
 EVALUATED_RECORDS = 1000
@@ -128,19 +132,21 @@ class StepTimes:
 def time_steps(dry: Federation, engine: Engine) -> StepTimes:
     """Times local steps of a typical round with the engine, as many parties and units at a time as are fast enough."""
     trial = StepTrial.of(dry, engine)
-    part = trial.start
+    part, smaller = trial.start, None
     began = trial.play(part).seconds  # warms up
     while True:
         last = trial.play(part)
         larger = trial.grow(part)
-        if larger is None or last.seconds * trial.count(larger) / trial.count(part) > STEP_SECONDS:
+        limit = STEP_SECONDS if smaller else SECOND_TRY * STEP_SECONDS
+        if larger is None or last.seconds * trial.count(larger) / trial.count(part) > limit:
             break
+        smaller = (part, last.seconds)
         part = larger
         trial.play(part)  # a new shape warms up
     seconds = [last.seconds]
     while len(seconds) < 2 or (len(seconds) < MAX_TIMED and sum(seconds) < TIMED_SECONDS):
         seconds.append(trial.play(part).seconds)
-    each = statistics.median(seconds) / trial.count(part)
+    each = trial.extrapolate(part, statistics.median(seconds), smaller)
     first = max(0.0, began - each * trial.count(trial.start))
     return StepTimes(each, first, last.replies[0], f"{len(seconds)} steps{trial.describe(part)}")
 
@@ -189,8 +195,10 @@ class StepTrial:
 
     @property
     def start(self) -> StepPart:
-        """The smallest step that is tried."""
-        return StepPart(1, float(PROVEN_UNITS if self.dry.problem.proven else FIRST_UNITS))
+        """The smallest step that is tried: as many parties as train at a time, with few units each."""
+        workers = int(getattr(self.engine, "workers", 1))
+        units = PROVEN_UNITS if self.dry.problem.proven else FIRST_UNITS
+        return StepPart(min(len(self.tasks), workers), float(units))
 
     def grow(self, part: StepPart) -> StepPart | None:
         """More units of each party, or more parties where these are all; None where there are no more."""
@@ -208,11 +216,23 @@ class StepTrial:
         """Expected units of a part."""
         return sum(min(self.batches[i], part.units) for i in self.choose(part))
 
+    def extrapolate(self, part: StepPart, seconds: float, smaller: tuple[StepPart, float] | None) -> float:
+        """Seconds per unit of a whole step of these parties, from those of a part and of a smaller one.
+
+        A step takes some time whatever its units, so units that were left out count by the slope between both.
+        """
+        done, whole = self.count(part), self.count(replace(part, units=max(self.batches)))
+        slope = seconds / done
+        if smaller is not None and smaller[0].parties == part.parties:
+            rise = (seconds - smaller[1]) / (done - self.count(smaller[0]))
+            slope = min(max(rise, LEAST_SLOPE * slope), slope)
+        return (seconds + slope * (whole - done)) / whole
+
     def describe(self, part: StepPart) -> str:
         """What of a round's step a part leaves out."""
         words = f" of {part.parties} of {len(self.tasks)} parties" if part.parties < len(self.tasks) else ""
         most = max(self.batches)
-        return words + ("" if part.units >= most else f", with {part.units:g} of {most:.0f} units each, scaled")
+        return words + ("" if part.units >= most else f" with {part.units:g} of {most:.0f} units each")
 
     def play(self, part: StepPart) -> PlayedStep:
         """Trains one step of a part with the engine."""
