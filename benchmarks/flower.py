@@ -27,7 +27,8 @@ from fulcrum.data import load, split
 from fulcrum.flower import certs, keys, run
 from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.flwr141 import LocalSuperlink, TlsFiles, find_free_port
-from fulcrum.flower.terms import accept_proposal, make_proposal, terms_to_toml
+from fulcrum.flower.proposals import accept_proposal, make_proposal
+from fulcrum.flower.terms import terms_to_toml
 from fulcrum.flower.transport import GridTransport
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.runs import folder as record

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from fulcrum.clipping import find_rule
-from fulcrum.data import Dataset, Partition, count_units_per_party, split
-from fulcrum.data.dataset import from_arrays
+from fulcrum.data import Dataset, Partition, count_units_per_party, from_arrays, split
 from fulcrum.engines import find_engine
 from fulcrum.gradients.stacked.layers import StackedProgram, StackedSite
 from fulcrum.models.build import build_model

@@ -362,22 +362,4 @@ REPORTED = _by_name(
 """Reported beside them, with the same aims."""
 
 
-def _grown(what: str, size: int) -> ModelWork:
-    sizes = {"width": 256, "depth": 4, "tokens": 128, "batch": 256, "parties": 1} | {what: size}
-    text = _text(sizes["depth"], sizes["width"], sizes["tokens"])
-    batch = sizes["batch"] // sizes["parties"] * sizes["parties"]
-    return ModelWork(f"grow-{what}-{size}", text, batch, tokens=sizes["tokens"], parties=sizes["parties"])
-
-
-GROWN = {
-    "width": (64, 128, 256, 512),
-    "depth": (2, 4, 8, 16),
-    "tokens": (32, 128, 512, 1024),
-    "batch": (32, 128, 512, 2048),
-    "parties": (1, 4, 16, 64),
-}
-"""Sizes of the figure: the text transformer 4 x 256 with one of its numbers changed."""
-
-GROWTH = _by_name(*(_grown(what, size) for what, sizes in GROWN.items() for size in sizes))
-
-WORKS = MAIN | REPORTED | GROWTH
+WORKS = MAIN | REPORTED

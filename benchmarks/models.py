@@ -2,7 +2,6 @@
 
     PYTHONPATH=src python benchmarks/models.py                                       # the four works, on a GPU if any
     PYTHONPATH=src python benchmarks/models.py --works all                           # and the reported ones
-    PYTHONPATH=src python benchmarks/models.py --works grow --precisions tf32        # how the cost grows: a figure
     PYTHONPATH=src python benchmarks/models.py --device cpu --scale 0.005 --repeat 1 # does it run at all?
     PYTHONPATH=src:.carry python benchmarks/models.py --profile --works vit-6x192 --methods fulcrum
 
@@ -11,6 +10,7 @@ each, in one process; seconds are medians after warm-up, ratios medians of the r
 turn. gigabytes: on a GPU the peak of the allocator above what others hold; on a CPU the peak of a process of its own.
 On a CPU the batch is a tenth. Writes bench-models.json and bench-models.md to --out (default: results); rows of
 earlier runs with another work, device, precision or method are kept. A row that failed has null and a word.
+How the cost grows with each size: model_growth.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from model_methods import CHECK_LR, METHODS, Method, Setup, compute_truth
-from model_works import GROWN, GROWTH, MAIN, REPORTED, WORKS, ModelWork
+from model_works import MAIN, REPORTED, WORKS, ModelWork
 
 import fulcrum
 from fulcrum.models.layout import ParameterLayout
@@ -44,7 +44,7 @@ PRECISIONS = ("float32", "tf32", "bf16")
 TOLERANCE = {"float32": 1e-3, "tf32": 2e-2, "bf16": 1e-1}
 """Relative difference of the update to that of float64 gradients that is allowed; twice that of autograd's own
 gradients at the same precision always is (a value near a kink, or ten layers of bf16)."""
-SETS = {"main": MAIN, "reported": REPORTED, "grow": GROWTH, "all": MAIN | REPORTED}
+SETS = {"main": MAIN, "reported": REPORTED, "all": MAIN | REPORTED}
 DEFAULT_SCALE = {"cpu": 0.1, "cuda": 1.0}
 
 
@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true", help="on a CPU: no process of its own for each method")
     parser.add_argument("--no-check", action="store_true", help="do not compare with float64 gradients")
     parser.add_argument("--profile", action="store_true", help="only print where the time of a step goes")
-    parser.add_argument("--report", action="store_true", help="only write the table and the figure again")
+    parser.add_argument("--report", action="store_true", help="only write the table again")
     parser.add_argument("--weigh", action="store_true", help="only run the method and print its peak memory in bytes")
     parser.add_argument("--out", default="results", help="folder of bench-models.json and bench-models.md")
     asked = parser.parse_args()
@@ -339,7 +339,7 @@ def describe_here(asked: argparse.Namespace, device: torch.device) -> Row:
 
 
 def report(folder: Path, rows: list[Row]) -> None:
-    """bench-models.json for programs, bench-models.md for people, and the figure where growth was measured."""
+    """bench-models.json for programs, bench-models.md for people."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "bench-models.json"
     merged = {identify(row): row for row in (json.loads(path.read_text()) if path.exists() else [])}
@@ -356,9 +356,6 @@ def report(folder: Path, rows: list[Row]) -> None:
     )
     path.write_text(json.dumps(every, indent=1) + "\n")
     (folder / "bench-models.md").write_text(format_table(every))
-    figure = draw_growth(every)
-    if figure:
-        (folder / "bench-models.svg").write_text(figure)
 
 
 def identify(row: Row) -> tuple[str, ...]:
@@ -401,26 +398,6 @@ def format_table(rows: list[Row]) -> str:
 
 def _format(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def draw_growth(rows: list[Row]) -> str:
-    """Ratio to plain over each size, relative to the smallest measured: one line per size and method."""
-    series: dict[str, list[tuple[float, float]]] = {}
-    for what, sizes in GROWN.items():
-        for size in sizes:
-            for row in rows:
-                if row["work"] != f"grow-{what}-{size}" or row["method"] == "plain" or row["ratio_to_plain"] is None:
-                    continue
-                name = f"{row['method']} {what}"
-                series.setdefault(name, []).append((size / sizes[0], row["ratio_to_plain"]))
-    if not series:
-        return ""
-    try:
-        from fulcrum.study.figures import draw_line_plot
-    except ImportError:  # a machine with torch and numpy alone: --report draws it elsewhere
-        return ""
-    title = "Text transformer 4 x 256: time of a private step over plain"
-    return draw_line_plot(series, title, "size, times the smallest", "times plain", log=True, log_x=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
-    from fulcrum.runs import Observer, Result, execute, prepare, resume, rounds, train
+    from fulcrum.integrations import private
+    from fulcrum.runs import Forecast, Observer, Result, execute, load, plan, prepare, resume, rounds, train
     from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
 
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Dataset",
+    "Forecast",
     "FulcrumError",
     "InputError",
     "Observer",
@@ -32,7 +34,10 @@ __all__ = [
     "Settings",
     "__version__",
     "execute",
+    "load",
+    "plan",
     "prepare",
+    "private",
     "resume",
     "rounds",
     "train",
@@ -40,6 +45,7 @@ __all__ = [
 
 _HOME = {
     "Dataset": "fulcrum.data",
+    "Forecast": "fulcrum.runs",
     "FulcrumError": "fulcrum.errors",
     "InputError": "fulcrum.errors",
     "Observer": "fulcrum.runs",
@@ -47,7 +53,10 @@ _HOME = {
     "RoundResult": "fulcrum.types",
     "Settings": "fulcrum.settings.schema",
     "execute": "fulcrum.runs",
+    "load": "fulcrum.runs",
+    "plan": "fulcrum.runs",
     "prepare": "fulcrum.runs",
+    "private": "fulcrum.integrations",
     "resume": "fulcrum.runs",
     "rounds": "fulcrum.runs",
     "train": "fulcrum.runs",
@@ -56,9 +65,15 @@ _MODULES = ("clipping", "data")
 """Modules that users reach as `fulcrum.data.from_arrays` without importing them first."""
 
 
+_ELSEWHERE = {"parts": "fulcrum.integrations.parts"}
+"""Modules that users reach under a shorter name: `from fulcrum import parts`."""
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"fulcrum.{name}")
+    if name in _ELSEWHERE:
+        return importlib.import_module(_ELSEWHERE[name])
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'fulcrum' has no attribute {name!r}")

@@ -7,7 +7,7 @@ separately (1 for flat clipping), J extra statistics that a rule releases beside
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -196,6 +196,29 @@ class ClientReply:
 
 
 @dataclass(frozen=True)
+class ScoreFacts:
+    """What a score means: the same metrics of the best constant prediction, and what was taken for what.
+
+    baseline: metrics of predicting the more frequent class (for numbers the mean) for every scored record.
+    party_baselines: the same on each party's records, by its name. confusion: counts [label][prediction], with several
+    labels one row (TN, FP, FN, TP) per label; empty for numbers and tokens. party_confusion: of each party's records.
+    threshold: where task.choose_threshold asks for one, its value, what it is best for, and how good it is on the
+    records that it was chosen on. Of private records all of it follows from noised sums, so counts are not whole.
+    """
+
+    baseline: Mapping[str, float] = field(default_factory=dict)
+    party_baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    confusion: Sequence[Sequence[float]] = ()
+    party_confusion: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    threshold: Mapping[str, float | str] = field(default_factory=dict)
+
+    @property
+    def mean_baseline(self) -> dict[str, float]:
+        """Each metric's mean over the parties' baselines, with equal weights."""
+        return mean_over_parties(self.party_baselines)
+
+
+@dataclass(frozen=True)
 class RoundResult:
     """One finished round, as the user sees it.
 
@@ -206,7 +229,8 @@ class RoundResult:
     empty. metrics: by name, on public test data; empty in rounds without evaluation. party_metrics: by party name, on
     the party's test records; empty where test records name no party. participants: None where participation is secret
     (unit client); out_of_budget then lists the parties that neither took part nor paid, because their budget is spent.
-    evaluation: how the metrics were made where the scored records are private; empty for public test data.
+    evaluation: how the metrics were made where the scored records are private; empty for public test data. facts: what
+    the metrics mean: a baseline, the confusion.
     """
 
     round: int
@@ -223,6 +247,7 @@ class RoundResult:
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     out_of_budget: tuple[int, ...] = ()
     evaluation: str = ""
+    facts: ScoreFacts = field(default_factory=ScoreFacts)
 
     @property
     def mean_over_parties(self) -> dict[str, float]:

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from hypothesis import given
@@ -131,6 +132,24 @@ def test_wrong_input_is_one_sentence(words, sentence, capsys, tmp_path, monkeypa
     assert err.startswith(sentence)
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_out_must_be_a_new_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "README").write_text("kept")
+    _, _, err = said(capsys, "run", "--sigma", "1", "--out", "full/README")
+    assert err.endswith("error: full/README is a file; choose a new folder as --out.\n")
+    code, _, err = said(capsys, "run", "--sigma", "1", "--out", "full")
+    assert code == 2
+    assert err.endswith("error: folder full exists and is not empty; choose another --out.\n")
+    assert (tmp_path / "full" / "README").read_text() == "kept"
+
+
+def test_a_value_that_is_no_number_is_said_to_be_none(capsys):
+    err = said(capsys, "run", "--epsilon", "four")[2]
+    assert "must be a number" in err or "not a valid float" in err  # an older typer has its own words
+    assert "unable to parse" not in said(capsys, "run", "--rounds", "2.5")[2]
 
 
 def test_version_and_help(capsys):
@@ -267,6 +286,48 @@ def test_plan_says_how_many_rounds_a_budget_allows(capsys):
     assert 190 < rounds < 210
     assert said(capsys, *words)[1].startswith(f"{rounds} rounds of 1 step at")
     assert json.loads(said(capsys, *words, "--steps", "2", "--json")[1])["rounds"] == rounds // 2
+
+
+def test_plan_says_what_layers_seconds_and_bytes_a_run_takes(capsys):
+    words = ["plan", "--data", "digits", "--parties", "3", "--epsilon", "4", "--rounds", "20"]
+    code, out, _ = said(capsys, *words)
+    assert code == 0
+    assert "1      ghost  " in out
+    (time,) = [line for line in out.splitlines() if line.startswith("time  about ")]
+    assert "for 20 rounds" in time
+    assert "an estimate on this machine (cpu, engine parallel" in out
+    (bytes_,) = [line for line in out.splitlines() if line.startswith("travels  to each party ")]
+    assert "kB per round" in bytes_
+    said_to_programs = json.loads(said(capsys, *words, "--json", "--no-timing")[1])
+    assert said_to_programs["time"] is None
+    assert said_to_programs["layers"][0]["way"] == "ghost"
+    assert said_to_programs["traffic"]["participations"] == 60
+    assert said_to_programs["traffic"]["counted"] == "messages"
+    _, out, _ = said(capsys, *words, "--no-timing", "--set", "privacy.aggregation=ideal-secagg")
+    assert "time  not estimated: not asked for" in out
+    assert "the arrays alone; not offered across machines: privacy.aggregation = 'ideal-secagg' is a simulation" in out
+
+
+def test_plan_says_where_a_line_is_not_to_be_published(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.savez("own.npz", x=np.ones((30, 2)), y=np.arange(30) % 2, person=np.arange(30) // 3)
+    words = ["plan", "--data", "own.npz", "--task", "binary", "--sigma", "1", "--parties", "2", "--no-timing"]
+    assert "for your eyes, not to be published" in said(capsys, *words)[1]
+    words = ["plan", "--data", "digits", "--sigma", "1", "--parties", "2", "--no-timing"]
+    assert "for your eyes" not in said(capsys, *words)[1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0004, "0.4 ms"), (3.456, "3.46 s"), (59.97, "1 min"), (61, "1 min 1 s"), (3599.9, "1 h"), (90000, "1 d 1 h")],
+)
+def test_durations_are_short(seconds, words):
+    assert view.format_seconds(seconds) == words
+
+
+@pytest.mark.parametrize(("count", "words"), [(12, "12 B"), (999.9, "1 kB"), (2604, "2.6 kB"), (1.3e9, "1.3 GB")])
+def test_bytes_are_short(count, words):
+    assert view.format_bytes(count) == words
 
 
 def test_methods_are_listed(capsys):

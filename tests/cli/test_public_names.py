@@ -19,6 +19,7 @@ from fulcrum.cli import app
 SOURCE = Path(__file__).parents[2] / "src"
 NAMES = {
     "Dataset",
+    "Forecast",
     "FulcrumError",
     "InputError",
     "Observer",
@@ -27,7 +28,10 @@ NAMES = {
     "Settings",
     "__version__",
     "execute",
+    "load",
+    "plan",
     "prepare",
+    "private",
     "resume",
     "rounds",
     "train",
@@ -56,6 +60,8 @@ SETTINGS = {
     "--arithmetic",
     "--private-seed",
     "--public",
+    "--schema",
+    "--withdrawn",
     "--engine",
     "--device",
     "--ledger",
@@ -65,14 +71,21 @@ PART = {"--datasets", "--methods", "--epsilons", "--seeds"}
 STUDY = PART | {"--out", "--shard", "--backend", "--workers", "--seconds", "--data-dir", "--report-only"}
 STUDY |= {"--experiments", "--quiet", "-q", "--debug"}
 COMMANDS = {
-    "run": SETTINGS | {"--observe", "--out", "--json", "--quiet", "-q", "--debug"},
+    "run": SETTINGS | {"--observe", "--no-rehearsal", "--out", "--json", "--quiet", "-q", "--debug"},
     "resume": {"folder", "--observe", "--repeat", "--json", "--quiet", "-q", "--debug"},
     "show": {"folder", "--json", "--debug"},
+    "evaluate": {"folder", "--data", "--data-dir", "--model", "--json", "--debug"},
+    "predict": {"folder", "--data", "--data-dir", "--model", "--out", "--quiet", "-q", "--debug"},
+    "export": {"folder", "--to", "--out", "--model", "--json", "--quiet", "-q", "--debug"},
     "init": {"path", "--debug"},
-    "plan": SETTINGS | {"--for-epsilon", "--json", "--debug"},
+    "plan": SETTINGS | {"--for-epsilon", "--timing", "--json", "--debug"},
+    "rehearse": SETTINGS | {"--again", "--json", "--quiet", "-q", "--debug"},
     "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--json", "--debug"},
     "data list": {"--data-dir", "--json", "--debug"},
     "data fetch": {"names", "--data-dir", "--mirror", "--json", "--quiet", "-q", "--debug"},
+    "data describe": {"table", "--target", "--out", "--public", "--regression", "--query", "--delimiter"}
+    | {"--json", "--debug"},
+    "data changes": SETTINGS | {"--person", "--json", "--debug"},
     "data verify": {"names", "--data-dir", "--json", "--debug"},
     "ledger": {"path", "--party", "--budget", "--verify", "--json", "--debug"},
     "methods": {"--json", "--debug"},
@@ -94,7 +107,19 @@ COMMANDS = {
     "serve": SETTINGS
     | {"--keys", "--listen", "--certificate", "--private-key", "--insecure", "--simulation", "--deadline", "--wait"}
     | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"},
-    "party": {"--data", "--server", "--key", "--ledger", "--ca", "--terms", "--home", "--statement", "--until-done"}
+    "party": {
+        "--data",
+        "--schema",
+        "--withdrawn",
+        "--server",
+        "--key",
+        "--ledger",
+        "--ca",
+        "--terms",
+        "--home",
+        "--statement",
+        "--until-done",
+    }
     | {"--simulation", "--insecure", "--device", "--quiet", "-q", "--debug"},
     "terms": SETTINGS | {"--party", "--budget", "--classes", "--out", "--debug"},
     "certs": {"folder", "--host", "--party", "--debug"},
@@ -104,6 +129,7 @@ COMMANDS = {
     "study choose": PART - {"--seeds"} | {"--out", "--study", "--protocol", "--partial", "--experiments", "--debug"},
     "study paper": STUDY,
     "study robustness": STUDY,
+    "study no-tuning": STUDY,
     "study protocol": STUDY,
     "study parties": STUDY,
     "study open": STUDY,

@@ -9,12 +9,13 @@ import torch
 
 from fulcrum.clipping import RULES
 from fulcrum.clipping.rule import no_statistics_share
-from fulcrum.engines.batched import BatchedRoundResult, run_many
+from fulcrum.engines.batched import run_many
 from fulcrum.engines.stacked import sampling
 from fulcrum.errors import ConfigError
 from fulcrum.runs import prepare
 from fulcrum.training.federation import Federation
 from support.federations import play, toy_data, toy_settings
+from support.rounds import last_model
 
 DATA = toy_data()
 PAID = [name for name, rule in RULES.items() if rule.share is not no_statistics_share]
@@ -124,12 +125,6 @@ def test_runs_of_different_lengths_are_refused() -> None:
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
-
-
-def last_model(feds: list[Federation]) -> torch.Tensor:
-    rounds: list[BatchedRoundResult] = list(run_many(feds))
-    assert rounds[-1].averaged is not None
-    return rounds[-1].averaged
 
 
 @pytest.mark.usefixtures("on_device")

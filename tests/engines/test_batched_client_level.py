@@ -22,6 +22,7 @@ from fulcrum.training.federation import Federation
 from support.devices import NoHost
 from support.federations import client_settings, play, toy_data
 from support.randomness import Once
+from support.rounds import last_model
 
 DATA = toy_data()
 
@@ -221,12 +222,6 @@ def test_an_update_that_overflows_counts_as_zero() -> None:
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
-
-
-def last_model(feds: list[Federation]) -> torch.Tensor:
-    rounds = list(run_many(feds))
-    assert rounds[-1].averaged is not None
-    return rounds[-1].averaged
 
 
 @pytest.mark.usefixtures("stacked")

@@ -30,6 +30,7 @@ from fulcrum.types import RoundResult
 from support.devices import NoHost
 from support.federations import play, toy_data, toy_settings, with_randomness
 from support.randomness import Once, Recorder
+from support.rounds import last_model
 
 DATA = toy_data()
 
@@ -249,12 +250,6 @@ def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "can_draw_on_device", lambda device, sources: True)
     monkeypatch.setattr(runs, "PerJobRounds", never)
-
-
-def last_model(feds: list[Federation]) -> torch.Tensor:
-    rounds = list(run_many(feds))
-    assert rounds[-1].averaged is not None
-    return rounds[-1].averaged
 
 
 @pytest.mark.usefixtures("on_device")

@@ -62,6 +62,8 @@ DIFFER: dict[tuple[str, str], tuple[Any, Changes]] = {
     ("clip", "balance"): (0.3, {}),
     ("clip", "reach"): (0.05, {"privacy": {"sigma": 0.1}, "model": {"name": "mlp", "hidden": (4,)}}),
     ("clip", "growth"): (1.01, {"clip": {"eta_C": 0.5}, "privacy": {"sigma": 0.2, "seed": 3}}),
+    ("clip", "step"): (0.5, {}),
+    ("clip", "search"): (False, {"clip": {"C0": 10.0, "step": 20.0}}),
     ("clip", "eta_C"): (0.5, {"clip": {"rule": "quantile"}}),
     ("clip", "beta"): (0.1, {"clip": {"rule": "moo-c", "phi": "identity", "eta_C": 1.0}, "train": {"rounds": 5}}),
     ("clip", "phi"): ("identity", {"clip": {"rule": "moo-c"}}),

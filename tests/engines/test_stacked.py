@@ -146,8 +146,20 @@ def frozen() -> nn.Module:
     return model
 
 
+class Table(nn.Module):
+    """A table with as many rows as the comparison with autograd has examples: its rows are no examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(NUM_PROBE_EXAMPLES, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        where = self.table(torch.arange(NUM_PROBE_EXAMPLES))
+        return self.last(torch.tanh(x @ where.t() @ where))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
-    "make", [Shared, frozen, lambda: nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))]
+    "make", [Shared, frozen, Table, lambda: nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3))]
 )
 @pytest.mark.parametrize("rule", ["moo", "fixed", "psac", "wav"])
 def test_other_models_are_followed_use_by_use(make: Callable[[], nn.Module], rule: str) -> None:
@@ -161,21 +173,20 @@ def test_other_models_are_followed_use_by_use(make: Callable[[], nn.Module], rul
     assert not any("torch.func" in note for note in engine.notes)
 
 
-class Table(nn.Module):
-    """A table with as many rows as the comparison with autograd has examples: its rows look like examples."""
+class OneByOne(nn.Module):
+    """A loop over the examples."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.last = nn.Embedding(NUM_PROBE_EXAMPLES, 6), nn.Linear(6, 3)
+        self.weight = nn.Parameter(torch.randn(6, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        where = self.table(torch.arange(NUM_PROBE_EXAMPLES))
-        return self.last(torch.tanh(x @ where.t() @ where))  # type: ignore[no-any-return]
+        return torch.stack([row @ self.weight for row in x])
 
 
 def test_models_that_cannot_be_followed_go_through_torch_func_and_say_so() -> None:
     torch.manual_seed(0)
-    problem = toy_problem("moo", parties=3, model=Table())
+    problem = toy_problem("moo", parties=3, model=OneByOne())
     engine = StackedEngine(problem, rows_limit=7)
     wanted = request(problem)
     assert_equal(list(ReferenceEngine(problem).run(wanted)), list(engine.run(wanted)))

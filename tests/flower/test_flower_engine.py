@@ -20,7 +20,7 @@ from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.messages import Envelope, assignment_from_table, pack_envelope
 from fulcrum.flower.party import load_arrays
 from fulcrum.flower.prepare import make_served_settings
-from fulcrum.flower.terms import accept_proposal, make_proposal
+from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.settings.presets import METHODS

@@ -15,16 +15,10 @@ pytest.importorskip("cryptography", reason="parties sign with cryptography: pip 
 from fulcrum.errors import ConfigError
 from fulcrum.flower import keys, party, party_training
 from fulcrum.flower.messages import Envelope, pack_envelope, read_message_header
-from fulcrum.flower.terms import (
-    ASSIGNMENT_LIMITS,
-    REFUSAL_TEXTS,
-    TermsRefusal,
-    accept_proposal,
-    check_proposal,
-    make_proposal,
-    read_terms_file,
-    terms_to_toml,
-)
+from fulcrum.flower.proposals import accept_proposal, check_proposal, make_proposal
+from fulcrum.flower.refusals import REFUSAL_TEXTS, TermsRefusal
+from fulcrum.flower.request_checks import ASSIGNMENT_LIMITS
+from fulcrum.flower.terms import read_terms_file, terms_to_toml
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.types import Assignment
 from support.flower import EVENT, NAMES, toy_party, toy_request, toy_settings, toy_terms

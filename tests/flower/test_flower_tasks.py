@@ -22,8 +22,9 @@ from fulcrum.flower.consent import make_consent_text
 from fulcrum.flower.messages import Envelope, pack_envelope, read_message_header
 from fulcrum.flower.party_data import load_party_data, population_fingerprint
 from fulcrum.flower.prepare import load_public_data
+from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.flower.task_terms import declare_task, same_task, task_fingerprint
-from fulcrum.flower.terms import accept_proposal, make_proposal, read_terms_file, terms_to_toml
+from fulcrum.flower.terms import read_terms_file, terms_to_toml
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.settings.schema import Settings, TaskSettings
 from support.federations import toy_data

@@ -22,7 +22,9 @@ from fulcrum.errors import FulcrumError
 from fulcrum.flower import keys
 from fulcrum.flower.messages import Envelope, pack_envelope, read_message_header
 from fulcrum.flower.party import PartyService, load_arrays
-from fulcrum.flower.terms import REFUSAL_TEXTS, make_proposal, read_terms_file
+from fulcrum.flower.proposals import make_proposal
+from fulcrum.flower.refusals import REFUSAL_TEXTS
+from fulcrum.flower.terms import read_terms_file
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.types import RoundRequest
 from support.events import as_gaussian

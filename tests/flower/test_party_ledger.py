@@ -14,14 +14,8 @@ from fulcrum.errors import ConfigError
 from fulcrum.flower.messages import Envelope, pack_envelope, read_message_header
 from fulcrum.flower.party_data import population_fingerprint
 from fulcrum.flower.party_ledger import make_run_plan
-from fulcrum.flower.terms import (
-    PartyTerms,
-    accept_proposal,
-    make_proposal,
-    read_terms_file,
-    shorten_plan,
-    terms_to_toml,
-)
+from fulcrum.flower.proposals import accept_proposal, make_proposal, shorten_plan
+from fulcrum.flower.terms import PartyTerms, read_terms_file, terms_to_toml
 from fulcrum.privacy.accounting import Spend
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunPlan

@@ -6,6 +6,7 @@ import dataclasses
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from fulcrum.gradients.layers import GRAD_SAMPLERS
 from fulcrum.models.build import build_model
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.settings import schema as config
-from support.gradients import CLASSES, B, check_tape, labels, loop, randn, record, seeded
+from support.gradients import CLASSES, CLASSIFY, B, check_tape, labels, loop, randn, record, seeded
 
 
 class Wrapped(nn.Module):
@@ -319,8 +320,8 @@ def test_a_single_unknown_module_goes_through_vmap_alone(name: str) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [Recurrent, Borrowed, Merged, Scale, lambda: Positions(B), lambda: Positions(2)],
-    ids=["lstm", "borrowed-weight", "merged-batch", "parameter-of-the-model", "table-b", "table-2"],
+    [Recurrent, Borrowed, Merged, Scale, *(partial(Positions, n) for n in (2, grads.NUM_PROBE_EXAMPLES, B))],
+    ids=["lstm", "borrowed-weight", "merged-batch", "parameter-of-the-model", "table-2", "table-probe", "table-b"],
 )
 def test_every_use_is_followed_whoever_makes_it(make: type[nn.Module]) -> None:
     model = seeded(make())
@@ -332,33 +333,30 @@ def test_every_use_is_followed_whoever_makes_it(make: type[nn.Module]) -> None:
         check_tape(tape, loop(model, layout, x, y), layout)
 
 
-def table_as_long_as_the_probe() -> nn.Module:
-    """Its rows look like examples when there are as many of them."""
-    return seeded(Positions(grads.NUM_PROBE_EXAMPLES))
+class OneByOne(nn.Module):
+    """A Python loop over the examples: the calls are others for a batch of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.first(row) for row in x])
 
 
-def test_what_cannot_be_followed_goes_through_vmap_whole() -> None:
-    model = table_as_long_as_the_probe()
+@pytest.mark.parametrize("alone", [True, False], ids=["the-model", "a-module"])
+def test_what_cannot_be_followed_goes_through_vmap_for_the_module_around(alone: bool) -> None:
+    model = seeded(OneByOne() if alone else nn.Sequential(nn.Linear(6, 6), nn.Tanh(), OneByOne()))
     layout, x, y = ParameterLayout.of(model), randn(B, 6), labels()
+    recorder = grads.GradientRecorder(model, layout, CLASSIFY)
     for _ in range(2):  # found out, then remembered
-        tape = record(model, layout, layout.flatten(model), x, y)
-        assert not isinstance(tape, book.GhostTape)
-        check_tape(tape, loop(model, layout, x, y), layout)
+        check_tape(recorder(layout.flatten(model), x, y), loop(model, layout, x, y), layout)
+        assert [site.name for site in recorder.sites or ()] == ["" if alone else "2"]
 
 
-def test_without_the_comparison_a_table_as_long_as_the_batch_would_go_unnoticed() -> None:
-    model = table_as_long_as_the_probe()
-    count = grads.NUM_PROBE_EXAMPLES
-    layout, x, y = ParameterLayout.of(model), randn(count, 6), labels(count)
-    tape = record(model, layout, layout.flatten(model), x, y, how="book")
-    assert not torch.allclose(tape.matrix(), loop(model, layout, x, y))
-
-
-def test_book_says_why_it_cannot() -> None:
-    model = table_as_long_as_the_probe()
+def test_an_unknown_way_is_refused() -> None:
+    model = seeded(OneByOne())
     layout = ParameterLayout.of(model)
-    with pytest.raises(ModelError, match="embedding does not see one example per row"):
-        record(model, layout, layout.flatten(model), randn(B, 6), labels(), how="book")
     with pytest.raises(ModelError, match="auto, book, vmap"):
         record(model, layout, layout.flatten(model), randn(B, 6), labels(), how="magic")
 

@@ -244,7 +244,7 @@ def centred():
 
 class Noisy(nn.Module):
     def forward(self, x):
-        return x + torch.randn_like(x)
+        return x + torch.randperm(len(x))[:, None]
 
 
 def noisy():
@@ -379,11 +379,6 @@ REFUSED = {
     "SyncBatchNorm": nn.SyncBatchNorm(4),
     "LazyBatchNorm2d": nn.LazyBatchNorm2d(),
     "InstanceNorm2d": nn.InstanceNorm2d(4, track_running_stats=True),
-    "Dropout": nn.Dropout(0.1),
-    "Dropout2d": nn.Dropout2d(),
-    "AlphaDropout": nn.AlphaDropout(),
-    "LSTM": nn.LSTM(4, 4, num_layers=2, dropout=0.5),
-    "MultiheadAttention": nn.MultiheadAttention(4, 2, dropout=0.1),
     "RReLU": nn.RReLU(),
     "Embedding": nn.Embedding(4, 4, max_norm=1.0),
 }
@@ -392,9 +387,10 @@ ALLOWED = [
     nn.GroupNorm(2, 4),
     nn.LayerNorm(4),
     nn.InstanceNorm2d(4, affine=True),
-    nn.Dropout(0.0),
-    nn.LSTM(4, 4),
-    nn.MultiheadAttention(4, 2),
+    nn.Dropout(0.1),  # draws by the examples' keys, see test_dropout.py
+    nn.LSTM(4, 4, num_layers=2, dropout=0.5),
+    nn.MultiheadAttention(4, 2, dropout=0.1),
+    nn.BatchNorm2d(4).eval(),
     nn.Embedding(4, 4),
 ]
 

@@ -22,8 +22,9 @@ from fulcrum.clipping.testing import TEST_MODELS, check_moves
 from fulcrum.errors import ConfigError
 from fulcrum.flower.messages import Envelope, pack_envelope, read_message_header
 from fulcrum.flower.party import PartyService, load_arrays
+from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.flower.rule_terms import RuleTerms
-from fulcrum.flower.terms import accept_proposal, make_proposal, read_terms_file, terms_to_toml
+from fulcrum.flower.terms import read_terms_file, terms_to_toml
 from fulcrum.settings.schema import Clip
 from fulcrum.types import RoundRequest, Stats
 from support.flower import toy_party, toy_request, toy_settings, toy_terms

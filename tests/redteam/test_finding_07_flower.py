@@ -22,7 +22,8 @@ from fulcrum.data.tasks import make_task
 from fulcrum.errors import ConfigError
 from fulcrum.flower.messages import HEADER_SCHEMAS, Envelope, pack_envelope, read_message_header
 from fulcrum.flower.party import load_arrays
-from fulcrum.flower.terms import accept_proposal, make_proposal, read_terms_file
+from fulcrum.flower.proposals import accept_proposal, make_proposal
+from fulcrum.flower.terms import read_terms_file
 from fulcrum.privacy import mechanism
 from fulcrum.privacy.exact_noise import GridRelease
 from fulcrum.settings.schema import TaskSettings

@@ -23,16 +23,10 @@ from fulcrum.data.held_out import hold_out_units
 from fulcrum.data.tasks import Task, make_task
 from fulcrum.errors import ConfigError
 from fulcrum.privacy.accounting import compute_epsilon
-from fulcrum.privacy.evaluation import (
-    ScoreCells,
-    calibrate_evaluation,
-    count_units_in_cells,
-    estimate_metrics,
-    make_score_cells,
-    release_histogram,
-)
+from fulcrum.privacy.evaluation import calibrate_evaluation, release_sums, sum_over_units
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.ledger import Ledger
+from fulcrum.privacy.scores import ClassCells, make_score_form
 from fulcrum.rng import SeededRandomness
 from fulcrum.runs import collect_ledger_warnings, execute, prepare
 from fulcrum.settings.schema import Settings, TaskSettings
@@ -136,7 +130,7 @@ def test_the_scores_are_close_where_the_budget_is_large(classes: int):
 def test_what_a_histogram_cannot_say_is_refused():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(60, 3)).astype(np.float32), rng.normal(size=60).astype(np.float32)
-    with pytest.raises(ConfigError, match="histogram of classes, and task 'regression' has none"):
+    with pytest.raises(ConfigError, match=r"their range is not declared; set task.low and task.high"):
         prepare(settings(), from_arrays(x, y, task="regression"))
     with pytest.raises(ConfigError, match="no noise here hides a whole party"):
         prepare(settings(privacy={"unit": "client", "evaluation_epsilon": 1.0}), patients())
@@ -221,16 +215,19 @@ def test_a_person_is_on_one_side():
 # --- the mechanism --------------------------------------------------------------------------------
 
 
-def classification(classes: int = 3) -> tuple[Task, ScoreCells]:
-    task = make_task(TaskSettings("classification", classes=classes), [])
-    return task, make_score_cells(task, 0.5)
+def classification(classes: int = 3) -> tuple[Task, ClassCells]:
+    asked = TaskSettings("classification", classes=classes)
+    task = make_task(asked, [])
+    form = make_score_form(task, asked)
+    assert isinstance(form, ClassCells)
+    return task, form
 
 
-def histogram(cells: ScoreCells, outputs: Tensor, targets: Tensor, unit_of: Tensor) -> Tensor:
-    return count_units_in_cells(cells, cells.locate(outputs, targets), unit_of, int(unit_of.max()) + 1)
+def histogram(cells: ClassCells, outputs: Tensor, targets: Tensor, unit_of: Tensor) -> Tensor:
+    return sum_over_units(cells.measure(outputs, targets), unit_of, int(unit_of.max()) + 1)
 
 
-@pytest.mark.parametrize("classes", [2, 3, 7])
+@pytest.mark.parametrize("classes", [2, 3, 7, 12])
 def test_one_unit_moves_the_histogram_by_at_most_one(classes: int):
     """Zero-out: the unit's records are gone. A person with many records, in cells of any kind, has weight 1 in all."""
     task, cells = classification(classes)
@@ -248,8 +245,8 @@ def test_one_unit_moves_the_histogram_by_at_most_one(classes: int):
         with_unit = histogram(cells, outputs, targets, unit_of)
         without = histogram(cells, outputs[count:], targets[count:], unit_of[count:] - 1)
         moved = max(moved, float((with_unit - without).norm()))
-        records = torch.bincount(cells.locate(outputs, targets), minlength=cells.count).double()
-        others = torch.bincount(cells.locate(outputs[count:], targets[count:]), minlength=cells.count).double()
+        records = torch.bincount(cells.locate(outputs, targets), minlength=cells.columns).double()
+        others = torch.bincount(cells.locate(outputs[count:], targets[count:]), minlength=cells.columns).double()
         naive = max(naive, float((records - others).norm()))
     assert 0.99 < moved <= 1.0, "exactly: shares are integers, rounded down"
     assert naive > 5, "counting records in place of persons is the wrong mechanism, and this test sees it"
@@ -259,7 +256,7 @@ def variance_fits(sigma: float, claimed: float, draws: int = 2000) -> bool:
     """Whether the noise of a release has at least the claimed variance, by a chi-squared test at five deviations."""
     source = SeededRandomness(1, "evaluation test")
     exact = torch.arange(10.0, dtype=torch.float64)
-    found = torch.stack([release_histogram(exact, sigma, source, t, 0, 0) for t in range(draws)]) - exact
+    found = torch.stack([release_sums(exact, sigma, source, t, 0, 0) for t in range(draws)]) - exact
     count = found.numel()
     return float(found.square().sum()) / claimed**2 > count - 5 * math.sqrt(2 * count)
 
@@ -278,10 +275,10 @@ def test_sigma_is_calibrated_over_all_evaluations_of_the_run(releases: int):
         assert compute_epsilon([Gaussian(1.0, once, releases)], 1e-5) > 2 * EPSILON, "paying once is too little"
 
 
-def balanced_accuracy(noised: Tensor, cells: ScoreCells, totals: Tensor) -> float:
+def balanced_accuracy(noised: Tensor, cells: ClassCells, totals: Tensor) -> float:
     """The wrong computation: noised hits over true class totals; NaN where a class has nobody."""
-    table = noised.view(cells.classes, cells.bins, 2)
-    return float((table[:, :, 1].sum(dim=1) / totals).mean())
+    hits = noised.view(cells.shape).sum(dim=2).diagonal()
+    return float((hits / totals).mean())
 
 
 def test_class_totals_are_noised_too():
@@ -296,11 +293,11 @@ def test_class_totals_are_noised_too():
 
     def accused(exact: Tensor, right: bool, offset: int) -> float:
         """How often an observer of balanced accuracy says that the target is there."""
-        totals = exact.view(3, cells.bins, 2).sum(dim=(1, 2))
+        totals = exact.view(3, -1).sum(dim=1)
         found = []
         for t in range(300):
-            noised = release_histogram(exact, sigma, source, t + offset, 0, 0)
-            value = estimate_metrics(task, cells, noised)["balanced_accuracy"] if right else None
+            noised = release_sums(exact, sigma, source, t + offset, 0, 0)
+            value = cells.estimate(task, noised, 61)["balanced_accuracy"] if right else None
             value = balanced_accuracy(noised, cells, totals) if value is None else value
             found.append(math.isfinite(value))
         return float(np.mean(found))
@@ -312,17 +309,19 @@ def test_class_totals_are_noised_too():
 def test_metrics_stay_in_their_range_and_say_nothing_where_there_is_only_noise():
     task, cells = classification(2)
     for t in range(50):
-        noised = release_histogram(torch.zeros(cells.count), 50.0, SeededRandomness(3), t, 0, 0)
-        for name, value in estimate_metrics(task, cells, noised).items():
+        noised = release_sums(torch.zeros(cells.columns), 50.0, SeededRandomness(3), t, 0, 0)
+        for name, value in cells.estimate(task, noised, 5).items():
             assert math.isnan(value) or (value >= 0 and (name == "loss" or value <= 1)), name
-    negative = torch.full((cells.count,), -1.0)
-    assert all(math.isnan(value) for value in estimate_metrics(task, cells, negative).values())
+    nobody = torch.zeros(cells.columns)
+    assert all(math.isnan(value) for value in cells.estimate(task, nobody, 0).values())
 
 
 def test_the_threshold_of_a_binary_task_is_an_edge():
-    task = make_task(TaskSettings("binary", threshold=0.33), [])
-    cells = make_score_cells(task, 0.33)
+    asked = TaskSettings("binary", threshold=0.33)
+    task = make_task(asked, [])
+    cells = make_score_form(task, asked)
+    assert isinstance(cells, ClassCells)
     outputs = torch.logit(torch.tensor([[0.32], [0.34], [0.34], [0.9]]))
     targets = torch.tensor([0, 0, 1, 1])
     exact = histogram(cells, outputs, targets, torch.arange(4))
-    assert estimate_metrics(task, cells, exact)["accuracy"] == pytest.approx(0.75)
+    assert cells.estimate(task, exact, 4)["accuracy"] == pytest.approx(0.75)

@@ -27,7 +27,7 @@ EDITS = {
     "clip.C0": ("C0 = 1.0", "C0 = 2.0"),
     "clip.rule": ('rule = "moo"', 'rule = "fixed"'),
     "run.seed": ("seed = 0", "seed = 1"),
-    "run.evaluate_every": ("evaluate_every = 1", "evaluate_every = 2"),
+    "run.evaluate_every": ("evaluate_every = 0", "evaluate_every = 2"),
     "data.parties": ("parties = 2", "parties = 3"),
 }
 

@@ -174,7 +174,8 @@ def test_set_without_a_value_says_how(text):
         ({"epsilon": 3}, "epsilon is not a setting; did you mean privacy.epsilon?"),
         (
             {"zzz": 3},
-            "zzz is not a setting; choose from data, task, model, train, clip, privacy, client_level, run, method.",
+            "zzz is not a setting; choose from data, table, images, task, model, train, clip, privacy, client_level, "
+            "run, method.",
         ),
         ({"train": 5}, "train = 5 is a whole number; it must be a section, [train]."),
         ({"train": {"rounds": "5"}}, 'train.rounds = "5" is text; it must be a whole number.'),
@@ -346,10 +347,11 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
     from fulcrum.privacy.accounting import ACCOUNTANTS
     from fulcrum.privacy.client_level import ESTIMATORS
     from fulcrum.privacy.schedule import SCHEDULES
+    from fulcrum.privacy.scores import THRESHOLD_METRICS
     from fulcrum.privacy.statement.units import UNIT_TEXTS
     from fulcrum.rng import RANDOMNESS
-    from fulcrum.settings.derived import LR_SCHEDULES
-    from fulcrum.training.server import SERVERS, WEIGHTINGS
+    from fulcrum.settings.derived import LR_SCHEDULES, WEIGHT_POWERS
+    from fulcrum.training.server import SERVERS
 
     special = {
         "data.partition": {"auto", "hashed", "given"},
@@ -357,13 +359,14 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
         "run.engine": {"auto"},
         "privacy.unit": {"auto"},
         "privacy.randomness": {"auto"},
+        "task.choose_threshold": {"none"},
     }
     registries: dict[str, Collection[str]] = {
         "data.partition": PARTITIONERS,
         "data.features": FEATURE_MAPS,
         "model.activation": ACTIVATIONS,
         "train.schedule": LR_SCHEDULES,
-        "train.weights": WEIGHTINGS,
+        "train.weights": WEIGHT_POWERS,
         "train.server": SERVERS,
         "clip.rule": RULES,
         "privacy.unit": UNIT_TEXTS,
@@ -374,11 +377,14 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
         "run.engine": ENGINES,
         "run.precision": PRECISIONS,
         "task.loss": REGRESSION_LOSSES,
+        "task.choose_threshold": THRESHOLD_METRICS,
     }
     for path, registry in registries.items():
         assert set(list_choices(path)) == set(registry) | special.get(path, set()), path
     others = {
+        "task.imbalance",
         "model.coordinates",
+        "model.norm",
         "clip.groups",
         "clip.phi",
         "clip.reading",

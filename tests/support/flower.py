@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from fulcrum.clipping import find_rule
+from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.clipping.rule import ModelFacts
 from fulcrum.data import Dataset, split
-from fulcrum.data.dataset import recheck_dataset
+from fulcrum.data.arrays import recheck_dataset
 from fulcrum.flower import keys, run
 from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.messages import (
@@ -26,9 +27,9 @@ from fulcrum.flower.messages import (
 )
 from fulcrum.flower.party import PartyService, open_party_service
 from fulcrum.flower.party_data import take_part
+from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.flower.registry import MessageDelivery
-from fulcrum.flower.rule_terms import select_moving_entries
-from fulcrum.flower.terms import PartyTerms, accept_proposal, make_proposal
+from fulcrum.flower.terms import PartyTerms
 from fulcrum.privacy.events import Gaussian
 from fulcrum.settings.schema import Clip, Data, Model, Privacy, Run, Settings, Train
 from fulcrum.types import Assignment

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from fulcrum.data import Dataset, from_arrays
+from fulcrum.engines.batched import run_many
 from fulcrum.engines.stacked import StackedEngine
 from fulcrum.settings.schema import Clip
+from fulcrum.training.federation import Federation
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import Assignment, ClientReply, RoundRequest
 
@@ -51,3 +53,10 @@ def assert_equal(one: list[ClientReply], two: list[ClientReply], tolerance: floa
         for name, value in a.state.items():
             torch.testing.assert_close(b.state[name], torch.as_tensor(value), rtol=tolerance, atol=1e-6)
         assert a.diagnostics == pytest.approx(dict(b.diagnostics), rel=1e-4)
+
+
+def last_model(feds: list[Federation]) -> torch.Tensor:
+    """The averaged weights of several runs at once after their last round, [runs, d]."""
+    rounds = list(run_many(feds))
+    assert rounds[-1].averaged is not None
+    return rounds[-1].averaged

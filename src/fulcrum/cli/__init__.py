@@ -3,14 +3,16 @@
 run.py       run, resume
 demo.py      demo
 plan.py      plan
+rehearse.py  rehearse
 account.py   account
-data.py      data list, fetch, verify
+data.py      data list, fetch, verify, describe     changes.py  data changes
 show.py      show, methods
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
 init.py      init
 prior.py     prior
+evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
 flower.py    serve, party, terms, certs
 options.py   the options that settings have
 study_options.py  the options that studies have
@@ -31,18 +33,24 @@ from fulcrum.cli import (
     account,
     data,
     demo,
+    evaluate,
+    export,
     failures,
     flower,
     init,
     ledger,
     options,
     plan,
+    predict,
     prior,
+    rehearse,
     reproduce,
     run,
+    score,
     show,
     study,
 )
+from fulcrum.settings.registry import current_folder_importable
 
 app = typer.Typer(
     name="fulcrum",
@@ -72,8 +80,13 @@ def _show_help_or_version(
 app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("show")(show.show)
+app.command("evaluate")(evaluate.evaluate)
+app.command("score")(score.score)
+app.command("predict")(predict.predict)
+app.command("export")(export.export)
 app.command("init")(init.init)
 app.command("plan")(plan.plan)
+app.command("rehearse")(rehearse.rehearse)
 app.command("account")(account.account)
 app.command("ledger")(ledger.ledger)
 app.add_typer(data.app, name="data")
@@ -92,4 +105,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 2 wrong input, 1 other failures, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = typer.main.get_command(app)
-    return failures.run_guarded(lambda: command.main(words, prog_name="fulcrum", standalone_mode=False), words)
+    with current_folder_importable():  # for the whole command: own models and rules may import as they run
+        return failures.run_guarded(lambda: command.main(words, prog_name="fulcrum", standalone_mode=False), words)

@@ -107,9 +107,18 @@ def _format_usage_error(error: Any) -> str:
     if near:
         return f"error: no such option: {error.option_name}; did you mean {near[0]}?"
     said = _to_one_line(error.format_message())
+    for theirs, ours in VALUE_TEXTS.items():
+        said = said.replace(theirs, ours)
     context = getattr(error, "ctx", None)
     more = "" if context is None or said.endswith("?") else f" (see {context.command_path} --help)"
     return f"error: {said.rstrip('.')}{more}" + ("" if said.endswith("?") else ".")
+
+
+VALUE_TEXTS = {
+    "Input should be a valid number, unable to parse string as a number": "it must be a number",
+    "Input should be a valid integer, unable to parse string as an integer": "it must be a whole number",
+}
+"""What some versions of typer say of a value that is no number, and what we say."""
 
 
 def _to_one_line(error: object) -> str:

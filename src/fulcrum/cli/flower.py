@@ -16,7 +16,7 @@ from fulcrum.cli.failures import RunInterrupted
 from fulcrum.cli.options import DebugOption, JsonOption, QuietOption, with_settings
 from fulcrum.cli.run import choose_free_folder, make_source_slug
 from fulcrum.errors import ConfigError
-from fulcrum.settings.schema import Settings, TaskSettings
+from fulcrum.settings.schema import Settings, Table, TaskSettings
 
 if TYPE_CHECKING:
     from fulcrum.data import Dataset
@@ -79,7 +79,8 @@ def terms(
 ) -> None:
     """Write the terms that a party would agree to for a configuration; read them before you use them."""
     require_flower()
-    from fulcrum.flower.terms import accept_proposal, make_proposal, terms_to_toml
+    from fulcrum.flower.proposals import accept_proposal, make_proposal
+    from fulcrum.flower.terms import terms_to_toml
 
     text = terms_to_toml(accept_proposal(party, make_proposal(settings, classes), budget))
     if str(out) == "-":
@@ -98,6 +99,16 @@ def party(
     server: Annotated[str, typer.Option("--server", help="HOST:PORT of the coordinator.")],
     key: Annotated[Path, typer.Option("--key", help="This party's private key; its file name is the party's name.")],
     ledger: Annotated[Path, typer.Option("--ledger", help="This party's ledger, kept over all runs.")],
+    schema: Annotated[
+        str, typer.Option("--schema", help="Schema file of a table; default NAME.schema.toml beside it.")
+    ] = "",
+    withdrawn: Annotated[
+        str, typer.Option("--withdrawn", help="File with the ids of people who withdrew their consent, one per line.")
+    ] = "",
+    hold_out: Annotated[
+        float,
+        typer.Option("--hold-out", help="Fraction of this party's units that do not train, for fulcrum score."),
+    ] = 0.0,
     ca: Annotated[Path | None, typer.Option("--ca", help="Certificate of the CA that signed the server's.")] = None,
     terms: Annotated[
         Path, typer.Option("--terms", help="What was agreed; without the file, you are asked on a terminal.")
@@ -120,6 +131,8 @@ def party(
     """Take part in a federation: train on this party's own data, within its own terms and budget."""
     require_flower()
     from fulcrum import runs as api
+    from fulcrum.data.held_out import keep_training_units
+    from fulcrum.data.withdrawn import leave_out_withdrawn
     from fulcrum.flower.consent import make_consent_text
     from fulcrum.flower.keys import check_party_name
     from fulcrum.flower.party import open_party_service
@@ -144,7 +157,9 @@ def party(
 
     @functools.cache
     def load_records(task: TaskSettings) -> Dataset:
-        return load_party_data(data, task=task)
+        found = leave_out_withdrawn(load_party_data(data, task=task, table=Table(schema=schema)), withdrawn)
+        show.print_own_notes(found, quiet)
+        return keep_training_units(found, hold_out)
 
     if agreed is not None:
         check_declared(agreed.agreed_task)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fulcrum.cli import show, view
+from fulcrum.cli.forecast import forecast_run, print_forecast
 from fulcrum.cli.options import DebugOption, JsonOption, with_settings
 from fulcrum.clipping.rule import gradient_multiplier
 from fulcrum.errors import ConfigError
+from fulcrum.privacy.evaluation import describe_evaluation
 from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.settings.schema import Settings
 
 if TYPE_CHECKING:
     from fulcrum.privacy.plan import Plan
     from fulcrum.runs.preparation import PartyBalance
-    from fulcrum.training.federation import Federation
 
 MAX_PARTIES_SHOWN = 20
 """More parties than this are shown by group: those with the same terms in one line."""
@@ -40,25 +41,36 @@ def plan(
     for_epsilon: Annotated[
         float | None, typer.Option("--for-epsilon", help="With --sigma: say how many rounds this budget allows.")
     ] = None,
+    timing: Annotated[
+        bool,
+        typer.Option(
+            "--timing/--no-timing", help="Time a few steps on made-up records, to say how long the run will take."
+        ),
+    ] = True,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show what a run would cost and how noisy it would be, without training."""
+    """Show what a run would cost, how noisy it would be, how long it would take and what would travel."""
     if for_epsilon is not None:
         print_affordable_rounds(settings, for_epsilon, as_json)
         return
     from fulcrum import runs as api
 
-    federation = api.prepare(settings)
+    federation = api.prepare_unrehearsed(settings)  # a plan takes seconds, a rehearsal may take minutes
     made, dim = federation.plan, federation.problem.layout.dim
+    from fulcrum.runs.rehearsal import list_weaknesses
+
     short = api.collect_ledger_warnings(federation)  # refuses as `run` does where nobody can pay for a round
     left = api.list_ledger_balances(federation)
+    forecast = forecast_run(federation, timing)
     if as_json:
         of_ledger = {"ledger": {name: vars(balance) for name, balance in left.items()}} if left else {}
-        view.print_json({**made.to_json(dim), **describe_engine(federation), **of_ledger})
+        scored = {} if federation.evaluation is None else {"evaluation": describe_evaluation(federation.evaluation)}
+        view.print_json({**forecast.to_json(), **scored, **of_ledger})
         return
-    for warning in [*show.collect_run_warnings(federation), *short]:
+    for warning in [*show.collect_run_warnings(federation), *list_weaknesses(federation), *short]:
         view.print_message(f"warning: {warning}")
+    show.print_own_notes(federation.problem.dataset)
     if made.has_trusted_server:
         view.print_table(add_accountant_columns(CLIENT_LEVEL_COLUMNS, made), make_server_rows(made, dim))
     else:
@@ -83,7 +95,14 @@ def plan(
         f"{'update' if made.has_trusted_server else 'gradient'} over its {dim:,} parameters, as a multiple of the "
         "clipping norm; along v, its part in any one direction."
     )
-    print_engine_lines(describe_engine(federation))
+    if federation.evaluation is not None:
+        scores = federation.evaluation
+        view.print_line(
+            f"evaluation  {scores.units} held-out {unit}s pay epsilon {scores.epsilon:g} at delta {scores.delta:g} for "
+            f"{scores.releases} release{'s' if scores.releases > 1 else ''} of {scores.form.columns} numbers per party "
+            f"with sigma {view.format_value(scores.sigma)}: {scores.form.words}"
+        )
+    print_forecast(forecast)
     if left:
         print_ledger_balances(settings.run.ledger, left, made.rounds)
 
@@ -103,36 +122,6 @@ def print_ledger_balances(path: str, left: Mapping[str, PartyBalance], rounds: i
     view.print_table(("party", "spent", "budget", "rounds that it can pay for"), rows)
     if len(left) > MAX_PARTIES_SHOWN:
         view.print_line(f"and {len(left) - MAX_PARTIES_SHOWN} more parties: fulcrum ledger {path}")
-
-
-def describe_engine(federation: Federation) -> dict[str, Any]:
-    """Which engine will run, on how many cores, and how each layer's per-example gradients are computed."""
-    import torch
-
-    from fulcrum.data.records import move_inputs_to_device
-    from fulcrum.engines import choose_engine
-    from fulcrum.gradients import list_gradient_paths
-
-    engine = choose_engine(federation.settings.run.engine, federation.problem)
-    problem = federation.problem
-    first = problem.dataset.records.take(torch.zeros(1, dtype=torch.int64))
-    x, y = move_inputs_to_device(first.x, problem.device), first.y.to(problem.device)
-    found = list_gradient_paths(problem.model, x, y, problem.dataset.task)
-    layers = [{"layer": layer, "path": path, "because": reason} for layer, path, reason in found]
-    workers = getattr(federation.engine, "workers", 1)
-    return {"engine": engine, "workers": workers, "device": str(problem.device), "layers": layers}
-
-
-def print_engine_lines(words: dict[str, Any]) -> None:
-    """Prints the engine's description in two or more lines."""
-    at_once = f", {words['workers']} parties at a time" if words["workers"] > 1 else ""
-    print(f"engine  {words['engine']} on {words['device']}{at_once}")
-    ways = {"book": "by book-keeping", "vmap": "by vmap, written out and slower"}
-    for path, way in ways.items():
-        chosen = [layer for layer in words["layers"] if layer["path"] == path]
-        if chosen:
-            listed = ", ".join(f"{layer['layer']} ({layer['because']})" for layer in chosen)
-            view.print_line(f"per-example gradients {way}  {listed}")
 
 
 def describe_schedule(made: Plan) -> list[str]:

@@ -31,6 +31,9 @@ def run(
         Path | None, typer.Option("--out", help="New folder for the run; default runs/DATA-METHOD-TIME.")
     ] = None,
     observe: ObserveOption = [],  # noqa: B006  # typer needs a list
+    no_rehearsal: Annotated[
+        bool, typer.Option("--no-rehearsal", help="Choose nothing on made-up data first, whatever clip.rehearse says.")
+    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
@@ -38,6 +41,8 @@ def run(
     """Train one model privately over the data of several parties."""
     from fulcrum import runs as api
 
+    if no_rehearsal:
+        settings = settings.replace(clip={"rehearse": False})
     watching = [api.find_observer(name) for name in observe]
     federation = api.prepare(settings)
     folder = (
@@ -46,6 +51,7 @@ def run(
     for warning in [*show.collect_run_warnings(federation), *api.collect_ledger_warnings(federation)]:
         # Always say so if there is no guarantee, or only under an assumption.
         view.print_message(f"warning: {warning}", quiet and federation.plan.sound and not federation.plan.shares_noise)
+    show.print_own_notes(federation.problem.dataset, quiet)
     bar = view.make_progress_observer(settings.method, settings.train.rounds, quiet)
     with explain_interruption(folder):
         result = api.execute(federation, folder, observers=[bar, *watching])
@@ -92,5 +98,6 @@ def choose_free_folder(name: str) -> Path:
 
 def make_source_slug(source: str) -> str:
     """A data source as part of a folder's name: mnist, patients (for a/patients.npz), package.module-function."""
-    name = Path(source).stem if source.endswith(".npz") else source
+    path = Path(source)
+    name = path.name.partition(".")[0] if path.suffix and ":" not in source else source
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "data"

@@ -15,6 +15,7 @@ from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.study.records import StudyScore, get_record_metrics, get_record_score
 
 if TYPE_CHECKING:
+    from fulcrum.data import Dataset
     from fulcrum.training.federation import Federation
 
 NOMINAL_NOTE = "nominal: this rule looks at private values to set C, so no epsilon holds"
@@ -31,6 +32,8 @@ LEDGER_NOTES = {
 """By the statement's level: what the worst run of a kept ledger makes of its epsilon."""
 MAX_EPSILONS_SHOWN = 8
 """More parties than this are summed up as a range."""
+RANKINGS = ("auc", "average_precision")
+"""Metrics of which a constant prediction says nothing."""
 LISTED = 20
 """Of more parties than this, only the best and the worst have their metrics printed."""
 
@@ -110,12 +113,16 @@ def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool
         ),
         ("rounds", f"{summary['rounds']}, {summary['status']}"),
         *format_score_line(summary),
+        *list_comparisons(summary),
         ("epsilon", describe_guarantee(summary)),
     ]
     if summary["private"] and summary.get("epsilons"):
         facts.append(("by party", format_epsilon_spread(summary["epsilons"])))
     if summary["private"] and summary.get("settings", {}).get("run", {}).get("ledger"):
         facts.append(("ledger", describe_ledger_total(summary)))
+    if summary.get("start", {}).get("added"):
+        total, first = view.format_epsilon(summary["epsilon_scope"]), summary["start"]["run"]
+        facts.append(("with its start", f"{total} in all, with run {first}, whose model it starts from"))
     facts += [("C", format_C_course(summary["C"])), ("folder", folder)]
     view.print_name_value_lines(facts)
     print_parties(summary)
@@ -140,6 +147,39 @@ def score_text(score: StudyScore, record: Mapping[str, Any], where: str) -> str:
     return f"{value}{'' if score.higher_is_better else ' (lower is better)'} {where}{of_parties}"
 
 
+def list_comparisons(summary: Mapping[str, Any]) -> list[tuple[str, view.TableValue]]:
+    """What the score is to be compared with: a constant prediction, and the model without privacy where it was trained.
+
+    Where the score is a ranking metric, the accuracy is compared, too: a constant ranks nothing.
+    """
+    score, metrics = get_record_score(summary), get_record_metrics(summary)
+    names = [score.name, *(["accuracy"] if "accuracy" in metrics and score.name != "accuracy" else [])]
+
+    def describe(values: Mapping[str, Any], mean: Mapping[str, Any]) -> str:
+        found = [f"{name} {view.format_metric(name, values[name])}" for name in names if values.get(name) is not None]
+        means = [f"{name} {view.format_metric(name, mean[name])}" for name in names if mean.get(name) is not None]
+        return ", ".join(found) + (f"; mean over parties {', '.join(means)}" if means else "")
+
+    rows: list[tuple[str, view.TableValue]] = []
+    if summary.get("baseline"):
+        what = "the more frequent class" if "accuracy" in metrics else "the mean"
+        rows.append(("baseline", f"{describe(summary['baseline'], summary.get('mean_baseline', {}))} (always {what})"))
+    if summary.get("reference"):
+        made = summary["reference"]
+        text = describe(made["metrics"], made.get("mean_over_parties", {}))
+        rows.append(("not private", f"{text} (the same without privacy, by {made['optimiser']})"))
+    chosen = summary.get("threshold")
+    if chosen:
+        best = view.format_metric(chosen["for"], chosen[chosen["for"]])
+        rows.append(
+            (
+                "threshold",
+                f"{view.format_value(chosen['value'])} has the largest {chosen['for']}, {best}, on the same records",
+            )
+        )
+    return rows
+
+
 def print_parties(summary: Mapping[str, Any]) -> None:
     """The score and up to two more metrics on each party's test records; nothing where they name no party."""
     parties, mean = summary.get("party_metrics", {}), summary.get("mean_over_parties", {})
@@ -152,9 +192,27 @@ def print_parties(summary: Mapping[str, Any]) -> None:
     def row(title: str, values: Mapping[str, Any]) -> tuple[view.TableValue, ...]:
         return title, *(view.format_metric(name, values.get(name)) for name in names)
 
-    rows = [row(f"  {party}", values) for party, values in shown_parties(parties, score)]
-    rows += [row("mean over parties", mean), row("all records", metrics)]
-    view.print_table(("test records of", *names), rows)
+    constants, reference = summary.get("party_baselines", {}), summary.get("reference", {})
+    # A constant ranks nothing, so its accuracy says more.
+    judged = "accuracy" if score.name in RANKINGS and "accuracy" in metrics else score.name
+    columns = ["test records of", *names]
+    columns += [f"{judged} of a constant"] if constants else []
+    columns += [f"{judged} without privacy"] if reference.get("party_metrics") else []
+
+    def compare(baseline: Mapping[str, Any], plain: Mapping[str, Any]) -> tuple[view.TableValue, ...]:
+        cells = [view.format_metric(judged, baseline.get(judged))] if constants else []
+        cells += [view.format_metric(judged, plain.get(judged))] if reference.get("party_metrics") else []
+        return tuple(cells)
+
+    rows = []
+    for title, values in shown_parties(parties, score):
+        party = title.partition(" (")[0]
+        plain = reference.get("party_metrics", {}).get(party, {})
+        rows.append((*row(f"  {title}", values), *compare(constants.get(party, {}), plain)))
+    means = compare(summary.get("mean_baseline", {}), reference.get("mean_over_parties", {}))
+    whole = compare(summary.get("baseline", {}), reference.get("metrics", {}))
+    rows += [(*row("mean over parties", mean), *means), (*row("all records", metrics), *whole)]
+    view.print_table(columns, rows)
 
 
 def shown_parties(parties: Mapping[str, Mapping[str, Any]], score: StudyScore) -> list[tuple[str, Mapping[str, Any]]]:
@@ -231,6 +289,12 @@ def format_C_course(C: Sequence[Any]) -> str:
 def collect_run_warnings(federation: Federation) -> list[str]:
     """What a user must know before trusting the run."""
     return [*federation.problem.dataset.warnings, *federation.plan.warnings]
+
+
+def print_own_notes(dataset: Dataset, quiet: bool = False) -> None:
+    """What follows from private values, for whoever holds the data: on this terminal alone, and stored nowhere."""
+    for note in dataset.own_notes:
+        view.print_message(f"only you see this: {note}", quiet)
 
 
 def methods(as_json: JsonOption = False, debug: DebugOption = False) -> None:

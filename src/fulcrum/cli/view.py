@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -109,6 +110,27 @@ def format_epsilon(value: float | str | None) -> str:
     """An epsilon to four digits, rounded up: what is printed is never less than what was spent."""
     number = math.nan if value is None else float(value)  # our JSON has infinity as the text "inf"
     return format_value(None) if math.isnan(number) else accounting.format_epsilon(number)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with three digits: 2.6 kB, 1.3 MB; thousands, not 1024."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= 0.9995 * limit:
+            return f"{count / limit:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration with two or three digits: 12 ms, 3.4 s, 5 min 20 s, 2 h 10 min, 3 d 4 h."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    for (large, size), (small, part) in itertools.pairwise((("d", 86400), ("h", 3600), ("min", 60), ("s", 1))):
+        count, rest = divmod(round(seconds / part), size // part)
+        if count:
+            return f"{count} {large} {rest} {small}" if rest else f"{count} {large}"
+    return f"{seconds:.3g} s"
 
 
 def format_percent(fraction: float | None) -> str:

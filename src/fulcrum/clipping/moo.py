@@ -178,16 +178,19 @@ def init_balanced_moo(settings: Clip, shape: ModelFacts) -> RuleState:
             SINGLE_LAYER_NOISE_FACTOR if not deep else WHITENED_NOISE_FACTOR if shape.mixed else 1.0
         )
         step = shape.start * min(balance / spread, compute_max_first_step(settings, shape) if deep else math.inf)
-    C = min(max(min(settings.C0, step / full), settings.C_min), settings.C_max)
+    step = settings.step or step
+    limit = settings.C0 if not settings.search else min(settings.C0, step / full)
+    C = min(max(limit, settings.C_min), settings.C_max)
     return {
         **init_moo_c(settings, shape),
         "C": equal_shares(C, shape.count),
-        "C_min": torch.tensor(compute_lowest_C(settings, shape)),
+        "C_min": torch.tensor(compute_lowest_C(settings, shape) if settings.search else settings.C_min),
         "wish": torch.tensor(settings.C0),
         "step": torch.tensor(step),
         "longest": torch.tensor(step * settings.growth),
         "lr": torch.tensor(shape.lr),
-        "phase": torch.tensor(SEARCH_DOWN),
+        "phase": torch.tensor(SEARCH_DOWN if settings.search else SEARCH_DONE),
+        "search": torch.tensor(settings.search),
         "signal": torch.tensor(0.0),
     }
 
@@ -239,7 +242,9 @@ def adapt_balanced_moo(state: RuleState, released: Released) -> RuleState:
     step = state["step"] * torch.exp(compute_log_step(state, compute_alignment(state, released)))
     step = torch.minimum(step, state["longest"])
     total = torch.linalg.vector_norm(state["C"])
-    C = torch.minimum(found["wish"], step / (state["lr"] * released.steps)).clamp(state["C_min"], state["C_max"])
+    # Where C is not searched for, it was chosen together with the learning rate: it stays.
+    limit = torch.where(state["search"], step / (state["lr"] * released.steps), torch.inf)
+    C = torch.minimum(found["wish"], limit).clamp(state["C_min"], state["C_max"])
     memory = state["beta"] * state["memory"] + (1 - state["beta"]) * apply_balanced_moo(state, released)
     return {**found, "C": state["C"] * (C / total), "step": step, "memory": memory}
 

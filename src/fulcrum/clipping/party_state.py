@@ -27,3 +27,8 @@ def complete_party_state(
     for t in range(round):
         state = rule.adapt(state, Released(nothing, nothing[:0], 1.0, 1.0, t, rounds, asked=0.0))
     return state
+
+
+def select_moving_entries(moves: tuple[str, ...], state: RuleState) -> dict[str, torch.Tensor]:
+    """The entries of a state that travel from a coordinator to a party."""
+    return {name: state[name] for name in moves}

@@ -2,7 +2,10 @@
 
 messages.py         what travels: a header and arrays, checked before use; nothing is unpickled
 keys.py             a party's key pair: it signs every reply
-terms.py            what a party agreed to, pinned on its own disk; whatever goes beyond is refused
+terms.py            what a party agreed to, pinned on its own disk
+proposals.py        what a run asks of every party, and how that becomes a party's terms
+request_checks.py   whatever goes beyond the terms is refused
+refusals.py         the sentences of refusals, known to both sides
 rule_terms.py       the clipping rules' settings that are agreed on, and the ranges of what moves
 task_terms.py       the task that is agreed on: the settings that decide the loss, and their fingerprint
 consent.py          the proposed terms as a person reads them before agreeing
@@ -14,14 +17,17 @@ party_statement.py  a party's own privacy statement
 party.py            a party's service: it answers requests within its terms and its ledger's budget
 registry.py         which node is which party: only signed answers count
 coordinator.py      an engine that asks parties instead of computing
+traffic.py          bytes of a round's messages, before a run
 prepare.py          what a coordinator needs before it contacts parties
 certs.py            a development CA, a server certificate and key pairs
 transport.py        those bytes in Flower's messages, by its public API
 flwr141/            everything that is internal to Flower 1.41.0: SuperLink, SuperNode, executor
 run.py              `fulcrum serve` and `fulcrum party` without their command lines
+strategy.py         for people with a Flower app: a strategy that makes any client function private for whole parties
+mod.py              and a mod: a client function with a private loop in it, and a guard at the door
 app.py              the same as a plain Flower app, for `flwr run` and the simulation engine
 
-All but transport.py, flwr141/, run.py and app.py work without Flower, over any transport of bytes.
+All but transport.py, flwr141/, run.py, strategy.py, mod.py and app.py work without Flower, over any transport of bytes.
 """
 
 from __future__ import annotations

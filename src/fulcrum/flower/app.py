@@ -29,9 +29,10 @@ from fulcrum.flower import keys
 from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.party import PartyService, open_party_service
 from fulcrum.flower.party_data import load_party_data, take_part
+from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.flower.run import ListenAddress, resume_served_run, serve_run
 from fulcrum.flower.task_terms import declare_task
-from fulcrum.flower.terms import accept_proposal, make_proposal, read_terms_file
+from fulcrum.flower.terms import read_terms_file
 from fulcrum.flower.transport import GridTransport, envelope_to_record, record_to_envelope
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.schema import Settings
@@ -107,7 +108,7 @@ def _open_simulated_party(context: Context) -> AbstractContextManager[PartyServi
     settings = settings_file.read_settings(Path(_get_config_text(given, "config")))
     settings = _set_party_count(settings, int(context.node_config["num-partitions"]))
     k, home = int(context.node_config["partition-id"]), Path(_get_config_text(given, "home"))
-    data = load(settings.data.source, settings.data.dir, task=settings.task)
+    data = load(settings.data.source, settings.data.dir, task=settings.task, table=settings.table)
     own = take_part(data, split(data, settings.data, settings.run.seed).indices(k), f"part {k}")
     name = f"party-{k}"
     terms = accept_proposal(name, make_proposal(settings, data.task.outputs, declare_task(data)))

@@ -14,9 +14,11 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.errors import RunError
 from fulcrum.flower.messages import (
     ArraySpec,
@@ -33,13 +35,13 @@ from fulcrum.flower.messages import (
     state_to_arrays,
 )
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, describe_refusal, verify_signed_reply
-from fulcrum.flower.rule_terms import is_C_within, select_moving_entries
+from fulcrum.flower.rule_terms import is_C_within
 from fulcrum.flower.task_terms import task_fingerprint
 from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.settings.schema import Settings
-from fulcrum.training.clipped_sum import compute_contribution
 from fulcrum.training.engine import Engine
-from fulcrum.training.problem import TrainingProblem, assign_coordinate_groups
+from fulcrum.training.problem import TrainingProblem
+from fulcrum.training.traffic import measure_statistics_width
 from fulcrum.types import Assignment, ClientReply, RoundRequest, RuleState
 
 
@@ -78,8 +80,7 @@ class FlowerEngine(Engine):
         self.registry, self.clients, self.problem, self.settings = registry, tuple(clients), problem, settings
         self.wait_policy, self.secret, self.streams = wait_policy, secret, streams
         self._spent: set[int] = set()
-        self._model = compute_model_fingerprint(problem.model, problem.layout)
-        self._task = task_fingerprint(problem.dataset)
+        self._agreed = name_model_and_task(problem)
 
     # --- who is there -----------------------------------------------------------------------------
 
@@ -196,24 +197,12 @@ class FlowerEngine(Engine):
         name = self.clients[task.client].name
         nonce = hmac.new(self.secret, f"{self.registry.run}/{request.round}/{name}".encode(), hashlib.sha256)
         header = {
-            "kind": "round",
             "run": self.registry.run,
             "nonce": nonce.hexdigest()[:32],
             "party": name,
-            "assignment": assignment_to_table(task),
-            "rule": self.settings.clip.rule,
-            "groups": self.settings.clip.groups,
-            "unit": self.settings.privacy.unit,
-            "model": self._model,
-            "task": self._task,
-            "round": request.round,
-            "rounds": request.rounds,
-            "weight_decay": request.weight_decay,
             "simulation": simulation_to_table(self.streams),
         }
-        rule = self.problem.rule  # a rule that parties adapt for themselves sends nothing of its state
-        moving = {} if rule.where == "client" else select_moving_entries(rule.moves, state)
-        return pack_envelope(header, {"params": request.params, **state_to_arrays(moving)})
+        return pack_round_request({**header, **self._agreed}, self.settings, self.problem, request, task, state)
 
     def _check_reply(
         self, request: RoundRequest, task: Assignment, state: RuleState, ask: Envelope, envelope: Envelope
@@ -268,13 +257,36 @@ class FlowerEngine(Engine):
             time.sleep(POLL_SECONDS)
 
 
-def measure_statistics_width(problem: TrainingProblem, state: RuleState) -> int:
-    """The number of extra statistics J that the rule releases, measured on a batch without examples."""
-    on_cpu = {name: value.cpu() for name, value in state.items()}
-    nothing = torch.zeros((0, problem.layout.dim))
-    groups = assign_coordinate_groups(problem.layout, problem.groups)
-    view = problem.rule.view(on_cpu, 0, 1)
-    return len(compute_contribution(problem.rule, view, on_cpu, nothing, torch.zeros(0), groups, 1.0, 1.0).extra)
+def name_model_and_task(problem: TrainingProblem) -> dict[str, str]:
+    """The fingerprints by which coordinator and parties know that they train the same thing."""
+    return {
+        "model": compute_model_fingerprint(problem.model, problem.layout),
+        "task": task_fingerprint(problem.dataset),
+    }
+
+
+def pack_round_request(
+    header: Mapping[str, Any],
+    settings: Settings,
+    problem: TrainingProblem,
+    request: RoundRequest,
+    task: Assignment,
+    state: RuleState,
+) -> Envelope:
+    """A round's request. header: its run, nonce, party, model, task and simulation."""
+    public = {
+        "kind": "round",
+        "assignment": assignment_to_table(task),
+        "rule": settings.clip.rule,
+        "groups": settings.clip.groups,
+        "unit": settings.privacy.unit,
+        "round": request.round,
+        "rounds": request.rounds,
+        "weight_decay": request.weight_decay,
+    }
+    rule = problem.rule  # a rule that parties adapt for themselves sends nothing of its state
+    moving = {} if rule.where == "client" else select_moving_entries(rule.moves, state)
+    return pack_envelope({**header, **public}, {"params": request.params, **state_to_arrays(moving)})
 
 
 def bound_update_norm(

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from safetensors.torch import load as load_arrays
 from safetensors.torch import save as save_arrays
 
+from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.data import Dataset
 from fulcrum.errors import BudgetError, ConfigError, DataError, ModelError
 from fulcrum.flower import keys
@@ -40,20 +41,12 @@ from fulcrum.flower.party_data import LoadRecords, check_task
 from fulcrum.flower.party_ledger import enroll_party, register_party_run
 from fulcrum.flower.party_statement import make_party_statement
 from fulcrum.flower.party_training import LocalTrainer, PartyRunFacts
+from fulcrum.flower.proposals import accept_proposal, check_proposal
+from fulcrum.flower.refusals import TermsRefusal
 from fulcrum.flower.reply_store import ReplyStore
-from fulcrum.flower.rule_terms import select_moving_entries
+from fulcrum.flower.request_checks import check_clipping_state, check_params, check_round_request
 from fulcrum.flower.task_terms import TaskNotDeclared, check_declared
-from fulcrum.flower.terms import (
-    PartyTerms,
-    TermsRefusal,
-    accept_proposal,
-    check_clipping_state,
-    check_params,
-    check_proposal,
-    check_round_request,
-    terms_to_toml,
-    validate_terms,
-)
+from fulcrum.flower.terms import PartyTerms, terms_to_toml, validate_terms
 from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger

@@ -15,18 +15,21 @@ from fulcrum.data.tasks import Task, make_task
 from fulcrum.errors import DataError
 from fulcrum.flower.task_terms import declare_task, same_task
 from fulcrum.rng import torch_generator
-from fulcrum.settings.schema import TaskSettings
+from fulcrum.settings.schema import Table, TaskSettings
 
 LoadRecords = Callable[[TaskSettings], Dataset]
 """Loads a party's own records, with targets checked by the task of its terms."""
 
 
-def load_party_data(source: str, folder: str = "", task: TaskSettings | None = None) -> Dataset:
+def load_party_data(
+    source: str, folder: str = "", task: TaskSettings | None = None, table: Table | None = None
+) -> Dataset:
     """A party's own records: what `fulcrum run --data` takes; an .npz needs x and y, no test records.
 
-    task: what the party agreed to. Raises DataError, for the party alone, where the records do not fit it.
+    task: what the party agreed to. table: the columns of a table. Raises DataError, for the party alone, where the
+    records do not fit it.
     """
-    return check_task(load(source, folder, task=task, need=("train",)), task or TaskSettings())
+    return check_task(load(source, folder, task=task, need=("train",), table=table), task or TaskSettings())
 
 
 def check_task(dataset: Dataset, agreed: TaskSettings) -> Dataset:

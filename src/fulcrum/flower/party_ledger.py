@@ -17,7 +17,8 @@ from fulcrum.data.fingerprints import KEY_MARK, compute_keyed_fingerprint, compu
 from fulcrum.errors import BudgetError, ConfigError
 from fulcrum.flower.party_data import population_fingerprint
 from fulcrum.flower.party_training import PartyRunFacts
-from fulcrum.flower.terms import PartyTerms, TermsRefusal
+from fulcrum.flower.refusals import TermsRefusal
+from fulcrum.flower.terms import PartyTerms
 from fulcrum.privacy.ledger import KnownUnits, Ledger, RunPlan, RunRecord, make_seed_digest
 from fulcrum.training.problem import TrainingProblem
 

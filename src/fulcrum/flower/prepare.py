@@ -14,22 +14,25 @@ from fulcrum.data import Dataset, Partition, load
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
 from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint, write_shape
+from fulcrum.flower.proposals import make_proposal
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, PartyReportFn, Transport
 from fulcrum.flower.task_terms import declare_task, task_fingerprint
-from fulcrum.flower.terms import make_proposal
 from fulcrum.privacy.plan import make_plan
 from fulcrum.rng import CipherRandomness
 from fulcrum.runs.preparation import build_checked_model
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.derived import get_planned_unit
-from fulcrum.settings.schema import Settings, TaskSettings
+from fulcrum.settings.schema import Settings, Table, TaskSettings
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import TrainingProblem, get_private_seed
 
 
-def load_public_data(source: str, folder: str = "", task: TaskSettings | None = None) -> Dataset:
-    """What the coordinator evaluates on: any data source with test records; an .npz needs x_test and y_test alone."""
-    return load(source, folder, task=task, need=("test",))
+def load_public_data(
+    source: str, folder: str = "", task: TaskSettings | None = None, table: Table | None = None
+) -> Dataset:
+    """What the coordinator evaluates on: any data source with test records; an .npz needs x_test and y_test alone, and
+    of a table all rows are test records."""
+    return load(source, folder, task=task, need=("test",), table=table)
 
 
 def make_served_settings(settings: Settings, parties: int, simulation: bool) -> Settings:

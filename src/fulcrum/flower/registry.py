@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum.flower import keys
 from fulcrum.flower.messages import BadMessage, Envelope, pack_envelope, read_message_header
-from fulcrum.flower.terms import REFUSAL_TEXTS
+from fulcrum.flower.refusals import REFUSAL_TEXTS
 
 PartyReportFn = Callable[[str, str], None]
 """Called with a party's name (or "") and one sentence on what happened."""

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Clip
-from fulcrum.types import RuleState
 
 MAX_MOVED_NORM = 1e6
 """The largest Euclidean norm of an entry of a rule's state that moves, other than C: no product with it overflows."""
@@ -69,8 +68,3 @@ def are_others_within(moved: Mapping[str, torch.Tensor]) -> bool:
         value.is_floating_point() and float(torch.linalg.vector_norm(value.double())) <= MAX_MOVED_NORM
         for value in others
     )
-
-
-def select_moving_entries(moves: tuple[str, ...], state: RuleState) -> dict[str, torch.Tensor]:
-    """The entries of a state that travel from a coordinator to a party."""
-    return {name: state[name] for name in moves}

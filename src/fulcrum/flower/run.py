@@ -15,6 +15,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum import runs as api
+from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
@@ -34,7 +35,7 @@ from fulcrum.flower.registry import PartyInfo, Transport
 from fulcrum.runs import Result, RoundCallback
 from fulcrum.runs import folder as record
 from fulcrum.settings import files as settings_file
-from fulcrum.settings.schema import Settings
+from fulcrum.settings.schema import Settings, Table
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,9 @@ def serve_run(
     wait_policy = wait_policy or WaitPolicy(min_parties=settings.train.min_parties)
     settings = make_served_settings(settings, len(public_keys), simulation)
     problem = make_public_problem(
-        settings, load_public_data(settings.data.source, settings.data.dir, settings.task), _find_run_device(settings)
+        settings,
+        _load_public_records(settings),
+        _find_run_device(settings),
     )
     run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -146,7 +149,9 @@ def resume_served_run(
     if missing:
         raise ConfigError(f"the keys of {', '.join(missing)} are missing; bring their NAME.pub back.")
     problem = make_public_problem(
-        settings, load_public_data(settings.data.source, settings.data.dir, settings.task), _find_run_device(settings)
+        settings,
+        _load_public_records(settings),
+        _find_run_device(settings),
     )
     party_log = PartyLog(say)
     party_log.folder = folder
@@ -166,6 +171,12 @@ def resume_served_run(
         result = api.resume_prepared(make_served_federation(settings, engine), folder, on_round)
         engine.send_run_finished(len(result.C))
         return result
+
+
+def _load_public_records(settings: Settings) -> Dataset:
+    """What the coordinator evaluates on; the columns only where the settings declare some."""
+    declared = {} if settings.table == Table() else {"table": settings.table}
+    return load_public_data(settings.data.source, settings.data.dir, settings.task, **declared)
 
 
 def _find_run_device(settings: Settings) -> Any:

@@ -2,8 +2,7 @@
 
 Numbers are limits: a request may ask for less (a smaller rate, fewer steps, more noise), never for
 more. The clipping rule's settings are not in a request at all: the party takes them from here. The budget
-is kept by the party's ledger, over all runs. Whatever is refused is answered with one of the fixed
-sentences of `REFUSAL_TEXTS`, so that an answer never carries anything about the data.
+is kept by the party's ledger, over all runs. `request_checks.py` compares requests with the terms.
 """
 
 from __future__ import annotations
@@ -13,85 +12,32 @@ import inspect
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 from fulcrum.clipping import RULES, find_rule
 from fulcrum.clipping.rule import ClipRule, resolve_rule_options
 from fulcrum.clipping.testing import refuse_broken_rule
-from fulcrum.errors import ConfigError, FulcrumError
+from fulcrum.errors import ConfigError
 from fulcrum.flower.keys import check_party_name
-from fulcrum.flower.rule_terms import RuleTerms, are_others_within, is_C_within
-from fulcrum.flower.task_terms import check_declared, same_task, training_settings
+from fulcrum.flower.refusals import TermsRefusal
+from fulcrum.flower.rule_terms import RuleTerms
+from fulcrum.flower.task_terms import training_settings
 from fulcrum.privacy.accounting import Spend, check_accounting_terms
 from fulcrum.privacy.events import Event, Gaussian
-from fulcrum.privacy.plan import make_plan
 from fulcrum.settings.checks import check_settings
-from fulcrum.settings.derived import compute_local_steps, get_planned_unit
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Model, Privacy, Settings, TaskSettings, Train
-from fulcrum.training.problem import uses_proven_arithmetic
-from fulcrum.types import Assignment, RuleState
 
-REFUSAL_TEXTS: dict[str, str] = {
-    "message": "the message could not be read",
-    "version": "the message is of another version of Fulcrum; install the same version at coordinator and parties",
-    "party": "the request is for another party",
-    "expired": "the request has expired",
-    "no-terms": "this party has agreed to no terms yet",
-    "consent": "this party did not agree to the proposed terms",
-    "rule": "the clipping rule is not one this party agreed to, or is not sound",
-    "clip": "the clipping rule's settings are not the agreed ones",
-    "arithmetic": "the run asks for proven arithmetic, and this party agreed to fast",
-    "unit": "the unit of privacy is not the agreed one",
-    "groups": "the grouping of parameters is not the agreed one",
-    "model": "the model or its parameters are not the agreed ones",
-    "params": "the weights are not finite or beyond any honest ones",
-    "task": "the task (its loss, classes or ranges) is not the agreed one",
-    "data": "the party's records do not fit the agreed task; its own log says why",
-    "rate": "the sampling rate is above the agreed one, or beyond any honest one",
-    "steps": "the local steps are more than agreed, or none",
-    "sigma": "the noise multiplier is below the agreed one, or beyond any honest one",
-    "rounds": "the round is beyond the agreed number of rounds",
-    "C": "the clipping norm is not finite or outside the agreed range",
-    "state": "the clipping state holds numbers beyond any honest ones",
-    "lr": "the learning rate or weight decay is outside the agreed range",
-    "interval": "the clipping rule's statistics are asked for in steps that were not agreed",
-    "shared-noise": "the noise is to be shared with other parties, and this party's own noise must protect it",
-    "field": "the request asks for something that the terms do not cover",
-    "seed": "a seed was asked for, and this party draws its own randomness",
-    "no-seed": "this party simulates, and no seed was given",
-    "seen-seed": "another run in this party's ledger had the seed of this simulation",
-    "run": "this run's id stands for another run in this party's ledger",
-    "repeated": "this round was answered before, to a different request",
-    "lost": "this round was answered before, and the stored answer is gone",
-    "budget": "the party's privacy budget is spent",
-    "internal": "the party failed; its own log says why",
-}
-"""Everything that a party can answer beside an update: code -> words, known to both sides."""
-
-MAX_WEIGHT = 1e6
-"""The largest weight, in absolute value, of a model that a request may send: beyond it gradients may overflow."""
 MIN_SIGMA = 1e-3
 """The noise multiplier of terms is above this: below, accounting overflows, and nothing is protected."""
 MAX_SIGMA = 1e6
 """The largest noise multiplier of a request: beyond it the noise may overflow."""
 MAX_CLASSES = 10_000_000
 """The most classes, labels or tokens."""
-MIN_RATE = 1e-9
-"""The smallest sampling rate of a request: below it the mean over an expected batch may overflow."""
-
-
-class TermsRefusal(FulcrumError):
-    """A party refuses. `code` is all that the coordinator gets to know."""
-
-    def __init__(self, code: str, detail: str = "") -> None:
-        super().__init__(f"{REFUSAL_TEXTS[code]}{f' ({detail})' if detail else ''}.")
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -242,204 +188,8 @@ def find_allowed_rule(terms: PartyTerms, name: str) -> ClipRule:
     return rule
 
 
-MAX_PARTIES = 1_000_000
-"""A party's number in a run must be below this: its own memory grows with the number."""
-
 ROUNDING_TOLERANCE = 1e-12
 """Relative tolerance for numbers that were computed twice."""
-
-ASSIGNMENT_LIMITS: dict[str, tuple[str, Callable[[PartyTerms, Any], bool]]] = {
-    "client": ("party", lambda terms, value: 0 <= value < MAX_PARTIES),
-    "rate": ("rate", lambda terms, value: MIN_RATE <= value <= terms.rate * (1 + ROUNDING_TOLERANCE)),
-    "sigma": ("sigma", lambda terms, value: terms.sigma * (1 - ROUNDING_TOLERANCE) <= value <= MAX_SIGMA),
-    "steps": ("steps", lambda terms, value: 1 <= value <= terms.steps),
-    "lr": ("lr", lambda terms, value: 0 < value <= terms.lr * (1 + ROUNDING_TOLERANCE)),
-    # A multiple, so that the steps are among the agreed ones: any other larger number could name other steps each time.
-    "statistics_interval": (
-        "interval",
-        lambda terms, value: value >= 1 and value % terms.statistics_interval == 0,
-    ),
-    "noise_parties": ("shared-noise", lambda terms, value: value == 1),
-}
-"""Field of an `Assignment` -> the code of its refusal, and whether the terms allow a value."""
-
-
-def check_assignment(terms: PartyTerms, task: Assignment) -> None:
-    """Refuse an assignment that goes beyond the terms. A field that has no limit must keep its default."""
-    for each in dataclasses.fields(task):
-        value = getattr(task, each.name)
-        if each.name in ASSIGNMENT_LIMITS:
-            code, allows = ASSIGNMENT_LIMITS[each.name]
-            fine = allows(terms, value)
-        else:
-            code, fine = "field", value == each.default
-        if not fine:
-            raise TermsRefusal(code)
-
-
-def check_round_request(
-    terms: PartyTerms, header: Mapping[str, Any], assignment: Assignment, model: str, task: str, simulation: bool
-) -> None:
-    """Refuse a round that goes beyond the terms. model, task: fingerprints of this party's own model and task."""
-    checks: tuple[tuple[str, bool], ...] = (
-        ("party", header["party"] == terms.party),
-        ("unit", header["unit"] == terms.unit),
-        ("groups", header["groups"] == terms.groups),
-        ("model", header["model"] == model),
-        ("task", header["task"] == task),
-        ("rounds", header["round"] < header["rounds"] <= terms.rounds),
-        ("lr", 0 <= header["weight_decay"] <= terms.weight_decay * (1 + ROUNDING_TOLERANCE)),
-        ("seed", simulation or not header["simulation"]),
-        ("no-seed", not simulation or bool(header["simulation"])),
-    )
-    for code, fine in checks:
-        if not fine:
-            raise TermsRefusal(code)
-    check_assignment(terms, assignment)
-    find_allowed_rule(terms, header["rule"])
-
-
-def check_params(params: torch.Tensor) -> None:
-    """Refuse weights that are not finite or so large that gradients would overflow.
-
-    Whether a record's gradient overflows depends on the record.
-    """
-    if params.numel() and not float(params.abs().max()) <= MAX_WEIGHT:  # NaN is not
-        raise TermsRefusal("params")
-
-
-def check_clipping_state(terms: PartyTerms, state: RuleState, moved: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a C that is not finite, not positive or outside the agreed range, and other numbers of unusual size.
-
-    state: the whole state, as this party made it. moved: what of it was received.
-    """
-    if not is_C_within(state["C"], terms.C_min, terms.C_max):
-        raise TermsRefusal("C")
-    if not are_others_within(moved):
-        raise TermsRefusal("state")
-
-
-# --- proposals ----------------------------------------------------------------------------------
-
-
-PROPOSAL_UNIT_COUNTS = tuple(10**n for n in range(10))
-"""Numbers of units from one to a thousand million: a proposal is made before the parties' sizes are known."""
-
-
-def make_proposal(settings: Settings, classes: int = 0, task: TaskSettings | None = None) -> dict[str, Any]:
-    """What a run's settings ask of every party, as plain values: a coordinator sends it, `fulcrum terms` prints it.
-
-    classes: the model's outputs, or the number of classes (public), where known. task: the task as public data declare
-    it; None: as the settings do. sigma is the smallest of all rounds, and of parties of any
-    size and budget: a party may be asked for more noise, never for less. budget is what one run costs, the noise
-    schedule and the statistics interval included.
-    """
-    check_settings(settings)
-    privacy = settings.privacy
-    if privacy.epsilon is not None:
-        most = max([privacy.epsilon, *privacy.budgets.values()])
-        privacy = dataclasses.replace(privacy, epsilon=most, budgets={})
-    train = settings.train
-    rule = find_rule(settings.clip.rule)
-    plan = make_plan(
-        dataclasses.replace(settings, privacy=privacy), len(PROPOSAL_UNIT_COUNTS), PROPOSAL_UNIT_COUNTS, rule
-    )
-    agreed = training_settings(task or settings.task, classes if classes > 1 else 0)
-    proposal = {
-        "delta": settings.privacy.budget_delta or settings.privacy.delta,
-        "run_delta": settings.privacy.delta if settings.privacy.budget_delta else 0.0,
-        "rate": train.rate,
-        "steps": compute_local_steps(train),
-        "sigma": float(min(group.sigma * min(group.factors) for group in plan.groups)),
-        "rounds": train.rounds,
-        "rules": [settings.clip.rule],
-        "classes": classes,
-        "arithmetic": settings.privacy.arithmetic,
-        "clip": dataclasses.asdict(RuleTerms.of(settings.clip)),
-        "unit": get_planned_unit(settings.privacy),
-        "accountant": settings.privacy.accountant,
-        "groups": settings.clip.groups,
-        "statistics_interval": plan.groups[0].statistics_interval,
-        "C_min": settings.clip.C_min,
-        "C_max": settings.clip.C_max,
-        "lr": train.lr,
-        "weight_decay": train.weight_decay,
-        "model": dataclasses.asdict(settings.model),
-        "task": dataclasses.asdict(agreed),
-    }
-    # Of parties of any size, those that pay the most: the others release the same steps with no less noise.
-    costs = [group.epsilon(train.rounds, plan.delta, plan.accountant) for group in plan.groups]
-    if not math.isfinite(max(costs)):
-        return proposal
-    events = plan.groups[costs.index(max(costs))].worst(train.rounds)
-    rows = [(event.rate, event.sigma, event.count) for event in events if isinstance(event, Gaussian)]
-    return {**proposal, "plan": shorten_plan(rows), "budget": max(costs)}
-
-
-MAX_PLAN_ROWS = 300
-"""Rows of the plan in a proposal: it must fit into a message's header."""
-
-
-def shorten_plan(rows: Sequence[tuple[float, float, int]]) -> list[list[float | int]]:
-    """A plan of at most `MAX_PLAN_ROWS` rows (rate, sigma, count) that costs no less: neighbours get the less noise."""
-    ordered = sorted(rows)
-    size = -(-len(ordered) // MAX_PLAN_ROWS)
-    if len({rate for rate, _, _ in ordered}) > 1:
-        size = 1  # rates are those of the settings: there is one
-    parts = [ordered[at : at + size] for at in range(0, len(ordered), size)] if ordered else []
-    return [[part[0][0], part[0][1], sum(count for _, _, count in part)] for part in parts]
-
-
-def accept_proposal(
-    party: str, proposal: Mapping[str, Any], budget: float | None = None, look_up: bool = True
-) -> PartyTerms:
-    """A proposal as terms. budget: None takes what one run of the proposal costs, and no more.
-
-    look_up: False before somebody has agreed; see `validate_terms`.
-    """
-    terms = validate_terms(_validate_terms_types({"budget": 1.0, **proposal, "party": party}), look_up)
-    check_declared(terms.agreed_task)
-    if budget is None:
-        cost = Spend.empty().add_events(terms.planned_events)
-        # Rounded up a little: the same sum, reached round by round, may differ in the last digits.
-        budget = math.ceil(cost.epsilon(terms.run_delta or terms.delta, terms.accountant) * 1e4) / 1e4
-    return validate_terms(dataclasses.replace(terms, budget=budget), look_up)
-
-
-def _is_proven(terms: PartyTerms, simulation: bool) -> bool:
-    randomness = "seeded" if simulation else "secure"
-    return uses_proven_arithmetic(Settings(privacy=Privacy(randomness=randomness, arithmetic=terms.arithmetic)))
-
-
-def check_proposal(terms: PartyTerms, proposal: Mapping[str, Any], simulation: bool = False) -> None:
-    """Refuse a proposal that goes beyond the terms, before a run starts; each round is checked again."""
-    try:
-        asked = _validate_terms_types({**proposal, "party": terms.party, "budget": terms.budget})
-    except ConfigError as error:
-        raise TermsRefusal("message") from error
-    known = asked.arithmetic in ARITHMETICS
-    checks: tuple[tuple[str, bool], ...] = (
-        ("unit", asked.unit == terms.unit),
-        ("groups", asked.groups == terms.groups),
-        ("model", asked.model == terms.model),
-        ("task", same_task(asked.agreed_task, terms.agreed_task)),
-        ("rate", asked.rate <= terms.rate * (1 + ROUNDING_TOLERANCE)),
-        ("steps", asked.steps <= terms.steps),
-        ("sigma", asked.sigma >= terms.sigma * (1 - ROUNDING_TOLERANCE)),
-        ("rounds", asked.rounds <= terms.rounds),
-        ("interval", asked.statistics_interval >= 1 and asked.statistics_interval % terms.statistics_interval == 0),
-        (
-            "lr",
-            asked.lr <= terms.lr * (1 + ROUNDING_TOLERANCE)
-            and asked.weight_decay <= terms.weight_decay * (1 + ROUNDING_TOLERANCE),
-        ),
-        ("rule", set(asked.rules) <= set(terms.rules)),
-        ("clip", asked.clip == terms.clip),
-        ("arithmetic", _is_proven(terms, simulation) or (known and not _is_proven(asked, simulation))),
-    )
-    for code, fine in checks:
-        if not fine:
-            raise TermsRefusal(code)
 
 
 # --- the file -----------------------------------------------------------------------------------
@@ -453,7 +203,7 @@ def read_terms_file(path: Path) -> PartyTerms:
         raise ConfigError(f"terms {path} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"terms {path} is not TOML: {error}.") from None
-    return validate_terms(_validate_terms_types(raw))
+    return validate_terms(read_terms_table(raw))
 
 
 def terms_to_toml(terms: PartyTerms) -> str:
@@ -482,7 +232,7 @@ def _to_toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _validate_terms_types(raw: Mapping[str, Any]) -> PartyTerms:
+def read_terms_table(raw: Mapping[str, Any]) -> PartyTerms:
     """Strict types, through JSON as the settings do; unknown fields are refused, and numbers of any unusual size."""
     if not _has_ordinary_numbers(raw):
         raise ConfigError("terms: a number is not finite, or beyond 1e300.")

@@ -28,11 +28,20 @@ from fulcrum.gradients.memory import retain_freed_memory
 from fulcrum.gradients.param_grads import MaterialisedGrad, OwnGrad
 from fulcrum.gradients.probe import NUM_PROBE_EXAMPLES, compare_with_autograd
 from fulcrum.gradients.program import UnsupportedModel, analyse_model
-from fulcrum.gradients.recording import list_uses, plan_uses
+from fulcrum.gradients.recording import list_uses, plan_uses, use_modules
 from fulcrum.gradients.tape import ChunkedTape, EmptyTape, GradientTape, PaddedTape
-from fulcrum.gradients.uses import UnknownUse, UsePlan, UseRecord, VmapSite, register_function_rule, register_layer
+from fulcrum.gradients.uses import (
+    ParameterUse,
+    UnknownUse,
+    UsePlan,
+    UseRecord,
+    VmapSite,
+    register_function_rule,
+    register_layer,
+)
 from fulcrum.gradients.vmap import record_vmap_tape
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
+from fulcrum.models.prepared import draws_keys
 
 __all__ = [
     "PROVEN_BLOCK",
@@ -40,6 +49,7 @@ __all__ = [
     "GradientTape",
     "MaterialisedGrad",
     "OwnGrad",
+    "ParameterUse",
     "list_gradient_paths",
     "record_gradients",
     "register_function_rule",
@@ -245,6 +255,10 @@ class GradientRecorder:
                 self._verdict = str(problem)
                 return None
             self._verdict = ""
+            if self._plans[shape].sites and draws_keys(self.model):
+                # A module runs again in vmap without its examples' keys, so that its masks would be others.
+                self._verdict = "it has random layers, and a module without a rule"
+                return None
         return self._plans[shape]
 
     def record_once(
@@ -259,18 +273,21 @@ class GradientRecorder:
         plan = None if self.program.sequence and not half else self._find_plan(params, x, y)
         if self._verdict:
             raise UnsupportedModel(self._verdict)
-        given = (self.model, self.program, self.layout, params, x, y, self.task, plan)
-        try:
+        while True:
+            given = (self.model, self.program, self.layout, params, x, y, self.task, plan, fast, half)
             try:
-                return record_ghost_tape(*given, fast, half, self._channels_last)
+                return record_ghost_tape(*given, self._channels_last)
+            except UnknownUse as problem:
+                # Other data lead another way than planned: vmap for the module around it, from now on.
+                plan = plan and use_modules(plan, self.model, self.layout, problem.places, str(problem))
+                if plan is None:
+                    raise UnsupportedModel(str(problem)) from None
+                self._plans[get_example_shape(x)] = plan
             except RuntimeError as problem:
                 # Tensor.view asks for the first format; nothing else in a model does.
                 if not (self._channels_last and "view" in str(problem)):
                     raise
                 self._channels_last = False
-                return record_ghost_tape(*given, fast, half)
-        except UnknownUse as problem:
-            raise UnsupportedModel(str(problem)) from None
 
 
 _probe_results: WeakKeyDictionary[nn.Module, tuple[ParameterLayout, Task, tuple[Any, ...]]] = WeakKeyDictionary()

@@ -8,16 +8,14 @@ a list of the calls that see parameters, in order; a recorder goes through it in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor
 
+from fulcrum.gradients.call_log import CallLog, LoggedCall, LoggedLeaf
 from fulcrum.gradients.program import UnsupportedModel
 
 FEW, MORE = 2, 3
@@ -37,7 +35,7 @@ class Axis:
 
     def bring_first(self, values: Tensor, count: int) -> Tensor:
         """[B, ...], where dimension `dim` of an example has `each` rows."""
-        split = values.unflatten(self.dim, (self.each, count) if self.inner else (count, self.each))
+        split: Tensor = values.unflatten(self.dim, (self.each, count) if self.inner else (count, self.each))
         return split.movedim(self.dim + 1 if self.inner else self.dim, 0)
 
 
@@ -61,7 +59,8 @@ class PlannedCall:
 
     kind: "note" (its result is no tensor), "derive" (from parameters alone), "use" (by a rule), "vmap" (the function,
     alone). places: the parameters, as indices in the layout. given, found: of each leaf of its arguments and results;
-    given is None where two batches differ in more than sizes. reason: why vmap.
+    given is None where two batches differ in more than sizes. shapes: of the leaves of its arguments. scope: names of
+    the modules that are running. reason: why vmap.
     """
 
     function: Any
@@ -69,7 +68,25 @@ class PlannedCall:
     places: frozenset[int]
     given: tuple[Place, ...] | None
     found: tuple[Place, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    scope: frozenset[str] = frozenset()
     reason: str = ""
+
+    def fits(self, leaves: Sequence[Any], examples: int) -> bool:
+        """Whether arguments have the shapes that were planned, for so many examples."""
+        if self.given is None:
+            return True
+        if len(leaves) != len(self.shapes):
+            return False
+        for leaf, place, shape in zip(leaves, self.given, self.shapes, strict=True):
+            if not isinstance(leaf, Tensor) or place == UNCLEAR:
+                continue
+            if isinstance(place, Axis):
+                dim = place.dim
+                shape = (*shape[:dim], place.each * examples, *shape[dim + 1 :])
+            if leaf.shape != shape:
+                return False
+        return True
 
     @property
     def is_clear(self) -> bool:
@@ -91,121 +108,23 @@ class CallPlan:
 
     calls: tuple[PlannedCall, ...]
     modules: dict[str, tuple[PlannedModule, ...]] = field(default_factory=dict)
+    unsteady: frozenset[str] = frozenset()
+    """Modules in which other functions are called for other examples."""
 
-    def by_vmap(self, numbers: dict[int, str]) -> CallPlan:
-        """The plan with vmap for some calls, by number; each with its reason."""
-        calls = tuple(
-            replace(call, kind="vmap", reason=numbers[n]) if n in numbers else call for n, call in enumerate(self.calls)
-        )
-        return replace(self, calls=calls)
-
-
-def name_function(function: Any) -> str:
-    """The name of a function or operator; of a property such as `Tensor.T`, the property's."""
-    name = str(getattr(function, "__name__", function))
-    owner = getattr(function, "__self__", None)
-    return str(getattr(owner, "__name__", name)) if name == "__get__" else name
+    def by_vmap(self, numbers: dict[int, str], whole: Collection[int] = ()) -> CallPlan:
+        """The plan with vmap for some calls, by number; each with its reason. whole: those that need all examples."""
+        calls = list(self.calls)
+        for n, reason in numbers.items():
+            calls[n] = replace(calls[n], kind="vmap", reason=reason)
+        for n in whole:
+            calls[n] = replace(calls[n], given=None)
+        return replace(self, calls=tuple(calls))
 
 
-def iterate_leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """The leaves of nested lists, tuples and dicts."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from iterate_leaves(value)
-        elif isinstance(value, dict):
-            yield from iterate_leaves(value.values())
-        else:
-            yield value
+# --- two runs compared ------------------------------------------------------------------------------
 
 
-# --- the two runs ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """A leaf of a call's arguments or results: its tensor's number, its shape; or its value."""
-
-    number: int = -1
-    shape: tuple[int, ...] = ()
-    differentiable: bool = False
-    value: Any = None
-
-
-@dataclass(frozen=True)
-class _LoggedCall:
-    function: Any
-    recorded: bool
-    structure: Any
-    given: tuple[_Leaf, ...]
-    found: tuple[_Leaf, ...]
-
-
-class CallLog(TorchFunctionMode):
-    """Notes every call of a function, and every call of a module that `watch` follows.
-
-    wanted: leaves whose values are kept, as (call, "given" or "found", number of the leaf).
-    """
-
-    def __init__(self, wanted: frozenset[tuple[int, str, int]] = frozenset()) -> None:
-        super().__init__()
-        self.calls: list[_LoggedCall] = []
-        self.modules: dict[str, list[_LoggedCall]] = {}
-        self.values: dict[tuple[int, str, int], Tensor] = {}
-        self._wanted = wanted
-        self._numbers: Any = WeakIdKeyDictionary()
-        self._next = 0
-
-    def number(self, tensor: Tensor) -> int:
-        """The same for the same tensor, and for no other."""
-        if tensor not in self._numbers:
-            self._numbers[tensor] = self._next
-            self._next += 1
-        return int(self._numbers[tensor])
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        recorded, place = torch.is_grad_enabled(), len(self.calls)
-        leaves, structure = tree_flatten((args, kwargs))
-        given = self._note(leaves, place, "given")
-        self.calls.append(_LoggedCall(func, recorded, structure, given, ()))
-        out = func(*args, **kwargs)
-        # What changes its argument and returns nothing has that argument as its result.
-        found = self._note([args[0]] if out is None and args else tree_leaves(out), place, "found")
-        self.calls[place] = _LoggedCall(func, recorded, structure, given, found)
-        return out
-
-    def _note(self, leaves: Sequence[Any], place: int = -1, side: str = "") -> tuple[_Leaf, ...]:
-        for n, leaf in enumerate(leaves):
-            if (place, side, n) in self._wanted and isinstance(leaf, Tensor):
-                self.values[place, side, n] = leaf.detach().clone()
-        return tuple(
-            _Leaf(self.number(leaf), tuple(leaf.shape), leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else _Leaf(value=leaf)
-            for leaf in leaves
-        )
-
-    def watch(self, model: nn.Module) -> list[Any]:
-        """Handles of hooks that note the calls of all modules."""
-
-        def note(name: str, args: Any, kwargs: Any, out: Any) -> None:
-            leaves, structure = tree_flatten((args, kwargs))
-            call = _LoggedCall(name, True, structure, self._note(leaves), self._note(tree_leaves(out)))
-            self.modules.setdefault(name, []).append(call)
-
-        def make_hook(name: str) -> Callable[..., None]:
-            return lambda module, args, kwargs, out: note(name, args, kwargs, out)
-
-        return [
-            module.register_forward_hook(make_hook(name), with_kwargs=True)
-            for name, module in model.named_modules()
-            if not isinstance(module, torch.jit.ScriptModule)
-        ]
-
-
-def _compare_leaf(few: _Leaf, more: _Leaf) -> Place:
+def _compare_leaf(few: LoggedLeaf, more: LoggedLeaf) -> Place:
     if few.number >= 0 or more.number >= 0:
         if len(few.shape) != len(more.shape):
             return UNCLEAR
@@ -236,59 +155,119 @@ def _scale(few: int, more: int) -> int | None:
     return each if not rest and more == each * MORE else None
 
 
-def _compare(few: _LoggedCall, more: _LoggedCall) -> tuple[tuple[Place, ...] | None, tuple[Place, ...]]:
+def _compare(few: LoggedCall, more: LoggedCall, ragged: set[int]) -> tuple[tuple[Place, ...] | None, tuple[Place, ...]]:
+    def compare(one: LoggedLeaf, other: LoggedLeaf) -> Place:
+        return UNCLEAR if one.number in ragged else _compare_leaf(one, other)
+
     aligned = few.structure == more.structure
-    given = tuple(map(_compare_leaf, few.given, more.given)) if aligned else None
+    given = tuple(map(compare, few.given, more.given)) if aligned else None
     if len(few.found) != len(more.found):
         return given, (UNCLEAR,)
-    return given, tuple(map(_compare_leaf, few.found, more.found))
+    return given, tuple(map(compare, few.found, more.found))
 
 
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def make_call_plan(run: Callable[[int, CallLog, bool], tuple[Tensor, ...]]) -> CallPlan:
-    """The plan of a model.
+Run = Callable[[int, CallLog, str], tuple[tuple[Tensor, ...], Sequence[Tensor]]]
+"""run(count, log, changed): runs a model on so many examples with a log, and returns the parameters that it ran with,
+as tensors that require a gradient, and its inputs. changed: "first" with another first example, "all" with others."""
 
-    run(count, log, changed) runs it on so many examples with a log and returns the parameters that it ran with, as
-    tensors that require a gradient; changed: with another first example. Raises UnsupportedModel where the number of
-    calls depends on the number of examples.
-    """
-    few, more = CallLog(), CallLog()
-    own = {few.number(tensor): place for place, tensor in enumerate(run(FEW, few, False))}
-    run(MORE, more, False)
-    if [call.function for call in few.calls] != [call.function for call in more.calls]:
-        raise UnsupportedModel("it calls other functions for a batch of another size")
-    tracked = {number: frozenset({place}) for number, place in own.items()}
+
+def make_call_plan(run: Run) -> CallPlan:
+    """The plan of a model. Raises UnsupportedModel where it calls other functions for other examples."""
+    few, more, other = CallLog(), CallLog(), CallLog()
+    parameters, inputs = run(FEW, few, "")
+    run(MORE, more, "")
+    run(FEW, other, "all")
+    unsteady = _find_unsteady(few, more, other)
+    tracked = {few.number(tensor): frozenset({place}) for place, tensor in enumerate(parameters)}
+    data = {few.number(tensor) for tensor in inputs}
+    ragged: set[int] = set()
     calls: list[PlannedCall] = []
     numbers: list[int] = []
-    for number, (call, other) in enumerate(zip(few.calls, more.calls, strict=True)):
+    for (number, call), (_, larger) in zip(_leave_out(few, unsteady), _leave_out(more, unsteady), strict=True):
+        from_data = any(leaf.number in data for leaf in call.given)
+        if from_data:  # also what is changed in place
+            touched = {leaf.number for leaf in (*call.found, *call.given[:1]) if leaf.number >= 0}
+            data |= touched - tracked.keys()
+        ragged |= _find_ragged(call, ragged)
         places: frozenset[int] = frozenset().union(*(tracked.get(leaf.number, ()) for leaf in call.given))
         if not places or not call.recorded:
             continue
-        given, found = _compare(call, other)
+        given, found = _compare(call, larger, ragged)
         kind = _choose_kind(call, found)
+        if kind == "derive" and from_data:
+            kind, found = "use", (UNCLEAR,)  # all that is known of its rows is that some size happens to be the same
         if kind == "derive":
             tracked |= {leaf.number: places for leaf in call.found if leaf.differentiable}
-        calls.append(PlannedCall(call.function, kind, places, given, found))
+        shapes = tuple(leaf.shape for leaf in call.given)
+        calls.append(PlannedCall(call.function, kind, places, given, found, shapes, call.scope))
         numbers.append(number)
     modules = {
-        name: tuple(PlannedModule(*_compare(*pair)) for pair in zip(each, more.modules.get(name, ()), strict=False))
+        name: tuple(
+            PlannedModule(*_compare(*pair, ragged)) for pair in zip(each, more.modules.get(name, ()), strict=False)
+        )
         for name, each in few.modules.items()
     }
-    return CallPlan(_find_orders(tuple(calls), numbers, run), modules)
+    return CallPlan(_find_orders(tuple(calls), numbers, run), modules, unsteady)
 
 
-def _choose_kind(call: _LoggedCall, found: tuple[Place, ...]) -> str:
+def _leave_out(log: CallLog, modules: frozenset[str]) -> Iterator[tuple[int, LoggedCall]]:
+    """The calls of a log, numbered, without those in these modules."""
+    return ((number, call) for number, call in enumerate(log.calls) if not call.scope & modules)
+
+
+def _find_unsteady(*logs: CallLog) -> frozenset[str]:
+    """The smallest modules in which other functions are called for other examples, or another number of them."""
+    left_out: frozenset[str] = frozenset()
+
+    def list_functions(log: CallLog, name: str) -> list[Any]:
+        return [call.function for _, call in _leave_out(log, left_out) if name in call.scope]
+
+    if all([call.function for call in log.calls] == [call.function for call in logs[0].calls] for log in logs):
+        return left_out
+    names = sorted({name for log in logs for call in log.calls for name in call.scope}, key=lambda name: -len(name))
+    for name in names:  # what is inside of a module has a longer name
+        first, *others = (list_functions(log, name) for log in logs)
+        if any(first != other for other in others):
+            if not name:
+                raise UnsupportedModel("it calls other functions for other examples")
+            left_out |= {name}
+    return left_out
+
+
+RAGGED = frozenset(
+    getattr(owner, name)
+    for name in ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_pack_padded_sequence")
+    for owner in (torch, Tensor, torch._VF)
+    if hasattr(owner, name)
+)
+"""Functions whose results have as many rows as the data say."""
+
+
+def _find_ragged(call: LoggedCall, ragged: set[int]) -> set[int]:
+    """The results of a call whose number of rows depends on the data."""
+    indexes = call.function is Tensor.__getitem__
+    masked = indexes and any(leaf.is_mask for leaf in call.given[1:])
+    results = {leaf.number: leaf.shape for leaf in call.found if leaf.number >= 0}
+    if call.function in RAGGED or masked or (call.function is torch.where and len(call.given) == 1):
+        return set(results)
+    sources = [leaf.shape[:1] for leaf in call.given if leaf.number in ragged]
+    first = call.given[0] if call.given else None
+    if not sources or (first and first.number not in ragged and not indexes and set(results.values()) == {first.shape}):
+        return set()  # what is added or written into a tensor of all examples
+    return {number for number, shape in results.items() if shape and (indexes or shape[:1] in sources)}
+
+
+def _choose_kind(call: LoggedCall, found: tuple[Place, ...]) -> str:
     tensors = [place for leaf, place in zip(call.found, found, strict=False) if leaf.number >= 0]
     if not tensors:
         return "note"
     return "use" if any(place is not None for place in tensors) else "derive"
 
 
-def _find_orders(
-    calls: tuple[PlannedCall, ...], numbers: list[int], run: Callable[[int, CallLog, bool], tuple[Tensor, ...]]
-) -> tuple[PlannedCall, ...]:
+def _find_orders(calls: tuple[PlannedCall, ...], numbers: list[int], run: Run) -> tuple[PlannedCall, ...]:
     """Whether the rows of several examples in one dimension stand as [B, each] or [each, B].
 
     The model runs with another first example: the rows that change are its own.
@@ -303,14 +282,15 @@ def _find_orders(
     if not wanted:
         return calls
     before, after = CallLog(wanted), CallLog(wanted)
-    run(FEW, before, False)
-    run(FEW, after, True)
+    run(FEW, before, "")
+    run(FEW, after, "first")
 
     def order(number: int, side: str, n: int, place: Place) -> Place:
         key = (number, side, n)
         if not isinstance(place, Axis) or key not in before.values or key not in after.values:
             return place
-        rows = (before.values[key] != after.values[key]).movedim(place.dim, 0).flatten(1).any(dim=1)
+        changed = before.values[key] != after.values[key]
+        rows = changed.movedim(place.dim, 0).reshape(changed.shape[place.dim], -1).any(dim=1)
         as_inner = rows.view(place.each, FEW)
         return replace(place, inner=bool(rows.any() and not as_inner[:, 1:].any() and as_inner[1:, 0].any()))
 
@@ -319,3 +299,40 @@ def _find_orders(
         return replace(call, given=given, found=tuple(order(number, "found", n, p) for n, p in enumerate(call.found)))
 
     return tuple(settle(call, number) for call, number in zip(calls, numbers, strict=True))
+
+
+class PlanReader:
+    """Goes through a plan in step with a pass over so many examples."""
+
+    def __init__(self, plan: CallPlan, examples: int) -> None:
+        self._calls, self._examples, self._next = plan.calls, examples, 0
+
+    @property
+    def number(self) -> int:
+        """Of the call that was found last."""
+        return self._next - 1
+
+    def find(
+        self, function: Any, leaves: list[Any], places: set[int], hidden: dict[int, str]
+    ) -> PlannedCall | frozenset[int]:
+        """The next call of the plan, which must be that of a function with these arguments and parameters behind them.
+
+        If it is not: the parameters whose call was expected and did not come, or came and was not expected.
+        """
+        self.skip(hidden)
+        call = self._calls[self._next] if self._next < len(self._calls) else None
+        planned = call is not None and call.function == function and places <= call.places
+        if call is not None and planned and call.fits(leaves, self._examples):
+            self._next += 1
+            return call
+        if call is None or not any(places <= later.places for later in self._calls[self._next :]):
+            return frozenset(places)
+        return call.places
+
+    def skip(self, hidden: dict[int, str]) -> None:
+        """Leaves out the next calls that only see parameters which a running module follows by itself."""
+        while self._next < len(self._calls) and hidden:
+            call = self._calls[self._next]
+            if not all(place in hidden and hidden[place] in call.scope for place in call.places):
+                break
+            self._next += 1

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from fulcrum.gradients.call_log import list_leaves
 from fulcrum.gradients.param_grads import (
     DOUBLE_SCRATCH,
     ParamGrad,
@@ -25,6 +26,7 @@ from fulcrum.gradients.param_grads import (
 from fulcrum.gradients.rounding import SquaredNorms, fast_squared_norms, squared_norms
 
 View = Callable[[Tensor], Tensor]
+Piece = slice
 
 
 def _names(*names: str) -> frozenset[Any]:
@@ -51,7 +53,7 @@ def find_view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numb
     sliced = index is not None and all(part is None or isinstance(part, int | slice | type(...)) for part in parts)
     if not sliced and function not in VIEWS:
         return None
-    return lambda values: tree_leaves(function(values, *args[1:], **kwargs))[number]  # type: ignore[no-any-return]
+    return lambda values: tree_leaves(function(values, *args[1:], **kwargs))[number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +77,7 @@ class Derivation:
     @property
     def keeps_norms(self) -> bool:
         """Whether each entry is an entry of a parameter, and no two are the same."""
-        if self.views is None or len(self.leaves) != 1:
+        if self.views is None or len(self.leaves) != 1 or self.shadow.is_complex():
             return False
         (leaf,) = self.leaves.values()
         empty = torch.empty_like(leaf, device="meta")
@@ -137,7 +139,7 @@ class DerivedGrad:
     def _leaf(self) -> Tensor:
         return self.origin.leaves[self.place]
 
-    def _pieces(self) -> list[tuple[slice, Tensor]]:
+    def _pieces(self) -> list[tuple[Piece, Tensor]]:
         """Rows [b, n] of a few examples at a time, as the scratch memory allows."""
         shadow = self.origin.shadow
         each = shadow.element_size() * (shadow.numel() + self._leaf.numel())
@@ -147,7 +149,10 @@ class DerivedGrad:
     def _pull(self, rows: Tensor) -> Tensor:
         """J^T of each row [b, n']: [b, n]."""
         shadow, leaf = self.origin.shadow, self._leaf
-        slopes = rows.view(len(rows), *shadow.shape).to(shadow.dtype)
+        if shadow.is_complex():
+            slopes = torch.view_as_complex(rows.view(len(rows), *shadow.shape, 2).contiguous())
+        else:
+            slopes = rows.view(len(rows), *shadow.shape).to(shadow.dtype)
         with torch.enable_grad():
             try:
                 (found,) = torch.autograd.grad(shadow, leaf, slopes, retain_graph=True, is_grads_batched=True)
@@ -155,3 +160,81 @@ class DerivedGrad:
                 each = [torch.autograd.grad(shadow, leaf, one, retain_graph=True)[0] for one in slopes]
                 found = torch.stack(each)
         return found.detach().reshape(len(rows), -1)
+
+
+Target = int | Derivation
+"""What a gradient is of: a parameter's index in the layout, or what parameters made."""
+
+CHANGED = object()
+"""In place of a result: the function changed one of its arguments in place."""
+
+
+class FollowedTensors:
+    """The parameters of a layout, and what they alone make in a pass."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.targets: dict[int, Target] = {id(tensor): place for place, tensor in enumerate(tensors)}
+        self.hidden: dict[int, str] = {}
+        """Parameters that a module follows by itself while it runs, by place: the module's name."""
+        self._behind: dict[int, tuple[int, ...]] = {id(tensor): (place,) for place, tensor in enumerate(tensors)}
+        self._kept: list[Tensor] = list(tensors)  # their ids are keys
+        self._leaves: dict[int, Tensor] = {}
+
+    def find_places(self, value: Any) -> tuple[int, ...]:
+        """The parameters behind a value that are followed here."""
+        places = self._behind.get(id(value), ())
+        return tuple(place for place in places if place not in self.hidden) if self.hidden else places
+
+    def find_target(self, tensor: Tensor) -> tuple[Target, tuple[int, ...]]:
+        """What a followed tensor's gradient is of, and the parameters behind it that are followed here."""
+        return self.targets[id(tensor)], self.find_places(tensor)
+
+    def find_all_places(self, leaves: list[Any]) -> set[int]:
+        """The parameters behind the arguments of a call."""
+        return {place for leaf in leaves if id(leaf) in self._behind for place in self.find_places(leaf)}
+
+    def are_among(self, args: Any, kwargs: Any) -> bool:
+        """Whether a followed tensor is among the arguments."""
+        known = self._behind
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                if id(value) in known and (not self.hidden or self.find_places(value)):
+                    return True
+            elif isinstance(value, list | tuple | dict) and any(map(self.find_places, list_leaves(value))):
+                return True
+        return False
+
+    def derive(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Makes a tensor of parameters alone: once as it is, and once with autograd's history."""
+        versions = [(leaf, leaf._version) for leaf in list_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        out = function(*args, **kwargs)
+        given, results = list_leaves((args, kwargs)), tree_leaves(out)
+        sources = [self.targets[id(leaf)] for leaf in given if id(leaf) in self.targets]
+        if out is None or any(version != leaf._version for leaf, version in versions):
+            return CHANGED
+        shadow_args, shadow_kwargs = tree_map(self._find_shadow, (args, kwargs))
+        shadows = tree_leaves(function(*shadow_args, **shadow_kwargs))
+        leaves: dict[int, Tensor] = {}
+        for source in sources:
+            leaves |= {source: self._leaves[source]} if isinstance(source, int) else source.leaves
+        before: tuple[View, ...] | None = None
+        if len(sources) == 1 and id(args[0]) in self.targets:
+            before = () if isinstance(sources[0], int) else sources[0].views
+        for number, (result, shadow) in enumerate(zip(results, shadows, strict=True)):
+            if not isinstance(result, Tensor) or not shadow.requires_grad or id(result) in self.targets:
+                continue
+            view = find_view(function, args, kwargs, number)
+            views = None if before is None or view is None else (*before, view)
+            self.targets[id(result)], self._behind[id(result)] = Derivation(shadow, leaves, views), tuple(leaves)
+            self._kept.append(result)
+        return out
+
+    def _find_shadow(self, value: Any) -> Any:
+        target = self.targets.get(id(value)) if isinstance(value, Tensor) else None
+        if target is None:
+            return value
+        if isinstance(target, Derivation):
+            return target.shadow
+        if target not in self._leaves:
+            self._leaves[target] = value.detach().requires_grad_()
+        return self._leaves[target]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fulcrum.errors import ModelError
 from fulcrum.gradients.rounding import (
     FAST_GRAM_ERROR,
     SquaredNorms,
@@ -299,6 +300,11 @@ class OwnGrad:
         if not fast:
             return squared_norms(self.rows())
         found = self.norm(self.a, self.g).double()
+        if found.shape != self.g.shape[:1]:
+            raise ModelError(
+                f"norm of an OwnGrad must give one squared norm per example, [{len(self.g)}], but gave the shape "
+                f"{list(found.shape)}."
+            )
         bounds = found * (1 + FAST_GRAM_ERROR)
         return SquaredNorms(found, bounds, bounds)
 

@@ -17,9 +17,8 @@ def group_rows(part: ParamGrad, count: int, each: int, inner: bool) -> ParamGrad
     """
 
     def split(values: Tensor) -> Tensor:
-        if not inner:
-            return values.unflatten(0, (count, each))
-        return values.unflatten(0, (each, count)).transpose(0, 1)
+        found: Tensor = values.unflatten(0, (each, count) if inner else (count, each))
+        return found.transpose(0, 1) if inner else found
 
     def join(values: Tensor) -> Tensor:
         found = split(values)

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from fulcrum.data.records import ModelInputs, map_inputs, select_rows
 from fulcrum.data.tasks import Task
+from fulcrum.errors import ModelError
 from fulcrum.gradients.ghost import GhostTape, record_ghost_tape
+from fulcrum.gradients.plain_calls import run_plainly
 from fulcrum.gradients.program import GradProgram, UnsupportedModel
 from fulcrum.gradients.recording import DIFFERS, make_up_inputs, plan_uses, use_modules, use_vmap
-from fulcrum.gradients.uses import UsePlan
+from fulcrum.gradients.uses import UnknownUse, UsePlan
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
 
 NUM_PROBE_EXAMPLES = 3
@@ -35,15 +37,24 @@ def compare_with_autograd(
     few = torch.zeros_like(y[index])  # not the data's: a huge one would overflow and decide for everybody
     probe = make_up_inputs(x, NUM_PROBE_EXAMPLES)
     try:
-        twin = _copy_without_dropout(model).double()
+        twin = _copy_without_dropout(model)
+    except (RuntimeError, TypeError) as problem:
+        raise ModelError(
+            f"The model cannot be copied with copy.deepcopy, which every worker needs: {_find_first_line(problem)}."
+        ) from problem
+    try:
         wide: ModelInputs = map_inputs(lambda value: value.double() if value.is_floating_point() else value, probe)
-        return _probe(twin, layout, layout.flatten(twin).to(params.device), wide, few, task)
+        return _probe(twin.double(), layout, layout.flatten(twin).to(params.device), wide, few, task)
     except RuntimeError:  # the model insists on float32
         twin = _copy_without_dropout(model)
     try:
         return _probe(twin, layout, layout.flatten(twin).to(params), probe, few, task)
     except RuntimeError as problem:
-        raise UnsupportedModel((str(problem).strip().splitlines() or ["it fails"])[0].rstrip(".")) from problem
+        raise UnsupportedModel(_find_first_line(problem)) from problem
+
+
+def _find_first_line(problem: Exception) -> str:
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
 
 
 def _copy_without_dropout(model: nn.Module) -> nn.Module:
@@ -63,7 +74,11 @@ def _probe(twin: nn.Module, layout: ParameterLayout, own: Tensor, x: ModelInputs
     if not any(bool(value.norm() > 0) for row in truth for value in row):
         raise UnsupportedModel("it has no finite gradients to compare")
     while True:
-        tape = record_ghost_tape(twin, program, layout, own, x, y, task, plan, fast=True)
+        try:
+            tape = record_ghost_tape(twin, program, layout, own, x, y, task, plan, fast=True)
+        except UnknownUse as problem:
+            plan = use_modules(plan, twin, layout, problem.places, str(problem))
+            continue
         wrong = _find_differences(tape, truth)
         if not wrong:
             return plan
@@ -78,7 +93,7 @@ def _differentiate_each(
     rows = []
     for row in range(len(y)):
         part = slice(row, row + 1)
-        with torch.enable_grad():
+        with torch.enable_grad(), run_plainly(twin):
             loss = task.loss(call_with_parameters(twin, tensors, select_rows(x, part)), y[part]).sum()
             given = (loss, list(tensors.values()))
             rows.append(torch.autograd.grad(*given, allow_unused=True, materialize_grads=True))

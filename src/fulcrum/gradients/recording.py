@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fulcrum.data.records import ModelInputs, count_examples, map_inputs
+from fulcrum.data.records import ModelInputs, count_examples, list_input_tensors, map_inputs
 from fulcrum.data.tasks import Task
-from fulcrum.gradients.call_plan import CallLog, make_call_plan
+from fulcrum.gradients.call_log import CallLog
+from fulcrum.gradients.call_plan import make_call_plan
 from fulcrum.gradients.plain_calls import run_plainly
 from fulcrum.gradients.program import UnsupportedModel
 from fulcrum.gradients.tape import check_loss_per_example
@@ -41,10 +42,9 @@ def record_uses(
     """
     count = count_examples(x)
     recorder = UseRecorder(tensors, count, plan, channels_last, planning)
-    with ExitStack() as hooks:
-        _attach(recorder, model, layout, plan, hooks)
-        hooks.enter_context(run_plainly(model))
-        with torch.enable_grad():
+    with run_plainly(model):
+        with ExitStack() as hooks, torch.enable_grad():
+            attach_hooks(recorder, model, layout, plan, hooks)
             inputs = map_inputs(Tensor.detach, x)
             with torch.autocast(y.device.type, torch.bfloat16, enabled=half), recorder:
                 outputs = call_with_parameters(model, dict(zip(layout.names, tensors, strict=True)), inputs)
@@ -53,15 +53,17 @@ def record_uses(
             outputs = outputs.float() if half else outputs
             losses = check_loss_per_example(task.loss(outputs, y), count)
             total = losses.sum()
-    recorder.choose()
-    recorder.report = tuple(recorder.list_uses())
-    if total.requires_grad:
-        torch.autograd.grad(total, recorder.anchor, allow_unused=True)
-    recorder.finish()
+        recorder.choose()
+        recorder.report = tuple(recorder.list_uses())
+        if total.requires_grad:
+            torch.autograd.grad(total, recorder.anchor, allow_unused=True)
+        recorder.finish()
     return recorder, losses.detach()
 
 
-def _attach(recorder: UseRecorder, model: nn.Module, layout: ParameterLayout, plan: UsePlan, hooks: ExitStack) -> None:
+def attach_hooks(
+    recorder: UseRecorder, model: nn.Module, layout: ParameterLayout, plan: UsePlan, hooks: ExitStack
+) -> None:
     """Adds hooks to the modules that are not followed call by call, until `hooks` closes."""
     alone = {site.name for site in plan.sites}
 
@@ -114,20 +116,20 @@ def list_uses(
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def make_up_inputs(x: ModelInputs, count: int, changed: bool = False) -> ModelInputs:
+def make_up_inputs(x: ModelInputs, count: int, changed: str = "") -> ModelInputs:
     """So many examples: random numbers in [0, 1); integers from the data, which alone show what is valid.
 
-    changed: the first example is another one.
+    changed: "first": another first example; "all": other examples.
     """
-    stream = torch_generator(0, "probe")
+    stream = torch_generator(0, "probe", changed == "all")
     index = torch.arange(count)
-    index = (index + (index == 0) * int(changed)) % count_examples(x)
+    index = (index + (index == 0) * int(changed == "first") + count * int(changed == "all")) % count_examples(x)
 
     def made_up(value: Tensor) -> Tensor:
         if not value.is_floating_point():
             return value[index.to(value.device)]
         drawn = torch.rand((count, *value.shape[1:]), generator=stream, dtype=value.dtype)
-        drawn[0] = drawn[0] * 0.5 + 0.25 if changed else drawn[0]
+        drawn[0] = drawn[0] * 0.5 + 0.25 if changed == "first" else drawn[0]
         return drawn.to(value.device)
 
     found: ModelInputs = map_inputs(made_up, x)
@@ -140,7 +142,7 @@ def plan_uses(
     """The plan for examples like x, y: runs the model on made-up ones. Raises UnsupportedModel where there is none."""
     tensors = tuple(layout.unflatten(params.detach()).values())
 
-    def run(count: int, log: CallLog, changed: bool) -> tuple[Tensor, ...]:
+    def run(count: int, log: CallLog, changed: str) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
         leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
         with ExitStack() as hooks:
             hooks.enter_context(run_plainly(model))
@@ -149,14 +151,19 @@ def plan_uses(
             inputs = make_up_inputs(x, count, changed)
             with torch.enable_grad(), log:
                 call_with_parameters(model, dict(zip(layout.names, leaves, strict=True)), inputs)
-        return leaves
+        return leaves, list_input_tensors(inputs)
 
     plan = UsePlan(make_call_plan(run))
+    known = _find_places(model, layout)
+    for name in sorted(plan.calls.unsteady):
+        inner = {each: known[id(p)] for each, p in model.get_submodule(name).named_parameters() if id(p) in known}
+        site = VmapSite(name, frozenset(inner.values()), inner, "it calls other functions for other examples")
+        plan = replace(plan, sites=(*plan.sites, site)) if inner else plan
     few = make_up_inputs(x, len(y))
     for _ in range(2 + 2 * len(tensors) * (1 + max(name.count(".") for name in layout.names))):
         try:
             recorder, _ = record_uses(model, layout, tensors, few, y, task, plan, planning=True)
-            return replace(plan, calls=plan.calls.by_vmap(recorder.unknown))
+            return replace(plan, calls=plan.calls.by_vmap(recorder.unknown, recorder.whole))
         except UnknownUse as problem:
             plan = use_modules(plan, model, layout, problem.places or range(len(tensors)), str(problem))
     raise UnsupportedModel("no module around its unknown uses has one example per row")

@@ -13,22 +13,35 @@ that is not possible, the parameters become those of a `VmapSite`: the module ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fulcrum.gradients.call_plan import Axis, CallPlan, Place, PlannedCall, iterate_leaves, name_function
-from fulcrum.gradients.derived import Derivation, DerivedGrad, find_view
-from fulcrum.gradients.outer_products import ConvGrad, LinearGrad, WeightGradCost, materialise_grads
+from fulcrum.gradients.call_log import list_leaves, name_function
+from fulcrum.gradients.call_plan import Axis, Place, PlannedCall, PlanReader
+from fulcrum.gradients.derived import CHANGED, DerivedGrad, FollowedTensors, Target
+from fulcrum.gradients.outer_products import ConvGrad, LinearGrad, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad
 from fulcrum.gradients.positions import group_rows
 from fulcrum.gradients.program import UnsupportedModel
+from fulcrum.gradients.rule_tables import FUNCTION_RULES as FUNCTION_RULES
+from fulcrum.gradients.rule_tables import LAYER_RULES as LAYER_RULES
+from fulcrum.gradients.rule_tables import LayerRule as LayerRule
+from fulcrum.gradients.rule_tables import ParameterUse as ParameterUse
+from fulcrum.gradients.rule_tables import Rule as Rule
+from fulcrum.gradients.rule_tables import UnknownUse as UnknownUse
+from fulcrum.gradients.rule_tables import UsePlan as UsePlan
+from fulcrum.gradients.rule_tables import UseRecord as UseRecord
+from fulcrum.gradients.rule_tables import VmapSite as VmapSite
+from fulcrum.gradients.rule_tables import find_function_rule, make_layer_uses
+from fulcrum.gradients.rule_tables import register_function_rule as register_function_rule
+from fulcrum.gradients.rule_tables import register_layer as register_layer
 from fulcrum.gradients.vmap import compute_call_grads, pull_each_example
 from fulcrum.models.layout import call_module
 
@@ -36,89 +49,23 @@ MAX_MATERIALISED_RATIO = 1.5
 """Materialised gradients may take this many times the memory of the uses' inputs and outputs."""
 
 
-class UnknownUse(Exception):
-    """No rule knows how a parameter is used. places: the parameters, as indices in the layout."""
-
-    def __init__(self, reason: str, places: tuple[int, ...]) -> None:
-        super().__init__(reason)
-        self.places = places
+OTHER_PATH = "the model takes another path with other data"
 
 
-@dataclass(frozen=True)
-class ParameterUse:
-    """One parameter in one call: how its gradients are made from the gradient g of the call's output."""
-
-    parameter: Tensor
-    make: Callable[[Tensor], ParamGrad]
-    cost: WeightGradCost | None = None
-    """Where there is a choice of methods: what they cost."""
+Key = TypeVar("Key", int, tuple[int, int])
 
 
-Rule = Callable[..., Any]
-"""rule(recorder, function, *args, **kwargs): runs the function and returns its output, tapped."""
+def choose_written(wanted: Iterable[tuple[int, Key]], room: float) -> set[Key]:
+    """Which gradients to materialise, of those where it is cheaper: the smallest, while there is room for them.
 
-FUNCTION_RULES: dict[Any, Rule] = {}
-
-
-def register_function_rule(*functions: Any) -> Callable[[Rule], Rule]:
-    """Adds a rule for functions that take parameters: see docs/own-layer.md.
-
-    The rule calls the function, and `recorder.tap(out, uses)` on its output.
+    wanted: entries of all examples, and what names the gradient.
     """
-
-    def add(rule: Rule) -> Rule:
-        FUNCTION_RULES.update(dict.fromkeys(functions, rule))
-        return rule
-
-    return add
-
-
-LayerRule = Callable[[Any, dict[str, Tensor], Tensor, Tensor], dict[str, ParamGrad]]
-"""rule(layer, parameters, a, g): the gradients of each trainable parameter of a layer, by its name there."""
-
-LAYER_RULES: dict[type[nn.Module], LayerRule] = {}
-
-
-def register_layer(*classes: type[nn.Module]) -> Callable[[LayerRule], LayerRule]:
-    """Adds a rule for a user's layer that maps one tensor a [B, ...] to one tensor [B, ...]: see docs/own-layer.md."""
-
-    def add(rule: LayerRule) -> LayerRule:
-        LAYER_RULES.update(dict.fromkeys(classes, rule))
-        return rule
-
-    return add
-
-
-@dataclass(frozen=True)
-class VmapSite:
-    """A module with parameters that no rule knows how to follow.
-
-    name: of the module in the model; empty for the model itself. places: these parameters, as indices in the layout.
-    inner: all trainable parameters in the module, by their names there. reason: why.
-    """
-
-    name: str
-    places: frozenset[int]
-    inner: dict[str, int]
-    reason: str
-
-
-@dataclass(frozen=True)
-class UsePlan:
-    """How a model's parameters are followed: call by call, and by vmap for whole modules where that is not possible."""
-
-    calls: CallPlan
-    sites: tuple[VmapSite, ...] = ()
-
-
-@dataclass(frozen=True)
-class UseRecord:
-    """For a report: a parameter's index, the function that used it, and the cost of its weight's gradient if any."""
-
-    place: int
-    function: str
-    cost: WeightGradCost | None
-    materialised: bool
+    chosen = set()
+    for entries, key in sorted(wanted):
+        room -= entries
+        if room >= 0:
+            chosen.add(key)
+    return chosen
 
 
 class _GraphRoot(torch.autograd.Function):
@@ -134,10 +81,6 @@ class _GraphRoot(torch.autograd.Function):
         return None, None
 
 
-Target = int | Derivation
-"""What a gradient is of: a parameter's index in the layout, or what parameters made."""
-
-
 @dataclass(frozen=True)
 class _Tap:
     """What waits for the gradient of a call's output."""
@@ -150,6 +93,8 @@ class _Tap:
     """Inputs that the uses keep, with the version that they had: an in-place change would go unnoticed."""
     rows: Axis
     """How the rows of the output belong to examples."""
+    elements: int
+    """Number of elements in these inputs and in the output."""
 
 
 @dataclass(frozen=True)
@@ -188,18 +133,18 @@ class UseRecorder(TorchFunctionMode):
         self.parts: list[list[ParamGrad]] = [[] for _ in tensors]
         self.anchor = torch.zeros((), device=tensors[0].device, requires_grad=True)
         self.unknown: dict[int, str] = {}
+        self.whole: set[int] = set()
+        """Calls that fail with one example only."""
         self.report: tuple[UseRecord, ...] = ()
         """What `list_uses` found in the last pass."""
         self._plan = plan
-        self._targets: dict[int, Target] = {id(tensor): place for place, tensor in enumerate(tensors)}
-        self._made: list[Tensor] = []  # what parameters made: kept, since their ids are keys
-        self._leaves: dict[int, Tensor] = {}
-        self._hidden: dict[int, int] = {}
+        self._sizes = [tensor.numel() for tensor in tensors]
+        self._followed = FollowedTensors(tensors)
+        self._next = PlanReader(plan.calls, examples)
         self._taps: list[_Tap] = []
         self._written: set[tuple[int, int]] = set()
         self._vmap_calls: list[_VmapCall] = []
         self._entered: dict[str, int] = {}
-        self._number = 0
         self._function = ""
         self._axes: dict[int, Place] = {}
         self._rows = Axis(0)
@@ -213,11 +158,11 @@ class UseRecorder(TorchFunctionMode):
 
     def is_tracked(self, value: Any) -> bool:
         """Whether a value is a trainable parameter, or made of such alone."""
-        return isinstance(value, Tensor) and bool(self._find_places(value))
+        return isinstance(value, Tensor) and bool(self._followed.find_places(value))
 
     def find_parameters(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The trainable parameters among arguments, also in lists of them."""
-        return [value for value in iterate_leaves((args, kwargs)) if self.is_tracked(value)]
+        return [value for value in list_leaves((args, kwargs)) if self.is_tracked(value)]
 
     def find_axis(self, value: Any) -> Place:
         """Where an argument of the current call holds its rows; None where it does not depend on the batch."""
@@ -226,11 +171,11 @@ class UseRecorder(TorchFunctionMode):
     @property
     def found_axis(self) -> Place:
         """Where the first result of the current call holds its rows."""
-        return self._plan.calls.calls[self._number - 1].found[0]
+        return self._plan.calls.calls[self._next.number].found[0]
 
     def refuse(self, reason: str, *parameters: Any) -> UnknownUse:
         """The error for a use that no rule knows; parameters: those of the call, if not all."""
-        return UnknownUse(reason, tuple({place for p in parameters for place in self._find_places(p)}))
+        return UnknownUse(reason, tuple({place for p in parameters for place in self._followed.find_places(p)}))
 
     def require_rows(self, parameters: Sequence[Any], *values: Any) -> None:
         """Raises UnknownUse unless the first dimension of each of `values` holds the rows."""
@@ -267,11 +212,14 @@ class UseRecorder(TorchFunctionMode):
                 for use in kept
             )
         out = self._root(out)
-        self.elements += out.numel() + sum(value.numel() for value in inputs)
+        elements = out.numel() + sum(value.numel() for value in inputs)
+        self.elements += elements
         number = len(self._taps)
-        targets = tuple((self._targets[id(use.parameter)], self._find_places(use.parameter)) for use in kept)
+        targets = tuple(
+            (self._followed.targets[id(use.parameter)], self._followed.find_places(use.parameter)) for use in kept
+        )
         versions = tuple((value, value._version) for value in inputs)
-        self._taps.append(_Tap(self._function, kept, targets, versions, self._rows))
+        self._taps.append(_Tap(self._function, kept, targets, versions, self._rows, elements))
         out.register_hook(lambda g: self._collect(number, g))
         return out
 
@@ -279,114 +227,60 @@ class UseRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or not self._sees(args, kwargs):
+        if not torch.is_grad_enabled() or not self._followed.are_among(args, kwargs):
             return func(*args, **kwargs)
-        calls, number = self._plan.calls.calls, self._number
-        if number >= len(calls) or calls[number].function != func:
-            raise UnsupportedModel("the model takes another path with other data")
-        call = calls[number]
-        self._number += 1
+        leaves = list_leaves((args, kwargs))
+        call = self._next.find(func, leaves, self._followed.find_all_places(leaves), self._followed.hidden)
+        if isinstance(call, frozenset):
+            raise UnknownUse(OTHER_PATH, tuple(sorted(call)))
         if call.kind == "note":
             return func(*args, **kwargs)
         if call.kind == "derive":
-            return self._derive(func, args, kwargs)
-        if not any(map(self.is_tracked, iterate_leaves((args, kwargs)))):
-            return func(*args, **kwargs)  # in a site, which follows its parameters itself
+            out = self._followed.derive(func, args, kwargs)
+            if out is CHANGED:
+                raise self.refuse(f"{name_function(func)} changes in place what parameters made", *leaves)
+            return out
         self._function = name_function(func)
-        self._begin(call, args, kwargs)
+        self._begin(call, leaves)
         if call.kind == "use":
             try:
                 return self._find_rule(call)(self, func, *args, **kwargs)
             except UnknownUse as problem:
                 if not self.planning or not call.is_clear:
                     raise
-                self.unknown[number] = str(problem)
+                self.unknown[self._next.number] = str(problem)
         return self._use_by_vmap(call, func, args, kwargs)
 
-    def _sees(self, args: Any, kwargs: Any) -> bool:
-        """Whether a followed tensor is among the arguments."""
-        known = self._targets
-        return any(id(value) in known for value in args) or any(
-            id(leaf) in known
-            for value in (*args, *kwargs.values())
-            if isinstance(value, list | tuple | dict | Tensor)
-            for leaf in iterate_leaves((value,))
-        )
-
-    def _find_places(self, value: Any) -> tuple[int, ...]:
-        """The parameters behind a value that are followed here."""
-        target = self._targets.get(id(value))
-        places = () if target is None else (target,) if isinstance(target, int) else tuple(target.leaves)
-        return tuple(place for place in places if not self._hidden.get(place))
-
     def _find_rule(self, call: PlannedCall) -> Rule:
-        rule = FUNCTION_RULES.get(call.function)
+        rule = find_function_rule(call.function)
         if not call.is_clear or rule is None or call.given is None:
             words = f"no rule for {self._function}" if call.is_clear else f"rows of {self._function} depend on the data"
-            raise UnknownUse(words, tuple(place for place in call.places if not self._hidden.get(place)))
+            raise UnknownUse(words, tuple(place for place in call.places if place not in self._followed.hidden))
         return rule
 
-    def _begin(self, call: PlannedCall, args: Any, kwargs: Any) -> None:
+    def _begin(self, call: PlannedCall, leaves: list[Any]) -> None:
         """Where the rows are in a call's arguments."""
-        leaves = tree_leaves((args, kwargs))
-        given = call.given if call.given is not None and len(call.given) == len(leaves) else (None,) * len(leaves)
+        given = (None,) * len(leaves) if call.given is None else call.given
         self._axes = {id(leaf): place for leaf, place in zip(leaves, given, strict=True) if isinstance(leaf, Tensor)}
         kinds = [place for place in given if isinstance(place, Axis)] or [p for p in call.found if isinstance(p, Axis)]
         self._rows = Axis(0, kinds[0].each, kinds[0].inner) if kinds else Axis(0)
         for leaf, place in zip(leaves, given, strict=True):
-            if isinstance(place, Axis):
-                fits = isinstance(leaf, Tensor) and leaf.dim() > place.dim
-                if not fits or leaf.shape[place.dim] != self.examples * place.each:
-                    raise UnsupportedModel("the model takes another path with other data")
-                if (place.each, place.inner) != (self._rows.each, self._rows.inner):
-                    self._axes[id(leaf)] = None  # no rule expects different numbers of rows
+            if isinstance(place, Axis) and (place.each, place.inner) != (self._rows.each, self._rows.inner):
+                self._axes[id(leaf)] = None  # no rule expects different numbers of rows
 
     def _root(self, out: Tensor) -> Tensor:
         """The output as a tensor whose gradient can be taken."""
         if out._is_view():
             # An in-place activation on a view would rewrite history behind the hook.
             out = torch.ops.aten._unsafe_view(out, out.shape)
-        return out if out.requires_grad else _GraphRoot.apply(out, self.anchor)  # type: ignore[no-untyped-call, no-any-return]
-
-    # --- what parameters make -------------------------------------------------------------------------
-
-    def _derive(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Makes a tensor of parameters alone: once as it is, and once with autograd's history."""
-        out = func(*args, **kwargs)
-        shadow_args, shadow_kwargs = tree_map(self._find_shadow, (args, kwargs))
-        shadows = tree_leaves(func(*shadow_args, **shadow_kwargs))
-        sources = [self._targets[id(leaf)] for leaf in iterate_leaves((args, kwargs)) if id(leaf) in self._targets]
-        leaves: dict[int, Tensor] = {}
-        for source in sources:
-            leaves |= {source: self._leaves[source]} if isinstance(source, int) else source.leaves
-        before: tuple[Any, ...] | None = None
-        if len(sources) == 1 and id(args[0]) in self._targets:
-            before = () if isinstance(sources[0], int) else sources[0].views
-        for number, (leaf, shadow) in enumerate(zip(tree_leaves(out), shadows, strict=True)):
-            if not isinstance(leaf, Tensor) or not shadow.requires_grad or isinstance(self._targets.get(id(leaf)), int):
-                continue
-            view = find_view(func, args, kwargs, number)
-            views = None if before is None or view is None else (*before, view)
-            self._targets[id(leaf)] = Derivation(shadow, leaves, views)
-            self._made.append(leaf)
-        return out
-
-    def _find_shadow(self, value: Any) -> Any:
-        target = self._targets.get(id(value)) if isinstance(value, Tensor) else None
-        if target is None:
-            return value
-        if isinstance(target, Derivation):
-            return target.shadow
-        if target not in self._leaves:
-            self._leaves[target] = self.tensors[target].detach().requires_grad_()
-        return self._leaves[target]
+        return out if out.requires_grad else _GraphRoot.apply(out, self.anchor)  # type: ignore[no-untyped-call]
 
     # --- calls and modules that go through vmap -------------------------------------------------------
 
     def _use_by_vmap(self, call: PlannedCall, func: Any, args: Any, kwargs: Any) -> Any:
         """A function that no rule knows: its gradients come by vmap over this call alone."""
         leaves, structure = tree_flatten((args, kwargs))
-        places = tuple(place for place in call.places if not self._hidden.get(place))
+        places = tuple(place for place in call.places if place not in self._followed.hidden)
         own = {str(n): leaf for n, leaf in enumerate(leaves) if self.is_tracked(leaf)}
         out = func(*args, **kwargs)
         results = tree_leaves(out)
@@ -400,14 +294,23 @@ class UseRecorder(TorchFunctionMode):
             given, named = tree_unflatten([tensors.get(str(n), leaf) for n, leaf in enumerate(filled)], structure)
             return func(*given, **named)
 
+        number = self._next.number
+
         def differentiate(grads: list[Tensor | None]) -> dict[str, Tensor]:
             if any(leaf._version != version for leaf, version in versions):
                 raise UnsupportedModel(f"the input of {name_function(func)} is overwritten in place after its use")
-            if call.given is None:
-                return pull_each_example(lambda tensors: run(tensors, held), own, call.found, grads, self.examples)
-            return compute_call_grads(run, own, held, call.given, call.found, grads, self.examples)
+            if call.given is not None:
+                try:
+                    return compute_call_grads(run, own, held, call.given, call.found, grads, self.examples)
+                except (RuntimeError, ValueError, IndexError, TypeError):
+                    if not self.planning:
+                        raise
+                    self.whole.add(number)
+            return pull_each_example(lambda tensors: run(tensors, held), own, call.found, grads, self.examples)
 
-        targets = {name: (self._targets[id(leaf)], self._find_places(leaf)) for name, leaf in own.items()}
+        targets = {
+            name: (self._followed.targets[id(leaf)], self._followed.find_places(leaf)) for name, leaf in own.items()
+        }
         return self._await(out, call.found, _VmapCall(differentiate, targets, [None] * len(results)), places)
 
     def _await(self, out: Any, found: Sequence[Place], call: _VmapCall, places: tuple[int, ...]) -> Any:
@@ -427,12 +330,11 @@ class UseRecorder(TorchFunctionMode):
         return tree_unflatten(taken, structure)
 
     def _count_entries(self, target: Target) -> int:
-        return self.tensors[target].numel() if isinstance(target, int) else target.shadow.numel()
+        return self._sizes[target] if isinstance(target, int) else target.shadow.numel()
 
     def enter_site(self, site: VmapSite) -> None:
         """Called before a site's forward: its parameters are not followed until it ends."""
-        for place in site.places:
-            self._hidden[place] = self._hidden.get(place, 0) + 1
+        self._followed.hidden |= dict.fromkeys(site.places, site.name)
 
     def leave_site(
         self, site: VmapSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -468,8 +370,9 @@ class UseRecorder(TorchFunctionMode):
         return self._await(out, call.found, _VmapCall(differentiate, targets, [None] * len(call.found)), places)
 
     def _leave(self, site: VmapSite) -> None:
+        self._next.skip(self._followed.hidden)
         for place in site.places:
-            self._hidden[place] -= 1
+            self._followed.hidden.pop(place, None)
 
     def leave_layer(self, site: VmapSite, layer: nn.Module, rule: LayerRule, args: tuple[Any, ...], out: Any) -> Any:
         """Called after the forward of a layer that a user registered; the returned output takes its place."""
@@ -485,34 +388,20 @@ class UseRecorder(TorchFunctionMode):
         found = planned[number] if number < len(planned) else None
         if found is None or found.given != (Axis(0),) or found.found != (Axis(0),):
             raise UnknownUse(f"{site.name} does not see one example per row", tuple(site.places))
-        seen = args[0].detach()
-        made: dict[str, ParamGrad] = {}
-
-        def make(name: str, g: Tensor) -> ParamGrad:
-            if not made:
-                made.update(rule(layer, own, seen, g))
-            if name not in made:
-                raise UnsupportedModel(f"the rule for {site.reason} has no gradient for its parameter {name!r}")
-            return made[name]
-
-        uses = [ParameterUse(value, partial(make, name)) for name, value in own.items()]
+        uses = make_layer_uses(rule, layer, own, args[0].detach(), site.reason)
         return self.tap(out, uses, (args[0],))
 
     # --- the backward pass ----------------------------------------------------------------------------
 
     def choose(self) -> None:
         """Chooses, before the backward pass, which gradients to materialise: the smallest, while memory allows."""
-        room = MAX_MATERIALISED_RATIO * self.elements
         wanted = [
-            (use.cost.entries * self.examples, number, n)
+            (use.cost.entries * self.examples, (number, n))
             for number, tap in enumerate(self._taps)
             for n, use in enumerate(tap.uses)
             if use.cost is not None and use.cost.should_materialise
         ]
-        for entries, number, n in sorted(wanted):
-            room -= entries
-            if room >= 0:
-                self._written.add((number, n))
+        self._written = choose_written(wanted, MAX_MATERIALISED_RATIO * self.elements)
 
     def _collect(self, number: int, g: Tensor) -> None:
         """Makes the parameter gradients of a call from the gradient of its output, and frees its inputs."""
@@ -529,23 +418,34 @@ class UseRecorder(TorchFunctionMode):
             self._add(target, places, part)
 
     def _add(self, target: Target, places: tuple[int, ...], part: ParamGrad) -> None:
+        if isinstance(part, MaterialisedGrad) and part.grads.element_size() < 4:
+            part = replace(part, grads=part.grads.float())  # norms and sums are taken in float32
         if isinstance(target, int):
             self.parts[target].append(part)
             return
         moved = target.keeps_norms
+        if target.shadow.is_complex():  # two numbers per entry, as the parameters behind it have
+            part = MaterialisedGrad(torch.view_as_real(part.rows().resolve_conj()).flatten(1))
         for place in places:
             self.parts[place].append(DerivedGrad(part, target, place, moved, self.examples))
 
     def finish(self) -> None:
         """After the backward pass: the gradients of all calls that go through vmap."""
         for call in self._vmap_calls:
-            found = call.differentiate(call.grads)
+            try:
+                found = call.differentiate(call.grads)
+            except (RuntimeError, ValueError, IndexError, TypeError) as problem:
+                words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+                seen = {place for _, each in call.targets.values() for place in each}
+                raise UnknownUse(f"vmap failed with: {words}", tuple(sorted(seen))) from problem
             for name, (target, places) in call.targets.items():
                 self._add(target, places, MaterialisedGrad(found[name].flatten(1)))
 
     def list_uses(self) -> Iterator[UseRecord]:
         """What the forward pass saw; after `choose` and before the backward pass."""
         for number, tap in enumerate(self._taps):
+            passes_on = any(value.requires_grad for value, _ in tap.inputs)
             for n, (use, (_, places)) in enumerate(zip(tap.uses, tap.targets, strict=True)):
-                for place in places:
-                    yield UseRecord(place, tap.function, use.cost, (number, n) in self._written)
+                for m, place in enumerate(places):
+                    written, held = (number, n) in self._written, 0 if n or m else tap.elements
+                    yield UseRecord(place, tap.function, use.cost, written, held, passes_on)

@@ -6,7 +6,8 @@ an LSTM), a plain loop over the examples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,7 @@ from fulcrum.data.records import ModelInputs, count_examples, map_inputs, select
 from fulcrum.data.tasks import Task
 from fulcrum.gradients.call_plan import Axis, Place, Scaled
 from fulcrum.gradients.param_grads import sum_rows_in_float64
+from fulcrum.gradients.plain_calls import run_plainly
 from fulcrum.gradients.rounding import NormTable, SquaredNorms, squared_norms, to_norm_table
 from fulcrum.gradients.tape import (
     GradientTape,
@@ -91,7 +93,8 @@ def record_vmap_tape(
         return task.loss(outputs, target.unsqueeze(0)).reshape(())
 
     tensors = layout.unflatten(params.detach())
-    grads, losses = _compute_per_example_grads(one, tensors, (x, y), with_value=True)
+    with run_plainly(model):
+        grads, losses = _compute_per_example_grads(one, tensors, (x, y), with_value=True)
     return MaterialisedTape(
         layout,
         losses,
@@ -174,10 +177,22 @@ def _compute_per_example_grads(
     if chunk < len(batch[1]):
         chunk = 1 << (chunk.bit_length() - 1)  # divides a block of one size
     try:
-        found: Any = vmap(derivative, in_dims=(None, 0, 0), chunk_size=chunk)(tensors, *batch)
+        with _without_fallback_warning():
+            found: Any = vmap(derivative, in_dims=(None, 0, 0), chunk_size=chunk)(tensors, *batch)
     except RuntimeError:
         return _loop_over_examples(one, tensors, batch)
     return found if with_value else (found, torch.empty(0))
+
+
+@contextlib.contextmanager
+def _without_fallback_warning() -> Iterator[None]:
+    """Without PyTorch's word for its own developers that an operation, such as packing sequences, goes by a loop."""
+    switch = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", lambda wanted: None)
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
 def _loop_over_examples(

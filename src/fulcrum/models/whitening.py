@@ -225,8 +225,8 @@ def compute_whitening_matrices(model: nn.Sequential, pictures: Tensor) -> dict[s
 
 
 def compute_buffer_digest(model: nn.Module) -> str:
-    """Digest of a model's buffers, which affect its outputs but are not parameters; "" if it has none."""
-    held = list(model.named_buffers())
+    """Digest of a model's buffers and frozen parameters, which affect its outputs but do not train; "" if none."""
+    held = [*model.named_buffers(), *((n, p) for n, p in model.named_parameters() if not p.requires_grad)]
     state = hashlib.sha256()
     for name, value in held:
         state.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fulcrum.settings.derived import compute_local_steps
+from fulcrum.settings.derived import WEIGHT_POWERS, compute_local_steps
 from fulcrum.settings.registry import Registry
 from fulcrum.settings.schema import Settings
 
@@ -120,8 +120,6 @@ def make_client_level_terms(settings: Settings, sizes: Any) -> ClientLevelTerms 
 
 
 def compute_party_weights(sizes: torch.Tensor, weights: str, cap: float = 0.0) -> torch.Tensor:
-    """Weights w_k [K], float64, at most 1: equal, or min(n_k / cap, 1). cap 0: the median size."""
-    if weights == "uniform":
-        return torch.ones(len(sizes), dtype=torch.float64)
+    """Weights w_k [K], float64, at most 1: min(n_k / cap, 1), its root, or equal. cap 0: the median size."""
     sizes = sizes.double()
-    return torch.clamp(sizes / (cap or float(sizes.median())), max=1.0)
+    return torch.clamp(sizes / (cap or float(sizes.median())), max=1.0) ** WEIGHT_POWERS[weights]

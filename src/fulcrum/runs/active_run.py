@@ -40,7 +40,7 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
     Every number comes from the ledger, and what is said of them from all runs within the scope.
     """
     settings, problem = run.federation.settings, run.federation.problem
-    own, kept = run.ledger.get_spends(run.id), bool(settings.run.ledger)
+    own, kept, origin = run.ledger.get_spends(run.id), bool(settings.run.ledger), run.federation.origin
     words = make_statement(
         AccountedRun(
             settings=settings,
@@ -64,6 +64,9 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
             composition=describe_composition(run),
             notes=run.notes,
             scope_delta=find_largest_delta(run, list_party_names(run.federation.plan)),
+            start=origin if origin is not None and not origin.public else None,
+            start_in_scope=kept and origin is not None,  # `find_weight_origin` refuses other ledgers
+            start_public=origin is not None and origin.public,
         )
     )
     words["scope"]["ledger"] = head_to_json(run.ledger.head())

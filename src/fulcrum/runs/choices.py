@@ -14,32 +14,38 @@ from fulcrum.clipping.moo_paper import PAPER_READINGS
 from fulcrum.clipping.rule import CLIP_GROUPINGS, resolve_rule_options
 from fulcrum.data.features import FEATURE_MAPS
 from fulcrum.data.partition import PARTITIONS
+from fulcrum.data.tasks.balance import IMBALANCE_CHOICES
 from fulcrum.data.tasks.losses import REGRESSION_LOSSES
 from fulcrum.engines import ENGINES
 from fulcrum.errors import ConfigError
 from fulcrum.gradients.stacked.passes import PRECISIONS
 from fulcrum.models.builtin import ACTIVATIONS
+from fulcrum.models.norms import NORM_CHOICES
 from fulcrum.models.whitening import COORDINATE_CHOICES
 from fulcrum.privacy.accounting import ACCOUNTANTS
 from fulcrum.privacy.client_level import ESTIMATORS
 from fulcrum.privacy.plan.plan import AGGREGATIONS
 from fulcrum.privacy.schedule import SCHEDULES
+from fulcrum.privacy.scores import THRESHOLD_METRICS
 from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.rng import RANDOMNESS
 from fulcrum.settings.checks import get_setting
-from fulcrum.settings.derived import LR_SCHEDULES
+from fulcrum.settings.derived import LR_SCHEDULES, WEIGHT_POWERS
 from fulcrum.settings.registry import Registry, find_nearest_name
 from fulcrum.settings.schema import Settings
-from fulcrum.training.server import SERVERS, WEIGHTINGS
+from fulcrum.training.server import SERVERS
 
 SETTING_CHOICES: dict[str, Collection[str]] = {
     "data.partition": PARTITIONS,
     "data.features": ("none", *FEATURE_MAPS),
     "task.loss": REGRESSION_LOSSES,
+    "task.imbalance": IMBALANCE_CHOICES,
+    "task.choose_threshold": ("none", *THRESHOLD_METRICS),
     "model.activation": ACTIVATIONS,
     "model.coordinates": COORDINATE_CHOICES,
+    "model.norm": NORM_CHOICES,
     "train.schedule": LR_SCHEDULES,
-    "train.weights": WEIGHTINGS,
+    "train.weights": WEIGHT_POWERS,
     "train.server": SERVERS,
     "clip.rule": RULES,
     "clip.groups": CLIP_GROUPINGS,

@@ -23,6 +23,7 @@ from fulcrum.runs.active_run import ActiveRun, write_privacy_statement
 from fulcrum.runs.folder import RunFolder
 from fulcrum.runs.observers import Observer, ObserverList, RoundCallback, RunInfo, RunRecorder, find_observer
 from fulcrum.runs.preparation import prepare
+from fulcrum.runs.reference import train_reference
 from fulcrum.runs.result import Result, finish_run
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
@@ -118,6 +119,9 @@ def _write_start_files(
 
     problem = federation.problem
     folder.write_text("settings.toml", settings_file.dump_settings(federation.settings))
+    if problem.dataset.schema is not None:  # so that predictions see the same columns
+        for name, content in problem.dataset.schema.pack().items():
+            record.write_file_atomically(folder.path / name, content)
     folder.write_json("environment.json", record.describe_environment(problem.device))
     folder.write_json(
         "run.json",
@@ -185,7 +189,8 @@ def _run_remaining_rounds(
         for result, snapshot in federate(run.federation, run.ledger, run.id, start):
             observers.round(result, snapshot)
         recorder.ended(None)  # the last checkpoint is written before the summary
-        finished = finish_run(run, recorder.latest, lines)
+        reference = train_reference(run.federation) if settings.run.reference else {}
+        finished = finish_run(run, recorder.latest, lines, reference)
     except BaseException:
         observers.notify_interrupted()
         write_privacy_statement(run, len(lines), finished=False)

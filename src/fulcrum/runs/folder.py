@@ -27,7 +27,7 @@ from safetensors.torch import save
 
 from fulcrum.errors import RunError
 from fulcrum.training.snapshot import Snapshot
-from fulcrum.types import RoundResult
+from fulcrum.types import RoundResult, ScoreFacts
 
 CHECKPOINTS_KEPT = 2
 """Number of checkpoints kept; the second last is a backup if the last one is damaged."""
@@ -45,10 +45,11 @@ class RunFolder:
     @staticmethod
     def create(path: Path) -> RunFolder:
         """A new folder; refuses an existing folder that is not empty."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunError(
-                f"folder {path} exists and is not empty; choose another --out, or continue it: fulcrum resume {path}"
-            )
+        if path.is_file():
+            raise RunError(f"{path} is a file; choose a new folder as --out.")
+        if path.exists() and any(path.iterdir()):
+            goes_on = f", or continue it: fulcrum resume {path}" if (path / "run.json").is_file() else "."
+            raise RunError(f"folder {path} exists and is not empty; choose another --out{goes_on}")
         try:
             (path / "checkpoints").mkdir(parents=True)
         except OSError as error:
@@ -101,11 +102,6 @@ class RunFolder:
         for old in sorted(folder.glob("round-*.safetensors"))[:-CHECKPOINTS_KEPT]:
             old.unlink()
 
-    def write_model_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write the trained weights under their own names to model.safetensors."""
-        kept = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
-        write_file_atomically(self.path / "model.safetensors", save(kept))
-
     def load_last_snapshot(self, device: torch.device) -> Snapshot | None:
         """The newest readable checkpoint, or None where there is none."""
         for file in sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True):
@@ -132,6 +128,22 @@ class RunFolder:
         self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
+def make_fact_entries(facts: ScoreFacts) -> dict[str, Any]:
+    """What stands beside the metrics in metrics.jsonl and summary.json; of many parties only the mean."""
+    found: dict[str, Any] = {"baseline": dict(facts.baseline)} if facts.baseline else {}
+    if facts.party_baselines:
+        found["mean_baseline"] = facts.mean_baseline
+    if 0 < len(facts.party_baselines) <= MAX_PARTIES_PER_LINE:
+        found["party_baselines"] = {name: dict(values) for name, values in facts.party_baselines.items()}
+    if len(facts.confusion):
+        found["confusion"] = [list(row) for row in facts.confusion]
+    if 0 < len(facts.party_confusion) <= MAX_PARTIES_PER_LINE:
+        found["party_confusion"] = {name: [list(row) for row in rows] for name, rows in facts.party_confusion.items()}
+    if facts.threshold:
+        found["threshold"] = dict(facts.threshold)
+    return found
+
+
 def make_metrics_line(result: RoundResult) -> dict[str, Any]:
     """One line of metrics.jsonl."""
     line: dict[str, Any] = {
@@ -155,6 +167,7 @@ def make_metrics_line(result: RoundResult) -> dict[str, Any]:
         line["mean_over_parties"] = result.mean_over_parties
     if 0 < len(result.party_metrics) <= MAX_PARTIES_PER_LINE:
         line["party_metrics"] = {name: dict(metrics) for name, metrics in result.party_metrics.items()}
+    line |= make_fact_entries(result.facts)
     if result.diagnostics:
         line["non_private_diagnostics"] = dict(result.diagnostics)
     return line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,60 +14,152 @@ from torch import nn
 from fulcrum.clipping import RULES, find_rule
 from fulcrum.clipping.testing import refuse_broken_rule
 from fulcrum.data import Dataset, compute_features, count_units_per_party, load, split
-from fulcrum.data.dataset import declare_public, recheck_dataset, refuse_inferred_task
+from fulcrum.data.arrays import recheck_dataset
+from fulcrum.data.dataset import declare_public, refuse_inferred_task
 from fulcrum.data.declared import resolve_data_settings
 from fulcrum.data.fingerprints import add_record_digests, compute_unit_digests
 from fulcrum.data.held_out import hold_out_units
 from fulcrum.data.records import select_rows
+from fulcrum.data.withdrawn import leave_out_withdrawn
 from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
-from fulcrum.models.build import build_model, is_built_in
-from fulcrum.models.checks import validate_model
-from fulcrum.models.own import check_outputs, suggest_integer_inputs
+from fulcrum.models.adapted import adapt_model
+from fulcrum.models.build import apply_initial_weights, build_model, is_built_in
+from fulcrum.models.checkpoints import WeightOrigin, read_origin
+from fulcrum.models.checks import run_dry, validate_by_type
+from fulcrum.models.learnable import check_learnable, refuse_large_features
+from fulcrum.models.own import (
+    check_outputs,
+    make_trial_inputs,
+    refuse_nonfinite_outputs,
+    suggest_integer_inputs,
+    validate_prepared,
+)
+from fulcrum.models.prepared import prepare_model, refuse_odd_module
+from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME, ZERO_INIT_NAME
 from fulcrum.privacy.ledger import Ledger, RunPlan
 from fulcrum.privacy.plan import compute_affordable_rounds, make_plan
+from fulcrum.rng import make_randomness
 from fulcrum.runs.choices import check_choices
+from fulcrum.runs.reference import check_reference
 from fulcrum.settings.checks import check_settings
+from fulcrum.settings.derived import DERIVABLE_SETTINGS
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.client_level import check_server_rule, make_local_problem
-from fulcrum.training.evaluate import check_private_evaluation, plan_evaluation
 from fulcrum.training.federation import Federation
-from fulcrum.training.problem import TrainingProblem
+from fulcrum.training.held_out import check_private_evaluation, plan_evaluation
+from fulcrum.training.problem import TrainingProblem, get_private_seed, identify_releases
 
 
 def prepare(settings: Settings, dataset: Dataset | None = None, model: nn.Module | None = None) -> Federation:
     """Load the data, split it, build the model, plan the privacy. Raises every error that is known before training.
 
     dataset and model replace those in the settings, for data and models made in Python. The federation's settings name
-    the partition, unit and randomness that "auto" chose.
+    the partition, unit and randomness that "auto" chose, and what a rehearsal chose (clip.rehearse).
     """
+    from fulcrum.runs.rehearsal import apply_rehearsal  # it prepares small runs of its own
+
+    return apply_rehearsal(prepare_unrehearsed(settings, dataset, model), model)
+
+
+def prepare_unrehearsed(
+    settings: Settings, dataset: Dataset | None = None, model: nn.Module | None = None
+) -> Federation:
+    """`prepare` without a rehearsal: the settings stay as they are."""
     check_choices(check_settings(settings))
     rule = find_rule(settings.clip.rule)
     device = find_device(settings.run.device)
     dataset = load_training_data(settings, dataset, device)
     settings, dataset = resolve_data_settings(settings, dataset)
+    check_reference(settings, dataset)
     check_settings(settings)  # again: what "auto" chose must go with the other settings
     if not dataset.public and settings.clip.rule not in RULES:
         refuse_broken_rule(rule, settings.clip)
     evaluation = plan_evaluation(settings, dataset)
     dataset = dataset if evaluation is None else _add_dataset_warning(dataset, evaluation.note)
     partition = split(dataset, settings.data, settings.run.seed)
+    origin, given = find_weight_origin(settings), model is not None
     model, dataset = build_checked_model(settings, dataset, model)
     problem = TrainingProblem.of(settings, dataset, partition, model, device, rule=rule)
     check_server_rule(rule, settings, problem)
     plan = make_plan(settings, partition, count_units_per_party(dataset, partition, settings.privacy.unit), rule)
     engine = find_engine(settings.run.engine, make_local_problem(problem))
-    return Federation(settings, problem, plan, engine, evaluation)
+    return Federation(settings, problem, plan, engine, evaluation, given, origin)
+
+
+UNITS_FROM_SMALLEST = ("example", "person", "client")
+"""What an epsilon protects: a guarantee for a larger unit holds for a smaller one too."""
+
+
+def find_weight_origin(settings: Settings) -> WeightOrigin | None:
+    """The run whose model the initial weights are; None where no run of ours made them, as far as is known.
+
+    Raises ConfigError where its spend cannot be added to this run's.
+    """
+    paths = [settings.model.init, settings.model.name.removeprefix("transformers:")]
+    known = [read_origin(Path(path)) for path in paths if path != "random" and Path(path).exists()]
+    found = [each for each in known if each is not None]
+    origin = next((each for each in found if not each.public), None)
+    if origin is None:
+        return found[0] if found else None
+    where = f"model.init = {settings.model.init!r} is the model of run {origin.run}"
+    unit = settings.privacy.unit
+    if UNITS_FROM_SMALLEST.index(origin.unit) < UNITS_FROM_SMALLEST.index(unit):
+        raise ConfigError(
+            f"{where}, whose epsilon protects one {origin.unit}, and privacy.unit = {unit!r}: they do not add up; use "
+            f"the unit {origin.unit}, or other weights."
+        )
+    kept = settings.run.ledger
+    if kept and Path(kept).is_file():
+        with Ledger.open(kept) as ledger:
+            identity, knows = ledger.identity, origin.run in ledger.runs()
+        if identity == origin.ledger and knows:
+            return origin
+    if kept:
+        raise ConfigError(
+            f"{where}, which was paid in another ledger than run.ledger = {kept!r}, so that no account would know of "
+            "it; use the ledger of that run, or none: the statement then adds both up."
+        )
+    return origin
+
+
+def derive_federation(base: Federation, settings: Settings) -> Federation:
+    """The federation with other values of `DERIVABLE_SETTINGS`: its own releases; data, split, model and plan shared.
+
+    settings: only those fields are read. Equal to `prepare` with all of them, and much faster.
+    """
+    settings = base.settings.replace(
+        **{
+            section: {name: getattr(getattr(settings, section), name) for name in free}
+            for section, free in DERIVABLE_SETTINGS.items()
+        }
+    )
+    check_settings(settings)
+    own = base.problem
+    identity = identify_releases(settings, own.dataset, own.partition, own.model, own.layout)
+    randomness = make_randomness(settings.privacy.randomness, get_private_seed(settings), identity)
+    problem = dataclasses.replace(own, randomness=randomness)
+    engine = find_engine(settings.run.engine, make_local_problem(problem))
+    plan = dataclasses.replace(base.plan, C0=settings.clip.C0)
+    return dataclasses.replace(base, settings=settings, problem=problem, engine=engine, plan=plan)
 
 
 def load_training_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
     """The training records by the settings: with their task, without held-out records, as features."""
     if given is None:
-        dataset = load(settings.data.source, settings.data.dir, task=settings.task, public=settings.data.public)
+        dataset = load(
+            settings.data.source,
+            settings.data.dir,
+            task=settings.task,
+            public=settings.data.public,
+            table=settings.table,
+            images=settings.images,
+        )
     else:
         given = declare_public(given) if settings.data.public else given
         dataset = given if settings.task == TaskSettings() else recheck_dataset(given, given.name, settings.task)
     refuse_inferred_task(dataset)
+    dataset = leave_out_withdrawn(dataset, settings.data.withdrawn)
     if not dataset.public:
         dataset = add_record_digests(dataset)
     if settings.data.validation > 0:
@@ -76,7 +170,7 @@ def load_training_data(settings: Settings, given: Dataset | None, device: torch.
     if settings.privacy.unit == "person" and dataset.person is None:
         raise ConfigError(
             f"privacy.unit = 'person' needs an id for each record, and {dataset.name} has none; "
-            "give an .npz with an array named person, or use unit example."
+            "name the column with table.person, give an array called person, or use unit example."
         )
     if dataset.test is None and dataset.held_out is None:
         return _add_dataset_warning(
@@ -130,21 +224,63 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
             "model.coordinates is for models that the settings name; set it to plain, and hand over "
             "fulcrum.models.whitening.centre_model(model, facts)."
         )
+    notes: list[str] = []
     if given is None:
         if is_built_in(settings.model):
+            _refuse_token_ids(settings, dataset)
             dataset = dataset.with_float_inputs()
         task, sample = dataset.task, select_rows(dataset.sample.x, slice(0, 8))
-        given = build_model(settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task=task)
+        given = build_model(
+            settings.model, dataset.shape, task.outputs, settings.run.seed, sample, task=task, notes=notes
+        )
+    else:
+        given = adapt_given_model(settings, given, notes)
     pair = select_rows(dataset.sample.x, slice(0, 2))
     try:
-        validate_model(given, pair)
+        refuse_large_features("x", dataset.sample)  # before they make the model fail
+        validate_by_type(given)
+        given = prepare_model(given, pair)
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # it may refuse made-up records
+            refuse_nonfinite_outputs(run_dry(given, make_trial_inputs(dataset.shape, pair))[1])
+        validate_prepared(given, pair)
         check_outputs(given, pair, dataset.task)
     except FulcrumError:
         raise
     except Exception as problem:  # a user's model may raise any error
+        if isinstance(problem, IndexError):  # before the sentence of PyTorch: a token id that the model does not know
+            check_learnable(given, dataset)
         words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise ModelError(f"The model failed on two examples: {words}{suggest_integer_inputs(pair)}.") from problem
+    for note in [*notes, *check_learnable(given, dataset)]:
+        dataset = _add_dataset_warning(dataset, note)
     return given, dataset
+
+
+def _refuse_token_ids(settings: Settings, dataset: Dataset) -> None:
+    """ModelError where a table's text would be learned as if its token numbers were measurements."""
+    if dataset.schema is not None and dataset.schema.texts:
+        raise ModelError(
+            f"model.name = {settings.model.name!r} takes numbers, and column {dataset.schema.texts[0].name!r} is token "
+            'ids; name a model with an embedding (package.module:factory), or declare form = "bag" for the column.'
+        )
+
+
+def adapt_given_model(settings: Settings, given: nn.Module, notes: list[str]) -> nn.Module:
+    """A module that was handed over, with the weights and changes that the settings name; the module itself stays."""
+    if not isinstance(given, nn.Module):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise ModelError(f"model is {what}; hand over a torch.nn.Module, or name a factory package.module:factory.")
+    refuse_odd_module(given)
+    from_file = settings.model.init not in (
+        "random",
+        SYNTHETIC_INIT_NAME,
+        ZERO_INIT_NAME,
+    )  # our models
+    if from_file or hasattr(given, "config"):
+        given = copy.deepcopy(given)
+    if from_file:
+        given = apply_initial_weights(given, settings.model, type(given).__name__, notes)
+    return adapt_model(given, settings.model, settings.run.seed)
 
 
 def _add_dataset_warning(dataset: Dataset, words: str) -> Dataset:

@@ -12,14 +12,18 @@ from typing import Any
 
 from torch import nn
 
-from fulcrum.models.whitening import fold_centring
+from fulcrum.models.checkpoints import WeightOrigin
+from fulcrum.models.plain import list_complete_weights, make_plain_model
 from fulcrum.privacy.evaluation import is_held_out_account
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs.active_run import ActiveRun, read_run_epsilons, write_privacy_statement
 from fulcrum.runs.folder import MAX_PARTIES_PER_LINE, to_json_value
+from fulcrum.runs.model_card import make_model_card
+from fulcrum.runs.stored_model import CARD_FILE, describe_model, write_stored_model
 from fulcrum.settings.schema import Settings
 from fulcrum.training.loop import MAX_PARTIES_WITH_EPSILON
 from fulcrum.training.snapshot import Snapshot
+from fulcrum.types import ScoreFacts
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,13 @@ class Result:
 
     metrics are those of the last evaluation on public test data, by name; accuracy (a fraction) and loss are two of
     them, NaN where there is none. Where test records name their party, party_metrics are those on each party's records,
-    by its name (up to 100 parties), and mean_over_parties their mean with equal weights. epsilon is the largest
+    by its name (up to 100 parties), and mean_over_parties their mean with equal weights. facts says what the metrics
+    mean: the same metrics of the best constant prediction, the confusion. reference are the metrics of the same run
+    without privacy, where run.reference asked for it. epsilon is the largest
     over the parties, epsilons has one per party, delta is common; where `sound` is False epsilon is nominal, and
     where `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
-    clipping norm of every round. model is an ordinary nn.Module with the trained weights. summary is
+    clipping norm of every round. model is an ordinary nn.Module with the trained weights, on the CPU and in eval mode:
+    plain coordinates, adapters merged, complete with frozen weights and buffers. summary is
     the content of summary.json; folder is its folder, None where nothing was stored.
     """
 
@@ -49,10 +56,22 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
     party_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     mean_over_parties: Mapping[str, float] = field(default_factory=dict)
+    facts: ScoreFacts = field(default_factory=ScoreFacts)
+    reference: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def baseline(self) -> Mapping[str, float]:
+        """The metrics of the best constant prediction on the same records: the more frequent class, or the mean."""
+        return self.facts.baseline
 
 
-def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mapping[str, Any]]) -> Result:
-    """Write the files of a finished run, and return its result. lines: of metrics.jsonl.
+def finish_run(
+    run: ActiveRun,
+    snapshot: Snapshot | None,
+    lines: Sequence[Mapping[str, Any]],
+    reference: Mapping[str, Any] | None = None,
+) -> Result:
+    """Write the files of a finished run, and return its result. lines: of metrics.jsonl. reference: without privacy.
 
     All epsilons are the ledger's. The last line gets them too: where rounds were paid twice, those after it count.
     """
@@ -63,12 +82,12 @@ def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mappin
     model = copy.deepcopy(problem.model)
     if snapshot is not None:
         problem.layout.write(model, snapshot.averaged)
+    model = make_plain_model(model)  # whatever coordinates it was trained in
     summary = _make_summary(run, lines, privacy, costs)
+    if reference:
+        summary["reference"] = dict(reference)
     if run.folder:
-        trained = snapshot.averaged if snapshot else problem.layout.flatten(model)
-        run.folder.write_model_weights(
-            fold_centring(model, problem.layout.unflatten(trained))
-        )  # a plain network, whatever coordinates it was trained in
+        summary["model_sha256"] = _store_model(run, model, privacy, summary)
         run.folder.write_json("summary.json", summary)
     return Result(
         accuracy=float(summary["metrics"].get("accuracy", math.nan)),
@@ -85,7 +104,39 @@ def finish_run(run: ActiveRun, snapshot: Snapshot | None, lines: Sequence[Mappin
         metrics=summary["metrics"],
         party_metrics=summary.get("party_metrics", {}),
         mean_over_parties=summary.get("mean_over_parties", {}),
+        facts=ScoreFacts(
+            summary.get("baseline", {}),
+            summary.get("party_baselines", {}),
+            summary.get("confusion", ()),
+            summary.get("party_confusion", {}),
+            summary.get("threshold", {}),
+        ),
+        reference=summary.get("reference", {}),
     )
+
+
+def _store_model(run: ActiveRun, model: nn.Module, privacy: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """Write the model, what is needed to build it again, and its card into the run's folder; returns its hash."""
+    assert run.folder is not None
+    federation, folder = run.federation, run.folder.path
+    problem, settings = federation.problem, federation.settings
+    origin = WeightOrigin(
+        run=run.id,
+        epsilon=float(privacy["epsilon"]),
+        delta=float(privacy["delta"]),
+        unit=str(privacy["unit"]),
+        ledger=run.ledger.identity,
+        # A coordinator has public test records; its parties' records are their own.
+        public=problem.dataset.public
+        and problem.dataset.train is not None
+        and (federation.origin is None or federation.origin.public),
+        runs=tuple({**each, "simulation": privacy["simulation"]} for each in privacy["runs_covered"]),
+    )
+    weights = list_complete_weights(model)
+    facts = describe_model(model, weights, settings, problem.dataset, problem.layout.dim, federation.model_given)
+    write_stored_model(folder, model, facts, origin, settings)
+    run.folder.write_text(CARD_FILE, make_model_card(model, facts, privacy, summary))
+    return str(facts["sha256"])
 
 
 def _put_ledger_epsilons(
@@ -146,13 +197,24 @@ def _make_summary(
         "ledger": {"path": str(run.ledger.path), **privacy["scope"]["ledger"]},
         "settings": dataclasses.asdict(settings),
     }
+    if "start" in privacy:
+        summary["start"] = privacy["start"]
     if len(costs) <= MAX_PARTIES_PER_LINE:
         summary["epsilons"] = dict(costs)
     if "mean_over_parties" in last:
         summary["mean_over_parties"] = _numbers(last["mean_over_parties"])
     if "party_metrics" in last:
         summary["party_metrics"] = {name: _numbers(values) for name, values in last["party_metrics"].items()}
+    summary |= _copy_facts(last)
     return summary
+
+
+def _copy_facts(last: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands beside the metrics in the last evaluated line, as numbers."""
+    found: dict[str, Any] = {name: _numbers(last[name]) for name in ("baseline", "mean_baseline") if name in last}
+    if "party_baselines" in last:
+        found["party_baselines"] = {name: _numbers(values) for name, values in last["party_baselines"].items()}
+    return found | {name: last[name] for name in ("confusion", "party_confusion", "threshold") if name in last}
 
 
 def describe_early_end(settings: Settings) -> str:

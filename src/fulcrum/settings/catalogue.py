@@ -23,6 +23,8 @@ SHORT_NAMES: dict[str, str] = {
     "data": "data.source",
     "data_dir": "data.dir",
     "public": "data.public",
+    "schema": "table.schema",
+    "withdrawn": "data.withdrawn",
     "task": "task.name",
     "model": "model.name",
     "epsilon": "privacy.epsilon",
@@ -43,6 +45,7 @@ SHORT_NAMES: dict[str, str] = {
     "engine": "run.engine",
     "device": "run.device",
     "ledger": "run.ledger",
+    "reference": "run.reference",
 }
 """Short names of the settings people change most: options of the command line, keywords in Python."""
 
@@ -62,7 +65,10 @@ FIELD_TEXTS: dict[str, str] = {
     "privacy.sigma": "Noise multiplier, in place of epsilon; the epsilon is then reported.",
     "privacy.delta": "The chance that the guarantee fails; keep it well below 1 / (units of a party; client: parties).",
     "run.engine": "How a round is computed: auto, reference (a plain loop), parallel (CPU cores) or stacked (GPU).",
-    "run.evaluate_every": "Rounds between evaluations; the last round is always evaluated.",
+    "run.evaluate_every": (
+        "Rounds between evaluations; the last round is always evaluated. 0: every round, or where private held-out "
+        "records pay for their scores the last one alone."
+    ),
     "run.checkpoint_every": "Rounds between checkpoints that a run can be resumed from.",
 }
 

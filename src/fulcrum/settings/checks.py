@@ -30,6 +30,8 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "task.threshold": (0, True, 1, True),
     "model.temper_temperature": (0, False, math.inf, False),
     "model.whiten": (0, False, 0.5, True),
+    "model.lora": (0, True, math.inf, False),
+    "model.lora_alpha": (0, True, math.inf, False),
     "train.rounds": (1, True, math.inf, False),
     "train.participation": (0, False, 1, True),
     "train.min_parties": (1, True, math.inf, False),
@@ -50,6 +52,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "clip.balance": (0, False, 1e12, True),
     "clip.reach": (0, False, math.inf, True),
     "clip.growth": (1, True, math.inf, True),
+    "clip.step": (0, True, 1e12, True),
     "clip.eta_C": (0, True, 100, True),
     "clip.beta": (0, True, 1, False),
     "clip.C_min": (1e-12, True, 1e12, True),
@@ -72,7 +75,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "privacy.seed": (0, True, 2**63, False),
     "run.seed": (0, True, 2**63, False),
     "run.workers": (0, True, 1024, True),
-    "run.evaluate_every": (1, True, math.inf, False),
+    "run.evaluate_every": (0, True, math.inf, False),
     "run.checkpoint_every": (1, True, math.inf, False),
 }
 

@@ -13,16 +13,43 @@ def compute_local_steps(train: Train) -> int:
     return train.steps if train.steps > 0 else max(1, round(train.epochs / train.rate))
 
 
+def get_evaluation_interval(settings: Settings) -> int:
+    """Rounds between evaluations: `run.evaluate_every`; 0 is every round, or the last one alone where scores cost."""
+    if settings.run.evaluate_every:
+        return settings.run.evaluate_every
+    return 1 if settings.privacy.evaluation_epsilon is None else settings.train.rounds
+
+
 def count_evaluations(settings: Settings) -> int:
-    """Rounds after which the model is evaluated: every `run.evaluate_every` rounds, and after the last."""
-    whole, rest = divmod(settings.train.rounds, settings.run.evaluate_every)
+    """Rounds after which the model is evaluated: every so many rounds, and after the last."""
+    whole, rest = divmod(settings.train.rounds, get_evaluation_interval(settings))
     return whole + (rest > 0)
+
+
+WEIGHT_POWERS: dict[str, float] = {"examples": 1.0, "sqrt": 0.5, "uniform": 0.0}
+"""The choices of train.weights: a party with n_k units has a weight in proportion to n_k to this power."""
 
 
 def get_planned_unit(privacy: Privacy) -> str:
     """The unit of a plan without data: privacy.unit, where "auto" is example. With data, `prepare` has resolved it."""
     return "example" if privacy.unit == "auto" else privacy.unit
 
+
+COST_FREE_SETTINGS: dict[str, tuple[str, ...]] = {
+    "train": (
+        *("lr", "schedule", "warmup", "decay_rounds", "decay", "weight_decay", "weights", "ema"),
+        *("server", "server_lr", "server_momentum", "server_beta2", "server_eps"),
+    ),
+    "clip": (
+        *("C0", "C_min", "C_max", "kappa", "balance", "growth", "reach", "rehearse", "step", "search"),
+        *("eta_C", "beta", "phi", "rho_c", "shrink", "stability"),
+    ),
+}
+"""Settings, by section, that do not affect the privacy cost of a release; all others are assumed to."""
+DERIVABLE_SETTINGS: dict[str, tuple[str, ...]] = {
+    section: tuple(name for name in names if name != "weights") for section, names in COST_FREE_SETTINGS.items()
+}
+"""Settings, by section, that change neither data, split, model nor plan."""
 
 LR_SCHEDULES: dict[str, Callable[[Train, int], float]] = {
     "constant": lambda train, t: 1.0,

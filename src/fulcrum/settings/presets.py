@@ -49,6 +49,20 @@ METHODS: dict[str, MethodPreset] = {
             reference="after Ranaweera et al., multi-objective clipping; here C moves on released values only",
         ),
         MethodPreset(
+            name="moo-rehearsed",
+            summary="as moo, with step, C0, learning rate and schedule chosen beforehand on made-up data",
+            parts={"clip": {"rule": "moo", "rehearse": True}},
+            unit="example",
+            reference="this project",
+        ),
+        MethodPreset(
+            name="dp-sgd-rehearsed",
+            summary="as dp-sgd, with C and the learning rate chosen beforehand on made-up data",
+            parts={"clip": {"rule": "fixed", "rehearse": True}},
+            unit="example",
+            reference="this project; Abadi et al. 2016",
+        ),
+        MethodPreset(
             name="moo-c",
             summary="private; C alone is learned, the learning rate stays yours",
             parts={"clip": {"rule": "moo-c", "beta": 0.95, "eta_C": 0.05}},

@@ -44,7 +44,9 @@ EXPECTED_TYPE_TEXTS: dict[Any, str] = {
     tuple[int, ...]: "a list of whole numbers",
     tuple[float, ...]: "a list of numbers",
     tuple[str, ...]: "a list of texts in quotes",
+    str | tuple[str, ...]: "text in quotes, or a list of such texts",
     dict[str, float]: "a table of names and numbers",
+    dict[str, dict[str, Any]]: "sections by name, each with what it declares",
     dict[str, bool | int | float | str]: "a table of names with numbers, text, true or false",
 }
 GIVEN_TYPE_TEXTS: dict[type, str] = {

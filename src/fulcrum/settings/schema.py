@@ -21,12 +21,16 @@ class Data:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     source: str = "digits"
-    """digits, mnist, fashion-mnist, cifar10, a path to an .npz file, or package.module:function."""
+    """digits, mnist, fashion-mnist, cifar10; a path: an .npz file, a table (.csv, .tsv, .jsonl, .parquet, .feather), a
+    folder of images, of .npy arrays or of a Hugging Face data set; a database's URL; or package.module:function."""
     dir: str = ""
     """Folder to search first, before FULCRUM_DATA (a path list) and the user's cache."""
     public: bool = False
     """Declares that everybody may see your own data: it is then simulated on like the named public data sets. False:
     your own data is private, and only noised releases may depend on it."""
+    withdrawn: str = ""
+    """A file with the ids of people who withdrew their consent, one per line: their records are left out. What was
+    released with them before stays in the ledger."""
     parties: int = 5
     """Number of parties K. Ignored with partition = "given", where the data names each example's party."""
     partition: str = "auto"
@@ -60,6 +64,70 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Table:
+    """The columns of a table (CSV, TSV, JSON lines, Parquet, Feather, database, frame), declared from public knowledge:
+    no range or category is read off private values. docs/tables.md has the kinds of columns."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
+
+    schema: str = ""
+    """Schema file (TOML) with the settings below and [columns.NAME]; `fulcrum data describe` writes one. Empty: a file
+    NAME.schema.toml beside the table, if there is one. What is set here goes before what it says."""
+    test: str = ""
+    """A second table with public records to evaluate on, scored in the clear; empty: none."""
+    query: str = ""
+    """For a database: the name of a table, or a SELECT statement."""
+    target: str | tuple[str, ...] = ""
+    """The column that is predicted, or a list of them; each must be among the columns."""
+    person: str = "auto"
+    """Column that says whose record it is: auto (person, patient_id, ..., if the table has one), none, or its name."""
+    party: str = "auto"
+    """Column that says who holds the record: auto (party, hospital, site, ..., if the table has one), none, or its
+    name."""
+    record: str = "none"
+    """Column with a unique id per record; one that is there twice is an error. none: no such column."""
+    ignore: tuple[str, ...] = ()
+    """Columns that may be there and are not used; ["*"]: all others. A column that is nowhere named is an error."""
+    delimiter: str = ""
+    """What separates the cells of a text file; empty: by its ending (.csv: a comma, .tsv: a tab)."""
+    encoding: str = "utf-8"
+    """Encoding of a text file: utf-8, latin-1, cp1252, utf-16."""
+    decimal: str = "."
+    """Decimal separator of numbers: a point or a comma."""
+    thousands: str = ""
+    """Separator between groups of three digits; empty: none."""
+    missing_values: tuple[str, ...] = ()
+    """Texts that mean an empty cell, beside NA, N/A, NaN, null, None and ?."""
+    unlabelled: str = "refuse"
+    """What becomes of a record without a target: refuse (an error) or drop."""
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
+    """The columns to learn from, and the target, by name: {"age" = {kind = "number", low = 0, high = 110}}."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images in a folder, where data.source names one. Size and classes are declared, not read off private images."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
+
+    size: tuple[int, ...] = ()
+    """Height and width to which every image is resized; empty: those of the first image, for public data only."""
+    colours: str = "rgb"
+    """rgb (three channels) or grey (one)."""
+    folders: str = "class"
+    """What the sub-folders name, level by level: class, party, person, or - for nothing; such as "party/class"."""
+    class_names: tuple[str, ...] = ()
+    """The classes, in order; empty: those of the sub-folders, for public data only."""
+    labels: str = ""
+    """A table with one row per image in place of the sub-folders: a column with the file, one with the label, and
+    where wanted person and party. Targets other than classes are declared in [table]."""
+    file: str = "file"
+    """The column of that table that names the file, from the folder on."""
+    label: str = "label"
+    """The column of that table that names the class."""
+
+
+@dataclass(frozen=True)
 class TaskSettings:
     """The prediction task and its metrics. Ranges and classes are declared, not computed from the data."""
 
@@ -88,6 +156,17 @@ class TaskSettings:
     """Largest target of a regression; larger ones are lowered to it."""
     threshold: float = 0.5
     """Probability threshold of a positive prediction, for f1, sensitivity and specificity."""
+    choose_threshold: str = "none"
+    """binary: report the threshold at which this metric is largest on the scored records (public ones, or through
+    their noised and paid histogram): accuracy, balanced_accuracy or f1; or none. The metrics stay those at
+    threshold."""
+    class_balance: tuple[float, ...] = ()
+    """Share of each class (multilabel: of the positives of each label) as publicly known, for imbalance; never counted
+    in private labels."""
+    imbalance: str = "none"
+    """What is done about declared class_balance: none; weights (each class counts in the loss in inverse proportion to
+    its share); or logits (logit adjustment, Menon et al. 2021: the loss sees the logits plus the log shares, so that
+    the model itself predicts as if classes were equally frequent)."""
     ignored: int = -100
     """Target value of sequence positions that are ignored."""
     metrics: tuple[str, ...] = ()
@@ -103,7 +182,8 @@ class Model:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID_EXTRA_FIELDS
 
     name: str = "auto"
-    """auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn (on scattering features), or package.module:factory."""
+    """auto, linear, mlp, mnist-cnn, cifar-cnn, scatter-cnn (on scattering features), torchvision:NAME, timm:NAME,
+    transformers:FOLDER (a local folder with config.json), or package.module:factory."""
     activation: str = "relu"
     """relu, tanh, or tempered (a tempered sigmoid; 2 sigmoid(2x) - 1 is tanh)."""
     temper_scale: float = 2.0
@@ -112,8 +192,9 @@ class Model:
     hidden: tuple[int, ...] = (64,)
     """Widths of the mlp's hidden layers."""
     init: str = "random"
-    """Public initial weights: random; synthetic (CNNs only, pretrained on images made from formulas); or
-    an .npz or .safetensors file. Layers that are not in the file are random."""
+    """Public initial weights: random; zeros (models of one layer only, where a random start is only noise); synthetic
+    (CNNs only, pretrained on images made from formulas); an .npz, .safetensors or torch file; a folder with weights; or
+    the folder of an earlier run, whose spend is then added up. Layers that are not in the file are random."""
     coordinates: str = "plain"
     """Coordinates in which the network is trained: plain; centred (the input of every layer minus its mean over
     synthetic images, so that the mean does not dominate the clipped norm); whitened (centred, and the inputs of inner
@@ -122,6 +203,22 @@ class Model:
     whiten: float = 0.5
     """Whitening power for whitened coordinates: inputs are multiplied by their covariance to the power of minus this
     value. 0.5: full whitening. Smaller values whiten less and add less noise in directions of small variance."""
+    norm: str = "keep"
+    """What becomes of BatchNorm, which mixes the examples of a batch: keep (then it is refused); group, layer or
+    instance (a norm of each example alone, with the weights carried over); frozen (its running statistics and weights
+    stay as they are)."""
+    train: str = "auto"
+    """Which parameters train; the others are frozen, and public. auto (those that the model has not frozen; with
+    model.lora: adapters and head), all, head, bias, lora, or patterns of names such as "encoder.layer.3.*"; several
+    separated by commas. Only what trains is clipped, noised, sent and counted."""
+    lora: int = 0
+    """Rank of low-rank adapters on linear layers (LoRA); 0: none. They are merged into the weights at the end."""
+    lora_alpha: float = 0.0
+    """Scale of the adapters times their rank; 0: the rank, a scale of 1."""
+    lora_targets: tuple[str, ...] = ()
+    """Patterns of the names of layers that get adapters; empty: every linear layer but the head."""
+    arguments: dict[str, bool | int | float | str] = field(default_factory=dict, hash=False)
+    """Further arguments of the model's factory, by name: {"depth" = 4}."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +251,8 @@ class Train:
     weight_decay: float = 0.0
     """Decoupled weight decay: added after clipping and noise."""
     weights: str = "examples"
-    """How updates are averaged: examples (by n_k; at unit client min(n_k / weight_cap, 1)) or uniform."""
+    """How updates are averaged: examples (by n_k; at unit client min(n_k / weight_cap, 1)), sqrt (by its root: small
+    parties count for more than their records, and their noise for less than with uniform) or uniform."""
     server: str = "sgd"
     """Server optimiser: sgd, momentum or adam."""
     server_lr: float = 1.0
@@ -188,6 +286,14 @@ class Clip:
     pretrained weights, and for several steps in runs of fewer than 200 rounds; no limit for one-layer models."""
     growth: float = 1.5
     """moo: upper limit of the step length, as a multiple of its first value."""
+    rehearse: bool = False
+    """moo: whether the first step length, C0, the learning rate and its schedule are chosen beforehand on made-up data
+    of the same shape (docs/moo.md). It sees declared facts only, so it costs no privacy."""
+    step: float = 0.0
+    """moo: first step length: how far a round of fully clipped gradients that all agree moves the weights. 0:
+    rehearsed, or else from balance and reach."""
+    search: bool = True
+    """moo: whether C is searched for by released signals; false: C stays at C0."""
     eta_C: float = 0.03
     """Change per round of the quantity that a rule adapts (C, or moo's step length), in logarithms."""
     beta: float = 0.98
@@ -245,7 +351,8 @@ class Privacy:
     bound), fast (float32 sums with measured margins), or auto (proven with secure randomness, else fast)."""
     evaluation_epsilon: float | None = None
     """Epsilon of the units that data.validation holds out of private data, over all evaluations of the run: each is one
-    noised histogram (run.evaluate_every says how many). They do not train, so it does not add to epsilon."""
+    noised release (by default one, after the last round; run.evaluate_every asks for more). They do not train, so it
+    does not add to epsilon."""
     noise_schedule: str = "constant"
     """Noise over the rounds: constant, growth (of 1/sigma, see rho_mu), or phases. sigma is that of the first round."""
     rho_mu: float = 0.8
@@ -290,7 +397,10 @@ class Run:
     CPU computes in float32 whatever is set."""
     workers: int = 0
     """Parties trained in parallel (parallel engine), one core per party; 0: PyTorch's threads. Same result."""
-    evaluate_every: int = 1
+    evaluate_every: int = 0
+    reference: bool = False
+    """Whether to train the same model without privacy, too, and report its scores beside the private ones (public data
+    only; several times as long)."""
     checkpoint_every: int = 10
     diagnostics: bool = False
     """Record non-private diagnostics (clip fraction, mean norm, losses). For simulations only."""
@@ -307,6 +417,8 @@ class Settings:
     method: str = "moo"
     """The preset that these settings are based on (see `fulcrum methods`)."""
     data: Data = field(default_factory=Data)
+    table: Table = field(default_factory=Table)
+    images: Images = field(default_factory=Images)
     task: TaskSettings = field(default_factory=TaskSettings)
     model: Model = field(default_factory=Model)
     train: Train = field(default_factory=Train)

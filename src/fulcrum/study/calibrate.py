@@ -9,31 +9,9 @@ from collections.abc import Iterable
 from fulcrum.clipping import find_rule
 from fulcrum.errors import BudgetError
 from fulcrum.privacy.plan import Plan, make_plan
+from fulcrum.settings.derived import COST_FREE_SETTINGS
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import StudyJob
-
-COST_FREE_SETTINGS = {
-    "train": (
-        *("lr", "schedule", "warmup", "decay_rounds", "decay", "weight_decay", "weights", "ema"),
-        *("server", "server_lr", "server_momentum", "server_beta2", "server_eps"),
-    ),
-    "clip": (
-        "C0",
-        "C_min",
-        "C_max",
-        "kappa",
-        "balance",
-        "growth",
-        "reach",
-        "eta_C",
-        "beta",
-        "phi",
-        "rho_c",
-        "shrink",
-        "stability",
-    ),
-}
-"""Settings that do not affect the privacy cost of a release; all others are assumed to."""
 
 
 def calibrate_jobs(jobs: Iterable[StudyJob]) -> list[StudyJob]:

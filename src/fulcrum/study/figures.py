@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 SERIES_COLOURS = ("#0b7189", "#d1495b", "#edae49", "#66a182", "#6a4c93", "#8d6a4f", "#97a3b0", "#111111", "#7a9e26")
@@ -75,6 +76,75 @@ def draw_line_plot(
         parts.append(f'<rect x="{width - right + 12:g}" y="{mark}" width="12" height="4" fill="{colour}"/>')
         parts.append(_make_text_element(width - right + 30, mark + 7, name, "start"))
     return _make_svg(width, height, parts, note)
+
+
+@dataclass(frozen=True)
+class LinePanel:
+    """One of several plots in a figure, with both axes logarithmic. series: name -> points (x, y)."""
+
+    title: str
+    x: str
+    series: PlotSeries
+
+
+def draw_panels(
+    panels: Sequence[LinePanel], title: str, columns: int, order: Sequence[str] = (), note: str = ""
+) -> str:
+    """Several log-log plots side by side, with one legend. order: all names, as in `draw_line_plot`.
+
+    Panels of one row have the same y axis.
+    """
+    wide, tall, left, top = 178, 150, 44, 60
+    names = [name for name in order if any(name in panel.series for panel in panels)]
+    parts = [_make_text_element(8, 18, title, "start", 'font-weight="bold"')]
+    across = 8.0
+    for name in names:
+        colour = SERIES_COLOURS[order.index(name) % len(SERIES_COLOURS)]
+        parts.append(f'<rect x="{across:g}" y="32" width="12" height="4" fill="{colour}"/>')
+        parts.append(_make_text_element(across + 18, 38, name, "start"))
+        across += 36 + LETTER_WIDTH * len(name)
+    for start in range(0, len(panels), columns):
+        row = panels[start : start + columns]
+        logs = [_scale_value(y, True) for p in row for points in p.series.values() for _, y in points if y > 0]
+        y0, y1 = _widen_range(min(logs, default=0.0), max(logs, default=1.0))
+        for n, panel in enumerate(row):
+            corner = (left + n * (wide + 16.0), top + start // columns * (tall + 46.0))
+            parts += _draw_panel(panel, corner, (wide, tall), (y0, y1), order, labels=n == 0)
+    rows = -(-len(panels) // columns)
+    return _make_svg(left + columns * (wide + 16), top + rows * (tall + 46), parts, note)
+
+
+def _draw_panel(
+    panel: LinePanel,
+    corner: tuple[float, float],
+    size: tuple[float, float],
+    y: tuple[float, float],
+    order: Sequence[str],
+    labels: bool,
+) -> list[str]:
+    (left, top), (wide, tall), (y0, y1) = corner, size, y
+    points = [a for line in panel.series.values() for a, b in line if a > 0 and b > 0]
+    x0, x1 = _widen_range(math.log10(min(points, default=1)), math.log10(max(points, default=10)))
+
+    def at(a: float, b: float) -> tuple[float, float]:
+        return left + (a - x0) / (x1 - x0) * wide, top + tall - (b - y0) / (y1 - y0) * tall
+
+    parts = [_make_text_element(left, top - 5, panel.title, "start")]
+    for tick in _choose_ticks(y0, y1, True):
+        _, level = at(x0, tick)
+        parts.append(f'<line x1="{left:g}" x2="{left + wide:g}" y1="{level:.1f}" y2="{level:.1f}" stroke="#ddd"/>')
+        if labels:
+            parts.append(_make_text_element(left - 4, level + 4, _format_number(10**tick), "end"))
+    for value in sorted(set(points)):
+        across, _ = at(math.log10(value), y0)
+        parts.append(_make_text_element(across, top + tall + 14, _format_number(value), "middle"))
+    for name, line in panel.series.items():
+        colour = SERIES_COLOURS[order.index(name) % len(SERIES_COLOURS) if name in order else 0]
+        drawn = [at(math.log10(a), math.log10(b)) for a, b in line if a > 0 and b > 0]
+        path = " ".join("{:.1f},{:.1f}".format(*point) for point in drawn)
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}"/>')
+        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.2" fill="{colour}"/>' for a, b in drawn]
+    return parts
 
 
 def draw_heat_map(

@@ -11,14 +11,18 @@ from typing import Any
 
 from fulcrum.errors import ConfigError
 from fulcrum.settings.renamed import to_original_names, translate_old_names
-from fulcrum.settings.schema import Settings, TaskSettings
+from fulcrum.settings.schema import Images, Settings, Table, TaskSettings
 
 IGNORED_IN_ID = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """Settings that do not affect a result: the preset's name, file locations. The id has the privacy target separately."""
 LATER_SETTINGS: dict[str, dict[str, Any]] = {
-    "clip": {"options": {}},
-    "data": {"feature_whiten": 0.0, "public": False},
-    "model": {"coordinates": "plain", "whiten": 0.5},
+    "clip": {"options": {}, "rehearse": False, "step": 0.0, "search": True},
+    "data": {"feature_whiten": 0.0, "public": False, "withdrawn": ""},
+    "model": {
+        **{"coordinates": "plain", "whiten": 0.5, "norm": "keep", "train": "auto"},
+        **{"lora": 0, "lora_alpha": 0.0, "lora_targets": (), "arguments": {}},
+    },
+    "task": {"choose_threshold": "none", "class_balance": (), "imbalance": "none"},
     "privacy": {"seed": None, "arithmetic": "auto", "evaluation_epsilon": None, "budget_delta": None},
 }
 """Settings newer than stored results, with the value those results used: at that value they are not in the id."""
@@ -28,7 +32,11 @@ FORMER_VALUES: dict[tuple[str, str], str] = {
     ("privacy", "randomness"): "seeded",
 }
 """Settings that may be "auto" since stored results were made, with the value that these used."""
-LATER_SECTIONS: dict[str, dict[str, Any]] = {"task": dataclasses.asdict(TaskSettings())}
+LATER_SECTIONS: dict[str, dict[str, Any]] = {
+    "task": dataclasses.asdict(TaskSettings()),
+    "table": dataclasses.asdict(Table()),
+    "images": dataclasses.asdict(Images()),
+}
 """Whole sections newer than stored results: at their defaults they are not in the id."""
 CLIP_SETTINGS_READ: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -115,7 +123,9 @@ def compute_job_id(settings: Settings, epsilon: float | None, revision: int = 0)
         kept[section] = {n: v for n, v in values.items() if n not in idle and not (n in later and v == later[n])}
     read = CLIP_SETTINGS_READ.get(settings.clip.rule)
     if read is not None:
-        kept["clip"] = {name: kept["clip"][name] for name in ("rule", "groups", *read)}
+        # Where it is true, which no old result has, a rehearsal changes what any rule does.
+        names = ("rule", "groups", *read, *(("rehearse",) if settings.clip.rehearse else ()))
+        kept["clip"] = {name: kept["clip"][name] for name in names}
     kept["run"] = {"seed": settings.run.seed}
     kept["target"] = {"epsilon": epsilon} if epsilon is not None else {"sigma": settings.privacy.sigma}
     if revision:

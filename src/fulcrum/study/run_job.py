@@ -7,9 +7,10 @@ calibrated beforehand. So there is no ledger, and epsilon is not composed per ro
 from __future__ import annotations
 
 import datetime
+import json
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, compute_features, from_arrays, holdout, load
 from fulcrum.data.declared import refuse_without_ledger
 from fulcrum.data.features import feature_signature
+from fulcrum.data.withdrawn import leave_out_withdrawn
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.runs import folder as record
-from fulcrum.settings.derived import get_planned_unit
+from fulcrum.settings.derived import DERIVABLE_SETTINGS, get_planned_unit
 from fulcrum.settings.schema import Settings, TaskSettings
-from fulcrum.study.job import StudyJob
+from fulcrum.study.job import SECTION_FACTORIES, StudyJob
 from fulcrum.study.records import StudyScore, make_score_entries
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
@@ -58,11 +60,6 @@ class JobOutcome:
     notes: tuple[str, ...] = ()
 
     @property
-    def score_name(self) -> str:
-        """The name of the run's score."""
-        return self.score.name
-
-    @property
     def value(self) -> float:
         """The value of the score after the last round."""
         return self.metrics[self.score.name]
@@ -76,6 +73,8 @@ class DatasetCache:
     _whole: dict[Hashable, Dataset] = field(default_factory=dict)
     _held: dict[Hashable, Dataset] = field(default_factory=dict)
     _made: dict[Hashable, Dataset] = field(default_factory=dict)
+    prepared: dict[Hashable, Federation] = field(default_factory=dict)
+    """Federations that others are derived from, see `prepare_job`."""
 
     def get(self, settings: Settings, device: str = "auto") -> Dataset:
         """The data that these settings train and evaluate on; features are computed on the device."""
@@ -89,9 +88,10 @@ class DatasetCache:
         return self._made[key]
 
     def _load_records(self, settings: Settings) -> Dataset:
-        part, records = settings.data.validation, (settings.data.source, settings.data.public, settings.task)
+        part, data = settings.data.validation, settings.data
+        records = (data.source, data.public, data.withdrawn, settings.task, settings.table, settings.images)
         if records not in self._whole:
-            self._whole[records] = self._load(settings)
+            self._whole[records] = leave_out_withdrawn(self._load(settings), data.withdrawn)
             refuse_without_ledger(self._whole[records])
         if part == 0:
             return self._whole[records]
@@ -104,7 +104,14 @@ class DatasetCache:
     def _load(self, settings: Settings) -> Dataset:
         packed, data = Path(self.folder) / "digits.npz", settings.data
         try:
-            return load(data.source, self.folder or data.dir, task=settings.task, public=data.public)
+            return load(
+                data.source,
+                self.folder or data.dir,
+                task=settings.task,
+                public=data.public,
+                table=settings.table,
+                images=settings.images,
+            )
         except DataError:
             # Where scikit-learn is missing, its digits may be in a file (see `write_digits_npz`).
             if data.source != "digits" or not packed.is_file():
@@ -124,11 +131,13 @@ def write_digits_npz(folder: Path) -> Path:
 
 
 def prepare_job(job: StudyJob, datasets: DatasetCache, device: str = "auto", precision: str = "") -> Federation:
-    """The job ready to run: data from the cache, evaluated every fifth round or less often."""
+    """The job ready to run: data from the cache, evaluated every fifth round or less often, or as the job says."""
     if not job.is_calibrated:
         raise ConfigError(f"job {job.id} ({job.cell}) has no sigma yet; prepare it with fulcrum study prepare.")
     settings = job.settings
-    every = min(max(5, settings.train.rounds // NUM_CURVE_POINTS), settings.train.rounds)
+    every = settings.run.evaluate_every
+    if every == 1:  # not set
+        every = min(max(5, settings.train.rounds // NUM_CURVE_POINTS), settings.train.rounds)
     # The held-out part and the features come from the cache: `prepare` must not hold out another tenth of the rest.
     run = {"device": device, "evaluate_every": every, "ledger": "", "engine": "auto"}
     if precision:
@@ -136,11 +145,31 @@ def prepare_job(job: StudyJob, datasets: DatasetCache, device: str = "auto", pre
     ready = settings.replace(
         data={"validation": 0.0, "features": "none"}, privacy={"unit": get_planned_unit(settings.privacy)}, run=run
     )
+    key = make_federation_cache_key(settings, device, precision)
+    base = datasets.prepared.get(key)
+    if base is not None:
+        return api.apply_rehearsal(api.derive_federation(base, ready))
     dataset = datasets.get(settings, device)
     if dataset.test is None:
         raise DataError(f"{dataset.name} has no test set (x_test, y_test), and a study compares results on one.")
     # The data has its task already; another check would make a copy of it for each run of a stack.
-    return api.prepare(replace(ready, task=TaskSettings()), dataset)
+    federation = api.prepare_unrehearsed(replace(ready, task=TaskSettings()), dataset)
+    if len(datasets.prepared) >= MAX_PREPARED:
+        datasets.prepared.clear()
+    datasets.prepared[key] = federation
+    return api.apply_rehearsal(federation)
+
+
+MAX_PREPARED = 64
+"""Federations that are kept to derive others from."""
+
+
+def make_federation_cache_key(settings: Settings, device: str, precision: str) -> Hashable:
+    """Equal for jobs that differ only in settings which change neither data, split, model nor plan."""
+    sections = {name: asdict(getattr(settings, name)) for name in SECTION_FACTORIES}
+    for name, free in DERIVABLE_SETTINGS.items():
+        sections[name] = {key: value for key, value in sections[name].items() if key not in free}
+    return json.dumps(sections, sort_keys=True, default=str), device, precision
 
 
 def get_federation_score(federation: Federation) -> StudyScore:

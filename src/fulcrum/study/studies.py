@@ -1,7 +1,8 @@
 """The available studies: what each runs, which page it writes, where its results are.
 
-A study is a TOML file: with `[[rows]]` a table of methods, with `rules` a grid over C0 and learning rates. The
-package has some; ./experiments may hold more. `protocol` and `parties` are two further tables from paper.toml.
+A study is a TOML file: with `[[rows]]` a table of methods, with `rules` a grid over C0 and learning rates, with
+`scenarios` a suite of federations. The package has some; ./experiments may hold more. `protocol` and `parties` are two
+further tables from paper.toml.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from fulcrum.study.robustness import list_robustness_jobs, read_robustness_grid
 from fulcrum.study.robustness_report import write_robustness_report
 from fulcrum.study.search import read_toml_file
 from fulcrum.study.store import RunRecord
+from fulcrum.study.suite.jobs import list_suite_jobs
+from fulcrum.study.suite.report import write_suite_report
+from fulcrum.study.suite.scenarios import read_suite, select_part
 
 TUNE_SUFFIX = "-tune"
 """Suffix of a study's name that means its tuning trials."""
@@ -92,6 +96,21 @@ def _read_grid_study(name: str, folder: Path | None, part: StudyPart) -> Study:
     )
 
 
+def _read_suite_study(name: str, folder: Path | None, part: StudyPart) -> Study:
+    suite = select_part(read_suite(folder, name), part.datasets, part.methods, part.seeds)
+
+    def no_trials() -> list[StudyJob]:
+        raise ConfigError(f"{name} is a suite and has nothing to tune; prepare {name} itself.")
+
+    return Study(
+        jobs=lambda: list_suite_jobs(suite),
+        trials=no_trials,
+        write=lambda out, done: write_suite_report(out, suite, done),
+        page="summary.md",
+        results=Path("results") / name,
+    )
+
+
 def _read_protocol_study(folder: Path | None, part: StudyPart) -> Study:
     experiment = read_experiment_part("paper", folder, part)
     return Study(
@@ -114,6 +133,11 @@ def _read_parties_study(folder: Path | None, part: StudyPart) -> Study:
     )
 
 
+STUDY_FORMS: dict[str, Callable[[str, Path | None, StudyPart], Study]] = {
+    "scenarios": _read_suite_study,
+    "rules": _read_grid_study,
+}
+"""Forms of a study's file by a key that only this form has; without any of them it is a table of rows."""
 PAPER_STUDIES: dict[str, StudyReaderFn] = {"protocol": _read_protocol_study, "parties": _read_parties_study}
 """Further tables that paper.toml describes."""
 
@@ -150,11 +174,8 @@ def read_study(name: str, folder: Path | None = None, part: StudyPart | None = N
         near = find_nearest_name(name, known)
         hint = f"; did you mean {near!r}?" if near else "."
         raise ConfigError(f"study = {name!r} is not known; choose one of {', '.join(known)}, or a path{hint}")
-    read = (
-        _read_grid_study
-        if "rules" in read_toml_file(find_study_folder(folder, name) / f"{name}.toml")
-        else _read_table_study
-    )
+    raw = read_toml_file(find_study_folder(folder, name) / f"{name}.toml")
+    read = next((form for key, form in STUDY_FORMS.items() if key in raw), _read_table_study)
     return read(name, folder, part)
 
 

@@ -16,9 +16,10 @@ from fulcrum.data import poisson_sample_units
 from fulcrum.data.records import ModelInputs, move_inputs_to_device, select_rows
 from fulcrum.gradients import GradientRecorder
 from fulcrum.gradients.precision import use_matmul_precision
+from fulcrum.models.prepared import add_example_keys, draws_keys
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.mechanism import compute_charged_scale, release_with_noise
-from fulcrum.rng import name_stream
+from fulcrum.rng import StreamKey, name_stream
 from fulcrum.training.clipped_sum import Contribution, compute_contribution
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, RuleState, View
@@ -45,7 +46,9 @@ def train_client(
         view = problem.rule.view(state, request.round, request.rounds)
         terms = LocalStepTerms(task.sigma, batch, task.lr)
         with use_matmul_precision(problem.precision, problem.device):
-            given = work(problem, StepSample(theta, rows, slots, count), view, state, terms)
+            given = work(
+                problem, StepSample(theta, rows, slots, count, _draw_mask_seed(problem, key)), view, state, terms
+            )
         state = given.state
 
         asked = task.asks_statistics(request.round, step)
@@ -80,21 +83,34 @@ def train_client(
     )
 
 
+def _draw_mask_seed(problem: TrainingProblem, key: StreamKey) -> int | None:
+    """A step's seed for random layers, 64 bits from the run's private streams; None where the model has none."""
+    if not draws_keys(problem.model):
+        return None
+    high, low = (problem.randomness.uniform(("dropout", *key[1:]), 2) * 2**32).long().tolist()
+    return int((high << 32) | low) - 2**63
+
+
 @dataclass(frozen=True)
 class StepSample:
-    """A step's sample, at weights theta [d]. rows [b] of the data set; slots [b]: unit (0..count-1) of each row."""
+    """A step's sample, at weights theta [d]. rows [b] of the data set; slots [b]: unit (0..count-1) of each row.
+
+    mask_seed: from which random layers (dropout) make the key of each record; None where the model has none.
+    """
 
     theta: torch.Tensor
     rows: torch.Tensor
     slots: torch.Tensor
     count: int
+    mask_seed: int | None = None
 
     def records(self, problem: TrainingProblem) -> tuple[ModelInputs, torch.Tensor]:
         """The sampled records: inputs x [b, ...] (a dict where the model has several inputs) and targets y [b, ...]."""
         records = problem.dataset.records
-        return move_inputs_to_device(select_rows(records.x, self.rows), problem.device), records.y[self.rows].to(
-            problem.device
-        )
+        x = move_inputs_to_device(select_rows(records.x, self.rows), problem.device)
+        if self.mask_seed is not None:
+            x = add_example_keys(x, self.mask_seed, self.rows)
+        return x, records.y[self.rows].to(problem.device)
 
 
 @dataclass(frozen=True)

@@ -112,11 +112,6 @@ def sum_clipped_rows(
     return by_group.gather(0, where[None, :]).squeeze(0)
 
 
-def compute_group_norms(coefficients: torch.Tensor, where: torch.Tensor, groups: int) -> torch.Tensor:
-    """Euclidean norm of each row within each group: [B, m], [m] -> [B, G]."""
-    return measure_group_norms(coefficients, where, groups).norms
-
-
 def measure_group_norms(coefficients: torch.Tensor, where: torch.Tensor, groups: int) -> NormTable:
     """Euclidean norm of each row within each group, with bounds on the error: [B, m], [m] -> [B, G] each."""
     count, size = coefficients.shape

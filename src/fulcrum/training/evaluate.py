@@ -7,35 +7,30 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fulcrum.data import Dataset
 from fulcrum.data.records import Records, move_inputs_to_device, select_rows
-from fulcrum.data.tasks import merge_metric_sums
-from fulcrum.errors import ConfigError
-from fulcrum.privacy.evaluation import (
-    HELD_OUT_NAME,
-    EvaluationPlan,
-    HeldOutAccount,
-    calibrate_evaluation,
-    count_units_in_cells,
-    estimate_metrics,
-    make_score_cells,
-    release_histogram,
-)
+from fulcrum.data.tasks import Task, merge_metric_sums
+from fulcrum.privacy.evaluation import HELD_OUT_NAME, EvaluationPlan, HeldOutAccount, release_sums, sum_over_units
 from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunPlan
-from fulcrum.settings.derived import count_evaluations
-from fulcrum.settings.schema import Settings, TaskSettings
+from fulcrum.privacy.scores import THRESHOLD_METRICS, ClassCells, ScoreForm, choose_threshold
+from fulcrum.settings.schema import TaskSettings
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import TrainingProblem
-from fulcrum.types import mean_over_parties
+from fulcrum.types import ScoreFacts, mean_over_parties
 
 EVALUATION_BATCH_SIZES = {"cpu": 250, "cuda": 2000}
 """Examples per batch; on a CPU few enough to fit the cache."""
+MAX_CONFUSION_CLASSES = 100
+"""Of more classes no confusion is counted."""
+CONFUSION, THRESHOLDS = "\0confusion", "\0thresholds"
+"""Names of further sums beside those of the metrics; no metric can have them."""
+THRESHOLD_STEPS = 100
+"""Thresholds that are tried on public records: every hundredth."""
 
 MetricValues = dict[str, float]
 MetricSums = dict[str, Tensor]
@@ -45,12 +40,13 @@ MetricSums = dict[str, Tensor]
 class Evaluation:
     """Metrics by name on all test records (empty without test records), and per party where test records name one.
 
-    note: how the records were scored where they are private.
+    note: how the records were scored where they are private. facts: a baseline and the confusion.
     """
 
     metrics: MetricValues
     parties: dict[str, MetricValues] = field(default_factory=dict)
     note: str = ""
+    facts: ScoreFacts = field(default_factory=ScoreFacts)
 
     @property
     def mean_over_parties(self) -> MetricValues:
@@ -63,119 +59,198 @@ def evaluate_model(problem: TrainingProblem, params: Tensor, batch: int = 0) -> 
     return evaluate_with_parties(problem, params, batch).metrics
 
 
-def evaluate_parties(problem: TrainingProblem, params: Tensor, batch: int = 0) -> dict[str, MetricValues]:
-    """Metrics on each party's test records, by the party's name; empty where test records name no party."""
-    return evaluate_with_parties(problem, params, batch).parties
+def find_test_records(problem: TrainingProblem) -> Records | None:
+    """The public test records, without parties' names where the records were split anew; None where there are none."""
+    test, names = problem.dataset.test, problem.dataset.party_names
+    if test is None or not len(test):
+        return None
+    train = problem.dataset.train
+    if train is not None and train.party is not None and problem.partition.names != names:
+        return dataclasses.replace(test, party=None)  # the file's parties do not train here
+    return test
 
 
 @torch.no_grad()
-def evaluate_with_parties(problem: TrainingProblem, params: Tensor, batch: int = 0) -> Evaluation:
+def evaluate_with_parties(
+    problem: TrainingProblem, params: Tensor, batch: int = 0, confusion: bool = False
+) -> Evaluation:
     """Both in one pass over the test records, `batch` records at a time (0: chosen by device)."""
-    test, task, names = problem.dataset.test, problem.dataset.task, problem.dataset.party_names
-    if test is None or not len(test):
+    test = find_test_records(problem)
+    if test is None:
         return Evaluation({})
-    if (
-        problem.dataset.train is not None
-        and problem.dataset.train.party is not None
-        and problem.partition.names != names
-    ):
-        test = dataclasses.replace(
-            test, party=None
-        )  # the records were split anew: the file's parties do not train here
     step = batch or EVALUATION_BATCH_SIZES.get(params.device.type, EVALUATION_BATCH_SIZES["cuda"])
+
+    def find_outputs(rows: slice | Tensor) -> Tensor:
+        inputs = move_inputs_to_device(select_rows(test.x, rows), params.device)
+        return problem.gradient_recorder.outputs(params, inputs)
+
+    counter = make_fact_counter(problem) if confusion else None
+    pooled, parties = _sum_by_party(problem, test, step, find_outputs, params.device, counter)
+    metrics = {name: results for name, (results, _) in parties.items()}
+    facts = ScoreFacts(
+        confusion=read_confusion(pooled),
+        party_confusion={name: found for name, (_, found) in parties.items() if found},
+        threshold=read_threshold(problem, pooled),
+    )
+    return Evaluation(problem.dataset.task.results(pooled), metrics, facts=facts)
+
+
+@torch.no_grad()
+def compute_public_baseline(problem: TrainingProblem) -> tuple[MetricValues, dict[str, MetricValues]]:
+    """Metrics of the best constant prediction on the test records: pooled, and on each party's with its own constant.
+
+    Empty where there are no test records, or the task knows no constant prediction.
+    """
+    test, task = find_test_records(problem), problem.dataset.task
+    if test is None or task.constant is None:
+        return {}, {}
+    pooled = _score_constant(problem, test)
+    if test.party is None:
+        return pooled, {}
+    names = problem.dataset.party_names
+    return pooled, {
+        names[k]: _score_constant(problem, test.take(test.party == k)) for k in torch.unique(test.party).tolist()
+    }
+
+
+def add_baseline(found: Evaluation, pooled: MetricValues, parties: dict[str, MetricValues]) -> Evaluation:
+    """The evaluation with a baseline beside its metrics."""
+    facts = dataclasses.replace(found.facts, baseline=pooled, party_baselines=parties)
+    return dataclasses.replace(found, facts=facts)
+
+
+def _score_constant(problem: TrainingProblem, test: Records) -> MetricValues:
+    """Metrics of the best constant prediction on these records."""
+    task = problem.dataset.task
+    assert task.constant is not None
+    constant = task.constant(test.y, torch.ones(len(test)))
+    shape = (*test.y.shape[1:], len(constant)) if task.sequence else constant.shape
+
+    def find_outputs(rows: slice | Tensor) -> Tensor:
+        return constant.expand(len(test.y[rows]), *shape)
+
+    plain = dataclasses.replace(test, party=None)
+    step = EVALUATION_BATCH_SIZES["cuda"]
+    pooled, _ = _sum_by_party(problem, plain, step, find_outputs, torch.device("cpu"), None)
+    return task.results(pooled)
+
+
+OutputsOfRows = Callable[[slice | Tensor], Tensor]
+FactCounter = Callable[[Tensor, Tensor], MetricSums]
+Confusion = list[list[float]]
+
+
+def _sum_by_party(
+    problem: TrainingProblem,
+    test: Records,
+    step: int,
+    find_outputs: OutputsOfRows,
+    device: torch.device,
+    counter: FactCounter | None,
+) -> tuple[MetricSums, dict[str, tuple[MetricValues, Confusion]]]:
+    """The sums of all metrics over all records; (metrics, confusion) of each party's records, by its name."""
+    task, names = problem.dataset.task, problem.dataset.party_names
     pooled: MetricSums | None = None
     of_party: MetricSums | None = None
     current, parties = -1, {}
-    for party, sums in _iterate_party_sums(problem, params, test, step):
-        if party != current and of_party is not None:
-            parties[names[current]] = task.results(of_party)
+
+    def finish() -> None:
+        if of_party is not None:
+            parties[names[current]] = task.results(of_party), read_confusion(of_party)
+
+    for party, sums in _iterate_party_sums(task, test, step, find_outputs, device, counter):
+        if party != current:
+            finish()
             of_party = None
         current = party
         pooled = merge_metric_sums(pooled, sums)
         if party >= 0:  # one party's sums at a time, because the sums of a ranking metric are long
             of_party = merge_metric_sums(of_party, sums)
-    if of_party is not None:
-        parties[names[current]] = task.results(of_party)
-    return Evaluation(task.results(pooled or {}), parties)
+    finish()
+    return pooled or {}, parties
 
 
 def _iterate_party_sums(
-    problem: TrainingProblem, params: Tensor, test: Records, step: int
+    task: Task,
+    test: Records,
+    step: int,
+    find_outputs: OutputsOfRows,
+    device: torch.device,
+    counter: FactCounter | None,
 ) -> Iterator[tuple[int, MetricSums]]:
     """(party, sums) in pieces of at most `step` records, party by party; party -1 where records name no party."""
-    task, device = problem.dataset.task, params.device
     order = None if test.party is None else torch.argsort(test.party, stable=True)
+
+    def sum_piece(outputs: Tensor, targets: Tensor) -> MetricSums:
+        return {**task.sums(outputs, targets), **(counter(outputs, targets) if counter else {})}
+
     for start in range(0, len(test), step):
         rows = slice(start, start + step) if order is None else order[start : start + step]
-        outputs = problem.gradient_recorder.outputs(params, move_inputs_to_device(select_rows(test.x, rows), device))
-        targets = test.y[rows].to(device)
+        outputs, targets = find_outputs(rows), test.y[rows].to(device)
         if test.party is None:
-            yield -1, task.sums(outputs, targets)
+            yield -1, sum_piece(outputs, targets)
             continue
         members, counts = torch.unique_consecutive(test.party[rows], return_counts=True)
         own = zip(outputs.split(counts.tolist()), targets.split(counts.tolist()), strict=True)
         for party, piece in zip(members.tolist(), own, strict=True):
-            yield party, task.sums(*piece)
+            yield party, sum_piece(*piece)
+
+
+# --- confusion and thresholds on public records ---------------------------------------------------
+
+
+def make_fact_counter(problem: TrainingProblem) -> FactCounter:
+    """A function of outputs and targets -> counts that merge like a metric's sums: confusion, and per threshold."""
+    task, wanted = problem.dataset.task, get_task_settings(problem).choose_threshold
+
+    def count(outputs: Tensor, targets: Tensor) -> MetricSums:
+        found: MetricSums = {}
+        if task.name == "multilabel":
+            pairs = 2 * targets.long() + task.predict(outputs)
+            found[CONFUSION] = torch.stack([(pairs == k).sum(dim=0) for k in range(4)], dim=-1).double()
+        elif 0 < task.classes <= MAX_CONFUSION_CLASSES and not task.target_dims and not task.sequence:
+            places = targets.long() * task.classes + task.predict(outputs).long()
+            table = torch.bincount(places, minlength=task.classes**2).double()
+            found[CONFUSION] = table.view(task.classes, task.classes)
+        if wanted in THRESHOLD_METRICS and task.name == "binary":
+            place = (torch.sigmoid(outputs[:, 0].double()) * THRESHOLD_STEPS).long().clamp(0, THRESHOLD_STEPS - 1)
+            table = torch.bincount(targets.long() * THRESHOLD_STEPS + place, minlength=2 * THRESHOLD_STEPS)
+            found[THRESHOLDS] = table.double().view(2, THRESHOLD_STEPS)
+        return found
+
+    return count
+
+
+def get_task_settings(problem: TrainingProblem) -> TaskSettings:
+    """The settings that the problem's task was made with."""
+    return problem.dataset.task_settings or TaskSettings()
+
+
+def read_confusion(sums: Mapping[str, Tensor]) -> Confusion:
+    """The counts as rows; empty where none were counted."""
+    return sums[CONFUSION].tolist() if CONFUSION in sums else []
+
+
+def read_threshold(problem: TrainingProblem, sums: Mapping[str, Tensor]) -> dict[str, float | str]:
+    """The best threshold on public records; empty where none is asked for."""
+    wanted = get_task_settings(problem).choose_threshold
+    if wanted not in THRESHOLD_METRICS or THRESHOLDS not in sums:
+        return {}
+    table = sums[THRESHOLDS].cpu()
+    below = table.cumsum(dim=-1)
+    tables = [
+        ((k + 1) / THRESHOLD_STEPS, torch.stack([below[:, k], table.sum(dim=-1) - below[:, k]], dim=-1))
+        for k in range(THRESHOLD_STEPS - 1)
+    ]
+    return describe_threshold(*choose_threshold(tables, wanted), wanted)
+
+
+def describe_threshold(value: float, best: float, metric: str) -> dict[str, float | str]:
+    """A chosen threshold for summaries: its value, the metric that it is best for, and that metric there."""
+    return {"value": value, "for": metric, metric: best}
 
 
 # --- private held-out records ---------------------------------------------------------------------
-
-
-def check_private_evaluation(settings: Settings, dataset: Dataset) -> None:
-    """Raise ConfigError unless the settings say how scores of private held-out records are paid."""
-    if settings.privacy.unit == "client":
-        raise ConfigError(
-            "data.validation with privacy.unit = 'client' would score a party's held-out records, and no noise here "
-            "hides a whole party's; hand over x_test and y_test that everybody may see."
-        )
-    if settings.privacy.evaluation_epsilon is None:
-        raise ConfigError(
-            f"data.validation = {settings.data.validation:g} holds out private records of {dataset.name}, and scoring "
-            "them is a release: set privacy.evaluation_epsilon, or hand over x_test and y_test that everybody may see."
-        )
-    make_score_cells(dataset.task, get_threshold(dataset))
-
-
-def plan_evaluation(settings: Settings, dataset: Dataset) -> EvaluationPlan | None:
-    """How private held-out records will be scored; None where there are none."""
-    held, epsilon = dataset.held_out, settings.privacy.evaluation_epsilon
-    if held is None or epsilon is None:
-        return None
-    releases, terms = count_evaluations(settings), settings.privacy
-    return EvaluationPlan(
-        epsilon=epsilon,
-        delta=terms.delta,
-        accountant=terms.accountant,
-        sigma=calibrate_evaluation(epsilon, terms.delta, terms.accountant, releases),
-        releases=releases,
-        cells=make_score_cells(dataset.task, get_threshold(dataset)),
-        accounts=list_held_out_accounts(dataset, held, terms.unit),
-    )
-
-
-def get_threshold(dataset: Dataset) -> float:
-    """The probability at which a record counts as positive."""
-    return (dataset.task_settings or TaskSettings()).threshold
-
-
-def list_held_out_accounts(dataset: Dataset, held: Records, unit: str) -> tuple[HeldOutAccount, ...]:
-    """One account per named party, or one for all: whose records they are pays for their scores."""
-    parties = [(0, HELD_OUT_NAME, torch.arange(len(held)))]
-    if held.party is not None:
-        parties = [
-            (k, f"{name}/{HELD_OUT_NAME}", torch.nonzero(held.party == k).flatten())
-            for k, name in enumerate(dataset.party_names)
-        ]
-    found = []
-    for k, name, rows in parties:
-        if not len(rows):
-            continue
-        if unit == "person" and held.person is not None:
-            persons, unit_of = torch.unique(held.person[rows], return_inverse=True)
-            found.append(HeldOutAccount(name, k, rows, unit_of, len(persons)))
-        else:
-            found.append(HeldOutAccount(name, k, rows, torch.arange(len(rows)), len(rows)))
-    return tuple(found)
 
 
 @torch.no_grad()
@@ -188,29 +263,56 @@ def evaluate_round(
     """
     problem, plan = federation.problem, federation.evaluation
     if plan is None or problem.dataset.held_out is None:
-        return evaluate_with_parties(problem, params)
+        return evaluate_with_parties(problem, params, confusion=True)
     paying = {account.name for account in plan.accounts}
     if ledger is not None:
         paying = reserve_evaluation(federation, plan, ledger, run, t, attempt)
-    released: dict[str, Tensor] = {}
+    released: dict[str, tuple[Tensor, int]] = {}
     for account in plan.accounts:
         if account.name in paying:
-            places = _locate_records(problem, params, plan, account)
-            exact = count_units_in_cells(plan.cells, places, account.unit_of, account.units)
-            released[account.name] = release_histogram(exact, plan.sigma, problem.randomness, t, account.party, attempt)
+            exact = sum_over_units(_measure_records(problem, params, plan, account), account.unit_of, account.units)
+            noised = release_sums(exact, plan.sigma, problem.randomness, t, account.party, attempt)
+            released[account.name] = noised, account.units
     if not released:
         first = plan.accounts[0].name
         raised = f"fulcrum ledger {ledger.path if ledger else 'LEDGER'} --party {first} --budget EPSILON"
         return Evaluation({}, note=f"The held-out units' budget is spent, so nothing was scored; raise it: {raised}")
     if ledger is not None:
-        ledger.settle(run, t, {name: _digest(noised) for name, noised in released.items()})
-    metrics = estimate_metrics(problem.task, plan.cells, torch.stack(list(released.values())).sum(dim=0))
+        ledger.settle(run, t, {name: _digest(noised) for name, (noised, _) in released.items()})
     named = problem.dataset.held_out.party is not None
-    parties = {
-        name.removesuffix(f"/{HELD_OUT_NAME}"): estimate_metrics(problem.task, plan.cells, noised)
-        for name, noised in released.items()
-    }
-    return Evaluation(metrics, parties if named else {}, plan.note)
+    by_party = {name.removesuffix(f"/{HELD_OUT_NAME}"): each for name, each in released.items()}
+    return summarise_releases(problem.task, problem.dataset.task_settings, plan.form, by_party, named, plan.note)
+
+
+def summarise_releases(
+    task: Task,
+    settings: TaskSettings | None,
+    form: ScoreForm,
+    released: Mapping[str, tuple[Tensor, int]],
+    named: bool,
+    note: str = "",
+) -> Evaluation:
+    """Metrics, baselines and confusion from noised sums and public numbers of units alone, by party and together.
+
+    released: (noised sums [columns], units) by account. named: whether the accounts are those of parties; else there is
+    one for all.
+    """
+    units = sum(count for _, count in released.values())
+    whole = torch.stack([noised for noised, _ in released.values()]).sum(dim=0)
+    parties = released if named else {}
+    wanted = (settings or TaskSettings()).choose_threshold
+    chosen: dict[str, float | str] = {}
+    if wanted in THRESHOLD_METRICS and isinstance(form, ClassCells) and form.binary:
+        chosen = describe_threshold(*choose_threshold(form.tabulate_thresholds(whole, units), wanted), wanted)
+    facts = ScoreFacts(
+        baseline=form.estimate_baseline(task, whole, units),
+        party_baselines={name: form.estimate_baseline(task, *each) for name, each in parties.items()},
+        confusion=form.count_confusion(whole, units),
+        party_confusion={name: found for name, each in parties.items() if (found := form.count_confusion(*each))},
+        threshold=chosen,
+    )
+    metrics = {name: form.estimate(task, *each) for name, each in parties.items()}
+    return Evaluation(form.estimate(task, whole, units), metrics, note, facts)
 
 
 def reserve_evaluation(
@@ -242,8 +344,8 @@ def reserve_evaluation(
     return {name for name in able if granted[name]}
 
 
-def _locate_records(problem: TrainingProblem, params: Tensor, plan: EvaluationPlan, account: HeldOutAccount) -> Tensor:
-    """The cell of each of an account's records [m]; nothing but the noised histogram may leave from it."""
+def _measure_records(problem: TrainingProblem, params: Tensor, plan: EvaluationPlan, account: HeldOutAccount) -> Tensor:
+    """The bounded scores of an account's records [m, columns]; nothing but their noised sums may leave from here."""
     held = problem.dataset.held_out
     assert held is not None
     step = EVALUATION_BATCH_SIZES.get(params.device.type, EVALUATION_BATCH_SIZES["cuda"])
@@ -251,7 +353,7 @@ def _locate_records(problem: TrainingProblem, params: Tensor, plan: EvaluationPl
     for rows in account.rows.split(step):
         inputs = move_inputs_to_device(select_rows(held.x, rows), params.device)
         outputs = problem.gradient_recorder.outputs(params, inputs)
-        found.append(plan.cells.locate(outputs, held.y[rows].to(params.device)).cpu())
+        found.append(plan.form.measure(outputs, held.y[rows].to(params.device)).cpu())
     return torch.cat(found)
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fulcrum.clipping.rule import ModelFacts
+from fulcrum.models.checkpoints import WeightOrigin
+from fulcrum.models.layout import ParameterLayout
 from fulcrum.models.whitening import find_centred_biases
 from fulcrum.privacy.evaluation import EvaluationPlan
 from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import compute_local_steps
-from fulcrum.settings.schema import Settings
+from fulcrum.settings.schema import Settings, Train
 from fulcrum.training.engine import Engine
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.training.server import SERVERS
@@ -22,7 +27,8 @@ from fulcrum.training.server import SERVERS
 class Federation:
     """A run that is ready to start: settings, problem, plan and engine, all consistent.
 
-    evaluation: how private held-out records are scored; None where there are none.
+    evaluation: how private held-out records are scored; None where there are none. model_given: the model was handed
+    over as an object, not named by the settings. origin: the run whose model the initial weights are, if any.
     """
 
     settings: Settings
@@ -30,6 +36,8 @@ class Federation:
     plan: Plan
     engine: Engine
     evaluation: EvaluationPlan | None = None
+    model_given: bool = False
+    origin: WeightOrigin | None = None
 
 
 PRETRAINED_NORM_RATIO = 1.5
@@ -38,21 +46,39 @@ PRETRAINED_NORM_RATIO = 1.5
 
 def make_model_facts(federation: Federation) -> ModelFacts:
     """The facts a rule may use at the start. The settings and the public initial weights determine all of them."""
-    train, problem = federation.settings.train, federation.problem
+    problem = federation.problem
+    return gather_model_facts(federation.settings.train, federation.plan, problem.shape, problem.layout, problem.model)
+
+
+def measure_weights(layout: ParameterLayout, model: nn.Module, left_out: Collection[str]) -> float:
+    """The norm of a model's weights, as a multiple of that of random ones.
+
+    Embedding tables are left out: PyTorch draws them with variance 1, far larger than other layers, so that random ones
+    would look pretrained. left_out: further names.
+    """
+    weights = list(layout.unflatten(layout.flatten(model)).items())
+    kept = [place for place in range(len(weights)) if place not in layout.lookups and weights[place][0] not in left_out]
+    rows = sum(layout.shapes[place][0] for place in kept if len(layout.shapes[place]) > 1)
+    own = torch.cat([weights[place][1].flatten() for place in kept] or [torch.ones(1)])
+    return float(torch.linalg.vector_norm(own)) / (math.sqrt(rows / 3) or 1.0)
+
+
+def gather_model_facts(
+    train: Train, plan: Plan, shape: ModelFacts, layout: ParameterLayout, model: nn.Module
+) -> ModelFacts:
+    """The facts of a model under a plan. shape: its sizes and groups; model: with its public initial weights."""
     # At unit client a whole update is one step at learning rate 1.
-    steps, lr = (1, 1.0) if federation.plan.central else (compute_local_steps(train), train.lr)
-    noise = federation.plan.compute_noise_to_signal(problem.layout.dim).direction / steps**0.5
-    usual = problem.layout.expected_init_norm
-    left_out = find_centred_biases(problem.model)  # biases that represent a mean do not measure the size of the weights
-    weights = problem.layout.unflatten(problem.layout.flatten(problem.model))
-    own = torch.cat([value.flatten() for name, value in weights.items() if name not in left_out])
-    larger = float(torch.linalg.vector_norm(own)) / usual
+    steps, lr = (1, 1.0) if plan.central else (compute_local_steps(train), train.lr)
+    noise = plan.compute_noise_to_signal(layout.dim).direction / steps**0.5
+    usual = layout.expected_init_norm
+    left_out = find_centred_biases(model)  # biases that represent a mean do not measure the size of the weights
+    larger = measure_weights(layout, model, left_out)
     return dataclasses.replace(
-        problem.shape,
+        shape,
         start=usual,
         larger=larger if larger > PRETRAINED_NORM_RATIO else 1.0,
         first=train.server_lr if SERVERS.find(train.server).scales else 1.0,
-        depth=problem.layout.depth,
+        depth=layout.depth,
         mixed=any(centre.mix is not None for centre in left_out.values()),
         noise=noise,
         rounds=train.rounds,

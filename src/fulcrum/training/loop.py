@@ -18,8 +18,9 @@ from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunPlan
 from fulcrum.privacy.plan import Plan, find_affordable_rounds
 from fulcrum.rng import SecureRandomness, SeededRandomness, numpy_generator
+from fulcrum.settings.derived import get_evaluation_interval
 from fulcrum.settings.schema import Settings
-from fulcrum.training.evaluate import Evaluation, evaluate_round
+from fulcrum.training.evaluate import Evaluation, add_baseline, compute_public_baseline, evaluate_round
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import identify_releases
 from fulcrum.training.round import (
@@ -60,6 +61,7 @@ def federate(
     snapshot = start or make_first_snapshot(federation)
     account = RunAccount(ledger, run) if ledger else None
     exhausted: set[int] = set()
+    baseline: tuple[dict[str, float], dict[str, dict[str, float]]] | None = None
 
     for t in range(snapshot.round, settings.train.rounds):
         began = time.perf_counter()
@@ -85,6 +87,9 @@ def federate(
         found = Evaluation({})
         if is_evaluation_round(settings, t):
             found = evaluate_round(federation, snapshot.averaged, t, ledger, run, attempt)
+            if federation.evaluation is None:  # public test records have the same baseline in every round
+                baseline = compute_public_baseline(problem) if baseline is None else baseline
+                found = add_baseline(found, *baseline)
         if account:  # after the evaluation, which held-out private records pay for
             account.read_rounds_until(t + 1)
         yield (
@@ -101,6 +106,7 @@ def federate(
                 metrics=found.metrics,
                 party_metrics=found.parties,
                 evaluation=found.note,
+                facts=found.facts,
                 diagnostics=average_diagnostics(replies),
                 out_of_budget=tuple(sorted(exhausted)) if plan.central else (),
             ),
@@ -142,7 +148,7 @@ def select_participants(
 
 def is_evaluation_round(settings: Settings, t: int) -> bool:
     """Whether the model is evaluated after round t (from 0): every `run.evaluate_every` rounds, and after the last."""
-    return (t + 1) % settings.run.evaluate_every == 0 or t + 1 == settings.train.rounds
+    return (t + 1) % get_evaluation_interval(settings) == 0 or t + 1 == settings.train.rounds
 
 
 def draw_invited_parties(settings: Settings, parties: int, t: int) -> list[int]:

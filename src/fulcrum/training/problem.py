@@ -132,11 +132,14 @@ def get_private_seed(settings: Settings) -> int:
 
 
 RELEASE_IRRELEVANT_SETTINGS = {
-    "data": ("source", "dir", "public"),  # the records themselves are in the digest
-    "task": ("metrics", "score", "threshold"),
+    "data": ("source", "dir", "public", "withdrawn"),  # the records themselves are in the digest
+    "task": ("metrics", "score", "threshold", "choose_threshold"),
     "privacy": ("randomness", "arithmetic", "seed", "budget", "budget_delta"),
 }
 """Settings that change no release, by section: where records lie, how a model is judged, what a ledger allows."""
+
+
+IMBALANCE_SETTINGS = ("imbalance", "class_balance")
 
 
 def identify_releases(
@@ -158,6 +161,8 @@ def identify_releases(
     if dataset.task_settings is not None:  # what is trained on, whether the settings or the data named it
         declared = dataclasses.asdict(dataset.task_settings)
         parts["task"] = {name: declared[name] for name in parts["task"]}
+    if parts["task"]["imbalance"] == "none":  # as if they were not there: seeded runs of earlier versions repeat
+        parts["task"] = {name: value for name, value in parts["task"].items() if name not in IMBALANCE_SETTINGS}
     if settings.privacy.evaluation_epsilon is not None:  # what decides the noise and the cells of evaluations
         parts["evaluations"] = {"count": count_evaluations(settings), "threshold": settings.task.threshold}
     # The public seed also invites parties; the arithmetic decides how far each unit is scaled down.

@@ -11,24 +11,19 @@ from dataclasses import dataclass
 
 import torch
 
+from fulcrum.settings.derived import WEIGHT_POWERS
 from fulcrum.settings.registry import Registry
 from fulcrum.settings.schema import Train
 from fulcrum.types import ClientReply, RuleState
 
-WEIGHTINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "examples": lambda sizes: sizes,
-    "uniform": torch.ones_like,
-}
-"""The choices of train.weights: declared sizes of the parties [m] -> their weights [m]."""
-
 
 def compute_client_weights(units: Sequence[float], weights: str) -> torch.Tensor:
-    """Weights [m] of the participants, with sum 1: proportional to declared sizes, or equal.
+    """Weights [m] of the participants, with sum 1: proportional to declared sizes, to their roots, or equal.
 
     At example level participation is public, so dividing by the participants' total costs no privacy.
     """
     sizes = torch.tensor(list(units), dtype=torch.float64)
-    chosen = WEIGHTINGS[weights](sizes)
+    chosen = sizes ** WEIGHT_POWERS[weights]
     return (chosen / chosen.sum()).float()
 
 

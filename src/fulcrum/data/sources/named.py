@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulcrum.data.dataset import Dataset, from_arrays
+from fulcrum.data.arrays import from_arrays
+from fulcrum.data.dataset import Dataset
 from fulcrum.data.sources.public import registry
-from fulcrum.data.tasks.builtin import AnyArray
+from fulcrum.data.tasks.arrays import AnyArray
 from fulcrum.errors import DataError
 
 DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"

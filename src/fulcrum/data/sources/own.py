@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fulcrum.data.dataset import Dataset, from_arrays
+from fulcrum.data.arrays import from_arrays
+from fulcrum.data.dataset import Dataset
 from fulcrum.data.sources.public.registry import search_folders
 from fulcrum.errors import DataError
 from fulcrum.settings.registry import suggest_nearest_names
@@ -51,6 +52,27 @@ def find_file(source: str, folder: str) -> Path:
     if found is None:
         raise DataError(f"data.source = {source!r} was not found; looked for {', '.join(map(str, tried))}.")
     return found
+
+
+def find_files(source: str, folder: str) -> list[Path]:
+    """The files of a source: one path, or all that fit a pattern such as visits-*.csv, in the order of their names."""
+    path = Path(source).expanduser()
+    if path.is_file() or not any(sign in source for sign in "*?["):
+        return [find_file(source, folder)]
+    tried = [Path("/")] if path.is_absolute() else [Path(), *search_folders(folder)]
+    for base in tried:
+        pattern = str(path.relative_to("/")) if path.is_absolute() else str(path)
+        found = sorted(file for file in base.glob(pattern) if file.is_file())
+        if found:
+            return found
+    raise DataError(f"data.source = {source!r} fits no file.")
+
+
+def find_folder(source: str, folder: str) -> Path | None:
+    """The folder that a source names: from here, then in `folder`, FULCRUM_DATA and the user's cache; None: none."""
+    path = Path(source).expanduser()
+    tried = [path] if path.is_absolute() else [path, *(base / path for base in search_folders(folder))]
+    return next((candidate for candidate in tried if candidate.is_dir()), None)
 
 
 def dataset_from_mapping(

@@ -3,6 +3,8 @@
 losses.py   losses of single examples with closed-form gradients
 metrics.py  metrics as mergeable sums, METRICS
 task.py     the value
+arrays.py   users' target arrays, checked
+balance.py  classes of unequal frequency: declared shares -> weights or shifts of the logits
 builtin.py  classification, binary, multilabel, regression, tokens, next-token; TASKS
 """
 

@@ -5,28 +5,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fulcrum.data.tasks import losses
+from fulcrum.data.tasks.arrays import (
+    DTYPE_KIND_NAMES,
+    AnyArray,
+    check_class_range,
+    check_whole_numbers,
+    to_numpy_array,
+)
+from fulcrum.data.tasks.balance import balance_classes, balance_labels
 from fulcrum.data.tasks.metrics import METRICS, Metric, MetricContext
 from fulcrum.data.tasks.task import Task
 from fulcrum.errors import ConfigError, DataError, ModelError
 from fulcrum.settings.registry import Registry, find_nearest_name
 from fulcrum.settings.schema import TaskSettings
 
-AnyArray = npt.NDArray[Any]
 TaskFactory = Callable[[TaskSettings, Sequence[AnyArray]], Task]
 """From settings and target arrays (training, test; any of them may be missing) to a task."""
 
 TASKS: Registry[TaskFactory | Task] = Registry("task.name", noun="task", entry_points="fulcrum.tasks")
 """Tasks by name. Your own: package.module:task, a Task or a function (settings, targets) -> Task."""
-
-DTYPE_KIND_NAMES = {"O": "Python objects", "U": "text", "S": "bytes", "c": "complex numbers", "f": "decimal numbers"}
 
 
 def make_task(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
@@ -126,8 +129,8 @@ def choose_metrics(
 def make_classification(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
     """One of several classes: targets [n] are 0, 1, ..., classes - 1; one logit per class."""
     classes = count_classes(settings, targets)
-    weights = check_class_weights(settings, classes)
-    loss, slopes = losses.make_cross_entropy(weights)
+    weights, shift = balance_classes(settings, classes)
+    loss, slopes = losses.shift_logits(losses.make_cross_entropy(weights), shift)
 
     def predict(outputs: Tensor) -> Tensor:
         return outputs.argmax(dim=-1)
@@ -140,14 +143,19 @@ def make_classification(settings: TaskSettings, targets: Sequence[AnyArray]) -> 
         labels = check_whole_numbers(name, value, 1)
         return check_class_range(name, labels, classes)
 
-    return Task("classification", classes, loss, metrics, score, predict, check, slopes, classes=classes)
+    def constant(labels: Tensor, counts: Tensor) -> Tensor:
+        return count_classes_of(labels, counts, classes).log().float()
+
+    return Task(
+        "classification", classes, loss, metrics, score, predict, check, slopes, classes=classes, constant=constant
+    )
 
 
 @TASKS.register("binary")
 def make_binary(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
     """Binary classification: targets [n] are 0 or 1; one logit. class_weights: weights of 0 and of 1."""
-    weights = check_class_weights(settings, 2)
-    loss, slopes = losses.make_binary_cross_entropy(weights)
+    weights, shift = balance_classes(settings, 2)
+    loss, slopes = losses.shift_logits(losses.make_binary_cross_entropy(weights), shift[1:] and (shift[1] - shift[0],))
 
     def chances(outputs: Tensor) -> Tensor:
         yes = torch.sigmoid(outputs[..., 0].float())
@@ -164,7 +172,14 @@ def make_binary(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task:
     def check(name: str, value: object) -> Tensor:
         return check_class_range(name, check_whole_numbers(name, value, 1), 2)
 
-    return Task("binary", 1, loss, metrics, score, predict, check, slopes, classes=2)
+    def constant(labels: Tensor, counts: Tensor) -> Tensor:
+        yes = count_classes_of(labels, counts, 2)[1]
+        below = settings.threshold - 1e-6  # the more frequent class is predicted, wherever the threshold is
+        return torch.logit(yes.clamp_min(settings.threshold) if yes >= 0.5 else yes.clamp_max(below), 1e-6).float()[
+            None
+        ]
+
+    return Task("binary", 1, loss, metrics, score, predict, check, slopes, classes=2, constant=constant)
 
 
 @TASKS.register("multilabel")
@@ -174,8 +189,8 @@ def make_multilabel(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task
     if not labels:
         shapes = ", ".join(str(list(array.shape)) for array in targets) or "none"
         raise DataError(f"task.name = 'multilabel' needs targets of shape [n, labels], and they are {shapes}.")
-    weights = check_class_weights(settings, labels)
-    loss, slopes = losses.make_multilabel_cross_entropy(weights)
+    weights, shift = balance_labels(settings, labels)
+    loss, slopes = losses.shift_logits(losses.make_multilabel_cross_entropy(weights), shift)
 
     def predict(outputs: Tensor) -> Tensor:
         return (torch.sigmoid(outputs.float()) >= settings.threshold).long()
@@ -189,7 +204,16 @@ def make_multilabel(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task
             raise DataError(f"{name} has {answers.shape[1]} labels per record; the task has {labels}.")
         return check_class_range(name, answers, 2)
 
-    return Task("multilabel", labels, loss, metrics, score, predict, check, slopes, target_dims=1)
+    def constant(answers: Tensor, counts: Tensor) -> Tensor:
+        return torch.logit((counts.double() @ answers.double()) / counts.sum().clamp_min(1e-12), 1e-6).float()
+
+    return Task("multilabel", labels, loss, metrics, score, predict, check, slopes, target_dims=1, constant=constant)
+
+
+def count_classes_of(labels: Tensor, counts: Tensor, classes: int) -> Tensor:
+    """The share of each class [classes], float64, at least 1e-6; labels [n] count so many times [n]."""
+    found = torch.zeros(classes, dtype=torch.float64).index_add_(0, labels.long().cpu(), counts.double().cpu())
+    return (found / found.sum().clamp_min(1e-12)).clamp_min(1e-6)
 
 
 def count_classes(settings: TaskSettings, targets: Sequence[AnyArray]) -> int:
@@ -209,16 +233,6 @@ def count_classes(settings: TaskSettings, targets: Sequence[AnyArray]) -> int:
     if most >= max(1000, sum(map(len, labels))):
         raise DataError(f"the labels go up to {most}, beyond the number of records; number the classes 0, 1, 2, ...")
     return most + 1
-
-
-def check_class_weights(settings: TaskSettings, count: int) -> tuple[float, ...]:
-    """The declared weights, one per class, each a finite number above 0; empty for 1 each."""
-    weights = settings.class_weights
-    if weights and len(weights) != count:
-        raise ConfigError(f"task.class_weights has {len(weights)} numbers; the task needs {count}, one per class.")
-    if not all(0 < weight < math.inf for weight in weights):
-        raise ConfigError(f"task.class_weights = {list(weights)} must hold finite numbers greater than 0.")
-    return tuple(float(weight) for weight in weights)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -269,7 +283,15 @@ def make_regression(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task
             raise DataError(f"{name} holds NaN or infinite values; every target must be a finite 32-bit number.")
         return numbers.clamp(low, high) if low is not None or high is not None else numbers
 
-    return Task("regression", count, loss, metrics, score, predict, check, slopes, int(several), notes=tuple(notes))
+    def constant(wanted: Tensor, counts: Tensor) -> Tensor:
+        mean = counts.double() @ wanted.double().reshape(len(wanted), -1) / counts.sum().clamp_min(1e-12)
+        return ((mean - offset) / scale).float()
+
+    return Task(
+        *("regression", count, loss, metrics, score, predict, check, slopes, int(several)),
+        notes=tuple(notes),
+        constant=constant,
+    )
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -303,7 +325,16 @@ def make_token_task(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task
             raise DataError(f"{name} holds token {bad}; tokens must lie in 0..{vocabulary - 1}, or be {ignored}.")
         return found
 
-    return Task("tokens", vocabulary, loss, metrics, score, predict, check, slopes, target_dims=1, sequence=True)
+    def constant(wanted: Tensor, counts: Tensor) -> Tensor:
+        kept = wanted != ignored
+        return count_classes_of(wanted[kept], counts[:, None].expand_as(wanted)[kept], vocabulary).log().float()
+
+    return Task(
+        *("tokens", vocabulary, loss, metrics, score, predict, check, slopes),
+        target_dims=1,
+        sequence=True,
+        constant=constant,
+    )
 
 
 @TASKS.register("next-token")
@@ -315,41 +346,3 @@ def make_next_token(settings: TaskSettings, targets: Sequence[AnyArray]) -> Task
 def shift_tokens(x: Tensor, ignored: int) -> Tensor:
     """Targets of a next-token task from its inputs [n, L]: the target of a position is the next token."""
     return torch.cat([x[:, 1:], torch.full_like(x[:, :1], ignored)], dim=1).long()
-
-
-# --- arrays ---------------------------------------------------------------------------------------
-
-
-def to_numpy_array(name: str, value: object) -> AnyArray:
-    """A NumPy view or copy of the user's value; tensors are moved to the CPU."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError) as error:  # ragged lists
-        raise DataError(f"{name} is not an array: {error}.") from error
-
-
-def check_whole_numbers(name: str, value: object, dims: int) -> Tensor:
-    """Integers or booleans with `dims` dimensions, as int64."""
-    array = to_numpy_array(name, value)
-    if array.dtype.kind not in "biu":
-        held = DTYPE_KIND_NAMES.get(array.dtype.kind, str(array.dtype))
-        advice = " (for numbers, say --task regression)" if array.dtype.kind == "f" and dims == 1 else ""
-        raise DataError(f"{name} holds {held}; labels must be integers 0..classes-1{advice}.")
-    if array.ndim != dims:
-        wanted = "one number per record, shape [n]" if dims == 1 else "of shape [n, k]"
-        raise DataError(f"{name} has shape {list(array.shape)}; it must be {wanted}.")
-    return torch.from_numpy(np.array(array, dtype=np.int64))
-
-
-def check_class_range(name: str, labels: Tensor, classes: int) -> Tensor:
-    """The labels; DataError if one is outside 0..classes-1."""
-    if labels.numel() and int(labels.min()) < 0:
-        raise DataError(f"the labels hold {int(labels.min())}; they must be integers from 0 to classes - 1.")
-    if labels.numel() and int(labels.max()) >= classes:
-        raise DataError(
-            f"the labels hold {int(labels.max())}; with classes = {classes} they must lie in 0..{classes - 1}."
-        )
-    return labels

@@ -55,6 +55,25 @@ def _select_class_weights(weights: tuple[float, ...], targets: Tensor, like: Ten
     return total
 
 
+def shift_logits(pair: tuple[LossFn, LossGradientFn], shift: tuple[float, ...]) -> tuple[LossFn, LossGradientFn]:
+    """A loss and its slopes that see outputs [..., O] plus a constant per output; empty: the pair itself.
+
+    With the log shares of the classes as constants this is logit adjustment (Menon et al. 2021): the outputs themselves
+    then predict as if the classes were equally frequent.
+    """
+    if not shift:
+        return pair
+    loss, slopes = pair
+
+    def shifted(outputs: Tensor) -> Tensor:
+        # Scalars, without a copy from the host, which a CUDA graph cannot record.
+        return torch.stack([to_full_precision(outputs[..., k]) + value for k, value in enumerate(shift)], dim=-1)
+
+    return (lambda outputs, targets: loss(shifted(outputs), targets)), (
+        lambda outputs, targets: slopes(shifted(outputs), targets)
+    )
+
+
 # --- yes or no ------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,9 @@ class Task:
     check_targets: (name of the array, array) -> tensor of targets [n, ...]; DataError where they are not valid.
     target_dims: dimensions of one example's target: 0 for a number, 1 for several labels or a sequence. sequence:
     whether outputs have one prediction per position, [..., L, O]. classes: number of classes that a split by label may
-    use; 0 where targets are not classes. notes: messages for the user. options: the settings of the task.
+    use; 0 where targets are not classes. notes: messages for the user. options: the settings of the task. constant:
+    targets [n, ...] and how often each counts [n] -> outputs [(L,) O] of the best constant prediction, for a baseline;
+    None where none is known.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Task:
     classes: int = 0
     notes: tuple[str, ...] = ()
     options: tuple[object, ...] = ()
+    constant: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
     def higher_is_better(self) -> bool:

@@ -36,7 +36,7 @@ STACKABLE_FIELDS: dict[str, frozenset[str]] = {
     "clip": frozenset(
         {
             *("C0", "kappa", "balance", "reach", "growth", "eta_C", "beta", "phi", "C_min", "C_max", "gamma", "rho_c"),
-            *("stability", "reading", "statistics_interval"),
+            *("stability", "reading", "statistics_interval", "step", "search"),
         }
     ),
     # In each run's own plan.
@@ -63,7 +63,7 @@ PROBLEM_FIELDS: dict[str, frozenset[str]] = {
     "model": frozenset(
         {
             *("name", "activation", "temper_scale", "temper_temperature", "temper_offset", "hidden"),
-            *("init", "coordinates", "whiten"),
+            *("init", "coordinates", "whiten", "norm", "train", "lora", "lora_alpha", "lora_targets", "arguments"),
         }
     ),
     "run": frozenset({"device"}),

@@ -22,6 +22,7 @@ from fulcrum.engines.stacked.core import StackedCore
 from fulcrum.engines.stacked.rules import StackedState, stack_states, unstack_state
 from fulcrum.engines.stacked.trainer import BucketResult, ClientJob, StackedTrainer
 from fulcrum.gradients.stacked import fused
+from fulcrum.models.prepared import draws_keys
 from fulcrum.settings.schema import Clip
 from fulcrum.training.client import train_client
 from fulcrum.training.engine import Engine
@@ -91,6 +92,8 @@ def build_stacked_core(problem: TrainingProblem, rows_limit: int = 0) -> tuple[S
     """The problem on its device, ready to be stacked, and notes; None where it cannot be."""
     if problem.unit != "example":
         return None, (f"unit {problem.unit}: clients go one by one",)
+    if draws_keys(problem.model):
+        return None, ("random layers draw by example: clients go one by one",)
     core = StackedCore.of(problem, rows_limit)
     if core.program is not None or core.recorder is not None:
         return core, ()

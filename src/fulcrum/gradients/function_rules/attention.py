@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fulcrum.gradients.call_plan import Axis
 from fulcrum.gradients.function_rules.common import sum_positions, to_compute_type
+from fulcrum.gradients.function_rules.direct import copy_for_each_row
 from fulcrum.gradients.function_rules.linear import tap_linear
 from fulcrum.gradients.outer_products import LinearGrad, WeightGradCost
 from fulcrum.gradients.param_grads import MaterialisedGrad
@@ -50,8 +51,8 @@ def use_attention(
     """`nn.MultiheadAttention`: linear uses of its projections around attention without parameters; [T, B, E]."""
     weights = (in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight, out_proj_weight)
     parameters = (*weights, out_proj_bias, bias_k, bias_v)
-    if query.dim() != 3 or add_zero_attn or any(v is not None for v in (bias_k, bias_v, static_k, static_v)):
-        raise recorder.refuse("attention without a batch, or with added keys", *parameters)
+    if query.dim() != 3 or static_k is not None or static_v is not None:
+        raise recorder.refuse("attention without a batch, or with keys from elsewhere", *parameters)
     for given in (query, key, value):
         axis = recorder.find_axis(given)
         if not isinstance(axis, Axis) or axis.dim != 1:
@@ -73,16 +74,19 @@ def use_attention(
             for n, (each, own) in enumerate(zip(others, split, strict=True))
         )
 
+    more = int(bias_k is not None) + int(add_zero_attn)
+    k, v = (_add_tokens(recorder, *pair, add_zero_attn) for pair in ((k, bias_k), (v, bias_v)))
+
     def heads(values: Tensor) -> Tensor:
         return values.reshape(count, values.shape[1], num_heads, -1).transpose(1, 2)
 
     q, k, v = heads(q), heads(k), heads(v)
     dropout = dropout_p if training else 0.0
-    if is_causal and key_padding_mask is None and not need_weights:
+    if is_causal and key_padding_mask is None and not need_weights and not more:
         mixed = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
         attention = None
     else:
-        mask = _merge_masks(attn_mask, key_padding_mask, count, num_heads, q)
+        mask = _merge_masks(attn_mask, key_padding_mask, count, num_heads, q, more)
         if need_weights:
             scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
             attention = F.dropout((scores if mask is None else scores + mask).softmax(dim=3), dropout)
@@ -115,12 +119,21 @@ def _use_rows(
     return recorder.tap(out, uses, (a,))
 
 
+def _add_tokens(recorder: UseRecorder, values: Tensor, parameter: Tensor | None, zero: bool) -> Tensor:
+    """Keys or values [B, S, E] with a learned one [1, 1, E] and one of zeros after them."""
+    if parameter is not None:
+        own = copy_for_each_row(recorder, parameter, 3, 0) if recorder.is_tracked(parameter) else parameter
+        values = torch.cat([values, own.expand(len(values), -1, -1).to(values.dtype)], dim=1)
+    return F.pad(values, (0, 0, 0, 1)) if zero else values
+
+
 def _merge_masks(
-    attention: Tensor | None, padding: Tensor | None, count: int, heads: int, like: Tensor
+    attention: Tensor | None, padding: Tensor | None, count: int, heads: int, like: Tensor, more: int
 ) -> Tensor | None:
-    """Both masks as numbers to add to the scores [B, heads, T, S]."""
+    """Both masks as numbers to add to the scores [B, heads, T, S]; the last `more` of S are never hidden."""
 
     def to_numbers(mask: Tensor) -> Tensor:
+        mask = F.pad(mask, (0, more)) if more else mask
         if mask.dtype != torch.bool:
             return mask.to(like.dtype)
         return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -torch.inf)

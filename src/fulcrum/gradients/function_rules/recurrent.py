@@ -1,4 +1,4 @@
-"""LSTM and GRU: their gates are two linear layers over all steps, and what is between them has no parameters.
+"""LSTM, GRU and RNN: their gates are two linear layers over all steps, and what is between them has no parameters.
 
 z_t = W_ih x_t + b_ih + W_hh h_(t-1) + b_hh. The first half is one product for all steps. The scan over the steps is a
 function of its own with a hand-written backward pass, which gives the gradient of every z_t: with x_t and h_(t-1) it
@@ -7,7 +7,8 @@ makes the gradients of both weights, and its sum over the steps those of both bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import _VF, Tensor
 from torch.nn import functional as F
 
 from fulcrum.gradients.call_plan import Axis
+from fulcrum.gradients.function_rules.linear import tap_linear
 from fulcrum.gradients.outer_products import LinearGrad, WeightGradCost
 from fulcrum.gradients.param_grads import MaterialisedGrad
 from fulcrum.gradients.uses import ParameterUse, UseRecorder, register_function_rule
@@ -65,6 +67,35 @@ class LstmScan(torch.autograd.Function):
         return dz, dh, dc, None, None
 
 
+class RnnScan(torch.autograd.Function):
+    """z [T, B, H] (without the recurrent part), h0 [B, H], W [H, H] -> h [T, B, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, h: Tensor, weight: Tensor, bent: bool, kept: dict[str, Tensor]) -> Any:
+        """bent: tanh, else relu."""
+        hidden = z.new_empty(len(z) + 1, *z.shape[1:])
+        hidden[0], turned = h, weight.t()
+        for t in range(len(z)):
+            own = torch.addmm(z[t], hidden[t], turned, out=hidden[t + 1])
+            own.tanh_() if bent else own.relu_()
+        ctx.save_for_backward(hidden, weight)
+        ctx.bent = bent
+        kept["before"] = hidden[:-1]
+        return hidden[1:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dh_out,) = grads
+        hidden, weight = ctx.saved_tensors
+        slopes = 1 - hidden[1:].square() if ctx.bent else (hidden[1:] > 0).to(hidden.dtype)
+        dz = torch.empty_like(slopes)
+        dh = torch.zeros_like(slopes[0])
+        for t in range(len(dz) - 1, -1, -1):
+            torch.mul(dh + dh_out[t], slopes[t], out=dz[t])
+            dh = dz[t] @ weight
+        return dz, dh, None, None, None
+
+
 class GruScan(torch.autograd.Function):
     """z [T, B, 3H] (without the recurrent part), h0 [B, H], W [3H, H], b [3H] -> h [T, B, H]."""
 
@@ -108,28 +139,58 @@ class GruScan(torch.autograd.Function):
         return dz, dh, None, None, None
 
 
-def _take_apart(
-    recorder: UseRecorder,
-    input: Any,
-    hx: Any,
-    params: Any,
-    has_biases: bool,
-    layers: int,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, list[list[Tensor]]]:
-    """The input as [B, T, I], and the parameters of each layer and direction."""
-    used = recorder.find_parameters((params,), {}) if isinstance(params, list | tuple) else []
-    if not isinstance(params, list | tuple) or not isinstance(has_biases, bool) or input.dim() != 3:
-        raise recorder.refuse("packed sequences, or no batch", *(used or recorder.tensors))
-    each = 4 if has_biases else 2
-    if len(params) != each * layers * (2 if bidirectional else 1):
-        raise recorder.refuse("a recurrent layer with a projection", *used)
-    x = input if batch_first else input.transpose(0, 1)
-    axis = recorder.find_axis(input)
-    if not isinstance(axis, Axis) or axis.dim != (0 if batch_first else 1):
-        raise recorder.refuse("a recurrent layer over the batch", *used)
-    return x, [list(params[n : n + each]) for n in range(0, len(params), each)]
+Scan = Callable[[Tensor, int, Sequence[Tensor], dict[str, Tensor]], tuple[Tensor, tuple[Tensor, ...]]]
+"""scan(z [T, B, gates], number of layer and direction, its parameters, what is kept) -> h [T, B, H], last states."""
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The arguments that LSTM, GRU and RNN share. params: of all layers and directions."""
+
+    input: Any
+    params: Any
+    has_biases: Any
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool
+
+    def run(self, recorder: UseRecorder, scan: Scan) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """Layer after layer: the outputs, and the last states of each layer and direction."""
+        x, parts = self._take_apart(recorder)
+        ways = 2 if self.bidirectional else 1
+        last: list[tuple[Tensor, ...]] = []
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.float() if x.element_size() < 4 else x
+            for layer in range(self.num_layers):
+                sides = []
+                for way in range(ways):
+                    n = layer * ways + way
+                    kept = {"reversed": x} if way else {}
+                    z = _tap_gates(recorder, x, parts[n], kept)
+                    found, states = scan((z.flip(1) if way else z).transpose(0, 1), n, parts[n], kept)
+                    last.append(states)
+                    found = found.transpose(0, 1)
+                    sides.append(found.flip(1) if way else found)
+                x = torch.cat(sides, dim=2) if ways > 1 else sides[0]
+                if self.dropout and self.train and layer + 1 < self.num_layers:
+                    x = F.dropout(x, self.dropout)
+        return (x if self.batch_first else x.transpose(0, 1)), last
+
+    def _take_apart(self, recorder: UseRecorder) -> tuple[Tensor, list[list[Tensor]]]:
+        """The input as [B, T, I], and the parameters of each layer and direction."""
+        used = recorder.find_parameters((self.params, self.has_biases), {})
+        if not isinstance(self.params, list | tuple) or not isinstance(self.has_biases, bool) or self.input.dim() != 3:
+            raise recorder.refuse("packed sequences, or no batch", *used)
+        each = 4 if self.has_biases else 2
+        if len(self.params) != each * self.num_layers * (2 if self.bidirectional else 1):
+            raise recorder.refuse("a recurrent layer with a projection", *used)
+        axis = recorder.find_axis(self.input)
+        if not isinstance(axis, Axis) or axis.dim != (0 if self.batch_first else 1):
+            raise recorder.refuse("a recurrent layer over the batch", *used)
+        x = self.input if self.batch_first else self.input.transpose(0, 1)
+        return x, [list(self.params[n : n + each]) for n in range(0, len(self.params), each)]
 
 
 def _tap_gates(recorder: UseRecorder, x: Tensor, own: Sequence[Tensor], kept: dict[str, Tensor]) -> Tensor:
@@ -163,81 +224,85 @@ def _turn(values: Tensor, kept: dict[str, Tensor], wanted: bool = True) -> Tenso
     return values.flip(1) if wanted and "reversed" in kept else values
 
 
-def _begin(recorder: UseRecorder, state: Any, n: int, like: Tensor) -> Tensor:
-    return state[n].to(like.dtype)  # type: ignore[no-any-return]
+def _find_bias(own: Sequence[Tensor]) -> Tensor:
+    """The bias of the recurrent part; zeros where there is none."""
+    return own[3].detach() if len(own) == 4 else own[1].new_zeros(len(own[1]))
+
+
+def _stack(states: list[tuple[Tensor, ...]], number: int) -> Tensor:
+    return torch.stack([each[number] for each in states])
 
 
 @register_function_rule(_VF.lstm)
-def use_lstm(
-    recorder: UseRecorder,
-    function: Any,
-    input: Any,
-    hx: Any,
-    params: Any,
-    has_biases: Any,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool = False,
-) -> Any:
+def use_lstm(recorder: UseRecorder, function: Any, input: Any, hx: Any, params: Any, *options: Any) -> Any:
     """`nn.LSTM` of any depth, in one direction or both."""
-    x, parts = _take_apart(recorder, input, hx, params, has_biases, num_layers, bidirectional, batch_first)
-    last_h, last_c = [], []
-    with torch.autocast(x.device.type, enabled=False):
-        x = x.float() if x.element_size() < 4 else x
-        for layer in range(num_layers):
-            sides = []
-            for way in range(2 if bidirectional else 1):
-                n = layer * (2 if bidirectional else 1) + way
-                own, kept = parts[n], ({"reversed": x} if way else {})
-                z = _tap_gates(recorder, x, own, kept)
-                bias = 0 if len(own) == 2 else own[3].detach()
-                z = (z.flip(1) if way else z).transpose(0, 1) + bias
-                h, c = (_begin(recorder, state, n, x) for state in hx)
-                found, cell = LstmScan.apply(z, h, c, own[1].detach(), kept)  # type: ignore[no-untyped-call]
-                last_h.append(found[-1])
-                last_c.append(cell)
-                found = found.transpose(0, 1)
-                sides.append(found.flip(1) if way else found)
-            x = torch.cat(sides, dim=2) if len(sides) > 1 else sides[0]
-            if dropout and train and layer + 1 < num_layers:
-                x = F.dropout(x, dropout)
-    return (x if batch_first else x.transpose(0, 1)), torch.stack(last_h), torch.stack(last_c)
+
+    def scan(z: Tensor, n: int, own: Sequence[Tensor], kept: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        h, c = (state[n].to(z.dtype) for state in hx)
+        found, cell = LstmScan.apply(z + _find_bias(own), h, c, own[1].detach(), kept)  # type: ignore[no-untyped-call]
+        return found, (found[-1], cell)
+
+    out, last = _Stack(input, params, *options).run(recorder, scan)
+    return out, _stack(last, 0), _stack(last, 1)
 
 
 @register_function_rule(_VF.gru)
-def use_gru(
-    recorder: UseRecorder,
-    function: Any,
-    input: Any,
-    hx: Any,
-    params: Any,
-    has_biases: Any,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool = False,
-) -> Any:
+def use_gru(recorder: UseRecorder, function: Any, input: Any, hx: Any, params: Any, *options: Any) -> Any:
     """`nn.GRU` of any depth, in one direction or both."""
-    x, parts = _take_apart(recorder, input, hx, params, has_biases, num_layers, bidirectional, batch_first)
-    last = []
-    with torch.autocast(x.device.type, enabled=False):
-        x = x.float() if x.element_size() < 4 else x
-        for layer in range(num_layers):
-            sides = []
-            for way in range(2 if bidirectional else 1):
-                n = layer * (2 if bidirectional else 1) + way
-                own, kept = parts[n], ({"reversed": x} if way else {})
-                z = _tap_gates(recorder, x, own, kept)
-                bias = own[1].new_zeros(len(own[1])) if len(own) == 2 else own[3].detach()
-                z = (z.flip(1) if way else z).transpose(0, 1)
-                found = GruScan.apply(z, _begin(recorder, hx, n, x), own[1].detach(), bias, kept)  # type: ignore[no-untyped-call]
-                last.append(found[-1])
-                found = found.transpose(0, 1)
-                sides.append(found.flip(1) if way else found)
-            x = torch.cat(sides, dim=2) if len(sides) > 1 else sides[0]
-            if dropout and train and layer + 1 < num_layers:
-                x = F.dropout(x, dropout)
-    return (x if batch_first else x.transpose(0, 1)), torch.stack(last)
+
+    def scan(z: Tensor, n: int, own: Sequence[Tensor], kept: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        found = GruScan.apply(z, hx[n].to(z.dtype), own[1].detach(), _find_bias(own), kept)  # type: ignore[no-untyped-call]
+        return found, (found[-1],)
+
+    out, last = _Stack(input, params, *options).run(recorder, scan)
+    return out, _stack(last, 0)
+
+
+@register_function_rule(_VF.rnn_tanh, _VF.rnn_relu)
+def use_rnn(recorder: UseRecorder, function: Any, input: Any, hx: Any, params: Any, *options: Any) -> Any:
+    """`nn.RNN` of any depth, in one direction or both."""
+    bent = function == _VF.rnn_tanh
+
+    def scan(z: Tensor, n: int, own: Sequence[Tensor], kept: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        given = (z + _find_bias(own), hx[n].to(z.dtype), own[1].detach(), bent, kept)
+        found = RnnScan.apply(*given)  # type: ignore[no-untyped-call]
+        return found, (found[-1],)
+
+    out, last = _Stack(input, params, *options).run(recorder, scan)
+    return out, _stack(last, 0)
+
+
+# --- one step at a time ---------------------------------------------------------------------------
+
+
+def _tap_step(recorder: UseRecorder, input: Tensor, h: Tensor, own: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """W_ih x + b_ih and W_hh h + b_hh of a cell, [B, gates] each."""
+    w_ih, w_hh, *biases = own
+    recorder.require_rows(own, input, h)
+    b_ih, b_hh = biases or (None, None)
+    return tap_linear(recorder, input, w_ih, b_ih), tap_linear(recorder, h, w_hh, b_hh)
+
+
+@register_function_rule(_VF.lstm_cell)
+def use_lstm_cell(recorder: UseRecorder, function: Any, input: Tensor, hx: Any, *own: Any) -> Any:
+    """`nn.LSTMCell`."""
+    one, other = _tap_step(recorder, input, hx[0], own)
+    i, f, g, o = (one + other).chunk(4, dim=1)
+    cell = torch.sigmoid(f) * hx[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+@register_function_rule(_VF.gru_cell)
+def use_gru_cell(recorder: UseRecorder, function: Any, input: Tensor, hx: Tensor, *own: Any) -> Any:
+    """`nn.GRUCell`."""
+    one, other = (value.chunk(3, dim=1) for value in _tap_step(recorder, input, hx, own))
+    reset, update = torch.sigmoid(one[0] + other[0]), torch.sigmoid(one[1] + other[1])
+    new = torch.tanh(one[2] + reset * other[2])
+    return new + update * (hx - new)
+
+
+@register_function_rule(_VF.rnn_tanh_cell, _VF.rnn_relu_cell)
+def use_rnn_cell(recorder: UseRecorder, function: Any, input: Tensor, hx: Tensor, *own: Any) -> Any:
+    """`nn.RNNCell`."""
+    one, other = _tap_step(recorder, input, hx, own)
+    return torch.tanh(one + other) if function == _VF.rnn_tanh_cell else torch.relu(one + other)

@@ -4,7 +4,9 @@ A round's releases are reserved before any data leaves a party, and a reservatio
 later adds the digest of the release. The file is append-only: its triggers refuse changes. A crash leaves
 either the whole reservation or none of it, so the ledger may show more than was released, never less.
 
-ledger.py       `Ledger`: enroll, register, reserve, settle, and queries of what was spent
+ledger.py       `Ledger`: enroll, register, reserve, settle
+reader.py       what can be asked of a ledger: who, which runs, what was spent, what fits
+checks.py       refusals of terms and budgets
 composition.py  how the runs of an account add up, so that the sum holds for people who look before they go on
 units.py        who was in which run, by keyed digests
 chain.py        the hash chain over all rows
@@ -24,6 +26,7 @@ from fulcrum.privacy.ledger.rows import (
     RunCostLine,
     RunPlan,
     RunRecord,
+    UnitCost,
     make_seed_digest,
 )
 
@@ -37,5 +40,6 @@ __all__ = [
     "RunCostLine",
     "RunPlan",
     "RunRecord",
+    "UnitCost",
     "make_seed_digest",
 ]

@@ -1,4 +1,4 @@
-"""`Ledger`: the operations on an open ledger and their guarantees."""
+"""`Ledger`: the changes to an open ledger and their guarantees."""
 
 from __future__ import annotations
 
@@ -10,35 +10,29 @@ from types import MappingProxyType, TracebackType
 
 import numpy as np
 
-from fulcrum.errors import BudgetError, ConfigError, InputError
+from fulcrum.errors import BudgetError, ConfigError
 from fulcrum.privacy.accounting import Spend, check_accounting_terms, format_epsilon
 from fulcrum.privacy.events import Event
+from fulcrum.privacy.ledger.checks import check_budget_value, check_same_account_terms
 from fulcrum.privacy.ledger.composition import (
     DELTA_ROUNDING,
     SLICES_RULE,
     Cost,
-    describe_rule,
     fits_into,
-    is_within_plan,
 )
-from fulcrum.privacy.ledger.pricing import Pricer, price_plans, total_of
+from fulcrum.privacy.ledger.pricing import price_plans, total_of
+from fulcrum.privacy.ledger.reader import LedgerReader
 from fulcrum.privacy.ledger.rows import (
-    SUMS_ONLY,
     UNKNOWN,
-    KnownUnits,
     LedgerAccount,
-    LedgerEntry,
-    LedgerHead,
-    RunCostLine,
     RunPlan,
     RunRecord,
     read_events_text,
     write_events_text,
 )
-from fulcrum.privacy.ledger.store import EMPTY_SPEND, FORMAT_VERSION, LedgerStore, SpendAdder
+from fulcrum.privacy.ledger.store import EMPTY_SPEND, LedgerStore, SpendAdder
 from fulcrum.privacy.ledger.units import (
     UnitArray,
-    find_members,
     find_shared_units,
     name_unit_set,
     parse_units,
@@ -46,16 +40,12 @@ from fulcrum.privacy.ledger.units import (
 )
 
 
-class Ledger:
+class Ledger(LedgerReader):
     """An open ledger. Use `with Ledger.open(path) as ledger:`; safe to share between threads and processes.
 
     Every change is one transaction, on disk when the call returns. Spends are kept in memory; each call
     first reads the rows that were added since the last one.
     """
-
-    def __init__(self, store: LedgerStore) -> None:
-        self._store = store
-        self._pricer = Pricer(store)
 
     @staticmethod
     def open(path: str | Path, wait: float = 30.0) -> Ledger:
@@ -64,11 +54,6 @@ class Ledger:
         ":memory:" is a ledger without a file.
         """
         return Ledger(LedgerStore.open(Path(path), wait))
-
-    @property
-    def path(self) -> Path:
-        """The path of the file."""
-        return self._store.path
 
     def close(self) -> None:
         """Close the file. No data is lost without this call."""
@@ -97,20 +82,20 @@ class Ledger:
         for delta, accountant in {(account.delta, account.accountant) for account in given}:
             check_accounting_terms(delta, accountant)
         for account in given:
-            _check_budget_value(account.name, account.budget)
+            check_budget_value(account.name, account.budget)
         if all(account.name in known for account in given):  # terms never change: no need to read them
             for account in given:
                 if known[account.name][1].population != account.population:  # but units may have been registered
                     with self._store.reading():
                         pass
-                _check_same_account_terms(known[account.name][1], account, account.name in self._store.unit_rows)
+                check_same_account_terms(known[account.name][1], account, account.name in self._store.unit_rows)
             return
         with self._store.write_transaction():
             added: dict[str, LedgerAccount] = {}
             for account in given:
                 before = known[account.name][1] if account.name in known else added.get(account.name)
                 if before is not None:
-                    _check_same_account_terms(before, account, account.name in self._store.unit_rows)
+                    check_same_account_terms(before, account, account.name in self._store.unit_rows)
                     continue
                 added[account.name] = account
             rows = self._store.insert(
@@ -123,59 +108,17 @@ class Ledger:
 
     def change_budget(self, party: str, budget: float | None) -> None:
         """Change a party's budget from now on; the former one stays on record."""
-        _check_budget_value(party, budget)
+        check_budget_value(party, budget)
         with self._store.write_transaction():
             self._store.insert("budgets", ("party", "epsilon"), [(self._store.find_account(party)[0], budget)])
 
-    def accounts(self) -> dict[str, LedgerAccount]:
-        """Every party with its current budget and terms, by name."""
-        with self._store.reading():
-            return {name: account for name, (_, account) in self._store.accounts.items()}
-
     # --- the file as a whole -------------------------------------------------------------------
-
-    @property
-    def identity(self) -> str:
-        """The ledger's random name, written at its creation; empty for a file of an older format without new rows."""
-        with self._store.reading():
-            return self._store.identity
 
     def bring_to_current_format(self) -> None:
         """Give a file of an older format an identity and a chain now, rather than with its next row."""
         if not self.identity:
             with self._store.write_transaction():
                 self._store.bring_to_current_format()
-
-    def head(self) -> LedgerHead:
-        """The end of the chain of rows, to be kept with a run and compared by `check_contains`."""
-        with self._store.reading():
-            end = self._store.head()
-            return LedgerHead(self._store.identity, end.sequence, end.digest.hex() if end.sequence else "")
-
-    def check_contains(self, head: LedgerHead) -> None:
-        """InputError unless this ledger is the one that had this head, with all its rows up to there."""
-        with self._store.reading():
-            if head.ledger != self._store.identity:
-                raise InputError(
-                    f"ledger {self.path} is another ledger ({self._store.identity or 'none'}) than the one that this "
-                    f"run was charged to ({head.ledger or 'none'}); give the path of that one."
-                )
-            if not head.sequence:
-                return
-            end = self._store.head()
-            if end.sequence < head.sequence:
-                raise InputError(
-                    f"ledger {self.path} was rolled back: it has {end.sequence} rows, and this run knows "
-                    f"{head.sequence}; give its latest copy."
-                )
-            (digest,) = self._store.db.execute(
-                "SELECT digest FROM chain WHERE sequence = ?", (head.sequence,)
-            ).fetchone()
-            if bytes(digest).hex() != head.digest:
-                raise InputError(
-                    f"ledger {self.path} was rewritten: its row {head.sequence} is not the one that this run knows; "
-                    "give the copy that this run was charged to."
-                )
 
     # --- runs ------------------------------------------------------------------------------------
 
@@ -260,46 +203,6 @@ class Ledger:
             f"{format_epsilon(cost.epsilon)} of its budget {account.budget:g}; plan fewer rounds or more noise."
         )
 
-    def has_plan(self, run: str, party: str) -> bool:
-        """Whether the party's plan for this run is registered."""
-        with self._store.reading():
-            known = self._store.accounts.get(party)
-            return known is not None and run in self._store.plans.get(known[0], {})
-
-    def list_planned_parties(self, run: str, parties: Iterable[str]) -> set[str]:
-        """Those of these parties whose plan for this run is registered."""
-        with self._store.reading():
-            rows = {name: self._store.accounts[name][0] for name in parties if name in self._store.accounts}
-            return {name for name, row in rows.items() if run in self._store.plans.get(row, {})}
-
-    def identify_past(self, party: str) -> object:
-        """A value that is equal only for parties that spent the same: their accounts have equal room."""
-        with self._store.reading():
-            row, account = self._store.find_account(party)
-            cost = self._pricer.compute_cost(account, row, self._pricer.choose_terms(row, account))
-            return cost, self._store.terms.get(row), self._pricer.find_largest_spend(account, row).key
-
-    def fits(self, party: str, run: str, plan: RunPlan) -> bool:
-        """Whether a party's account has room for a plan in addition to its other runs. Nothing is written."""
-        with self._store.reading():
-            if party not in self._store.accounts:
-                return True
-            row, account = self._store.accounts[party]
-            spend = total_of(tuple(plan.events))
-            terms = self._pricer.choose_terms(row, account, run, spend)
-            if terms[0] == SLICES_RULE:
-                price = price_plans({party: plan}, {party: account})[party]
-                cost = self._pricer.compute_cost(account, row, terms, run, plan=(plan, price))
-                return fits_into(cost, account.budget, account.delta)
-            before = self._store.get_run_spends(row).get(run, EMPTY_SPEND)
-            others = [each for name, each in self._store.get_run_spends(row).items() if name != run]
-            total = spend
-            for each in others:
-                total = total.add_events(each.events)
-            larger = spend if is_within_plan(before, spend) else before.add_events(spend.events)
-            cost = self._pricer.compute_cost(account, row, terms, run, after=(total, larger))
-            return account.budget is None or cost.epsilon <= account.budget
-
     def _insert_terms(self, terms: Mapping[int, tuple[str, float]]) -> None:
         """Fix the rules of composition of accounts that have none."""
         new = [(row, *pair) for row, pair in terms.items() if row not in self._store.terms]
@@ -315,14 +218,6 @@ class Ledger:
                     f"the private seed of this run was used by run {other.id} in this ledger; its noise would repeat: "
                     "give another --private-seed, or privacy.randomness = secure."
                 )
-
-    def runs(self) -> dict[str, RunRecord]:
-        """Every run of this ledger by its id, in the order of their first rows; unregistered ones are "unknown"."""
-        with self._store.reading():
-            found = dict(self._store.records)
-            for (run,) in self._store.db.execute("SELECT run FROM entries GROUP BY run ORDER BY min(id)"):
-                found.setdefault(run, RunRecord.unknown(run))
-            return found
 
     # --- units -----------------------------------------------------------------------------------
 
@@ -376,36 +271,6 @@ class Ledger:
         missing = [(name, content) for name, content in contents.items() if name not in numbers]
         added = self._store.insert("unit_sets", ("digest", "members"), missing)
         return numbers | {name: number for (name, _), number in zip(missing, added, strict=True)}
-
-    def _read_party_units(self, party: str) -> UnitArray:
-        """All units that a party ever had in this ledger."""
-        return self._pricer.read_party_units(party)
-
-    def find_known_units(self, party: str, digests: bytes) -> KnownUnits:
-        """How many of these units this ledger knows, from the party's earlier runs or from other parties."""
-        units = parse_units(digests)
-        with self._store.reading():
-            before = self._read_party_units(party)
-            staying = int(find_members(units, before).sum())
-            others = {
-                name: int(find_members(units, self._read_party_units(name)).sum())
-                for name in self._store.unit_rows
-                if name != party
-            }
-        elsewhere = {name: count for name, count in others.items() if count}
-        return KnownUnits(len(units) - staying, staying, len(before) - staying, elsewhere)
-
-    def describe_composition(self, party: str) -> str:
-        """One sentence: how the party's runs add up."""
-        with self._store.reading():
-            row, account = self._store.find_account(party)
-            rule, order = self._pricer.choose_terms(row, account)
-            runs = self._store.get_run_spends(row)
-            words = describe_rule(rule, order, account.delta, account.accountant, len(runs))
-            older = (
-                self._store.former < FORMAT_VERSION and runs and next(iter(runs)) not in self._store.plans.get(row, {})
-            )
-            return f"{words[:-1]}; rows of an earlier version count as if it had been so then." if older else words
 
     # --- releases --------------------------------------------------------------------------------
 
@@ -499,127 +364,6 @@ class Ledger:
                     new.append((entry, digest))
             self._store.insert("settlements", ("entry", "digest"), new)
 
-    def count_settled_attempts(self, run: str, round: int) -> int:
-        """The first attempt at this round that was not settled: 0 unless this round was released before."""
-        with self._store.reading():
-            (last,) = self._store.db.execute(
-                "SELECT coalesce(max(e.attempt), -1) FROM entries e JOIN settlements s ON s.entry = e.id"
-                " WHERE e.run = ? AND e.round = ?",
-                (run, round),
-            ).fetchone()
-            return int(last) + 1
-
-    # --- queries ---------------------------------------------------------------------------------
-
-    def spent(self, party: str) -> Spend:
-        """The party's total of reservations so far, over all runs: that of the present unit that was in most of it."""
-        with self._store.reading():
-            row, account = self._store.find_account(party)
-            return self._pricer.find_largest_spend(account, row)
-
-    def get_spends(self, run: str | None = None) -> dict[str, Spend]:
-        """The total of reservations per party so far: over all runs, or in one run."""
-        store = self._store
-        with store.reading():
-            if run is None:
-                find = self._pricer.find_largest_spend
-                return {name: find(account, row) for name, (row, account) in store.accounts.items()}
-            return {name: store.get_run_spends(row).get(run, EMPTY_SPEND) for name, (row, _) in store.accounts.items()}
-
-    def list_round_reservations(self, run: str, rounds: range) -> list[tuple[str, tuple[Event, ...]]]:
-        """(party, events) of every reservation of a run in these rounds, in the order of rounds and attempts."""
-        with self._store.reading():
-            rows = self._store.db.execute(
-                "SELECT p.name, e.events FROM entries e JOIN parties p ON p.id = e.party"
-                " WHERE e.run = ? AND e.round >= ? AND e.round < ? ORDER BY e.round, e.attempt, e.id",
-                (run, rounds.start, rounds.stop),
-            )
-            return [(name, read_events_text(events)) for name, events in rows]
-
-    def cost(self, party: str, run: str | None = None) -> Cost:
-        """(epsilon, delta) that the party has spent so far, over all runs or in one, by its rule of composition."""
-        with self._store.reading():
-            return self._compute_costs([party], run)[party]
-
-    def costs(self, run: str | None = None) -> dict[str, Cost]:
-        """`cost` of every party."""
-        with self._store.reading():
-            return self._compute_costs(self._store.accounts, run)
-
-    def _compute_costs(self, parties: Iterable[str], run: str | None) -> dict[str, Cost]:
-        found = {}
-        for party in parties:
-            row, account = self._store.find_account(party)
-            if run is not None:
-                found[party] = self._pricer.compute_run_cost(account, row, run)
-            else:
-                terms = self._pricer.choose_terms(row, account)
-                found[party] = self._pricer.compute_cost(account, row, terms)
-        return found
-
-    def price_run(self, run: str, spends: Mapping[str, Spend]) -> dict[str, float]:
-        """The epsilon of a run alone, had each of these parties released no more in it than this, as `cost` counts."""
-        with self._store.reading():
-            found = {}
-            for party, spend in spends.items():
-                row, account = self._store.find_account(party)
-                found[party] = self._pricer.compute_run_cost(account, row, run, spend).epsilon
-            return found
-
-    def epsilon(self, party: str, run: str | None = None) -> float:
-        """The epsilon of `cost`."""
-        return self.cost(party, run).epsilon
-
-    def epsilons(self, run: str | None = None) -> dict[str, float]:
-        """`epsilon` of every party."""
-        return {name: cost.epsilon for name, cost in self.costs(run).items()}
-
-    def entries(self, party: str) -> list[LedgerEntry]:
-        """Every reservation of a party, oldest first."""
-        with self._store.reading():
-            rows = self._store.db.execute(
-                "SELECT e.run, e.round, e.attempt, e.events, e.time, s.digest, s.time FROM entries e"
-                " LEFT JOIN settlements s ON s.entry = e.id WHERE e.party = ? ORDER BY e.id",
-                (self._store.find_account(party)[0],),
-            )
-            return [
-                LedgerEntry(party, run, round, attempt, read_events_text(events), reserved, digest, released)
-                for run, round, attempt, events, reserved, digest, released in rows
-            ]
-
-    def list_run_costs(self) -> list[RunCostLine]:
-        """The cost of each run for each party, in the order in which the runs began."""
-        with self._store.reading():
-            rows = self._store.db.execute(
-                "SELECT p.name, e.run, e.events, min(e.round), max(e.round), count(*), count(s.entry)"
-                " FROM entries e JOIN parties p ON p.id = e.party LEFT JOIN settlements s ON s.entry = e.id"
-                " GROUP BY e.party, e.run, e.events ORDER BY min(e.id)"
-            ).fetchall()
-            totals: dict[tuple[str, str], tuple[int, int, int, int, Spend]] = {}
-            for name, run, events, first, last, count, settled in rows:
-                old = totals.get((name, run), (first, last, 0, 0, EMPTY_SPEND))
-                spend = old[4].add_events(read_events_text(events), count)
-                totals[name, run] = min(old[0], first), max(old[1], last), old[2] + count, old[3] + settled, spend
-            accounts = self._store.accounts
-            costs = {
-                key: self._pricer.compute_run_cost(accounts[key[0]][1], accounts[key[0]][0], key[1]).epsilon
-                for key in totals
-            }
-        return [RunCostLine(*key, *total[:4], total[4].releases, costs[key]) for key, total in totals.items()]
-
-    def list_round_entries(self, party: str, run: str, round: int) -> list[LedgerEntry]:
-        """A party's reservations for one round of one run, first attempt first. Uses an index."""
-        with self._store.reading():
-            rows = self._store.db.execute(
-                "SELECT e.attempt, e.events, e.time, s.digest, s.time FROM entries e LEFT JOIN settlements s"
-                " ON s.entry = e.id WHERE e.run = ? AND e.round = ? AND e.party = ? ORDER BY e.attempt",
-                (run, round, self._store.find_account(party)[0]),
-            )
-            return [
-                LedgerEntry(party, run, round, attempt, read_events_text(events), reserved, digest, released)
-                for attempt, events, reserved, digest, released in rows
-            ]
-
 
 @dataclass(frozen=True)
 class _Asked:
@@ -644,32 +388,3 @@ def _describe_other_record(known: RunRecord, given: RunRecord) -> str:
         f"run {known.id} is in the ledger with {name} = {getattr(known, name)!r}, not {getattr(given, name)!r}; a run "
         "is resumed with the settings and data that it began with, or started under another id."
     )
-
-
-def _check_budget_value(party: str, budget: float | None) -> None:
-    """Refuse a budget that is not a finite number above 0."""
-    if budget is not None and not 0 < budget < float("inf"):
-        raise ConfigError(
-            f"budget of party {party!r} = {budget!r} is out of range; it must be a finite number above 0."
-        )
-
-
-def _check_same_account_terms(known: LedgerAccount, given: LedgerAccount, has_units: bool) -> None:
-    """Refuse other terms. has_units: the party's units are known by digests, so its data may change."""
-    for term in ("unit", "delta", "accountant"):
-        if getattr(known, term) != getattr(given, term):
-            raise ConfigError(
-                f"party {known.name!r} is in the ledger with {term} = {getattr(known, term)!r}, not "
-                f"{getattr(given, term)!r}; use the same {term}, or another ledger."
-            )
-    if (SUMS_ONLY in known.population) != (SUMS_ONLY in given.population):
-        raise ConfigError(
-            f"party {known.name!r} is in the ledger with population = {known.population!r}, not {given.population!r}; "
-            "epsilons against different adversaries do not add up: use the same privacy.aggregation, or another ledger."
-        )
-    if known.population != given.population and not has_units:
-        raise ConfigError(
-            f"party {known.name!r} is in the ledger with population = {known.population!r}, not {given.population!r}; "
-            "use the same data, or register the digests of its records with every run (Ledger.register_units), so that "
-            "the people who stay keep what was spent."
-        )

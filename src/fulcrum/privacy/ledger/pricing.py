@@ -112,6 +112,16 @@ class Pricer:
             max((cost.epsilon for cost in costs), default=0.0), max((cost.delta for cost in costs), default=0.0)
         )
 
+    def compute_history_cost(self, account: LedgerAccount, row: int, history: History) -> Cost:
+        """The cost of one unit: of the runs of its party that it was in, and of those of other parties."""
+        out, others = history
+        terms = self.choose_terms(row, account)
+        if terms[0] != SLICES_RULE:
+            return Cost(self._price(self._sum_runs(row, out, others), account.delta, terms[1]), account.delta)
+        known = self.store.plans.get(row, {})
+        slices = [_read_slice(known.get(each)) for each in self.store.get_run_spends(row) if each not in out]
+        return add_slices([*slices, *(self._get_other_slice(place) for place in others)])
+
     def compute_run_cost(self, account: LedgerAccount, row: int, run: str, spend: Spend | None = None) -> Cost:
         """What one run alone cost a party; spend: a part of what it released in the run, None for all."""
         spend = self.store.get_run_spends(row).get(run) if spend is None else spend

@@ -117,6 +117,17 @@ class LedgerHead:
 
 
 @dataclass(frozen=True)
+class UnitCost:
+    """Units of a party with the same past. count: how many. runs: the runs that they were in, as (party, run).
+    epsilon, delta: what was released of each of them, over all those runs."""
+
+    count: int
+    runs: tuple[tuple[str, str], ...]
+    epsilon: float
+    delta: float
+
+
+@dataclass(frozen=True)
 class KnownUnits:
     """A party's units now, compared with those of its earlier runs in a ledger: numbers of units.
 

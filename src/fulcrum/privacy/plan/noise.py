@@ -15,6 +15,7 @@ import numpy.typing as npt
 from fulcrum.clipping.rule import gradient_multiplier, no_statistics_share
 from fulcrum.privacy.client_level import ClientLevelTerms
 from fulcrum.privacy.plan.party_group import PartyGroup
+from fulcrum.settings.derived import WEIGHT_POWERS
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def plan_aggregate_noise(
         each = sigmas[group_of] / (rates[group_of] * sizes) / math.sqrt(groups[0].noise_parties)
     else:
         each = np.array([plan_step_noise(groups[at], int(n)) for at, n in zip(group_of, sizes, strict=True)])
-    shares = sizes / sizes.sum() if weights == "examples" else 1 / len(sizes)
+    heights = sizes.astype(np.float64) ** WEIGHT_POWERS[weights]
+    shares = heights / heights.sum()
     return math.sqrt(float(((shares * each) ** 2).sum()) / participation)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fulcrum.clipping.rule import ClipRule, no_statistics_share
+from fulcrum.models.checkpoints import WeightOrigin
 from fulcrum.privacy.accounting import (
     ACCOUNTANTS,
     Accountant,
@@ -26,14 +27,17 @@ from fulcrum.privacy.statement.text import (
     FLOATING_POINT_NOTES,
     NOISE_TEXT,
     RANDOM_NUMBER_SOURCES,
+    REHEARSAL_TEXT,
     SCOPE_TEXTS,
     TEST_DATA_NOTE,
     collect_warnings,
     composition_sentence,
     describe_arithmetic,
     describe_randomness,
+    describe_start,
     format_numbers,
     guarantee_sentence,
+    is_rehearsed,
 )
 from fulcrum.privacy.statement.units import find_unit_texts
 from fulcrum.settings.schema import Settings
@@ -86,7 +90,9 @@ class AccountedRun:
     enforced accountant. run_costs: of this run alone, where the scope is a ledger.
     randomness_mode: "secure", "seeded" or "recorded"; arithmetic: "proven" or "fast"; both of this run. others: the
     other runs within the scope. version: of Fulcrum. notes: further warnings about this run. composition: how the
-    ledger adds runs up. scope_delta: the sum of deltas within the scope, where the ledger adds them up.
+    ledger adds runs up. scope_delta: the sum of deltas within the scope, where the ledger adds them up. start: the run
+    whose model the initial weights are; start_in_scope: whether the scope's ledger has that run's spend already.
+    start_public: the initial weights are those of a run on public data, which cost nobody anything.
     """
 
     settings: Settings
@@ -111,6 +117,14 @@ class AccountedRun:
     composition: str = ""
     notes: tuple[str, ...] = ()
     scope_delta: float = 0.0
+    start: WeightOrigin | None = None
+    start_in_scope: bool = False
+    start_public: bool = False
+
+    @property
+    def added_start(self) -> WeightOrigin | None:
+        """The run behind the initial weights where its spend must be added: none of the scope's runs is that one."""
+        return None if self.start is None or self.start_in_scope else self.start
 
     @property
     def coverage(self) -> Coverage:
@@ -125,7 +139,8 @@ class AccountedRun:
             simulation=self.simulation or self.randomness_mode != "secure",
         )
         own = next((run for run in self.others if run.id == self.run_id), made)
-        return Coverage((*(run for run in self.others if run.id != self.run_id), own))
+        others = (*list_start_runs(self.added_start), *(run for run in self.others if run.id != self.run_id))
+        return Coverage((*{run.id: run for run in others}.values(), own))
 
 
 def make_statement(run: AccountedRun) -> dict[str, Any]:
@@ -153,13 +168,17 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     arithmetic              {mode, text, noise}: "proven", "fast" or "unknown", of the worst run
     simulation              whether a run within the scope is one: its numbers protect nobody once the seed is known
     evaluation              {kind, records, times, protected, text}: what the model was scored on
-    runs_covered            [{id, rule, sound, randomness, arithmetic}]: every run within the scope; null: not on record
+    runs_covered            [{id, rule, sound, private, randomness, arithmetic}]: each run within the scope; null:
+                            not on record
     scope                   {kind, text}; with kind "ledger" also run_epsilon, of this run alone
+    rehearsal               where settings were chosen on made-up data: why that costs nothing; else missing
     run                     {id, date, version, finished, rounds_done, rounds, method, rule, dataset}
     releases                [{kind, times, text}]: every kind of release of a party or the server
     groups_of_records       [{records, epsilon, delta}]: group privacy for m units of one person (client: m parties)
     adds_up                 sentences on how parties and records add up
     not_covered, warnings   sentences
+    start                   {run, epsilon, delta, unit, added, text}: the run whose model the initial weights are;
+                            added: its spend is part of epsilon and delta above, which the parties' own are not
     parties                 [{name, units, rate, sigma, releases, epsilon_rdp, epsilon_pld, budget}]
     """
     settings, plan, rule = run.settings, run.plan, run.rule
@@ -170,11 +189,14 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     enforced = reported[0].name
     by_name = {accountant.name: _compute_unique_epsilons(spends, plan.delta, accountant) for accountant in reported[1:]}
     by_name = {enforced: _list_costs(run, names, spends, reported[0]), **by_name}
-    largest = {name: max(costs) for name, costs in by_name.items()}
+    start = run.added_start  # what was spent on the initial weights: epsilons and deltas of two runs add up
+    before = 0.0 if start is None else start.epsilon
+    largest = {name: max(costs) + before for name, costs in by_name.items()}
     headline = largest[enforced]
     worth = coverage.level(plan.shares_noise)
     words = find_unit_texts(plan.unit, plan.aggregation)
     delta = max(plan.delta, run.scope_delta)  # deltas of runs add up where the ledger adds (epsilon, delta) slices
+    delta += 0.0 if start is None else start.delta
     numbers = format_numbers({name: format_epsilon(value) for name, value in largest.items()}, delta)
     cipher, key = RANDOM_NUMBER_SOURCES[coverage.randomness]
     result: dict[str, Any] = {
@@ -216,7 +238,7 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             "text": run.evaluation.text,
         },
         "runs_covered": [
-            {name: getattr(each, name) for name in ("id", "rule", "sound", "randomness", "arithmetic")}
+            {name: getattr(each, name) for name in ("id", "rule", "sound", "private", "randomness", "arithmetic")}
             for each in coverage.runs
         ],
         "scope": {"kind": run.scope, "text": SCOPE_TEXTS[run.scope]},
@@ -236,7 +258,9 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
         "adds_up": composition_sentence(plan, coverage.private, run.composition),
         "not_covered": [*words.not_covered, FLOATING_POINT_NOTES[coverage.arithmetic], TEST_DATA_NOTE],
         "warnings": [
-            *collect_warnings(settings, plan, coverage, run.run_id, run.finished),
+            *collect_warnings(
+                settings, plan, coverage, run.run_id, run.finished, run.start is not None or run.start_public
+            ),
             *run.notes,
             *run.dataset_warnings,
         ],
@@ -253,10 +277,29 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             for k, name in enumerate(names)
         ],
     }
+    if is_rehearsed(settings):
+        result["rehearsal"] = REHEARSAL_TEXT
+    if run.start is not None:
+        result["start"] = {
+            "run": run.start.run,
+            "epsilon": infinity_to_text(run.start.epsilon),
+            "delta": run.start.delta,
+            "unit": run.start.unit,
+            "added": start is not None,
+            "text": describe_start(run.start, start is not None),
+        }
     if run.scope == "ledger" and run.run_costs is not None:
         own = run.run_costs
         result["scope"]["run_epsilon"] = infinity_to_text(max(own.get(name, 0.0) for name in names))
     return result
+
+
+def list_start_runs(start: WeightOrigin | None) -> tuple[CoveredRun, ...]:
+    """The runs that were spent on initial weights."""
+    if start is None:
+        return ()
+    names = ("id", "rule", "sound", "private", "randomness", "arithmetic", "simulation")
+    return tuple(CoveredRun(**{name: each[name] for name in names if name in each}) for each in start.runs)
 
 
 def list_shown_accountants(enforced: str, runs: int) -> tuple[Accountant, ...]:

@@ -49,10 +49,12 @@ def statement_to_markdown(facts: Mapping[str, Any]) -> str:
         *make_section("Against whom", make_paragraph(facts["adversary"])),
         *make_section("How it is counted", make_paragraph(_describe_accounting(facts, unit))),
         *make_section("Scope", make_paragraph(_describe_scope(facts["scope"], _list_accountants(facts)[0]))),
+        *(make_section("Initial weights", make_paragraph(facts["start"]["text"])) if "start" in facts else ()),
         *make_section("Runs covered", _write_covered_runs(facts["runs_covered"])),
         *make_section("Randomness", make_paragraph(facts["randomness"]["text"])),
         *make_section("Arithmetic and noise", make_paragraph(arithmetic[0].upper() + arithmetic[1:])),
         *make_section("Evaluation", make_paragraph(facts["evaluation"]["text"])),
+        *(make_section("Rehearsal", make_paragraph(facts["rehearsal"])) if facts.get("rehearsal") else ()),
         *make_section("What was released", make_bullet_list(released)),
         *make_section("Parties", _write_parties(facts)),
         *make_section(

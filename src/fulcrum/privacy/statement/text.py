@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from fulcrum.models.checkpoints import WeightOrigin
 from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.plan import Plan
 from fulcrum.privacy.statement.coverage import UNKNOWN, Coverage, name_runs
 from fulcrum.privacy.statement.units import find_unit_texts
@@ -85,8 +87,9 @@ EVALUATION_TEXTS = {
         "PROTECTED. No epsilon covers the held-out records; it covers the records that were trained on."
     ),
     "held-out, paid": (
-        "Held-out records of the training data (data.validation) were scored through a noised histogram of scores and "
-        "labels. It is a release, paid in the held-out records' own account, and the metrics follow from it."
+        "Held-out records of the training data (data.validation) were scored through noised counts (of a regression or "
+        "of tokens: noised sums of clipped errors). They are a release, paid in the held-out records' own account, and "
+        "the metrics follow from it."
     ),
 }
 """By kind of records that the model was scored on."""
@@ -167,8 +170,38 @@ def describe_arithmetic(coverage: Coverage) -> str:
     return f"{ARITHMETIC_TEXTS[coverage.arithmetic]} {NOISE_TEXT}{' ' + OLDER_NOISE_TEXT if older else ''}"
 
 
-def collect_warnings(settings: Settings, plan: Plan, coverage: Coverage, own: str, finished: bool) -> list[str]:
-    """Warnings about the plan, the settings, the other runs of the scope, and the progress of the run."""
+REHEARSAL_TEXT = (
+    "Before the run, the first step length, C, the learning rate and its schedule were chosen by training on made-up "
+    "records (clip.rehearse). The choice saw the settings, the model, the declared numbers of records and the shape of "
+    "a record, and no value of any record: it would be the same whatever the records say, so it costs no privacy."
+)
+"""How a rehearsed run's settings were chosen."""
+
+
+def is_rehearsed(settings: Settings) -> bool:
+    """Whether a rehearsal chose the run's step."""
+    return settings.clip.rehearse and settings.clip.step > 0
+
+
+def describe_start(start: WeightOrigin, added: bool) -> str:
+    """What was spent on the initial weights, and whether the numbers above hold it."""
+    spent = f"epsilon = {format_epsilon(start.epsilon)}, delta = {start.delta:g} for one {start.unit}"
+    counted = (
+        "Both are added to those of this run: the sum holds for whoever has records in both. The parties' own numbers "
+        "below are those of this run."
+        if added
+        else "This ledger has that run on record, and adds it up for every party."
+    )
+    return f"Training starts from the model of run {start.run}, on which {spent} was spent. {counted}"
+
+
+def collect_warnings(
+    settings: Settings, plan: Plan, coverage: Coverage, own: str, finished: bool, known_start: bool = False
+) -> list[str]:
+    """Warnings about the plan, the settings, the other runs of the scope, and the progress of the run.
+
+    known_start: the initial weights are those of a run whose spend the statement tells.
+    """
     found = list(plan.warnings)
     if not finished:
         whole = plan.accountant != "rdp"  # the ledger prices the plan, and counts it from its start
@@ -196,7 +229,7 @@ def collect_warnings(settings: Settings, plan: Plan, coverage: Coverage, own: st
         found.append(
             "Sums were computed in float32 with measured margins; for a proven bound use privacy.arithmetic = proven."
         )
-    if settings.model.init not in ("random", SYNTHETIC_INIT_NAME):
+    if settings.model.init not in ("random", SYNTHETIC_INIT_NAME) and not known_start:
         what = "weights" if settings.model.coordinates == "plain" else "weights and facts about layers"
         found.append(
             f"Training starts from the {what} in {settings.model.init}, which are taken to be public. If private data "

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fulcrum.data.tasks.builtin import AnyArray
+from fulcrum.data.tasks.arrays import AnyArray
 from fulcrum.errors import DataError
 
 MAX_BATCH_BYTES = 64 * 2**20  # a batch has 31 MB

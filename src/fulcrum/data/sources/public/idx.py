@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fulcrum.data.tasks.builtin import AnyArray
+from fulcrum.data.tasks.arrays import AnyArray
 from fulcrum.errors import DataError
 
 GZIP_MAGIC = b"\x1f\x8b"

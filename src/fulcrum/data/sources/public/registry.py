@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fulcrum.data.sources.public import cifar, idx
-from fulcrum.data.tasks.builtin import AnyArray
+from fulcrum.data.tasks.arrays import AnyArray
 from fulcrum.errors import DataError
 
 

@@ -1,0 +1,206 @@
+"""The public facts that decide a rehearsal, and the small run that stands for the real one.
+
+A rehearsal needs the real run's noise in units of C, not its number of examples: the mean of a batch has noise
+sigma sqrt(K) / batch along every direction, whatever the batch is made of. So the small run has few examples and
+parties, and a noise multiplier that gives the same noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fulcrum.clipping.moo import MOO
+from fulcrum.data import Dataset
+from fulcrum.data.made_up import DataFacts, read_data_facts
+from fulcrum.data.records import map_inputs
+from fulcrum.settings.derived import compute_local_steps
+from fulcrum.settings.schema import Settings
+from fulcrum.training.federation import Federation, make_model_facts
+from fulcrum.training.problem import compute_architecture_digest
+
+VERSION = 3
+"""Increased when the same facts may give another answer."""
+MOST_PARTIES = 8
+"""Parties of the small run where parties make several local steps; otherwise one stands for all."""
+MOST_EXAMPLES = 1200
+TEST_EXAMPLES = 800
+BATCHES = (32, 64)
+"""The smallest and the largest expected batch of the small run."""
+NOISE_STEPS = 2
+"""Noise is rounded to so many steps per factor of 2, so that similar runs share an answer."""
+
+
+@dataclass(frozen=True)
+class RehearsalFacts:
+    """All that a rehearsal depends on. All of it is public.
+
+    noise: standard deviation of one step's mean gradient along any direction, in units of C, over all parties. batch,
+    examples, parties: of the small run. model_key: digest of the architecture. dim: parameters. default_step: first
+    step length that moo would take without a rehearsal. work: multiplications of one example's forward pass. rule: moo,
+    or fixed, for which C and the learning rate alone are chosen.
+    """
+
+    data: DataFacts
+    settings: Settings
+    model_key: str
+    dim: int
+    rounds: int
+    steps: int
+    parties: int
+    noise: float
+    batch: int
+    examples: int
+    default_step: float
+    work: float
+    rule: str = "moo"
+
+    def digest(self) -> str:
+        """16 hexadecimal digits: equal for runs that share an answer."""
+        plain = {
+            "version": VERSION,
+            "data": dataclasses.asdict(self.data),
+            "model": {**dataclasses.asdict(self.settings.model), "key": self.model_key},
+            "train": {name: getattr(self.settings.train, name) for name in TRAIN_FACTS},
+            "rule": self.rule,
+            "numbers": [self.dim, self.rounds, self.steps, self.parties, self.noise, self.batch, self.examples],
+        }
+        text = json.dumps(plain, sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+TRAIN_FACTS = (
+    *("server", "server_lr", "server_momentum", "server_beta2", "server_eps", "ema", "weight_decay"),
+    *("schedule", "warmup", "decay_rounds", "decay"),
+)
+"""Settings of [train] that a rehearsal takes as they are."""
+
+
+def read_rehearsal_facts(federation: Federation, balance: tuple[float, ...] = ()) -> RehearsalFacts:
+    """The facts of a run: from its settings, its model, its declared sizes and the shapes of its records."""
+    problem, plan, train = federation.problem, federation.plan, federation.settings.train
+    steps, dim = compute_local_steps(train), problem.layout.dim
+    noise = round_noise(plan.compute_noise_to_signal(dim).direction)
+    declared = float((plan.rates * plan.sizes).sum()) * plan.participation
+    parties = 1 if steps == 1 else max(1, min(MOST_PARTIES, round(plan.parties * plan.participation)))
+    batch = choose_batch(noise, dim, declared, parties)
+    total = int(plan.sizes.sum())
+    examples = max(min(total, MOST_EXAMPLES), 2 * batch, parties * 10)
+    return RehearsalFacts(
+        data=read_data_facts(problem.dataset, problem.model, balance),
+        settings=federation.settings,
+        model_key=digest_model(problem.model),
+        dim=dim,
+        rounds=train.rounds,
+        steps=steps,
+        parties=parties,
+        noise=noise,
+        batch=batch,
+        examples=round_size(examples),
+        default_step=find_default_step(federation, noise),
+        work=count_multiplications(problem.model, problem.dataset),
+        rule=problem.rule.name,
+    )
+
+
+def find_default_step(federation: Federation, noise: float) -> float:
+    """moo's own first step length for these facts."""
+    known = make_model_facts(federation)
+    clip = dataclasses.replace(federation.settings.clip, step=0.0, C0=1.0, search=True)
+    state = MOO.init(clip, dataclasses.replace(known, noise=noise / math.sqrt(known.steps), lr=1.0))
+    return float(state["step"])
+
+
+def count_multiplications(model: nn.Module, data: Dataset) -> float:
+    """Multiplications of one example's forward pass, from a dry run on zeros of the records' shape."""
+    found = [0.0]
+
+    def count(layer: nn.Module, inputs: object, outputs: object) -> None:
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() >= 2 and isinstance(outputs, Tensor):
+            found[0] += outputs.numel() * math.prod(weight.shape[1:])
+
+    hooks = [layer.register_forward_hook(count) for layer in model.modules()]
+    try:
+        records = data.train if data.train is not None else data.test_records
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            blank = map_inputs(lambda value: torch.zeros_like(value[:1]).to(device), records.x)
+            model(**blank) if isinstance(blank, dict) else model(blank)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] + sum(value.numel() for value in model.parameters())
+
+
+def round_noise(noise: float) -> float:
+    """The noise on a grid of `NOISE_STEPS` per factor of 2."""
+    return math.pow(2.0, round(math.log2(noise) * NOISE_STEPS) / NOISE_STEPS)
+
+
+def round_size(count: int) -> int:
+    """The number of examples with two digits: declared sizes need not be exact."""
+    digits: int = 10 ** max(0, len(str(count)) - 2)
+    return round(count / digits) * digits
+
+
+def choose_batch(noise: float, dim: int, declared: float, parties: int) -> int:
+    """Expected examples of one step of the small run: enough that sampling them adds little to the noise.
+
+    Sampling moves a mean of gradients of norm 1 by 1 / sqrt(batch), the noise by noise sqrt(dim).
+    """
+    least, most = BATCHES
+    wanted = min(most, max(least, 4.0 / (noise**2 * dim)))
+    return max(4 * parties, int(min(wanted, max(declared, 1.0))), 4)
+
+
+def digest_model(model: nn.Module) -> str:
+    """The architecture and the shapes of its parameters; not the initial weights: a rehearsal draws its own."""
+    shapes = [(name, tuple(value.shape)) for name, value in model.named_parameters()]
+    return hashlib.blake2b(compute_architecture_digest(model) + repr(shapes).encode(), digest_size=8).hexdigest()
+
+
+def make_small_settings(facts: RehearsalFacts, rounds: int, seed: int) -> Settings:
+    """The settings of the small run with so many rounds. Fewer rounds than the real run's mean longer steps.
+
+    A round of the small run stands for m = T / rounds rounds: noise of m steps of which each moves the weights by s is
+    that of one step of m s with noise / sqrt(m). Memories (momentum, moving average) shorten alike.
+    """
+    train, merged = facts.settings.train, facts.rounds / rounds
+    sigma = facts.noise / math.sqrt(merged) * facts.batch / math.sqrt(facts.parties)
+    return Settings(
+        method=facts.settings.method,
+        task=facts.data.task,
+        model=facts.settings.model,
+    ).replace(
+        data={"parties": facts.parties, "partition": "iid", "min_examples": 1},
+        train={
+            **{name: getattr(train, name) for name in TRAIN_FACTS},
+            "rounds": rounds,
+            "steps": facts.steps,
+            "rate": min(1.0, facts.batch / facts.examples),
+            "ema": train.ema**merged,
+            "server_momentum": train.server_momentum**merged,
+            "server_beta2": train.server_beta2**merged,
+            "decay_rounds": tuple(round(t / merged) for t in train.decay_rounds),
+            "warmup": round(train.warmup / merged),
+        },
+        clip={"rule": "moo"},
+        privacy={"sigma": sigma, "randomness": "seeded", "unit": "example", "arithmetic": "fast"},
+        run={"seed": seed, "evaluate_every": rounds, "device": facts.settings.run.device},
+    )
+
+
+def scale_step(facts: RehearsalFacts, rounds: int) -> float:
+    """By what a step length of the real run is multiplied in a small run of so many rounds."""
+    merged, train = facts.rounds / rounds, facts.settings.train
+    if train.server != "momentum":
+        return merged
+    keep = train.server_momentum
+    return merged * (1 - math.pow(keep, merged)) / (1 - keep)

@@ -1,0 +1,126 @@
+"""Plays candidates on made-up data: all candidates of one task and seed are one stack of runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fulcrum.data import Dataset
+from fulcrum.data.made_up import VARIATIONS, Variation, make_up_dataset
+from fulcrum.engines.batched import run_many
+from fulcrum.runs.preparation import derive_federation, find_device, prepare_unrehearsed
+from fulcrum.runs.rehearsal.facts import TEST_EXAMPLES, RehearsalFacts, make_small_settings, scale_step
+from fulcrum.settings.schema import Settings, TaskSettings
+from fulcrum.training.federation import Federation
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run. C: clipping norm. step: length of the first step of a round in the real run.
+
+    mode: plain (C and step stay), linear (the step falls to zero), follow (C stays, the step follows the alignment of
+    what is released), or moo (the step follows, and C is searched for).
+    """
+
+    mode: str
+    C: float
+    step: float
+
+    def describe(self) -> str:
+        """In words, for people."""
+        start = f"first step {self.step:.3g}" if self.mode == "moo" else f"C = {self.C:.3g}, step {self.step:.3g}"
+        return f"{self.mode}: {start}"
+
+    def apply(self, settings: Settings, steps: int, scale: float = 1.0) -> Settings:
+        """The settings with this candidate; scale: by what the step is multiplied in a small run."""
+        step = self.step * scale
+        if self.mode == "moo":
+            return settings.replace(clip={"step": step, "search": True, "C0": 1.0}, train={"lr": 1.0})
+        clip = {"step": step, "search": False, "C0": self.C}
+        if self.mode != "follow":
+            clip["eta_C"] = 0.0
+        schedule = "linear" if self.mode == "linear" else settings.train.schedule
+        return settings.replace(clip=clip, train={"lr": step / (steps * self.C), "schedule": schedule})
+
+
+Scores = dict[Candidate, dict[str, float]]
+"""Scores by candidate and by name of task and seed: higher is better, in points."""
+
+
+@dataclass
+class Stage:
+    """Plays candidates for some facts. Data sets and prepared runs are kept between calls.
+
+    model: the user's own network, where no settings name it. public: the user's own public data set, in place of
+    made-up ones.
+    """
+
+    facts: RehearsalFacts
+    model: nn.Module | None = None
+    public: Dataset | None = None
+    datasets: dict[str, Dataset] = field(default_factory=dict)
+    prepared: dict[tuple[str, int], Federation] = field(default_factory=dict)
+    history: list[tuple[int, Scores]] = field(default_factory=list)
+    """Rounds and scores of all calls of `play`."""
+
+    def play(self, candidates: Sequence[Candidate], rounds: int, tasks: Sequence[tuple[Variation, int]]) -> Scores:
+        """Scores of the candidates in a small run of so many rounds, for each (variation, seed)."""
+        scores: Scores = {candidate: {} for candidate in candidates}
+        for how, seed in tasks:
+            base = self._prepare(how, seed, rounds)
+            scale = scale_step(self.facts, rounds)
+            runs = [
+                derive_federation(base, candidate.apply(base.settings, self.facts.steps, scale))
+                for candidate in candidates
+            ]
+            found = list(_train(runs))
+            for candidate, value in zip(candidates, found, strict=True):
+                scores[candidate][f"{how.name}-{seed}"] = value
+        self.history.append((rounds, scores))
+        return scores
+
+    def _prepare(self, how: Variation, seed: int, rounds: int) -> Federation:
+        key = (f"{how.name}-{seed}", rounds)
+        if key not in self.prepared:
+            settings = make_small_settings(self.facts, rounds, seed)
+            data = self._get_dataset(how, seed)
+            self.prepared[key] = prepare_unrehearsed(_without_task(settings), data, self.model)
+        return self.prepared[key]
+
+    def _get_dataset(self, how: Variation, seed: int) -> Dataset:
+        if self.public is not None:
+            return self.public
+        name = f"{how.name}-{seed}"
+        if name not in self.datasets:
+            device = find_device(self.facts.settings.run.device)
+            place = device if device.type == "cuda" else torch.device("cpu")
+            self.datasets[name] = make_up_dataset(self.facts.data, how, self.facts.examples, TEST_EXAMPLES, seed, place)
+        return self.datasets[name]
+
+
+def _without_task(settings: Settings) -> Settings:
+    """The made-up data has its task already."""
+    return dataclasses.replace(settings, task=TaskSettings())
+
+
+def _train(federations: Sequence[Federation]) -> Iterator[float]:
+    """The score of each run after its last round, in points; a run that diverged has the least of all."""
+    task, last = federations[0].problem.task, None
+    for last in run_many(federations):  # noqa: B007
+        pass
+    assert last is not None
+    values = last.metrics[task.score].tolist()
+    sign = 1.0 if task.higher_is_better else -1.0
+    unit = 100.0 if task.score.endswith(("accuracy", "auc", "f1")) else 1.0
+    finite = [value for value in values if math.isfinite(value)]
+    worst = min((sign * value for value in finite), default=0.0)
+    for value in values:
+        yield unit * (sign * value if math.isfinite(value) else worst)
+
+
+__all__ = ["VARIATIONS", "Candidate", "Scores", "Stage"]

@@ -1,0 +1,65 @@
+"""The runs of the suite: each scenario's grid, its default, its other starts, its rivals."""
+
+from __future__ import annotations
+
+from fulcrum.settings.schema import Settings
+from fulcrum.study.experiment import make_run_settings
+from fulcrum.study.job import StudyJob
+from fulcrum.study.suite import models
+from fulcrum.study.suite.scenarios import DEFAULT_START, Scenario, Suite
+from fulcrum.study.suite.sources import get_source_name
+
+Start = tuple[float, float]
+"""(C0, learning rate)"""
+
+
+def list_suite_jobs(suite: Suite) -> list[StudyJob]:
+    """All runs of the suite, scenario by scenario."""
+    return [job for scenario in suite.scenarios for job in list_scenario_jobs(suite, scenario)]
+
+
+def list_scenario_jobs(suite: Suite, scenario: Scenario) -> list[StudyJob]:
+    """The grid of the fixed rule, then the default and the rivals from the default start and from the others."""
+    return [
+        make_suite_job(suite, scenario, method, start, seed)
+        for method in (suite.fixed, suite.default, *suite.rivals)
+        for start in list_starts(suite, method)
+        for seed in suite.list_seeds(scenario)
+    ]
+
+
+def list_starts(suite: Suite, method: str) -> list[Start]:
+    """The starts of a method: the whole grid for the fixed rule; for others the default start, then the other ones."""
+    if method == suite.fixed:
+        return [(C0, lr) for C0 in suite.C0 for lr in suite.lr]
+    return [DEFAULT_START, *suite.starts]
+
+
+def make_suite_job(suite: Suite, scenario: Scenario, method: str, start: Start, seed: int) -> StudyJob:
+    """One run."""
+    settings = make_scenario_settings(scenario, method, start, seed)
+    cell = f"{scenario.name}/{method}/C0={start[0]:g},lr={start[1]:g}"
+    revision = suite.revisions.get(settings.clip.rule, 0)
+    return StudyJob(settings, suite.name, cell, scenario.name, method, scenario.epsilon, revision=revision)
+
+
+def make_scenario_settings(scenario: Scenario, method: str, start: Start = DEFAULT_START, seed: int = 0) -> Settings:
+    """The settings of a run in a scenario."""
+    own = getattr(models, scenario.model, None)
+    base = {
+        "data": {"parties": scenario.parties, "partition": scenario.partition, "alpha": scenario.alpha},
+        "model": {
+            "name": f"{models.__name__}:{scenario.model}" if own else scenario.model,
+            "activation": scenario.activation,
+            "hidden": scenario.hidden,
+        },
+        "train": {
+            "rounds": scenario.rounds,
+            "steps": scenario.steps,
+            "rate": scenario.rate,
+            "participation": scenario.participation,
+            "server": scenario.server,
+        },
+    }
+    words = {"clip.C0": start[0], "train.lr": start[1], "run.seed": seed, "run.evaluate_every": scenario.rounds}
+    return make_run_settings(base, get_source_name(scenario.data), method, scenario.epsilon, words)

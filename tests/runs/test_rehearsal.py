@@ -1,0 +1,203 @@
+"""The rehearsal: it sees public facts only, its small run has the real noise, its answer is kept and applied."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fulcrum.data import from_arrays
+from fulcrum.rng import SeededRandomness
+from fulcrum.runs import apply_rehearsal, derive_federation, prepare, prepare_unrehearsed, train
+from fulcrum.runs.rehearsal import (
+    Candidate,
+    choice,
+    facts,
+    list_weaknesses,
+    memory,
+    read_rehearsal_facts,
+    rehearse,
+)
+from fulcrum.runs.rehearsal.stage import Stage
+from fulcrum.settings.schema import Settings
+from fulcrum.training.federation import make_model_facts
+from fulcrum.training.loop import federate
+from support.federations import with_randomness
+
+EFFORTS = choice.EFFORTS
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are kept in the test's own folder, and a rehearsal has few tasks and steps to try."""
+    monkeypatch.setattr(memory, "get_memory_folder", lambda: tmp_path / "rehearsals")
+    monkeypatch.setattr(choice, "EFFORTS", (choice.Effort(1, 1, 1, 2, 75, 150),))
+    monkeypatch.setattr(choice, "COARSE_SCALES", (0.05, 1.0))
+
+
+def settings_for(rounds: int = 4, **more: dict) -> Settings:
+    base = Settings().replace(
+        data={"partition": "iid", "parties": 3},
+        train={"rounds": rounds, "rate": 0.2},
+        clip={"rehearse": True},
+        privacy={"sigma": 2.0, "randomness": "seeded"},
+    )
+    return base.replace(**more)
+
+
+def make_data(seed: int = 0, scale: float = 1.0, count: int = 90):
+    generator = torch.Generator().manual_seed(seed)
+    x = scale * torch.randn(count, 5, generator=generator)
+    y = torch.randint(3, (count,), generator=generator)
+    return from_arrays(x, y, x[:30], y[:30], classes=3, public=True)
+
+
+def test_facts_are_those_of_every_data_set_of_the_same_shape() -> None:
+    one, two = (
+        read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data(seed, scale)))
+        for seed, scale in ((0, 1.0), (1, 50.0))
+    )
+    assert one.digest() == two.digest()
+    others = [
+        settings_for(rounds=5),
+        settings_for(privacy={"sigma": 8.0}),
+        settings_for(train={"server": "momentum"}),
+        settings_for(model={"name": "mlp"}),
+    ]
+    digests = {read_rehearsal_facts(prepare_unrehearsed(other, make_data())).digest() for other in others}
+    assert len(digests | {one.digest()}) == 5
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("merged", [1, 4])
+def test_the_small_run_has_the_noise_of_the_real_one(steps: int, merged: int) -> None:
+    real = prepare_unrehearsed(settings_for(rounds=8, train={"steps": steps}), make_data())
+    known = read_rehearsal_facts(real)
+    stage = Stage(known)
+    small = stage._prepare(choice.VARIATIONS[0], 0, 8 // merged)
+    wanted = make_model_facts(real).noise / math.sqrt(merged)
+    found = make_model_facts(small).noise
+    assert 2**-0.3 < found / wanted < 2**0.3  # noise is rounded to half a factor of 2
+    wrong = known.noise / math.sqrt(merged) * small.plan.parties / math.sqrt(steps)
+    assert steps == 1 or not 2**-0.3 < wrong / wanted < 2**0.3
+
+
+def test_a_step_of_merged_rounds_is_longer() -> None:
+    known = read_rehearsal_facts(prepare_unrehearsed(settings_for(rounds=8), make_data()))
+    assert facts.scale_step(known, 8) == 1
+    assert facts.scale_step(known, 2) == 4
+    momentum = dataclasses.replace(known, settings=settings_for(train={"server": "momentum", "server_momentum": 0.9}))
+    assert facts.scale_step(momentum, 2) == pytest.approx(4 * (1 - 0.9**4) / 0.1)
+
+
+def test_a_plain_candidate_is_dp_sgd() -> None:
+    start = settings_for(train={"steps": 2})
+    base = prepare_unrehearsed(start, make_data())
+    plain = derive_federation(base, Candidate("plain", 0.5, 3.0).apply(base.settings, 2))
+    fixed = prepare_unrehearsed(start.replace(clip={"rule": "fixed", "C0": 0.5}, train={"lr": 3.0}), make_data())
+    ends = [list(federate(with_randomness(run, SeededRandomness(1))))[-1][1].params for run in (plain, fixed)]
+    assert torch.allclose(*ends, atol=1e-6)
+    moving = derive_federation(base, Candidate("moo", 1.0, 3.0).apply(base.settings, 2))
+    end = list(federate(with_randomness(moving, SeededRandomness(1))))[-1][1].params
+    assert not torch.allclose(end, ends[1], atol=1e-3)
+
+
+def test_the_answer_is_the_same_again_and_is_kept(tmp_path: Path) -> None:
+    known = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data()))
+    first, second = rehearse(known), rehearse(known)
+    assert (first.candidate, first.regrets) == (second.candidate, second.regrets)
+    assert memory.recall(known.digest()) is None
+    assert memory.recall_or_rehearse(known).candidate == first.candidate
+    assert memory.recall(known.digest()).candidate == first.candidate
+    file = tmp_path / "rehearsals" / f"{known.digest()}.json"
+    file.write_text(json.dumps({**first.to_json(), "candidate": {"mode": "plain", "C": 7.0, "step": 1.0}}))
+    assert memory.recall_or_rehearse(known).candidate.C == 7.0
+    file.write_text("{")
+    assert memory.recall_or_rehearse(known).candidate == first.candidate
+
+
+def test_a_run_is_rehearsed_once_and_goes_on_with_what_was_chosen(tmp_path: Path, monkeypatch) -> None:
+    result = train(make_data(), settings=settings_for(), out=tmp_path / "run")
+    stored = prepare(result.settings, make_data()).settings
+    assert stored.clip.step > 0
+    assert stored.clip.rehearse
+    assert "Rehearsal" in (tmp_path / "run" / "PRIVACY.md").read_text()
+    monkeypatch.setattr(memory, "recall_or_rehearse", None)  # would fail if it were asked again
+    assert prepare(stored, make_data()).settings == stored
+    assert apply_rehearsal(
+        prepare_unrehearsed(stored.replace(clip={"rehearse": False}), make_data())
+    ).settings.clip.step
+
+
+def test_starts_do_not_matter_to_a_rehearsed_run() -> None:
+    near, far = (
+        prepare(settings_for(clip={"rehearse": True, "C0": C}, train={"rounds": 4, "rate": 0.2, "lr": lr}), make_data())
+        for C, lr in ((1.0, 1.0), (100.0, 1 / 16))
+    )
+    assert (near.settings.clip, near.settings.train) == (far.settings.clip, far.settings.train)
+
+
+def test_dp_sgd_is_rehearsed_with_a_fixed_step() -> None:
+    run = prepare(settings_for(clip={"rule": "fixed", "rehearse": True}), make_data())
+    known = read_rehearsal_facts(run)
+    answer = memory.recall(known.digest())
+    assert answer is not None
+    assert answer.candidate.mode == "plain"
+    assert (run.settings.clip.C0, run.settings.train.lr) == (
+        answer.candidate.C,
+        answer.candidate.step / answer.candidate.C,
+    )
+    assert {candidate.mode for candidate in choice.list_fine([answer.candidate], 1.0, "fixed")} == {"plain"}
+
+
+def test_what_cannot_be_rehearsed_says_why() -> None:
+    client = settings_for(privacy={"unit": "client", "sigma": 1.0}, train={"rounds": 2})
+    assert any("nothing was rehearsed" in note for note in prepare(client, make_data()).problem.dataset.warnings)
+    other = prepare(settings_for(clip={"rule": "auto-s", "rehearse": True}), make_data())
+    assert any("the rule is auto-s" in note for note in other.problem.dataset.warnings)
+    assert prepare(settings_for(clip={"rehearse": False}), make_data()).settings.clip.step == 0
+
+
+def test_smoothing_prefers_a_plateau() -> None:
+    peak = {1.0: 9.0, 2.0: 0.0, 4.0: 9.0, 8.0: 1.0, 16.0: 1.0, 32.0: 1.0}
+    regrets = {Candidate("plain", 1.0, step): {"task": value} for step, value in peak.items()}
+    assert choice.rank(regrets, 0.25)[0][0].step in (16.0, 32.0)
+    assert choice.rank(regrets, 0.0)[0][0].step == 2.0
+
+
+def test_heavy_models_get_fewer_tasks_rather_than_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "EFFORTS", EFFORTS)
+    known = read_rehearsal_facts(prepare_unrehearsed(settings_for(rounds=200), make_data()))
+    light, middle, heavy = (choice.choose_effort(dataclasses.replace(known, work=work)) for work in (1e2, 7e5, 1e9))
+    assert (light, heavy) == (EFFORTS[0], EFFORTS[-1])
+    assert middle.long == light.long
+    assert middle.fine < light.fine
+    work = [choice.estimate_work(known, effort) for effort in EFFORTS]
+    assert work == sorted(work, reverse=True)
+
+
+def test_adam_is_tried_with_much_shorter_steps() -> None:
+    plain, adam = (
+        read_rehearsal_facts(prepare_unrehearsed(settings_for(train={"server": server}), make_data()))
+        for server in ("sgd", "adam")
+    )
+    shortest = [min(candidate.step for candidate in choice.list_coarse(one)) for one in (plain, adam)]
+    assert shortest[1] < shortest[0] / 100
+
+
+def test_plan_warns_where_moo_is_weak_without_a_rehearsal() -> None:
+    def warned(**more: dict) -> str:
+        plain = settings_for(rounds=100, clip={"rehearse": False}).replace(**more)
+        return " ".join(list_weaknesses(prepare_unrehearsed(plain, make_data())))
+
+    assert warned() == ""
+    assert "several local steps" in warned(train={"rounds": 20, "steps": 4})
+    assert "memory" in warned(train={"server": "momentum"})
+    assert "so few rounds" in warned(train={"rounds": 10}, model={"name": "mlp"})
+    assert warned(train={"rounds": 10}) == ""
+    assert warned(train={"server": "momentum"}, clip={"step": 1.0}) == ""
+    assert warned(train={"server": "momentum"}, clip={"rule": "fixed"}) == ""

@@ -1,0 +1,146 @@
+"""The no-tuning suite: its list, which half is set aside, how the best fixed cell is chosen and scored."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fulcrum.errors import ConfigError
+from fulcrum.study.calibrate import calibrate_jobs
+from fulcrum.study.run_job import DatasetCache, prepare_job, train_to_end
+from fulcrum.study.suite import sources
+from fulcrum.study.suite.jobs import list_starts, list_suite_jobs, make_suite_job
+from fulcrum.study.suite.scenarios import FAILING_CLASSES, Suite, read_suite, select_part, select_set_aside
+from fulcrum.study.suite.summary import find_all, judge, score_best_cell
+from fulcrum.study.worker import run_missing_jobs
+
+
+@pytest.fixture(scope="module")
+def suite() -> Suite:
+    return read_suite()
+
+
+def test_the_first_half_by_digest_is_set_aside(suite: Suite) -> None:
+    names = sorted((s.name for s in suite.scenarios), key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    assert len(names) >= 48
+    assert suite.set_aside == set(names[: len(names) // 2])
+    # The digest of the list: a scenario that is renamed, added or taken away moves others between the halves.
+    assert hashlib.sha256("\n".join(names).encode()).hexdigest()[:16] == "9984d5a86afd3362"
+
+
+def test_each_failing_class_has_three_scenarios_on_both_sides(suite: Suite) -> None:
+    for name in FAILING_CLASSES:
+        own = [scenario.name in suite.set_aside for scenario in suite.scenarios if name in scenario.kinds]
+        assert min(own.count(True), own.count(False)) >= 3, name
+
+
+def test_the_scenarios_cover_what_federations_look_like(suite: Suite) -> None:
+    def values(name: str) -> list[float]:
+        return [getattr(scenario, name) for scenario in suite.scenarios]
+
+    assert (min(values("rounds")), max(values("rounds"))) == (5, 2000)
+    assert (min(values("steps")), max(values("steps"))) == (1, 32)
+    assert (min(values("parties")), max(values("parties"))) == (1, 1000)
+    assert (min(values("rate")), max(values("rate"))) == (0.001, 1.0)
+    assert (min(values("epsilon")), max(values("epsilon"))) == (0.3, 50.0)
+    assert {s.data for s in suite.scenarios} == set(sources.BUILDERS)
+    assert {"momentum", "adam", "sgd"} == {s.server for s in suite.scenarios}
+    assert {"resnet", "layer_norm_mlp", "mean_of_words", "attention"} < {s.model for s in suite.scenarios}
+    assert all(len(suite.list_seeds(s)) >= (20 if s.rounds <= 50 else 6) for s in suite.scenarios)
+    assert len(list_starts(suite, "dp-sgd")) == 25
+    assert list_starts(suite, suite.default)[0] == (1.0, 1.0)
+    assert set(list_starts(suite, "moo")[1:]) == {(C, lr) for C in (0.01, 100) for lr in (1 / 16, 16)} | {(0.01, 1.0)}
+
+
+def test_halves_do_not_depend_on_order_and_a_part_keeps_them(suite: Suite) -> None:
+    names = [s.name for s in suite.scenarios]
+    assert select_set_aside(names[::-1]) == select_set_aside(names) != frozenset(names[: len(names) // 2])
+    part = select_part(suite, ["development"])
+    assert {s.name for s in part.scenarios} == set(names) - suite.set_aside
+    assert part.set_aside == suite.set_aside
+    with pytest.raises(ConfigError, match="not of the suite"):
+        select_part(suite, ["developmnt"])
+
+
+def test_the_best_cell_is_scored_on_seeds_that_did_not_choose_it() -> None:
+    generator = np.random.default_rng(0)
+    equal = {(C, lr): {seed: 50 + generator.normal() for seed in range(6)} for C in range(5) for lr in range(5)}
+    fair = [
+        np.mean(list(score_best_cell(_shuffle_seeds(equal, np.random.default_rng(i)))[0].values())) for i in range(40)
+    ]
+    assert abs(np.mean(fair) - 50) < 0.25
+    greedy = max(np.mean(list(scores.values())) for scores in equal.values())
+    assert greedy - 50 > 0.5  # what the best of 25 equal cells would be taken for
+    clear = {(1.0, 1.0): dict.fromkeys(range(4), 90.0), (1.0, 4.0): dict.fromkeys(range(4), 80.0)}
+    assert score_best_cell(clear) == (dict.fromkeys(range(4), 90.0), ((1.0, 1.0), (1.0, 1.0)))
+
+
+def _shuffle_seeds(grid, generator):
+    return {cell: dict(enumerate(generator.permutation(list(scores.values())))) for cell, scores in grid.items()}
+
+
+@pytest.fixture(scope="module")
+def tiny(suite: Suite) -> Suite:
+    part = select_part(suite, ["tiny"])
+    scenarios = tuple(s for s in part.scenarios if s.data == "digits")[:1]
+    return dataclasses.replace(part, scenarios=scenarios, default="moo", rivals=("dp-sgd",))
+
+
+def test_a_tiny_suite_runs_and_is_summarised(tiny: Suite, tmp_path: Path) -> None:
+    from fulcrum.study.backends import BackendOptions
+    from fulcrum.study.store import load_results
+    from fulcrum.study.suite.report import write_suite_report
+
+    jobs = calibrate_jobs(list_suite_jobs(tiny))
+    left = run_missing_jobs(jobs, tmp_path, "stacked", BackendOptions(device="cpu", say=lambda line: None))
+    assert left == 0
+    findings = write_suite_report(tmp_path, tiny, load_results(tmp_path))
+    (entry,) = json.loads((tmp_path / "summary.json").read_text())
+    wanted = {"scenario", "set_aside", "seeds", "best_fixed", "default", "worst_start", "interval", "commit", "command"}
+    assert set(entry) == wanted
+    assert entry["seeds"] == 2
+    assert not entry["set_aside"]
+    assert 0 < entry["default"] <= 100
+    assert judge(findings).count == 1
+    assert "Development half" in (tmp_path / "summary.md").read_text()
+    assert find_all(tiny, {}) == []
+
+
+def test_a_derived_federation_trains_as_one_that_was_prepared_by_itself(tiny: Suite) -> None:
+    scenario = tiny.scenarios[0]
+    cells = [make_suite_job(tiny, scenario, "moo", start, 0) for start in ((1.0, 1.0), (0.1, 4.0))]
+    first, second = calibrate_jobs(cells)
+    shared = DatasetCache()
+    prepare_job(first, shared, "cpu")
+    derived = prepare_job(second, shared, "cpu")
+    alone = prepare_job(second, DatasetCache(), "cpu")
+    assert derived.settings == alone.settings
+    assert len(shared.prepared) == 1
+    assert torch.equal(derived.problem.partition.order, alone.problem.partition.order)
+    assert train_to_end(derived).metrics == train_to_end(alone).metrics
+    other = prepare_job(first, shared, "cpu")
+    assert train_to_end(other).metrics != train_to_end(derived).metrics
+
+
+def test_made_up_sentences_are_the_same_everywhere_and_can_be_learned() -> None:
+    once, again = sources.build_reviews(""), sources.build_reviews("")
+    assert all(np.array_equal(once[name], again[name]) for name in once)
+    good = ((once["x"] >= 9) & (once["x"] < 69)).sum(axis=1) - ((once["x"] >= 69) & (once["x"] < 129)).sum(axis=1)
+    told = np.mean((good > 0) == (once["y"] == 1))
+    assert 0.6 < told < 0.95  # words alone tell much, negations the rest
+    assert 0.4 < once["y"].mean() < 0.6
+
+
+def test_a_source_that_is_not_there_says_what_it_needs(tmp_path: Path, monkeypatch) -> None:
+    from fulcrum.errors import DataError
+
+    monkeypatch.setenv("FULCRUM_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(DataError, match=r"adult/adult\.data\.gz"):
+        sources.census(str(tmp_path))
