@@ -64,7 +64,7 @@ saves a few percent of the time, but every worker needs that memory."""
 FEWEST_EXAMPLES, LARGEST_PASS_BYTES = 16, 512 * 2**20
 """A model with its own forward gets at least so many examples per pass, unless they take more bytes than this."""
 
-FEW_EXAMPLES, USUAL_EXAMPLES, LARGEST_HOST_PASS = 16, 32, 768 * 2**20
+FEW_EXAMPLES, USUAL_EXAMPLES, LARGEST_HOST_PASS = 16, 32, 384 * 2**20
 """The same on a CPU, where pieces are worked on side by side and add up a sum of the model's size each: two pieces
 from FEW_EXAMPLES on, and 4, 8, ... so that a piece has at most USUAL_EXAMPLES and bytes of this number."""
 
@@ -113,7 +113,9 @@ class GradientRecorder:
 
     def clone(self) -> GradientRecorder:
         """A recorder of a copy of the model, for another thread; it keeps the results of the analysis."""
-        other = GradientRecorder(copy.deepcopy(self.model), self.layout, self.task, self.how, self.block)
+        shared: dict[int, Any] = {id(parameter): parameter for parameter in self.model.parameters()}  # never written to
+        model = copy.deepcopy(self.model, shared)
+        other = GradientRecorder(model, self.layout, self.task, self.how, self.block)
         other._verdict, other._elements = self._verdict, dict(self._elements)
         other._plans, other._channels_last = dict(self._plans), self._channels_last
         return other
