@@ -41,7 +41,6 @@ from fulcrum.gradients.uses import (
 )
 from fulcrum.gradients.vmap import record_vmap_tape
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
-from fulcrum.models.prepared import draws_keys
 
 __all__ = [
     "PROVEN_BLOCK",
@@ -255,10 +254,6 @@ class GradientRecorder:
                 self._verdict = str(problem)
                 return None
             self._verdict = ""
-            if self._plans[shape].sites and draws_keys(self.model):
-                # A module runs again in vmap without its examples' keys, so that its masks would be others.
-                self._verdict = "it has random layers, and a module without a rule"
-                return None
         return self._plans[shape]
 
     def record_once(
