@@ -65,6 +65,7 @@ SETTINGS = {
     "--engine",
     "--device",
     "--ledger",
+    "--reference",
     "--set",
 }
 PART = {"--datasets", "--methods", "--epsilons", "--seeds"}
