@@ -94,7 +94,8 @@ class _Call:
         done = fused.launch_kernel("group_norm_backward_kernel", len(g) * given["BLOCKS"], tensors, given)
         if not done:
             raise RuntimeError(fused.kernel_failures[-1])
-        self.slope = slope
+        # Autograd keeps this object until the whole pass is over; the images are not needed any more.
+        self.slope, self.images = slope, slope.new_empty(0)
         return ParameterGrads(both[0], both[1])
 
 
@@ -109,7 +110,7 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
         call: _Call = ctx.call
-        if call.slope is None:
+        if call.slope is None:  # no hook asked for the parameters' gradients
             call.differentiate(grads[0])
         slope, call.slope = call.slope, None
         return slope, None
