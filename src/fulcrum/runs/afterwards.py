@@ -39,7 +39,7 @@ def load_test_records(trained: TrainedModel, source: str = "", folder: str = "")
         return load_test_table(trained, source or settings.table.test)
     given = {name: getattr(settings, name) for name in ("table", "images") if hasattr(settings, name)}
     where = (source or settings.data.source, folder or settings.data.dir)
-    data = load_data(*where, task=_choose_task(trained), need=("test",), **given)
+    data = load_data(*where, task=choose_task(trained), need=("test",), **given)
     data = dataclasses.replace(data, train=None)
     data.test_records  # noqa: B018  a DataError where there are none
     data = compute_features(data, settings.data, torch.device("cpu"))
@@ -57,12 +57,12 @@ def load_test_table(trained: TrainedModel, source: str) -> Dataset:
     if not rows.is_file():
         raise DataError(f"--data {source}: there is no such file.")
     x, y = schema.encode(rows), schema.encode_target(rows)
-    data = from_arrays(x_test=x, y_test=y, task=_choose_task(trained), name=rows.name, public=True)
+    data = from_arrays(x_test=x, y_test=y, task=choose_task(trained), name=rows.name, public=True)
     check_shapes(trained, data.test_records.x, data.name)
     return data
 
 
-def _choose_task(trained: TrainedModel) -> Any:
+def choose_task(trained: TrainedModel) -> Any:
     """The task settings of the run, with its number of classes declared."""
     told = trained.facts["task"]["settings"]
     return trained.settings.task if told is None else read_task_settings(told)
