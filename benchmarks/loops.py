@@ -222,8 +222,8 @@ def write_page(rows: list[dict[str, Any]]) -> str:
     lines += [
         "",
         "The problem `text` showed that moo took random embedding tables for pretrained weights and shortened its "
-        "steps: 0.572 +- 0.032 before that was changed. So `text` is no test of the change; `text-other` was made after "
-        "it, and nothing was changed after looking at it.",
+        "steps: 0.572 +- 0.032 before that was changed. So `text` is no test of the change; `text-other` was made "
+        "after it, and nothing was changed after looking at it.",
     ]
     machine = rows[0]["machine"]
     lines += [
