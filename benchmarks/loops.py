@@ -186,8 +186,8 @@ def write_page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# The same loop in Opacus and in fulcrum.private",
         "",
-        "Made by `benchmarks/loops.py`. Accuracy on test records, mean and standard deviation over "
-        f"{rows[0]['seeds']} seeds (weights, samples and noise); equal noise multiplier, sampling rate and steps, so "
+        "Made by `benchmarks/loops.py`. Accuracy on test records, mean and standard deviation over the seeds (of "
+        "weights, samples and noise). Both loops have the same noise multiplier, sampling rate and number of steps, so "
         "equal epsilon. Opacus 1.6 with every pair of 5 clipping norms and 5 learning rates; the best is chosen by "
         "the test score itself. fulcrum.private has nothing to choose and was run once per seed.",
         "",
@@ -197,7 +197,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         ours, peer = row["fulcrum"], row.get("opacus")
-        cells = [f"{row['problem']} ({row['data']})", f"{row['epsilon']:g}"]
+        cells = [f"{row['problem']} ({row['data']}, {row['seeds']} seeds)", f"{row['epsilon']:g}"]
         cells += [f"{ours['score']:.3f} +- {ours['score_std']:.3f}"]
         cells += [f"{ours['score_averaged']:.3f} +- {ours['score_averaged_std']:.3f}"]
         if peer:
