@@ -13,7 +13,15 @@ import torch
 from fulcrum.data import from_arrays
 from fulcrum.rng import SeededRandomness
 from fulcrum.runs import apply_rehearsal, derive_federation, prepare, prepare_unrehearsed, train
-from fulcrum.runs.rehearsal import Candidate, choice, facts, memory, read_rehearsal_facts, rehearse
+from fulcrum.runs.rehearsal import (
+    Candidate,
+    choice,
+    facts,
+    list_weaknesses,
+    memory,
+    read_rehearsal_facts,
+    rehearse,
+)
 from fulcrum.runs.rehearsal.stage import Stage
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import make_model_facts
@@ -179,3 +187,17 @@ def test_adam_is_tried_with_much_shorter_steps() -> None:
     )
     shortest = [min(candidate.step for candidate in choice.list_coarse(one)) for one in (plain, adam)]
     assert shortest[1] < shortest[0] / 100
+
+
+def test_plan_warns_where_moo_is_weak_without_a_rehearsal() -> None:
+    def warned(**more: dict) -> str:
+        plain = settings_for(rounds=100, clip={"rehearse": False}).replace(**more)
+        return " ".join(list_weaknesses(prepare_unrehearsed(plain, make_data())))
+
+    assert warned() == ""
+    assert "several local steps" in warned(train={"rounds": 20, "steps": 4})
+    assert "memory" in warned(train={"server": "momentum"})
+    assert "so few rounds" in warned(train={"rounds": 10}, model={"name": "mlp"})
+    assert warned(train={"rounds": 10}) == ""
+    assert warned(train={"server": "momentum"}, clip={"step": 1.0}) == ""
+    assert warned(train={"server": "momentum"}, clip={"rule": "fixed"}) == ""
