@@ -45,11 +45,7 @@ def train_with_opacus(
     criterion = nn.CrossEntropyLoss()
     engine = PrivacyEngine(accountant="rdp")
     model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=problem.make_loader(),
-        noise_multiplier=sigma,
-        max_grad_norm=C,
+        module=model, optimizer=optimizer, data_loader=problem.make_loader(), noise_multiplier=sigma, max_grad_norm=C
     )
     for _ in range(problem.epochs):
         for x, y in loader:
@@ -205,6 +201,8 @@ def write_page(rows: list[dict[str, Any]]) -> str:
                 one = peer[name]
                 cells.append(f"{one['score']:.3f} +- {one['score_std']:.3f} (C {one['C']:g}, lr {one['lr']:g})")
             cells.append(f"{peer['worst']['score']:.3f}")
+        else:
+            cells += ["not run"] * 3
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
@@ -248,6 +246,8 @@ def main() -> None:
         row = measure(PROBLEMS[name](), given.epsilon, range(given.seeds), not given.without_opacus)
         if given.without_opacus and path.is_file():  # what was measured of it before stays
             row |= {key: value for key, value in json.loads(path.read_text()).items() if key == "opacus"}
+            if "opacus" in row:
+                row["opacus"]["lines"] = count_lines(train_with_opacus)
         path.write_text(json.dumps(row, indent=1) + "\n")
     stored = [given.out / f"{name}.json" for name in PROBLEMS]
     rows = [json.loads(path.read_text()) for path in stored if path.is_file()]
