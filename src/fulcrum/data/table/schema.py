@@ -232,7 +232,8 @@ class Schema:
         missing = [name for name in names if name not in columns]
         if missing:
             raise ConfigError(
-                f"{where}: target {missing[0]!r} is not declared; say what it is, such as [columns.{format_key(missing[0])}] "
+                f"{where}: target {missing[0]!r} is not declared; say what it is, such as "
+                f"[columns.{format_key(missing[0])}] "
                 'with kind = "yes-no", or "category" with its categories.'
             )
         plain = {
