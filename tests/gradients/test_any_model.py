@@ -236,6 +236,11 @@ BY_RULES: dict[str, Case] = {
             "head": lambda: L(18),
         },
     ),
+    "repeated": (
+        lambda s, x: s.head(torch.cat([s.p.repeat(len(x), 2, 1), s.q.expand_as(x), x], 1).flatten(1)),
+        (2, 6),
+        {"p": lambda: P(1, 1, 6), "q": lambda: P(6), "head": lambda: L(36)},
+    ),
     "transposed": (lambda s, x: s.head(torch.tanh(x @ s.p.T)), (6,), {"p": lambda: P(5, 6), "head": lambda: L(5)}),
     "slices-that-overlap": (
         lambda s, x: s.head(F.linear(x, s.p[:4]) * F.linear(x, s.p[1:])),
@@ -308,20 +313,15 @@ BY_RULES: dict[str, Case] = {
 }
 
 BY_CALLS: dict[str, Case] = {
-    "repeated": (
-        lambda s, x: s.head(torch.cat([s.p.repeat(len(x), 1, 1), x], 1).flatten(1)),
-        (2, 6),
-        {"p": lambda: P(1, 1, 6), "head": lambda: L(18)},
-    ),
     "stacked": (
         lambda s, x: s.head(torch.cat([torch.stack([s.p] * len(x)), x], 1)),
         (6,),
         {"p": lambda: P(2), "head": lambda: L(8)},
     ),
-    "einsum": (
-        lambda s, x: s.head(torch.einsum("bti,hio->bhto", x, s.p).flatten(1)),
-        (3, 6),
-        {"p": lambda: P(2, 6, 2), "head": lambda: L(12)},
+    "einsum-by-head": (
+        lambda s, x: s.head(torch.einsum("bthd,hde->bthe", x, s.p).flatten(1)),
+        (3, 2, 4),
+        {"p": lambda: P(2, 4, 2), "head": lambda: L(12)},
     ),
     "distances": (lambda s, x: -torch.cdist(s.a(x), s.p), (6,), {"a": lambda: L(6, 4), "p": lambda: P(CLASSES, 4)}),
     "product-from-the-left": (
