@@ -21,6 +21,7 @@ from fulcrum.runs.rehearsal import (
     memory,
     read_rehearsal_facts,
     rehearse,
+    stage,
 )
 from fulcrum.runs.rehearsal.stage import Stage
 from fulcrum.settings.schema import Settings
@@ -203,3 +204,12 @@ def test_plan_warns_where_moo_is_weak_without_a_rehearsal() -> None:
     assert warned(train={"rounds": 10}) == ""
     assert warned(train={"server": "momentum"}, clip={"step": 1.0}) == ""
     assert warned(train={"server": "momentum"}, clip={"rule": "fixed"}) == ""
+
+
+def test_runs_score_the_same_in_a_stack_and_one_by_one() -> None:
+    base = prepare_unrehearsed(settings_for(), make_data())
+    runs = [derive_federation(base, Candidate("plain", 1.0, step).apply(base.settings, 1)) for step in (0.5, 4.0)]
+    stacked, alone = stage._play_stacked(runs), stage._play_one_by_one(runs)
+    assert stacked == pytest.approx(alone, abs=1e-6)
+    assert stacked[0] != stacked[1]
+    assert not stage._is_faster_alone(base)
