@@ -76,6 +76,8 @@ COMMANDS = {
     "resume": {"folder", "--observe", "--repeat", "--json", "--quiet", "-q", "--debug"},
     "show": {"folder", "--json", "--debug"},
     "evaluate": {"folder", "--data", "--data-dir", "--model", "--json", "--debug"},
+    "score": {"folder", "--data", "--party", "--ledger", "--hold-out", "--epsilon", "--delta", "--out", "--merge"}
+    | {"--data-dir", "--model", "--json", "--debug"},
     "predict": {"folder", "--data", "--data-dir", "--model", "--out", "--quiet", "-q", "--debug"},
     "export": {"folder", "--to", "--out", "--model", "--json", "--quiet", "-q", "--debug"},
     "init": {"path", "--debug"},
@@ -112,6 +114,7 @@ COMMANDS = {
         "--data",
         "--schema",
         "--withdrawn",
+        "--hold-out",
         "--server",
         "--key",
         "--ledger",

@@ -71,6 +71,7 @@ ALLOWED: dict[str, Callable[[], nn.Module]] = {
     "two-steps-first": lambda: Model(
         lambda s, x: s.head(s.norm(s.layer(x[:, :2].transpose(0, 1))).mean(0)), norm=nn.LayerNorm(4)
     ),
+    "one-by-one": lambda: Model(lambda s, x: torch.stack([s.head(s.layer(row.mean(dim=0))) for row in x])),
     "routed": lambda: Model(lambda s, x: s.head(s.routed(flat(x))), routed=Routed()),
     "jit": lambda: Model(lambda s, x: s.head(s.script(flat(x))), script=torch.jit.script(nn.Linear(6, 4))),
 }
@@ -81,6 +82,18 @@ ALLOWED: dict[str, Callable[[], nn.Module]] = {
 def test_rows_that_are_no_examples_are_none(name: str) -> None:
     """As many states or steps as examples in the trial: earlier they were taken for examples."""
     validate_model(ALLOWED[name](), PAIR)
+
+
+def test_a_model_that_refuses_made_up_numbers_is_still_checked() -> None:
+    def picky(s: Any, x: Tensor) -> Tensor:
+        if float(x.max()) > 1.5:
+            raise ValueError("no such number")
+        h = s.layer(flat(x))
+        return s.head(h - h.mean(0) * s.mixing)  # type: ignore[no-any-return]
+
+    validate_model(Model(picky, mixing=0.0), PAIR)
+    with pytest.raises(ModelError, match="mixes the examples"):
+        validate_model(Model(picky, mixing=1.0), PAIR)
 
 
 def share_memory() -> nn.Module:
@@ -94,7 +107,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "half": (lambda: Model(lambda s, x: x).bfloat16(), "has type bfloat16"),
     "complex": (lambda: Model(lambda s, x: x, p=nn.Parameter(torch.zeros(2, dtype=torch.cfloat))), "view_as_complex"),
     "meta": (lambda: Model(lambda s, x: x).to("meta"), "no values"),
-    "views": (share_memory, "'layer.bias' and 'head.bias' are views of the same memory"),
+    "views": (share_memory, "'head.bias' and 'layer.bias' are views of the same memory"),
     "script": (lambda: torch.jit.script(nn.Linear(6, 3)), "torch.jit"),
 }
 
@@ -105,6 +118,13 @@ def test_odd_parameters_are_refused(name: str) -> None:
     make, words = ODD[name]
     with pytest.raises(ModelError, match=words):
         validate_model(make(), PAIR)
+
+
+def test_neighbours_in_memory_are_no_views() -> None:
+    """As cuDNN arranges the weights of an LSTM."""
+    model, memory = Model(lambda s, x: s.head(s.layer(flat(x)))), torch.randn(28)
+    model.layer.weight, model.layer.bias = nn.Parameter(memory[:24].view(4, 6)), nn.Parameter(memory[24:])
+    validate_model(model, PAIR)
 
 
 def test_a_shared_parameter_is_no_view() -> None:

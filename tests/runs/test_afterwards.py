@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from fulcrum.data import from_arrays
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.models.checkpoints import read_origin
 from fulcrum.runs import load_trained
+from fulcrum.runs.afterwards import predict, score_model
 from fulcrum.runs.export import export_model
+from fulcrum.settings.schema import TaskSettings
 
 SETTINGS: dict[str, Any] = {"parties": 3, "epsilon": 8.0, "rounds": 2, "rate": 0.2, "partition": "iid"}
 NO_FULCRUM = "import sys; sys.modules['fulcrum'] = None\n"
@@ -90,23 +93,18 @@ def test_onnx_needs_its_extra_or_gives_the_same_outputs(digits: Path, tmp_path: 
     export_model(trained, "onnx", tmp_path / "m.onnx")  # compares outputs itself
 
 
-def test_an_export_that_differs_is_refused_and_removed(tmp_path: Path) -> None:
+def test_an_export_that_differs_is_refused_and_removed(digits: Path, tmp_path: Path) -> None:
     class Counted(nn.Module):
         """The number of examples decides, which a trace does not see."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(4, 2)
+            self.layer = nn.Linear(64, 10)
 
         def forward(self, x: Any) -> Any:
-            out = self.layer(x)
-            return out * {2: 1.0}.get(len(x), 3.0) if not torch.is_grad_enabled() else out
+            return self.layer(x.flatten(1)) * {2: 1.0}.get(len(x), 3.0)
 
-    torch.manual_seed(0)
-    x = torch.randn(60, 4)
-    data = from_arrays(x, (x[:, 0] > 0).long(), x[:10], (x[:10, 0] > 0).long(), public=True)
-    fulcrum.train(data, Counted(), out=tmp_path / "run", **SETTINGS)
-    trained = load_trained(tmp_path / "run", Counted())
+    trained = dataclasses.replace(load_trained(digits), model=Counted())
     with pytest.raises(RunError, match="gives other outputs than this one for 3 examples"):
         export_model(trained, "torchscript", tmp_path / "m.ts")
     assert not (tmp_path / "m.ts").exists()
@@ -165,6 +163,32 @@ def test_the_command_line(digits: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "choose one of torch, safetensors" in said
 
 
+TASKS: dict[str, dict[str, Any]] = {
+    "binary": {"y": lambda x: (x[:, 0] > 0).long(), "task": "binary"},
+    "regression": {"y": lambda x: x[:, 0] * 3, "task": TaskSettings("regression", low=-9.0, high=9.0)},
+    "two numbers": {"y": lambda x: x[:, :2], "task": TaskSettings("regression", scale=1.0)},
+    "multilabel": {"y": lambda x: (x[:, :3] > 0).long(), "task": TaskSettings("multilabel", classes=3)},
+}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_predictions_are_in_the_targets_own_units(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(80, 5)
+    y, task = TASKS[kind]["y"](x), TASKS[kind]["task"]
+    data = from_arrays(x[20:], y[20:], x[:20], y[:20], task=task, public=True)
+    done = fulcrum.train(data, out=tmp_path / "run", model={"name": "linear"}, **SETTINGS)
+    trained = load_trained(tmp_path / "run")
+    assert trained.task is not None
+    assert trained.task.name == data.task.name
+    found = predict(trained, x[:20])
+    assert torch.equal(found.values, data.task.predict(done.model(x[:20]).detach()))
+    assert len(found.to_columns()["prediction" if y.dim() == 1 else "prediction_0"]) == 20
+    metrics = score_model(trained, dataclasses.replace(data, train=None))["metrics"]
+    for name, value in metrics.items():
+        assert value == pytest.approx(done.metrics[name], rel=1e-5, abs=1e-6)
+
+
 def test_edited_weights_are_noticed(digits: Path, tmp_path: Path) -> None:
     import shutil
 
@@ -175,6 +199,36 @@ def test_edited_weights_are_noticed(digits: Path, tmp_path: Path) -> None:
     save_file({name: value + 1 for name, value in weights.items()}, tmp_path / "copy" / "model.safetensors")
     with pytest.raises(RunError, match=r"model\.safetensors was edited or damaged"):
         fulcrum.load(tmp_path / "copy")
+
+
+def test_a_tables_schema_goes_with_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FULCRUM_KEY_FILE", str(tmp_path / "key"))
+    ages = np.random.default_rng(0).uniform(20, 80, 150)  # all different
+    rows = [f"{age},{'yes' if age > 50 else 'no'}" for age in ages]
+    (tmp_path / "t.csv").write_text("\n".join(["age,outcome", *rows[:120]]) + "\n")
+    (tmp_path / "public.csv").write_text("\n".join(["age,outcome", *rows[120:]]) + "\n")
+    (tmp_path / "new.csv").write_text("age\n30\n70\n")
+    (tmp_path / "t.schema.toml").write_text(
+        'target = "outcome"\n[columns.age]\nkind = "number"\nlow = 0\nhigh = 110\n[columns.outcome]\nkind = "yes-no"\n'
+    )
+    words = ["--data", "t.csv", "--parties", "2", "--epsilon", "8", "--rounds", "4", "--set", "table.test=public.csv"]
+    assert main(["run", *words, "--out", "run", "-q"]) == 0
+    (tmp_path / "t.csv").unlink()  # the private data is not needed any more
+    capsys.readouterr()
+    assert main(["evaluate", "run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metrics"]["auc"] == pytest.approx(
+        json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]["auc"]
+    )
+    assert main(["predict", "run", "--data", "new.csv"]) == 0
+    assert {line.split(",")[0] for line in capsys.readouterr().out.splitlines()[1:]} <= {"yes", "no"}
+    assert main(["export", "run", "--to", "torch", "--out", "m.pt", "-q"]) == 0
+    assert (tmp_path / "m.pt.schema.toml").read_text() == (tmp_path / "run" / "schema.toml").read_text()
+    assert main(["evaluate", "run", "--data", "new.csv"]) == 2
+    assert "no column 'outcome'" in capsys.readouterr().err
 
 
 # --- a new run from an old model ----------------------------------------------------------------------

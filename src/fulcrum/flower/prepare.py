@@ -55,7 +55,12 @@ def make_served_settings(settings: Settings, parties: int, simulation: bool) -> 
             "party prepare its data with fulcrum.data.compute_features."
         )
     if settings.data.validation:
-        raise ConfigError("data.validation holds out training data, which the coordinator does not have; set it to 0.")
+        raise ConfigError(
+            "data.validation holds out training data, which the coordinator does not have; set it to 0. Each party can "
+            "keep units out of training with fulcrum party --hold-out, and score the model on them: fulcrum score."
+        )
+    if settings.run.reference:
+        raise ConfigError("run.reference = true trains without privacy, and parties' records are private; turn it off.")
     privacy = dataclasses.replace(
         settings.privacy,
         randomness="seeded" if simulation else "secure",

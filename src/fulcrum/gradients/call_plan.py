@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor
 
+from fulcrum.gradients.call_log import CallLog, LoggedCall, LoggedLeaf
 from fulcrum.gradients.program import UnsupportedModel
 
 FEW, MORE = 2, 3
@@ -123,133 +121,10 @@ class CallPlan:
         return replace(self, calls=tuple(calls))
 
 
-def name_function(function: Any) -> str:
-    """The name of a function or operator; of a property such as `Tensor.T`, the property's."""
-    name = str(getattr(function, "__name__", function))
-    owner = getattr(function, "__self__", None)
-    return str(getattr(owner, "__name__", name)) if name == "__get__" else name
+# --- two runs compared ------------------------------------------------------------------------------
 
 
-def list_leaves(value: Any) -> list[Any]:
-    """The leaves of nested lists, tuples and dicts: as `tree_leaves`, in less time."""
-    found: list[Any] = []
-    _add_leaves(value, found)
-    return found
-
-
-def _add_leaves(value: Any, found: list[Any]) -> None:
-    kind = type(value)
-    if kind is tuple or kind is list:
-        for each in value:
-            _add_leaves(each, found)
-    elif kind is dict:
-        for each in value.values():
-            _add_leaves(each, found)
-    elif isinstance(value, tuple | list | dict):
-        found.extend(tree_leaves(value))
-    else:
-        found.append(value)
-
-
-# --- the two runs ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """A leaf of a call's arguments or results: its tensor's number, its shape; or its value."""
-
-    number: int = -1
-    shape: tuple[int, ...] = ()
-    differentiable: bool = False
-    is_mask: bool = False
-    value: Any = None
-
-
-@dataclass(frozen=True)
-class _LoggedCall:
-    function: Any
-    recorded: bool
-    structure: Any
-    given: tuple[_Leaf, ...]
-    found: tuple[_Leaf, ...]
-    scope: frozenset[str] = frozenset()
-
-
-class CallLog(TorchFunctionMode):
-    """Notes every call of a function, and every call of a module that `watch` follows.
-
-    wanted: leaves whose values are kept, as (call, "given" or "found", number of the leaf).
-    """
-
-    def __init__(self, wanted: frozenset[tuple[int, str, int]] = frozenset()) -> None:
-        super().__init__()
-        self.calls: list[_LoggedCall] = []
-        self.modules: dict[str, list[_LoggedCall]] = {}
-        self.values: dict[tuple[int, str, int], Tensor] = {}
-        self._wanted = wanted
-        self._numbers: Any = WeakIdKeyDictionary()
-        self._next, self._paused = 0, False
-        self._scope: list[str] = []
-
-    def number(self, tensor: Tensor) -> int:
-        """The same for the same tensor, and for no other."""
-        if tensor not in self._numbers:
-            self._numbers[tensor] = self._next
-            self._next += 1
-        return int(self._numbers[tensor])
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._paused:
-            return func(*args, **kwargs)
-        recorded, place = torch.is_grad_enabled(), len(self.calls)
-        leaves, structure = tree_flatten((args, kwargs))
-        given = self._note(leaves, place, "given")
-        scope = frozenset(self._scope)
-        self.calls.append(_LoggedCall(func, recorded, structure, given, (), scope))
-        out = func(*args, **kwargs)
-        # What changes its argument and returns nothing has that argument as its result.
-        found = self._note([args[0]] if out is None and args else tree_leaves(out), place, "found")
-        self.calls[place] = _LoggedCall(func, recorded, structure, given, found, scope)
-        return out
-
-    def _note(self, leaves: Sequence[Any], place: int = -1, side: str = "") -> tuple[_Leaf, ...]:
-        for n, leaf in enumerate(leaves):
-            if (place, side, n) in self._wanted and isinstance(leaf, Tensor):
-                self.values[place, side, n] = leaf.detach().clone()
-        return tuple(
-            _Leaf(self.number(leaf), tuple(leaf.shape), leaf.requires_grad, leaf.dtype == torch.bool)
-            if isinstance(leaf, Tensor)
-            else _Leaf(value=leaf)
-            for leaf in leaves
-        )
-
-    def watch(self, model: nn.Module) -> list[Any]:
-        """Handles of hooks that note the calls of all modules."""
-
-        def note(name: str, args: Any, kwargs: Any, out: Any) -> None:
-            self._paused = True
-            leaves, structure = tree_flatten((args, kwargs))
-            call = _LoggedCall(name, True, structure, self._note(leaves), self._note(tree_leaves(out)))
-            self.modules.setdefault(name, []).append(call)
-            self._paused = False
-            self._scope.remove(name)
-
-        def enter(name: str) -> Callable[..., None]:
-            return lambda *_: self._scope.append(name)
-
-        def leave(name: str) -> Callable[..., None]:
-            return lambda module, args, kwargs, out: note(name, args, kwargs, out)
-
-        handles: list[Any] = []
-        for name, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                handles.append(module.register_forward_pre_hook(enter(name)))
-                handles.append(module.register_forward_hook(leave(name), with_kwargs=True))
-        return handles
-
-
-def _compare_leaf(few: _Leaf, more: _Leaf) -> Place:
+def _compare_leaf(few: LoggedLeaf, more: LoggedLeaf) -> Place:
     if few.number >= 0 or more.number >= 0:
         if len(few.shape) != len(more.shape):
             return UNCLEAR
@@ -280,10 +155,8 @@ def _scale(few: int, more: int) -> int | None:
     return each if not rest and more == each * MORE else None
 
 
-def _compare(
-    few: _LoggedCall, more: _LoggedCall, ragged: set[int]
-) -> tuple[tuple[Place, ...] | None, tuple[Place, ...]]:
-    def compare(one: _Leaf, other: _Leaf) -> Place:
+def _compare(few: LoggedCall, more: LoggedCall, ragged: set[int]) -> tuple[tuple[Place, ...] | None, tuple[Place, ...]]:
+    def compare(one: LoggedLeaf, other: LoggedLeaf) -> Place:
         return UNCLEAR if one.number in ragged else _compare_leaf(one, other)
 
     aligned = few.structure == more.structure
@@ -340,7 +213,7 @@ def make_call_plan(run: Run) -> CallPlan:
     return CallPlan(_find_orders(tuple(calls), numbers, run), modules, unsteady)
 
 
-def _leave_out(log: CallLog, modules: frozenset[str]) -> Iterator[tuple[int, _LoggedCall]]:
+def _leave_out(log: CallLog, modules: frozenset[str]) -> Iterator[tuple[int, LoggedCall]]:
     """The calls of a log, numbered, without those in these modules."""
     return ((number, call) for number, call in enumerate(log.calls) if not call.scope & modules)
 
@@ -373,7 +246,7 @@ RAGGED = frozenset(
 """Functions whose results have as many rows as the data say."""
 
 
-def _find_ragged(call: _LoggedCall, ragged: set[int]) -> set[int]:
+def _find_ragged(call: LoggedCall, ragged: set[int]) -> set[int]:
     """The results of a call whose number of rows depends on the data."""
     indexes = call.function is Tensor.__getitem__
     masked = indexes and any(leaf.is_mask for leaf in call.given[1:])
@@ -387,7 +260,7 @@ def _find_ragged(call: _LoggedCall, ragged: set[int]) -> set[int]:
     return {number for number, shape in results.items() if shape and (indexes or shape[:1] in sources)}
 
 
-def _choose_kind(call: _LoggedCall, found: tuple[Place, ...]) -> str:
+def _choose_kind(call: LoggedCall, found: tuple[Place, ...]) -> str:
     tensors = [place for leaf, place in zip(call.found, found, strict=False) if leaf.number >= 0]
     if not tensors:
         return "note"
@@ -426,3 +299,40 @@ def _find_orders(calls: tuple[PlannedCall, ...], numbers: list[int], run: Run) -
         return replace(call, given=given, found=tuple(order(number, "found", n, p) for n, p in enumerate(call.found)))
 
     return tuple(settle(call, number) for call, number in zip(calls, numbers, strict=True))
+
+
+class PlanReader:
+    """Goes through a plan in step with a pass over so many examples."""
+
+    def __init__(self, plan: CallPlan, examples: int) -> None:
+        self._calls, self._examples, self._next = plan.calls, examples, 0
+
+    @property
+    def number(self) -> int:
+        """Of the call that was found last."""
+        return self._next - 1
+
+    def find(
+        self, function: Any, leaves: list[Any], places: set[int], hidden: dict[int, str]
+    ) -> PlannedCall | frozenset[int]:
+        """The next call of the plan, which must be that of a function with these arguments and parameters behind them.
+
+        If it is not: the parameters whose call was expected and did not come, or came and was not expected.
+        """
+        self.skip(hidden)
+        call = self._calls[self._next] if self._next < len(self._calls) else None
+        planned = call is not None and call.function == function and places <= call.places
+        if call is not None and planned and call.fits(leaves, self._examples):
+            self._next += 1
+            return call
+        if call is None or not any(places <= later.places for later in self._calls[self._next :]):
+            return frozenset(places)
+        return call.places
+
+    def skip(self, hidden: dict[int, str]) -> None:
+        """Leaves out the next calls that only see parameters which a running module follows by itself."""
+        while self._next < len(self._calls) and hidden:
+            call = self._calls[self._next]
+            if not all(place in hidden and hidden[place] in call.scope for place in call.places):
+                break
+            self._next += 1

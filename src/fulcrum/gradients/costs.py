@@ -90,7 +90,7 @@ def measure_layer_costs(
     own = layout.flatten(model).to(y.device)
 
     def count() -> dict[str, float]:
-        return count_plain_flop(model, layout, task, x, y)
+        return count_plain_flop(model, layout, task, select_rows(x, slice(0, 1)), y[:1])
 
     try:
         found = _find_uses(model, layout, task, own, x, y, terms)
@@ -266,9 +266,15 @@ def _price_without_choice(
 def _price_site(
     site: VmapSite, layout: ParameterLayout, counted: Mapping[str, float], terms: CostTerms
 ) -> dict[int, _Priced]:
-    """The module runs as it is, and again under vmap; its first parameter stands for the whole module."""
+    """The module runs as it is, and again under vmap; its first parameter stands for the whole module.
+
+    A call alone (`inner` is empty) is priced as two products per entry of its parameters.
+    """
     again = terms.batch * sum(f for name, f in counted.items() if _is_within(name, site.name))
     because = f"{site.reason}, in {site.name or 'the model'}: it runs a second time under torch.func"
+    if not site.inner:
+        again = terms.batch * 4.0 * sum(layout.sizes[place] for place in site.places)
+        because = f"{site.reason}: this call alone, under torch.func"
     first = min(site.places)
     return {
         place: _Priced(

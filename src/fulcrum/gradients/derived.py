@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from fulcrum.gradients.call_log import list_leaves
 from fulcrum.gradients.param_grads import (
     DOUBLE_SCRATCH,
     ParamGrad,
@@ -159,3 +160,81 @@ class DerivedGrad:
                 each = [torch.autograd.grad(shadow, leaf, one, retain_graph=True)[0] for one in slopes]
                 found = torch.stack(each)
         return found.detach().reshape(len(rows), -1)
+
+
+Target = int | Derivation
+"""What a gradient is of: a parameter's index in the layout, or what parameters made."""
+
+CHANGED = object()
+"""In place of a result: the function changed one of its arguments in place."""
+
+
+class FollowedTensors:
+    """The parameters of a layout, and what they alone make in a pass."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.targets: dict[int, Target] = {id(tensor): place for place, tensor in enumerate(tensors)}
+        self.hidden: dict[int, str] = {}
+        """Parameters that a module follows by itself while it runs, by place: the module's name."""
+        self._behind: dict[int, tuple[int, ...]] = {id(tensor): (place,) for place, tensor in enumerate(tensors)}
+        self._kept: list[Tensor] = list(tensors)  # their ids are keys
+        self._leaves: dict[int, Tensor] = {}
+
+    def find_places(self, value: Any) -> tuple[int, ...]:
+        """The parameters behind a value that are followed here."""
+        places = self._behind.get(id(value), ())
+        return tuple(place for place in places if place not in self.hidden) if self.hidden else places
+
+    def find_target(self, tensor: Tensor) -> tuple[Target, tuple[int, ...]]:
+        """What a followed tensor's gradient is of, and the parameters behind it that are followed here."""
+        return self.targets[id(tensor)], self.find_places(tensor)
+
+    def find_all_places(self, leaves: list[Any]) -> set[int]:
+        """The parameters behind the arguments of a call."""
+        return {place for leaf in leaves if id(leaf) in self._behind for place in self.find_places(leaf)}
+
+    def are_among(self, args: Any, kwargs: Any) -> bool:
+        """Whether a followed tensor is among the arguments."""
+        known = self._behind
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                if id(value) in known and (not self.hidden or self.find_places(value)):
+                    return True
+            elif isinstance(value, list | tuple | dict) and any(map(self.find_places, list_leaves(value))):
+                return True
+        return False
+
+    def derive(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Makes a tensor of parameters alone: once as it is, and once with autograd's history."""
+        versions = [(leaf, leaf._version) for leaf in list_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        out = function(*args, **kwargs)
+        given, results = list_leaves((args, kwargs)), tree_leaves(out)
+        sources = [self.targets[id(leaf)] for leaf in given if id(leaf) in self.targets]
+        if out is None or any(version != leaf._version for leaf, version in versions):
+            return CHANGED
+        shadow_args, shadow_kwargs = tree_map(self._find_shadow, (args, kwargs))
+        shadows = tree_leaves(function(*shadow_args, **shadow_kwargs))
+        leaves: dict[int, Tensor] = {}
+        for source in sources:
+            leaves |= {source: self._leaves[source]} if isinstance(source, int) else source.leaves
+        before: tuple[View, ...] | None = None
+        if len(sources) == 1 and id(args[0]) in self.targets:
+            before = () if isinstance(sources[0], int) else sources[0].views
+        for number, (result, shadow) in enumerate(zip(results, shadows, strict=True)):
+            if not isinstance(result, Tensor) or not shadow.requires_grad or id(result) in self.targets:
+                continue
+            view = find_view(function, args, kwargs, number)
+            views = None if before is None or view is None else (*before, view)
+            self.targets[id(result)], self._behind[id(result)] = Derivation(shadow, leaves, views), tuple(leaves)
+            self._kept.append(result)
+        return out
+
+    def _find_shadow(self, value: Any) -> Any:
+        target = self.targets.get(id(value)) if isinstance(value, Tensor) else None
+        if target is None:
+            return value
+        if isinstance(target, Derivation):
+            return target.shadow
+        if target not in self._leaves:
+            self._leaves[target] = value.detach().requires_grad_()
+        return self._leaves[target]

@@ -37,7 +37,7 @@ from fulcrum.gradients.rounding import (
     to_norm_table,
 )
 from fulcrum.gradients.tape import add_squares, check_loss_per_example, find_finite_norms, stack_squares
-from fulcrum.gradients.uses import MAX_MATERIALISED_RATIO, UsePlan, UseRecord, UseRecorder
+from fulcrum.gradients.uses import MAX_MATERIALISED_RATIO, UsePlan, UseRecord, UseRecorder, choose_written
 from fulcrum.models.layout import ParameterLayout
 
 # --- recording ------------------------------------------------------------------------------------
@@ -75,11 +75,8 @@ class _UseRecorder:
 
     def choose(self) -> None:
         """Chooses, before the backward pass, which gradients to materialise: the smallest, while memory allows."""
-        room = MAX_MATERIALISED_RATIO * self.elements
-        for entries, number in sorted((use.entries, n) for n, use in self.uses.items() if use.entries):
-            room -= entries
-            if room >= 0:
-                self.written.add(number)
+        wanted = [(use.entries, number) for number, use in self.uses.items() if use.entries]
+        self.written = choose_written(wanted, MAX_MATERIALISED_RATIO * self.elements)
 
     def collect(self, number: int, g: Tensor) -> None:
         """Makes the parameter gradients of a use from the gradient of its output, and frees its input."""
@@ -168,6 +165,11 @@ MAX_SMALL_ENTRIES = 4096
 """Tensors with at most this many entries are joined: a kernel for each of many biases takes longer than its work."""
 
 
+def _join_rows(parts: Sequence[tuple[ParamGrad, ...]]) -> Tensor:
+    """Rows [B, all their entries] of small tensors, side by side."""
+    return torch.cat([part.grads for uses in parts for part in uses if isinstance(part, MaterialisedGrad)], dim=1)
+
+
 @dataclass(frozen=True)
 class GhostTape:
     """A tape of parameter gradients: for each parameter tensor of the layout, those of all its uses."""
@@ -193,10 +195,6 @@ class GhostTape:
             and parts[0].grads.shape[1] <= MAX_SMALL_ENTRIES
         )
 
-    def _join_rows(self, places: Sequence[int]) -> Tensor:
-        """Rows [B, all their entries] of small tensors, side by side."""
-        return torch.cat([part.grads for place in places for part in self.parts[place]], dim=1)  # type: ignore[attr-defined]
-
     @cached_property
     def _tensor_squares(self) -> dict[int, SquaredNorms]:
         """Squared norms [B] of each tensor that is not small."""
@@ -214,7 +212,7 @@ class GhostTape:
             small = [i for i in members if i in self._small]
             pieces = [self._tensor_squares[i] for i in members if i not in self._small]
             if small:
-                rows = self._join_rows(small)
+                rows = _join_rows([self.parts[i] for i in small])
                 pieces.append(fast_squared_norms(rows) if self.fast else squared_norms(rows))
             found.append(add_squares(pieces))
         return stack_squares(found)
@@ -359,7 +357,7 @@ class GhostTape:
         for group, column in enumerate(columns):
             places = [i for i in sorted(self._small) if (groups[i] if groups else 0) == group]
             if places:
-                rows = torch.cat([part.grads for i in places for part in parts[i]], dim=1)  # type: ignore[attr-defined]
+                rows = _join_rows([parts[i] for i in places])
                 total = MaterialisedGrad(rows).weighted_sum(column, proven)
                 found |= dict(zip(places, total.split([self.layout.sizes[i] for i in places]), strict=True))
         return found

@@ -470,9 +470,10 @@ def _swap_entry_order(order: EntryOrder | None, size: WeightGradCost) -> EntryOr
     """The entry order of gradients stored with the output last, from the order with the output first."""
     if order is None:
         return EntryOrder((size.blocks, size.inputs, size.outputs), (0, 2, 1))
-    n, o, *patch = order.sizes
-    last = len(order.sizes) - 1
-    return EntryOrder((n, *patch, o), tuple(0 if i == 0 else last if i == 1 else i - 1 for i in order.permutation))
+    n, *rest = order.sizes  # blocks, then all dimensions of the outputs, then those of the inputs
+    split = next(i for i in range(len(rest) + 1) if math.prod(rest[:i]) == size.outputs)
+    moved = {0: 0, **{i + 1: i + 1 + (len(rest) - split if i < split else -split) for i in range(len(rest))}}
+    return EntryOrder((n, *rest[split:], *rest[:split]), tuple(moved[i] for i in order.permutation))
 
 
 def outer_squared_norms(part: LinearGrad | ConvGrad, fast: bool = False) -> SquaredNorms:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fulcrum.data.records import ModelInputs, count_examples, list_input_tensors, map_inputs
 from fulcrum.data.tasks import Task
-from fulcrum.gradients.call_plan import CallLog, make_call_plan
+from fulcrum.gradients.call_log import CallLog
+from fulcrum.gradients.call_plan import make_call_plan
 from fulcrum.gradients.plain_calls import run_plainly
 from fulcrum.gradients.program import UnsupportedModel
 from fulcrum.gradients.tape import check_loss_per_example

@@ -13,24 +13,37 @@ that is not possible, the parameters become those of a `VmapSite`: the module ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fulcrum.errors import ModelError
-from fulcrum.gradients.call_plan import Axis, CallPlan, Place, PlannedCall, list_leaves, name_function
-from fulcrum.gradients.derived import Derivation, DerivedGrad, find_view
-from fulcrum.gradients.outer_products import ConvGrad, LinearGrad, WeightGradCost, materialise_grads
+from fulcrum.gradients.call_log import list_leaves, name_function
+from fulcrum.gradients.call_plan import Axis, Place, PlannedCall, PlanReader
+from fulcrum.gradients.derived import CHANGED, DerivedGrad, FollowedTensors, Target
+from fulcrum.gradients.outer_products import ConvGrad, LinearGrad, materialise_grads
 from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad
 from fulcrum.gradients.positions import group_rows
 from fulcrum.gradients.program import UnsupportedModel
+from fulcrum.gradients.rule_tables import FUNCTION_RULES as FUNCTION_RULES
+from fulcrum.gradients.rule_tables import LAYER_RULES as LAYER_RULES
+from fulcrum.gradients.rule_tables import LayerRule as LayerRule
+from fulcrum.gradients.rule_tables import ParameterUse as ParameterUse
+from fulcrum.gradients.rule_tables import Rule as Rule
+from fulcrum.gradients.rule_tables import UnknownUse as UnknownUse
+from fulcrum.gradients.rule_tables import UsePlan as UsePlan
+from fulcrum.gradients.rule_tables import UseRecord as UseRecord
+from fulcrum.gradients.rule_tables import VmapSite as VmapSite
+from fulcrum.gradients.rule_tables import find_function_rule, make_layer_uses
+from fulcrum.gradients.rule_tables import register_function_rule as register_function_rule
+from fulcrum.gradients.rule_tables import register_layer as register_layer
 from fulcrum.gradients.vmap import compute_call_grads, pull_each_example
+from fulcrum.models.draws import KeyedDraws, find_active_draws
 from fulcrum.models.layout import call_module
 
 MAX_MATERIALISED_RATIO = 1.5
@@ -40,103 +53,20 @@ MAX_MATERIALISED_RATIO = 1.5
 OTHER_PATH = "the model takes another path with other data"
 
 
-class UnknownUse(Exception):
-    """No rule knows how a parameter is used. places: the parameters, as indices in the layout."""
-
-    def __init__(self, reason: str, places: tuple[int, ...]) -> None:
-        super().__init__(reason)
-        self.places = places
+Key = TypeVar("Key", int, tuple[int, int])
 
 
-@dataclass(frozen=True)
-class ParameterUse:
-    """One parameter in one call: how its gradients are made from the gradient g of the call's output."""
+def choose_written(wanted: Iterable[tuple[int, Key]], room: float) -> set[Key]:
+    """Which gradients to materialise, of those where it is cheaper: the smallest, while there is room for them.
 
-    parameter: Tensor
-    make: Callable[[Tensor], ParamGrad]
-    cost: WeightGradCost | None = None
-    """Where there is a choice of methods: what they cost."""
-
-
-Rule = Callable[..., Any]
-"""rule(recorder, function, *args, **kwargs): runs the function and returns its output, tapped."""
-
-FUNCTION_RULES: dict[Any, Rule] = {}
-
-
-def register_function_rule(*functions: Any) -> Callable[[Rule], Rule]:
-    """Adds a rule for functions that take parameters: see docs/own-layer.md.
-
-    functions: of PyTorch, operators of `torch.library`, or classes of `torch.autograd.Function`.
-    The rule calls the function, and `recorder.tap(out, uses)` on its output.
+    wanted: entries of all examples, and what names the gradient.
     """
-
-    def add(rule: Rule) -> Rule:
-        for function in functions:
-            own = getattr(function, "_opoverload", None)  # of torch.library.custom_op
-            FUNCTION_RULES.update(dict.fromkeys((own, own.overloadpacket) if own else (function,), rule))
-        return rule
-
-    return add
-
-
-def find_function_rule(function: Any) -> Rule | None:
-    """The rule of a function, of an operator's overload, or of a user's `torch.autograd.Function`."""
-    names = (function, getattr(function, "overloadpacket", None), getattr(function, "kind", None))
-    return next((FUNCTION_RULES[name] for name in names if name is not None and name in FUNCTION_RULES), None)
-
-
-LayerRule = Callable[[Any, dict[str, Tensor], Tensor, Tensor], dict[str, ParamGrad]]
-"""rule(layer, parameters, a, g): the gradients of each trainable parameter of a layer, by its name there."""
-
-LAYER_RULES: dict[type[nn.Module], LayerRule] = {}
-
-
-def register_layer(*classes: type[nn.Module]) -> Callable[[LayerRule], LayerRule]:
-    """Adds a rule for a user's layer that maps one tensor a [B, ...] to one tensor [B, ...]: see docs/own-layer.md."""
-
-    def add(rule: LayerRule) -> LayerRule:
-        LAYER_RULES.update(dict.fromkeys(classes, rule))
-        return rule
-
-    return add
-
-
-@dataclass(frozen=True)
-class VmapSite:
-    """A module with parameters that no rule knows how to follow.
-
-    name: of the module in the model; empty for the model itself. places: these parameters, as indices in the layout.
-    inner: all trainable parameters in the module, by their names there. reason: why.
-    """
-
-    name: str
-    places: frozenset[int]
-    inner: dict[str, int]
-    reason: str
-
-
-@dataclass(frozen=True)
-class UsePlan:
-    """How a model's parameters are followed: call by call, and by vmap for whole modules where that is not possible."""
-
-    calls: CallPlan
-    sites: tuple[VmapSite, ...] = ()
-
-
-@dataclass(frozen=True)
-class UseRecord:
-    """For a report: a parameter's index, the function that used it, and the cost of its weight's gradient if any."""
-
-    place: int
-    function: str
-    cost: WeightGradCost | None
-    materialised: bool
-    elements: int = 0
-    """Number of elements in the inputs that the call keeps and in its output, for all examples; with the call's first
-    parameter only."""
-    passes_on: bool = True
-    """Whether the gradient of the call's input is computed too."""
+    chosen = set()
+    for entries, key in sorted(wanted):
+        room -= entries
+        if room >= 0:
+            chosen.add(key)
+    return chosen
 
 
 class _GraphRoot(torch.autograd.Function):
@@ -150,10 +80,6 @@ class _GraphRoot(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         return None, None
-
-
-Target = int | Derivation
-"""What a gradient is of: a parameter's index in the layout, or what parameters made."""
 
 
 @dataclass(frozen=True)
@@ -214,16 +140,13 @@ class UseRecorder(TorchFunctionMode):
         """What `list_uses` found in the last pass."""
         self._plan = plan
         self._sizes = [tensor.numel() for tensor in tensors]
-        self._targets: dict[int, Target] = {id(tensor): place for place, tensor in enumerate(tensors)}
-        self._behind: dict[int, tuple[int, ...]] = {id(tensor): (place,) for place, tensor in enumerate(tensors)}
-        self._made: list[Tensor] = []  # what parameters made: kept, since their ids are keys
-        self._leaves: dict[int, Tensor] = {}
-        self._hidden: dict[int, str] = {}  # parameters of sites that are running, by place: the site
+        self._followed = FollowedTensors(tensors)
+        self._next = PlanReader(plan.calls, examples)
         self._taps: list[_Tap] = []
         self._written: set[tuple[int, int]] = set()
         self._vmap_calls: list[_VmapCall] = []
         self._entered: dict[str, int] = {}
-        self._number = 0
+        self._drawn: dict[str, int] = {}  # random numbers that were drawn before each site
         self._function = ""
         self._axes: dict[int, Place] = {}
         self._rows = Axis(0)
@@ -237,7 +160,7 @@ class UseRecorder(TorchFunctionMode):
 
     def is_tracked(self, value: Any) -> bool:
         """Whether a value is a trainable parameter, or made of such alone."""
-        return isinstance(value, Tensor) and bool(self._find_places(value))
+        return isinstance(value, Tensor) and bool(self._followed.find_places(value))
 
     def find_parameters(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The trainable parameters among arguments, also in lists of them."""
@@ -250,11 +173,11 @@ class UseRecorder(TorchFunctionMode):
     @property
     def found_axis(self) -> Place:
         """Where the first result of the current call holds its rows."""
-        return self._plan.calls.calls[self._number - 1].found[0]
+        return self._plan.calls.calls[self._next.number].found[0]
 
     def refuse(self, reason: str, *parameters: Any) -> UnknownUse:
         """The error for a use that no rule knows; parameters: those of the call, if not all."""
-        return UnknownUse(reason, tuple({place for p in parameters for place in self._find_places(p)}))
+        return UnknownUse(reason, tuple({place for p in parameters for place in self._followed.find_places(p)}))
 
     def require_rows(self, parameters: Sequence[Any], *values: Any) -> None:
         """Raises UnknownUse unless the first dimension of each of `values` holds the rows."""
@@ -294,7 +217,9 @@ class UseRecorder(TorchFunctionMode):
         elements = out.numel() + sum(value.numel() for value in inputs)
         self.elements += elements
         number = len(self._taps)
-        targets = tuple((self._targets[id(use.parameter)], self._find_places(use.parameter)) for use in kept)
+        targets = tuple(
+            (self._followed.targets[id(use.parameter)], self._followed.find_places(use.parameter)) for use in kept
+        )
         versions = tuple((value, value._version) for value in inputs)
         self._taps.append(_Tap(self._function, kept, targets, versions, self._rows, elements))
         out.register_hook(lambda g: self._collect(number, g))
@@ -304,14 +229,19 @@ class UseRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or not self._sees(args, kwargs):
+        if not torch.is_grad_enabled() or not self._followed.are_among(args, kwargs):
             return func(*args, **kwargs)
         leaves = list_leaves((args, kwargs))
-        number, call = self._find_call(func, leaves)
+        call = self._next.find(func, leaves, self._followed.find_all_places(leaves), self._followed.hidden)
+        if isinstance(call, frozenset):
+            raise UnknownUse(OTHER_PATH, tuple(sorted(call)))
         if call.kind == "note":
             return func(*args, **kwargs)
         if call.kind == "derive":
-            return self._derive(func, args, kwargs)
+            out = self._followed.derive(func, args, kwargs)
+            if out is CHANGED:
+                raise self.refuse(f"{name_function(func)} changes in place what parameters made", *leaves)
+            return out
         self._function = name_function(func)
         self._begin(call, leaves)
         if call.kind == "use":
@@ -320,50 +250,14 @@ class UseRecorder(TorchFunctionMode):
             except UnknownUse as problem:
                 if not self.planning or not call.is_clear:
                     raise
-                self.unknown[number] = str(problem)
+                self.unknown[self._next.number] = str(problem)
         return self._use_by_vmap(call, func, args, kwargs)
-
-    def _sees(self, args: Any, kwargs: Any) -> bool:
-        """Whether a followed tensor is among the arguments; those of a site that is running are not followed."""
-        known = self._targets
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                if id(value) in known and (not self._hidden or self.is_tracked(value)):
-                    return True
-            elif isinstance(value, list | tuple | dict) and any(map(self.is_tracked, list_leaves(value))):
-                return True
-        return False
-
-    def _find_call(self, func: Any, leaves: list[Any]) -> tuple[int, PlannedCall]:
-        """The next call of the plan, which must be this one."""
-        calls, number = self._plan.calls.calls, self._number
-        while number < len(calls) and self._is_hidden(calls[number]):
-            number += 1
-        own = {place for leaf in leaves if id(leaf) in self._behind for place in self._find_places(leaf)}
-        call = calls[number] if number < len(calls) else None
-        if call is not None and call.function == func and own <= call.places and call.fits(leaves, self.examples):
-            self._number = number + 1
-            return number, call
-        if call is None or not any(own <= later.places for later in calls[number:]):
-            raise UnknownUse(OTHER_PATH, tuple(sorted(own)))  # it came, and was not expected
-        raise UnknownUse(OTHER_PATH, tuple(sorted(call.places)))  # it was expected, and did not come
-
-    def _is_hidden(self, call: PlannedCall) -> bool:
-        """Whether a planned call sees only parameters of a site that is running: it follows them itself."""
-        return bool(self._hidden) and all(
-            place in self._hidden and self._hidden[place] in call.scope for place in call.places
-        )
-
-    def _find_places(self, value: Any) -> tuple[int, ...]:
-        """The parameters behind a value that are followed here."""
-        places = self._behind.get(id(value), ())
-        return tuple(place for place in places if place not in self._hidden) if self._hidden else places
 
     def _find_rule(self, call: PlannedCall) -> Rule:
         rule = find_function_rule(call.function)
         if not call.is_clear or rule is None or call.given is None:
             words = f"no rule for {self._function}" if call.is_clear else f"rows of {self._function} depend on the data"
-            raise UnknownUse(words, tuple(place for place in call.places if place not in self._hidden))
+            raise UnknownUse(words, tuple(place for place in call.places if place not in self._followed.hidden))
         return rule
 
     def _begin(self, call: PlannedCall, leaves: list[Any]) -> None:
@@ -383,45 +277,12 @@ class UseRecorder(TorchFunctionMode):
             out = torch.ops.aten._unsafe_view(out, out.shape)
         return out if out.requires_grad else _GraphRoot.apply(out, self.anchor)  # type: ignore[no-untyped-call]
 
-    # --- what parameters make -------------------------------------------------------------------------
-
-    def _derive(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Makes a tensor of parameters alone: once as it is, and once with autograd's history."""
-        out = func(*args, **kwargs)
-        shadow_args, shadow_kwargs = tree_map(self._find_shadow, (args, kwargs))
-        shadows = tree_leaves(func(*shadow_args, **shadow_kwargs))
-        sources = [self._targets[id(leaf)] for leaf in list_leaves((args, kwargs)) if id(leaf) in self._targets]
-        leaves: dict[int, Tensor] = {}
-        for source in sources:
-            leaves |= {source: self._leaves[source]} if isinstance(source, int) else source.leaves
-        before: tuple[Any, ...] | None = None
-        if len(sources) == 1 and id(args[0]) in self._targets:
-            before = () if isinstance(sources[0], int) else sources[0].views
-        for number, (leaf, shadow) in enumerate(zip(tree_leaves(out), shadows, strict=True)):
-            if not isinstance(leaf, Tensor) or not shadow.requires_grad or isinstance(self._targets.get(id(leaf)), int):
-                continue
-            view = find_view(func, args, kwargs, number)
-            views = None if before is None or view is None else (*before, view)
-            self._targets[id(leaf)], self._behind[id(leaf)] = Derivation(shadow, leaves, views), tuple(leaves)
-            self._made.append(leaf)
-        return out
-
-    def _find_shadow(self, value: Any) -> Any:
-        target = self._targets.get(id(value)) if isinstance(value, Tensor) else None
-        if target is None:
-            return value
-        if isinstance(target, Derivation):
-            return target.shadow
-        if target not in self._leaves:
-            self._leaves[target] = self.tensors[target].detach().requires_grad_()
-        return self._leaves[target]
-
     # --- calls and modules that go through vmap -------------------------------------------------------
 
     def _use_by_vmap(self, call: PlannedCall, func: Any, args: Any, kwargs: Any) -> Any:
         """A function that no rule knows: its gradients come by vmap over this call alone."""
         leaves, structure = tree_flatten((args, kwargs))
-        places = tuple(place for place in call.places if place not in self._hidden)
+        places = tuple(place for place in call.places if place not in self._followed.hidden)
         own = {str(n): leaf for n, leaf in enumerate(leaves) if self.is_tracked(leaf)}
         out = func(*args, **kwargs)
         results = tree_leaves(out)
@@ -435,7 +296,7 @@ class UseRecorder(TorchFunctionMode):
             given, named = tree_unflatten([tensors.get(str(n), leaf) for n, leaf in enumerate(filled)], structure)
             return func(*given, **named)
 
-        number = self._number - 1
+        number = self._next.number
 
         def differentiate(grads: list[Tensor | None]) -> dict[str, Tensor]:
             if any(leaf._version != version for leaf, version in versions):
@@ -449,7 +310,9 @@ class UseRecorder(TorchFunctionMode):
                     self.whole.add(number)
             return pull_each_example(lambda tensors: run(tensors, held), own, call.found, grads, self.examples)
 
-        targets = {name: (self._targets[id(leaf)], self._find_places(leaf)) for name, leaf in own.items()}
+        targets = {
+            name: (self._followed.targets[id(leaf)], self._followed.find_places(leaf)) for name, leaf in own.items()
+        }
         return self._await(out, call.found, _VmapCall(differentiate, targets, [None] * len(results)), places)
 
     def _await(self, out: Any, found: Sequence[Place], call: _VmapCall, places: tuple[int, ...]) -> Any:
@@ -473,7 +336,9 @@ class UseRecorder(TorchFunctionMode):
 
     def enter_site(self, site: VmapSite) -> None:
         """Called before a site's forward: its parameters are not followed until it ends."""
-        self._hidden |= dict.fromkeys(site.places, site.name)
+        self._followed.hidden |= dict.fromkeys(site.places, site.name)
+        draws = find_active_draws()
+        self._drawn[site.name] = draws.calls if draws else 0
 
     def leave_site(
         self, site: VmapSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -495,10 +360,18 @@ class UseRecorder(TorchFunctionMode):
         given = call.given
         if not all(isinstance(place, Axis) or place is None for place in (*given, *call.found)):
             raise UnknownUse(f"rows of {self._function} depend on the data", places)
+        draws, before = find_active_draws(), self._drawn[site.name]
+        if draws is not None:  # the module runs again with the same random numbers
+            leaves, given = [*leaves, draws.keys], (*given, Axis(0))
 
         def run(tensors: Any, filled: list[Any]) -> Any:
-            arguments, named = tree_unflatten(filled, structure)
-            return call_module(module, {**fixed, **tensors}, arguments, named)
+            if draws is None:
+                arguments, named = tree_unflatten(filled, structure)
+                return call_module(module, {**fixed, **tensors}, arguments, named)
+            arguments, named = tree_unflatten(filled[:-1], structure)
+            with KeyedDraws(filled[-1]) as again:
+                again.calls = before
+                return call_module(module, {**fixed, **tensors}, arguments, named)
 
         def differentiate(grads: list[Tensor | None]) -> dict[str, Tensor]:
             return compute_call_grads(run, own, leaves, given, call.found, grads, self.examples)
@@ -509,11 +382,9 @@ class UseRecorder(TorchFunctionMode):
         return self._await(out, call.found, _VmapCall(differentiate, targets, [None] * len(call.found)), places)
 
     def _leave(self, site: VmapSite) -> None:
-        calls = self._plan.calls.calls
-        while self._number < len(calls) and self._is_hidden(calls[self._number]):
-            self._number += 1
+        self._next.skip(self._followed.hidden)
         for place in site.places:
-            self._hidden.pop(place, None)
+            self._followed.hidden.pop(place, None)
 
     def leave_layer(self, site: VmapSite, layer: nn.Module, rule: LayerRule, args: tuple[Any, ...], out: Any) -> Any:
         """Called after the forward of a layer that a user registered; the returned output takes its place."""
@@ -529,38 +400,20 @@ class UseRecorder(TorchFunctionMode):
         found = planned[number] if number < len(planned) else None
         if found is None or found.given != (Axis(0),) or found.found != (Axis(0),):
             raise UnknownUse(f"{site.name} does not see one example per row", tuple(site.places))
-        seen = args[0].detach()
-        made: dict[str, ParamGrad] = {}
-
-        def make(name: str, g: Tensor) -> ParamGrad:
-            if not made:
-                try:
-                    made.update(rule(layer, own, seen, g))
-                except Exception as problem:  # a user's rule may raise any error
-                    words = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
-                    raise ModelError(f"The rule registered for {site.reason} failed: {words}.") from problem
-            if name not in made:
-                raise ModelError(f"The rule registered for {site.reason} returns nothing for its parameter {name!r}.")
-            return made[name]
-
-        uses = [ParameterUse(value, partial(make, name)) for name, value in own.items()]
+        uses = make_layer_uses(rule, layer, own, args[0].detach(), site.reason)
         return self.tap(out, uses, (args[0],))
 
     # --- the backward pass ----------------------------------------------------------------------------
 
     def choose(self) -> None:
         """Chooses, before the backward pass, which gradients to materialise: the smallest, while memory allows."""
-        room = MAX_MATERIALISED_RATIO * self.elements
         wanted = [
-            (use.cost.entries * self.examples, number, n)
+            (use.cost.entries * self.examples, (number, n))
             for number, tap in enumerate(self._taps)
             for n, use in enumerate(tap.uses)
             if use.cost is not None and use.cost.should_materialise
         ]
-        for entries, number, n in sorted(wanted):
-            room -= entries
-            if room >= 0:
-                self._written.add((number, n))
+        self._written = choose_written(wanted, MAX_MATERIALISED_RATIO * self.elements)
 
     def _collect(self, number: int, g: Tensor) -> None:
         """Makes the parameter gradients of a call from the gradient of its output, and frees its inputs."""
@@ -577,6 +430,8 @@ class UseRecorder(TorchFunctionMode):
             self._add(target, places, part)
 
     def _add(self, target: Target, places: tuple[int, ...], part: ParamGrad) -> None:
+        if isinstance(part, MaterialisedGrad) and part.grads.element_size() < 4:
+            part = replace(part, grads=part.grads.float())  # norms and sums are taken in float32
         if isinstance(target, int):
             self.parts[target].append(part)
             return

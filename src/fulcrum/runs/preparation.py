@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ def prepare_unrehearsed(
     return Federation(settings, problem, plan, engine, evaluation, given, origin)
 
 
+NAMED_INITS = ("random", SYNTHETIC_INIT_NAME, ZERO_INIT_NAME)
+"""Values of model.init that are no path."""
 UNITS_FROM_SMALLEST = ("example", "person", "client")
 """What an epsilon protects: a guarantee for a larger unit holds for a smaller one too."""
 
@@ -96,7 +99,7 @@ def find_weight_origin(settings: Settings) -> WeightOrigin | None:
     Raises ConfigError where its spend cannot be added to this run's.
     """
     paths = [settings.model.init, settings.model.name.removeprefix("transformers:")]
-    known = [read_origin(Path(path)) for path in paths if path != "random" and Path(path).exists()]
+    known = [read_origin(Path(path)) for path in paths if path not in NAMED_INITS and Path(path).exists()]
     found = [each for each in known if each is not None]
     origin = next((each for each in found if not each.public), None)
     if origin is None:
@@ -241,10 +244,10 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
         refuse_large_features("x", dataset.sample)  # before they make the model fail
         validate_by_type(given)
         given = prepare_model(given, pair)
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # it may refuse made-up records
+            refuse_nonfinite_outputs(run_dry(given, make_trial_inputs(dataset.shape, pair))[1])
         validate_prepared(given, pair)
         check_outputs(given, pair, dataset.task)
-        made_up = make_trial_inputs(dataset.shape, pair)
-        refuse_nonfinite_outputs(run_dry(given, made_up)[1])
     except FulcrumError:
         raise
     except Exception as problem:  # a user's model may raise any error
@@ -272,11 +275,7 @@ def adapt_given_model(settings: Settings, given: nn.Module, notes: list[str]) ->
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise ModelError(f"model is {what}; hand over a torch.nn.Module, or name a factory package.module:factory.")
     refuse_odd_module(given)
-    from_file = settings.model.init not in (
-        "random",
-        SYNTHETIC_INIT_NAME,
-        ZERO_INIT_NAME,
-    )  # our models
+    from_file = settings.model.init not in NAMED_INITS  # those are for models that we make
     if from_file or hasattr(given, "config"):
         given = copy.deepcopy(given)
     if from_file:

@@ -83,7 +83,7 @@ def use_assignment(recorder: UseRecorder, function: Any, target: Tensor, index: 
     if isinstance(index, Tensor) and index.dtype == torch.bool and len(index) == len(target):
         if value.dim() > target.dim() - index.dim():
             raise recorder.refuse("a parameter has an entry for each row", value)
-        target[index] = copy_for_each_row(recorder, value, target.dim(), 0).expand_as(target)[index]
+        target[index] = copy_for_each_row(recorder, value, target.dim(), 0).expand_as(target)[index].to(target.dtype)
         return
     parts = index if isinstance(index, tuple) else (index,)
     basic = all(part is None or isinstance(part, int | slice | type(...)) for part in parts)
@@ -92,14 +92,45 @@ def use_assignment(recorder: UseRecorder, function: Any, target: Tensor, index: 
     target[index] = copy_for_each_row(recorder, value, target[index].dim(), 0)
 
 
-@register_function_rule(Tensor.expand, torch.Tensor.expand)
+@register_function_rule(Tensor.expand)
 def use_expansion(recorder: UseRecorder, function: Any, input: Tensor, *sizes: Any) -> Any:
     """p.expand(..., B, ...): a row per example."""
-    wanted = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    return _expand_copies(recorder, input, _read_sizes(sizes))
+
+
+@register_function_rule(torch.broadcast_to, Tensor.broadcast_to)
+def use_broadcast(recorder: UseRecorder, function: Any, input: Tensor, size: Any) -> Any:
+    """As `expand`."""
+    return _expand_copies(recorder, input, tuple(size))
+
+
+@register_function_rule(Tensor.expand_as)
+def use_expansion_as(recorder: UseRecorder, function: Any, input: Tensor, other: Tensor) -> Any:
+    """As `expand`, to the shape of a tensor."""
+    return _expand_copies(recorder, input, tuple(other.shape))
+
+
+@register_function_rule(Tensor.repeat, torch.tile, Tensor.tile)
+def use_repetition(recorder: UseRecorder, function: Any, input: Tensor, *sizes: Any) -> Any:
+    """p.repeat(..., B, ...), where p has one entry in that dimension: a row per example."""
+    times, axis = _read_sizes(sizes), recorder.found_axis
+    rank = max(len(times), input.dim())
+    times = (1,) * (rank - len(times)) + times
+    if not isinstance(axis, Axis) or times[axis.dim] != recorder.count:
+        raise recorder.refuse(f"no rule for this {function.__name__}", input)
+    copies = copy_for_each_row(recorder, input, rank, axis.dim)
+    return copies.repeat(*(1 if dim == axis.dim else number for dim, number in enumerate(times)))
+
+
+def _read_sizes(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+
+
+def _expand_copies(recorder: UseRecorder, parameter: Tensor, wanted: tuple[int, ...]) -> Tensor:
     axis = recorder.found_axis
     if not isinstance(axis, Axis):
-        raise recorder.refuse("a parameter is expanded to something other than a row per example", input)
-    copies = copy_for_each_row(recorder, input, len(wanted), axis.dim)
+        raise recorder.refuse("a parameter is expanded to something other than a row per example", parameter)
+    copies = copy_for_each_row(recorder, parameter, len(wanted), axis.dim)
     return copies.expand(*wanted).clone(memory_format=torch.contiguous_format)
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fulcrum.gradients.call_plan import Axis
 from fulcrum.gradients.function_rules.common import sum_positions, to_compute_type
 from fulcrum.gradients.outer_products import LinearGrad, WeightGradCost
-from fulcrum.gradients.param_grads import MaterialisedGrad
+from fulcrum.gradients.param_grads import EntryOrder, MaterialisedGrad
 from fulcrum.gradients.uses import ParameterUse, UseRecorder, register_function_rule
 
 
@@ -108,3 +109,57 @@ def use_bilinear(
     if bias is not None:
         uses.append(ParameterUse(bias, lambda g: sum_over_positions(flatten(g))))
     return recorder.tap(out, uses, (input1, input2))
+
+
+@register_function_rule(torch.einsum)
+def use_einsum(recorder: UseRecorder, function: Any, equation: str, *operands: Any) -> Any:
+    """A sum of products of x and p over indices of both, such as "bti,hio->bhto": a linear layer."""
+    tensors = tuple(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
+    known = [value for value in tensors if recorder.is_tracked(value)]
+    terms = _read_equation(equation, tensors)
+    if terms is None or len(tensors) != 2 or len(known) != 1:
+        raise recorder.refuse("no rule for this einsum", *known)
+    side = 1 if recorder.is_tracked(tensors[1]) else 0
+    (p, x), (own, other, result) = (tensors[side], tensors[1 - side]), (terms[side], terms[1 - side], terms[2])
+    axis = recorder.find_axis(x)
+    summed = [letter for letter in other if letter in own]
+    outputs = [letter for letter in own if letter not in summed]
+    batch = other[axis.dim] if isinstance(axis, Axis) else ""
+    positions = [letter for letter in other if letter not in summed and letter != batch]
+    if not batch or set(result) != {batch, *positions, *outputs} or batch in own or set(summed) & set(result):
+        raise recorder.refuse("no rule for this einsum", p)
+    out = function(equation, *tensors)
+    seen = _arrange(x.detach(), other, batch, positions, summed)
+    stored = [*outputs, *summed]
+    sizes = (p.shape[own.index(letter)] for letter in stored)
+    order = EntryOrder((1, *sizes), (0, *(1 + stored.index(letter) for letter in own)))
+    left = result.replace(batch, "")
+
+    def slopes(g: Tensor) -> LinearGrad:
+        return LinearGrad(seen, _arrange(g, batch + left, batch, positions, outputs).to(seen.dtype), order)
+
+    cost = WeightGradCost.of(x, 1, seen.shape[1], seen.shape[2], p.numel() // max(1, seen.shape[2]))
+    dim = result.index(batch)
+    return recorder.tap(out.movedim(dim, 0), [ParameterUse(p, slopes, cost)], (x,)).movedim(0, dim)
+
+
+def _arrange(values: Tensor, letters: str, batch: str, positions: list[str], last: list[str]) -> Tensor:
+    """A tensor with these letters for its dimensions as [B, T, n]."""
+    moved = values.permute([letters.index(letter) for letter in (batch, *positions, *last)])
+    sizes = [values.shape[letters.index(letter)] for letter in last]
+    return moved.reshape(len(moved), -1, math.prod(sizes))
+
+
+def _read_equation(equation: str, tensors: tuple[Any, ...]) -> tuple[str, ...] | None:
+    """The letters of each operand and of the result, "..." written out; None where a letter repeats in one of them."""
+    given, arrow, result = equation.replace(" ", "").partition("->")
+    terms = given.split(",")
+    if not arrow or len(terms) != len(tensors) or not all(isinstance(value, Tensor) for value in tensors):
+        return None
+    spare = [letter for letter in map(chr, range(ord("A"), ord("Z") + 1)) if letter not in equation]
+    numbers = {value.dim() - len(term) + 3 for value, term in zip(tensors, terms, strict=True) if "..." in term}
+    if len(numbers) > 1:
+        return None
+    hidden = "".join(spare[: numbers.pop() if numbers else 0])
+    found = tuple(term.replace("...", hidden) for term in (*terms, result))
+    return found if all(len(set(term)) == len(term) for term in found) else None
