@@ -45,11 +45,7 @@ def train_with_opacus(
     criterion = nn.CrossEntropyLoss()
     engine = PrivacyEngine(accountant="rdp")
     model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=problem.make_loader(),
-        noise_multiplier=sigma,
-        max_grad_norm=C,
+        module=model, optimizer=optimizer, data_loader=problem.make_loader(), noise_multiplier=sigma, max_grad_norm=C
     )
     for _ in range(problem.epochs):
         for x, y in loader:
@@ -186,8 +182,8 @@ def write_page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# The same loop in Opacus and in fulcrum.private",
         "",
-        "Made by `benchmarks/loops.py`. Accuracy on test records, mean and standard deviation over "
-        f"{rows[0]['seeds']} seeds (weights, samples and noise); equal noise multiplier, sampling rate and steps, so "
+        "Made by `benchmarks/loops.py`. Accuracy on test records, mean and standard deviation over the seeds (of "
+        "weights, samples and noise). Both loops have the same noise multiplier, sampling rate and number of steps, so "
         "equal epsilon. Opacus 1.6 with every pair of 5 clipping norms and 5 learning rates; the best is chosen by "
         "the test score itself. fulcrum.private has nothing to choose and was run once per seed.",
         "",
@@ -197,7 +193,7 @@ def write_page(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         ours, peer = row["fulcrum"], row.get("opacus")
-        cells = [f"{row['problem']} ({row['data']})", f"{row['epsilon']:g}"]
+        cells = [f"{row['problem']} ({row['data']}, {row['seeds']} seeds)", f"{row['epsilon']:g}"]
         cells += [f"{ours['score']:.3f} +- {ours['score_std']:.3f}"]
         cells += [f"{ours['score_averaged']:.3f} +- {ours['score_averaged_std']:.3f}"]
         if peer:
@@ -205,6 +201,8 @@ def write_page(rows: list[dict[str, Any]]) -> str:
                 one = peer[name]
                 cells.append(f"{one['score']:.3f} +- {one['score_std']:.3f} (C {one['C']:g}, lr {one['lr']:g})")
             cells.append(f"{peer['worst']['score']:.3f}")
+        else:
+            cells += ["not run"] * 3
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
@@ -222,8 +220,8 @@ def write_page(rows: list[dict[str, Any]]) -> str:
     lines += [
         "",
         "The problem `text` showed that moo took random embedding tables for pretrained weights and shortened its "
-        "steps: 0.572 +- 0.032 before that was changed. So `text` is no test of the change; `text-other` was made after "
-        "it, and nothing was changed after looking at it.",
+        "steps: 0.572 +- 0.032 before that was changed. So `text` is no test of the change; `text-other` was made "
+        "after it, and nothing was changed after looking at it.",
     ]
     machine = rows[0]["machine"]
     lines += [
@@ -248,6 +246,8 @@ def main() -> None:
         row = measure(PROBLEMS[name](), given.epsilon, range(given.seeds), not given.without_opacus)
         if given.without_opacus and path.is_file():  # what was measured of it before stays
             row |= {key: value for key, value in json.loads(path.read_text()).items() if key == "opacus"}
+            if "opacus" in row:
+                row["opacus"]["lines"] = count_lines(train_with_opacus)
         path.write_text(json.dumps(row, indent=1) + "\n")
     stored = [given.out / f"{name}.json" for name in PROBLEMS]
     rows = [json.loads(path.read_text()) for path in stored if path.is_file()]

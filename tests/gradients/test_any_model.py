@@ -23,6 +23,7 @@ from fulcrum.gradients.derived import DerivedGrad
 from fulcrum.gradients.ghost import GhostTape
 from fulcrum.gradients.recording import plan_uses
 from fulcrum.models.layout import ParameterLayout
+from fulcrum.models.prepared import add_example_keys, draws_keys, prepare_model
 from support.gradients import CLASSES, CLASSIFY, B, check_tape, labels, loop, randn, seeded
 
 WORDS = 7
@@ -484,3 +485,59 @@ def test_views_keep_norms_without_writing_gradients(monkeypatch: pytest.MonkeyPa
     for name in ("transposed", "weight-norm"):
         follow(BY_RULES[name])
     assert {True, False} == set(kept)
+
+
+# --- random layers --------------------------------------------------------------------------------
+
+
+class DroppingExperts(Experts):
+    """Experts whose module, which goes through vmap, draws random numbers too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+RANDOM: dict[str, Case] = {
+    "encoder": (
+        lambda s, x: s.head(s.body(x).mean(1)),
+        (3, 6),
+        {
+            "body": lambda: nn.TransformerEncoderLayer(**{**ENCODER, "dropout": 0.4}, batch_first=True),
+            "head": lambda: L(6),
+        },
+    ),
+    "gru": (
+        lambda s, x: s.head(s.a(x)[0][:, -1]),
+        (3, 6),
+        {"a": lambda: nn.GRU(6, 4, 2, dropout=0.4, batch_first=True), "head": lambda: L(4)},
+    ),
+    "experts": (lambda s, x: s.head(s.a(x)), (6,), {"a": DroppingExperts, "head": lambda: L(5)}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", RANDOM)
+def test_dropout_is_that_of_each_example_whatever_the_way(name: str) -> None:
+    """Wrong case: other keys give other gradients."""
+    run, shape, parts = RANDOM[name]
+    torch.manual_seed(0)
+    model = seeded(Model(run, **{part: make() for part, make in parts.items()}), dtype=torch.float32)
+    x, y = randn(B, *shape, dtype=torch.float32), labels()
+    prepared = prepare_model(model, x)
+    assert draws_keys(prepared)
+    layout = ParameterLayout.of(prepared)
+    own, keyed = layout.flatten(prepared), add_example_keys(x, 3, torch.arange(B))
+    assert not isinstance(keyed, Tensor)
+    recorder = grads.GradientRecorder(prepared, layout, CLASSIFY)
+    truth = torch.cat(
+        [
+            grads.GradientRecorder(prepared, layout, CLASSIFY, how="vmap")(
+                own, {part: value[n : n + 1] for part, value in keyed.items()}, y[n : n + 1]
+            ).matrix()
+            for n in range(B)
+        ]
+    )
+    torch.testing.assert_close(recorder(own, keyed, y).matrix(), truth, rtol=1e-4, atol=1e-6)
+    other = recorder(own, add_example_keys(x, 4, torch.arange(B)), y)
+    assert not torch.allclose(other.matrix(), truth, rtol=1e-2)
+    assert not recorder.objection

@@ -327,7 +327,10 @@ def test_a_wrong_sum_of_a_registered_layer_is_noticed(monkeypatch: pytest.Monkey
     [
         (lambda layer, p, a, g: {}, "returns nothing for its parameter 'weight'"),
         (lambda layer, p, a, g: a @ g, "rule registered for Gain failed"),
-        (lambda layer, p, a, g: {"weight": grads.OwnGrad(a, g, torch.mul, torch.mul)}, "one squared norm per example"),
+        (
+            lambda layer, p, a, g: {"weight": grads.OwnGrad(a, g, torch.mul, lambda a, g, f: a)},
+            "one squared norm per example",
+        ),
     ],
     ids=["forgets", "fails", "norm-of-each-position"],
 )

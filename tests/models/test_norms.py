@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from fulcrum.errors import ModelError
+from fulcrum.models.adapted import adapt_model
+from fulcrum.models.build import apply_initial_weights
 from fulcrum.models.checks import validate_model
 from fulcrum.models.norms import choose_groups, convert_norms
+from fulcrum.settings import schema as config
 
 
 def make_network(trained: bool = True) -> nn.Sequential:
@@ -87,3 +92,28 @@ def test_a_norm_of_its_own_kind_and_shared_layers() -> None:
     assert made.get_submodule("0") is made.get_submodule("2")
     assert isinstance(made.get_submodule("0"), nn.GroupNorm)
     assert isinstance(convert_norms(nn.BatchNorm1d(4), "layer"), nn.GroupNorm)
+
+
+class NormAndAct(nn.BatchNorm2d):
+    """A norm with an activation inside, as timm has it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.act(self.drop(super().forward(x)))
+        return out
+
+
+def test_a_norm_with_its_activation_is_converted_and_its_weights_are_found_again(tmp_path: Path) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), NormAndAct(8), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+    made = convert_norms(make(), "group")
+    assert isinstance(made.get_submodule("1.1"), nn.ReLU)
+    assert float(made.get_submodule("1")(torch.randn(2, 8, 4, 4)).detach().min()) == 0.0
+    save_file(made.state_dict(), tmp_path / "model.safetensors")
+    settings = config.Model(init=str(tmp_path / "model.safetensors"), norm="group")
+    again = adapt_model(apply_initial_weights(make(), settings, "own"), settings, 0)
+    assert all(torch.equal(value, made.state_dict()[name]) for name, value in again.state_dict().items())

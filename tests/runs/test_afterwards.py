@@ -22,7 +22,9 @@ from fulcrum.data import from_arrays
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.models.checkpoints import read_origin
 from fulcrum.runs import load_trained
+from fulcrum.runs.afterwards import predict, score_model
 from fulcrum.runs.export import export_model
+from fulcrum.settings.schema import TaskSettings
 
 SETTINGS: dict[str, Any] = {"parties": 3, "epsilon": 8.0, "rounds": 2, "rate": 0.2, "partition": "iid"}
 NO_FULCRUM = "import sys; sys.modules['fulcrum'] = None\n"
@@ -159,6 +161,32 @@ def test_the_command_line(digits: Path, tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert "records of shape (5,), and the model takes (1, 8, 8)" in said
     assert "choose one of torch, safetensors" in said
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "binary": {"y": lambda x: (x[:, 0] > 0).long(), "task": "binary"},
+    "regression": {"y": lambda x: x[:, 0] * 3, "task": TaskSettings("regression", low=-9.0, high=9.0)},
+    "two numbers": {"y": lambda x: x[:, :2], "task": TaskSettings("regression", scale=1.0)},
+    "multilabel": {"y": lambda x: (x[:, :3] > 0).long(), "task": TaskSettings("multilabel", classes=3)},
+}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_predictions_are_in_the_targets_own_units(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(80, 5)
+    y, task = TASKS[kind]["y"](x), TASKS[kind]["task"]
+    data = from_arrays(x[20:], y[20:], x[:20], y[:20], task=task, public=True)
+    done = fulcrum.train(data, out=tmp_path / "run", model={"name": "linear"}, **SETTINGS)
+    trained = load_trained(tmp_path / "run")
+    assert trained.task is not None
+    assert trained.task.name == data.task.name
+    found = predict(trained, x[:20])
+    assert torch.equal(found.values, data.task.predict(done.model(x[:20]).detach()))
+    assert len(found.to_columns()["prediction" if y.dim() == 1 else "prediction_0"]) == 20
+    metrics = score_model(trained, dataclasses.replace(data, train=None))["metrics"]
+    for name, value in metrics.items():
+        assert value == pytest.approx(done.metrics[name], rel=1e-5, abs=1e-6)
 
 
 def test_edited_weights_are_noticed(digits: Path, tmp_path: Path) -> None:

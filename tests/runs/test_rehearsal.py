@@ -21,6 +21,7 @@ from fulcrum.runs.rehearsal import (
     memory,
     read_rehearsal_facts,
     rehearse,
+    stage,
 )
 from fulcrum.runs.rehearsal.stage import Stage
 from fulcrum.settings.schema import Settings
@@ -100,7 +101,7 @@ def test_a_plain_candidate_is_dp_sgd() -> None:
     plain = derive_federation(base, Candidate("plain", 0.5, 3.0).apply(base.settings, 2))
     fixed = prepare_unrehearsed(start.replace(clip={"rule": "fixed", "C0": 0.5}, train={"lr": 3.0}), make_data())
     ends = [list(federate(with_randomness(run, SeededRandomness(1))))[-1][1].params for run in (plain, fixed)]
-    assert torch.allclose(*ends, atol=1e-6)
+    assert torch.allclose(ends[0], ends[1], atol=1e-6)
     moving = derive_federation(base, Candidate("moo", 1.0, 3.0).apply(base.settings, 2))
     end = list(federate(with_randomness(moving, SeededRandomness(1))))[-1][1].params
     assert not torch.allclose(end, ends[1], atol=1e-3)
@@ -112,7 +113,9 @@ def test_the_answer_is_the_same_again_and_is_kept(tmp_path: Path) -> None:
     assert (first.candidate, first.regrets) == (second.candidate, second.regrets)
     assert memory.recall(known.digest()) is None
     assert memory.recall_or_rehearse(known).candidate == first.candidate
-    assert memory.recall(known.digest()).candidate == first.candidate
+    kept = memory.recall(known.digest())
+    assert kept is not None
+    assert kept.candidate == first.candidate
     file = tmp_path / "rehearsals" / f"{known.digest()}.json"
     file.write_text(json.dumps({**first.to_json(), "candidate": {"mode": "plain", "C": 7.0, "step": 1.0}}))
     assert memory.recall_or_rehearse(known).candidate.C == 7.0
@@ -201,3 +204,12 @@ def test_plan_warns_where_moo_is_weak_without_a_rehearsal() -> None:
     assert warned(train={"rounds": 10}) == ""
     assert warned(train={"server": "momentum"}, clip={"step": 1.0}) == ""
     assert warned(train={"server": "momentum"}, clip={"rule": "fixed"}) == ""
+
+
+def test_runs_score_the_same_in_a_stack_and_one_by_one() -> None:
+    base = prepare_unrehearsed(settings_for(), make_data())
+    runs = [derive_federation(base, Candidate("plain", 1.0, step).apply(base.settings, 1)) for step in (0.5, 4.0)]
+    stacked, alone = stage._play_stacked(runs), stage._play_one_by_one(runs)
+    assert stacked == pytest.approx(alone, abs=1e-6)
+    assert stacked[0] != stacked[1]
+    assert not stage._is_faster_alone(base)

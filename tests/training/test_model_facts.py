@@ -1,4 +1,4 @@
-"""What a rule is told of the initial weights: pretrained ones are larger than random ones, and embeddings do not count."""
+"""What a rule is told of the initial weights: pretrained ones are larger than random ones; embeddings do not count."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ from fulcrum.gradients.uses import (
 )
 from fulcrum.gradients.vmap import record_vmap_tape
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
-from fulcrum.models.prepared import draws_keys
 
 __all__ = [
     "PROVEN_BLOCK",
@@ -64,7 +63,7 @@ saves a few percent of the time, but every worker needs that memory."""
 FEWEST_EXAMPLES, LARGEST_PASS_BYTES = 16, 512 * 2**20
 """A model with its own forward gets at least so many examples per pass, unless they take more bytes than this."""
 
-FEW_EXAMPLES, USUAL_EXAMPLES, LARGEST_HOST_PASS = 16, 32, 768 * 2**20
+FEW_EXAMPLES, USUAL_EXAMPLES, LARGEST_HOST_PASS = 16, 32, 384 * 2**20
 """The same on a CPU, where pieces are worked on side by side and add up a sum of the model's size each: two pieces
 from FEW_EXAMPLES on, and 4, 8, ... so that a piece has at most USUAL_EXAMPLES and bytes of this number."""
 
@@ -113,7 +112,9 @@ class GradientRecorder:
 
     def clone(self) -> GradientRecorder:
         """A recorder of a copy of the model, for another thread; it keeps the results of the analysis."""
-        other = GradientRecorder(copy.deepcopy(self.model), self.layout, self.task, self.how, self.block)
+        shared: dict[int, Any] = {id(parameter): parameter for parameter in self.model.parameters()}  # never written to
+        model = copy.deepcopy(self.model, shared)
+        other = GradientRecorder(model, self.layout, self.task, self.how, self.block)
         other._verdict, other._elements = self._verdict, dict(self._elements)
         other._plans, other._channels_last = dict(self._plans), self._channels_last
         return other
@@ -253,10 +254,6 @@ class GradientRecorder:
                 self._verdict = str(problem)
                 return None
             self._verdict = ""
-            if self._plans[shape].sites and draws_keys(self.model):
-                # A module runs again in vmap without its examples' keys, so that its masks would be others.
-                self._verdict = "it has random layers, and a module without a rule"
-                return None
         return self._plans[shape]
 
     def record_once(

@@ -16,6 +16,7 @@ from fulcrum.gradients.program import GradProgram, UnsupportedModel
 from fulcrum.gradients.recording import DIFFERS, make_up_inputs, plan_uses, use_modules, use_vmap
 from fulcrum.gradients.uses import UnknownUse, UsePlan
 from fulcrum.models.layout import ParameterLayout, call_with_parameters
+from fulcrum.models.prepared import EXAMPLE_KEYS
 
 NUM_PROBE_EXAMPLES = 3
 """Number of examples for the one comparison with autograd of a model with its own forward."""
@@ -31,13 +32,13 @@ def compare_with_autograd(
 
     Tested on random examples with the model's own parameters in float64, against autograd on one example after the
     other. The result depends neither on the data nor on the training progress, so that a resumed run takes the same
-    path. Dropout is off: it draws other numbers for one example than for three.
+    path. Dropout without keys is off: it draws other numbers for one example than for three.
     """
     index = torch.arange(NUM_PROBE_EXAMPLES, device=y.device) % len(y)
     few = torch.zeros_like(y[index])  # not the data's: a huge one would overflow and decide for everybody
     probe = make_up_inputs(x, NUM_PROBE_EXAMPLES)
     try:
-        twin = _copy_without_dropout(model)
+        twin = _copy_without_dropout(model, x)
     except (RuntimeError, TypeError) as problem:
         raise ModelError(
             f"The model cannot be copied with copy.deepcopy, which every worker needs: {_find_first_line(problem)}."
@@ -46,7 +47,7 @@ def compare_with_autograd(
         wide: ModelInputs = map_inputs(lambda value: value.double() if value.is_floating_point() else value, probe)
         return _probe(twin.double(), layout, layout.flatten(twin).to(params.device), wide, few, task)
     except RuntimeError:  # the model insists on float32
-        twin = _copy_without_dropout(model)
+        twin = _copy_without_dropout(model, x)
     try:
         return _probe(twin, layout, layout.flatten(twin).to(params), probe, few, task)
     except RuntimeError as problem:
@@ -57,8 +58,11 @@ def _find_first_line(problem: Exception) -> str:
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
 
 
-def _copy_without_dropout(model: nn.Module) -> nn.Module:
+def _copy_without_dropout(model: nn.Module, x: ModelInputs) -> nn.Module:
+    """A copy that draws no random numbers, or (with keys among its inputs) the same for an example in any batch."""
     twin = copy.deepcopy(model)
+    if not isinstance(x, Tensor) and EXAMPLE_KEYS in x:
+        return twin
     for module in twin.modules():
         for name in ("p", "dropout"):
             if isinstance(getattr(module, name, None), float):

@@ -43,6 +43,7 @@ from fulcrum.gradients.rule_tables import find_function_rule, make_layer_uses
 from fulcrum.gradients.rule_tables import register_function_rule as register_function_rule
 from fulcrum.gradients.rule_tables import register_layer as register_layer
 from fulcrum.gradients.vmap import compute_call_grads, pull_each_example
+from fulcrum.models.draws import KeyedDraws, find_active_draws
 from fulcrum.models.layout import call_module
 
 MAX_MATERIALISED_RATIO = 1.5
@@ -145,6 +146,7 @@ class UseRecorder(TorchFunctionMode):
         self._written: set[tuple[int, int]] = set()
         self._vmap_calls: list[_VmapCall] = []
         self._entered: dict[str, int] = {}
+        self._drawn: dict[str, int] = {}  # random numbers that were drawn before each site
         self._function = ""
         self._axes: dict[int, Place] = {}
         self._rows = Axis(0)
@@ -335,6 +337,8 @@ class UseRecorder(TorchFunctionMode):
     def enter_site(self, site: VmapSite) -> None:
         """Called before a site's forward: its parameters are not followed until it ends."""
         self._followed.hidden |= dict.fromkeys(site.places, site.name)
+        draws = find_active_draws()
+        self._drawn[site.name] = draws.calls if draws else 0
 
     def leave_site(
         self, site: VmapSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -356,10 +360,18 @@ class UseRecorder(TorchFunctionMode):
         given = call.given
         if not all(isinstance(place, Axis) or place is None for place in (*given, *call.found)):
             raise UnknownUse(f"rows of {self._function} depend on the data", places)
+        draws, before = find_active_draws(), self._drawn[site.name]
+        if draws is not None:  # the module runs again with the same random numbers
+            leaves, given = [*leaves, draws.keys], (*given, Axis(0))
 
         def run(tensors: Any, filled: list[Any]) -> Any:
-            arguments, named = tree_unflatten(filled, structure)
-            return call_module(module, {**fixed, **tensors}, arguments, named)
+            if draws is None:
+                arguments, named = tree_unflatten(filled, structure)
+                return call_module(module, {**fixed, **tensors}, arguments, named)
+            arguments, named = tree_unflatten(filled[:-1], structure)
+            with KeyedDraws(filled[-1]) as again:
+                again.calls = before
+                return call_module(module, {**fixed, **tensors}, arguments, named)
 
         def differentiate(grads: list[Tensor | None]) -> dict[str, Tensor]:
             return compute_call_grads(run, own, leaves, given, call.found, grads, self.examples)

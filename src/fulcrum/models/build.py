@@ -16,6 +16,7 @@ from fulcrum.models import whitening as coordinates
 from fulcrum.models.adapted import adapt_model
 from fulcrum.models.builtin import ACTIVATIONS, AUTO_MODELS, BUILTIN_MODELS, InputShape, initialise_weights
 from fulcrum.models.imported import find_family
+from fulcrum.models.norms import convert_norms
 from fulcrum.models.own import build_own_model, check_own_model, make_trial_inputs
 from fulcrum.rng import torch_generator
 from fulcrum.settings import schema as config
@@ -164,6 +165,8 @@ def apply_initial_weights(
     drawn = settings.init in ("random", priors.ZERO_INIT_NAME)
     found = {} if drawn else priors.load_weights(settings.init, name, settings.activation)
     weights, facts = priors.split_input_statistics(model, found)
+    if set(weights) - {*dict(model.named_parameters()), *dict(model.named_buffers())}:
+        model = convert_norms(model, settings.norm)  # weights of an earlier run, whose norms have other names
     if not drawn:
         said = priors.assign_weights(model, weights, settings.init)
         if notes is not None and settings.init != priors.SYNTHETIC_INIT_NAME:

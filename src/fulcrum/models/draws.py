@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import _VF, Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from fulcrum.errors import ModelError
 
@@ -91,6 +91,12 @@ class KeyedDraws(TorchFunctionMode):
         least, most = torch.finfo(like.dtype).tiny, 1 - torch.finfo(like.dtype).eps / 2
         held: Tensor = numbers.to(like.dtype).clamp(least, most)
         return held
+
+
+def find_active_draws() -> KeyedDraws | None:
+    """The draws in which a model is running; None outside of any."""
+    modes = _get_current_function_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, KeyedDraws)), None)
 
 
 RANDOM_FUNCTIONS: dict[Any, Callable[..., Any]] = {}

@@ -87,6 +87,8 @@ def prepare_unrehearsed(
     return Federation(settings, problem, plan, engine, evaluation, given, origin)
 
 
+NAMED_INITS = ("random", SYNTHETIC_INIT_NAME, ZERO_INIT_NAME)
+"""Values of model.init that are no path."""
 UNITS_FROM_SMALLEST = ("example", "person", "client")
 """What an epsilon protects: a guarantee for a larger unit holds for a smaller one too."""
 
@@ -97,7 +99,7 @@ def find_weight_origin(settings: Settings) -> WeightOrigin | None:
     Raises ConfigError where its spend cannot be added to this run's.
     """
     paths = [settings.model.init, settings.model.name.removeprefix("transformers:")]
-    known = [read_origin(Path(path)) for path in paths if path != "random" and Path(path).exists()]
+    known = [read_origin(Path(path)) for path in paths if path not in NAMED_INITS and Path(path).exists()]
     found = [each for each in known if each is not None]
     origin = next((each for each in found if not each.public), None)
     if origin is None:
@@ -271,11 +273,7 @@ def adapt_given_model(settings: Settings, given: nn.Module, notes: list[str]) ->
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise ModelError(f"model is {what}; hand over a torch.nn.Module, or name a factory package.module:factory.")
     refuse_odd_module(given)
-    from_file = settings.model.init not in (
-        "random",
-        SYNTHETIC_INIT_NAME,
-        ZERO_INIT_NAME,
-    )  # our models
+    from_file = settings.model.init not in NAMED_INITS  # those are for models that we make
     if from_file or hasattr(given, "config"):
         given = copy.deepcopy(given)
     if from_file:

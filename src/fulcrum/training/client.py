@@ -7,7 +7,7 @@ EXPECTED batch size, step. An empty sample also gets noise and a step. A non-fin
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -56,6 +56,7 @@ def train_client(
             problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.noise_parties
         )
         noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:])
+        given = replace(given, sum=given.sum.new_empty(0))  # a large model's memory
         # In place where values were made for this step: a large model's weights are seldom read and written.
         gradient = noisy.div_(batch) if view.transform is None else view.transform.inverse(noisy) / batch  # [d]
         if request.weight_decay:

@@ -232,8 +232,8 @@ class Schema:
         missing = [name for name in names if name not in columns]
         if missing:
             raise ConfigError(
-                f"{where}: target {missing[0]!r} is not declared; say what it is, such as [columns.{format_key(missing[0])}] "
-                'with kind = "yes-no", or "category" with its categories.'
+                f"{where}: target {missing[0]!r} is not declared; say its kind in [columns.{format_key(missing[0])}], "
+                'such as "yes-no", or "category" with its categories.'
             )
         plain = {
             name: _parse_field(name, value, where) for name, value in found.items() if name not in ("columns", "target")

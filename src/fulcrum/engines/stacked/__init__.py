@@ -24,7 +24,7 @@ from fulcrum.engines.stacked.trainer import BucketResult, ClientJob, StackedTrai
 from fulcrum.gradients.stacked import fused
 from fulcrum.models.prepared import draws_keys
 from fulcrum.settings.schema import Clip
-from fulcrum.training.client import train_client
+from fulcrum.training.client import StepFn, train_client
 from fulcrum.training.engine import Engine
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import ClientReply, RoundRequest
@@ -43,6 +43,11 @@ class StackedEngine(Engine):
         core, notes = build_stacked_core(self.problem, self._rows_limit)
         return (StackedTrainer(core, self.problem.partition.order) if core else None), notes
 
+    @cached_property
+    def _step_of_one(self) -> StepFn:
+        """The step of clients that go one by one; its recorder settles once how to follow the model."""
+        return make_ghost_step(self.problem.make_recorder())
+
     @property
     def trainer(self) -> StackedTrainer | None:
         """What trains the clients; None where they go through the reference engine."""
@@ -60,7 +65,7 @@ class StackedEngine(Engine):
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Replies, one per assignment, in order."""
         if self.trainer is None:
-            work = make_ghost_step(self.problem.make_recorder())
+            work = self._step_of_one
             for task, state in zip(request.assignments, request.states, strict=True):
                 yield train_client(self.problem, request, task, state, work)
             return

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from fulcrum.models.checkpoints import WeightOrigin
-from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME
+from fulcrum.models.pretrain import SYNTHETIC_INIT_NAME, ZERO_INIT_NAME
 from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.plan import Plan
 from fulcrum.privacy.statement.coverage import UNKNOWN, Coverage, name_runs
@@ -229,7 +229,7 @@ def collect_warnings(
         found.append(
             "Sums were computed in float32 with measured margins; for a proven bound use privacy.arithmetic = proven."
         )
-    if settings.model.init not in ("random", SYNTHETIC_INIT_NAME) and not known_start:
+    if settings.model.init not in ("random", SYNTHETIC_INIT_NAME, ZERO_INIT_NAME) and not known_start:
         what = "weights" if settings.model.coordinates == "plain" else "weights and facts about layers"
         found.append(
             f"Training starts from the {what} in {settings.model.init}, which are taken to be public. If private data "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from fulcrum.runs.preparation import derive_federation, find_device, prepare_unr
 from fulcrum.runs.rehearsal.facts import TEST_EXAMPLES, RehearsalFacts, make_small_settings, scale_step
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.federation import Federation
+from fulcrum.training.loop import federate
 
 
 @dataclass(frozen=True)
@@ -110,17 +111,41 @@ def _without_task(settings: Settings) -> Settings:
 
 def _train(federations: Sequence[Federation]) -> Iterator[float]:
     """The score of each run after its last round, in points; a run that diverged has the least of all."""
-    task, last = federations[0].problem.task, None
-    for last in run_many(federations):  # noqa: B007
-        pass
-    assert last is not None
-    values = last.metrics[task.score].tolist()
+    task = federations[0].problem.task
+    values = _play_one_by_one(federations) if _is_faster_alone(federations[0]) else _play_stacked(federations)
     sign = 1.0 if task.higher_is_better else -1.0
     unit = 100.0 if task.score.endswith(("accuracy", "auc", "f1")) else 1.0
     finite = [value for value in values if math.isfinite(value)]
     worst = min((sign * value for value in finite), default=0.0)
     for value in values:
         yield unit * (sign * value if math.isfinite(value) else worst)
+
+
+def _is_faster_alone(federation: Federation) -> bool:
+    """Convolutions on a CPU: a stack of weights costs them more than it saves (2.4 times on the MNIST CNN)."""
+    problem = federation.problem
+    convolves = any(isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) for layer in problem.model.modules())
+    return convolves and problem.device.type == "cpu"
+
+
+def _play_stacked(federations: Sequence[Federation]) -> list[float]:
+    """All runs in one tensor program."""
+    last = None
+    for last in run_many(federations):  # noqa: B007
+        pass
+    assert last is not None
+    return [float(value) for value in last.metrics[federations[0].problem.task.score]]
+
+
+def _play_one_by_one(federations: Sequence[Federation]) -> list[float]:
+    """One run after the other, each with the engine that "auto" chooses. Samples and noise are those of a stack."""
+    values = []
+    for federation in federations:
+        metrics: Mapping[str, float] = {}
+        for result, _ in federate(federation):
+            metrics = result.metrics or metrics
+        values.append(float(metrics[federation.problem.task.score]))
+    return values
 
 
 __all__ = ["VARIATIONS", "Candidate", "Scores", "Stage"]
