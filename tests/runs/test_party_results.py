@@ -113,7 +113,7 @@ def test_the_run_and_show_print_a_line_per_party_and_the_mean(trained: Trained, 
     shown = capsys.readouterr().out
     summary = trained.summary
     for out in (trained.out, shown):
-        rows = {line.rsplit(None, 3)[0].strip(): line.split()[-3:] for line in out.splitlines()}
+        rows = {line.rsplit(None, 4)[0].strip(): line.split()[-4:] for line in out.splitlines()}
         for name, metrics in summary["party_metrics"].items():
             assert rows[name][0] == f"{metrics['auc']:.4g}"
         assert rows["mean over parties"][0] == f"{summary['mean_over_parties']['auc']:.4g}"
