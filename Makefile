@@ -30,7 +30,7 @@ check: setup ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks docs/settings_page.py docs/proofs.py examples/hospitals.py
+	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks docs/settings_page.py docs/proofs.py examples/hospitals.py $(wildcard $(patsubst %,examples/%/*.py,heart adult text regression series)) examples/loops/plain.py examples/loops/accumulation.py
 
 format: setup ## format and mend what the linter can
 	$(BIN)/ruff format .

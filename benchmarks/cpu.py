@@ -3,12 +3,15 @@
     make bench                                          # everything, in .venv-bench
     PYTHONPATH=src python benchmarks/cpu.py --quick     # does it run at all?
     PYTHONPATH=src python benchmarks/cpu.py --methods plain fulcrum --works mnist
+    PYTHONPATH=src python benchmarks/cpu.py --works mnist-300 cifar-250 --methods plain fulcrum fulcrum-fast-secure \
+        fulcrum-proven                                  # the paper's own batches
 
 First the methods are compared: Fulcrum's fast engine with its reference on the same samples and noise, and every
 method with Fulcrum where nothing is noised. Fulcrum has three rows: seeded (a simulation), secure with fast
 arithmetic, and secure with proven arithmetic. Then they take turns, a round each, in one process; seconds are medians,
 ratios medians of the ratios to the plain round of the same turn. Peak memory is that of a process of its own for each
-method. Writes bench-cpu.json and bench-cpu.md to --out (default: results).
+method. Writes bench-cpu.json and bench-cpu.md to --out (default: results); rows of earlier runs with another work or
+method are kept.
 """
 
 from __future__ import annotations
@@ -194,11 +197,20 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def merge(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These rows and those of earlier runs that they do not replace, by work and method."""
+    old = json.loads(path.read_text()) if path.exists() else []
+    every = {(row["work"], row["method"]): row for row in [*old, *rows]}
+    order = {name: n for n, name in enumerate([*FULL, *METHODS])}
+    return sorted(every.values(), key=lambda row: (order[row["work"]], order[row["method"]]))
+
+
 def report(folder: Path, rows: list[dict[str, Any]], missing: list[str], quick: bool) -> None:
     """bench-cpu.json for programs, bench-cpu.md for people."""
     folder.mkdir(parents=True, exist_ok=True)
     where = hardware() | {"quick": quick}
-    (folder / "bench-cpu.json").write_text(json.dumps([row | where for row in rows], indent=2) + "\n")
+    rows = merge(folder / "bench-cpu.json", [row | where for row in rows])
+    (folder / "bench-cpu.json").write_text(json.dumps(rows, indent=2) + "\n")
     weights = {row["work"]: row["peak_rss_mb"] for row in rows if row["method"] == "plain"}
     lines = [
         "# CPU benchmark",
@@ -213,19 +225,19 @@ def report(folder: Path, rows: list[dict[str, Any]], missing: list[str], quick: 
         "fulcrum: seeded randomness and fast arithmetic (a simulation). fulcrum-fast-secure: secure randomness, fast "
         "arithmetic. fulcrum-proven: secure randomness, proven arithmetic.",
         "",
-        "| work | method | seconds a round | ratio to plain | to seeded | peak memory, MB | to plain |",
-        "|---|---|---|---|---|---|---|",
+        "| work | method | seconds per round | ratio to plain | to seeded | peak memory, MB | to plain | measured |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         share = f"{row['peak_rss_mb'] / weights[row['work']]:.2f}" if row["work"] in weights else ""
         seeded = f"{row['ratio_to_seeded']:.2f}" if "ratio_to_seeded" in row else ""
         lines.append(
             f"| {row['work']} | {row['method']} | {row['seconds_per_round']:.3f} | {row['ratio_to_plain']:.2f} "
-            f"| {seeded} | {row['peak_rss_mb']:.0f} | {share} |"
+            f"| {seeded} | {row['peak_rss_mb']:.0f} | {share} | {row['date'][:16]} |"
         )
     lines += [
         "",
-        *(f"* {name}: not installed." for name in missing),
+        *(f"* {name}: not installed." for name in missing if name not in {row["method"] for row in rows}),
         *(f"* {note}" for note in cpu_peers.NOTES.values()),
     ]
     (folder / "bench-cpu.md").write_text("\n".join(lines) + "\n")

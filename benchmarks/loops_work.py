@@ -1,8 +1,9 @@
-"""Three small problems for loops: a table, a small CNN and a text classifier. Nothing is downloaded.
+"""Small problems for loops: a table, a small CNN and text classifiers. Nothing is downloaded.
 
 table   Adult's census records where FULCRUM_DATA has them (numbers and four columns of words, 3,200), else made up
 cnn     scikit-learn's 8 x 8 digits (1,280 records)
 text    made-up sentences of 16 words out of 200; the class is that of the topic whose words are more frequent (3,200)
+text-other  another text problem with another network, made after moo was changed for embeddings, as a check of that
 """
 
 from __future__ import annotations
@@ -147,4 +148,32 @@ def make_text() -> LoopProblem:
     return LoopProblem("text", train, test, TextModel, 160, 12, "made-up sentences")
 
 
-PROBLEMS: dict[str, Callable[[], LoopProblem]] = {"table": make_table, "cnn": make_cnn, "text": make_text}
+class OtherTextModel(nn.Module):
+    """Word vectors, a convolution over positions, the largest value of each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.conv, self.out = nn.Embedding(400, 24), nn.Conv1d(24, 32, 3, padding=1), nn.Linear(32, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.out(torch.relu(self.conv(self.words(ids).transpose(1, 2))).amax(dim=2))
+        return found
+
+
+def make_other_text() -> LoopProblem:
+    """Another vocabulary, length, number of topics and kind of network: nothing was changed after looking at it."""
+    stream = torch.Generator().manual_seed(1)
+    topic = torch.randint(6, (5200,), generator=stream)
+    common = torch.randint(400, (5200, 24), generator=stream)
+    own = topic[:, None] * 15 + torch.randint(15, (5200, 24), generator=stream)
+    ids = torch.where(torch.rand(5200, 24, generator=stream) < 0.3, own, common)
+    train, test = _split(ids, topic, 3200, 2000)
+    return LoopProblem("text-other", train, test, OtherTextModel, 160, 12, "made-up sentences")
+
+
+PROBLEMS: dict[str, Callable[[], LoopProblem]] = {
+    "table": make_table,
+    "cnn": make_cnn,
+    "text": make_text,
+    "text-other": make_other_text,
+}

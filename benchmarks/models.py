@@ -81,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     names = [*SETS, *WORKS]
     parser.add_argument("--works", nargs="+", default=["main"], choices=names, metavar="WORK", help=", ".join(names))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, help="default: all; on a CPU float32 and bf16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--scale", type=float, default=0.0, help="part of the batch (default 1; on a CPU 0.1)")
     parser.add_argument("--repeat", type=int, default=7, help="timed steps of each method")
@@ -96,6 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", default="results", help="folder of bench-models.json and bench-models.md")
     asked = parser.parse_args()
     asked.scale = asked.scale or DEFAULT_SCALE[asked.device]
+    asked.precisions = asked.precisions or [name for name in PRECISIONS if asked.device == "cuda" or name != "tf32"]
     return asked
 
 

@@ -149,7 +149,7 @@ def show(name: str, folder: Path, forms: Sequence[str] = (), rounds: int = 3) ->
         raise SystemExit(f"{name}: fulcrum.load and result.model differ")
     given = {"x": x} if isinstance(x, Tensor) else x
     np.savez(folder / "inputs.npz", **{key: value.numpy() for key, value in given.items()})  # type: ignore[arg-type]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for form in forms or network.forms:
         file = folder / f"exported{SUFFIXES.get(form, '')}"
         code = "\n".join(export_model(trained, form, file).usage[1])
@@ -168,9 +168,7 @@ def run_elsewhere(code: str, form: str, folder: Path) -> Tensor:
     feed = "globals().update({k: torch.from_numpy(v) for k, v in numpy.load('inputs.npz').items()})"
     if form == "onnx":
         feed = "inputs = dict(numpy.load('inputs.npz'))"
-    code = code.replace("AutoModel.", "AutoModelForSequenceClassification.").replace(
-        '"transformers")', '"run/transformers")'
-    )
+    code = code.replace("AutoModel.", "AutoModelForSequenceClassification.")
     lines = ["import sys", "sys.modules['fulcrum'] = None", "import numpy", "import torch", shim, feed, code]
     lines += [
         "outputs = getattr(outputs, 'logits', outputs)",

@@ -96,3 +96,21 @@ def test_panels_draw_a_line_for_each_series_and_leave_out_what_cannot_be_drawn()
     tags = [element.tag.rpartition("}")[2] for element in found.iter()]
     assert (tags.count("polyline"), tags.count("circle"), tags.count("rect")) == (3, 4, 1 + 2)
     assert "title &lt;1&gt;" in text
+
+
+@pytest.mark.slow
+def test_the_loops_benchmark_writes_its_page(tmp_path: Path) -> None:
+    words = ["--problems", "cnn", "--seeds", "2", "--without-opacus", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "loops.py"), *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    row = json.loads((tmp_path / "cnn.json").read_text())
+    assert row["fulcrum"]["epsilon"] <= 3.0
+    assert row["fulcrum"]["score"] > 0.6
+    assert row["fulcrum"]["numbers_to_choose"] == 0
+    assert "| cnn (" in (tmp_path / "loops.md").read_text()

@@ -65,11 +65,14 @@ def make_census(n: int, seed: int) -> Columns:
     return {name: [str(value) for value in column] for name, column in found.items()}
 
 
-def load_census(made_up: bool = False) -> tuple[Dataset, bool]:
-    """Training and test records by the schema beside this file, and whether they are the real ones."""
+def load_census(made_up: bool = False, size: int = 4000) -> tuple[Dataset, bool]:
+    """Training and test records by the schema beside this file, and whether they are the real ones.
+
+    size: training records of the stand-in.
+    """
     files = [None if made_up else find_example_file("adult", f"adult.{part}.gz") for part in ("data", "test")]
     real = None not in files
-    parts = [read_census(file) for file in files if file] if real else [make_census(4000, 0), make_census(2000, 1)]
+    parts = [read_census(file) for file in files if file] if real else [make_census(size, 0), make_census(size // 2, 1)]
     schema = Schema.read(HERE / "adult.schema.toml")
     return make_table_dataset(parts[0], schema, test=parts[1], public=True, name="adult"), real
 
@@ -79,6 +82,7 @@ class ScaledLinear(nn.Module):
 
     def __init__(self, scale: Tensor) -> None:
         super().__init__()
+        self.scale: Tensor
         self.register_buffer("scale", scale)
         self.linear = nn.Linear(len(scale), 1)
         nn.init.zeros_(self.linear.weight)
@@ -112,7 +116,7 @@ def train(data: Dataset, seed: int, reference: bool = False) -> fulcrum.Result:
 def main() -> None:
     """Train once per seed and print the means."""
     options = parse_example_options(__doc__ or "", SEEDS)
-    data, real = load_census(options.made_up)
+    data, real = load_census(options.made_up, 800 if options.quick else 4000)
     repeats = repeat(lambda seed: train(data, seed, options.reference), options.seeds)
     report("adult", repeats, options, data="UCI Adult" if real else "made up")
 

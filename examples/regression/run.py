@@ -21,7 +21,7 @@ from fulcrum.study.repeats import parse_example_options, repeat, report
 HERE = Path(__file__).parent
 SEEDS = range(10)
 SPREAD = 0.048
-"""Standard deviation of each column as scikit-learn documents it: centred, with a sum of squares of 1, so 1/21."""
+"""Standard deviation of each column as scikit-learn documents it: the sum of squares is 1, so it is 1/sqrt(442)."""
 TEST_EVERY = 4
 """Every fourth patient is public and scored; the others train."""
 

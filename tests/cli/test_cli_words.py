@@ -11,6 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from hypothesis import given
@@ -305,6 +306,15 @@ def test_plan_says_what_layers_seconds_and_bytes_a_run_takes(capsys):
     _, out, _ = said(capsys, *words, "--no-timing", "--set", "privacy.aggregation=ideal-secagg")
     assert "time  not estimated: not asked for" in out
     assert "the arrays alone; not offered across machines: privacy.aggregation = 'ideal-secagg' is a simulation" in out
+
+
+def test_plan_says_where_a_line_is_not_to_be_published(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.savez("own.npz", x=np.ones((30, 2)), y=np.arange(30) % 2, person=np.arange(30) // 3)
+    words = ["plan", "--data", "own.npz", "--task", "binary", "--sigma", "1", "--parties", "2", "--no-timing"]
+    assert "for your eyes, not to be published" in said(capsys, *words)[1]
+    words = ["plan", "--data", "digits", "--sigma", "1", "--parties", "2", "--no-timing"]
+    assert "for your eyes" not in said(capsys, *words)[1]
 
 
 @pytest.mark.parametrize(

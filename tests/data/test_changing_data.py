@@ -105,6 +105,7 @@ def test_withdrawn_ids(folder):
     kept = leave_out_withdrawn(data, "some.txt")
     assert len(kept.records) == 76
     assert kept.person_names == tuple(name for name in data.person_names if name not in ("p0", "p5"))
+    assert kept.person is not None
     assert kept.person.max() == 37
     assert kept.fingerprint != data.fingerprint
     for record in range(len(kept.records)):

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,8 +58,10 @@ def test_images_of_persons_at_parties_and_public_ones(tmp_path):
     settings = Images(size=(4, 6), class_names=("cat", "dog"), folders="party/person/class")
     data = load(str(tmp_path / "s"), images=settings)
     assert data.party_names == ("north", "south")
+    assert data.person is not None
     assert len(data.person.unique()) == 3
     assert len(data.test_records) == 6
+    assert data.test_records.party is not None
     assert data.test_records.party.tolist() == [0, 0, 0, 1, 1, 1]
     assert load(draw_animals(tmp_path / "t", test=True), images=DECLARED).y_test.tolist() == [0]
 
@@ -157,7 +160,11 @@ def test_a_folder_of_arrays_is_not_read_into_memory(tmp_path):
 
 # --- Hugging Face -------------------------------------------------------------------------------
 
-REVIEWS = {"words": ["good", "bad", "good", "so bad"] * 5, "grade": [1, 0, 1, 0] * 5, "user": ["a", "b"] * 10}
+REVIEWS: dict[str, list[Any]] = {
+    "words": ["good", "bad", "good", "so bad"] * 5,
+    "grade": [1, 0, 1, 0] * 5,
+    "user": ["a", "b"] * 10,
+}
 REVIEW_TABLE = Table(
     target="grade", person="user", columns={"words": {"kind": "text", "buckets": 16}, "grade": {"kind": "yes-no"}}
 )
@@ -243,6 +250,22 @@ def test_torch_data_sets_and_generators():
     assert split(owned, Data(partition="given", min_examples=1), 0).parties == 2
     several = ({"x": {"ids": np.arange(3), "mask": np.ones(3)}, "y": i % 2} for i in range(4))
     assert read_object(several, task=task).shape == {"ids": (3,), "mask": (3,)}
+
+
+def test_training_and_public_test_records():
+    both = read_object({"train": Stream(), "test": Points()})
+    assert both.test is not None
+    assert torch.equal(both.x, both.x_test)
+    assert both.classes == 2  # as the public targets show
+    assert not both.public
+    assert both.person_names[0] == "p0"
+    assert len(both.party_names) == 2
+    table = Table(target="sick", columns={"age": {"low": 0, "high": 100}, "sick": {"kind": "yes-no"}})
+    rows = [{"age": 20 + i, "sick": i % 2} for i in range(10)]
+    tables = read_object({"train": rows, "test": {"age": [1, 2], "sick": [0, 1]}}, table)
+    assert (len(tables.records), len(tables.test_records)) == (10, 2)
+    arrays = read_object({"x": np.ones((4, 2)), "y": [0, 1, 0, 1], "classes": 2})
+    assert arrays.x.shape == (4, 2)
 
 
 def test_generators_of_table_rows():
@@ -340,7 +363,7 @@ def test_a_text_table_keeps_its_tokenizer(tokenizer, tmp_path, monkeypatch):
     words = f'target = "sick"\n[columns.t]\nkind = "text"\ntokenizer = "{tokenizer.name}"\nlength = 4\nform = "FORM"\n'
     words += '[columns.sick]\nkind = "yes-no"\n'
     (tmp_path / "r.schema.toml").write_text(words.replace("FORM", "bag"))
-    usual = {"epsilon": 4.0, "rounds": 1, "parties": 2, "run": {"engine": "reference"}}
+    usual: dict[str, Any] = {"epsilon": 4.0, "rounds": 1, "parties": 2, "run": {"engine": "reference"}}
     fulcrum.train(data=str(tmp_path / "r.csv"), out=tmp_path / "run", **usual)
     tokenizer.rename(tmp_path / "elsewhere.json")
     kept = Schema.read(tmp_path / "run" / "schema.toml")

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,6 +207,8 @@ def test_databases(driver, tmp_path, expected, monkeypatch):
             load(source, table=Table(schema=str(tmp_path / "s.toml"), query=query))
         assert words in str(caught.value)
         assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="holds a password"):  # also where no schema is declared
+        load("postgresql://me:secret@host/db")
     same(load(url, table=named), expected)  # nothing was dropped
 
 
@@ -254,13 +257,14 @@ def test_ids_from_pandas(schema):
     frame = pandas.DataFrame({"person": ["a", "b", "a"], "number": [1, 2, 1]})
     for name in frame:
         data = fulcrum.data.from_arrays(np.ones((3, 2)), [0, 1, 0], classes=2, person=frame[name].astype(object))
+        assert data.person is not None
         assert len(data.person.unique()) == 2
 
 
 def test_train_on_a_frame(tmp_path, monkeypatch, schema):
     monkeypatch.setenv("FULCRUM_KEY_FILE", str(tmp_path / "key"))
     given = columns(rows(80))
-    words = {"epsilon": 4.0, "rounds": 1, "run": {"engine": "reference"}}
+    words: dict[str, Any] = {"epsilon": 4.0, "rounds": 1, "run": {"engine": "reference"}}
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     with pytest.warns(UserWarning, match="only you see this") as told:
         result = fulcrum.train(data=pandas.DataFrame(given), schema=schema, out=tmp_path / "run", **words)
@@ -288,6 +292,7 @@ def test_tasks(tmp_path):
         assert (data.task.name, data.task.outputs) == words
         assert not data.inferred
     assert data.y.tolist() == [20.5, 30, 25, 60]  # clipped to the declared range, by which it is scaled
+    assert data.task_settings is not None
     assert (data.task_settings.low, data.task_settings.high) == (10, 60)
     both = {"a": {"kind": "yes-no"}, "b": {"kind": "yes-no"}}
     several = Schema.from_mapping({"target": ["a", "b"], "ignore": ["*"], "columns": {**usual, **both}})
@@ -326,6 +331,8 @@ def test_a_file_per_month(tmp_path, expected):
     (tmp_path / "v-03.csv").write_text((tmp_path / "v-02.csv").read_text().replace(",45,", ",old,"))
     with pytest.raises(DataError, match=r"v-03\.csv: column 'age' holds no number in 1 cell \(first: line 2\)"):
         load(str(tmp_path / "v-*.csv"), table=columns)
+    (tmp_path / "v[1].csv").write_text((tmp_path / "v-01.csv").read_text())  # a name, not a pattern
+    assert len(load(str(tmp_path / "v[1].csv"), table=columns).x) == 25
     with pytest.raises(DataError, match="fits no file"):
         load(str(tmp_path / "w-*.csv"), table=columns)
 

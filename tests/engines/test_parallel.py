@@ -19,7 +19,7 @@ from fulcrum.clipping.fixed import FIXED
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.data import Dataset, split
 from fulcrum.engines import choose_engine, fast, find_engine
-from fulcrum.engines.parallel import ParallelEngine
+from fulcrum.engines.parallel import ParallelEngine, _find_torch_library, make_single_threaded_pool
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.gradients import GradientRecorder
 from fulcrum.models.layout import ParameterLayout
@@ -443,3 +443,35 @@ def test_a_person_with_a_record_that_is_not_finite_keeps_the_others() -> None:
     problem = toy_problem("fixed", data, 3, unit="person")
     wanted = request(problem)
     assert_equal(list(ReferenceEngine(problem).run(wanted)), list(ParallelEngine(problem).run(wanted)))
+
+
+def test_each_worker_computes_on_one_core() -> None:
+    """PyTorch's and MKL's number of threads; a thread that only calls `set_num_threads` loses its number again."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        pool = make_single_threaded_pool(2)
+        torch.set_num_threads(2)
+        assert set(pool.map(lambda _: torch.get_num_threads(), range(4))) == {1}
+        library: Any = _find_torch_library()
+        if hasattr(library, "MKL_Get_Max_Threads"):
+            assert set(pool.map(lambda _: library.MKL_Get_Max_Threads(), range(4))) == {1}
+            assert library.MKL_Get_Max_Threads() == 2
+        start, go = threading.Event(), threading.Event()
+        seen: list[int] = []
+
+        def careless() -> None:
+            torch.set_num_threads(1)
+            start.set()
+            go.wait()
+            seen.append(torch.get_num_threads())
+
+        thread = threading.Thread(target=careless)
+        thread.start()
+        start.wait()
+        torch.set_num_threads(2)
+        go.set()
+        thread.join()
+        assert seen == [2]
+    finally:
+        torch.set_num_threads(before)

@@ -14,8 +14,8 @@ from fulcrum.flower.messages import Envelope, pack_envelope, write_shape
 from fulcrum.flower.party import open_party_service
 from fulcrum.flower.party_data import load_party_data
 from fulcrum.flower.prepare import load_public_data
+from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.flower.task_terms import declare_task, task_fingerprint
-from fulcrum.flower.terms import accept_proposal, make_proposal
 from fulcrum.settings.schema import Table
 from support.flower import toy_settings
 

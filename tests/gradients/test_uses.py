@@ -328,7 +328,7 @@ def test_a_wrong_sum_of_a_registered_layer_is_noticed(monkeypatch: pytest.Monkey
         (lambda layer, p, a, g: {}, "returns nothing for its parameter 'weight'"),
         (lambda layer, p, a, g: a @ g, "rule registered for Gain failed"),
         (
-            lambda layer, p, a, g: {"weight": grads.OwnGrad(a, g, torch.mul, lambda a, g, f: a)},
+            lambda layer, p, a, g: {"weight": grads.OwnGrad(a, g, torch.mul, lambda a, g, f: g)},
             "one squared norm per example",
         ),
     ],

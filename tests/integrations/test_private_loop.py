@@ -677,6 +677,17 @@ def test_runs_add_up_in_a_ledger(tmp_path):
         run(start(seed=1, ledger=ledger, name="clinic", epsilon=0.1, budget=2.3), 1)
 
 
+def test_a_ledger_knows_persons_under_any_name_of_the_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("FULCRUM_KEY_FILE", str(tmp_path / "key"))
+    ledger, ids = tmp_path / "ledger.sqlite", [f"p{row // 2}" for row in range(N)]
+    run(start(seed=1, ledger=ledger, name="clinic", persons=ids, epsilon=2.0), 1)
+    again = start(seed=2, ledger=ledger, name="clinic under another name", persons=ids, epsilon=2.0)
+    with pytest.raises(BudgetError, match="clinic"):
+        run(again, 1)
+    assert again.privacy.step == 0
+    run(start(seed=3, ledger=ledger, name="others", persons=[f"q{row}" for row in range(N)], epsilon=2.0), 1)
+
+
 def test_statement():
     loop = start(seed=None, epsilon=1.5)
     run(loop, 4)

@@ -92,7 +92,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[.
     "two heads": (TwoHeads, lambda: numbers(4), two_losses),
     "encoder": (encoder, ids, F.cross_entropy),
     "cnn": (cnn, lambda: numbers(1, 6, 6), F.cross_entropy),
-    "float64": (lambda: nn.Linear(4, 3).double(), lambda: numbers(4).double(), F.cross_entropy),
 }
 
 
@@ -193,8 +192,26 @@ def test_a_tensor_of_the_whole_batch_in_the_loss_is_refused():
 
 
 def test_compiled_and_parallel_models_are_refused():
+    with pytest.raises(ModelError, match="float32"):
+        start(nn.Linear(4, 3).half(), numbers(4))
     compiled = type("OptimizedModule", (nn.Linear,), {})(4, 3)  # what torch.compile returns
     with pytest.raises(ModelError, match=r"torch\.compile"):
         start(compiled, numbers(4))
     with pytest.raises(ModelError, match="DataParallel"):
         start(nn.DataParallel(nn.Linear(4, 3)), numbers(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("words", [{}, {"method": "moo", "epsilon": 3.0, "sigma": None}, {"physical_batch": 4}])
+def test_a_loop_on_a_gpu_is_the_loop_on_the_cpu(words):
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        loop, _ = start(cnn().to(device), numbers(1, 6, 6), **words)
+        while loop.privacy.step < loop.privacy.steps:
+            for x, y in loop.loader:
+                F.cross_entropy(loop.model(x.to(device)), y.to(device)).backward()
+                loop.optimizer.step()
+        found.append(flat(loop.model).cpu())
+    assert torch.allclose(found[0], found[1], atol=1e-3)

@@ -127,7 +127,7 @@ def test_gradients_are_those_of_autograd_with_the_same_masks() -> None:
     torch.testing.assert_close(by_ghost, by_vmap, rtol=1e-4, atol=1e-6)
     for row in range(6):
         part = slice(row, row + 1)
-        loss = data.task.loss(model(**select_rows(inputs, part)), y[part]).sum()
+        loss = data.task.loss(model(**dict(select_rows(inputs, part))), y[part]).sum()
         wanted = torch.autograd.grad(loss, list(model.parameters()))
         torch.testing.assert_close(by_ghost[row], torch.cat([g.flatten() for g in wanted]), rtol=1e-4, atol=1e-6)
     without = GradientRecorder(model, layout, data.task)(params, x, y).matrix()
@@ -210,6 +210,6 @@ def test_masks_inside_a_module_that_goes_through_vmap() -> None:
     found = GradientRecorder(model, layout, task)(params, inputs, y).matrix()
     for row in range(6):
         part = slice(row, row + 1)
-        loss = task.loss(model(**select_rows(inputs, part)), y[part]).sum()
+        loss = task.loss(model(**dict(select_rows(inputs, part))), y[part]).sum()
         wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
         torch.testing.assert_close(found[row], wanted, rtol=1e-4, atol=1e-5)

@@ -101,3 +101,29 @@ def test_a_residual_network_trains_and_is_complete_afterwards(norm: str, tmp_pat
     wanted = convert_norms(start, norm).state_dict()
     changed = {name for name, value in again.state_dict().items() if not torch.equal(value, wanted[name])}
     assert changed == {"3.conv2.weight", "6.weight", "6.bias"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_peft_train_and_are_merged(tmp_path: Path) -> None:
+    for library in ("transformers", "peft"):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    example = load_example()
+    example.import_vision()  # type: ignore[attr-defined]
+    import peft  # type: ignore[import-not-found]
+    import transformers  # type: ignore[import-not-found]
+
+    import fulcrum
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(**sizes, vocab_size=200, max_position_embeddings=16, num_labels=4)
+    chosen = peft.LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["classifier"], lora_dropout=0.1)
+    model = peft.get_peft_model(transformers.BertForSequenceClassification(config), chosen)
+    data = example.make_texts()  # type: ignore[attr-defined]
+    words = {"parties": 3, "epsilon": 8.0, "rounds": 1, "rate": 0.2, "partition": "iid"}
+    done = fulcrum.train(data, model, out=tmp_path / "run", **words)  # type: ignore[arg-type]
+    assert type(done.model).__name__ == "BertForSequenceClassification"
+    assert done.summary["parameters"] == 2 * 2 * (16 + 16) + 16 * 4 + 4
+    x = {name: value[:3] for name, value in data.x.items()}
+    assert torch.equal(fulcrum.load(tmp_path / "run")(**x).logits, done.model(**x).logits)

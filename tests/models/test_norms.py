@@ -59,13 +59,13 @@ def test_weights_are_carried_over_so_that_typical_examples_see_the_same_function
 
 
 def test_an_untrained_norm_keeps_its_weights_and_a_frozen_one_its_function() -> None:
-    fresh = convert_norms(make_network(trained=False), "group")[1]
+    fresh = convert_norms(make_network(trained=False), "group").get_submodule("1")
     assert isinstance(fresh, nn.GroupNorm)
     torch.testing.assert_close(fresh.weight, torch.ones(8), rtol=1e-4, atol=1e-4)
     net, x = make_network(), torch.rand(2, 3, 8, 8)
     frozen = convert_norms(net, "frozen")
     assert torch.equal(frozen(x), net.eval()(x))
-    assert not any(p.requires_grad for p in frozen[1].parameters())
+    assert not any(p.requires_grad for p in frozen.get_submodule("1").parameters())
 
 
 @pytest.mark.parametrize(("channels", "groups"), [(64, 16), (512, 32), (8, 2), (7, 1), (3, 1), (100, 25)])
@@ -84,6 +84,6 @@ def test_a_norm_of_its_own_kind_and_shared_layers() -> None:
         convert_norms(nn.Sequential(nn.BatchNorm2d(4, track_running_stats=False)), "frozen")
     shared = nn.BatchNorm2d(4)
     made = convert_norms(nn.Sequential(shared, nn.ReLU(), shared), "group")
-    assert made[0] is made[2]
-    assert isinstance(made[0], nn.GroupNorm)
+    assert made.get_submodule("0") is made.get_submodule("2")
+    assert isinstance(made.get_submodule("0"), nn.GroupNorm)
     assert isinstance(convert_norms(nn.BatchNorm1d(4), "layer"), nn.GroupNorm)

@@ -41,10 +41,10 @@ def draw(name: str, n: int, generator: torch.Generator, spread: float = 1.0) -> 
         targets[:, -1] = -100
         return spread * torch.randn(n, LENGTH, 7, generator=generator), targets
     if name in ("number", "absolute", "numbers"):
-        outputs = 2 if name == "numbers" else 1
+        count = 2 if name == "numbers" else 1
         low, high = TASKS[name].low or 0.0, TASKS[name].high or 0.0
-        targets = low + (high - low) * torch.rand(n, outputs, generator=generator)
-        return spread * torch.randn(n, outputs, generator=generator), targets if outputs > 1 else targets[:, 0]
+        targets = low + (high - low) * torch.rand(n, count, generator=generator)
+        return spread * torch.randn(n, count, generator=generator), targets if count > 1 else targets[:, 0]
     if name == "labels":
         outputs = spread * torch.randn(n, 5, generator=generator)
         return outputs, (outputs + torch.randn(n, 5, generator=generator) > 1).long()

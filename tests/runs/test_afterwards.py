@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -90,23 +91,18 @@ def test_onnx_needs_its_extra_or_gives_the_same_outputs(digits: Path, tmp_path: 
     export_model(trained, "onnx", tmp_path / "m.onnx")  # compares outputs itself
 
 
-def test_an_export_that_differs_is_refused_and_removed(tmp_path: Path) -> None:
+def test_an_export_that_differs_is_refused_and_removed(digits: Path, tmp_path: Path) -> None:
     class Counted(nn.Module):
         """The number of examples decides, which a trace does not see."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(4, 2)
+            self.layer = nn.Linear(64, 10)
 
         def forward(self, x: Any) -> Any:
-            out = self.layer(x)
-            return out * {2: 1.0}.get(len(x), 3.0) if not torch.is_grad_enabled() else out
+            return self.layer(x.flatten(1)) * {2: 1.0}.get(len(x), 3.0)
 
-    torch.manual_seed(0)
-    x = torch.randn(60, 4)
-    data = from_arrays(x, (x[:, 0] > 0).long(), x[:10], (x[:10, 0] > 0).long(), public=True)
-    fulcrum.train(data, Counted(), out=tmp_path / "run", **SETTINGS)
-    trained = load_trained(tmp_path / "run", Counted())
+    trained = dataclasses.replace(load_trained(digits), model=Counted())
     with pytest.raises(RunError, match="gives other outputs than this one for 3 examples"):
         export_model(trained, "torchscript", tmp_path / "m.ts")
     assert not (tmp_path / "m.ts").exists()
@@ -175,6 +171,36 @@ def test_edited_weights_are_noticed(digits: Path, tmp_path: Path) -> None:
     save_file({name: value + 1 for name, value in weights.items()}, tmp_path / "copy" / "model.safetensors")
     with pytest.raises(RunError, match=r"model\.safetensors was edited or damaged"):
         fulcrum.load(tmp_path / "copy")
+
+
+def test_a_tables_schema_goes_with_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FULCRUM_KEY_FILE", str(tmp_path / "key"))
+    ages = np.random.default_rng(0).uniform(20, 80, 150)  # all different
+    rows = [f"{age},{'yes' if age > 50 else 'no'}" for age in ages]
+    (tmp_path / "t.csv").write_text("\n".join(["age,outcome", *rows[:120]]) + "\n")
+    (tmp_path / "public.csv").write_text("\n".join(["age,outcome", *rows[120:]]) + "\n")
+    (tmp_path / "new.csv").write_text("age\n30\n70\n")
+    (tmp_path / "t.schema.toml").write_text(
+        'target = "outcome"\n[columns.age]\nkind = "number"\nlow = 0\nhigh = 110\n[columns.outcome]\nkind = "yes-no"\n'
+    )
+    words = ["--data", "t.csv", "--parties", "2", "--epsilon", "8", "--rounds", "4", "--set", "table.test=public.csv"]
+    assert main(["run", *words, "--out", "run", "-q"]) == 0
+    (tmp_path / "t.csv").unlink()  # the private data is not needed any more
+    capsys.readouterr()
+    assert main(["evaluate", "run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metrics"]["auc"] == pytest.approx(
+        json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]["auc"]
+    )
+    assert main(["predict", "run", "--data", "new.csv"]) == 0
+    assert {line.split(",")[0] for line in capsys.readouterr().out.splitlines()[1:]} <= {"yes", "no"}
+    assert main(["export", "run", "--to", "torch", "--out", "m.pt", "-q"]) == 0
+    assert (tmp_path / "m.pt.schema.toml").read_text() == (tmp_path / "run" / "schema.toml").read_text()
+    assert main(["evaluate", "run", "--data", "new.csv"]) == 2
+    assert "no column 'outcome'" in capsys.readouterr().err
 
 
 # --- a new run from an old model ----------------------------------------------------------------------

@@ -13,7 +13,15 @@ import torch
 from fulcrum.data import from_arrays
 from fulcrum.rng import SeededRandomness
 from fulcrum.runs import apply_rehearsal, derive_federation, prepare, prepare_unrehearsed, train
-from fulcrum.runs.rehearsal import Candidate, choice, facts, memory, read_rehearsal_facts, rehearse
+from fulcrum.runs.rehearsal import (
+    Candidate,
+    choice,
+    facts,
+    list_weaknesses,
+    memory,
+    read_rehearsal_facts,
+    rehearse,
+)
 from fulcrum.runs.rehearsal.stage import Stage
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import make_model_facts
@@ -92,7 +100,7 @@ def test_a_plain_candidate_is_dp_sgd() -> None:
     plain = derive_federation(base, Candidate("plain", 0.5, 3.0).apply(base.settings, 2))
     fixed = prepare_unrehearsed(start.replace(clip={"rule": "fixed", "C0": 0.5}, train={"lr": 3.0}), make_data())
     ends = [list(federate(with_randomness(run, SeededRandomness(1))))[-1][1].params for run in (plain, fixed)]
-    assert torch.allclose(*ends, atol=1e-6)
+    assert torch.allclose(ends[0], ends[1], atol=1e-6)
     moving = derive_federation(base, Candidate("moo", 1.0, 3.0).apply(base.settings, 2))
     end = list(federate(with_randomness(moving, SeededRandomness(1))))[-1][1].params
     assert not torch.allclose(end, ends[1], atol=1e-3)
@@ -104,7 +112,9 @@ def test_the_answer_is_the_same_again_and_is_kept(tmp_path: Path) -> None:
     assert (first.candidate, first.regrets) == (second.candidate, second.regrets)
     assert memory.recall(known.digest()) is None
     assert memory.recall_or_rehearse(known).candidate == first.candidate
-    assert memory.recall(known.digest()).candidate == first.candidate
+    kept = memory.recall(known.digest())
+    assert kept is not None
+    assert kept.candidate == first.candidate
     file = tmp_path / "rehearsals" / f"{known.digest()}.json"
     file.write_text(json.dumps({**first.to_json(), "candidate": {"mode": "plain", "C": 7.0, "step": 1.0}}))
     assert memory.recall_or_rehearse(known).candidate.C == 7.0
@@ -179,3 +189,17 @@ def test_adam_is_tried_with_much_shorter_steps() -> None:
     )
     shortest = [min(candidate.step for candidate in choice.list_coarse(one)) for one in (plain, adam)]
     assert shortest[1] < shortest[0] / 100
+
+
+def test_plan_warns_where_moo_is_weak_without_a_rehearsal() -> None:
+    def warned(**more: dict) -> str:
+        plain = settings_for(rounds=100, clip={"rehearse": False}).replace(**more)
+        return " ".join(list_weaknesses(prepare_unrehearsed(plain, make_data())))
+
+    assert warned() == ""
+    assert "several local steps" in warned(train={"rounds": 20, "steps": 4})
+    assert "memory" in warned(train={"server": "momentum"})
+    assert "so few rounds" in warned(train={"rounds": 10}, model={"name": "mlp"})
+    assert warned(train={"rounds": 10}) == ""
+    assert warned(train={"server": "momentum"}, clip={"step": 1.0}) == ""
+    assert warned(train={"server": "momentum"}, clip={"rule": "fixed"}) == ""

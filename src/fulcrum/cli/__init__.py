@@ -12,7 +12,7 @@ study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
 init.py      init
 prior.py     prior
-evaluate.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
+evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
 flower.py    serve, party, terms, certs
 options.py   the options that settings have
 study_options.py  the options that studies have
@@ -46,6 +46,7 @@ from fulcrum.cli import (
     rehearse,
     reproduce,
     run,
+    score,
     show,
     study,
 )
@@ -80,6 +81,7 @@ app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("show")(show.show)
 app.command("evaluate")(evaluate.evaluate)
+app.command("score")(score.score)
 app.command("predict")(predict.predict)
 app.command("export")(export.export)
 app.command("init")(init.init)

@@ -45,10 +45,17 @@ def export(
     done = export_model(trained, to, out)
     if as_json:
         view.print_json(
-            {"file": str(done.file), "card": str(done.card), "sha256": trained.sha256, "code": "\n".join(done.usage[1])}
+            {
+                "file": str(done.file),
+                "card": str(done.card),
+                "beside": [str(path) for path in done.beside],
+                "sha256": trained.sha256,
+                "code": "\n".join(done.usage[1]),
+            }
         )
         return
-    typer.echo(f"wrote {done.file} and {done.card}; sha256 of the weights {trained.sha256}")
+    beside = "".join(f", {path}" for path in done.beside)
+    typer.echo(f"wrote {done.file}{beside} and {done.card}; sha256 of the weights {trained.sha256}")
     view.print_message("\n".join(["", done.usage[0], "", *(f"    {line}" for line in done.usage[1])]), quiet)
 
 

@@ -105,6 +105,10 @@ def party(
     withdrawn: Annotated[
         str, typer.Option("--withdrawn", help="File with the ids of people who withdrew their consent, one per line.")
     ] = "",
+    hold_out: Annotated[
+        float,
+        typer.Option("--hold-out", help="Fraction of this party's units that do not train, for fulcrum score."),
+    ] = 0.0,
     ca: Annotated[Path | None, typer.Option("--ca", help="Certificate of the CA that signed the server's.")] = None,
     terms: Annotated[
         Path, typer.Option("--terms", help="What was agreed; without the file, you are asked on a terminal.")
@@ -127,6 +131,7 @@ def party(
     """Take part in a federation: train on this party's own data, within its own terms and budget."""
     require_flower()
     from fulcrum import runs as api
+    from fulcrum.data.held_out import keep_training_units
     from fulcrum.data.withdrawn import leave_out_withdrawn
     from fulcrum.flower.consent import make_consent_text
     from fulcrum.flower.keys import check_party_name
@@ -154,7 +159,7 @@ def party(
     def load_records(task: TaskSettings) -> Dataset:
         found = leave_out_withdrawn(load_party_data(data, task=task, table=Table(schema=schema)), withdrawn)
         show.print_own_notes(found, quiet)
-        return found
+        return keep_training_units(found, hold_out)
 
     if agreed is not None:
         check_declared(agreed.agreed_task)

@@ -17,6 +17,11 @@ MAX_LAYERS_SHOWN = 30
 """More rows of layers than this are left to --json."""
 LAYER_COLUMNS = ("layer", "way", "FLOP plain", "private", "memory plain", "private", "why")
 
+RECORDS_NOTE = (
+    "layers and time follow from how many records the parties hold, which unit {unit} protects: for your eyes, not to "
+    "be published"
+)
+
 
 def forecast_run(federation: Federation, timing: bool) -> Forecast:
     """The forecast, with the bytes of messages across machines where these settings can be served."""
@@ -42,6 +47,8 @@ def print_forecast(forecast: Forecast) -> None:
         view.print_line(f"layers  not known: {forecast.untimed}")
     for line in describe_time(forecast.time, forecast.untimed):
         view.print_line(line)
+    if forecast.privacy.unit != "example":
+        view.print_line(RECORDS_NOTE.format(unit=forecast.privacy.unit))
     for line in describe_traffic(forecast.traffic):
         view.print_line(line)
 

@@ -56,8 +56,10 @@ def plan(
         return
     from fulcrum import runs as api
 
-    federation = api.prepare(settings)
+    federation = api.prepare_unrehearsed(settings)  # a plan takes seconds, a rehearsal may take minutes
     made, dim = federation.plan, federation.problem.layout.dim
+    from fulcrum.runs.rehearsal import list_weaknesses
+
     short = api.collect_ledger_warnings(federation)  # refuses as `run` does where nobody can pay for a round
     left = api.list_ledger_balances(federation)
     forecast = forecast_run(federation, timing)
@@ -66,7 +68,7 @@ def plan(
         scored = {} if federation.evaluation is None else {"evaluation": describe_evaluation(federation.evaluation)}
         view.print_json({**forecast.to_json(), **scored, **of_ledger})
         return
-    for warning in [*show.collect_run_warnings(federation), *short]:
+    for warning in [*show.collect_run_warnings(federation), *list_weaknesses(federation), *short]:
         view.print_message(f"warning: {warning}")
     show.print_own_notes(federation.problem.dataset)
     if made.has_trusted_server:

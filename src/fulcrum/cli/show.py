@@ -120,6 +120,9 @@ def print_summary(summary: Mapping[str, Any], folder: Path | None, as_json: bool
         facts.append(("by party", format_epsilon_spread(summary["epsilons"])))
     if summary["private"] and summary.get("settings", {}).get("run", {}).get("ledger"):
         facts.append(("ledger", describe_ledger_total(summary)))
+    if summary.get("start", {}).get("added"):
+        total, first = view.format_epsilon(summary["epsilon_scope"]), summary["start"]["run"]
+        facts.append(("with its start", f"{total} in all, with run {first}, whose model it starts from"))
     facts += [("C", format_C_course(summary["C"])), ("folder", folder)]
     view.print_name_value_lines(facts)
     print_parties(summary)

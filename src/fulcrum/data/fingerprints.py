@@ -182,6 +182,12 @@ def compute_person_digest(person: str) -> bytes:
     return _keyed_digests(b"fulcrum-unit", [f"person:{person}".encode()])[0]
 
 
+def compute_person_digests(ids: Iterable[object]) -> bytes:
+    """16 bytes for each different person's id, as `compute_unit_digests` makes them for records that name persons."""
+    names = [f"person:{each}".encode() for each in dict.fromkeys(ids)]
+    return b"".join(sorted(_keyed_digests(b"fulcrum-unit", names)))
+
+
 def select_held_out(dataset: Dataset, fraction: float) -> Tensor:
     """Whether each training record is held out [n] bool: decided by a keyed hash of its unit (person, else record).
 

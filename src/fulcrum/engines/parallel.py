@@ -7,9 +7,11 @@ on both. Every client's arithmetic is its own, so the result is the same for any
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from queue import SimpleQueue
 
 import torch
@@ -30,6 +32,9 @@ class ParallelEngine(Engine):
     def __init__(self, problem: TrainingProblem) -> None:
         self.problem = problem
         self.workers = problem.workers or torch.get_num_threads()
+        self.notes: tuple[str, ...] = ()
+        if problem.precision != "float32":
+            self.notes = (f"precision {problem.precision}: a CPU computes in float32",)
         self._pool: ThreadPoolExecutor | None = None
         self._followers: SimpleQueue[GradientRecorder] = SimpleQueue()
 
@@ -112,9 +117,30 @@ def make_single_threaded_pool(workers: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(workers, thread_name_prefix="fulcrum")
 
     def begin(_: int) -> None:
+        torch.get_num_threads()  # a thread that never asked takes up the process's number at its first operation
         torch.set_num_threads(1)
+        limit_mkl_in_this_thread()
         everyone.wait()
 
     list(pool.map(begin, range(workers)))
     torch.set_num_threads(threads)  # threads that others start later have the usual number again
     return pool
+
+
+def limit_mkl_in_this_thread() -> bool:
+    """Has MKL run on one core in this thread; False where PyTorch comes without it.
+
+    `torch.set_num_threads` sets MKL's number for the whole process, so that a later call elsewhere would undo it.
+    """
+    setter = getattr(_find_torch_library(), "MKL_Set_Num_Threads_Local", None)
+    if setter is None:
+        return False
+    setter(1)
+    return True
+
+
+def _find_torch_library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
+        return None

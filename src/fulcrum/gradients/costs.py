@@ -90,7 +90,7 @@ def measure_layer_costs(
     own = layout.flatten(model).to(y.device)
 
     def count() -> dict[str, float]:
-        return count_plain_flop(model, layout, task, x, y)
+        return count_plain_flop(model, layout, task, select_rows(x, slice(0, 1)), y[:1])
 
     try:
         found = _find_uses(model, layout, task, own, x, y, terms)

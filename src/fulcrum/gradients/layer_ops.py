@@ -23,9 +23,6 @@ from fulcrum.models.whitening import CentringLayer
 LayerParams = Mapping[str, Tensor]
 """A layer's own parameters by local name: weight, bias."""
 
-SMALL_POOL_NUMEL = 100_000
-"""Batches of images with at most this many elements use PyTorch's max-pooling, which is faster for them."""
-
 aten = torch.ops.aten
 
 
@@ -106,7 +103,9 @@ def _conv_is_supported(layer: nn.Conv2d, x: Tensor) -> bool:
 def _patches_forward(layer: nn.Conv2d, x: Tensor, params: LayerParams, mine: bool) -> tuple[Tensor, ConvPatches]:
     patches = unfold_patches(x, layer.kernel_size, layer.stride, layer.padding)  # type: ignore[arg-type]
     rows, weight, bias = patches.values.flatten(0, 1), patches.matrix(params["weight"]), params.get("bias")
-    out = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+    out = rows @ weight.t()
+    if bias is not None:
+        out.add_(bias)  # `addmm` would first write the bias to all rows
     return out.view(len(x), *patches.size, len(weight)).permute(0, 3, 1, 2), patches
 
 
@@ -191,52 +190,18 @@ def _window_slices(size: int, stride: int) -> tuple[slice, slice]:
     return slice(0, reach, stride), slice(1, reach + 1, stride)
 
 
-def _max_pool_2x2_forward(
-    layer: nn.MaxPool2d, x: Tensor, params: LayerParams, mine: bool
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """Windows of 2 x 2: along the rows, then across them. The sign of each difference shows which one was larger."""
-    down, right = _to_pair(layer.stride)
-    image = x.permute(0, 2, 3, 1)
-    one, two = _window_slices(image.shape[2], right)
-    left, other = image[:, :, one], image[:, :, two]
-    wide, rows = other - left, torch.maximum(left, other)
-    one, two = _window_slices(rows.shape[1], down)
-    top, other = rows[:, one], rows[:, two]
-    tall, out = other - top, torch.maximum(top, other)
-    return out.permute(0, 3, 1, 2), (image.shape, wide, tall)
-
-
-def _max_pool_2x2_output(layer: nn.MaxPool2d, x: Tensor, params: LayerParams) -> Tensor:
+def _max_pool_output(layer: nn.MaxPool2d, x: Tensor, params: LayerParams) -> Tensor:
+    """Windows of 2 x 2: along the rows, then across them."""
+    plain = _to_pair(layer.padding) == (0, 0) and _to_pair(layer.dilation) == (1, 1) and not layer.ceil_mode
+    if not plain or _to_pair(layer.kernel_size) != (2, 2) or x.device.type != "cpu":
+        found: Tensor = layer(x)
+        return found
     down, right = _to_pair(layer.stride)
     image = x.permute(0, 2, 3, 1)
     one, two = _window_slices(image.shape[2], right)
     rows = torch.maximum(image[:, :, one], image[:, :, two])
     one, two = _window_slices(rows.shape[1], down)
     return torch.maximum(rows[:, one], rows[:, two]).permute(0, 3, 1, 2)
-
-
-def _max_pool_2x2_backward(layer: nn.MaxPool2d, memo: tuple[Any, ...], params: LayerParams, g: Tensor) -> Tensor:
-    (_, height, width, _), wide, tall = memo
-    down, right = _to_pair(layer.stride)
-    rows = _scatter_to_larger(g.permute(0, 2, 3, 1).contiguous(), tall, height, 1, down)
-    return _scatter_to_larger(rows, wide, width, 2, right).permute(0, 3, 1, 2)
-
-
-def _scatter_to_larger(g: Tensor, difference: Tensor, size: int, dim: int, stride: int) -> Tensor:
-    """Adds each gradient to the larger entry of its window of two along `dim`; on ties to the first, as in PyTorch."""
-    second = aten.threshold_backward(g, difference, 0)
-    grad = g.new_empty([*g.shape[:dim], size, *g.shape[dim + 1 :]])
-    # The first positions of all windows are written below; entries outside all windows start at zero.
-    (grad if stride > 1 else grad.narrow(dim, g.shape[dim], size - g.shape[dim])).zero_()
-    one, two = ((slice(None),) * dim + (half,) for half in _window_slices(size, stride))
-    torch.sub(g, second, out=grad[one])
-    grad[two] += second
-    return grad
-
-
-def _max_pool_2x2_is_supported(layer: nn.MaxPool2d, x: Tensor) -> bool:
-    plain = _to_pair(layer.padding) == (0, 0) and _to_pair(layer.dilation) == (1, 1) and not layer.ceil_mode
-    return plain and _to_pair(layer.kernel_size) == (2, 2) and x.numel() > SMALL_POOL_NUMEL and x.device.type == "cpu"
 
 
 def _max_pool_arguments(layer: nn.MaxPool2d) -> tuple[Any, ...]:
@@ -320,10 +285,7 @@ LAYER_OPS: dict[type[nn.Module], tuple[LayerOp, ...]] = {
     TemperedSigmoid: (LayerOp(_tempered_forward, _tempered_backward),),
     CentringLayer: (LayerOp(_centre_forward, _centre_backward, spare=True),),
     nn.Flatten: (LayerOp(_flatten_forward, _flatten_backward),),
-    nn.MaxPool2d: (
-        LayerOp(_max_pool_2x2_forward, _max_pool_2x2_backward, _max_pool_2x2_is_supported, output=_max_pool_2x2_output),
-        LayerOp(_max_pool_forward, _max_pool_backward),
-    ),
+    nn.MaxPool2d: (LayerOp(_max_pool_forward, _max_pool_backward, output=_max_pool_output),),
     nn.AvgPool2d: (LayerOp(_avg_pool_forward, _avg_pool_backward),),
     nn.AdaptiveAvgPool2d: (
         LayerOp(_global_pool_forward, _global_pool_backward, _global_pool_is_supported),

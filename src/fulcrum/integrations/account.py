@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import fulcrum
+from fulcrum.data.fingerprints import KEY_MARK, compute_person_digests, name_record_key
 from fulcrum.errors import BudgetError
 from fulcrum.integrations.terms import LoopTerms
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.ledger import Ledger, RunRecord, make_seed_digest
+from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunRecord, make_seed_digest
 from fulcrum.privacy.statement import AccountedRun, make_statement, statement_to_markdown
 from fulcrum.rng import CipherRandomness
 from fulcrum.runs.active_run import list_released_runs
+from fulcrum.runs.binding import check_record_key
 from fulcrum.runs.folder import current_utc_time
 from fulcrum.training.loop import reserve_round
 
@@ -50,6 +52,8 @@ class LoopAccount:
         """Say in the ledger what this run is; before its first release. Again: nothing changes."""
         rule, ledger = self.terms.rule, self.ledger
         ledger.bring_to_current_format()
+        if self.kept and self.terms.persons:
+            self._register_persons()
         ledger.register_run(
             RunRecord(
                 id=self.run,
@@ -68,6 +72,14 @@ class LoopAccount:
                 simulation=self.seed is not None,
             )
         )
+
+    def _register_persons(self) -> None:
+        """Whose records these are, by keyed digests: the ledger knows people again under any name of the data."""
+        check_record_key(self.ledger)
+        terms = self.terms.plan.terms(0)
+        known_by = f"{terms['population']}, {KEY_MARK}{name_record_key()}"
+        self.ledger.enroll_parties([LedgerAccount(self.party, **{**terms, "population": known_by})])
+        self.ledger.register_all_units(self.run, {self.party: compute_person_digests(self.terms.persons)})
 
     def count_attempts(self, step: int) -> int:
         """How often this step was released before with other bits."""

@@ -38,8 +38,8 @@ SendBack = Callable[[Tensor, list[Tensor]], None]
 # --- functions of which more is known -------------------------------------------------------------
 
 
-def average_over_examples(function: Any, examples: int, bound: dict[str, Any]) -> Tensor:
-    """A mean loss over targets as the mean over examples of each one's own mean, in which class weights count.
+def compute_own_means(function: Any, examples: int, bound: dict[str, Any]) -> Tensor:
+    """A loss over targets, for each example the mean over its own targets, [examples]; class weights count.
 
     `F.cross_entropy` itself divides by the number of targets, or the sum of class weights, of the whole batch.
     """
@@ -47,9 +47,9 @@ def average_over_examples(function: Any, examples: int, bound: dict[str, Any]) -
     ignored = bound.get("ignore_index", -100)
     each: Tensor = function(**{**bound, "reduction": "none"}).reshape(examples, -1)
     if target.is_floating_point():
-        return each.mean()
+        return each.mean(dim=1)
     counts = (target != ignored).reshape(examples, -1).sum(dim=1).clamp_min(1)
-    own: Tensor = (each.sum(dim=1) / counts).mean()
+    own: Tensor = each.sum(dim=1) / counts
     return own
 
 
@@ -285,6 +285,14 @@ class LossProgram:
 
     def compute_losses(self, outputs: list[Tensor]) -> Tensor:
         """The loss of each example, [B]."""
+        if len(self.calls) == 1 and self.calls[0].function in OWN_MEANS and self._has_rows_only(outputs):
+            leaves = [
+                outputs[leaf.place] if isinstance(leaf, Ref) else self.whole[0, j]
+                for j, leaf in enumerate(self.calls[0].leaves)
+            ]
+            _, bound = tree_unflatten(leaves, self.calls[0].shape)
+            if bound.get("reduction", "mean") == "mean":  # the usual loss: its rows are known to be apart
+                return compute_own_means(self.calls[0].function, self.count, bound).float()
         keys = list(self.rows)
 
         def one(outs: list[Tensor], rows: list[Tensor]) -> Tensor:
@@ -306,6 +314,12 @@ class LossProgram:
             ) from None
         return torch.stack(every)
 
+    def _has_rows_only(self, outputs: list[Tensor]) -> bool:
+        """Whether the one call's input is an output of the model itself, and its targets have rows of examples."""
+        return all(leaf.place < len(outputs) for leaf in self.calls[0].leaves if isinstance(leaf, Ref)) and bool(
+            self.rows
+        )
+
     def _play(self, outputs: list[Tensor], constants: Mapping[tuple[int, int], Any], examples: int = 1) -> Tensor:
         """The loss of so many examples, from their outputs and constants."""
         values: dict[int, Tensor] = dict(enumerate(outputs))
@@ -315,7 +329,7 @@ class LossProgram:
             ]
             args, kwargs = tree_unflatten(leaves, call.shape)
             if call.function in OWN_MEANS and kwargs.get("reduction", "mean") == "mean":
-                out = average_over_examples(call.function, examples, kwargs)
+                out = compute_own_means(call.function, examples, kwargs).mean()
             else:
                 out = call.function(*args, **kwargs)
             for found, place in zip(tree_leaves(out), call.results, strict=True):

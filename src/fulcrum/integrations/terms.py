@@ -62,6 +62,8 @@ class LoopTerms:
     epoch: int
     pieces: int
     owns_step: bool
+    persons: tuple[object, ...] = ()
+    """The persons' ids where they are the units; they are never stored but by keyed digests."""
 
     @property
     def steps(self) -> int:
@@ -122,17 +124,20 @@ def read_batch_size(loader: Any) -> int:
     return int(loader.batch_size)
 
 
-def group_records(persons: Any, records: int) -> PartyData:
-    """The unit of each record: itself, or its person. persons [n]: numbers or texts, one per record."""
+def group_records(persons: Any, records: int) -> tuple[PartyData, tuple[object, ...]]:
+    """The unit of each record: itself, or its person; and the persons' ids.
+
+    persons [n]: numbers or texts, one per record.
+    """
     rows = torch.arange(records)
     if persons is None:
-        return PartyData(rows, rows, records, apart=True)
+        return PartyData(rows, rows, records, apart=True), ()
     ids = persons.tolist() if hasattr(persons, "tolist") else list(persons)
     if len(ids) != records:
         raise DataError(f"persons has {len(ids)} entries and the data set {records} records; give one for each record.")
     numbers: dict[Any, int] = {}
     unit_of = torch.tensor([numbers.setdefault(each, len(numbers)) for each in ids])
-    return PartyData(rows, unit_of, len(numbers))
+    return PartyData(rows, unit_of, len(numbers)), tuple(numbers)
 
 
 def find_trained_parameters(model: nn.Module, optimizer: Optimizer) -> ParameterLayout:
@@ -181,7 +186,7 @@ def make_terms(
         raise ConfigError(f"accumulate = {accumulate!r} is out of range; it is the number of batches per step, from 1.")
     if physical_batch is not None and physical_batch < 1:
         raise ConfigError(f"physical_batch = {physical_batch!r} is out of range; it is a number of examples, from 1.")
-    party = group_records(persons, records)
+    party, people = group_records(persons, records)
     rate = min(1.0, size * accumulate / records)
     epoch = max(1, math.ceil(len(loader) / accumulate))
     pieces = accumulate if physical_batch is None else max(accumulate, math.ceil(size * accumulate / physical_batch))
@@ -195,7 +200,8 @@ def make_terms(
     layout = find_trained_parameters(model, optimizer)
     plan = make_plan(settings, [name], [party.units], rule, population=name)
     groups = layout.layers if settings.clip.groups == "layer" else ()
-    return LoopTerms(settings, plan, rule, layout, groups, party, name, epoch, pieces, rule.apply is not use_aggregate)
+    owns_step = rule.apply is not use_aggregate
+    return LoopTerms(settings, plan, rule, layout, groups, party, name, epoch, pieces, owns_step, people)
 
 
 def refuse_fixed_options(options: Mapping[str, Any]) -> None:

@@ -31,7 +31,9 @@ WEIGHT_FILES = (
 NESTED_NAMES = ("state_dict", "model_state_dict", "model")
 """Entries of a torch file that hold the weights among other things."""
 ORIGIN_KEY = "fulcrum.origin"
-"""The entry of a safetensors file's metadata that tells which run made it."""
+"""The entry of an exported safetensors file's metadata that tells which run made it."""
+FACTS_FILE = "model.json"
+"""Tells the same in a run's folder: there equal runs have equal weight files, bit by bit."""
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
@@ -146,6 +148,10 @@ def read_origin(path: Path) -> WeightOrigin | None:
         file = find_weight_file(path) if path.is_dir() else path
     except ModelError:
         return None
+    facts = file.parent / FACTS_FILE
+    if file.name == WEIGHT_FILES[0] and (file.parent / "run.json").is_file() and facts.is_file():
+        told = json.loads(facts.read_text()).get("origin")
+        return None if told is None else WeightOrigin.from_json(json.dumps(told))
     if file.suffix == ".safetensors" and file.is_file():
         try:
             opened: Any = importlib.import_module("safetensors").safe_open(file, framework="pt")

@@ -7,6 +7,7 @@ its examples. Both get a `PreparedModel` around them, and `unwrap_model` gives t
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -100,7 +101,7 @@ def prepare_model(model: nn.Module, sample: ModelInputs) -> nn.Module:
     settle_transformers(model)
     if not is_random and isinstance(found, Tensor):
         return model
-    return PreparedModel(model, random if is_random else ())
+    return PreparedModel(copy.deepcopy(model), random if is_random else ())  # whoever handed it over keeps its mode
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

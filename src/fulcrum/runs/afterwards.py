@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fulcrum.data import Dataset, compute_features
+from fulcrum.data import Dataset, compute_features, from_arrays
 from fulcrum.data import load as load_data
 from fulcrum.data.arrays import check_inputs
 from fulcrum.data.records import ModelInputs, get_input_shape, select_rows
@@ -22,7 +22,7 @@ from fulcrum.data.tasks import Task, merge_metric_sums
 from fulcrum.errors import DataError, RunError
 from fulcrum.models.build import is_built_in
 from fulcrum.runs import folder as record
-from fulcrum.runs.stored_model import TrainedModel
+from fulcrum.runs.stored_model import TrainedModel, read_task_settings
 from fulcrum.types import mean_over_parties
 
 BATCH = 250
@@ -35,9 +35,11 @@ def load_test_records(trained: TrainedModel, source: str = "", folder: str = "")
     The training records of the run are not needed.
     """
     settings = trained.settings
+    if (trained.folder / "schema.toml").is_file():
+        return load_test_table(trained, source or settings.table.test)
     given = {name: getattr(settings, name) for name in ("table", "images") if hasattr(settings, name)}
     where = (source or settings.data.source, folder or settings.data.dir)
-    data = load_data(*where, task=_choose_task(trained), need=("test",), **given)
+    data = load_data(*where, task=choose_task(trained), need=("test",), **given)
     data = dataclasses.replace(data, train=None)
     data.test_records  # noqa: B018  a DataError where there are none
     data = compute_features(data, settings.data, torch.device("cpu"))
@@ -46,11 +48,24 @@ def load_test_records(trained: TrainedModel, source: str = "", folder: str = "")
     return data
 
 
-def _choose_task(trained: TrainedModel) -> Any:
+def load_test_table(trained: TrainedModel, source: str) -> Dataset:
+    """The rows of a table as public test records, by the schema of the run."""
+    if not source:
+        raise DataError("the run had no public table (table.test); name one with --data, whose rows everybody may see.")
+    schema = read_schema(trained.folder)
+    rows = Path(source)
+    if not rows.is_file():
+        raise DataError(f"--data {source}: there is no such file.")
+    x, y = schema.encode(rows), schema.encode_target(rows)
+    data = from_arrays(x_test=x, y_test=y, task=choose_task(trained), name=rows.name, public=True)
+    check_shapes(trained, data.test_records.x, data.name)
+    return data
+
+
+def choose_task(trained: TrainedModel) -> Any:
     """The task settings of the run, with its number of classes declared."""
     told = trained.facts["task"]["settings"]
-    given = trained.settings.task
-    return dataclasses.replace(given, classes=told["classes"]) if told and told["classes"] else given
+    return trained.settings.task if told is None else read_task_settings(told)
 
 
 def check_shapes(trained: TrainedModel, x: ModelInputs, name: str) -> None:
@@ -186,8 +201,6 @@ def to_model_inputs(trained: TrainedModel, x: ModelInputs) -> ModelInputs:
     settings = trained.settings.data
     if settings.features == "none" or not isinstance(x, Tensor) or get_input_shape(x) == trained.inputs:
         return x
-    from fulcrum.data.arrays import from_arrays
-
     made = from_arrays(x, torch.arange(len(x)) % 2, name="records", classes=2, public=True)
     features: ModelInputs = compute_features(made, settings, torch.device("cpu")).records.x
     return features

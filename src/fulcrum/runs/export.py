@@ -12,6 +12,7 @@ import contextlib
 import copy
 import importlib
 import json
+import keyword
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,9 @@ CHECKED_BATCHES = (3, 1)
 """Numbers of made-up examples on which an export is compared with the network; traced with another number."""
 TRACED_BATCH = 2
 
+SCHEMA_FILES = ("schema.toml",)
+"""Files of a run's folder that an export takes along."""
+
 Runner = Callable[[ModelInputs], Tensor]
 Writer = Callable[[TrainedModel, nn.Module, Path], Runner]
 """(model, its network with one tensor as output, file) -> what runs the written file."""
@@ -57,7 +61,7 @@ class OneOutput(nn.Module):
 
 def make_one_output(network: nn.Module, names: Sequence[str]) -> nn.Module:
     """The network with one tensor as its result, and a forward with the inputs' names: exporters read its signature."""
-    odd = [name for name in names if not name.isidentifier()]
+    odd = [name for name in names if not name.isidentifier() or keyword.iskeyword(name)]
     if odd:
         raise RunError(f"the input {odd[0]!r} cannot be an argument's name; use --to torch or safetensors.")
     given = ", ".join(f"{name}={name}" for name in names) or "x"
@@ -68,11 +72,15 @@ def make_one_output(network: nn.Module, names: Sequence[str]) -> nn.Module:
 
 @dataclass(frozen=True)
 class Exported:
-    """A written export. file: the model; card: its model card; usage: a sentence and the code that loads it."""
+    """A written export. file: the model; card: its model card; usage: a sentence and the code that loads it.
+
+    beside: what belongs to it: a table's schema, a tokenizer.
+    """
 
     file: Path
     card: Path
     usage: tuple[str, list[str]]
+    beside: tuple[Path, ...] = ()
 
 
 def export_model(trained: TrainedModel, form: str, out: Path) -> Exported:
@@ -92,10 +100,25 @@ def export_model(trained: TrainedModel, form: str, out: Path) -> Exported:
     except BaseException:
         _remove(out)
         raise
+    beside = _copy_beside(trained, form, out)
     privacy, summary = (record.load_run_json(trained.folder, name) for name in ("privacy.json", "summary.json"))
-    words = make_model_card(trained.model, trained.facts, privacy, summary, out.name, form)
-    record.write_file_atomically(card, words.encode())
-    return Exported(out, card, describe_usage(trained.model, trained.facts, out.name, form))
+    told = (out.name, form, f"{out.name}.{TRANSFORMERS_FOLDER}")
+    record.write_file_atomically(card, make_model_card(trained.model, trained.facts, privacy, summary, *told).encode())
+    return Exported(out, card, describe_usage(trained.model, trained.facts, *told), beside)
+
+
+def _copy_beside(trained: TrainedModel, form: str, out: Path) -> tuple[Path, ...]:
+    """What belongs to the model: the table's schema; the config and tokenizer of a transformers network."""
+    found: list[Path] = []
+    for name in SCHEMA_FILES:
+        if (trained.folder / name).is_file():
+            found.append(out.with_name(f"{out.name}.{name}"))
+            shutil.copyfile(trained.folder / name, found[-1])
+    source = trained.folder / TRANSFORMERS_FOLDER
+    if source.is_dir() and form != "transformers":
+        found.append(out.with_name(f"{out.name}.{TRANSFORMERS_FOLDER}"))
+        shutil.copytree(source, found[-1], dirs_exist_ok=True)
+    return tuple(found)
 
 
 def _compare(trained: TrainedModel, form: str, run: Runner) -> None:

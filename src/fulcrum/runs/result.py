@@ -126,7 +126,10 @@ def _store_model(run: ActiveRun, model: nn.Module, privacy: Mapping[str, Any], s
         delta=float(privacy["delta"]),
         unit=str(privacy["unit"]),
         ledger=run.ledger.identity,
-        public=problem.dataset.public and (federation.origin is None or federation.origin.public),
+        # A coordinator has public test records; its parties' records are their own.
+        public=problem.dataset.public
+        and problem.dataset.train is not None
+        and (federation.origin is None or federation.origin.public),
         runs=tuple({**each, "simulation": privacy["simulation"]} for each in privacy["runs_covered"]),
     )
     weights = list_complete_weights(model)
@@ -194,6 +197,8 @@ def _make_summary(
         "ledger": {"path": str(run.ledger.path), **privacy["scope"]["ledger"]},
         "settings": dataclasses.asdict(settings),
     }
+    if "start" in privacy:
+        summary["start"] = privacy["start"]
     if len(costs) <= MAX_PARTIES_PER_LINE:
         summary["epsilons"] = dict(costs)
     if "mean_over_parties" in last:

@@ -1,7 +1,8 @@
 """The trained model in a run's folder, and back: an ordinary network, complete, without the private data.
 
-model.safetensors  all weights and buffers of the plain network, with the run that made them in its metadata
-model.json         what is needed to build the network again: settings, shapes and types of inputs, the task
+model.safetensors  all weights and buffers of the plain network
+model.json         what is needed to build the network again: settings, shapes and types of inputs, the task; and the
+                   run that made it, with what it spent
 MODEL.md           the model card
 transformers/      config and tokenizer, where the network is one of transformers
 """
@@ -27,7 +28,7 @@ from fulcrum.data.records import ModelInputs, map_inputs, select_rows
 from fulcrum.data.tasks import Task, make_task
 from fulcrum.errors import FulcrumError, RunError
 from fulcrum.models.build import build_network
-from fulcrum.models.checkpoints import ORIGIN_KEY, WeightOrigin
+from fulcrum.models.checkpoints import FACTS_FILE, ORIGIN_KEY, WeightOrigin
 from fulcrum.models.imported import quiet_library
 from fulcrum.models.norms import convert_norms
 from fulcrum.models.plain import compute_model_hash, list_complete_weights, make_plain_model
@@ -37,7 +38,7 @@ from fulcrum.settings.schema import Model, Settings, TaskSettings
 
 MODEL_FORMAT = 1
 """The format of model.json."""
-WEIGHTS_FILE, FACTS_FILE, CARD_FILE, TRANSFORMERS_FOLDER = "model.safetensors", "model.json", "MODEL.md", "transformers"
+WEIGHTS_FILE, CARD_FILE, TRANSFORMERS_FOLDER = "model.safetensors", "MODEL.md", "transformers"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),
     *("vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "chat_template.jinja"),
@@ -96,8 +97,8 @@ def describe_inputs(x: ModelInputs) -> dict[str, Any]:
 
 
 def serialise_weights(weights: Mapping[str, Tensor], origin: WeightOrigin | None) -> bytes:
-    """Weights as a safetensors file that names the run which made them."""
-    about = {"format": "pt", **({} if origin is None else {ORIGIN_KEY: origin.to_json()})}
+    """Weights as a safetensors file; with `origin`, it names the run which made them."""
+    about = None if origin is None else {"format": "pt", ORIGIN_KEY: origin.to_json()}
     return save({name: value.contiguous() for name, value in weights.items()}, about)
 
 
@@ -106,8 +107,10 @@ def write_stored_model(
 ) -> None:
     """Write model.safetensors, model.json and, where it is one of transformers, its config and tokenizer."""
     weights = list_complete_weights(model)
-    record.write_file_atomically(folder / WEIGHTS_FILE, serialise_weights(weights, origin))
-    record.write_file_atomically(folder / FACTS_FILE, record.to_json_text(facts).encode())
+    # Without its origin, so that equal runs end with equal files; model.json has it.
+    record.write_file_atomically(folder / WEIGHTS_FILE, serialise_weights(weights, None))
+    told = {**facts, "origin": json.loads(origin.to_json())}
+    record.write_file_atomically(folder / FACTS_FILE, record.to_json_text(told).encode())
     write_transformers_files(folder / TRANSFORMERS_FOLDER, model, settings.model)
 
 
@@ -233,11 +236,15 @@ def rebuild_task(told: Mapping[str, Any]) -> Task | None:
     """The task that model.json describes; None where the data brought its own."""
     if told["settings"] is None:
         return None
+    chosen = read_task_settings(told["settings"])
+    return make_task(chosen, [np.zeros((1, *told["target_shape"]), dtype=np.int64)])
+
+
+def read_task_settings(told: Mapping[str, Any]) -> TaskSettings:
+    """Task settings as model.json has them; names that a later version added are left out."""
     fields = {field.name for field in dataclasses.fields(TaskSettings)}
-    values: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in told["settings"].items() if k in fields
-    }
-    return make_task(TaskSettings(**values), [np.zeros((1, *told["target_shape"]), dtype=np.int64)])
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items() if k in fields}
+    return TaskSettings(**values)
 
 
 def _rebuild_network(

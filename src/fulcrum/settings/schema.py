@@ -393,7 +393,8 @@ class Run:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     precision: str = "float32"
-    """Precision of matrix products in the stacked engine: float32; tf32 or bf16 (simulations; faster, less exact)."""
+    """Precision of matrix products in the stacked engine: float32; tf32 or bf16 (simulations; faster, less exact). A
+    CPU computes in float32 whatever is set."""
     workers: int = 0
     """Parties trained in parallel (parallel engine), one core per party; 0: PyTorch's threads. Same result."""
     evaluate_every: int = 0

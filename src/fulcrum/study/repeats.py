@@ -104,14 +104,17 @@ def repeat(train_once: Callable[[int], Result], seeds: Iterable[int]) -> Repeats
 
 
 def parse_example_options(words: str, seeds: Iterable[int]) -> argparse.Namespace:
-    """The options that every example takes: json, seeds, made_up, reference, out."""
+    """The options that every example takes: json, seeds, made_up, quick, reference, out."""
     parser = argparse.ArgumentParser(description=words.strip().splitlines()[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds), help="seeds to average over")
     parser.add_argument("--made-up", action="store_true", help="train on the small made-up stand-in")
+    parser.add_argument("--quick", action="store_true", help="little made-up data and few rounds: to see that it runs")
     parser.add_argument("--reference", action="store_true", help="train without privacy, too")
     parser.add_argument("--out", type=Path, help="write the result with its commit, command, hardware and date")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.made_up = options.made_up or options.quick
+    return options
 
 
 def report(name: str, repeats: Repeats, options: argparse.Namespace, **facts: Any) -> None:

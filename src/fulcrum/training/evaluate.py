@@ -17,7 +17,7 @@ from fulcrum.data.records import Records, move_inputs_to_device, select_rows
 from fulcrum.data.tasks import Task, merge_metric_sums
 from fulcrum.privacy.evaluation import HELD_OUT_NAME, EvaluationPlan, HeldOutAccount, release_sums, sum_over_units
 from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunPlan
-from fulcrum.privacy.scores import THRESHOLD_METRICS, ClassCells, choose_threshold
+from fulcrum.privacy.scores import THRESHOLD_METRICS, ClassCells, ScoreForm, choose_threshold
 from fulcrum.settings.schema import TaskSettings
 from fulcrum.training.federation import Federation
 from fulcrum.training.problem import TrainingProblem
@@ -280,23 +280,27 @@ def evaluate_round(
     if ledger is not None:
         ledger.settle(run, t, {name: _digest(noised) for name, (noised, _) in released.items()})
     named = problem.dataset.held_out.party is not None
-    return read_releases(
-        problem, plan, {name.removesuffix(f"/{HELD_OUT_NAME}"): each for name, each in released.items()}, named
-    )
+    by_party = {name.removesuffix(f"/{HELD_OUT_NAME}"): each for name, each in released.items()}
+    return summarise_releases(problem.task, problem.dataset.task_settings, plan.form, by_party, named, plan.note)
 
 
-def read_releases(
-    problem: TrainingProblem, plan: EvaluationPlan, released: Mapping[str, tuple[Tensor, int]], named: bool
+def summarise_releases(
+    task: Task,
+    settings: TaskSettings | None,
+    form: ScoreForm,
+    released: Mapping[str, tuple[Tensor, int]],
+    named: bool,
+    note: str = "",
 ) -> Evaluation:
     """Metrics, baselines and confusion from noised sums and public numbers of units alone, by party and together.
 
-    named: whether the accounts are those of parties; else there is one for all.
+    released: (noised sums [columns], units) by account. named: whether the accounts are those of parties; else there is
+    one for all.
     """
-    task, form = problem.task, plan.form
     units = sum(count for _, count in released.values())
     whole = torch.stack([noised for noised, _ in released.values()]).sum(dim=0)
     parties = released if named else {}
-    wanted = get_task_settings(problem).choose_threshold
+    wanted = (settings or TaskSettings()).choose_threshold
     chosen: dict[str, float | str] = {}
     if wanted in THRESHOLD_METRICS and isinstance(form, ClassCells) and form.binary:
         chosen = describe_threshold(*choose_threshold(form.tabulate_thresholds(whole, units), wanted), wanted)
@@ -308,7 +312,7 @@ def read_releases(
         threshold=chosen,
     )
     metrics = {name: form.estimate(task, *each) for name, each in parties.items()}
-    return Evaluation(form.estimate(task, whole, units), metrics, plan.note, facts)
+    return Evaluation(form.estimate(task, whole, units), metrics, note, facts)
 
 
 def reserve_evaluation(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +50,19 @@ def make_model_facts(federation: Federation) -> ModelFacts:
     return gather_model_facts(federation.settings.train, federation.plan, problem.shape, problem.layout, problem.model)
 
 
+def measure_weights(layout: ParameterLayout, model: nn.Module, left_out: Collection[str]) -> float:
+    """The norm of a model's weights, as a multiple of that of random ones.
+
+    Embedding tables are left out: PyTorch draws them with variance 1, far larger than other layers, so that random ones
+    would look pretrained. left_out: further names.
+    """
+    weights = list(layout.unflatten(layout.flatten(model)).items())
+    kept = [place for place in range(len(weights)) if place not in layout.lookups and weights[place][0] not in left_out]
+    rows = sum(layout.shapes[place][0] for place in kept if len(layout.shapes[place]) > 1)
+    own = torch.cat([weights[place][1].flatten() for place in kept] or [torch.ones(1)])
+    return float(torch.linalg.vector_norm(own)) / (math.sqrt(rows / 3) or 1.0)
+
+
 def gather_model_facts(
     train: Train, plan: Plan, shape: ModelFacts, layout: ParameterLayout, model: nn.Module
 ) -> ModelFacts:
@@ -57,9 +72,7 @@ def gather_model_facts(
     noise = plan.compute_noise_to_signal(layout.dim).direction / steps**0.5
     usual = layout.expected_init_norm
     left_out = find_centred_biases(model)  # biases that represent a mean do not measure the size of the weights
-    weights = layout.unflatten(layout.flatten(model))
-    own = torch.cat([value.flatten() for name, value in weights.items() if name not in left_out])
-    larger = float(torch.linalg.vector_norm(own)) / usual
+    larger = measure_weights(layout, model, left_out)
     return dataclasses.replace(
         shape,
         start=usual,

@@ -131,7 +131,7 @@ def load(
         ready = reader in TASK_READERS or (reader in CHECKED_READERS and wanted == TaskSettings())
         found = declare_public(found) if public else found
         return require_records(found if ready else recheck_dataset(found, source, wanted), need)
-    if isinstance(found, Mapping):
+    if isinstance(found, Mapping) and set(found) != {"train", "test"}:
         where, name = (str(path), path.name) if path else (f"what {source} returned", source)
         return dataset_from_mapping(found, where, name, wanted, need, public)
     if is_readable_object(found):

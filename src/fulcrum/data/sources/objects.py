@@ -1,4 +1,4 @@
-"""Data that is handed over in Python: frames, torch data sets, generators. Nothing is imported to recognise them.
+"""Data that is handed over in Python: frames, arrays, torch data sets, generators. Nothing is imported to know them.
 
 fulcrum.train(data=frame, schema="patients.schema.toml", epsilon=4.0)
 fulcrum.train(data=torch_dataset, classes=10, epsilon=4.0)
@@ -11,8 +11,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from fulcrum.data.arrays import from_arrays
 from fulcrum.data.dataset import Dataset
 from fulcrum.data.sources.huggingface import open_dataset_object
+from fulcrum.data.sources.own import dataset_from_mapping
 from fulcrum.data.sources.streams import list_torch_items, read_records
 from fulcrum.data.sources.tables import make_table_dataset
 from fulcrum.data.table.delimited import cut_mappings
@@ -34,7 +36,7 @@ def read_object(
             return read(given, name or name_object(given), table or Table(), task or TaskSettings(), public)
     raise DataError(
         f"data is a {type(given).__name__}; give a name or path, a fulcrum Dataset, a pandas, polars or Arrow table, a "
-        "torch Dataset, or a generator of records."
+        'torch Dataset, a generator of records, or {"train": ..., "test": ...} with two of these.'
     )
 
 
@@ -84,6 +86,45 @@ class _RowsOnce:
         return TableSource(self.name, self.columns, pieces)
 
 
+def _read_arrays(given: Any, name: str, table: Table, task: TaskSettings, public: bool) -> Dataset:
+    return dataset_from_mapping(given, name, name, task, ("train",), public)
+
+
+def _read_pair(given: Any, name: str, table: Table, task: TaskSettings, public: bool) -> Dataset:
+    """Training and public test records: two tables, two torch data sets or two generators."""
+    parts = {key: given[key] for key in ("train", "test")}
+    if all(is_table(part) for part in parts.values()):
+        return make_table_dataset(parts["train"], table, test=parts["test"], task=task, name=name, public=public)
+    train, test = (read_object(part, table, task, public=True, name=f"{name}[{key}]") for key, part in parts.items())
+    return from_arrays(
+        train.x,
+        train.y,
+        test.x,
+        test.y,
+        person=train.person,
+        person_names=train.person_names,
+        party=train.party,
+        party_names=train.party_names,
+        name=name,
+        task=task,
+        public=public,
+    )
+
+
+def is_table(given: Any) -> bool:
+    """Whether it is a frame, a dict of columns, or a list of dicts."""
+    rows = isinstance(given, list | tuple) and bool(given) and all(isinstance(row, Mapping) for row in given)
+    return is_frame(given) or rows or (isinstance(given, Mapping) and not {"x", "x_test", "train"} & set(given))
+
+
+def _is_pair(given: Any) -> bool:
+    return isinstance(given, Mapping) and set(given) == {"train", "test"}
+
+
+def _is_arrays(given: Any) -> bool:
+    return isinstance(given, Mapping) and any(str(name).partition(".")[0] in ("x", "x_test") for name in given)
+
+
 def _is_hugging_face(given: Any) -> bool:
     return _has_base(given, "datasets", "Dataset")
 
@@ -101,7 +142,9 @@ def _has_base(given: Any, package: str, name: str) -> bool:
 
 
 OBJECT_KINDS: list[tuple[Callable[[Any], bool], ReadObject]] = [
-    (is_frame, _read_frame),
+    (_is_pair, _read_pair),
+    (_is_arrays, _read_arrays),
+    (is_table, _read_frame),
     (_is_hugging_face, _read_saved),
     (_is_torch_dataset, _read_torch),
     (_is_generator, _read_generator),

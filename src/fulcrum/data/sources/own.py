@@ -56,9 +56,9 @@ def find_file(source: str, folder: str) -> Path:
 
 def find_files(source: str, folder: str) -> list[Path]:
     """The files of a source: one path, or all that fit a pattern such as visits-*.csv, in the order of their names."""
-    if not any(sign in source for sign in "*?["):
-        return [find_file(source, folder)]
     path = Path(source).expanduser()
+    if path.is_file() or not any(sign in source for sign in "*?["):
+        return [find_file(source, folder)]
     tried = [Path("/")] if path.is_absolute() else [Path(), *search_folders(folder)]
     for base in tried:
         pattern = str(path.relative_to("/")) if path.is_absolute() else str(path)

@@ -11,6 +11,7 @@ import numpy as np
 
 from fulcrum.data.arrays import from_arrays
 from fulcrum.data.dataset import Dataset
+from fulcrum.data.table.databases import refuse_password
 from fulcrum.data.table.describe import complete_mapping
 from fulcrum.data.table.encoding import EncodedTable, encode_table
 from fulcrum.data.table.reading import find_table_ending, open_table
@@ -94,6 +95,8 @@ def read_table(
     """The reader of the registry: a file or a database's URL, by the [table] settings."""
     settings = table or Table()
     path = paths[0] if paths else None
+    if path is None:
+        refuse_password(source)
     test = _find_beside(settings.test, path, "table.test") if settings.test else None
     name = source if path is None else path.name if len(paths) == 1 else Path(source).name
     where: Any = source if path is None else list(paths) if len(paths) > 1 else str(path)
@@ -222,7 +225,8 @@ def _find_beside(name: str, table: Path | None, setting: str) -> Path:
     tried = [path] if path.is_absolute() or table is None else [path, table.parent / path]
     found = next((each for each in tried if each.is_file()), None)
     if found is None:
-        raise ConfigError(f"{setting} = {name!r} was not found; looked for {', '.join(map(str, tried))}.")
+        places = ", ".join(dict.fromkeys(map(str, tried)))
+        raise ConfigError(f"{setting} = {name!r} was not found; looked for {places}.")
     return found
 
 

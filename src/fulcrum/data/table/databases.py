@@ -56,12 +56,17 @@ def _resolve_url(url: str) -> tuple[str, str]:
         if "://" not in full:
             raise ConfigError(f"data.source = {url!r}: the environment has no URL of a database under {name}.")
         return url, full
-    if urlsplit(url).password:
+    refuse_password(url)
+    return url, url
+
+
+def refuse_password(url: str) -> None:
+    """ConfigError for a URL with a password: settings are stored, and messages show the source."""
+    if "@" in url and urlsplit(url).password:
         raise ConfigError(
             "data.source holds a password, and settings are written to the run's folder; put the URL into an "
             "environment variable, and say --data env:NAME."
         )
-    return url, url
 
 
 def _make_statement(query: str) -> str:

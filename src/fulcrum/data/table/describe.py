@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fulcrum.data.table.cells import Cells
+from fulcrum.data.table.cells import Cells, parse_number
 from fulcrum.data.table.dates import EPOCH, ISO, parse_dates
 from fulcrum.data.table.encoding import find_roles
 from fulcrum.data.table.kinds import NO_WORDS, YES_WORDS
@@ -28,6 +28,8 @@ MOST_CATEGORIES = 50
 MOST_CLASSES = 20
 """A target of whole numbers with at most this many different values is proposed as classes."""
 BUCKETS = 32
+LARGEST = 1e100
+"""Beyond this a number is no measurement."""
 DATE_FORMATS = (ISO, "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y/%m/%d")
 
 
@@ -102,7 +104,7 @@ def propose_schema(
     for name in inputs:
         if name in ignore:
             continue
-        found, said = propose_column(facts[name], name == target, numbers)
+        found, said = _propose(source, name, facts[name], name == target, numbers)
         if found is None:
             ignore.append(name)
         else:
@@ -131,12 +133,22 @@ def complete_mapping(declared: Mapping[str, Any], source: TableSource, numbers: 
     for name in wanted:
         if name not in facts:
             raise DataError(f"{source.name} has no column {name!r}, which table.target names.")
-        found, _ = propose_column(facts[name], name in names, numbers)
+        found, _ = _propose(source, name, facts[name], name in names, numbers)
         if found is not None:
             columns[name] = found
         else:
             ignore.append(name)
     return {**declared, **roles, "columns": columns, "ignore": ignore}
+
+
+def _propose(
+    source: TableSource, name: str, facts: ColumnFacts, target: bool, numbers: bool
+) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """`propose_column`, with an error that names the column."""
+    try:
+        return propose_column(facts, target, numbers)
+    except DataError as error:
+        raise DataError(f"{source.name}: column {name!r} {error}") from None
 
 
 # --- one column ---------------------------------------------------------------------------------
@@ -200,7 +212,7 @@ def _choose_kind(facts: ColumnFacts, target: bool, numbers: bool) -> tuple[dict[
         return {"kind": "yes-no"}, ()
     numeric = facts.numbers == facts.filled
     if numeric and target and not numbers and facts.whole and some and len(facts.texts) <= MOST_CLASSES:
-        return _categories(facts, sorted(facts.texts, key=float))
+        return _categories(facts, sorted(facts.texts, key=_sort_as_number))
     if numeric:
         low, high = round_outwards(facts.least, facts.most)
         found: dict[str, Any] = {"kind": "number", "low": low, "high": high}
@@ -213,6 +225,11 @@ def _choose_kind(facts: ColumnFacts, target: bool, numbers: bool) -> tuple[dict[
     if target or _is_id(facts):
         return None, ()
     return {"kind": "category", "buckets": BUCKETS}, ()
+
+
+def _sort_as_number(text: str) -> tuple[bool, float, str]:
+    number = parse_number(text)
+    return math.isnan(number), 0.0 if math.isnan(number) else number, text
 
 
 def _categories(facts: ColumnFacts, names: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -240,8 +257,8 @@ def _is_id(facts: ColumnFacts) -> bool:
 
 def round_outwards(least: float, most: float) -> tuple[float, float]:
     """A range of round numbers around two numbers, low below high."""
-    if not math.isfinite(least) or not math.isfinite(most):
-        raise DataError("a column holds infinite numbers; no range can be proposed.")
+    if not math.isfinite(most - least) or max(abs(least), abs(most)) > LARGEST:
+        raise DataError("holds numbers of no sensible range, so none can be proposed; declare low and high.")
     width = most - least or max(abs(most), 1.0) / 10
     unit = 10.0 ** math.floor(math.log10(width))
     low, high = math.floor(least / unit) * unit, math.ceil(most / unit) * unit

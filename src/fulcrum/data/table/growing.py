@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from typing import IO, Any
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fulcrum.data.table.pieces import read_limit
 from fulcrum.errors import DataError
 
 SPILL_BYTES = 256 * 1024 * 1024
@@ -29,7 +29,7 @@ class GrowingArray:
         self.parts: list[npt.NDArray[Any]] = []
         self.file: IO[bytes] | None = None
         self.rows = 0
-        self.limit = int(os.environ.get("FULCRUM_TABLE_MEMORY", SPILL_BYTES))
+        self.limit = read_limit("FULCRUM_TABLE_MEMORY", SPILL_BYTES)
 
     def append(self, values: npt.NDArray[Any]) -> None:
         """Add rows [m, *shape]."""

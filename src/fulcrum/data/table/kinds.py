@@ -155,13 +155,17 @@ def _check_category(column: Column) -> None:
 
 
 def _name_category(column: Column) -> list[str]:
-    names = [*column.categories, OTHER] if column.categories else [f"#{bucket}" for bucket in range(column.buckets)]
+    others = () if OTHER in column.categories else (OTHER,)
+    names = [*column.categories, *others] if column.categories else [f"#{bucket}" for bucket in range(column.buckets)]
     return [f"{column.name}={name}" for name in names]
 
 
 def find_categories(column: Column, cells: Cells) -> npt.NDArray[np.int64]:
     """The number of each cell's category [n]; -1 where it is missing, the number of categories where it is another."""
     places = {name: place for place, name in enumerate(column.categories)}
+    for name, place in list(places.items()):  # a truth value of a frame reads "true", however the category is written
+        if name.lower() in ("true", "false"):
+            places.setdefault(name.lower(), place)
     other = len(column.categories)
     texts, gone = cells.exact_texts(), cells.missing
     # A declared category may be called "none" or "?": it counts before the words that mean missing.
@@ -179,8 +183,11 @@ def _encode_category(column: Column, cells: Cells) -> Encoded:
         )
         return Encoded(_one_hot(codes, column.buckets))
     codes, other = find_categories(column, cells), len(column.categories)
-    shown = np.where(codes < 0, other, codes) if column.missing == "middle" else codes
-    return Encoded(_one_hot(shown, other + 1), unknown=codes == other)
+    # A declared category may be called "other" itself: then there is no second one.
+    place = column.categories.index(OTHER) if OTHER in column.categories else other
+    shown = np.where(codes == other, place, codes)
+    shown = np.where(codes < 0, place, shown) if column.missing == "middle" else shown
+    return Encoded(_one_hot(shown, max(other, place + 1)), unknown=codes == other)
 
 
 def _hash_bucket(text: str, buckets: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fulcrum.errors import DataError
+from fulcrum.errors import ConfigError, DataError
 
 CELLS_PER_PIECE = 500_000
 """Cells that are held at a time; a piece has as many rows as this allows."""
@@ -70,5 +70,12 @@ def join_tables(parts: Sequence[TableSource]) -> TableSource:
 
 def choose_piece_rows(columns: int) -> int:
     """Rows of one piece; FULCRUM_TABLE_CELLS changes the number of cells."""
-    cells = int(os.environ.get("FULCRUM_TABLE_CELLS", CELLS_PER_PIECE))
-    return max(16, cells // max(1, columns))
+    return max(16, read_limit("FULCRUM_TABLE_CELLS", CELLS_PER_PIECE) // max(1, columns))
+
+
+def read_limit(name: str, usual: int) -> int:
+    """A whole number from the environment; ConfigError where it is none."""
+    given = os.environ.get(name, "")
+    if given and not given.isdigit():
+        raise ConfigError(f"the environment variable {name} = {given!r} must be a whole number.")
+    return int(given or usual)

@@ -9,8 +9,7 @@ schema.to_toml()
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
+import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from fulcrum.data.table.cells import MISSING_WORDS, to_text
 from fulcrum.data.table.dates import ISO
 from fulcrum.data.table.kinds import KINDS, NO_WORDS, YES_WORDS
 from fulcrum.data.table.texts import TEXT_KIND
+from fulcrum.data.table.toml import format_key, format_literal
 from fulcrum.errors import ConfigError
 from fulcrum.settings.registry import suggest_nearest_names
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fulcrum.data.records import ModelInputs
 
 KINDS.add("text", TEXT_KIND)
 MISSING_CHOICES = {True: "column", False: "refuse"}
@@ -138,7 +137,7 @@ class Schema:
         """The names of what is predicted."""
         return [column.name for column in self.targets]
 
-    def encode(self, rows: Any, *, others: bool = True) -> ModelInputs:
+    def encode(self, rows: Any, *, others: bool = True) -> Any:
         """The model's inputs of a table: [n, width] float32, or several by name where the schema has text.
 
         rows: a path, a pandas, polars or Arrow table, a dict of columns, or a list of dicts. others: whether columns
@@ -182,11 +181,11 @@ class Schema:
         """The schema as a file that a person can read and change; comments: by column, set above it."""
         found = self.to_mapping()
         columns = found.pop("columns")
-        lines = [f"{_key(name)} = {_literal(value)}" for name, value in found.items()]
+        lines = [f"{format_key(name)} = {format_literal(value)}" for name, value in found.items()]
         for name, values in columns.items():
             said = (comments or {}).get(name, "")
-            lines += ["", *(f"# {line}" for line in said.splitlines()), f"[columns.{_key(name)}]"]
-            lines += [f"{_key(field)} = {_literal(value)}" for field, value in values.items()]
+            lines += ["", *(f"# {line}" for line in said.splitlines()), f"[columns.{format_key(name)}]"]
+            lines += [f"{format_key(field)} = {format_literal(value)}" for field, value in values.items()]
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -221,6 +220,10 @@ class Schema:
             if name not in known:
                 raise ConfigError(f"{where}: {name!r} is not known; {suggest_nearest_names(name, known)}")
         target = found.get("target", ())
+        if not isinstance(target, str) and not (
+            isinstance(target, list | tuple) and all(isinstance(name, str) for name in target)
+        ):
+            raise ConfigError(f"{where}: target must be the name of a column, or a list of names.")
         names = ([target] if target else []) if isinstance(target, str) else list(target)
         declared = found.get("columns", {})
         if not isinstance(declared, Mapping) or not all(isinstance(value, Mapping) for value in declared.values()):
@@ -229,7 +232,8 @@ class Schema:
         missing = [name for name in names if name not in columns]
         if missing:
             raise ConfigError(
-                f"{where}: target {missing[0]!r} is not declared; say what it is, such as [columns.{_key(missing[0])}] "
+                f"{where}: target {missing[0]!r} is not declared; say what it is, such as "
+                f"[columns.{format_key(missing[0])}] "
                 'with kind = "yes-no", or "category" with its categories.'
             )
         plain = {
@@ -318,8 +322,10 @@ def _parse_field(field: str, value: Any, where: str, column: str = "") -> Any:
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         kinds = {bool: "true or false", str: "text in quotes"}
         raise ConfigError(f"{whose} = {value!r} must be {kinds.get(wanted, 'a number')}.")  # type: ignore[arg-type]
-    if isinstance(usual, int) and wanted == (int, float) and int(value) != value:
+    if isinstance(usual, int) and wanted == (int, float) and not isinstance(value, int):
         raise ConfigError(f"{whose} = {value!r} must be a whole number.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{whose} = {value!r} must be a finite number.")
     return value
 
 
@@ -339,8 +345,8 @@ def _check_schema(schema: Schema, where: str) -> Schema:
             "character or empty."
         )
     for column in schema.targets:
-        if column.kind not in TARGET_KINDS or column.buckets:
-            what = "in buckets" if column.buckets else f"of kind {column.kind!r}"
+        if column.kind not in TARGET_KINDS or column.buckets or column.cuts:
+            what = "in buckets or intervals" if column.buckets or column.cuts else f"of kind {column.kind!r}"
             raise ConfigError(
                 f"{where}: target {column.name!r} {what} cannot be predicted; declare a number with low and high, a "
                 "category with its categories, or yes-no."
@@ -379,15 +385,6 @@ def _column_to_mapping(column: Column) -> dict[str, Any]:
     found = {name: getattr(column, name) for name in fields}
     kept = {name: value for name, value in found.items() if name == "kind" or value != getattr(usual, name)}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _literal(name)
-
-
-def _literal(value: Any) -> str:
-    """A value as TOML: its literals are those of JSON, but for a character that TOML wants written out."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def list_places(columns: Iterable[Column]) -> Sequence[str]:

@@ -26,7 +26,7 @@ from fulcrum.runs.forecast.layers import count_step_records, list_layers
 from fulcrum.runs.forecast.timing import TimeEstimate, estimate_time
 from fulcrum.runs.forecast.traffic import Traffic, estimate_traffic
 from fulcrum.runs.one_call import resolve_keywords
-from fulcrum.runs.preparation import prepare
+from fulcrum.runs.preparation import prepare_unrehearsed
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
 from fulcrum.training.traffic import RoundTraffic
@@ -120,7 +120,7 @@ def plan(
 
     timing: times a few steps on made-up records of the same shapes; some seconds. Private records are not read by it.
     """
-    return make_forecast(prepare(*resolve_keywords(data, model, settings, names)), timing)
+    return make_forecast(prepare_unrehearsed(*resolve_keywords(data, model, settings, names)), timing)
 
 
 __all__ = ["Forecast", "LayerCost", "TimeEstimate", "Traffic", "make_forecast", "plan"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fulcrum.data.records import move_inputs_to_device
 from fulcrum.engines import choose_engine
 from fulcrum.gradients.costs import CostTerms, LayerCost, measure_layer_costs
 from fulcrum.gradients.stacked.layers import compile_model
+from fulcrum.models.prepared import PreparedModel
 from fulcrum.runs.forecast.made_up import make_up_records
 from fulcrum.training.client_level import make_local_problem
 from fulcrum.training.federation import Federation
@@ -41,7 +44,10 @@ def list_layers(federation: Federation) -> tuple[LayerCost, ...]:
     )
     few = make_up_records(problem.dataset.records, FEW_RECORDS, problem.model, problem.dataset.public)
     x, y = move_inputs_to_device(few.x, problem.device), few.y.to(problem.device)
-    return measure_layer_costs(problem.model, problem.task, x, y, terms)
+    found = measure_layer_costs(problem.model, problem.task, x, y, terms)
+    if not isinstance(problem.model, PreparedModel):
+        return found
+    return tuple(replace(row, layer=row.layer.removeprefix("model.")) for row in found)  # the network's own names
 
 
 def _explain_written_out(federation: Federation, engine: str) -> str:

@@ -4,6 +4,7 @@ facts.py    the public facts of a run, and the small run that stands for it
 stage.py    plays candidates on made-up data, many in one tensor program
 choice.py   coarse to fine: which candidates are played, and which one is chosen
 apply.py    from the answer to the run's settings
+weak.py     where moo is known to be weak without a rehearsal
 memory.py   answers kept by a digest of the facts: shipped with the package, and in the user's cache
 
 The rehearsal never sees a record: shapes, types, declared sizes, the model and the settings decide everything.
@@ -16,6 +17,7 @@ from fulcrum.runs.rehearsal.choice import Rehearsed, rehearse
 from fulcrum.runs.rehearsal.facts import RehearsalFacts, read_rehearsal_facts
 from fulcrum.runs.rehearsal.memory import recall_or_rehearse
 from fulcrum.runs.rehearsal.stage import Candidate
+from fulcrum.runs.rehearsal.weak import list_weaknesses
 
 __all__ = [
     "Candidate",
@@ -23,6 +25,7 @@ __all__ = [
     "Rehearsed",
     "apply_rehearsal",
     "find_refusal",
+    "list_weaknesses",
     "read_rehearsal_facts",
     "recall_or_rehearse",
     "rehearse",

@@ -92,3 +92,15 @@ def _make_half(findings: Sequence[ScenarioFinding], wanted: int) -> list[str]:
             f"{sum(starts) / len(pairs):.2f} | {max(starts):.1f} |"
         )
     return rows
+
+
+def describe_single_cell(findings: Sequence[ScenarioFinding]) -> str:
+    """The fixed cell that is best for all scenarios together, found in hindsight."""
+    cells = list(findings[0].grid)
+    regrets = {cell: [f.best_fixed - f.grid[cell] for f in findings] for cell in cells}
+    best = min(cells, key=lambda cell: sum(regrets[cell]))
+    own = regrets[best]
+    return (
+        f"One fixed cell for all, the best in hindsight ({best}): mean regret {sum(own) / len(own):.2f}, largest "
+        f"{max(own):.1f}."
+    )
