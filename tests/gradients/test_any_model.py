@@ -237,6 +237,11 @@ BY_RULES: dict[str, Case] = {
             "head": lambda: L(18),
         },
     ),
+    "batch-norm-frozen": (
+        lambda s, x: s.head(s.a(x).flatten(1)),
+        (4, 3),
+        {"a": lambda: nn.BatchNorm1d(4).eval(), "head": lambda: L(12)},
+    ),
     "repeated": (
         lambda s, x: s.head(torch.cat([s.p.repeat(len(x), 2, 1), s.q.expand_as(x), x], 1).flatten(1)),
         (2, 6),

@@ -158,3 +158,32 @@ def use_rms_norm(
 
     out = recorder.tap(out, [ParameterUse(weight, along)] if weight is not None else [], (a,))
     return out.movedim(0, dim) if dim else out
+
+
+@register_function_rule(F.batch_norm)
+def use_frozen_batch_norm(
+    recorder: UseRecorder,
+    function: Any,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """With statistics that stay as they are: each channel of [B, C, ...] times a number plus a number."""
+    if training or running_mean is None or running_var is None:
+        raise recorder.refuse("batch_norm over the batch", weight, bias)
+    recorder.require_rows((weight, bias), input)
+    out = function(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    shape = (1, -1, *(1 for _ in input.shape[2:]))
+    seen, centre, scale = input.detach(), running_mean.view(shape), (running_var.view(shape) + eps).rsqrt()
+
+    def total(values: Tensor) -> MaterialisedGrad:
+        return MaterialisedGrad(values.flatten(2).sum(dim=2) if values.dim() > 2 else values)
+
+    uses = [] if weight is None else [ParameterUse(weight, lambda g: total((seen - centre) * scale * g))]
+    uses += [] if bias is None else [ParameterUse(bias, total)]
+    return recorder.tap(out, uses, (input,))
