@@ -199,7 +199,7 @@ def test_a_model_without_a_program_of_its_own() -> None:
 @pytest.mark.usefixtures("stacked")
 def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
     x = DATA.x.clone()
-    x[7] = torch.inf  # this gradient counts as zero, which the first attempt does not know
+    x[7] = torch.nan  # this gradient counts as zero, which the first attempt does not know
     feds = pair(DATA.with_changes(x=x), clip={"rule": "quantile"}, train={"steps": 2})
     sources = [Once(federation.problem.randomness, set()) for federation in feds]
     secret = [

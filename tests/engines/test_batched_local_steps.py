@@ -235,7 +235,7 @@ def test_another_basis_for_a_model_that_torch_func_follows(steps: int, monkeypat
 
 def test_a_round_that_is_repeated_draws_nothing_twice() -> None:
     x = DATA.x.clone()
-    x[7] = torch.inf  # this gradient counts as zero, which the first attempt does not know
+    x[7] = torch.nan  # this gradient counts as zero, which the first attempt does not know
     data = DATA.with_changes(x=x)
     feds = [prepare(toy_settings(train={"steps": 2, "rate": 0.9}), data)]
     source = Once(feds[0].problem.randomness, set())

@@ -85,8 +85,11 @@ def preset_settings(name: str, **train) -> Settings:
     return dataclasses.replace(settings, method=name, **sections)
 
 
+REHEARSED = sorted(name for name, method in METHODS.items() if method.parts["clip"].get("rehearse"))
 PRESETS = sorted(
-    name for name, method in METHODS.items() if method.unit == "example" and RULES[method.parts["clip"]["rule"]].sound
+    name
+    for name, method in METHODS.items()
+    if method.unit == "example" and RULES[method.parts["clip"]["rule"]].sound and name not in REHEARSED
 )
 SOUND = sorted(name for name, rule in RULES.items() if rule.sound and rule.private)
 
@@ -111,6 +114,16 @@ def test_every_sound_preset_gives_the_same_across_machines(tmp_path, monkeypatch
         own = ledger_lines(tmp_path / f"{party}.sqlite", party)
         assert len(own) == 3
         assert own == ledger_lines(tmp_path / "alone" / "ledger.sqlite", party)
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_a_rehearsed_preset_is_refused_with_what_to_do(tmp_path, monkeypatch, name):
+    settings = preset_settings(name, steps=2)
+    with (
+        toy_federation(tmp_path, settings) as bus,
+        pytest.raises(ConfigError, match="settings that `fulcrum rehearse` prints"),
+    ):
+        serve(bus, settings, tmp_path / "served", monkeypatch)
 
 
 def test_dc_sgd_is_paid_for_statistics_only_in_the_rounds_that_release_them(tmp_path, monkeypatch):

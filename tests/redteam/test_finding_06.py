@@ -92,9 +92,8 @@ def test_rows_that_nobody_described_are_not_taken_for_good(tmp_path: Path) -> No
     facts = state(tmp_path / "run", ledger, randomness="secure")
     assert facts["guarantee"] == "unknown"
     assert "does not say which rule and which random numbers run older used" in facts["guarantee_text"]
-    assert {"id": "older", "rule": "unknown", "sound": None, "randomness": "unknown", "arithmetic": "unknown"} in facts[
-        "runs_covered"
-    ]
+    unknown = {"rule": "unknown", "sound": None, "private": None, "randomness": "unknown", "arithmetic": "unknown"}
+    assert {"id": "older", **unknown} in facts["runs_covered"]
     assert any("not on record" in warning for warning in facts["warnings"])
 
 

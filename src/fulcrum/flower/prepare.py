@@ -59,6 +59,10 @@ def make_served_settings(settings: Settings, parties: int, simulation: bool) -> 
             "data.validation holds out training data, which the coordinator does not have; set it to 0. Each party can "
             "keep units out of training with fulcrum party --hold-out, and score the model on them: fulcrum score."
         )
+    if settings.clip.rehearse:
+        raise ConfigError(
+            "clip.rehearse = true is for runs on one machine; serve with the settings that `fulcrum rehearse` prints."
+        )
     if settings.run.reference:
         raise ConfigError("run.reference = true trains without privacy, and parties' records are private; turn it off.")
     privacy = dataclasses.replace(
