@@ -157,7 +157,7 @@ def make_report(folder: Path) -> str:
     real: dict[str, Scores] = {}
     answers: dict[str, Line] = {}
     for line in read_lines(folder):
-        name, seed = line["scenario"], line.get("seed")
+        name, seed = line["scenario"], int(line.get("seed") or 0)
         if line["row"] == "fixed" and line["data"] == "real":
             grid.setdefault(name, {}).setdefault((line["C"], line["lr"]), {})[seed] = line["score"]
         elif line["row"] == "moo" and line["data"] == "real" and line["b"] == 1.0:
@@ -166,7 +166,8 @@ def make_report(folder: Path) -> str:
             real.setdefault(name, {}).setdefault((line["mode"], line["C"], line["step"]), {})[seed] = line["score"]
         elif line["row"] == "answer":
             answers[name] = line
-    rows, kinds = [], {True: [], False: []}
+    rows: list[str] = []
+    kinds: dict[bool, list[Any]] = {True: [], False: []}
     for name, cells in grid.items():
         seeds = set.intersection(*(set(own) for own in cells.values()))
         fixed, _ = score_best_cell({cell: {s: own[s] for s in seeds} for cell, own in cells.items()})
@@ -227,8 +228,8 @@ def main() -> None:
         from fulcrum.study.suite.scenarios import read_suite
 
         suite = read_suite()
-        mine = [s for s in suite.scenarios if s.name not in suite.set_aside]
-        jobs = calibrate_jobs(make_suite_job(suite, scenario, suite.default, (1.0, 1.0), 0) for scenario in mine)
+        shown = [s for s in suite.scenarios if s.name not in suite.set_aside]
+        jobs = calibrate_jobs(make_suite_job(suite, scenario, suite.default, (1.0, 1.0), 0) for scenario in shown)
         words.jobs.write_text(json.dumps([job.to_json() for job in jobs], default=str))
         print(f"{len(jobs)} scenarios")
         return
