@@ -178,8 +178,8 @@ def load_training_data(settings: Settings, given: Dataset | None, device: torch.
         return _add_dataset_warning(
             dataset,
             f"{dataset.name} has no test set ({'x_test, y_test' if dataset.schema is None else 'table.test'}), so the "
-            "model is trained and not evaluated; data.validation = 0.2 with privacy.evaluation_epsilon = 1 holds records "
-            "out and pays for their score.",
+            "model is trained and not evaluated; data.validation = 0.2 with privacy.evaluation_epsilon = 1 holds "
+            "records out and pays for their score.",
         )
     return dataset
 
