@@ -142,6 +142,15 @@ class WeightOrigin:
         return WeightOrigin(**{**known, "runs": tuple(values.get("runs", ()))})
 
 
+def can_be_path(text: str) -> bool:
+    """Whether the operating system takes a text for a path at all: others may have written it."""
+    try:
+        Path(text).exists()
+    except (OSError, ValueError):  # too long, or with a zero byte
+        return False
+    return True
+
+
 def read_origin(path: Path) -> WeightOrigin | None:
     """The run of ours that made a file, a folder of a run included; None where it is none of ours, as far as known."""
     try:

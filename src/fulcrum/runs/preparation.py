@@ -25,7 +25,7 @@ from fulcrum.engines import find_engine
 from fulcrum.errors import BudgetError, ConfigError, FulcrumError, ModelError
 from fulcrum.models.adapted import adapt_model
 from fulcrum.models.build import apply_initial_weights, build_model, is_built_in
-from fulcrum.models.checkpoints import WeightOrigin, read_origin
+from fulcrum.models.checkpoints import WeightOrigin, can_be_path, read_origin
 from fulcrum.models.checks import run_dry, validate_by_type
 from fulcrum.models.learnable import check_learnable, refuse_large_features
 from fulcrum.models.own import (
@@ -99,7 +99,11 @@ def find_weight_origin(settings: Settings) -> WeightOrigin | None:
     Raises ConfigError where its spend cannot be added to this run's.
     """
     paths = [settings.model.init, settings.model.name.removeprefix("transformers:")]
-    known = [read_origin(Path(path)) for path in paths if path not in NAMED_INITS and Path(path).exists()]
+    known = [
+        read_origin(Path(path))
+        for path in paths
+        if path not in NAMED_INITS and can_be_path(path) and Path(path).exists()
+    ]
     found = [each for each in known if each is not None]
     origin = next((each for each in found if not each.public), None)
     if origin is None:

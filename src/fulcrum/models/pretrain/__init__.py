@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fulcrum.errors import ModelError
-from fulcrum.models.checkpoints import READERS, read_checkpoint
+from fulcrum.models.checkpoints import READERS, can_be_path, read_checkpoint
 from fulcrum.models.trained import find_head
 from fulcrum.models.whitening import MEAN_SUFFIX, MIX_SUFFIX
 
@@ -42,9 +42,9 @@ def load_weights(init: str, model: str, activation: str) -> dict[str, Tensor]:
                 "Use random, or a file that `fulcrum prior` made."
             )
         return read_checkpoint(file)
-    if not Path(init).is_dir() and Path(init).suffix not in READERS:
+    if not can_be_path(init) or (not Path(init).is_dir() and Path(init).suffix not in READERS):
         raise ModelError(
-            f"model.init = {init!r} is not known; use random, zeros, synthetic, an .npz, .safetensors or torch "
+            f"model.init = {init[:80]!r} is not known; use random, zeros, synthetic, an .npz, .safetensors or torch "
             "file, or a folder with weights."
         )
     return read_checkpoint(Path(init))
