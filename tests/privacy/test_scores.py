@@ -20,6 +20,7 @@ from fulcrum.privacy.scores.form import find_integer_weight, fit_to_units, proje
 from fulcrum.runs import execute, prepare
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.evaluate import compute_public_baseline, evaluate_round, evaluate_with_parties
+from fulcrum.types import mean_over_parties
 
 TASKS: dict[str, TaskSettings] = {
     "binary": TaskSettings("binary", threshold=0.4),
@@ -173,6 +174,17 @@ def test_ratios_of_few_positives_agree_with_each_other_whatever_the_noise():
             assert found["f1"] == pytest.approx(2 * yes / (2 * yes + missed + wrong))
         errors.append(found["auc"] - exact["auc"])
     assert torch.tensor(errors).square().mean().sqrt() < 0.2, "0.34 with counts below 0"
+
+
+def test_a_constant_has_no_error_where_noise_leaves_no_variance():
+    task, form = make("number")
+    share = find_integer_weight(form.columns) / ONE
+    means = torch.tensor([0.2, 0.1, 0.5, 0.2], dtype=torch.float64)  # squares below the square of the mean
+    assert "rmse" not in form.estimate_baseline(task, means * share * 100, 100)
+    assert form.estimate(task, means * share * 100, 100)["rmse"] > 0
+    assert mean_over_parties({"a": {}, "b": {"rmse": 2.0}}) == {"rmse": 2.0}
+    means[3] = 0.3
+    assert form.estimate_baseline(task, means * share * 100, 100)["rmse"] > 0
 
 
 def test_a_threshold_is_chosen_from_the_histogram():
