@@ -271,7 +271,8 @@ def mean_over_parties(parties: Mapping[str, Mapping[str, float]]) -> dict[str, f
     parties: metrics by party name.
     """
     found: dict[str, float] = {}
-    for name in next(iter(parties.values()), {}):
-        values = [metrics[name] for metrics in parties.values() if not math.isnan(metrics[name])]
+    for name in dict.fromkeys(name for metrics in parties.values() for name in metrics):
+        known = (metrics.get(name, math.nan) for metrics in parties.values())
+        values = [value for value in known if not math.isnan(value)]
         found[name] = sum(values) / len(values) if values else math.nan
     return found

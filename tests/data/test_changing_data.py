@@ -68,6 +68,7 @@ def test_a_new_month_and_a_withdrawn_consent(folder, capsys):
     assert (person["party"], person["runs"]) == ("north", 1)
     said = call(capsys, *RUN, "--withdrawn", "gone.txt", "--out", "two").err
     assert "2 withdrawn persons with 4 records were left out" in said
+    assert "Further lines of the list (1) name nobody who has records here." in said
     assert "19 units stay and keep what was spent on them, 10 are new, 1 are gone" in said
     after, found = groups(capsys, "--withdrawn", "gone.txt", "--person", "p1")
     # Those who came with the second month have spent one run, those who stayed two, and who withdrew still one.

@@ -16,10 +16,11 @@ from fulcrum.data.tasks import Task, make_task
 from fulcrum.errors import ConfigError
 from fulcrum.privacy.evaluation import sum_over_units
 from fulcrum.privacy.scores import ONE, ScoreForm, choose_threshold, make_score_form
-from fulcrum.privacy.scores.form import find_integer_weight, fit_to_units
+from fulcrum.privacy.scores.form import find_integer_weight, fit_to_units, project_to_units
 from fulcrum.runs import execute, prepare
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.evaluate import compute_public_baseline, evaluate_round, evaluate_with_parties
+from fulcrum.types import mean_over_parties
 
 TASKS: dict[str, TaskSettings] = {
     "binary": TaskSettings("binary", threshold=0.4),
@@ -142,6 +143,48 @@ def test_the_public_total_takes_noise_away():
     assert fitted.sum(dim=-1).allclose(exact.sum())
     half = (fitted - exact)[:, :12].sum(dim=-1).std()
     assert float(half) < 0.8 * float(noise[:, :12].sum(dim=-1).std())
+
+
+def test_possible_counts_are_the_nearest_without_any_below_zero():
+    noised = torch.tensor([[5.0, -3.0, 1.0], [2.0, 2.0, 2.0], [-1.0, -2.0, -9.0]], dtype=torch.float64)
+    found = project_to_units(noised, 6)
+    assert found.tolist() == [[5.0, 0.0, 1.0], [2.0, 2.0, 2.0], [3.5, 2.5, 0.0]]
+    assert project_to_units(noised, 0).abs().max() == 0
+
+
+def test_ratios_of_few_positives_agree_with_each_other_whatever_the_noise():
+    asked = TaskSettings("binary")
+    task = make_task(asked, [])
+    form = make_score_form(task, asked)
+    random = torch.Generator().manual_seed(5)
+    targets = (torch.rand(200, generator=random) < 0.06).long()
+    outputs = torch.randn(200, 1, generator=random) - 2 + 1.5 * targets[:, None]
+    sums = sum_over_units(form.measure(outputs, targets), torch.arange(200), 200).double()
+    exact = form.estimate(task, sums, 200)
+    errors = []
+    for _ in range(60):
+        noised = sums + 3 * torch.randn(len(sums), generator=random, dtype=torch.float64)
+        found = form.estimate(task, noised, 200)
+        (no, wrong), (missed, yes) = form.count_confusion(noised, 200)
+        assert min(no, wrong, missed, yes) >= 0
+        assert no + wrong + missed + yes == pytest.approx(200)
+        if missed + yes >= 1:
+            assert found["sensitivity"] == pytest.approx(yes / (missed + yes))
+            assert found["balanced_accuracy"] == pytest.approx((found["sensitivity"] + found["specificity"]) / 2)
+            assert found["f1"] == pytest.approx(2 * yes / (2 * yes + missed + wrong))
+        errors.append(found["auc"] - exact["auc"])
+    assert torch.tensor(errors).square().mean().sqrt() < 0.2, "0.34 with counts below 0"
+
+
+def test_a_constant_has_no_error_where_noise_leaves_no_variance():
+    task, form = make("number")
+    share = find_integer_weight(form.columns) / ONE
+    means = torch.tensor([0.2, 0.1, 0.5, 0.2], dtype=torch.float64)  # squares below the square of the mean
+    assert "rmse" not in form.estimate_baseline(task, means * share * 100, 100)
+    assert form.estimate(task, means * share * 100, 100)["rmse"] > 0
+    assert mean_over_parties({"a": {}, "b": {"rmse": 2.0}}) == {"rmse": 2.0}
+    means[3] = 0.3
+    assert form.estimate_baseline(task, means * share * 100, 100)["rmse"] > 0
 
 
 def test_a_threshold_is_chosen_from_the_histogram():

@@ -61,7 +61,10 @@ def leave_out_withdrawn(dataset: Dataset, path: str) -> Dataset:
     kept = dataclasses.replace(kept, person_names=_keep_names(dataset, ~out))
     _refuse_empty_parties(kept)
     kept = dataclasses.replace(kept, fingerprint=compute_dataset_fingerprint(kept))
-    return _tell(kept, f"{len(gone):,} withdrawn persons with {int(out.sum()):,} records were left out.")
+    text = f"{len(gone):,} withdrawn persons with {int(out.sum()):,} records were left out."
+    if len(gone) < len(ids):
+        text += f" Further lines of the list ({len(ids) - len(gone):,}) name nobody who has records here."
+    return _tell(kept, text)
 
 
 def _renumber(dataset: Dataset, kept: torch.Tensor) -> Records:

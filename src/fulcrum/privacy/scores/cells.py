@@ -13,7 +13,14 @@ from torch import Tensor
 from fulcrum.data.tasks import Task
 from fulcrum.data.tasks.losses import make_binary_cross_entropy
 from fulcrum.data.tasks.metrics import METRICS, MetricContext
-from fulcrum.privacy.scores.form import ONE, Metrics, clamp_metric, find_integer_weight, fit_to_units
+from fulcrum.privacy.scores.form import (
+    ONE,
+    Metrics,
+    clamp_metric,
+    find_integer_weight,
+    fit_to_units,
+    project_to_units,
+)
 
 CONFIDENCE_BINS = 5
 """Bins of the predicted class's probability where there are more than two classes."""
@@ -22,6 +29,9 @@ MAX_CONFUSION_CLASSES = 10
 since each cell has noise of its own."""
 RANKING_METRICS = frozenset({"auc", "average_precision"})
 """Of several labels, the mean over the labels; other metrics pool the counts of all labels."""
+
+RATIO_METRICS = RANKING_METRICS | {"balanced_accuracy", "f1", "sensitivity", "specificity", "calibration_error"}
+"""Of two classes: they divide by counts, so they are those of the nearest table without counts below 0."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +116,27 @@ class ClassCells:
 
     def estimate(self, task: Task, noised: Tensor, units: int) -> Metrics:
         """Each cell stands for so many typical records."""
-        return sum_typical_records(task, *self.represent(task.outputs), fit_to_units(noised.double().cpu(), units))
+        return sum_typical_records(task, *self.represent(task.outputs), *self._get_tables(noised, units))
+
+    def _get_tables(self, noised: Tensor, units: int) -> tuple[Tensor, Tensor]:
+        """Counts [cells] for sums and for ratios. Of many classes both are the same: so many cells that are nearly
+        empty would move every ratio towards that of equal counts."""
+        fitted = fit_to_units(noised.double().cpu(), units)
+        return fitted, project_to_units(fitted, units) if self.binary else fitted
 
     def estimate_baseline(self, task: Task, noised: Tensor, units: int) -> Metrics:
         """The same with the noised class shares as every record's prediction."""
         if task.constant is None:
             return {}
-        weights = fit_to_units(noised.double().cpu(), units)
+        weights, possible = self._get_tables(noised, units)
         outputs, targets = self.represent(task.outputs)
         shares = weights.view(self.classes, -1).sum(dim=-1).clamp_min(0.0)
         constant = task.constant(torch.arange(self.classes), shares)
-        return sum_typical_records(task, constant.expand_as(outputs), targets, weights)
+        return sum_typical_records(task, constant.expand_as(outputs), targets, weights, possible)
 
     def count_confusion(self, noised: Tensor, units: int) -> list[list[float]]:
         """Counts of (label, prediction); empty for many classes, whose cells do not tell the prediction."""
-        table = fit_to_units(noised.double().cpu(), units).view(self.shape)
+        table = self._get_tables(noised, units)[1].view(self.shape)
         if self.binary:
             positive = find_bin_middles(self.edges) >= self.threshold
             return [[float(row[~positive].sum()), float(row[positive].sum())] for row in table]
@@ -133,7 +149,7 @@ class ClassCells:
 
     def tabulate_thresholds(self, noised: Tensor, units: int) -> list[tuple[float, Tensor]]:
         """Two classes: (threshold, counts [2, 2] of (label, prediction)) at every edge between bins."""
-        table = fit_to_units(noised.double().cpu(), units).view(2, -1)
+        table = self._get_tables(noised, units)[1].view(2, -1)
         below = table.cumsum(dim=-1)
         return [
             (edge, torch.stack([below[:, k], table.sum(dim=-1) - below[:, k]], dim=-1))
@@ -153,14 +169,15 @@ def find_bin_middles(edges: tuple[float, ...]) -> Tensor:
     return (ends[1:] + ends[:-1]) / 2
 
 
-def sum_typical_records(task: Task, outputs: Tensor, targets: Tensor, weights: Tensor) -> Metrics:
+def sum_typical_records(task: Task, outputs: Tensor, targets: Tensor, weights: Tensor, possible: Tensor) -> Metrics:
     """Every metric of the task over records [cells, ...] that count so many times [cells].
 
-    Metrics are sums over records, so weights below 0 are kept: they cancel the noise of others. What falls outside a
-    metric's range is moved to its end.
+    Metrics are sums over records, so weights below 0 are kept: they cancel the noise of others. `RATIO_METRICS` count
+    with `possible` instead. What falls outside a metric's range is moved to its end.
     """
     sums = task.sums(outputs[:, None], targets[:, None])  # [cells, k] each: a run of one record per cell
-    whole = {name: (weights[:, None] * value.double()).sum(dim=0) for name, value in sums.items()}
+    counts = {name: possible if name in RATIO_METRICS else weights for name in sums}
+    whole = {name: (counts[name][:, None] * value.double()).sum(dim=0) for name, value in sums.items()}
     found = task.results(whole) if float(weights.sum()) >= 1 else dict.fromkeys(sums, math.nan)
     return {name: clamp_metric(name, value) for name, value in found.items()}
 
@@ -217,13 +234,15 @@ class LabelCells:
     def _pool(self, task: Task, tables: Tensor, outputs_of: Callable[[int, Tensor], Tensor]) -> Metrics:
         """Metrics over all labels. outputs_of: label and the typical outputs of its cells -> outputs."""
         pooled: dict[str, Tensor] = {}
+        possible = project_to_units(tables, round(float(tables[0].sum())))
         ranked: dict[str, list[float]] = {name: [] for name in task.metrics if name in RANKING_METRICS}
         for k in range(self.labels):
             single = self._make_binary_task(task, k)
             outputs, targets = self.cells.represent(1)
             sums = single.sums(outputs_of(k, outputs)[:, None], targets[:, None])
             for name, value in sums.items():
-                whole = (tables[k][:, None] * value.double()).sum(dim=0)
+                counts = possible if name in RATIO_METRICS else tables
+                whole = (counts[k][:, None] * value.double()).sum(dim=0)
                 if name in ranked:
                     ranked[name].append(clamp_metric(name, float(single.metrics[name].result(whole))))
                 else:

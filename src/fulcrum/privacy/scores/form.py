@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fulcrum.data.tasks import Task
@@ -49,6 +50,18 @@ def fit_to_units(noised: Tensor, units: int) -> Tensor:
     This is the nearest table with that total, so it only removes noise.
     """
     return noised + (units - noised.sum(dim=-1, keepdim=True)) / noised.shape[-1]
+
+
+def project_to_units(noised: Tensor, units: int) -> Tensor:
+    """The nearest counts [..., cells] that are possible: none below 0, and together the number of units.
+
+    Ratios need it: noise divided by noise is anything. Sums do not: their noise cancels where counts below 0 are kept.
+    """
+    ordered = noised.sort(dim=-1, descending=True).values
+    ranks = torch.arange(1, noised.shape[-1] + 1, dtype=noised.dtype, device=noised.device)
+    shifts = (ordered.cumsum(dim=-1) - units) / ranks
+    last = (ordered > shifts).sum(dim=-1, keepdim=True).clamp_min(1) - 1
+    return (noised - shifts.gather(-1, last)).clamp_min(0.0)
 
 
 def find_integer_weight(parts: int) -> int:

@@ -69,11 +69,15 @@ class ErrorSums:
         return self._name(task, absolute.clamp(0, 1), squared.clamp(0, 1), square - mean.square())
 
     def estimate_baseline(self, task: Task, noised: Tensor, units: int) -> Metrics:
-        """Of the noised mean target as every prediction: r2 is 0, rmse the targets' standard deviation."""
+        """Of the noised mean target as every prediction: r2 is 0, rmse the targets' standard deviation.
+
+        Where noise leaves no variance, nothing is said: an rmse of 0 would be one that no model reaches.
+        """
         if not units:
             return {}
         _, _, mean, square = self._get_means(noised, units)
-        spread = (square - mean.square()).clamp_min(0.0)
+        variance = square - mean.square()
+        spread = torch.where(variance > 0, variance, torch.nan)
         found = self._name(task, torch.full_like(spread, math.nan), spread / 4, spread)
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
