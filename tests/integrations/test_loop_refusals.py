@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fulcrum
 from fulcrum.errors import ConfigError, ModelError
 from fulcrum.integrations.loop import PrivateLoop
-from fulcrum.models import convert_norms
+from fulcrum.models import convert_norms, validate_model
 
 
 def make_loader() -> DataLoader[tuple[Tensor, ...]]:
@@ -72,3 +72,8 @@ def test_the_advice_for_batch_norm_works_in_a_loop() -> None:
     with pytest.raises(ModelError, match=r"fulcrum\.models\.convert_norms\(model, 'group'\)"):
         make_private(model)
     make_private(convert_norms(model, "group"))
+
+
+def test_a_run_refuses_a_model_that_mixes_only_many_examples() -> None:
+    with pytest.raises(ModelError, match="another output for an example when the batch has another size"):
+        validate_model(MixesMany(), torch.rand(3, 6))
