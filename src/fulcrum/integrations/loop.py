@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -162,7 +163,8 @@ class Privacy:
         self._sample: tuple[int, int, DrawnSample] | None = None
         self._sum = StepSum()
         self._passes = 0
-        self._recorder = ModelRecorder(model, terms.layout, history, self._add_tape, self._draw_keys)
+        expected = math.ceil(terms.rate * len(terms.party.index) / terms.pieces)
+        self._recorder = ModelRecorder(model, terms.layout, history, self._add_tape, self._draw_keys, expected)
         self._handles: list[Any] = []
         self._registered = False
 
@@ -318,6 +320,8 @@ class Privacy:
         return args, {**kwargs, "closure": run_then_release}
 
     def _release(self) -> None:
+        if len(self._optimizer.param_groups) != len(self._first_lrs):
+            raise ConfigError("the optimizer got another group of parameters; add it before fulcrum.private is called.")
         refuse_other_gradients(self._terms, self._model)
         drop_gradients(self._model)
         if self.step >= self.steps:

@@ -39,7 +39,7 @@ AddTape = Callable[[GradientTape, int, str], None]
 """(tape of a pass, number of its examples, precision of its products) -> into the sum of this step."""
 
 
-class _RecordedForward:
+class RecordedForward:
     """In place of a model's forward. A copy of the model (averaged weights, say) gets its plain forward back."""
 
     def __init__(self, recorder: ModelRecorder, run: Callable[..., Any]) -> None:
@@ -58,7 +58,10 @@ class _RecordedForward:
 
 
 class ModelRecorder:
-    """Records the training passes of one model. layout: the parameters that the optimizer trains."""
+    """Records the training passes of one model.
+
+    layout: the parameters that the optimizer trains. expected: examples of an ordinary batch, a public number.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,9 @@ class ModelRecorder:
         history: LossHistory,
         add_tape: AddTape,
         draw_keys: Callable[[int], Tensor],
+        expected: int = 3,
     ) -> None:
+        self._expected = max(3, expected)
         self.model, self.layout, self.history = model, layout, history
         self._add_tape, self._draw_keys = add_tape, draw_keys
         self._plans: dict[Any, UsePlan | None] = {}
@@ -79,7 +84,7 @@ class ModelRecorder:
     def attach(self) -> None:
         """From now on the model's training passes are recorded."""
         self._original = self.model.__dict__.get("forward")
-        self.model.forward = _RecordedForward(self, self.model.forward)
+        self.model.forward = RecordedForward(self, self.model.forward)
 
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the model; run: its own forward."""
@@ -182,23 +187,27 @@ class ModelRecorder:
         """Checks on made-up examples that the model does not mix them, and finds out how to follow its parameters.
 
         Made-up: what is found must not depend on the data. Integers are the data's, since only they are known to be
-        valid indices; they are looked at for errors alone.
+        valid indices; they are looked at for errors alone. Mixing is looked for among three examples and in a batch of
+        the expected size, since a model may do something else with many (experts of limited capacity).
         """
-        stream = torch_generator(0, "probe")
 
-        def make_up(value: Any) -> Any:
+        def make_up(value: Any, rows: int = 3) -> Any:
             if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count:
                 return value
             if not value.is_floating_point():
-                return value[torch.arange(3, device=value.device) % count]
-            return torch.rand((3, *value.shape[1:]), generator=stream, dtype=value.dtype).to(value.device)
+                return value[torch.arange(rows, device=value.device) % count]
+            return torch.rand((rows, *value.shape[1:]), generator=stream, dtype=value.dtype).to(value.device)
 
+        stream = torch_generator(0, "probe")
         given = tree_map(make_up, (args, kwargs))
         twin = self._copy()
         twin.train()
         quiet = copy.deepcopy(twin)
         silence(quiet)
-        refuse_mixing(quiet, *given)
+        refuse_mixing(quiet, given[0], given[1], 3)
+        if self._expected > 3:
+            many = tree_map(functools.partial(make_up, rows=self._expected), (args, kwargs))
+            refuse_mixing(quiet, many[0], many[1], self._expected)
         return find_plan(twin, self.layout, *bind_tensors(twin, *given))
 
     def _copy(self) -> nn.Module:
@@ -258,11 +267,11 @@ def bind_tensors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return tensors, {name: value for name, value in found.items() if name not in tensors}
 
 
-def refuse_mixing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """ModelError where changing one made-up example changes the outputs of another."""
+def refuse_mixing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
+    """ModelError where changing one of `rows` made-up examples changes the outputs of another."""
 
     def change(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != 3:
+        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != rows:
             return value
         changed = value.clone()
         changed[0] = value[0] + 1.0 if value.is_floating_point() else value[1]
@@ -271,7 +280,7 @@ def refuse_mixing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         pairs = [
-            [leaf for leaf in tree_leaves(model(*a, **k)) if _is_traced(leaf, 3)]
+            [leaf for leaf in tree_leaves(model(*a, **k)) if _is_traced(leaf, rows)]
             for a, k in ((args, kwargs), tree_map(change, (args, kwargs)))
         ]
     for name, value in model.named_buffers():

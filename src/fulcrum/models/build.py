@@ -177,7 +177,7 @@ def apply_initial_weights(
     if not facts:
         raise ModelError(
             f"model.coordinates = {settings.coordinates!r} needs what is known of the layers' inputs, which model.init "
-            f"= {settings.init!r} does not hold; use painted, or a file that `fulcrum prior` made."
+            f"= {settings.init!r} does not hold; use synthetic, or a file that `fulcrum prior` made."
         )
     *_, head = (parameter for parameter, _ in model.named_parameters())
     return coordinates.centre_model(

@@ -97,6 +97,10 @@ def _validate_parameters(model: nn.Module) -> None:
             )
 
 
+MANY_EXAMPLES = 40
+"""Examples of the largest batch that is tried: some models do something else with many (experts with a capacity)."""
+
+
 def validate_by_type(model: nn.Module) -> None:
     """ModelError for a layer that cannot be trained, by its type and its settings."""
     own = unwrap_model(model)
@@ -158,7 +162,8 @@ def _validate_by_size(
             f"The model fails on a batch of one example ({words}), but a private batch may have any size; "
             "make it work on one."
         ) from problem
-    for size, other in ((count, longer), (1, single)):
+    many, _, _ = run_dry(model, select_rows(sample, torch.arange(MANY_EXAMPLES) % count))
+    for size, other in ((count, longer), (1, single), (count, many)):
         for (name, kind, values), after, dim in _align(trace, other, rows):
             if dim is None or not values.is_floating_point() or not values.numel():
                 continue

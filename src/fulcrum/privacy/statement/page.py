@@ -138,7 +138,7 @@ def _write_parties(facts: Mapping[str, Any]) -> list[str]:
         return _write_equal_parties(parties, columns, costs)
     sigma = "sigma" if facts["schedule"]["name"] == "constant" else "sigma (first round)"
     sigma += " of the sum" if facts["aggregation"] == "ideal-secagg" else ""
-    header = ("party", f"{facts['unit']}s", "rate", sigma, "releases", *columns, "budget")
+    header = ("party", f"{facts['unit']}s", "rate", sigma, "releases", *columns, "budget of this run")
     shown = parties
     lines: list[str] = []
     if len(parties) > MAX_PARTIES_ON_PAGE:
@@ -183,7 +183,7 @@ def _write_equal_parties(
     lines: dict[tuple[str, ...], list[str]] = {}
     for party in parties:
         lines.setdefault(tuple(_format_party_value(party, key) for key in keys), []).append(party["name"])
-    header = ("parties", "rate q_c", "sigma z", "releases", *columns, "budget")
+    header = ("parties", "rate q_c", "sigma z", "releases", *columns, "budget of this run")
     who = {values: names[0] if len(names) == 1 else f"{len(names)} parties" for values, names in lines.items()}
     return make_page_table(header, [(escape_table_cell(who[values]), *values) for values in lines])
 
