@@ -176,6 +176,7 @@ def test_lifting_keeps_what_need_not_move():
     assert moved == int((60 - low.sizes).clamp(min=0).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["iid", "quantity"])
 def test_a_million_parties(kind):
     n = 1_500_000

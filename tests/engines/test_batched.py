@@ -80,7 +80,7 @@ def federations(case: str) -> list[Federation]:
     return [prepare(toy_settings(**changes), DATA) for changes in CASES[case]]
 
 
-@pytest.mark.parametrize("limit", [0, 5])
+@pytest.mark.parametrize("limit", [0, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_each_run_equals_itself_alone_on_the_reference_engine(case: str, limit: int) -> None:
     feds = federations(case)

@@ -83,8 +83,8 @@ def assert_as_alone(feds: list[Federation], rounds: list[BatchedRoundResult]) ->
         torch.testing.assert_close(rounds[-1].averaged[r], alone[-1].averaged, rtol=1e-3, atol=1e-5 * size)
 
 
-@pytest.mark.parametrize("limit", [0, 5])
-@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize("limit", [0, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_each_run_equals_itself_alone(case: str, steps: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "PerJobRounds", never)

@@ -65,6 +65,7 @@ def test_an_example_ends_with_one_line_of_json(
     assert {"commit", "command", "hardware", "version", "seeds"} <= set(made)
 
 
+@pytest.mark.slow
 def test_a_program_prints_its_line_last() -> None:
     words = [sys.executable, str(ROOT / "examples/heart/run.py"), "--json", "--made-up", "--seeds", "0"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)

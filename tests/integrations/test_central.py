@@ -33,6 +33,7 @@ def test_a_party_counts_for_no_more_than_its_bound():
     assert rounds.weights["a.steps"] == 7
 
 
+@pytest.mark.slow
 def test_the_noise_is_that_of_the_plan():
     """With nothing to average the release is noise alone, of sigma C over the expected number."""
     drawn = []

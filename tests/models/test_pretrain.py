@@ -61,6 +61,7 @@ def test_a_texture_falls_off_with_frequency_as_asked() -> None:
     assert fine(steep) < 0.05 < 0.2 < fine(flat)
 
 
+@pytest.mark.slow
 def test_a_short_lesson_teaches_something_and_leaves_the_last_layer_alone() -> None:
     model = models.build_model(config.Model(name="mnist-cnn"), (1, 28, 28), 10, 0)
     assert isinstance(model, nn.Sequential)

@@ -141,6 +141,7 @@ def test_below_the_finest_sigma_broken_orders_are_bounded_by_their_neighbours():
     assert curve[ORDERS == 1.5][0] >= 0.5 * renyi(0.05, 0.04, 1.5, removed=True)
 
 
+@pytest.mark.slow
 def test_many_sigmas_by_pld_are_an_upper_bound_and_hardly_above(monkeypatch: pytest.MonkeyPatch):
     events = [Gaussian(0.05, 1.5 * 0.8 ** (t / 20)) for t in range(20)]
     rounded = compute_epsilon(events, DELTA, "pld")

@@ -48,6 +48,7 @@ def test_levels_of_a_long_row_have_a_bound() -> None:
     assert bool((bounds <= true * (1 + 2e-5) + 5e-6 * whole).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proven", [True, False])
 @pytest.mark.parametrize("engine", STEP_SUMS)
 def test_a_neighbour_at_four_million_parameters(engine: str, proven: bool) -> None:

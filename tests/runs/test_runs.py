@@ -124,6 +124,7 @@ def test_the_folder_holds_what_the_format_promises(whole: Path) -> None:
     assert json.loads((whole / "privacy.json").read_text())["randomness"]
 
 
+@pytest.mark.slow
 def test_the_settings_file_of_a_run_reruns_it(whole: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
     run("run", str(whole / "settings.toml"), "--out", str(again))
@@ -141,6 +142,7 @@ def test_show_reads_a_run_and_json_is_json(whole: Path) -> None:
     assert json.loads(run("show", str(whole), "--json").stdout)["rounds"] == 24
 
 
+@pytest.mark.slow
 def test_a_taken_folder_a_missing_run_and_a_damaged_one_get_one_sentence(whole: Path, tmp_path: Path) -> None:
     before = outcome(whole)
     for words, says in (
@@ -157,6 +159,7 @@ def test_a_taken_folder_a_missing_run_and_a_damaged_one_get_one_sentence(whole: 
     assert outcome(whole) == before
 
 
+@pytest.mark.slow
 def test_when_files_can_grow_no_further_it_is_one_sentence_and_the_run_goes_on_later(
     whole: Path, tmp_path: Path
 ) -> None:

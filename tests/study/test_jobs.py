@@ -333,6 +333,7 @@ sys.exit(worker.main({words!r}))
     return subprocess.run(command, capture_output=True, text=True, cwd=SOURCE, timeout=300)
 
 
+@pytest.mark.slow
 def test_the_worker_needs_torch_numpy_and_safetensors_alone(tmp_path):
     part = small(tmp_path).only(methods=["moo", "dp-fedavg", "none"], epsilons=[4.0], seeds=1)
     jobs = (

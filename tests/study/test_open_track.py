@@ -76,6 +76,7 @@ def test_the_committed_study_is_what_it_says() -> None:
         assert (settings.privacy.aggregation == "ideal-secagg") == job.row.endswith("-shared")
 
 
+@pytest.mark.slow
 def test_prepare_work_merge_and_report(folder: Path, tmp_path: Path) -> None:
     words = ["study", "prepare", "open", "--experiments", str(folder), "--pack", str(tmp_path / "data")]
     made = CliRunner().invoke(app, [*words, "--done", str(tmp_path / "open")])
