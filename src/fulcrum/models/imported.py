@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,18 @@ def build_torchvision(
     """A classification network of torchvision."""
     library = import_library("torchvision.models", f"torchvision:{name}", "torchvision")
     if name not in library.list_models():
-        from fulcrum.settings.registry import suggest_nearest_names
-
-        near = suggest_nearest_names(name, library.list_models())
-        hint = near if near.startswith("did") else "torchvision.models.list_models() lists them."
-        raise ModelError(f"model.name = 'torchvision:{name}' is not a network of torchvision; {hint}")
+        raise _refuse_unknown_network("torchvision", name, library.list_models(), "torchvision.models.list_models()")
     made: nn.Module = library.get_model(name, **{"weights": None, "num_classes": outputs, **arguments})
     return made
+
+
+def _refuse_unknown_network(library: str, name: str, known: Sequence[str], listing: str) -> ModelError:
+    """The error for a name that a library does not have, with the nearest one."""
+    from fulcrum.settings.registry import suggest_nearest_names
+
+    near = suggest_nearest_names(name, known)
+    hint = near if near.startswith("did") else f"{listing} lists them."
+    return ModelError(f"model.name = '{library}:{name}' is not a network of {library}; {hint}")
 
 
 def build_timm(
@@ -84,11 +89,7 @@ def build_timm(
     """A network of timm, for as many channels as the images have; img_size is given where the network has one."""
     library = import_library("timm", f"timm:{name}", "timm")
     if not library.is_model(name.partition(".")[0]):
-        from fulcrum.settings.registry import suggest_nearest_names
-
-        near = suggest_nearest_names(name, library.list_models())
-        hint = near if near.startswith("did") else "timm.list_models() lists them."
-        raise ModelError(f"model.name = 'timm:{name}' is not a network of timm; {hint}")
+        raise _refuse_unknown_network("timm", name, library.list_models(), "timm.list_models()")
     given: dict[str, Any] = {"pretrained": False, "num_classes": outputs}
     if isinstance(shape, tuple) and len(shape) == 3:
         given["in_chans"] = shape[0]

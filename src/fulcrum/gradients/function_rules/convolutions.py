@@ -57,6 +57,22 @@ def _make_conv_grad(
     return ConvGrad(x, g, weight.to(x.dtype), stride, dilation, groups, padding)
 
 
+def _count_dimensions(recorder: UseRecorder, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> int:
+    """The dimensions of an image; refuses an input that is not one image [C, ...] per example."""
+    dims = weight.dim() - 2
+    if input.dim() != dims + 2:
+        raise recorder.refuse(f"{function.__name__} does not see one example per row", weight, bias)
+    recorder.require_rows((weight, bias), input)
+    return dims
+
+
+def _list_uses(of_weight: ParameterUse, bias: Tensor | None) -> list[ParameterUse]:
+    """The uses of a convolution's parameters; a bias gets the sum of g [B, O, ...] over pixels."""
+    if bias is None:
+        return [of_weight]
+    return [of_weight, ParameterUse(bias, lambda g: MaterialisedGrad(sum_positions(g.flatten(2), 2)))]
+
+
 @register_function_rule(torch.conv1d, torch.conv2d, torch.conv3d)
 def use_convolution(
     recorder: UseRecorder,
@@ -70,10 +86,7 @@ def use_convolution(
     groups: int = 1,
 ) -> Any:
     """[B, C, ...] -> [B, O, ...] in one to three dimensions."""
-    dims = weight.dim() - 2
-    if input.dim() != dims + 2:
-        raise recorder.refuse(f"{function.__name__} does not see one example per row", weight, bias)
-    recorder.require_rows((weight, bias), input)
+    dims = _count_dimensions(recorder, function, input, weight, bias)
     strides, steps = _expand(stride, dims), _expand(dilation, dims)
     around = padding if isinstance(padding, str) else _expand(padding, dims)
     a = arrange_images(recorder, to_compute_type(input))
@@ -86,10 +99,7 @@ def use_convolution(
         return _make_conv_grad(F.pad(seen, amounts), g, weight, strides, steps, groups)
 
     cost = WeightGradCost.of(a, groups, math.prod(out.shape[2:]), math.prod(weight.shape[1:]), len(weight) // groups)
-    uses = [ParameterUse(weight, weight_grads, cost)]
-    if bias is not None:
-        uses.append(ParameterUse(bias, lambda g: MaterialisedGrad(sum_positions(g.flatten(2), 2))))
-    return recorder.tap(out, uses, (a,))
+    return recorder.tap(out, _list_uses(ParameterUse(weight, weight_grads, cost), bias), (a,))
 
 
 @register_function_rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
@@ -106,10 +116,7 @@ def use_transposed_convolution(
     dilation: Size = 1,
 ) -> Any:
     """The adjoint of a convolution: its weight's gradient is that convolution's, with input and gradient exchanged."""
-    dims = weight.dim() - 2
-    if input.dim() != dims + 2:
-        raise recorder.refuse(f"{function.__name__} does not see one example per row", weight, bias)
-    recorder.require_rows((weight, bias), input)
+    dims = _count_dimensions(recorder, function, input, weight, bias)
     strides, around, steps = (_expand(value, dims) for value in (stride, padding, dilation))
     a = to_compute_type(input)
     out = function(a, weight, bias, strides, around, _expand(output_padding, dims), groups, steps)
@@ -126,7 +133,4 @@ def use_transposed_convolution(
         return _make_conv_grad(padded, seen, weight, strides, steps, groups)
 
     cost = WeightGradCost.of(a, groups, math.prod(a.shape[2:]), math.prod(weight.shape[1:]), len(weight) // groups)
-    uses = [ParameterUse(weight, weight_grads, cost)]
-    if bias is not None:
-        uses.append(ParameterUse(bias, lambda g: MaterialisedGrad(sum_positions(g.flatten(2), 2))))
-    return recorder.tap(out, uses, (a,))
+    return recorder.tap(out, _list_uses(ParameterUse(weight, weight_grads, cost), bias), (a,))
