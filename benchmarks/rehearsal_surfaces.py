@@ -32,7 +32,6 @@ from fulcrum.runs.rehearsal.stage import Stage
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import StudyJob, job_from_json
 from fulcrum.study.run_job import DatasetCache, prepare_job
-from fulcrum.study.suite.summary import score_best_cell
 from fulcrum.training.federation import Federation
 
 GRID = [(C, lr) for C in (0.01, 0.1, 1.0, 10.0, 100.0) for lr in (0.0625, 0.25, 1.0, 4.0, 16.0)]
@@ -161,6 +160,8 @@ def read_lines(folder: Path) -> Iterator[Line]:
 
 def make_report(folder: Path) -> str:
     """A table of the development half: best fixed cell, moo, and what the rehearsal chose."""
+    from fulcrum.study.suite.summary import score_best_cell  # needs pydantic, which `run` must not
+
     grid: dict[str, Scores] = {}
     moo: dict[str, dict[int, float]] = {}
     real: dict[str, Scores] = {}
