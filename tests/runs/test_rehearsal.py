@@ -16,6 +16,7 @@ from fulcrum.runs import apply_rehearsal, derive_federation, prepare, prepare_un
 from fulcrum.runs.rehearsal import (
     Candidate,
     choice,
+    effort,
     facts,
     list_weaknesses,
     memory,
@@ -29,15 +30,17 @@ from fulcrum.training.federation import make_model_facts
 from fulcrum.training.loop import federate
 from support.federations import with_randomness
 
-EFFORTS = choice.EFFORTS
+EFFORTS = effort.EFFORTS
+pytestmark = pytest.mark.rehearsal
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are kept in the test's own folder, and a rehearsal has few tasks and steps to try."""
     monkeypatch.setattr(memory, "get_memory_folder", lambda: tmp_path / "rehearsals")
-    monkeypatch.setattr(choice, "EFFORTS", (choice.Effort(1, 1, 1, 2, 75, 150),))
-    monkeypatch.setattr(choice, "COARSE_SCALES", (0.05, 1.0))
+    monkeypatch.setattr(effort, "EFFORTS", (effort.Effort(1, 1, 1, finalists=2, batch=40, rounds=150),))
+    monkeypatch.setattr(choice, "LADDER_SCALES", (0.05, 1.0))
+    monkeypatch.setattr(choice, "MOST_EXTENSIONS", 1)
 
 
 def settings_for(rounds: int = 4, **more: dict) -> Settings:
@@ -154,12 +157,14 @@ def test_dp_sgd_is_rehearsed_with_a_fixed_step() -> None:
         answer.candidate.C,
         answer.candidate.step / answer.candidate.C,
     )
-    assert {candidate.mode for candidate in choice.list_fine([answer.candidate], 1.0, "fixed")} == {"plain"}
+    assert {candidate.mode for candidate in choice.list_fine(1.0, known)} == {"plain"}
 
 
 def test_what_cannot_be_rehearsed_says_why() -> None:
     client = settings_for(privacy={"unit": "client", "sigma": 1.0}, train={"rounds": 2})
     assert any("nothing was rehearsed" in note for note in prepare(client, make_data()).problem.dataset.warnings)
+    heavy = settings_for(train={"rounds": 200, "steps": 10**6})
+    assert any("minutes" in note for note in prepare(heavy, make_data()).problem.dataset.warnings)
     other = prepare(settings_for(clip={"rule": "auto-s", "rehearse": True}), make_data())
     assert any("the rule is auto-s" in note for note in other.problem.dataset.warnings)
     assert prepare(settings_for(clip={"rehearse": False}), make_data()).settings.clip.step == 0
@@ -173,13 +178,13 @@ def test_smoothing_prefers_a_plateau() -> None:
 
 
 def test_heavy_models_get_fewer_tasks_rather_than_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "EFFORTS", EFFORTS)
-    known = read_rehearsal_facts(prepare_unrehearsed(settings_for(rounds=200), make_data()))
-    light, middle, heavy = (choice.choose_effort(dataclasses.replace(known, work=work)) for work in (1e2, 7e5, 1e9))
+    monkeypatch.setattr(effort, "EFFORTS", EFFORTS)
+    loads = [effort.Load(work, rounds=100, steps=1, parties=1, own=False) for work in (1e2, 4e5, 1e9)]
+    light, middle, heavy = map(effort.choose_effort, loads)
     assert (light, heavy) == (EFFORTS[0], EFFORTS[-1])
-    assert middle.long == light.long
-    assert middle.fine < light.fine
-    work = [choice.estimate_work(known, effort) for effort in EFFORTS]
+    assert middle.rounds == light.rounds
+    assert middle.fine + middle.final < light.fine + light.final
+    work = [effort.estimate_work(loads[0], each) for each in EFFORTS]
     assert work == sorted(work, reverse=True)
 
 
@@ -188,7 +193,7 @@ def test_adam_is_tried_with_much_shorter_steps() -> None:
         read_rehearsal_facts(prepare_unrehearsed(settings_for(train={"server": server}), make_data()))
         for server in ("sgd", "adam")
     )
-    shortest = [min(candidate.step for candidate in choice.list_coarse(one)) for one in (plain, adam)]
+    shortest = [min(candidate.step for candidate in choice.list_ladder(one)) for one in (plain, adam)]
     assert shortest[1] < shortest[0] / 100
 
 

@@ -69,6 +69,8 @@ public = true
 [settings.train]
 rounds = 2
 rate = 0.2
+[settings.clip]
+rehearse = false
 [settings.privacy]
 delta = 1e-4
 [datasets."made/up.npz".data]
