@@ -108,7 +108,7 @@ def _check_shared_noise(settings: Settings, rule: ClipRule, groups: Sequence[Par
         "sets C from raw private values": not rule.sound,
         "keeps a C at each party, and shared noise needs a common one": rule.where != "server",
         "releases statistics beside the gradients": rule.share is not no_statistics_share,
-        "clips in another basis and may reshape each party's own sum": view.transform is not None,
+        "clips in another basis and may reshape each party's own sum": view.needs_gradients,
     }
     for reason, true in reasons.items():
         if true:
