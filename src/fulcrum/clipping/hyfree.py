@@ -9,8 +9,8 @@ L_0, L_+ and L_- has its minimum at b / a steps:
     b = (L_- - L_+) / 2,   a = L_+ + L_- - 2 L_0;   where a > 0 and b > 0: eta <- 0.1 eta + 0.9 eta clamp(b / a, 1/2, 2)
     R <- max(L_0, 0.01)
 
-What differs from the paper. There, losses are accounted as if their batch were sampled apart from the gradient's, though
-it is the same batch: at q = 0.02 and epsilon 6.38 that allows a true epsilon of 13.8. Here a step with losses is one
+What differs from the paper. There, losses are accounted as if their batch were sampled apart from the gradient's. It is
+the same batch: at q = 0.02 and epsilon 6.38 that allows a true epsilon of 13.8. Here a step with losses is one
 joint Gaussian release over one sample, (sigma_g^-2 + 3 sigma_l^-2)^(-1/2), and the plan composes both kinds of steps.
 There the losses are those around the coming step, in a second message; here those around the last one, in the same
 message as the gradient: the direction is known before the batch is drawn, so one message is enough and the

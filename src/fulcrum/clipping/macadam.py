@@ -18,7 +18,7 @@ clipped norm.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -35,8 +35,9 @@ ETA = 0.01
 """Adam's learning rate at train.lr = 1."""
 
 
-class Moments(NamedTuple):
-    """After a release: the running sums m, v, s [d] and the number of rounds; m and v without bias: mean, square."""
+@dataclass(frozen=True)
+class Moments:
+    """After a release: the running averages m, v, s [d], the number of rounds, and m and v without bias."""
 
     m: torch.Tensor
     v: torch.Tensor

@@ -68,7 +68,7 @@ class TrialCount:
             if self.eta != 0:  # (1 - gamma)^k times the product of (l + eta) / (l + 1), l = 0 .. k - 1
                 logs = k * math.log1p(-self.gamma) + np.cumsum(np.log((k - 1 + self.eta) / k))
             found = np.concatenate([[0.0], np.exp(logs - logs.max())])
-        return found / found.sum()
+        return np.asarray(found / found.sum(), dtype=np.float64)
 
     def draw(self, uniform: float) -> int:
         """K from a uniform number in [0, 1)."""
@@ -78,7 +78,7 @@ class TrialCount:
 def _negative_binomial_mean(eta: float, gamma: float) -> float:
     if eta == 0:
         return (1 / gamma - 1) / math.log(1 / gamma)
-    return eta * (1 - gamma) / (gamma * (1 - gamma**eta))
+    return float(eta * (1 - gamma) / (gamma * (1 - gamma**eta)))
 
 
 def compute_tuned_rdp(trial: FloatVector, trials: TrialCount) -> FloatVector:

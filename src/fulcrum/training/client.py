@@ -153,9 +153,7 @@ def make_materialised_step(follow: GradientRecorder) -> StepFn:
     return work
 
 
-def compute_probe_losses(
-    problem: TrainingProblem, follow: GradientRecorder, sample: StepSample
-) -> torch.Tensor | None:
+def compute_probe_losses(problem: TrainingProblem, follow: GradientRecorder, sample: StepSample) -> torch.Tensor | None:
     """Loss of each sampled unit at the step's weights plus each probe: [count, P]; None where none are wanted.
 
     A person's loss is the mean of those of the person's records. A loss may be no finite number: the rule limits what

@@ -60,8 +60,10 @@ def compute_contribution(
     losses = torch.where(counted & torch.isfinite(losses), losses, torch.zeros_like(losses))
     where = groups if view.transform is None else view.transform.groups
     coefficients = gradients if view.transform is None else view.transform.forward(gradients)  # [B, m]
-    if view.axes is not None:  # what is not counted adds nothing: zero stays zero
-        coefficients = torch.where(counted[:, None], view.axes.forward(gradients), torch.zeros_like(gradients))
+    if view.axes is not None:  # what is not counted adds nothing, and neither does what overflows in these coordinates
+        moved = view.axes.forward(gradients)
+        kept = counted & torch.isfinite(squared_norms(moved).bounds.sqrt().to(moved.dtype))
+        coefficients = torch.where(kept[:, None], moved, torch.zeros_like(moved))
     table = measure_group_norms(coefficients, where, len(state["C"]))
     stats = Stats(
         norms=table.norms,

@@ -114,9 +114,7 @@ FIRST_DISTANCE = 1e-6
 """d-adaptation: the first lower bound on the distance to a solution, as in its authors' code."""
 
 
-def _d_adaptation_step(
-    aggregate: torch.Tensor, state: RuleState, train: Train
-) -> tuple[torch.Tensor, RuleState]:
+def _d_adaptation_step(aggregate: torch.Tensor, state: RuleState, train: Train) -> tuple[torch.Tensor, RuleState]:
     """D-Adaptation of SGD (Defazio and Mishchenko 2023): the step is a lower bound d on the distance to a solution.
 
     With g = -aggregate: step = d / |g_0|; d <- max(d, 2 sum of step <g, s> / |s|), s the sum of the steps' gradients.

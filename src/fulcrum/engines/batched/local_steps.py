@@ -49,9 +49,10 @@ def can_stack_local_steps(server: BatchedServer) -> bool:
     if rule.where != "server" or rule.when != "round" or not rule.sound:
         return False
     if server.federations[0].plan.central:
-        return StackedRule(rule).can_be_stacked(
-            server.rule_state, server.core.problem.layout.dim, server.t, server.rounds
-        )
+        own = StackedRule(rule)
+        if own.get_first_view(server.rule_state, server.t, server.rounds).needs_gradients:
+            return False
+        return own.can_be_stacked(server.rule_state, server.core.problem.layout.dim, server.t, server.rounds)
     if server.core.rule.looped:
         return False
     for federation in server.federations:
@@ -126,7 +127,11 @@ class JobRounds:
                 self._draw_samples(t, group, step)
                 noise.draw_step_noise(self.draws, t, group, step)
                 self.probed = noise.asks_statistics(t, step)
-                run(("step", self.count, self.probed), self._run_local_step, [self.theta, *noise.by_job, self.most, self.finite])
+                run(
+                    ("step", self.count, self.probed),
+                    self._run_local_step,
+                    [self.theta, *noise.by_job, self.most, self.finite],
+                )
             run(("collect",), self._collect_results, [self.theta, *noise.totals, self.group])
         noise.draw_round_noise(self.draws, t)
         run(("end",), noise.end, self.server.list_state_tensors())

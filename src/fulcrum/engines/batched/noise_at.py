@@ -143,7 +143,10 @@ class NoiseAtParties:
             extra_bound=found.extra_bound.index_select(0, first),
         )
         rule, state = self.core.rule, server.rule_state
-        view, axes = rule.get_first_view(state, server.t, server.rounds), rule.stack_axes(state, server.t, server.rounds)
+        view, axes = (
+            rule.get_first_view(state, server.t, server.rounds),
+            rule.stack_axes(state, server.t, server.rounds),
+        )
         if axes is not None:  # of each run -> of each job
             axes = Axes(axes.centre.index_select(0, run), axes.scale.index_select(0, run))
         gradient, extra = add_noise_and_average(sums, terms, self.noise, self.noise_extra, view, axes=axes)
