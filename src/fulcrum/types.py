@@ -185,9 +185,9 @@ class Assignment:
     """Local learning rate eta_t of this round."""
     statistics_interval: int = 1
     """n: every n-th local step, counted over all rounds, releases the rule's statistics."""
-    noise_parties: int = 1
-    """Number of parties that jointly add one noise vector; each adds 1/noise_parties of its variance. The events are
-    then those of the sum over these parties, and a single update is not private by itself."""
+    noise_parties: float = 1
+    """By how much less variance the party's own noise has than sigma asks for: it adds 1/noise_parties of it. Where it
+    is not 1, the events are those of a sum over parties, and a single update is not private by itself."""
 
     def asks_statistics(self, round: int, step: int) -> bool:
         """Whether this step of a round (both from 0) releases the rule's statistics beside the gradient."""

@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_studies_of_the_package_are_found_after_installation(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert list_study_files(BUILT_IN_FOLDER) == ["no-tuning", "open", "paper", "robustness"]
+    assert list_study_files(BUILT_IN_FOLDER) == ["no-tuning", "open", "pairwise", "paper", "robustness"]
     assert list_study_names() == ["no-tuning", "open", "paper", "robustness", "protocol", "parties"]
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     data = project["tool"]["setuptools"]["package-data"]["fulcrum"]

@@ -363,7 +363,12 @@ class Privacy:
     """For noise_schedule = "growth": sigma_t = sigma rho_mu^(t/T); below 1, the noise decreases over the rounds."""
     aggregation: str = "plain"
     """plain: the server sees every update, and each party's own noise protects it. ideal-secagg: the server is ASSUMED
-    to see only the weighted sum, and the parties share one noise vector; the secure aggregation is only simulated."""
+    to see only the weighted sum, and the parties share one noise vector; the secure aggregation is only simulated.
+    pairwise: the parties' masks cancel in the sum, each adds its share of the noise, and `colluders` says against whom
+    that is enough (docs/pairwise.md)."""
+    colluders: float = 1.0
+    """For aggregation = "pairwise": how many parties may join forces with the server, as a count or a fraction of all
+    parties. 0 covers no participant: whoever reads the broadcast model and knows its own message is already 1."""
     phases: tuple[float, ...] = ()
     """For noise_schedule = "phases": relative budgets of equally long phases; [1, 3] gives the second half three times
     the precision 1/sigma^2 of the first."""

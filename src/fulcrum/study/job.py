@@ -23,7 +23,7 @@ LATER_SETTINGS: dict[str, dict[str, Any]] = {
         **{"lora": 0, "lora_alpha": 0.0, "lora_targets": (), "arguments": {}},
     },
     "task": {"choose_threshold": "none", "class_balance": (), "imbalance": "none"},
-    "privacy": {"seed": None, "arithmetic": "auto", "evaluation_epsilon": None, "budget_delta": None},
+    "privacy": {"seed": None, "arithmetic": "auto", "evaluation_epsilon": None, "budget_delta": None, "colluders": 1.0},
 }
 """Settings newer than stored results, with the value those results used: at that value they are not in the id."""
 FORMER_VALUES: dict[tuple[str, str], str] = {

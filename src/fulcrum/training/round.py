@@ -54,7 +54,7 @@ def run_round(
         )
 
     events = plan_round_events(plan, clients, t) if events is None else events
-    tasks = tuple(plan.assignment(k, t, lr) for k in clients)
+    tasks = plan.assignments(clients, t, lr)
     request = RoundRequest(
         t, settings.train.rounds, snapshot.params, tasks, states, settings.train.weight_decay, attempt
     )
@@ -74,7 +74,7 @@ def run_round(
         float(weights @ torch.tensor([float(count) for count in counts]))
         for counts in ([task.steps for task in tasks], [task.asked(t) for task in tasks])
     )
-    noises = [plan.compute_step_noise(k, t) for k in clients]
+    noises = plan.compute_round_noises(clients, t)
     noise = compute_aggregate_noise(tasks, noises, weights)
     released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, noise, asked)
 

@@ -72,7 +72,7 @@ class NoiseAtParties:
         server, rule, sizes = self.server, self.core.problem.rule, self.table.parties.size.tolist()
         plans = [federation.plan for federation in server.federations]
         clients = [(plan, k) for plan in plans for k in range(plan.parties)]
-        known: dict[tuple[float, float, float, bool, int], ChargedNoiseScale] = {}
+        known: dict[tuple[float, float, float, bool, float], ChargedNoiseScale] = {}
         rounds = 1 if all(plan.schedule == "constant" for plan in plans) else server.rounds
         sigma, noise, extra = (torch.zeros((rounds, len(clients) + 1), dtype=torch.float64) for _ in range(3))
         for t in range(rounds):

@@ -71,9 +71,8 @@ class PerJobRounds:
         for r, federation in enumerate(self.server.federations):
             problem, train = federation.problem, federation.settings.train
             lr, starts = compute_learning_rate(train, t), problem.partition.starts
-            for k in self.server.participants[r][t]:
-                start, size = offset + int(starts[k]), int(starts[k + 1] - starts[k])
-                task = federation.plan.assignment(k, t, lr)
+            for task in federation.plan.assignments(self.server.participants[r][t], t, lr):
+                start, size = offset + int(starts[task.client]), int(starts[task.client + 1] - starts[task.client])
                 jobs.append(ClientJob(task, start, size, r, problem.randomness, train.weight_decay))
             weights += self.server.weights(r, t)
             offset += len(problem.partition.order)

@@ -108,11 +108,9 @@ class BatchedServer:
                 continue
             key = (r, here, plan.compute_step_noise(here[0], t) if here else 0.0)  # which moves under a noise schedule
             if key not in self._known and here:
-                tasks = [plan.assignment(k, t, 1.0) for k in here]
+                tasks = plan.assignments(here, t, 1.0)
                 weights = torch.tensor(self.weights(r, t))
-                self._known[key] = compute_aggregate_noise(
-                    tasks, [plan.compute_step_noise(k, t) for k in here], weights
-                )
+                self._known[key] = compute_aggregate_noise(tasks, plan.compute_round_noises(here, t), weights)
             found.append(self._known.get(key, 0.0))
         return found
 

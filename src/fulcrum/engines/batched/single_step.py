@@ -41,7 +41,7 @@ class SingleStepRounds:
         owner = [torch.repeat_interleave(torch.arange(p.partition.parties), p.partition.sizes) for p in problems]
         self.host_owner = torch.stack(owner)  # [R, n]: the client that holds each place of the order
         self.owner = self.host_owner.to(self.device)
-        self._scales: dict[tuple[float, float, float, int], ChargedNoiseScale] = {}
+        self._scales: dict[tuple[float, float, float, float], ChargedNoiseScale] = {}
         self._make_term_tables()
         self.width = probe_statistics_width(self.core, server.rule_state, 0, server.rounds)
         runs, places = self.order.shape
@@ -70,9 +70,10 @@ class SingleStepRounds:
                 tasks = [plan.assignment(k, t, 1.0) for k in range(plan.parties)] if not plan.steady else tasks
                 sigma[t, r, : plan.parties] = torch.tensor([task.sigma for task in tasks])
                 asked[t, r] = float(tasks[0].asks_statistics(t, 0))
-                for k, share in zip(here, server.weights(r, t), strict=True):
-                    scale = self._compute_noise_scale(tasks[k], batches[k])
-                    rate[t, r, k], weight[t, r, k] = tasks[k].rate, share / batches[k]
+                for task, share in zip(plan.assignments(here, t, 1.0), server.weights(r, t), strict=True):
+                    k = task.client
+                    scale = self._compute_noise_scale(task, batches[k])
+                    rate[t, r, k], weight[t, r, k] = task.rate, share / batches[k]
                     noise[t, r, k] = float(scale.sum) * share / batches[k]
                     extra[t, r, k] = scale.extra * share / batches[k]
                 units = sum(plan.units(k) for k in here)

@@ -43,7 +43,7 @@ STACKABLE_FIELDS: dict[str, frozenset[str]] = {
     "privacy": frozenset(
         {
             *("epsilon", "sigma", "delta", "accountant", "max_participations", "budget", "budgets"),
-            *("budget_delta", "noise_schedule", "rho_mu", "phases", "aggregation"),
+            *("budget_delta", "noise_schedule", "rho_mu", "phases", "aggregation", "colluders"),
             "seed",  # in each run's own randomness
         }
     ),

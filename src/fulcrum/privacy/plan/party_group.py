@@ -49,7 +49,7 @@ class PartyGroup:
     rule: ClipRule = FIXED
     statistics_interval: int = 1
     batch: float = 1.0
-    noise_parties: int = 1
+    noise_parties: float = 1
 
     def assignment(self, k: int, t: int, lr: float) -> Assignment:
         """The task of party k of this group in round t (from 0)."""
