@@ -37,6 +37,8 @@ def play_federation(folder: Path) -> int:
     def call() -> int:
         with toy.toy_federation(folder, settings) as bus:
             resume = (folder / "run" / "run.json").is_file()
+            if not resume:  # killed before its first round: the folder says so, and is removed as it advises
+                shutil.rmtree(folder / "run", ignore_errors=True)
             toy.serve(bus, settings, folder / "run", patch, resume=resume)
         return 0
 
@@ -163,11 +165,9 @@ def damage_party(world: MessageWorld, folder: Path, draw: random.Random) -> dict
     row |= {"point": f"{file.name}: {kind}", "exit": ended.code, "said": ended.said.strip()[-200:]}
     if not ended.in_words:
         return row | {"ok": False, "why": "ended without a sentence"}
-    if what == ".sqlite" and ended.code == 0 and read_rows(file)[: len(rows_before)] != rows_before:
-        paid = {r[1] for r in rows_before if r[4] is not None}
-        again = {r[1] for r in read_rows(file) if r[4] is not None} & paid
-        if again:
-            return row | {"ok": False, "why": f"round {min(again) + 1} was released again under another ledger"}
+    paid = [each[:4] for each in rows_before]
+    if what == ".sqlite" and ended.code == 0 and [each[:4] for each in read_rows(file)][: len(paid)] != paid:
+        return row | {"ok": False, "why": "the party went on under a ledger without what it had paid"}
     if ended.code:
         file.write_bytes(before)
         return _finish(world, folder, row | {"refused": True}, equal=False)

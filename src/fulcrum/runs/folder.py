@@ -49,8 +49,7 @@ class RunFolder:
         if path.is_file():
             raise RunError(f"{path} is a file; choose a new folder as --out.")
         if path.exists() and any(path.iterdir()):
-            goes_on = f", or continue it: fulcrum resume {path}" if (path / "run.json").is_file() else "."
-            raise RunError(f"folder {path} exists and is not empty; choose another --out{goes_on}")
+            refuse_taken_folder(path, "fulcrum resume")
         try:
             (path / "checkpoints").mkdir(parents=True)
         except OSError as error:
@@ -134,6 +133,18 @@ class RunFolder:
     def write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write metrics.jsonl anew."""
         self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def refuse_taken_folder(path: Path, command: str) -> None:
+    """Raise RunError: a new run cannot begin in this folder. command: the one that continues the run in it."""
+    if (path / "run.json").is_file():
+        raise RunError(f"folder {path} holds a run; choose another --out, or continue it: {command} {path}")
+    if (path / "lock").is_file() and (path / "checkpoints").is_dir():
+        raise RunError(
+            f"folder {path} holds a start that was killed before its first round, when nothing had been released; "
+            "remove the folder, or choose another --out."
+        )
+    raise RunError(f"folder {path} exists and is not empty; choose another --out.")
 
 
 def _read_checkpoint(file: Path, run: str, device: torch.device) -> Snapshot:
