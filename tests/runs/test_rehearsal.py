@@ -18,6 +18,7 @@ from fulcrum.runs.rehearsal import (
     choice,
     effort,
     facts,
+    find_refusal,
     list_weaknesses,
     memory,
     read_rehearsal_facts,
@@ -170,11 +171,57 @@ def test_what_cannot_be_rehearsed_says_why() -> None:
     assert prepare(settings_for(clip={"rehearse": False}), make_data()).settings.clip.step == 0
 
 
-def test_smoothing_prefers_a_plateau() -> None:
+def test_smoothing_prefers_a_plateau_but_a_cliff_counts_as_a_few_points_only() -> None:
+    def best(scores: dict[float, float], weight: float) -> float:
+        regrets = {Candidate("plain", 1.0, step): {"task": value} for step, value in scores.items()}
+        return choice.rank(regrets, weight)[0][0].step
+
     peak = {1.0: 9.0, 2.0: 0.0, 4.0: 9.0, 8.0: 1.0, 16.0: 1.0, 32.0: 1.0}
-    regrets = {Candidate("plain", 1.0, step): {"task": value} for step, value in peak.items()}
-    assert choice.rank(regrets, 0.25)[0][0].step in (16.0, 32.0)
-    assert choice.rank(regrets, 0.0)[0][0].step == 2.0
+    assert best(peak, 0.25) == 16.0  # beyond 32 a cliff is assumed
+    assert best(peak, 0.0) == 2.0
+    assert best({1.0: 8.0, 2.0: 0.0, 4.0: 80.0}, 0.2) == 2.0
+    assert best({1.0: 0.5, 2.0: 0.0}, 0.2) == 1.0
+
+
+def test_a_ladder_grows_where_its_best_step_is_at_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data()))
+    monkeypatch.setattr(choice, "LADDER_SCALES", (0.25, 1.0, 4.0))
+    monkeypatch.setattr(choice, "MOST_EXTENSIONS", 2)
+    wanted = known.default_step * 64
+
+    def play(self: Stage, candidates, rounds, tasks):
+        return {c: {"task": -abs(math.log2(c.step / wanted))} for c in candidates}
+
+    monkeypatch.setattr(Stage, "play", play)
+    assert choice.climb_ladder(Stage(known), 4) == pytest.approx(wanted)
+    monkeypatch.setattr(choice, "MOST_EXTENSIONS", 1)
+    assert choice.climb_ladder(Stage(known), 4) < wanted
+
+
+def test_local_steps_are_rehearsed_with_the_skew_of_the_run() -> None:
+    split = {"partition": "dirichlet", "alpha": 0.1, "parties": 3, "min_examples": 1}
+    real = prepare_unrehearsed(settings_for(train={"steps": 2}, data=split), make_data())
+    small = facts.make_small_settings(read_rehearsal_facts(real), 4, 0)
+    assert (small.data.partition, small.data.alpha, small.data.parties) == ("dirichlet", 0.1, 3)
+    one = facts.make_small_settings(
+        read_rehearsal_facts(prepare_unrehearsed(settings_for(data=split), make_data())), 4, 0
+    )
+    assert (one.data.partition, one.data.parties) == ("iid", 1)  # with one step a round only the sum matters
+
+
+def test_learned_weights_are_not_rehearsed(tmp_path: Path) -> None:
+    first = train(make_data(), settings=settings_for(clip={"rehearse": False}), out=tmp_path / "run")
+    again = settings_for(model={"init": str(tmp_path / "run")})
+    assert "learned already" in find_refusal(prepare_unrehearsed(again, make_data()))
+    assert find_refusal(prepare_unrehearsed(first.settings, make_data())) == ""
+
+
+def test_candidates_of_a_stack_share_their_numbers_and_none_changes_them() -> None:
+    base = prepare_unrehearsed(settings_for(), make_data())
+    runs = [derive_federation(base, Candidate("plain", 1.0, 0.5).apply(base.settings, 1)) for _ in range(3)]
+    scores = stage._play_stacked(stage._share_numbers(runs, 3))
+    assert scores[0] == scores[1] == scores[2]
+    assert scores[0] == pytest.approx(stage._play_one_by_one(stage._share_numbers(runs[:1], 3))[0], abs=1e-6)
 
 
 def test_heavy_models_get_fewer_tasks_rather_than_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +256,10 @@ def test_plan_warns_where_moo_is_weak_without_a_rehearsal() -> None:
     assert warned(train={"rounds": 10}) == ""
     assert warned(train={"server": "momentum"}, clip={"step": 1.0}) == ""
     assert warned(train={"server": "momentum"}, clip={"rule": "fixed"}) == ""
+    assert warned(train={"server": "momentum"}, clip={"rehearse": True}) == ""
+    assert "nothing can be rehearsed" in warned(
+        train={"server": "momentum", "steps": 10**6}, clip={"rehearse": True}
+    )  # it would take hours
 
 
 def test_runs_score_the_same_in_a_stack_and_one_by_one() -> None:
