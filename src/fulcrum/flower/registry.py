@@ -81,6 +81,9 @@ class PartyRegistry:
         self.proposal, self.required = dict(proposal), dict(required)
         self.node_of: dict[str, int] = {}
         self.parties: dict[str, PartyInfo] = {}
+        self.refusals: dict[str, str] = {}  # parties that do not take part, and the sentence that says why
+        self.heard: dict[str, float] = {}  # when a party's greeting was last answered, on the monotonic clock
+        self.on_poll: Callable[[], None] = lambda: None  # called with every poll: the operator's view
         self._greeted: dict[int, tuple[str, Envelope]] = {}
         self._failed: dict[int, tuple[int, float]] = {}  # failures in a row, and when to greet it again
         self._restarted: set[int] = set()
@@ -103,6 +106,18 @@ class PartyRegistry:
             node, hello = pending[delivery.id]
             self._greeted[node] = ("", hello)
             self._register_party(node, hello, delivery)
+        self.on_poll()
+
+    def greet_again(self, name: str) -> None:
+        """Greet a party once more, unless a greeting is under way; `heard` says when it answered."""
+        node = self.node_of.get(name)
+        if node is not None and not self._greeted.get(node, ("", None))[0]:
+            self._greeted.pop(node, None)
+
+    def refuse(self, name: str, why: str) -> None:
+        """Note and report that a party does not take part."""
+        self.refusals[name] = why
+        self.report(name, why)
 
     def take_restarted_parties(self) -> set[str]:
         """Parties whose node has started again since the last call."""
@@ -125,23 +140,25 @@ class PartyRegistry:
             return
         name = header["party"]
         if header["kind"] == "refused":
-            self.report(name, f"does not take part: {describe_refusal(header['code'])}")
+            self.refuse(name, f"does not take part: {describe_refusal(header['code'])}")
             return
         for field, wanted in self.required.items():
             if header[field] != wanted:
-                self.report(name, f"does not fit: its {field} is {header[field]!r}, the run's is {wanted!r}")
+                self.refuse(name, f"does not fit: its {field} is {header[field]!r}, the run's is {wanted!r}")
                 return
         if header["units"] < 1:
-            self.report(name, "does not fit: it has no data")
+            self.refuse(name, "does not fit: it has no data")
             return
         if self.parties.get(name, PartyInfo(name, header["units"])).units != header["units"]:
-            self.report(name, "does not fit: it now has another number of units than at the start")
+            self.refuse(name, "does not fit: it now has another number of units than at the start")
             return
         if self.node_of.get(name, node) != node:
             self._restarted.add(node)  # started again without a key to be known by (--insecure)
         if name not in self.node_of:
             self.report(name, f"has joined, with {header['units']} {self.proposal['unit']}s")
         self.node_of[name], self.parties[name] = node, PartyInfo(name, header["units"])
+        self.refusals.pop(name, None)
+        self.heard[name] = time.monotonic()
 
 
 def verify_signed_reply(

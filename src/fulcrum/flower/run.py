@@ -20,6 +20,8 @@ from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
 from fulcrum.flower.messages import BadMessage
+from fulcrum.flower.operations.coordinator_status import CoordinatorStatus
+from fulcrum.flower.operations.monitor import Monitor, append_durably
 from fulcrum.flower.party import PartyService
 from fulcrum.flower.prepare import (
     add_party_names,
@@ -36,6 +38,7 @@ from fulcrum.runs import Result, RoundCallback
 from fulcrum.runs import folder as record
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.schema import Settings, Table
+from fulcrum.types import RoundResult
 
 
 @dataclass(frozen=True)
@@ -52,24 +55,29 @@ OpenTransportFn = Callable[[ListenAddress, Mapping[str, ec.EllipticCurvePublicKe
 
 
 class PartyLog:
-    """What happened with parties: printed, and kept in parties.jsonl once the run has a folder."""
+    """What happened with parties: printed, and kept in the folder's parties.jsonl, on disk before anything else is done.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self.folder: Path | None = None
-        self._early: list[str] = []
+    monitor: gets each line, too.
+    """
+
+    def __init__(self, say: Callable[[str], None], folder: Path, monitor: Monitor) -> None:
+        self.say, self.folder, self.monitor = say, folder, monitor
 
     def __call__(self, party: str, what: str) -> None:
         self.say(f"{party}: {what}" if party else what)
-        self._early.append(json.dumps({"time": record.current_utc_time(), "party": party, "what": what}) + "\n")
-        self.flush()
+        line = {"time": record.current_utc_time(), "party": party, "what": what}
+        append_durably(self.folder / "parties.jsonl", json.dumps(line) + "\n")
+        self.monitor.event("note", party=party, what=what)
 
-    def flush(self) -> None:
-        """Write what is not in the folder yet, if there is a folder by now."""
-        if self.folder is not None and self.folder.is_dir():
-            with (self.folder / "parties.jsonl").open("a", encoding="utf-8") as file:
-                file.writelines(self._early)
-            self._early.clear()
+
+def claim_run_folder(out: Path) -> None:
+    """Make the folder of a new run, before anybody joins; RunError where it is taken or cannot be written."""
+    record.check_free_folder(out, "fulcrum serve --resume")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        append_durably(out / "parties.jsonl", "")
+    except OSError as error:
+        raise RunError(f"cannot write to folder {out}: {error.strerror}; choose another --out.") from None
 
 
 @contextmanager
@@ -97,12 +105,15 @@ def serve_run(
     facts: Mapping[str, Any] | None = None,
     on_round: RoundCallback | None = None,
     say: Callable[[str], None] = print,
+    monitor: Monitor | None = None,
     open_transport: OpenTransportFn = open_superlink_transport,
 ) -> Result:
     """A run over parties elsewhere, from the first greeting to the last statement; the folder `out` must be new.
 
-    facts are kept in run.json, for `resume_served_run`.
+    facts are kept in run.json, for `resume_served_run`. monitor: what an operator watches.
     """
+    record.check_free_folder(out, "fulcrum serve --resume")
+    monitor = monitor or Monitor("coordinator")
     wait_policy = wait_policy or WaitPolicy(min_parties=settings.train.min_parties)
     settings = make_served_settings(settings, len(public_keys), simulation)
     problem = make_public_problem(
@@ -110,21 +121,24 @@ def serve_run(
         _load_public_records(settings),
         _find_run_device(settings),
     )
-    run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"folder {out} exists and is not empty; choose another --out, or --resume {out}.")
-    party_log.folder = out
+    claim_run_folder(out)
+    run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say, out, monitor)
     with open_transport(address, public_keys) as transport:
         say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
         registry = make_party_registry(transport, public_keys, run, settings, problem, party_log)
+        watch = CoordinatorStatus(
+            out, run, registry, tuple(public_keys), monitor, settings.train.rounds, wait_policy.min_parties
+        )
+        registry.on_poll = watch.refresh
         parties = wait_for_parties(registry, len(public_keys), wait_policy)
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if simulation else None
-        engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, streams)
+        watch.engine = engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, streams)
         kept = {"secret": secret.hex(), "simulation": simulation, "wait_policy": asdict(wait_policy)}
         kept |= {"parties": [asdict(party) for party in parties], **(facts or {})}
-        result = api.execute(make_served_federation(settings, engine), out, on_round, {"id": run, "flower": kept})
-        party_log.flush()
+        federation = make_served_federation(settings, engine)
+        result = api.execute(federation, out, watch_rounds(watch, on_round), {"id": run, "flower": kept})
+        watch.refresh(force=True)
         engine.send_run_finished(len(result.C))
         return result
 
@@ -136,6 +150,7 @@ def resume_served_run(
     *,
     on_round: RoundCallback | None = None,
     say: Callable[[str], None] = print,
+    monitor: Monitor | None = None,
     open_transport: OpenTransportFn = open_superlink_transport,
 ) -> Result:
     """Continue a served run after the coordinator stopped or crashed. The parties keep what they paid for."""
@@ -153,24 +168,47 @@ def resume_served_run(
         _load_public_records(settings),
         _find_run_device(settings),
     )
-    party_log = PartyLog(say)
-    party_log.folder = folder
+    monitor = monitor or Monitor("coordinator")
+    party_log = PartyLog(say, folder, monitor)
     wait_policy = WaitPolicy(**kept["wait_policy"])
     with open_transport(address, public_keys) as transport:
         say(f"listening on {address.host}:{address.port} again")
         registry = make_party_registry(transport, public_keys, str(facts["id"]), settings, problem, party_log)
         registry.parties.update({party.name: party for party in parties})
+        watch = CoordinatorStatus(
+            folder,
+            str(facts["id"]),
+            registry,
+            tuple(public_keys),
+            monitor,
+            settings.train.rounds,
+            wait_policy.min_parties,
+        )
+        registry.on_poll = watch.refresh
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if kept["simulation"] else None
         engine = FlowerEngine(registry, parties, problem, settings, wait_policy, bytes.fromhex(kept["secret"]), streams)
+        watch.engine = engine
         # The parties that took part before get time to come back, so that no round runs without them.
         end = time.monotonic() + min(wait_policy.join_timeout, wait_policy.round_timeout)
         while len(registry.node_of) < len(parties) and time.monotonic() < end:
             registry.poll()
             time.sleep(0.1)
-        result = api.resume_prepared(make_served_federation(settings, engine), folder, on_round)
+        result = api.resume_prepared(make_served_federation(settings, engine), folder, watch_rounds(watch, on_round))
+        watch.refresh(force=True)
         engine.send_run_finished(len(result.C))
         return result
+
+
+def watch_rounds(watch: CoordinatorStatus, on_round: RoundCallback | None) -> RoundCallback:
+    """Called after each round: the operator's view first, then the caller's own."""
+
+    def both(result: RoundResult) -> None:
+        watch.note_round(result)
+        if on_round is not None:
+            on_round(result)
+
+    return both
 
 
 def _load_public_records(settings: Settings) -> Dataset:
