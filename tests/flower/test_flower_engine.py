@@ -42,7 +42,15 @@ def ledger_lines(path, party):
         return [(e.round, e.events, e.digest) for e in ledger.entries(party)]
 
 
-@pytest.mark.parametrize("settings", [toy_settings(), toy_settings(3, "fixed", steps=2, server="momentum", ema=0.5)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        toy_settings(),
+        toy_settings(3, "fixed", steps=2, server="momentum", ema=0.5),
+        toy_settings(3, combine="median"),
+        toy_settings(2, combine="geometric-median"),
+    ],
+)
 def test_a_simulation_across_machines_is_the_run_in_one_process(tmp_path, monkeypatch, settings):
     share_streams(monkeypatch)
     alone = api.execute(api.prepare(settings, toy_data(120)), tmp_path / "alone")

@@ -21,7 +21,9 @@ from support.flower import NAMES, Bus, serve, toy_federation, toy_settings, toy_
 class StallingBus(Bus):
     """Messages to stalled parties stay on the way until they are stalled no longer."""
 
-    stalled: set[int] = set()
+    def __init__(self, services):
+        super().__init__(services)
+        self.stalled: set[int] = set()
 
     def collect(self, ids):
         return super().collect({number for number in ids if self._open.get(number, (-1,))[0] not in self.stalled})
@@ -65,7 +67,7 @@ def test_those_that_rest_are_asked_where_too_few_are_left():
 
 @pytest.mark.parametrize("wrong", [{"quorum": 0.0}, {"quorum": 1.5}, {"grace": -1.0}, {"max_rest": -1}])
 def test_wrong_policies_are_refused(wrong):
-    with pytest.raises(ConfigError, match="--quorum|--grace"):
+    with pytest.raises(ConfigError, match=r"--quorum|--grace"):
         StragglerPolicy(**wrong)
 
 

@@ -116,8 +116,8 @@ class FlowerEngine(Engine):
             if time.monotonic() > end:
                 raise RunError(
                     f"only {len(here)} of at least {self.wait_policy.min_parties} parties are there after "
-                    f"{self.wait_policy.join_timeout:g} s{list_refusals(self.registry)}; bring them back, then continue "
-                    "with fulcrum serve --resume."
+                    f"{self.wait_policy.join_timeout:g} s{list_refusals(self.registry)}; bring them back, then "
+                    "continue with fulcrum serve --resume."
                 )
             if not told:
                 self.registry.report(

@@ -113,10 +113,11 @@ def wait_for_parties(registry: PartyRegistry, expected: int, wait_policy: WaitPo
         registry.poll()
         time.sleep(3 * POLL_SECONDS)
     if len(registry.parties) < max(wait_policy.min_parties, 1):
+        when = "" if time.monotonic() < end else f" within {wait_policy.join_timeout:g} s"
         raise RunError(
-            f"only {len(registry.parties)} of at least {wait_policy.min_parties} parties joined"
-            f"{'' if time.monotonic() < end else f' within {wait_policy.join_timeout:g} s'}{list_refusals(registry)}; check that each runs fulcrum party with this "
-            "server's address, CA and its own key."
+            f"only {len(registry.parties)} of at least {wait_policy.min_parties} parties joined{when}"
+            f"{list_refusals(registry)}; check that each runs fulcrum party with this server's address, CA and its own "
+            "key."
         )
     return tuple(registry.parties[name] for name in sorted(registry.parties))
 

@@ -55,7 +55,7 @@ OpenTransportFn = Callable[[ListenAddress, Mapping[str, ec.EllipticCurvePublicKe
 
 
 class PartyLog:
-    """What happened with parties: printed, and kept in the folder's parties.jsonl, on disk before anything else is done.
+    """What happened with parties: printed, and kept in the folder's parties.jsonl, on disk before anything follows.
 
     monitor: gets each line, too.
     """

@@ -20,8 +20,8 @@ class StragglerPolicy:
     """When a round stops waiting, and how long a late party rests.
 
     quorum: the share of the asked parties after whose answers a round waits only `grace` seconds more for the others;
-    1: a round waits for everybody until its deadline. max_rest: the most rounds that a party rests after a miss; 0: late
-    parties are asked in every round.
+    1: a round waits for everybody until its deadline. max_rest: the most rounds that a party rests after a miss; 0:
+    late parties are asked in every round.
     """
 
     quorum: float = 1.0
@@ -42,7 +42,7 @@ class StragglerPolicy:
 
     def compute_rest(self, misses: int) -> int:
         """Rounds to rest after so many misses in a row: 1, 2, 4, ... up to `max_rest`."""
-        return min(self.max_rest, 2 ** min(misses - 1, 30))
+        return min(self.max_rest, 1 << min(misses - 1, 30))
 
 
 @dataclass
@@ -81,7 +81,7 @@ class StragglerBook:
         return [k for k in clients if k in self._late and self._late[k].resting]
 
     def select_awake(self, clients: Sequence[int], round: int, heard: dict[int, float], needed: int) -> list[int]:
-        """The clients to ask in a round (from 0). heard: when each last answered a greeting; needed: fewer are not enough.
+        """The clients to ask in a round (from 0). heard: when each last answered a greeting. needed: the least number.
 
         A client comes back when its rest is over and it has answered a greeting since it was late.
         """

@@ -151,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
     monitor: Monitor
     timeout = 10
 
-    def do_GET(self) -> None:  # noqa: N802 (the name is http.server's)
+    def do_GET(self) -> None:
         found = _PAGES.get(self.path)
         status, kind, body = (
             found(self.monitor) if found else (404, "text/plain", "try /metrics, /healthz or /readyz\n")
