@@ -109,12 +109,15 @@ def party(
         float,
         typer.Option("--hold-out", help="Fraction of this party's units that do not train, for fulcrum score."),
     ] = 0.0,
-    ca: Annotated[Path | None, typer.Option("--ca", help="Certificate of the CA that signed the server's.")] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option("--ca", help="Certificate of the CA that signed the server's; default: the system's CAs."),
+    ] = None,
     terms: Annotated[
         Path, typer.Option("--terms", help="What was agreed; without the file, you are asked on a terminal.")
     ] = Path("terms.toml"),
     home: Annotated[
-        Path | None, typer.Option("--home", help="Folder for Flower's files; default beside the ledger.")
+        Path | None, typer.Option("--home", help="Not used any more: there are no files of Flower's.", hidden=True)
     ] = None,
     statement: Annotated[
         Path | None, typer.Option("--statement", help="Folder for PRIVACY.md; default the ledger's.")
@@ -142,15 +145,12 @@ def party(
     from fulcrum.flower.terms import read_terms_file
 
     name = check_party_name(key.name)
-    if insecure == (ca is not None):
-        raise ConfigError("give --ca FILE (the CA of the coordinator's certificate), or --insecure, and not both.")
+    if insecure and ca is not None:
+        raise ConfigError("give --ca FILE (the CA of the coordinator's certificate) or --insecure, not both.")
     for flag, words in ((insecure, PLAINTEXT_WARNING), (simulation, SIMULATION_WARNING)):
         if flag:
             view.print_message(words, quiet)
     folder = ledger.absolute().parent
-    home = home or folder / f"flower-{name}"
-    if ledger.absolute().is_relative_to(home.absolute()):
-        raise ConfigError(f"--ledger {ledger} lies in Flower's folder {home}; keep it elsewhere, it must outlive that.")
     agreed = read_terms_file(terms) if terms.is_file() else None
     if agreed is None and not sys.stdin.isatty():
         raise ConfigError(f"there is no {terms}; agree on a terminal, or write it with fulcrum terms and read it.")
@@ -192,10 +192,9 @@ def party(
             run_party_service(
                 service,
                 server,
-                home,
                 statement or folder,
                 ca=ca,
-                key=None if insecure else key,
+                insecure=insecure,
                 until_done=until_done,
             )
         except KeyboardInterrupt:
@@ -228,7 +227,7 @@ def serve(
     require_flower()
     from fulcrum.flower import run as runs
     from fulcrum.flower.coordinator import WaitPolicy
-    from fulcrum.flower.keys import load_public_keys
+    from fulcrum.flower.keys import KeyRegister
     from fulcrum.runs import folder as record
     from fulcrum.settings import files as settings_file
 
@@ -251,7 +250,7 @@ def serve(
     if not (host and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(f"--listen {listen} is not HOST:PORT, such as 0.0.0.0:9092.")
     address = runs.ListenAddress(host.strip("[]"), int(port), certificate, private)
-    register = load_public_keys(keys)
+    register = KeyRegister(keys)
     folder = resume or out or choose_free_folder(f"{make_source_slug(settings.data.source)}-{settings.method}-flower")
     facts = {
         "keys": str(keys.absolute()),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -240,17 +239,23 @@ class FlowerEngine(Engine):
                 end, quorum = min(end, time.monotonic() + self.stragglers.policy.grace), math.inf
             time.sleep(POLL_SECONDS)
 
-    def _make_round_request(self, request: RoundRequest, task: Assignment, state: RuleState) -> Envelope:
-        """The request to one party. The same round of the same run gives the same bytes, also after a crash."""
+    def _make_round_request(
+        self, request: RoundRequest, task: Assignment, state: RuleState, attempt: int = 0
+    ) -> Envelope:
+        """The signed request to one party. The same attempt at a round of a run gives the same header and body, also
+        after a crash; a party that has answered them sends its stored reply again."""
         name = self.clients[task.client].name
-        nonce = hmac.new(self.secret, f"{self.registry.run}/{request.round}/{name}".encode(), hashlib.sha256)
+        again = f"/{attempt}" if attempt else ""
+        nonce = hmac.new(self.secret, f"{self.registry.run}/{request.round}/{name}{again}".encode(), hashlib.sha256)
         header = {
             "run": self.registry.run,
             "nonce": nonce.hexdigest()[:32],
             "party": name,
+            "attempt": attempt,
             "simulation": simulation_to_table(self.streams),
         }
-        return pack_round_request({**header, **self._agreed}, self.settings, self.problem, request, task, state)
+        packed = pack_round_request({**header, **self._agreed}, self.settings, self.problem, request, task, state)
+        return self.registry.sign(packed)
 
     def _check_reply(
         self, request: RoundRequest, task: Assignment, state: RuleState, ask: Envelope, envelope: Envelope
@@ -297,10 +302,13 @@ class FlowerEngine(Engine):
     def send_run_finished(self, rounds: int, seconds: float = 5.0) -> None:
         """Tell every party that the run is over, so that it writes its statement; waits up to `seconds` for that."""
         online = self.registry.transport.online()
-        nonce = secrets.token_hex(16)
-        done = pack_envelope({"kind": "done", "run": self.registry.run, "nonce": nonce, "rounds": rounds})
-        nodes = [node for node in self.registry.node_of.values() if node in online]
-        waiting = {self.registry.transport.send(node, done, 10 * seconds, "done") for node in nodes} - {""}
+        there = {name: node for name, node in self.registry.node_of.items() if node in online}
+        waiting = {
+            self.registry.transport.send(
+                node, self.registry.pack_request("done", name, rounds=rounds), 10 * seconds, "done"
+            )
+            for name, node in there.items()
+        } - {""}
         end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
             waiting -= {delivery.id for delivery in self.registry.transport.collect(waiting)}

@@ -16,6 +16,7 @@ from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy, list_refusals
 from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint, write_shape
 from fulcrum.flower.proposals import make_proposal
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, PartyReportFn, Transport
+from fulcrum.flower.signing import RequestSigner
 from fulcrum.flower.task_terms import declare_task, task_fingerprint
 from fulcrum.privacy.plan import make_plan
 from fulcrum.rng import CipherRandomness
@@ -94,8 +95,9 @@ def make_party_registry(
     settings: Settings,
     problem: TrainingProblem,
     report: PartyReportFn,
+    signer: RequestSigner | None = None,
 ) -> PartyRegistry:
-    """The registry of a run, with what every party's greeting must say."""
+    """The registry of a run, with what every party's greeting must say. signer: the coordinator's key."""
     required = {
         "shape": write_shape(problem.dataset.shape),
         "model": compute_model_fingerprint(problem.model, problem.layout),
@@ -103,7 +105,7 @@ def make_party_registry(
         "randomness": settings.privacy.randomness,
     }
     proposal = make_proposal(settings, problem.task.outputs, declare_task(problem.dataset))
-    return PartyRegistry(transport, public_keys, run, proposal, required, report)
+    return PartyRegistry(transport, public_keys, run, proposal, required, report, signer)
 
 
 def wait_for_parties(registry: PartyRegistry, expected: int, wait_policy: WaitPolicy) -> tuple[PartyInfo, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -19,10 +19,11 @@ from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
-from fulcrum.flower.messages import BadMessage
+from fulcrum.flower.messages import Envelope
 from fulcrum.flower.operations.coordinator_status import CoordinatorStatus
 from fulcrum.flower.operations.monitor import Monitor, append_durably
 from fulcrum.flower.party import PartyService
+from fulcrum.flower.port.limits import PortLimits
 from fulcrum.flower.prepare import (
     add_party_names,
     load_public_data,
@@ -33,25 +34,44 @@ from fulcrum.flower.prepare import (
     make_simulated_streams,
     wait_for_parties,
 )
-from fulcrum.flower.registry import PartyInfo, Transport
+from fulcrum.flower.registry import PartyInfo, PartyReportFn, Transport
+from fulcrum.flower.request_gate import RequestGate
+from fulcrum.flower.signing import RequestSigner, derive_request_signer, load_request_signer
 from fulcrum.runs import Result, RoundCallback
 from fulcrum.runs import folder as record
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.schema import Settings, Table
 from fulcrum.types import RoundResult
 
+if TYPE_CHECKING:
+    from fulcrum.flower.flwr141 import FleetNode
+
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where the coordinator listens, and with which certificate; both None: plaintext."""
+    """Where the coordinator listens, and with which certificate; both None: plaintext.
+
+    signing: the key that signs requests, by default the certificate's own. Parties trust the certificate's key by their
+    CA; another key they pin in their terms (`coordinator`).
+    """
 
     host: str
     port: int
     certificate: Path | None
     key: Path | None
+    signing: Path | None = None
+    limits: PortLimits | None = None
+    """What the port allows; None: the defaults."""
 
 
-OpenTransportFn = Callable[[ListenAddress, Mapping[str, ec.EllipticCurvePublicKey]], Any]
+OpenTransportFn = Callable[..., Any]
+"""Called with the address, the parties' public keys and a function to report with."""
+
+
+def find_request_signer(address: ListenAddress, secret: bytes) -> RequestSigner:
+    """The key that signs this coordinator's requests; without any file it follows from the run's secret."""
+    path = address.signing or address.key
+    return load_request_signer(path) if path else derive_request_signer(secret)
 
 
 class PartyLog:
@@ -82,16 +102,29 @@ def claim_run_folder(out: Path) -> None:
 
 @contextmanager
 def open_superlink_transport(
-    address: ListenAddress, public_keys: Mapping[str, ec.EllipticCurvePublicKey]
+    address: ListenAddress, public_keys: Mapping[str, ec.EllipticCurvePublicKey], report: PartyReportFn | None = None
 ) -> Iterator[Transport]:
-    """Flower's SuperLink in this process, as the coordinator's transport."""
+    """Flower's fleet API in this process, behind the hardened port, as the coordinator's transport."""
     from fulcrum.flower.flwr141 import LocalSuperlink, TlsFiles
-    from fulcrum.flower.transport import GridTransport
 
     tls = TlsFiles(address.certificate, address.key) if address.certificate and address.key else None
-    nodes = {name: keys.public_key_to_pem(key) for name, key in public_keys.items()}
-    with LocalSuperlink(address.host, address.port, tls, nodes) as link:
-        yield GridTransport(link.grid, link.restarted)
+
+    def name_keys() -> dict[str, bytes]:
+        return {name: keys.public_key_to_pem(key) for name, key in public_keys.items()}
+
+    def read_register() -> dict[str, bytes] | None:
+        return name_keys() if isinstance(public_keys, keys.KeyRegister) and public_keys.refresh() else None
+
+    with LocalSuperlink(
+        address.host,
+        address.port,
+        tls,
+        name_keys(),
+        limits=address.limits,
+        report=report or (lambda party, words: None),
+        read_register=read_register,
+    ) as link:
+        yield link.transport
 
 
 def serve_run(
@@ -123,9 +156,10 @@ def serve_run(
     )
     claim_run_folder(out)
     run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say, out, monitor)
-    with open_transport(address, public_keys) as transport:
+    signer = find_request_signer(address, secret)
+    with open_transport(address, public_keys, party_log) as transport:
         say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
-        registry = make_party_registry(transport, public_keys, run, settings, problem, party_log)
+        registry = make_party_registry(transport, public_keys, run, settings, problem, party_log, signer)
         watch = CoordinatorStatus(
             out, run, registry, tuple(public_keys), monitor, settings.train.rounds, wait_policy.min_parties
         )
@@ -171,9 +205,10 @@ def resume_served_run(
     monitor = monitor or Monitor("coordinator")
     party_log = PartyLog(say, folder, monitor)
     wait_policy = WaitPolicy(**kept["wait_policy"])
-    with open_transport(address, public_keys) as transport:
+    signer = find_request_signer(address, bytes.fromhex(kept["secret"]))
+    with open_transport(address, public_keys, party_log) as transport:
         say(f"listening on {address.host}:{address.port} again")
-        registry = make_party_registry(transport, public_keys, str(facts["id"]), settings, problem, party_log)
+        registry = make_party_registry(transport, public_keys, str(facts["id"]), settings, problem, party_log, signer)
         registry.parties.update({party.name: party for party in parties})
         watch = CoordinatorStatus(
             folder,
@@ -224,50 +259,51 @@ def _find_run_device(settings: Settings) -> Any:
 def run_party_service(
     service: PartyService,
     server: str,
-    home: Path,
     statement: Path,
     *,
     ca: Path | None,
-    key: Path | None,
+    insecure: bool = False,
     until_done: bool = False,
     stop: Callable[[], bool] = lambda: False,
+    on_node: Callable[[FleetNode], None] | None = None,
 ) -> None:
     """Answer requests over Flower until stopped; the statement is written at the start, at the end and in between.
 
-    home: Flower's own files. ca and key: None for plaintext, which has no node keys either.
+    ca: the CA of the coordinator's certificate; None: the system's CAs. insecure: plaintext. on_node: called with the
+    node before it starts; its `health` says how the connection stands.
     """
-    from flwr.app import Message
-
-    from fulcrum.flower.flwr141 import SupernodeExecutor
-    from fulcrum.flower.messages import Envelope
-    from fulcrum.flower.transport import envelope_to_record, record_to_envelope
+    from fulcrum.flower.flwr141 import FleetNode
 
     written = 0.0
 
-    def answer(message: Message) -> Message:
+    def answer(request: Envelope, expired: bool) -> Envelope:
         nonlocal written
-        try:
-            request = record_to_envelope(message.content)
-        except BadMessage:
-            request = Envelope(b"")
-        expired = message.metadata.created_at + message.metadata.ttl < time.time()
         reply = service.make_refusal(request, "expired") if expired else service.answer(request)
         if service.done or time.monotonic() - written > 60:
             service.write_party_statement(statement)
             written = time.monotonic()
-        return Message(envelope_to_record(reply), reply_to=message)
+        return reply
 
     service.write_party_statement(statement)
-    finished = 0.0
 
     def over() -> bool:
-        nonlocal finished
-        if until_done and service.done and not finished:
-            finished = time.monotonic()  # the SuperNode still has to send the last answer
-        return stop() or bool(finished and time.monotonic() - finished > 2)
+        return stop() or (until_done and service.done)
 
-    executor = SupernodeExecutor(server, home, answer, ca=ca, key=key, say=service.say)
+    gate = service.gate or RequestGate(service.name, service.terms.coordinator if service.terms else "", not insecure)
+    service.gate = gate
+    node = FleetNode(
+        server,
+        answer,
+        service.key,
+        ca=ca,
+        insecure=insecure,
+        say=service.say,
+        limit=service.compute_request_limit,
+        certificate=gate.note_certificate,
+    )
+    if on_node is not None:
+        on_node(node)
     try:
-        executor.run(over)
+        node.run(over)
     finally:
         service.write_party_statement(statement)
