@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,12 @@ from fulcrum import runs as api
 from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys
+from fulcrum.flower.continuation import take_old_model
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
 from fulcrum.flower.messages import Envelope
 from fulcrum.flower.operations.coordinator_status import CoordinatorStatus
 from fulcrum.flower.operations.monitor import Monitor, append_durably
+from fulcrum.flower.operations.party_status import PartyStatus
 from fulcrum.flower.party import PartyService
 from fulcrum.flower.port.limits import PortLimits
 from fulcrum.flower.prepare import (
@@ -139,11 +141,13 @@ def serve_run(
     on_round: RoundCallback | None = None,
     say: Callable[[str], None] = print,
     monitor: Monitor | None = None,
+    start: Path | None = None,
     open_transport: OpenTransportFn = open_superlink_transport,
 ) -> Result:
     """A run over parties elsewhere, from the first greeting to the last statement; the folder `out` must be new.
 
-    facts are kept in run.json, for `resume_served_run`. monitor: what an operator watches.
+    facts are kept in run.json, for `resume_served_run`. monitor: what an operator watches. start: the folder of
+    a run whose model this one begins with.
     """
     record.check_free_folder(out, "fulcrum serve --resume")
     monitor = monitor or Monitor("coordinator")
@@ -154,6 +158,7 @@ def serve_run(
         _load_public_records(settings),
         _find_run_device(settings),
     )
+    origin = take_old_model(problem, settings, start) if start else None
     claim_run_folder(out)
     run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say, out, monitor)
     signer = find_request_signer(address, secret)
@@ -169,8 +174,9 @@ def serve_run(
         streams = make_simulated_streams(settings, problem) if simulation else None
         watch.engine = engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, streams)
         kept = {"secret": secret.hex(), "simulation": simulation, "wait_policy": asdict(wait_policy)}
+        kept |= {"start": str(start.absolute())} if start else {}
         kept |= {"parties": [asdict(party) for party in parties], **(facts or {})}
-        federation = make_served_federation(settings, engine)
+        federation = replace(make_served_federation(settings, engine), origin=origin)
         result = api.execute(federation, out, watch_rounds(watch, on_round), {"id": run, "flower": kept})
         watch.refresh(force=True)
         engine.send_run_finished(len(result.C))
@@ -202,6 +208,7 @@ def resume_served_run(
         _load_public_records(settings),
         _find_run_device(settings),
     )
+    origin = take_old_model(problem, settings, Path(kept["start"])) if kept.get("start") else None
     monitor = monitor or Monitor("coordinator")
     party_log = PartyLog(say, folder, monitor)
     wait_policy = WaitPolicy(**kept["wait_policy"])
@@ -229,7 +236,8 @@ def resume_served_run(
         while len(registry.node_of) < len(parties) and time.monotonic() < end:
             registry.poll()
             time.sleep(0.1)
-        result = api.resume_prepared(make_served_federation(settings, engine), folder, watch_rounds(watch, on_round))
+        federation = replace(make_served_federation(settings, engine), origin=origin)
+        result = api.resume_prepared(federation, folder, watch_rounds(watch, on_round))
         watch.refresh(force=True)
         engine.send_run_finished(len(result.C))
         return result
@@ -266,11 +274,12 @@ def run_party_service(
     until_done: bool = False,
     stop: Callable[[], bool] = lambda: False,
     on_node: Callable[[FleetNode], None] | None = None,
+    status: PartyStatus | None = None,
 ) -> None:
     """Answer requests over Flower until stopped; the statement is written at the start, at the end and in between.
 
     ca: the CA of the coordinator's certificate; None: the system's CAs. insecure: plaintext. on_node: called with the
-    node before it starts; its `health` says how the connection stands.
+    node before it starts; its `health` says how the connection stands. status: what an operator watches.
     """
     from fulcrum.flower.flwr141 import FleetNode
 
@@ -287,13 +296,15 @@ def run_party_service(
     service.write_party_statement(statement)
 
     def over() -> bool:
+        if status is not None:
+            status.refresh()
         return stop() or (until_done and service.done)
 
     gate = service.gate or RequestGate(service.name, service.terms.coordinator if service.terms else "", not insecure)
     service.gate = gate
     node = FleetNode(
         server,
-        answer,
+        answer if status is None else status.watch(answer),
         service.key,
         ca=ca,
         insecure=insecure,
@@ -303,6 +314,8 @@ def run_party_service(
     )
     if on_node is not None:
         on_node(node)
+    if status is not None:
+        status.attach(node)
     try:
         node.run(over)
     finally:

@@ -45,7 +45,7 @@ class CoordinatorStatus:
 
     def list_parties(self) -> list[dict[str, Any]]:
         """One row per party: name, state (PARTY_STATES), since, why, units, rounds."""
-        online = self.registry.transport.online()
+        online, presence = self.registry.transport.online(), self.registry.presence()
         numbers = {info.name: k for k, info in enumerate(self.engine.clients)} if self.engine else {}
         spent = self.engine.spent() if self.engine else set()
         rows = []
@@ -59,13 +59,10 @@ class CoordinatorStatus:
                 state, why = "refused", self.registry.refusals[name]
             elif here:
                 state, why = ("late", late) if late else ("online", "")
-            elif name in self.registry.node_of:
-                state, why = (
-                    "offline",
-                    getattr(self.registry, "offline_reasons", {}).get(name, "its node is not connected"),
-                )
+            elif name in self.registry.node_of or (name in presence and presence[name].last_seen):
+                state, why = "offline", presence[name].words if name in presence else "its node is not connected"
             else:
-                state, why = "expected", "it has not joined since the coordinator started"
+                state, why = "expected", presence[name].words if name in presence else "it has not joined yet"
             before = self._since.get(name)
             if before is None or before[0] != state:
                 self._since[name] = state, record.current_utc_time()

@@ -40,7 +40,7 @@ def _message(name: str, old: ec.EllipticCurvePublicKey, new: bytes) -> bytes:
 
 
 def rotate_key(key: Path) -> tuple[Path, Path]:
-    """At a party: a new pair in place of `key`, and the note for the coordinator. Returns (note, the old key's new place).
+    """At a party: a new pair in place of `key`, and the note for the coordinator. Returns (note, the old key's place).
 
     The old private key is kept beside it as NAME.old until the coordinator has accepted the note.
     """

@@ -118,8 +118,8 @@ class ServerChecks:
         proposal = make_proposal(served, self.problem.task.outputs, declare_task(self.problem.dataset))
         cost = format_epsilon(proposal["budget"]) if "budget" in proposal else "infinite"
         return (
-            f"method {served.method}, {served.train.rounds} rounds, at least {served.train.min_parties} parties, combined "
-            f"by {served.train.combine}; one run costs each party at most epsilon {cost}"
+            f"method {served.method}, {served.train.rounds} rounds, at least {served.train.min_parties} parties, "
+            f"combined by {served.train.combine}; one run costs each party at most epsilon {cost}"
         )
 
     def check_data(self) -> Check | str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from fulcrum.errors import RunError
 from fulcrum.flower.operations.coordinator_status import STATUS_FILE
+from fulcrum.flower.operations.party_status import PARTY_STATUS_FILE
 
-PARTY_STATUS_FILE = "party-status.json"
 OLD_SECONDS = 60.0
 """A status that is older than this was written by a process that hangs or is gone."""
 
