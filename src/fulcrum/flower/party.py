@@ -21,6 +21,7 @@ from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.data import Dataset
 from fulcrum.errors import BudgetError, ConfigError, DataError, FulcrumError, ModelError
 from fulcrum.flower import keys
+from fulcrum.flower.array_coding import decode_own_arrays
 from fulcrum.flower.messages import (
     ArraySpec,
     BadMessage,
@@ -366,7 +367,7 @@ def _state_to_bytes(state: RuleState) -> bytes:
 
 def compute_stored_digest(reply: Envelope) -> str:
     """The ledger's fingerprint of a stored update: that of its numbers, as in a run in one process."""
-    arrays = load_arrays(reply.body)
+    arrays = decode_own_arrays(reply.body)
     return compute_reply_digest(ClientReply(0, arrays["delta"], arrays["extra"], (), {}))
 
 
