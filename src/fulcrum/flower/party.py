@@ -21,6 +21,8 @@ from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.data import Dataset
 from fulcrum.errors import BudgetError, ConfigError, DataError, FulcrumError, ModelError
 from fulcrum.flower import keys
+from fulcrum.flower.display import clean_message
+from fulcrum.flower.known_ledgers import head_to_table
 from fulcrum.flower.messages import (
     ArraySpec,
     BadMessage,
@@ -55,6 +57,7 @@ from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.privacy.statement import statement_to_markdown
 from fulcrum.runs import folder as record
+from fulcrum.settings.registry import forbid_imports
 from fulcrum.training.round import compute_reply_digest
 from fulcrum.types import ClientReply, RoundRequest, RuleState
 
@@ -133,7 +136,7 @@ class PartyService:
         return self._make_signed_reply("refused", "", "", request, code=code)
 
     def answer_hello(self, header: dict[str, Any], request: Envelope) -> Envelope:
-        """Send our name and what is public about our data, if the proposal is within our terms.
+        """Send our name, our ledger's identity and what is public about our data, if the proposal is within our terms.
 
         Public are the number of units n_k and the shape of a record. Model and task follow from the terms and that
         shape; nothing is computed from the values of records or labels.
@@ -154,6 +157,7 @@ class PartyService:
             model=self.trainer.fingerprint,
             task=self.trainer.task_fingerprint,
             randomness="seeded" if self.simulation else "secure",
+            ledger=head_to_table(self.ledger.head()),
         )
 
     def round(self, header: dict[str, Any], request: Envelope) -> Envelope:
@@ -256,6 +260,7 @@ class PartyService:
         if self._dataset is None:
             dataset = self._load(self.terms)
             enroll_party(self.ledger, self.terms, dataset)
+            self.ledger.bring_to_current_format()  # the coordinator gets to know which ledger this is
             self._dataset = dataset
 
     @property
@@ -278,7 +283,8 @@ class PartyService:
         if self.consent is None:
             raise TermsRefusal("no-terms")
         try:
-            terms = accept_proposal(self.name, proposal, look_up=False)
+            with forbid_imports():
+                terms = accept_proposal(self.name, proposal, look_up=False)
         except TaskNotDeclared as error:
             raise TermsRefusal("task", str(error)) from error
         except ConfigError as error:
@@ -405,7 +411,7 @@ def open_party_service(
             consent=consent,
             simulation=simulation,
             device=device or torch.device("cpu"),
-            say=say,
+            say=lambda words: say(clean_message(words)),  # it may quote what a coordinator sent
             gate=gate,
         )
         try:

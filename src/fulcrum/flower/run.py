@@ -17,8 +17,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fulcrum import runs as api
 from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError, RunError
-from fulcrum.flower import keys
+from fulcrum.flower import keys, known_ledgers
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
+from fulcrum.flower.display import clean_message
 from fulcrum.flower.messages import Envelope
 from fulcrum.flower.party import PartyService
 from fulcrum.flower.port.limits import PortLimits
@@ -35,6 +36,7 @@ from fulcrum.flower.prepare import (
 from fulcrum.flower.registry import PartyInfo, PartyReportFn, Transport
 from fulcrum.flower.request_gate import RequestGate
 from fulcrum.flower.signing import RequestSigner, derive_request_signer, load_request_signer
+from fulcrum.flower.units import keep_plausible_parties
 from fulcrum.runs import Result, RoundCallback
 from fulcrum.runs import folder as record
 from fulcrum.settings import files as settings_file
@@ -71,6 +73,15 @@ def find_request_signer(address: ListenAddress, secret: bytes) -> RequestSigner:
     return load_request_signer(path) if path else derive_request_signer(secret)
 
 
+def open_ledger_book(
+    public_keys: Mapping[str, ec.EllipticCurvePublicKey], simulation: bool
+) -> known_ledgers.LedgerBook:
+    """Which ledger each party has paid from, kept in the register's folder; a simulation keeps nothing."""
+    if simulation or not isinstance(public_keys, keys.KeyRegister):
+        return known_ledgers.LedgerBook()
+    return known_ledgers.LedgerBook(public_keys.folder / known_ledgers.FILE_NAME)
+
+
 class PartyLog:
     """What happened with parties: printed, and kept in parties.jsonl once the run has a folder."""
 
@@ -80,6 +91,7 @@ class PartyLog:
         self._early: list[str] = []
 
     def __call__(self, party: str, what: str) -> None:
+        what = clean_message(what)
         self.say(f"{party}: {what}" if party else what)
         self._early.append(json.dumps({"time": record.current_utc_time(), "party": party, "what": what}) + "\n")
         self.flush()
@@ -150,8 +162,13 @@ def serve_run(
     signer = find_request_signer(address, secret)
     with open_transport(address, public_keys, party_log) as transport:
         say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
-        registry = make_party_registry(transport, public_keys, run, settings, problem, party_log, signer)
+        book = open_ledger_book(public_keys, simulation)
+        registry = make_party_registry(transport, public_keys, run, settings, problem, party_log, signer, book)
         parties = wait_for_parties(registry, len(public_keys), wait_policy)
+        if not simulation:
+            parties = keep_plausible_parties(parties, registry.registered_units, party_log)
+        if len(parties) < max(1, wait_policy.min_parties):
+            raise RunError(f"only {len(parties)} of at least {wait_policy.min_parties} parties can take part.")
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if simulation else None
         engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, streams)
@@ -193,7 +210,10 @@ def resume_served_run(
     signer = find_request_signer(address, bytes.fromhex(kept["secret"]))
     with open_transport(address, public_keys, party_log) as transport:
         say(f"listening on {address.host}:{address.port} again")
-        registry = make_party_registry(transport, public_keys, str(facts["id"]), settings, problem, party_log, signer)
+        book = open_ledger_book(public_keys, kept["simulation"])
+        registry = make_party_registry(
+            transport, public_keys, str(facts["id"]), settings, problem, party_log, signer, book
+        )
         registry.parties.update({party.name: party for party in parties})
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if kept["simulation"] else None
