@@ -26,7 +26,8 @@ from flwr.proto import fleet_pb2
 from fulcrum.errors import ConfigError
 from fulcrum.flower import certs, keys
 from fulcrum.flower.flwr141 import FleetNode, LocalSuperlink, TlsFiles, find_free_port
-from fulcrum.flower.flwr141.node import find_proxy, hide_password, is_loopback
+from fulcrum.flower.flwr141.node import find_proxy, is_loopback
+from fulcrum.flower.flwr141.troubles import hide_password
 from fulcrum.flower.messages import Envelope
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
