@@ -45,9 +45,9 @@ def name_trouble(error: BaseException, server: str, proxy: str | None) -> Troubl
             now = time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC"
             return Trouble("certificate", words.format(now=now, server=server))
     if isinstance(error, httpx.ProxyError) or (proxy and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)):
+        shown = hide_password(proxy or "on the way")
         return Trouble(
-            "proxy",
-            f"the proxy {hide_password(proxy or 'on the way')} does not let this party through to {server}; see HTTPS_PROXY, NO_PROXY",
+            "proxy", f"the proxy {shown} does not let this party through to {server}; see HTTPS_PROXY and NO_PROXY"
         )
     for each in chain:
         if isinstance(each, ssl.SSLError):
