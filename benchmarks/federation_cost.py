@@ -169,10 +169,7 @@ def measure(folder: Path, parties: int, rounds: int, parameters: int) -> dict[st
             played.kill()
     theirs = json.loads(out)
     dim = json.loads((folder / "run" / "run.json").read_text())["parameters"]
-    steps = [
-        {name: after[name] - before[name] for name in after}
-        for before, after in itertools.pairwise(marks)
-    ]
+    steps = [{name: after[name] - before[name] for name in after} for before, after in itertools.pairwise(marks)]
     training = theirs["seconds"] / max(1, theirs["answers"]) * parties
     seconds = statistics.median(each["wall"] for each in steps)
     return {

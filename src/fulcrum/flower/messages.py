@@ -268,15 +268,23 @@ def simulation_from_table(table: Mapping[str, Any]) -> SimulatedStreams | None:
 _PYTHON_FIELD_KINDS: dict[Any, str] = {str: TEXT_FIELD, int: WHOLE_FIELD, float: NUMBER_FIELD, bool: FLAG_FIELD}
 
 
+UNSENT_FIELDS = ("message",)
+"""Fields of an `Assignment` that no request carries: a party makes them itself, from a manifest (`pairwise`)."""
+
+
 def make_assignment_schema() -> dict[str, str]:
-    """Name and type of every field of an `Assignment`: the fields of the dataclass, and no others."""
+    """Name and type of every field of an `Assignment` that travels: those of the dataclass, and no others."""
     hints = get_type_hints(Assignment)
-    return {field.name: _PYTHON_FIELD_KINDS[hints[field.name]] for field in dataclasses.fields(Assignment)}
+    return {
+        field.name: _PYTHON_FIELD_KINDS[hints[field.name]]
+        for field in dataclasses.fields(Assignment)
+        if field.name not in UNSENT_FIELDS
+    }
 
 
 def assignment_to_table(task: Assignment) -> dict[str, Any]:
     """A whole assignment as plain values for a header."""
-    return dataclasses.asdict(task)
+    return {name: value for name, value in dataclasses.asdict(task).items() if name not in UNSENT_FIELDS}
 
 
 def assignment_from_table(table: Mapping[str, Any]) -> Assignment:

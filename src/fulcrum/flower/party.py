@@ -22,6 +22,8 @@ from fulcrum.data import Dataset
 from fulcrum.errors import BudgetError, ConfigError, DataError, FulcrumError, ModelError
 from fulcrum.flower import keys
 from fulcrum.flower.array_coding import decode_own_arrays
+from fulcrum.flower.display import clean_message
+from fulcrum.flower.known_ledgers import head_to_table
 from fulcrum.flower.messages import (
     ArraySpec,
     BadMessage,
@@ -56,6 +58,7 @@ from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.privacy.statement import statement_to_markdown
 from fulcrum.runs import folder as record
+from fulcrum.settings.registry import forbid_imports
 from fulcrum.training.round import compute_reply_digest
 from fulcrum.types import ClientReply, RoundRequest, RuleState
 
@@ -134,7 +137,7 @@ class PartyService:
         return self._make_signed_reply("refused", "", "", request, code=code)
 
     def answer_hello(self, header: dict[str, Any], request: Envelope) -> Envelope:
-        """Send our name and what is public about our data, if the proposal is within our terms.
+        """Send our name, our ledger's identity and what is public about our data, if the proposal is within our terms.
 
         Public are the number of units n_k and the shape of a record. Model and task follow from the terms and that
         shape; nothing is computed from the values of records or labels.
@@ -155,6 +158,7 @@ class PartyService:
             model=self.trainer.fingerprint,
             task=self.trainer.task_fingerprint,
             randomness="seeded" if self.simulation else "secure",
+            ledger=head_to_table(self.ledger.head()),
         )
 
     def round(self, header: dict[str, Any], request: Envelope) -> Envelope:
@@ -208,7 +212,7 @@ class PartyService:
             events=events_to_rows(update.events),
         )
         after = _state_to_bytes(trainer.adapt_own_state(facts, asked, update)) if own else None
-        self.replies.put(run, t, request.digest, reply, after)
+        self.replies.put(run, t, request.digest, reply, after, self.ledger.head())
         self.ledger.settle(run, t, {self.name: compute_reply_digest(update)})
         self.say(
             f"round {t + 1} of {header['rounds']}: epsilon so far {format_epsilon(self.ledger.epsilon(self.name))}"
@@ -257,6 +261,7 @@ class PartyService:
         if self._dataset is None:
             dataset = self._load(self.terms)
             enroll_party(self.ledger, self.terms, dataset)
+            self.ledger.bring_to_current_format()  # the coordinator gets to know which ledger this is
             self._dataset = dataset
 
     @property
@@ -279,7 +284,8 @@ class PartyService:
         if self.consent is None:
             raise TermsRefusal("no-terms")
         try:
-            terms = accept_proposal(self.name, proposal, look_up=False)
+            with forbid_imports():
+                terms = accept_proposal(self.name, proposal, look_up=False)
         except TaskNotDeclared as error:
             raise TermsRefusal("task", str(error)) from error
         except ConfigError as error:
@@ -406,10 +412,11 @@ def open_party_service(
             consent=consent,
             simulation=simulation,
             device=device or torch.device("cpu"),
-            say=say,
+            say=lambda words: say(clean_message(words)),  # it may quote what a coordinator sent
             gate=gate,
         )
         try:
+            service.replies.check_ledger(service.ledger)
             yield service
         finally:
             service.close()

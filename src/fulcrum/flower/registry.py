@@ -10,18 +10,29 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum.flower import keys
+from fulcrum.flower.display import show_value
+from fulcrum.flower.known_ledgers import LedgerBook
 from fulcrum.flower.messages import BadMessage, Envelope, pack_envelope, read_message_header
 from fulcrum.flower.port.presence import PartyPresence
 from fulcrum.flower.refusals import REFUSAL_TEXTS
 from fulcrum.flower.signing import RequestSigner
+from fulcrum.flower.units import PartyInfo, PartyReportFn, find_wrong_claim
 
-PartyReportFn = Callable[[str, str], None]
-"""Called with a party's name (or "") and one sentence on what happened."""
+__all__ = [
+    "MessageDelivery",
+    "PartyInfo",
+    "PartyRegistry",
+    "PartyReportFn",
+    "Transport",
+    "describe_refusal",
+    "verify_signed_reply",
+]
 
 POLL_SECONDS = 0.03
 """Seconds between two polls of the transport."""
@@ -58,14 +69,6 @@ class Transport(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class PartyInfo:
-    """What is public about a party: its name, and its number of units n_k."""
-
-    name: str
-    units: int
-
-
 class PartyRegistry:
     """Which node is which party. Every node that connects is greeted; only a signed answer counts."""
 
@@ -78,12 +81,15 @@ class PartyRegistry:
         required: Mapping[str, Any],
         report: PartyReportFn,
         signer: RequestSigner | None = None,
+        ledgers: LedgerBook | None = None,
+        registered_units: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """required: what every party's `welcome` must say (shape, model, task, randomness).
 
+        ledgers: which ledger each party has paid from. registered_units: numbers of units fixed at registration.
         signer: the coordinator's key; None sends requests unsigned, which only parties in this process accept.
         """
-        self.signer = signer
+        self.signer, self.ledgers, self.registered_units = signer, ledgers or LedgerBook(), registered_units
         self.transport, self.public_keys, self.run, self.report = transport, public_keys, run, report
         self.proposal, self.required = dict(proposal), dict(required)
         self.node_of: dict[str, int] = {}
@@ -182,10 +188,14 @@ class PartyRegistry:
             return
         for field, wanted in self.required.items():
             if header[field] != wanted:
-                self.refuse(name, f"does not fit: its {field} is {header[field]!r}, the run's is {wanted!r}")
+                shown = f"its {field} is {show_value(repr(header[field]))}, the run's is {show_value(repr(wanted))}"
+                self.refuse(name, f"does not fit: {shown}")
                 return
-        if header["units"] < 1:
-            self.refuse(name, "does not fit: it has no data")
+        if wrong := find_wrong_claim(name, header["units"], self.registered_units):
+            self.refuse(name, f"does not take part: {wrong}")
+            return
+        if problem := self.ledgers.find_problem(name, header.get("ledger")):
+            self.refuse(name, f"does not take part: {problem}")
             return
         if self.parties.get(name, PartyInfo(name, header["units"])).units != header["units"]:
             self.refuse(name, "does not fit: it now has another number of units than at the start")

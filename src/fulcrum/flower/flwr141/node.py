@@ -36,7 +36,7 @@ from fulcrum.flower import keys
 from fulcrum.flower.flwr141 import wire
 from fulcrum.flower.flwr141.fleet import LAST_HEADER, VERSIONS_HEADER
 from fulcrum.flower.flwr141.pinned import HEARTBEAT_SECONDS, check_flower_version
-from fulcrum.flower.flwr141.troubles import Trouble, name_refusal, name_trouble
+from fulcrum.flower.flwr141.troubles import Trouble, hide_password, name_refusal, name_trouble
 from fulcrum.flower.messages import MESSAGE_VERSION, BadMessage, Envelope
 
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
@@ -352,9 +352,3 @@ def find_proxy(server: str, insecure: bool) -> str | None:
     if proxy and "://" not in proxy:
         proxy = f"http://{proxy}"
     return proxy
-
-
-def hide_password(proxy: str) -> str:
-    """A proxy's address without the password that may stand in it."""
-    scheme, _, rest = proxy.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

@@ -45,8 +45,9 @@ def name_trouble(error: BaseException, server: str, proxy: str | None) -> Troubl
             now = time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC"
             return Trouble("certificate", words.format(now=now, server=server))
     if isinstance(error, httpx.ProxyError) or (proxy and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)):
+        shown = hide_password(proxy or "on the way")
         return Trouble(
-            "proxy", f"the proxy {proxy} does not let this party through to {server}; see HTTPS_PROXY, NO_PROXY"
+            "proxy", f"the proxy {shown} does not let this party through to {server}; see HTTPS_PROXY and NO_PROXY"
         )
     for each in chain:
         if isinstance(each, ssl.SSLError):
@@ -60,6 +61,12 @@ def name_trouble(error: BaseException, server: str, proxy: str | None) -> Troubl
     if isinstance(error, httpx.TimeoutException):
         return Trouble("away", f"{server} has stopped answering; the network or the coordinator hangs")
     return Trouble("away", f"the connection to {server} broke off; the coordinator may have been restarted")
+
+
+def hide_password(proxy: str) -> str:
+    """A proxy's address without the password that may stand in it."""
+    scheme, found, rest = proxy.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if found else proxy
 
 
 def _list_causes(error: BaseException) -> list[BaseException]:
