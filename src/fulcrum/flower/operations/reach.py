@@ -30,8 +30,8 @@ def look_at_coordinator(
     from flwr.proto import heartbeat_pb2
     from flwr.proto.node_pb2 import Node
 
-    from fulcrum.flower.flwr141.node import FleetNode, hide_password
-    from fulcrum.flower.flwr141.troubles import Trouble
+    from fulcrum.flower.flwr141.node import FleetNode
+    from fulcrum.flower.flwr141.troubles import Trouble, hide_password
     from fulcrum.flower.messages import Envelope
 
     seen: list[bytes] = []
