@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import itertools
 import json
 import os
@@ -145,7 +144,6 @@ def measure(folder: Path, parties: int, rounds: int, parameters: int) -> dict[st
             yield link.transport
 
     def mark(result: Any = None) -> None:
-        gc.collect()
         count, used = links[0].server.count(), time.process_time()
         now = {"in": count.get("bytes_in", 0), "out": count.get("bytes_out", 0), "rss": read_resident_bytes() / 1e6}
         marks.append({"cpu": used, "wall": time.perf_counter(), **now})
