@@ -6,6 +6,7 @@ file's name is the party's name, so a party cannot use another's name.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import threading
@@ -146,7 +147,7 @@ class KeyRegister(Mapping[str, ec.EllipticCurvePublicKey]):
 def sign_envelope(key: ec.EllipticCurvePrivateKey, envelope: Envelope) -> Envelope:
     """The envelope with the party's signature over header and body."""
     signature = key.sign(_SIGNATURE_CONTEXT + bytes.fromhex(envelope.digest), ec.ECDSA(hashes.SHA384()))
-    return Envelope(envelope.header, envelope.body, signature)
+    return dataclasses.replace(envelope, signature=signature)
 
 
 def has_valid_signature(key: ec.EllipticCurvePublicKey, envelope: Envelope) -> bool:

@@ -17,15 +17,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, get_type_hints
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from fulcrum.errors import FulcrumError, InputError
+from fulcrum.flower.array_coding import decode_arrays, encode_arrays
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.privacy.events import Event, Unprotected, events_from_json, events_to_json
@@ -53,19 +54,23 @@ class OtherVersion(BadMessage):
 
 @dataclass(frozen=True)
 class Envelope:
-    """One message as bytes. `signature`: the coordinator's on a request (signing.py), a party's on a reply (keys)."""
+    """One message as bytes. `signature`: the coordinator's on a request (signing.py), a party's on a reply (keys).
+
+    known_body_digest: SHA-256 of the body, where whoever made the body knows it; never from elsewhere.
+    """
 
     header: bytes
     body: bytes = b""
     signature: bytes = b""
+    known_body_digest: bytes = field(default=b"", repr=False, compare=False)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """SHA-256 of header and body, in hexadecimal: what a signature covers and a reply refers to."""
-        h = hashlib.sha256(b"fulcrum/1")
-        for part in (self.header, self.body):
-            h.update(len(part).to_bytes(8, "little"))
-            h.update(part)
+        """SHA-256 of header and body's SHA-256, in hexadecimal: what a signature covers and a reply refers to."""
+        h = hashlib.sha256(b"fulcrum/2")
+        h.update(len(self.header).to_bytes(8, "little"))
+        h.update(self.header)
+        h.update(self.known_body_digest or hashlib.sha256(self.body).digest())
         return h.hexdigest()
 
     @property
@@ -74,11 +79,29 @@ class Envelope:
         return len(self.header) + len(self.body) + len(self.signature)
 
 
-def pack_envelope(header: Mapping[str, Any], arrays: Mapping[str, Tensor] | None = None) -> Envelope:
-    """The same content always gives the same bytes, so that a repeated request can be recognised."""
+@dataclass(frozen=True)
+class PackedBody:
+    """A body that goes to several parties: made and hashed once."""
+
+    content: bytes
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256."""
+        return hashlib.sha256(self.content).digest()
+
+
+def pack_envelope(
+    header: Mapping[str, Any], arrays: Mapping[str, Tensor] | None = None, body: PackedBody | None = None
+) -> Envelope:
+    """The same content always gives the same bytes, so that a repeated request can be recognised.
+
+    body: in place of arrays, where it was packed before.
+    """
     text = json.dumps({"v": MESSAGE_VERSION, **header}, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    own = {name: value.detach().cpu().clone().contiguous() for name, value in sorted((arrays or {}).items())}
-    return Envelope(text.encode(), save(own) if own else b"")
+    if body is not None:
+        return Envelope(text.encode(), body.content, known_body_digest=body.digest)
+    return Envelope(text.encode(), encode_arrays(arrays or {}))
 
 
 # --- headers ------------------------------------------------------------------------------------
@@ -185,7 +208,7 @@ def read_message_arrays(envelope: Envelope, wanted: ArraySpec) -> dict[str, Tens
     if len(envelope.body) > compute_max_body_bytes(wanted):
         raise BadMessage("the body is larger than its arrays can be.")
     try:
-        found = load(envelope.body) if envelope.body else {}
+        found = decode_arrays(envelope.body, wanted)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError):
         raise BadMessage("the body is not a readable set of arrays.") from None
     if set(found) != set(wanted):

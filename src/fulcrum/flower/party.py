@@ -21,6 +21,7 @@ from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.data import Dataset
 from fulcrum.errors import BudgetError, ConfigError, DataError, FulcrumError, ModelError
 from fulcrum.flower import keys
+from fulcrum.flower.array_coding import decode_own_arrays
 from fulcrum.flower.display import clean_message, show_value
 from fulcrum.flower.known_ledgers import head_to_table
 from fulcrum.flower.messages import (
@@ -378,7 +379,7 @@ def _state_to_bytes(state: RuleState) -> bytes:
 
 def compute_stored_digest(reply: Envelope) -> str:
     """The ledger's fingerprint of a stored update: that of its numbers, as in a run in one process."""
-    arrays = load_arrays(reply.body)
+    arrays = decode_own_arrays(reply.body)
     return compute_reply_digest(ClientReply(0, arrays["delta"], arrays["extra"], (), {}))
 
 

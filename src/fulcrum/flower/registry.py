@@ -96,6 +96,9 @@ class PartyRegistry:
         self.proposal, self.required = dict(proposal), dict(required)
         self.node_of: dict[str, int] = {}
         self.parties: dict[str, PartyInfo] = {}
+        self.refusals: dict[str, str] = {}  # parties that do not take part, and the sentence that says why
+        self.heard: dict[str, float] = {}  # when a party's greeting was last answered, on the monotonic clock
+        self.on_poll: Callable[[], None] = lambda: None  # called with every poll: the operator's view
         self._greeted: dict[int, tuple[str, Envelope]] = {}
         self._failed: dict[int, tuple[int, float]] = {}  # failures in a row, and when to greet it again
         self._restarted: set[int] = set()
@@ -143,6 +146,18 @@ class PartyRegistry:
             node, hello = pending[delivery.id]
             self._greeted[node] = ("", hello)
             self._register_party(node, hello, delivery)
+        self.on_poll()
+
+    def greet_again(self, name: str) -> None:
+        """Greet a party once more, unless a greeting is under way; `heard` says when it answered."""
+        node = self.node_of.get(name)
+        if node is not None and not self._greeted.get(node, ("", None))[0]:
+            self._greeted.pop(node, None)
+
+    def refuse(self, name: str, why: str) -> None:
+        """Note and report that a party does not take part."""
+        self.refusals[name] = why
+        self.report(name, why)
 
     def pack_request(self, kind: str, party: str, **more: Any) -> Envelope:
         """A signed request without arrays, with a fresh nonce. party: whom it is for; "" where that is not known."""
@@ -155,7 +170,7 @@ class PartyRegistry:
 
     def refuse_party(self, party: str, words: str, node: int | None = None) -> None:
         """Say here and at the party why it does not take part. Nothing waits for its answer."""
-        self.report(party, words)
+        self.refuse(party, words)
         node = self.node_of.get(party) if node is None else node
         if node is not None:
             notice = self.pack_request("notice", party, text=f"{party} {words}"[:2000])
@@ -182,7 +197,7 @@ class PartyRegistry:
             return
         name = header["party"]
         if header["kind"] == "refused":
-            self.report(name, f"does not take part: {describe_refusal(header['code'])}")
+            self.refuse(name, f"does not take part: {describe_refusal(header['code'])}")
             return
         for field, wanted in self.required.items():
             if header[field] != wanted:
@@ -195,13 +210,15 @@ class PartyRegistry:
             self.refuse_party(name, f"does not take part: {problem}", node)
             return
         if self.parties.get(name, PartyInfo(name, header["units"])).units != header["units"]:
-            self.report(name, "does not fit: it now has another number of units than at the start")
+            self.refuse_party(name, "does not fit: it now has another number of units than at the start", node)
             return
         if self.node_of.get(name, node) != node:
             self._restarted.add(node)  # started again without a key to be known by (--insecure)
         if name not in self.node_of:
             self.report(name, f"has joined, with {header['units']} {self.proposal['unit']}s")
         self.node_of[name], self.parties[name] = node, PartyInfo(name, header["units"])
+        self.refusals.pop(name, None)
+        self.heard[name] = time.monotonic()
 
 
 def verify_signed_reply(

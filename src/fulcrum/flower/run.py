@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,13 @@ from fulcrum import runs as api
 from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower import keys, known_ledgers
+from fulcrum.flower.continuation import take_old_model
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
 from fulcrum.flower.display import clean_message
 from fulcrum.flower.messages import Envelope
+from fulcrum.flower.operations.coordinator_status import CoordinatorStatus
+from fulcrum.flower.operations.monitor import Monitor, append_durably
+from fulcrum.flower.operations.party_status import PartyStatus
 from fulcrum.flower.party import PartyService
 from fulcrum.flower.port.limits import PortLimits
 from fulcrum.flower.prepare import (
@@ -41,6 +45,7 @@ from fulcrum.runs import Result, RoundCallback
 from fulcrum.runs import folder as record
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.schema import Settings, Table
+from fulcrum.types import RoundResult
 
 if TYPE_CHECKING:
     from fulcrum.flower.flwr141 import FleetNode
@@ -83,25 +88,30 @@ def open_ledger_book(
 
 
 class PartyLog:
-    """What happened with parties: printed, and kept in parties.jsonl once the run has a folder."""
+    """What happened with parties: printed, and kept in the folder's parties.jsonl, on disk before anything follows.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self.folder: Path | None = None
-        self._early: list[str] = []
+    monitor: gets each line, too.
+    """
+
+    def __init__(self, say: Callable[[str], None], folder: Path, monitor: Monitor) -> None:
+        self.say, self.folder, self.monitor = say, folder, monitor
 
     def __call__(self, party: str, what: str) -> None:
         what = clean_message(what)
         self.say(f"{party}: {what}" if party else what)
-        self._early.append(json.dumps({"time": record.current_utc_time(), "party": party, "what": what}) + "\n")
-        self.flush()
+        line = {"time": record.current_utc_time(), "party": party, "what": what}
+        append_durably(self.folder / "parties.jsonl", json.dumps(line) + "\n")
+        self.monitor.event("note", party=party, what=what)
 
-    def flush(self) -> None:
-        """Write what is not in the folder yet, if there is a folder by now."""
-        if self.folder is not None and self.folder.is_dir():
-            with (self.folder / "parties.jsonl").open("a", encoding="utf-8") as file:
-                file.writelines(self._early)
-            self._early.clear()
+
+def claim_run_folder(out: Path) -> None:
+    """Make the folder of a new run, before anybody joins; RunError where it is taken or cannot be written."""
+    record.check_free_folder(out, "fulcrum serve --resume")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        append_durably(out / "parties.jsonl", "")
+    except OSError as error:
+        raise RunError(f"cannot write to folder {out}: {error.strerror}; choose another --out.") from None
 
 
 @contextmanager
@@ -142,12 +152,17 @@ def serve_run(
     facts: Mapping[str, Any] | None = None,
     on_round: RoundCallback | None = None,
     say: Callable[[str], None] = print,
+    monitor: Monitor | None = None,
+    start: Path | None = None,
     open_transport: OpenTransportFn = open_superlink_transport,
 ) -> Result:
     """A run over parties elsewhere, from the first greeting to the last statement; the folder `out` must be new.
 
-    facts are kept in run.json, for `resume_served_run`.
+    facts are kept in run.json, for `resume_served_run`. monitor: what an operator watches. start: the folder of
+    a run whose model this one begins with.
     """
+    record.check_free_folder(out, "fulcrum serve --resume")
+    monitor = monitor or Monitor("coordinator")
     wait_policy = wait_policy or WaitPolicy(min_parties=settings.train.min_parties)
     settings = make_served_settings(settings, len(public_keys), simulation)
     problem = make_public_problem(
@@ -155,15 +170,18 @@ def serve_run(
         _load_public_records(settings),
         _find_run_device(settings),
     )
-    run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"folder {out} exists and is not empty; choose another --out, or --resume {out}.")
-    party_log.folder = out
+    origin = take_old_model(problem, settings, start) if start else None
+    claim_run_folder(out)
+    run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say, out, monitor)
     signer = find_request_signer(address, secret)
     with open_transport(address, public_keys, party_log) as transport:
         say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
         book = open_ledger_book(public_keys, simulation)
         registry = make_party_registry(transport, public_keys, run, settings, problem, party_log, signer, book)
+        watch = CoordinatorStatus(
+            out, run, registry, tuple(public_keys), monitor, settings.train.rounds, wait_policy.min_parties
+        )
+        registry.on_poll = watch.refresh
         parties = wait_for_parties(registry, len(public_keys), wait_policy)
         if not simulation:
             parties = keep_plausible_parties(parties, registry.registered_units, registry.refuse_party)
@@ -171,11 +189,13 @@ def serve_run(
             raise RunError(f"only {len(parties)} of at least {wait_policy.min_parties} parties can take part.")
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if simulation else None
-        engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, streams)
+        watch.engine = engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, streams)
         kept = {"secret": secret.hex(), "simulation": simulation, "wait_policy": asdict(wait_policy)}
+        kept |= {"start": str(start.absolute())} if start else {}
         kept |= {"parties": [asdict(party) for party in parties], **(facts or {})}
-        result = api.execute(make_served_federation(settings, engine), out, on_round, {"id": run, "flower": kept})
-        party_log.flush()
+        federation = replace(make_served_federation(settings, engine), origin=origin)
+        result = api.execute(federation, out, watch_rounds(watch, on_round), {"id": run, "flower": kept})
+        watch.refresh(force=True)
         engine.send_run_finished(len(result.C))
         return result
 
@@ -187,6 +207,7 @@ def resume_served_run(
     *,
     on_round: RoundCallback | None = None,
     say: Callable[[str], None] = print,
+    monitor: Monitor | None = None,
     open_transport: OpenTransportFn = open_superlink_transport,
 ) -> Result:
     """Continue a served run after the coordinator stopped or crashed. The parties keep what they paid for."""
@@ -204,8 +225,9 @@ def resume_served_run(
         _load_public_records(settings),
         _find_run_device(settings),
     )
-    party_log = PartyLog(say)
-    party_log.folder = folder
+    origin = take_old_model(problem, settings, Path(kept["start"])) if kept.get("start") else None
+    monitor = monitor or Monitor("coordinator")
+    party_log = PartyLog(say, folder, monitor)
     wait_policy = WaitPolicy(**kept["wait_policy"])
     signer = find_request_signer(address, bytes.fromhex(kept["secret"]))
     with open_transport(address, public_keys, party_log) as transport:
@@ -215,17 +237,41 @@ def resume_served_run(
             transport, public_keys, str(facts["id"]), settings, problem, party_log, signer, book
         )
         registry.parties.update({party.name: party for party in parties})
+        watch = CoordinatorStatus(
+            folder,
+            str(facts["id"]),
+            registry,
+            tuple(public_keys),
+            monitor,
+            settings.train.rounds,
+            wait_policy.min_parties,
+        )
+        registry.on_poll = watch.refresh
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if kept["simulation"] else None
         engine = FlowerEngine(registry, parties, problem, settings, wait_policy, bytes.fromhex(kept["secret"]), streams)
+        watch.engine = engine
         # The parties that took part before get time to come back, so that no round runs without them.
         end = time.monotonic() + min(wait_policy.join_timeout, wait_policy.round_timeout)
         while len(registry.node_of) < len(parties) and time.monotonic() < end:
             registry.poll()
             time.sleep(0.1)
-        result = api.resume_prepared(make_served_federation(settings, engine), folder, on_round)
+        federation = replace(make_served_federation(settings, engine), origin=origin)
+        result = api.resume_prepared(federation, folder, watch_rounds(watch, on_round))
+        watch.refresh(force=True)
         engine.send_run_finished(len(result.C))
         return result
+
+
+def watch_rounds(watch: CoordinatorStatus, on_round: RoundCallback | None) -> RoundCallback:
+    """Called after each round: the operator's view first, then the caller's own."""
+
+    def both(result: RoundResult) -> None:
+        watch.note_round(result)
+        if on_round is not None:
+            on_round(result)
+
+    return both
 
 
 def _load_public_records(settings: Settings) -> Dataset:
@@ -248,11 +294,12 @@ def run_party_service(
     until_done: bool = False,
     stop: Callable[[], bool] = lambda: False,
     on_node: Callable[[FleetNode], None] | None = None,
+    status: PartyStatus | None = None,
 ) -> None:
     """Answer requests over Flower until stopped; the statement is written at the start, at the end and in between.
 
     ca: the CA of the coordinator's certificate; None: the system's CAs. insecure: plaintext. on_node: called with the
-    node before it starts; its `health` says how the connection stands.
+    node before it starts; its `health` says how the connection stands. status: what an operator watches.
     """
     from fulcrum.flower.flwr141 import FleetNode
 
@@ -269,13 +316,15 @@ def run_party_service(
     service.write_party_statement(statement)
 
     def over() -> bool:
+        if status is not None:
+            status.refresh()
         return stop() or (until_done and service.done)
 
     gate = service.gate or RequestGate(service.name, service.terms.coordinator if service.terms else "", not insecure)
     service.gate = gate
     node = FleetNode(
         server,
-        answer,
+        answer if status is None else status.watch(answer),
         service.key,
         ca=ca,
         insecure=insecure,
@@ -285,6 +334,8 @@ def run_party_service(
     )
     if on_node is not None:
         on_node(node)
+    if status is not None:
+        status.attach(node)
     try:
         node.run(over)
     finally:

@@ -292,8 +292,8 @@ class FleetService:
                 continue
         facts = (self.run_id, node.id, waiting.seconds, waiting.label, waiting.id)
         if inline:
-            proto = wire.make_request_proto(waiting.envelope, *facts)
-            return fleet_pb2.PullMessagesResponse(messages_list=[proto])
+            head, body = wire.frame_request(waiting.envelope, *facts)
+            return PortResponse(200, head, {TIME_HEADER: f"{time.time():.3f}"}, tail=body)
         parts = wire.take_apart(waiting.envelope, *facts)
         self.mailbox.rename(waiting, parts.tree.object_id, parts.objects)
         self.mailbox.took(waiting)
