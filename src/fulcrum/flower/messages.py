@@ -4,7 +4,7 @@ Nothing received is trusted: sizes are bounded before anything is parsed, a body
 memory than it has bytes, names, types and shapes must be exactly those expected, and every number
 finite. What does not fit raises `BadMessage`, whose text never quotes private data.
 
-Requests (coordinator to party): `hello`, `round`, `done`. Replies: `welcome`, `update`, `noted`, `refused`.
+Requests (coordinator to party): `hello`, `round`, `done`, `notice`. Replies: `welcome`, `update`, `noted`, `refused`.
 Each request carries a nonce, and each reply repeats it, names the request's digest and is signed.
 """
 
@@ -106,8 +106,9 @@ def pack_envelope(
 
 # --- headers ------------------------------------------------------------------------------------
 
-TEXT_FIELD, ID_FIELD, WHOLE_FIELD, NUMBER_FIELD, FLAG_FIELD, LIST_FIELD, TABLE_FIELD = (
+TEXT_FIELD, SENTENCE_FIELD, ID_FIELD, WHOLE_FIELD, NUMBER_FIELD, FLAG_FIELD, LIST_FIELD, TABLE_FIELD = (
     "text",
+    "sentence",
     "id",
     "whole",
     "number",
@@ -119,6 +120,7 @@ _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{0,64}")
 """Ids of runs and nonces: they go into ledgers, statements and logs."""
 _FIELD_CHECKS: dict[str, Any] = {
     TEXT_FIELD: lambda v: isinstance(v, str) and len(v) <= 256,
+    SENTENCE_FIELD: lambda v: isinstance(v, str) and len(v) <= 2000,
     ID_FIELD: lambda v: isinstance(v, str) and _ID_PATTERN.fullmatch(v) is not None,
     WHOLE_FIELD: lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63,
     NUMBER_FIELD: lambda v: isinstance(v, int | float) and not isinstance(v, bool) and -1e300 < v < 1e300,  # not NaN
@@ -139,6 +141,7 @@ HEADER_SCHEMAS: dict[str, dict[str, str]] = {
         "simulation": TABLE_FIELD,
     },
     "done": {**_COMMON_FIELDS, "rounds": WHOLE_FIELD},
+    "notice": {**_COMMON_FIELDS, "text": SENTENCE_FIELD},
     "welcome": {
         **_REPLY_FIELDS,
         "units": WHOLE_FIELD,
@@ -154,6 +157,7 @@ OPTIONAL_FIELDS: dict[str, dict[str, str]] = {
     "hello": {"party": TEXT_FIELD},
     "round": {"attempt": WHOLE_FIELD},
     "done": {"party": TEXT_FIELD},
+    "notice": {"party": TEXT_FIELD},
     "welcome": {"ledger": TABLE_FIELD},
 }
 """Fields that may be left out. party: whom a signed request is for. attempt: how often the round was asked for anew

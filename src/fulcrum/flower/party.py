@@ -22,7 +22,7 @@ from fulcrum.data import Dataset
 from fulcrum.errors import BudgetError, ConfigError, DataError, FulcrumError, ModelError
 from fulcrum.flower import keys
 from fulcrum.flower.array_coding import decode_own_arrays
-from fulcrum.flower.display import clean_message
+from fulcrum.flower.display import clean_message, show_value
 from fulcrum.flower.known_ledgers import head_to_table
 from fulcrum.flower.messages import (
     ArraySpec,
@@ -227,6 +227,11 @@ class PartyService:
         self.say(f"the coordinator has finished after {header['rounds']} rounds")
         return self._make_signed_reply("noted", header["nonce"], header["run"], request)
 
+    def answer_notice(self, header: dict[str, Any], request: Envelope) -> Envelope:
+        """A sentence for the people here, such as why this party does not take part."""
+        self.say(f"the coordinator says: {show_value(header['text'], 1000)}")
+        return self._make_signed_reply("noted", header["nonce"], header["run"], request)
+
     def _make_signed_reply(
         self,
         kind: str,
@@ -364,6 +369,7 @@ _ANSWERS_BY_KIND: dict[str, Callable[[PartyService, dict[str, Any], Envelope], E
     "hello": PartyService.answer_hello,
     "round": PartyService.round,
     "done": PartyService.answer_finish,
+    "notice": PartyService.answer_notice,
 }
 
 

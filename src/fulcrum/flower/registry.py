@@ -36,6 +36,8 @@ __all__ = [
 
 POLL_SECONDS = 0.03
 """Seconds between two polls of the transport."""
+NOTICE_TIMEOUT_SECONDS = 60.0
+"""Seconds that a sentence for a party's people waits to be fetched."""
 HELLO_TIMEOUT_SECONDS = 3600.0
 """Seconds that a hello waits for an answer: a person may be reading the terms."""
 
@@ -113,14 +115,17 @@ class PartyRegistry:
         if now - self._looked < 1.0:
             return
         self._looked = now
+        take_notices: Callable[[], list[tuple[str, str]]] = getattr(self.transport, "take_notices", list)
+        for name, words in take_notices():
+            self.report(name, words)
         for name, each in self.presence().items():
             before = self._presence.get(name)
             self._presence[name] = each
             if before is None or (before.online, before.cause) == (each.online, each.cause):
                 continue
-            if not each.online:
+            if not each.online and not each.detail:
                 self.report(name, each.words)
-            elif before.cause != "never":
+            elif each.online and before.cause != "never":
                 self.report(name, f"is back after {max(0.0, each.since - before.since):.0f} s")
 
     def poll(self) -> None:
@@ -163,6 +168,14 @@ class PartyRegistry:
         """The request with the coordinator's signature."""
         return request if self.signer is None else self.signer.sign(request)
 
+    def refuse_party(self, party: str, words: str, node: int | None = None) -> None:
+        """Say here and at the party why it does not take part. Nothing waits for its answer."""
+        self.refuse(party, words)
+        node = self.node_of.get(party) if node is None else node
+        if node is not None:
+            notice = self.pack_request("notice", party, text=f"{party} {words}"[:2000])
+            self.transport.send(node, notice, NOTICE_TIMEOUT_SECONDS, "notice")
+
     def take_restarted_parties(self) -> set[str]:
         """Parties whose node has started again since the last call."""
         names = {name for name, node in self.node_of.items() if node in self._restarted}
@@ -189,16 +202,15 @@ class PartyRegistry:
         for field, wanted in self.required.items():
             if header[field] != wanted:
                 shown = f"its {field} is {show_value(repr(header[field]))}, the run's is {show_value(repr(wanted))}"
-                self.refuse(name, f"does not fit: {shown}")
+                self.refuse_party(name, f"does not fit: {shown}", node)
                 return
-        if wrong := find_wrong_claim(name, header["units"], self.registered_units):
-            self.refuse(name, f"does not take part: {wrong}")
-            return
-        if problem := self.ledgers.find_problem(name, header.get("ledger")):
-            self.refuse(name, f"does not take part: {problem}")
+        problem = find_wrong_claim(name, header["units"], self.registered_units)
+        problem = problem or self.ledgers.find_problem(name, header.get("ledger"))
+        if problem:
+            self.refuse_party(name, f"does not take part: {problem}", node)
             return
         if self.parties.get(name, PartyInfo(name, header["units"])).units != header["units"]:
-            self.refuse(name, "does not fit: it now has another number of units than at the start")
+            self.refuse_party(name, "does not fit: it now has another number of units than at the start", node)
             return
         if self.node_of.get(name, node) != node:
             self._restarted.add(node)  # started again without a key to be known by (--insecure)
@@ -223,7 +235,7 @@ def verify_signed_reply(
         raise BadMessage("it names a party that is not in the register.")
     if not keys.has_valid_signature(key, reply):
         raise BadMessage(f"it claims to be from {header['party']}, but the signature is not that party's.")
-    sent = read_message_header(request, ("hello", "round", "done"))
+    sent = read_message_header(request, ("hello", "round", "done", "notice"))
     if (header["run"], header["nonce"], header["request"]) != (run, sent["nonce"], request.digest):
         raise BadMessage("it answers another request than the one that was sent.")
     return header

@@ -184,7 +184,7 @@ def serve_run(
         registry.on_poll = watch.refresh
         parties = wait_for_parties(registry, len(public_keys), wait_policy)
         if not simulation:
-            parties = keep_plausible_parties(parties, registry.registered_units, party_log)
+            parties = keep_plausible_parties(parties, registry.registered_units, registry.refuse_party)
         if len(parties) < max(1, wait_policy.min_parties):
             raise RunError(f"only {len(parties)} of at least {wait_policy.min_parties} parties can take part.")
         problem = add_party_names(problem, parties, settings)

@@ -133,6 +133,10 @@ class FleetService:
         """Who is there, since when, and why not."""
         return self.presence_book.look()
 
+    def take_notices(self) -> list[tuple[str, str]]:
+        """Parties and what was wrong with them since the last call, such as a clock."""
+        return self.presence_book.take_notices()
+
     def port_counters(self) -> dict[str, int]:
         """Numbers of the public port for an operator; {} while there is none."""
         return self.count_port()

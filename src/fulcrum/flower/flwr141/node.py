@@ -92,6 +92,7 @@ class FleetNode:
         self._last = ""
         self._ahead = 0.0
         self._told: tuple[str, float] = ("", 0.0)
+        self._ever = False
         self._lock = threading.Lock()
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -302,10 +303,10 @@ class FleetNode:
             away = time.time() - self.health.since
             self.say(
                 f"connected to {self.server}"
-                + (f" again after {away:.0f} s" if self._told[0] else "")
+                + (f"{' again' if self._ever else ''} after {away:.0f} s" if self._told[0] else "")
                 + (f", through the proxy {hide_password(self.proxy)}" if self.proxy else "")
             )
-            self._told = ("", 0.0)
+            self._told, self._ever = ("", 0.0), True
             self.health = NodeHealth(True, time.time(), clock_ahead=self._ahead)
 
     def _note(self, trouble: Trouble) -> None:

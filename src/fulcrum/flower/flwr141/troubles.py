@@ -23,6 +23,8 @@ class Trouble(Exception):
         self.cause, self.words = cause, words
 
 
+BROKEN_OFF = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
+"""What is raised when the other side took a connection and hung up."""
 CERTIFICATE_WORDS = {
     9: "the coordinator's certificate is not valid yet by this machine's clock ({now}); set the clock, or wait",
     10: "the coordinator's certificate has expired by this machine's clock ({now}); the coordinator must renew it, or "
@@ -49,10 +51,13 @@ def name_trouble(error: BaseException, server: str, proxy: str | None) -> Troubl
         return Trouble(
             "proxy", f"the proxy {shown} does not let this party through to {server}; see HTTPS_PROXY and NO_PROXY"
         )
+    connecting = isinstance(error, httpx.ConnectError)
     for each in chain:
-        if isinstance(each, ssl.SSLError):
+        if isinstance(each, ssl.SSLError) or (connecting and isinstance(each, BROKEN_OFF)):
             return Trouble(
-                "port", f"the TLS handshake with {server} broke off: no TLS there, or something on the way ended it"
+                "port",
+                f"the TLS handshake with {server} broke off: there is no TLS, or something on the way (a balancer, a "
+                "firewall) ends the connection",
             )
         if isinstance(each, socket.gaierror):
             return Trouble("address", f"the name of {server} cannot be looked up; check --server and the network")

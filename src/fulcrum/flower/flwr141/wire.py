@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flwr.app import MessageType, RecordDict
+from flwr.app import MessageType
 from flwr.app.message import make_message
 from flwr.app.metadata import Metadata
 from flwr.common.constant import SUPERLINK_NODE_ID
@@ -165,7 +165,7 @@ def take_apart(envelope: Envelope, run_id: int, node: int, seconds: float, label
         objects = {name: each.deflate() for name, each in get_all_nested_objects(message).items()}
     data = metadata_to_proto(metadata)
     data.message_id = tree.object_id
-    empty = recorddict_to_proto(RecordDict())  # a SuperNode takes no message without content
+    empty = RecordDict()  # a SuperNode takes no message without content
     return TakenApart(ProtoMessage(metadata=data, content=empty), tree, objects)
 
 
