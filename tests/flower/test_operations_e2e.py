@@ -1,4 +1,4 @@
-"""Real processes on loopback: checks, party.toml, metrics, health, status, rotation, a party that is stopped and returns."""
+"""Real processes on loopback: checks, party.toml, metrics, health, status, key changes, a party that stalls and returns."""
 
 from __future__ import annotations
 
@@ -200,4 +200,4 @@ def test_an_operators_day(site):
     events = [json.loads(line) for line in (site.folder / "coordinator.jsonl").read_text().splitlines()]
     assert sum(line["event"] == "round" for line in events) >= site.rounds() - 2
     ends = [json.loads(line) for line in (site.folder / "a" / "party.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in ends if line["event"] != "connection"][0] == "hello"
+    assert next(line["event"] for line in ends if line["event"] != "connection") == "hello"
