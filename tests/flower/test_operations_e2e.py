@@ -1,4 +1,4 @@
-"""Real processes on loopback: checks, party.toml, metrics, health, status, key changes, a party that stalls and returns."""
+"""Real processes on loopback: checks, party.toml, metrics, health, status, key changes, a party that stalls."""
 
 from __future__ import annotations
 
