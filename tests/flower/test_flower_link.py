@@ -310,6 +310,26 @@ def test_the_coordinator_names_a_wrong_clock_key_and_version(federation):
     link.transport.admit(head("POST", "/v1/fleet/pull-messages", headers, 0), "x", 1)
 
 
+def test_a_reply_that_is_too_large_is_not_read_and_its_party_is_named(federation):
+    folder, port, link = federation
+    before, own = link.server.limits, link.transport.body_bytes
+    sent_before = link.server.count()["bytes_in"]
+    try:
+        link.transport.limit_replies(100_000)
+        assert link.server.limits.body_bytes == link.transport.body_bytes == 100_000 + (1 << 20)
+        big = Envelope(b"{}", bytes(2 << 20), b"s")
+        with Party(folder, port) as party:
+            party.answer = None
+            party.node.answer = lambda request, expired: big
+            (node,) = wait_for(link.transport.online)
+            link.transport.send(node, pack_envelope({"kind": "done"}), 20.0, "1")
+            wait_for(lambda: any("bytes, and an honest reply" in words for _, words in link.transport.take_notices()))
+            assert party.node.health.cause in ("answer", "")
+        assert link.server.count()["bytes_in"] - sent_before < 1 << 20
+    finally:
+        link.server.limits, link.transport.body_bytes = before, own
+
+
 def test_keys_are_added_and_revoked_without_a_restart(tmp_path, monkeypatch):
     monkeypatch.setattr("fulcrum.flower.port.server.CHECK_SECONDS", 0.05)
     certs.make_certificate_authority(tmp_path, ["127.0.0.1"])

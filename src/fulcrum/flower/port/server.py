@@ -209,7 +209,8 @@ class HardenedServer:
     def count(self) -> dict[str, int]:
         """Numbers for an operator: connections now, and what was dropped so far and why."""
         strangers, parties = self._visitors.count()
-        return {"strangers": strangers, "party_connections": parties, **self.counters}
+        now = {"strangers": strangers, "party_connections": parties, "accepted": 0, "bytes_in": 0, "bytes_out": 0}
+        return {**now, **self.counters}
 
     def drop_party(self, party: str) -> None:
         """End every connection of a party, such as one whose key was revoked; from any thread."""
