@@ -138,6 +138,7 @@ def open_superlink_transport(
         report=report or (lambda party, words: None),
         read_register=read_register,
     ) as link:
+        link.transport.port_counts = link.server.count  # for an operator
         yield link.transport
 
 
@@ -181,6 +182,7 @@ def serve_run(
         watch = CoordinatorStatus(
             out, run, registry, tuple(public_keys), monitor, settings.train.rounds, wait_policy.min_parties
         )
+        watch.certificate = address.certificate
         registry.on_poll = watch.refresh
         parties = wait_for_parties(registry, len(public_keys), wait_policy)
         if not simulation:
@@ -246,6 +248,7 @@ def resume_served_run(
             settings.train.rounds,
             wait_policy.min_parties,
         )
+        watch.certificate = address.certificate
         registry.on_poll = watch.refresh
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if kept["simulation"] else None
