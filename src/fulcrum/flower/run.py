@@ -256,7 +256,7 @@ def resume_served_run(
         watch.engine = engine
         # The parties that took part before get time to come back, so that no round runs without them.
         end = time.monotonic() + min(wait_policy.join_timeout, wait_policy.round_timeout)
-        while len(registry.node_of) < len(parties) and time.monotonic() < end:
+        while len(registry.node_of.keys() | registry.refusals.keys()) < len(parties) and time.monotonic() < end:
             registry.poll()
             time.sleep(0.1)
         federation = replace(make_served_federation(settings, engine), origin=origin)
