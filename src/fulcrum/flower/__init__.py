@@ -26,7 +26,7 @@ traffic.py          bytes of a round's messages, before a run
 prepare.py          what a coordinator needs before it contacts parties
 certs.py            a development CA, a server certificate and key pairs
 transport.py        those bytes in Flower's messages, by its public API
-port/               the coordinator's public port: limits, strict heads, signatures before bodies, who is there since when
+port/               the coordinator's public port: limits, strict heads, signatures before bodies, who is there
 flwr141/            everything that is internal to Flower 1.41.0: the fleet API at the coordinator, a party's node
 run.py              `fulcrum serve` and `fulcrum party` without their command lines
 strategy.py         for people with a Flower app: a strategy that makes any client function private for whole parties

@@ -102,6 +102,8 @@ class FleetService:
         self._arriving: dict[tuple[int, str], _Arriving] = {}
         self.loop: Callable[[], asyncio.AbstractEventLoop | None] = lambda: None
         self.count_port: Callable[[], dict[str, int]] = dict
+        self.on_certificate: Callable[[], None] = lambda: None
+        """Called when the port has read a renewed certificate."""
         self.limit_replies: Callable[[int], None] = lambda size: None
         """Called with the most bytes that an honest reply of this run has; larger ones are not read."""
         self._answers: dict[str, tuple[Any, Callable[..., Any]]] = {
