@@ -1,4 +1,4 @@
-"""deploy/: units that systemd accepts, an image that is not root, a starter that continues a run; built where possible."""
+"""deploy/: units that systemd accepts, an image that is not root, a starter that continues a run."""
 
 from __future__ import annotations
 

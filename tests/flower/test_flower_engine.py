@@ -93,7 +93,11 @@ def preset_settings(name: str, **train) -> Settings:
     return dataclasses.replace(settings, method=name, **sections)
 
 
-REHEARSED = sorted(name for name, method in METHODS.items() if method.parts["clip"].get("rehearse"))
+REHEARSED = sorted(
+    name
+    for name, method in METHODS.items()
+    if method.parts["clip"].get("rehearse") and method.parts["clip"]["rule"] != "moo"
+)
 PRESETS = sorted(
     name
     for name, method in METHODS.items()
@@ -405,7 +409,8 @@ def test_after_a_crash_the_run_goes_on_and_nobody_pays_twice(tmp_path, monkeypat
         result = serve(bus, settings, tmp_path / "run", monkeypatch, resume=True)
         again = [e for k, e in bus.sent[asked:] if k == 0 and b'"round":1,' in e.header]
         before = [e for k, e in bus.sent[:asked] if k == 0 and b'"round":1,' in e.header]
-    assert again == before[-1:], "the request of the interrupted round is the same, byte for byte"
+    same = [(e.header, e.body) for e in before[-1:]]  # a signature may differ: replies refer to header and body
+    assert [(e.header, e.body) for e in again] == same, "the request of the interrupted round is the same"
     assert result.summary["status"] == "finished"
     run = json.loads((tmp_path / "run" / "run.json").read_text())["id"]
     for name in NAMES:
