@@ -183,6 +183,7 @@ def serve_run(
     with open_transport(address, public_keys, party_log) as transport:
         follow_certificate(transport, signer)
         say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
+        say(f"requests are signed with {signer.fingerprint}")
         book = open_ledger_book(public_keys, simulation)
         registry = make_party_registry(transport, public_keys, run, settings, problem, party_log, signer, book)
         watch = CoordinatorStatus(
