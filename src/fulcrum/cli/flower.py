@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import signal
 from collections.abc import Iterable
@@ -76,15 +77,25 @@ def terms(
         int,
         typer.Option("--classes", help="Number of classes, from public knowledge, where the settings do not say it."),
     ] = 0,
+    coordinator: Annotated[
+        str,
+        typer.Option("--coordinator", help="Pin the key that signs requests: its .pub file, or SHA256:..."),
+    ] = "",
     out: Annotated[Path, typer.Option("--out", help="File to write; - prints it.")] = Path("terms.toml"),
     debug: DebugOption = False,
 ) -> None:
     """Write the terms that a party would agree to for a configuration; read them before you use them."""
     require_flower()
+    from fulcrum.flower.keys import load_public_key
     from fulcrum.flower.proposals import accept_proposal, make_proposal
-    from fulcrum.flower.terms import terms_to_toml
+    from fulcrum.flower.signing import fingerprint
+    from fulcrum.flower.terms import terms_to_toml, validate_terms
 
-    text = terms_to_toml(accept_proposal(party, make_proposal(settings, classes), budget))
+    agreed = accept_proposal(party, make_proposal(settings, classes), budget)
+    pinned = coordinator
+    if coordinator and not coordinator.startswith("SHA256:"):
+        pinned = fingerprint(load_public_key(Path(coordinator)))
+    text = terms_to_toml(validate_terms(dataclasses.replace(agreed, coordinator=pinned)))
     if str(out) == "-":
         typer.echo(text, nl=False)
         return
@@ -103,6 +114,10 @@ def serve(
     listen: Annotated[str, typer.Option("--listen", help="HOST:PORT to listen on.")] = "0.0.0.0:9092",
     certificate: Annotated[Path | None, typer.Option("--certificate", help="The server's certificate, PEM.")] = None,
     private: Annotated[Path | None, typer.Option("--private-key", help="The certificate's key, PEM.")] = None,
+    signing: Annotated[
+        Path | None,
+        typer.Option("--signing-key", help="Key that signs requests, pinned by parties; default: the certificate's."),
+    ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext, for tests on one machine.")] = False,
     simulation: Annotated[
         bool, typer.Option("--simulation", help="Share the seed with the parties: repeatable, no protection.")
@@ -154,6 +169,7 @@ def serve(
         listen = kept.get("listen", listen)
         certificate = certificate or _to_optional_path(kept.get("certificate"))
         private = private or _to_optional_path(kept.get("private"))
+        signing = signing or _to_optional_path(kept.get("signing"))
         insecure, simulation = kept.get("insecure", insecure), kept.get("simulation", simulation)
     if keys is None:
         raise ConfigError("give --keys FOLDER: one NAME.pub for each party, made by fulcrum certs --party NAME.")
@@ -165,7 +181,7 @@ def serve(
     host, _, port = listen.rpartition(":")
     if not (host and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(f"--listen {listen} is not HOST:PORT, such as 0.0.0.0:9092.")
-    address = runs.ListenAddress(host.strip("[]"), int(port), certificate, private)
+    address = runs.ListenAddress(host.strip("[]"), int(port), certificate, private, signing)
     if check:
         from fulcrum.flower.operations.server_checks import ServerChecks
 
@@ -178,6 +194,7 @@ def serve(
         "listen": listen,
         "certificate": str(certificate.absolute()) if certificate else None,
         "private": str(private.absolute()) if private else None,
+        "signing": str(signing.absolute()) if signing else None,
         "insecure": insecure,
     }
 

@@ -78,6 +78,12 @@ def find_request_signer(address: ListenAddress, secret: bytes) -> RequestSigner:
     return load_request_signer(path) if path else derive_request_signer(secret)
 
 
+def follow_certificate(transport: Any, signer: RequestSigner) -> None:
+    """Sign with a renewed certificate's key from the moment on in which the port shows it."""
+    if hasattr(transport, "on_certificate"):
+        transport.on_certificate = signer.reload
+
+
 def open_ledger_book(
     public_keys: Mapping[str, ec.EllipticCurvePublicKey], simulation: bool
 ) -> known_ledgers.LedgerBook:
@@ -176,7 +182,9 @@ def serve_run(
     run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say, out, monitor)
     signer = find_request_signer(address, secret)
     with open_transport(address, public_keys, party_log) as transport:
+        follow_certificate(transport, signer)
         say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
+        say(f"requests are signed with {signer.fingerprint}")
         book = open_ledger_book(public_keys, simulation)
         registry = make_party_registry(transport, public_keys, run, settings, problem, party_log, signer, book)
         watch = CoordinatorStatus(
@@ -233,6 +241,7 @@ def resume_served_run(
     wait_policy = WaitPolicy(**kept["wait_policy"])
     signer = find_request_signer(address, bytes.fromhex(kept["secret"]))
     with open_transport(address, public_keys, party_log) as transport:
+        follow_certificate(transport, signer)
         say(f"listening on {address.host}:{address.port} again")
         book = open_ledger_book(public_keys, kept["simulation"])
         registry = make_party_registry(
@@ -310,6 +319,8 @@ def run_party_service(
 
     def answer(request: Envelope, expired: bool) -> Envelope:
         nonlocal written
+        if not insecure and not gate.knows_signer(request):
+            node.look_again()  # the certificate, and with it the coordinator's key, may be a new one
         reply = service.make_refusal(request, "expired") if expired else service.answer(request)
         if service.done or time.monotonic() - written > 60:
             service.write_party_statement(statement)

@@ -103,6 +103,8 @@ class FleetService:
         self.loop: Callable[[], asyncio.AbstractEventLoop | None] = lambda: None
         self.port_counts: Callable[[], Mapping[str, int]] = dict  # of the port in front: connections, what was dropped
         self.count_port: Callable[[], dict[str, int]] = dict
+        self.on_certificate: Callable[[], None] = lambda: None
+        """Called when the port has read a renewed certificate."""
         self.limit_replies: Callable[[int], None] = lambda size: None
         """Called with the most bytes that an honest reply of this run has; larger ones are not read."""
         self._answers: dict[str, tuple[Any, Callable[..., Any]]] = {

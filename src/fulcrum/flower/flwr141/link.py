@@ -57,6 +57,7 @@ class LocalSuperlink:
             content_type=PROTOBUF_MEDIA_TYPE,
             report=lambda words: report("", words),
             watch=self._look_at_register,
+            on_certificate=lambda: self.transport.on_certificate(),
         )
         self.transport.loop = lambda: self.server.loop
         self.transport.count_port = self.server.count

@@ -177,6 +177,15 @@ class FleetNode:
             with contextlib.suppress(Trouble):
                 self._call("send-node-heartbeat", request)
 
+    def look_again(self) -> None:
+        """Make a new connection, to see the certificate that the coordinator has now."""
+        self._close_client()
+        request = heartbeat_pb2.SendNodeHeartbeatRequest(
+            node=Node(node_id=self._node), heartbeat_interval=HEARTBEAT_SECONDS
+        )
+        with contextlib.suppress(Trouble):
+            self._call("send-node-heartbeat", request)
+
     # --- requests ---------------------------------------------------------------------------------
 
     def _call(
