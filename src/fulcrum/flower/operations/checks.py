@@ -155,7 +155,7 @@ def check_disk(folder: Path, needed: int = 0) -> Check:
     free = shutil.disk_usage(at).free
     level = WRONG if free < needed else WARNING if free < needed + DISK_WARNING_BYTES else FINE
     return Check(
-        "disk", level, f"{free / 1e9:.1f} GB free at {at}{f', {needed / 1e9:.1f} GB needed' if needed else ''}"
+        "disk", level, f"{free / 1e9:.1f} GB free at {at}{f', {needed / 1e9:.1f} GB needed' if needed > 5e7 else ''}"
     )
 
 
