@@ -111,7 +111,7 @@ COMMANDS = {
     "serve": SETTINGS
     | {"--keys", "--listen", "--certificate", "--private-key", "--insecure", "--simulation", "--deadline", "--wait"}
     | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"}
-    | {"--quorum", "--grace", "--max-rest", "--from", "--check", "--log", "--metrics"},
+    | {"--quorum", "--grace", "--max-rest", "--from", "--check", "--log", "--metrics", "--signing-key"},
     "status": {"folder", "--json", "--debug"},
     "keys rotate": {"key", "--debug"},
     "keys accept": {"register", "note", "--debug"},
@@ -135,8 +135,8 @@ COMMANDS = {
         "--until-done",
     }
     | {"--simulation", "--insecure", "--device", "--quiet", "-q", "--debug"},
-    "terms": SETTINGS | {"--party", "--budget", "--classes", "--out", "--debug"},
-    "certs": {"folder", "--host", "--party", "--debug"},
+    "terms": SETTINGS | {"--coordinator", "--party", "--budget", "--classes", "--out", "--debug"},
+    "certs": {"folder", "--host", "--party", "--units", "--debug"},
     "reproduce paper": STUDY | {"--subset", "--tune", "--tune-at", "--json"},
     "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},
     "study merge": {"folders", "--into", "--keep", "--json", "--debug"},
