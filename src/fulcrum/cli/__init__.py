@@ -7,6 +7,7 @@ rehearse.py  rehearse
 account.py   account
 data.py      data list, fetch, verify, describe     changes.py  data changes
 show.py      show, methods
+report.py    report
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
@@ -44,6 +45,7 @@ from fulcrum.cli import (
     predict,
     prior,
     rehearse,
+    report,
     reproduce,
     run,
     score,
@@ -80,6 +82,7 @@ def _show_help_or_version(
 app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("show")(show.show)
+app.command("report")(report.report)
 app.command("evaluate")(evaluate.evaluate)
 app.command("score")(score.score)
 app.command("predict")(predict.predict)
