@@ -8,6 +8,7 @@ account.py   account
 data.py      data list, fetch, verify, describe     changes.py  data changes
 show.py      show, methods
 report.py    report
+watch.py     watch
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
@@ -51,6 +52,7 @@ from fulcrum.cli import (
     score,
     show,
     study,
+    watch,
 )
 from fulcrum.settings.registry import current_folder_importable
 
@@ -83,6 +85,7 @@ app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("show")(show.show)
 app.command("report")(report.report)
+app.command("watch")(watch.watch)
 app.command("evaluate")(evaluate.evaluate)
 app.command("score")(score.score)
 app.command("predict")(predict.predict)

@@ -21,7 +21,7 @@ STATES = {
     "missing": "missing",
 }
 """State of a run: what people read."""
-RUN_FILES = ("run.json", "summary.json", "metrics.jsonl", "settings.toml")
+RUN_FILES = ("run.json", "summary.json", "metrics.jsonl", "settings.toml", "parties.jsonl", "status.json")
 """A folder with one of these is shown as a run."""
 MAX_PARTIES_WITH_CURVES = 20
 """Of more parties, curves are shown as quantiles."""
@@ -43,6 +43,27 @@ class Party:
     metrics: Mapping[str, float] = field(default_factory=dict)
     baseline: Mapping[str, float] = field(default_factory=dict)
     reference: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PartyStatus:
+    """A party of a federation across machines, as the coordinator sees it. state: "online", "late", "offline",
+    "refused", "out of budget" or "expected". answered: rounds that it answered, NaN where that is not to be shown."""
+
+    name: str
+    state: str
+    why: str = ""
+    since: str = ""
+    answered: float = math.nan
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The state of a served run's parties at a time (UTC, ISO 8601). needed: parties without which no round begins."""
+
+    time: str
+    needed: float
+    parties: tuple[PartyStatus, ...]
 
 
 @dataclass(frozen=True)
@@ -91,6 +112,7 @@ class RunView:
     rehearsal: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     events: tuple[Mapping[str, Any], ...] = ()
+    federation: Federation | None = None
     warnings: tuple[str, ...] = ()
     changed: float = 0.0
 
@@ -172,6 +194,7 @@ def read_run(folder: Path) -> RunView:
         rehearsal=rehearsal,
         environment=environment,
         events=read_events(folder / "parties.jsonl", problems),
+        federation=read_federation(folder / "status.json", problems, secret=unit == "client" and not public),
         warnings=tuple(str(each) for each in get_list(summary, "warnings") or get_list(statement, "warnings")),
         changed=_last_change(folder),
     )
@@ -198,6 +221,8 @@ def note_missing_files(
     if state == "unreadable":
         problems.add(f"{folder} holds none of the files of a run ({', '.join(RUN_FILES)}).")
         return
+    if not run and not rounds.total and (folder / "parties.jsonl").exists() and state != "finished":
+        return  # a federation whose parties are still joining
     if not run and not (folder / "run.json").exists():
         problems.add("run.json is missing: which run this is, its unit and its score are not known.")
     if not settings and not any("settings.toml" in each for each in problems.sentences):
@@ -322,6 +347,25 @@ def read_events(file: Path, problems: Problems, most: int = 500) -> tuple[Mappin
     return tuple({"time": each.get("time"), "party": each.get("party"), "what": each.get("what")} for each in lines)
 
 
+def read_federation(file: Path, problems: Problems, secret: bool) -> Federation | None:
+    """What `fulcrum serve` writes of its parties; None for other runs. secret: who took part is not shown."""
+    content = reading.read_json_object(file, problems)
+    rows = [row for row in get_list(content, "parties") if isinstance(row, dict)]
+    if not rows:
+        return None
+    parties = tuple(
+        PartyStatus(
+            to_text(row.get("party")),
+            to_text(row.get("state"), "not known"),
+            to_text(row.get("why")),
+            to_text(row.get("since")),
+            math.nan if secret else to_number(row.get("answered")),
+        )
+        for row in rows
+    )
+    return Federation(to_text(content.get("time")), to_number(content.get("needed")), parties)
+
+
 def _tables(values: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(str(name), value) for name, value in values.items() if isinstance(value, dict)]
 
@@ -354,7 +398,7 @@ def _sum_seconds(rounds: reading.KeptRounds, summary: Mapping[str, Any], unit: s
 def _last_change(folder: Path) -> float:
     """When a file of the run was last written, in seconds since 1970; 0 where that is not known."""
     times = []
-    for name in (*RUN_FILES, "parties.jsonl"):
+    for name in RUN_FILES:
         try:
             times.append((folder / name).stat().st_mtime)
         except OSError:

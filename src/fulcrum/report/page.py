@@ -43,11 +43,15 @@ SEVERAL_CONTENTS: Contents = (
 
 @dataclasses.dataclass(frozen=True)
 class LivePage:
-    """How a page follows its runs: the digest of what it shows, the seconds between two looks, and where back leads."""
+    """How a page follows its runs: the digest of what it shows, the seconds between two looks, and where back leads.
+
+    next: whether this is the next state of a page that is open: what does not change is left out.
+    """
 
     state: str
     seconds: float = 2.0
     back: str = ""
+    next: bool = False
 
 
 def make_page(runs: Sequence[RunView], title: str = "", live: LivePage | None = None) -> str:
@@ -101,11 +105,11 @@ def assemble_page(
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="fulcrum-live", content=live.state, data_seconds=f"{live.seconds:g}") if live else None,
         tag("title", f"{heading} · Fulcrum"),
-        Html(f"<style>{_read_asset('page.css')}</style>"),
+        None if live and live.next else Html(f"<style>{_read_asset('page.css')}</style>"),
     ]
     skip = tag("a", "Skip to the content", href="#main", class_="skip")
     # The scripts' own texts go in as they are: their hashes are in the policy.
-    ends = Html("".join(f"<script>{text}</script>" for text in scripts))
+    ends = Html("" if live and live.next else "".join(f"<script>{text}</script>" for text in scripts))
     whole = tag("head", head) + tag("body", skip, header, navigation, main, footer, ends)
     return f'<!doctype html>\n<html lang="en">{whole}</html>\n'
 
@@ -166,8 +170,8 @@ def _make_single(run: RunView, charts: Sequence[Chart]) -> list[Child]:
         sections.make_section(
             "parties",
             "Parties",
+            sections.make_federation(run),
             sections.make_figures(charts, ("party-score", "party-epsilon", "sizes", "labels", "confusion")),
-            tag("div", style="height:1rem"),
             sections.make_parties(run),
             sections.make_events(run),
         ),

@@ -245,6 +245,38 @@ def _has_values(parties: Sequence[Party], read: Any) -> bool:
     return any(not math.isnan(read(party)[1]) for party in parties)
 
 
+PARTY_LEVELS = {"online": "good", "late": "care", "offline": "care", "refused": "bad", "out of budget": "bad"}
+ATTENTION = ("refused", "out of budget", "late", "offline", "expected", "online")
+"""Party states, those that somebody must look at first."""
+
+
+def make_federation(run: RunView) -> Html:
+    """Who of a federation across machines is online, late, refused or out of budget, and why."""
+    if run.federation is None:
+        return Html("")
+    parties = sorted(
+        run.federation.parties,
+        key=lambda party: (ATTENTION.index(party.state) if party.state in ATTENTION else 0, party.name),
+    )
+    counts = {state: sum(party.state == state for party in parties) for state in reversed(ATTENTION)}
+    words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    rows = [
+        (
+            party.name,
+            make_badge(PARTY_LEVELS.get(party.state, ""), party.state),
+            party.why or ABSENT,
+            party.since.replace("T", " ").replace("+00:00", " UTC") or ABSENT,
+            _cell(party.answered),
+        )
+        for party in parties
+    ]
+    table = make_table(("party", "state", "why", "since", "rounds answered"), rows, "the federation")
+    needed = run.federation.needed
+    more = f" A round needs {format_number(needed)} of them." if math.isfinite(needed) else ""
+    when = run.federation.time.replace("T", " ").replace("+00:00", " UTC")
+    return tag("div", tag("h3", "The federation"), tag("p", f"{words}, as of {when}.{more}"), table, class_="card")
+
+
 def make_events(run: RunView) -> Html:
     """What happened to the parties of a federation across machines."""
     if not run.events:

@@ -124,13 +124,14 @@ def make_picker(runs: Sequence[tuple[str, RunView]], token: str) -> Html:
         link = "?" + urlencode({"token": token, "run": key})
         box = tag("input", type="checkbox", data_run=key, aria_label=f"compare {key}")
         verdict = find_verdict(run.guarantee)
+        damaged = [" ", make_badge("bad", "damaged")] if run.problems and run.state != "running" else None
         when = tag("time", "", data_ago=f"{run.changed:.0f}") if run.changed else ABSENT
         rows.append(
             (
                 [box, " ", tag("a", key, href=link)],
                 run.method or ABSENT,
                 run.dataset or ABSENT,
-                make_badge(STATE_LEVELS[run.state], STATES[run.state]),
+                [make_badge(STATE_LEVELS[run.state], STATES[run.state]), damaged],
                 (f"{run.rounds_done}" + (f" of {run.rounds_planned}" if run.rounds_planned else ""), run.rounds_done),
                 (format_metric(run.score.name, run.score_value), run.score_value),
                 (format_spent(run.epsilon) if run.is_private else "none", run.epsilon),
