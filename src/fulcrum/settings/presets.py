@@ -165,6 +165,37 @@ METHODS: dict[str, MethodPreset] = {
             reference="Wei et al. 2025",
         ),
         MethodPreset(
+            name="hyfreedp",
+            summary="gradients scaled to one norm, and the step length from noised losses every fifth round",
+            parts={"clip": {"rule": "hyfree", "statistics_rounds": 5}},
+            unit="example",
+            reference="Liu and Bu 2025 (HyFreeDP), accounted as one release per batch",
+        ),
+        MethodPreset(
+            name="dp-macadam",
+            summary="centre, scale per coordinate and Adam's step from one set of released moments",
+            parts={"clip": {"rule": "macadam"}, "train": {"server": "sgd"}},
+            unit="example",
+            reference="Tasnim, Sankar and Kosut 2026",
+        ),
+        MethodPreset(
+            name="dp-adambc",
+            summary="fixed C, and Adam on the server with the noise's variance taken off its second moment",
+            parts={
+                "clip": {"rule": "fixed"},
+                "train": {"server": "adam-bc", "server_lr": 0.01, "server_beta2": 0.999},
+            },
+            unit="example",
+            reference="Tang, Shpilevskiy and Lecuyer 2024",
+        ),
+        MethodPreset(
+            name="d-adaptation",
+            summary="fixed C, and on the server a step from a lower bound on the distance to a solution",
+            parts={"clip": {"rule": "fixed"}, "train": {"server": "d-adaptation"}},
+            unit="example",
+            reference="Defazio and Mishchenko 2023",
+        ),
+        MethodPreset(
             name="moo-client",
             summary="as moo-c, one C a party, from its own releases",
             parts={"clip": {"rule": "moo-client", "beta": 0.95, "eta_C": 0.05}},

@@ -76,6 +76,7 @@ def _make_half(findings: Sequence[ScenarioFinding], wanted: int) -> list[str]:
             f"{f.start_regret:+.1f} |"
         )
     names = list(dict.fromkeys(rival.method for f in findings for rival in f.rivals))
+    rows += ["", describe_single_cell(findings)]
     if not names:
         return rows
     rows += [

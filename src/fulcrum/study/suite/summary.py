@@ -14,7 +14,8 @@ from typing import Any
 from fulcrum.study.records import StudyScore, get_record_score, get_score_value
 from fulcrum.study.stats import MeanInterval, compute_mean_interval
 from fulcrum.study.store import RunRecord
-from fulcrum.study.suite.jobs import Start, list_starts, make_suite_job
+from fulcrum.study.suite.jobs import Start, list_paid_jobs, list_starts, make_suite_job
+from fulcrum.study.suite.paid import PAID_TUNING
 from fulcrum.study.suite.scenarios import DEFAULT_START, Scenario, Suite
 
 Scores = dict[int, float]
@@ -70,10 +71,28 @@ def collect_scores(
         record = done.get(make_suite_job(suite, scenario, method, start, seed).id)
         if record is None:
             return None
-        score: StudyScore = get_record_score(record)
-        value = score.to_table_scale(get_score_value(record))
-        found[seed] = value if math.isfinite(value) else 0.0
+        found[seed] = _read_score(record)
     return found
+
+
+def _read_score(record: RunRecord) -> float:
+    """The score of a run in percent, 0 where it ended without a number."""
+    score: StudyScore = get_record_score(record)
+    value = score.to_table_scale(get_score_value(record))
+    return value if math.isfinite(value) else 0.0
+
+
+def _collect_paid(suite: Suite, scenario: Scenario, done: Mapping[str, RunRecord]) -> MethodScores | None:
+    """The best trial of each seed, 0 where a seed has none; it has no start, so that all starts are alike."""
+    found: Scores = {}
+    for seed in suite.list_seeds(scenario):
+        records = [done.get(job.id) for job in list_paid_jobs(suite, scenario, seed)]
+        known = [_read_score(record) for record in records if record is not None]
+        if len(known) < len(records):
+            return None
+        found[seed] = max(known, default=0.0)
+    mean = _mean(found, sorted(found))
+    return MethodScores(PAID_TUNING, mean, mean)
 
 
 def score_best_cell(grid: Mapping[Start, Scores]) -> tuple[Scores, tuple[Start, Start]]:
@@ -122,6 +141,8 @@ def _collect_method(
     suite: Suite, scenario: Scenario, method: str, done: Mapping[str, RunRecord]
 ) -> MethodScores | None:
     """Mean scores of a method from the default start and from the worst other one; None where runs are missing."""
+    if method == PAID_TUNING:
+        return _collect_paid(suite, scenario, done)
     means = []
     for start in list_starts(suite, method):
         scores = collect_scores(suite, scenario, method, start, done)
