@@ -9,6 +9,7 @@ data.py      data list, fetch, verify, describe     changes.py  data changes
 show.py      show, methods
 report.py    report
 watch.py     watch
+compare.py   compare
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
@@ -33,6 +34,7 @@ import typer
 from fulcrum import __version__
 from fulcrum.cli import (
     account,
+    compare,
     data,
     demo,
     evaluate,
@@ -86,6 +88,7 @@ app.command("resume")(run.resume)
 app.command("show")(show.show)
 app.command("report")(report.report)
 app.command("watch")(watch.watch)
+app.command("compare")(compare.compare)
 app.command("evaluate")(evaluate.evaluate)
 app.command("score")(score.score)
 app.command("predict")(predict.predict)

@@ -34,14 +34,19 @@ def report(
     from fulcrum.report.charts import make_charts
     from fulcrum.report.discovery import expand_folders
     from fulcrum.report.files import write_numbers, write_page
-    from fulcrum.report.model import read_run
+    from fulcrum.report.model import is_run_folder, read_run
     from fulcrum.report.page import make_page
+    from fulcrum.report.study_page import is_study_folder, make_study_page
 
     wanted = tuple(dict.fromkeys(word.strip().lower() for word in formats.split(",") if word.strip()))
     wrong = [word for word in wanted if word not in FIGURE_FORMATS]
     if wrong or not wanted:
         given = wrong[0] if wrong else formats
         raise ConfigError(f"--formats = {given!r} is not known; choose from {', '.join(FIGURE_FORMATS)}.")
+    if len(folders) == 1 and not is_run_folder(folders[0]) and is_study_folder(folders[0]):
+        write_page(out, make_study_page(folders[0], title))
+        view.print_line(f"{out}: a study, {view.format_bytes(out.stat().st_size)}; open it in a browser.")
+        return
     runs = [read_run(folder) for folder in expand_folders(folders)]
     if all(run.state == "missing" for run in runs):
         raise RunError(runs[0].problems[0])

@@ -65,7 +65,7 @@ def make_series(
 ) -> Series | None:
     """The points of a column that are numbers, over rounds and over epsilon; None where there is none."""
     values, rounds = columns.get(column, ()), columns.get(ROUND, ())
-    spent = columns.get(EPSILON) or [math.nan] * len(rounds)
+    spent = columns.get(EPSILON, ())
     picked = [i for i, value in enumerate(values) if math.isfinite(value)]
     if not picked:
         return None
@@ -73,9 +73,9 @@ def make_series(
     def take(given: Sequence[float]) -> tuple[float, ...]:
         return tuple(given[i] for i in picked) if given else ()
 
-    return Series(
-        name, take(values), {ROUND: take(rounds), EPSILON: take(spent)}, colour, take(low), take(high), dash, layer
-    )
+    axes = {ROUND: take(rounds), EPSILON: take(spent)}
+    known = {key: each for key, each in axes.items() if any(map(math.isfinite, each))}
+    return Series(name, take(values), known, colour, take(low), take(high), dash, layer)
 
 
 # --- over rounds --------------------------------------------------------------------------------------

@@ -240,6 +240,10 @@ def _with_unique_ids(part: Html, place: int) -> Html:
     return part
 
 
+def _has_axis(chart: Chart, key: str) -> bool:
+    return any(key in series.x for series in chart.series)
+
+
 # --- charts for the script ----------------------------------------------------------------------------
 
 
@@ -271,7 +275,7 @@ def charts_to_json(charts: Sequence[Chart]) -> dict[str, Any]:
             "said": describe_chart(chart),
             "kind": chart.kind,
             "group": chart.group,
-            "x": {key: dataclasses.asdict(axis) for key, axis in chart.x.items()},
+            "x": {key: dataclasses.asdict(axis) for key, axis in chart.x.items() if _has_axis(chart, key)},
             "y": dataclasses.asdict(chart.y),
             "levels": chart.levels,
             "rows": chart.rows,

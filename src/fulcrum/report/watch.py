@@ -26,6 +26,8 @@ from fulcrum.report.model import RunView, is_run_folder, read_run
 from fulcrum.report.page import LivePage, assemble_page, make_page
 from fulcrum.report.reading import is_locked
 from fulcrum.report.sections import make_section
+from fulcrum.report.study_page import is_study_folder, make_study_page
+from fulcrum.study.store import list_shards
 
 SEEN_FILES = (
     *("run.json", "summary.json", "metrics.jsonl", "settings.toml", "privacy.json", "split.json", "rehearsal.json"),
@@ -101,6 +103,8 @@ def answer_request(watch: RunWatch, query: str, token: str, seconds: float = 2.0
     given = wanted.get("token", [""])[0]
     if not hmac.compare_digest(given.encode(), token.encode()):
         return Answer(HTTPStatus.FORBIDDEN, "This address lacks the token that `fulcrum watch` printed.")
+    if not is_run_folder(watch.target) and is_study_folder(watch.target):
+        return _answer_about_study(watch.target, wanted.get("state", [""])[0], seconds)
     folders = watch.list_folders()
     names = list(dict.fromkeys(wanted.get("run", [])))[:MAX_COMPARED]
     if any(name not in folders for name in names):
@@ -120,6 +124,15 @@ def answer_request(watch: RunWatch, query: str, token: str, seconds: float = 2.0
     if listing:
         return Answer(HTTPStatus.OK, make_listing(watch.target, runs, token, live))
     return Answer(HTTPStatus.OK, make_page([run for _, run in runs], live=live))
+
+
+def _answer_about_study(folder: Path, before: str, seconds: float) -> Answer:
+    """The page of a study or a comparison, or nothing where no run ended since."""
+    facts = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in list_shards(folder)]
+    state = hashlib.blake2b(repr(facts).encode(), digest_size=12).hexdigest()
+    if before == state:
+        return Answer(HTTPStatus.NO_CONTENT)
+    return Answer(HTTPStatus.OK, make_study_page(folder, live=LivePage(state, seconds, next=bool(before))))
 
 
 def make_listing(target: Path, runs: Sequence[tuple[str, RunView]], token: str, live: LivePage) -> str:
