@@ -114,7 +114,7 @@ def patients(tmp_path: Path) -> Path:
     draw = np.random.default_rng(0)
     x = draw.normal(size=(60, 4)).astype(np.float32)
     arrays = {"x": x, "y": (x[:, 0] > 0).astype(np.int64), "x_test": x + 5, "y_test": (x[:, 0] > 0).astype(np.int64)}
-    np.savez(tmp_path / "patients.npz", **arrays, classes=2)
+    np.savez(tmp_path / "patients.npz", **arrays)  # type: ignore[arg-type]
     return tmp_path / "patients.npz"
 
 
@@ -227,7 +227,7 @@ def test_the_ranking_pairs_seeds() -> None:
 
 
 def test_lower_scores_may_be_better() -> None:
-    words = {"score": "rmse", "higher_is_better": False}
+    words: dict[str, Any] = {"score": "rmse", "higher_is_better": False}
     records = [
         make_record("moo", 0, 3.0, metrics={"rmse": 3.0}, **words),
         make_record("x", 0, 2.0, metrics={"rmse": 2.0}, **words),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,10 +74,8 @@ def draw_chart(chart: Chart, axis: str = "", layer: str = "") -> Any:
     """A matplotlib figure of a chart. axis: the key of the horizontal axis; layer: "runs" or "seeds", by default means
     over seeds where there are some."""
     matplotlib = import_matplotlib()
-    from matplotlib.figure import Figure
-
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=_choose_size(chart), layout="constrained")
+        figure = _make_figure_class()(figsize=_choose_size(chart), layout="constrained")
         axes = figure.add_subplot()
         axes.set_title(chart.title)
         drawers = {"bars": _draw_bars, "heat": _draw_heat}
@@ -84,6 +84,23 @@ def draw_chart(chart: Chart, axis: str = "", layer: str = "") -> Any:
         else:
             _draw_lines(axes, chart, axis or next(iter(chart.x)), layer)
     return figure
+
+
+@functools.cache
+def _make_figure_class() -> Any:
+    """matplotlib's Figure, which a notebook shows by itself, whether or not its backend was set up."""
+    from matplotlib.figure import Figure
+
+    class ShownFigure(Figure):
+        """A figure that shows itself."""
+
+        def _repr_png_(self) -> bytes:
+            content = io.BytesIO()
+            with import_matplotlib().rc_context(STYLE):
+                self.savefig(content, format="png", dpi=120)
+            return content.getvalue()
+
+    return ShownFigure
 
 
 def _choose_size(chart: Chart) -> tuple[float, float]:

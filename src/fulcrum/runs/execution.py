@@ -189,7 +189,8 @@ def _run_remaining_rounds(
         run.folder.remove_statement()
     try:
         where, score = run.folder.path if run.folder else None, run.federation.problem.task.score
-        observers.started(RunInfo(run.id, settings, where, run.federation.plan, score, run.notes))
+        public = run.federation.problem.dataset.public and run.federation.problem.dataset.train is not None
+        observers.started(RunInfo(run.id, settings, where, run.federation.plan, score, run.notes, public))
         for result, snapshot in federate(run.federation, run.ledger, run.id, start):
             observers.round(result, snapshot)
         recorder.ended(None)  # the last checkpoint is written before the summary
