@@ -74,6 +74,11 @@ STUDY |= {"--experiments", "--quiet", "-q", "--debug"}
 COMMANDS = {
     "run": SETTINGS | {"--observe", "--no-rehearsal", "--out", "--json", "--quiet", "-q", "--debug"},
     "resume": {"folder", "--observe", "--repeat", "--json", "--quiet", "-q", "--debug"},
+    "compare": (SETTINGS - {"--method", "--epsilon", "--seed"})
+    | {"--methods", "--epsilons", "--seeds", "--against", "--out", "--backend", "--processes", "--seconds"}
+    | {"--json", "--quiet", "-q", "--debug"},
+    "watch": {"--debug", "--host", "--open", "--port", "--seconds", "folder"},
+    "report": {"--csv", "--debug", "--figures", "--formats", "--json", "--out", "--title", "folders"},
     "show": {"folder", "--json", "--debug"},
     "evaluate": {"folder", "--data", "--data-dir", "--model", "--json", "--debug"},
     "score": {"folder", "--data", "--party", "--ledger", "--hold-out", "--epsilon", "--delta", "--out", "--merge"}
