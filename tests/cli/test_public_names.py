@@ -110,8 +110,17 @@ COMMANDS = {
     | {"--quiet", "-q", "--debug"},
     "serve": SETTINGS
     | {"--keys", "--listen", "--certificate", "--private-key", "--insecure", "--simulation", "--deadline", "--wait"}
-    | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"},
+    | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"}
+    | {"--quorum", "--grace", "--max-rest", "--from", "--check", "--log", "--metrics"},
+    "status": {"folder", "--json", "--debug"},
+    "keys rotate": {"key", "--debug"},
+    "keys accept": {"register", "note", "--debug"},
+    "keys revoke": {"register", "name", "--debug"},
     "party": {
+        "config",
+        "--check",
+        "--log",
+        "--metrics",
         "--data",
         "--schema",
         "--withdrawn",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -98,6 +100,43 @@ def load_public_keys(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
     if len({public_key_to_pem(key) for key in found.values()}) < len(found):
         raise ConfigError(f"{folder} holds the same key under two names; each party needs its own.")
     return found
+
+
+class KeyRegister(Mapping[str, ec.EllipticCurvePublicKey]):
+    """The folder of NAME.pub files, read again when it changes: a key that is added counts, one that is gone does not.
+
+    `refresh()` looks at the folder; what cannot be read leaves the register as it was: a file may be half written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._keys, self._stamp = load_public_keys(folder), self._look()
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> ec.EllipticCurvePublicKey:
+        return self._keys[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._keys))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def refresh(self) -> bool:
+        """Read the folder again if a file in it has changed; True where it was read anew."""
+        with self._lock:
+            try:
+                stamp = self._look()
+                if stamp == self._stamp:
+                    return False
+                self._keys, self._stamp = load_public_keys(self.folder), stamp
+            except (ConfigError, OSError):
+                return False
+        return True
+
+    def _look(self) -> tuple[tuple[str, int, int], ...]:
+        files = sorted(self.folder.glob("*.pub"))
+        return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
 
 
 def sign_envelope(key: ec.EllipticCurvePrivateKey, envelope: Envelope) -> Envelope:

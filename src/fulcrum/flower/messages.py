@@ -31,9 +31,9 @@ from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.privacy.events import Event, Unprotected, events_from_json, events_to_json
 from fulcrum.types import Assignment, RuleState
 
-MESSAGE_VERSION = 4
-"""Version of the messages; a message of another version is refused. 4: parties have the rules' settings in their own
-terms, and a welcome says nothing about labels."""
+MESSAGE_VERSION = 5
+"""Version of the messages; a message of another version is refused. 5: the coordinator signs its requests, and a
+welcome names the party's ledger."""
 MAX_HEADER_BYTES = 64 * 1024
 """Bytes of the longest header that is read."""
 BODY_OVERHEAD_BYTES = 64 * 1024
@@ -53,7 +53,7 @@ class OtherVersion(BadMessage):
 
 @dataclass(frozen=True)
 class Envelope:
-    """One message as bytes. `signature` is empty on requests (TLS says who the coordinator is)."""
+    """One message as bytes. `signature`: the coordinator's on a request (signing.py), a party's on a reply (keys)."""
 
     header: bytes
     body: bytes = b""
@@ -126,7 +126,15 @@ HEADER_SCHEMAS: dict[str, dict[str, str]] = {
     "noted": _REPLY_FIELDS,
     "refused": {**_REPLY_FIELDS, "code": TEXT_FIELD},
 }
-"""Which fields each kind of message has: these and no others."""
+"""Which fields each kind of message has: these, those of `OPTIONAL_FIELDS`, and no others."""
+OPTIONAL_FIELDS: dict[str, dict[str, str]] = {
+    "hello": {"party": TEXT_FIELD},
+    "round": {"attempt": WHOLE_FIELD},
+    "done": {"party": TEXT_FIELD},
+    "welcome": {"ledger": TABLE_FIELD},
+}
+"""Fields that may be left out. party: whom a signed request is for. attempt: how often the round was asked for anew
+with a new sample, from 0. ledger: the identity and length of the party's ledger."""
 
 
 def read_message_header(envelope: Envelope, kinds: tuple[str, ...]) -> dict[str, Any]:
@@ -147,11 +155,11 @@ def read_message_header(envelope: Envelope, kinds: tuple[str, ...]) -> dict[str,
     kind = header.pop("kind", None)
     if not isinstance(kind, str) or kind not in kinds:
         raise BadMessage("the message is of a kind that is not expected here.")
-    wanted = HEADER_SCHEMAS[kind]
-    if set(header) != set(wanted):
+    wanted, optional = HEADER_SCHEMAS[kind], OPTIONAL_FIELDS.get(kind, {})
+    if not set(wanted) <= set(header) <= set(wanted) | set(optional):
         raise BadMessage("the header has missing or unknown fields.")
-    for name, sort in wanted.items():
-        if not _FIELD_CHECKS[sort](header[name]):
+    for name, sort in {**wanted, **optional}.items():
+        if name in header and not _FIELD_CHECKS[sort](header[name]):
             raise BadMessage(f"the header's {name} is not of the right type or size.")
     return {"kind": kind, **header}
 
@@ -237,15 +245,23 @@ def simulation_from_table(table: Mapping[str, Any]) -> SimulatedStreams | None:
 _PYTHON_FIELD_KINDS: dict[Any, str] = {str: TEXT_FIELD, int: WHOLE_FIELD, float: NUMBER_FIELD, bool: FLAG_FIELD}
 
 
+UNSENT_FIELDS = ("message",)
+"""Fields of an `Assignment` that no request carries: a party makes them itself, from a manifest (`pairwise`)."""
+
+
 def make_assignment_schema() -> dict[str, str]:
-    """Name and type of every field of an `Assignment`: the fields of the dataclass, and no others."""
+    """Name and type of every field of an `Assignment` that travels: those of the dataclass, and no others."""
     hints = get_type_hints(Assignment)
-    return {field.name: _PYTHON_FIELD_KINDS[hints[field.name]] for field in dataclasses.fields(Assignment)}
+    return {
+        field.name: _PYTHON_FIELD_KINDS[hints[field.name]]
+        for field in dataclasses.fields(Assignment)
+        if field.name not in UNSENT_FIELDS
+    }
 
 
 def assignment_to_table(task: Assignment) -> dict[str, Any]:
     """A whole assignment as plain values for a header."""
-    return dataclasses.asdict(task)
+    return {name: value for name, value in dataclasses.asdict(task).items() if name not in UNSENT_FIELDS}
 
 
 def assignment_from_table(table: Mapping[str, Any]) -> Assignment:

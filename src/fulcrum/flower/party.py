@@ -19,7 +19,7 @@ from safetensors.torch import save as save_arrays
 
 from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.data import Dataset
-from fulcrum.errors import BudgetError, ConfigError, DataError, ModelError
+from fulcrum.errors import BudgetError, ConfigError, DataError, FulcrumError, ModelError
 from fulcrum.flower import keys
 from fulcrum.flower.messages import (
     ArraySpec,
@@ -27,6 +27,7 @@ from fulcrum.flower.messages import (
     Envelope,
     OtherVersion,
     assignment_from_table,
+    compute_max_body_bytes,
     events_agree,
     events_to_rows,
     make_state_spec,
@@ -45,6 +46,7 @@ from fulcrum.flower.proposals import accept_proposal, check_proposal
 from fulcrum.flower.refusals import TermsRefusal
 from fulcrum.flower.reply_store import ReplyStore
 from fulcrum.flower.request_checks import check_clipping_state, check_params, check_round_request
+from fulcrum.flower.request_gate import RequestGate
 from fulcrum.flower.task_terms import TaskNotDeclared, check_declared
 from fulcrum.flower.terms import PartyTerms, terms_to_toml, validate_terms
 from fulcrum.privacy.accounting import format_epsilon
@@ -57,6 +59,8 @@ from fulcrum.training.round import compute_reply_digest
 from fulcrum.types import ClientReply, RoundRequest, RuleState
 
 MessageFn = Callable[[str], None]
+UNKNOWN_REQUEST_BYTES = 1 << 20
+"""Bytes of the longest request before this party has built its model: a greeting."""
 ConsentFn = Callable[[PartyTerms], bool]
 
 
@@ -80,6 +84,8 @@ class PartyService:
     simulation: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     say: MessageFn = print
+    gate: RequestGate | None = None
+    """Which requests are the coordinator's. None: every one, for parties and a coordinator in one process."""
     done: bool = False
     """Whether the coordinator has said that the run is over."""
 
@@ -96,6 +102,8 @@ class PartyService:
         try:
             header = read_message_header(request, tuple(_ANSWERS_BY_KIND))
             nonce, run = header["nonce"], header["run"]
+            if self.gate is not None:
+                self.gate.check(request, header)
             return _ANSWERS_BY_KIND[header["kind"]](self, header, request)
         except OtherVersion as error:
             self.say(f"refused a message: {error}")
@@ -227,6 +235,17 @@ class PartyService:
         return keys.sign_envelope(self.key, pack_envelope(header, arrays))
 
     # --- what answers need ------------------------------------------------------------------------
+
+    def compute_request_limit(self) -> int:
+        """The most bytes that an honest request has now: a greeting before the terms are agreed, then a model."""
+        if self.terms is None:
+            return UNKNOWN_REQUEST_BYTES
+        try:
+            dim = self.trainer.layout.dim
+        except FulcrumError:  # the greeting is answered with it
+            return UNKNOWN_REQUEST_BYTES
+        # Weights, and whatever a rule may send of the same length beside; then the framing.
+        return compute_max_body_bytes({"all": (torch.float64, (2 * dim,))}) + UNKNOWN_REQUEST_BYTES
 
     def prepare(self) -> None:
         """Load this party's records and open its account in the ledger, once the terms are agreed.
@@ -364,6 +383,7 @@ def open_party_service(
     simulation: bool = False,
     device: torch.device | None = None,
     say: MessageFn = print,
+    gate: RequestGate | None = None,
 ) -> Iterator[PartyService]:
     """A party's service over its ledger and the replies beside it (LEDGER.replies); one process at a time."""
     if terms is not None and terms.party != name:
@@ -386,6 +406,7 @@ def open_party_service(
             simulation=simulation,
             device=device or torch.device("cpu"),
             say=say,
+            gate=gate,
         )
         try:
             yield service

@@ -105,8 +105,8 @@ def make_run_plan(terms: PartyTerms) -> RunPlan:
     return RunPlan(terms.planned_events, terms.run_delta or terms.delta)
 
 
-LEFT_OUT_TERMS = ("party", "budget", "delta", "run_delta", "accountant")
-"""Terms that decide no release: they say what the account allows."""
+LEFT_OUT_TERMS = ("party", "budget", "delta", "run_delta", "accountant", "coordinator")
+"""Terms that decide no release: they say what the account allows, and whose requests count."""
 
 
 def _digest_terms(terms: PartyTerms) -> str:

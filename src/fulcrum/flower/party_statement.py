@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import fulcrum
@@ -10,6 +11,7 @@ from fulcrum.data import Dataset
 from fulcrum.flower.terms import PartyTerms, find_allowed_rule, terms_to_settings
 from fulcrum.privacy.ledger import Ledger, RunRecord
 from fulcrum.privacy.plan import make_plan
+from fulcrum.privacy.plan.text import infinity_to_text
 from fulcrum.privacy.statement import AccountedRun, make_statement
 from fulcrum.runs import folder as record
 from fulcrum.runs.active_run import describe_covered_run
@@ -29,6 +31,8 @@ def make_party_statement(
     settings = terms_to_settings(terms, name, simulation)
     plan = make_plan(settings, [terms.party], [units], rule, population=dataset.name)
     known = last.is_known
+    rounds = Counter(run for run, _ in {(entry.run, entry.round) for entry in entries})
+    alone = {run: ledger.epsilon(terms.party, run) for run in rounds}
     accounted = AccountedRun(
         settings=settings,
         plan=plan,
@@ -41,7 +45,10 @@ def make_party_statement(
         dataset_name=f"{dataset.name} of {terms.party}",
         dataset_warnings=dataset.warnings,
         finished=finished,
-        rounds_done=len({(entry.run, entry.round) for entry in entries}),
+        rounds_done=rounds[latest],
+        rounds_in_scope=rounds.total(),
+        run_costs={terms.party: alone.get(latest, 0.0)},
+        per_run={run: {"rounds": rounds[run], "epsilon": infinity_to_text(alone[run])} for run in rounds},
         version=fulcrum.__version__,
         date=record.current_utc_time(),
         arithmetic=last.arithmetic if known else "proven" if uses_proven_arithmetic(settings) else "fast",
@@ -51,4 +58,5 @@ def make_party_statement(
     )
     content = make_statement(accounted)
     content["parties"][0]["budget"] = terms.budget
+    content["total"] = {"runs": len(rounds), "rounds": rounds.total(), "budget": terms.budget}
     return content

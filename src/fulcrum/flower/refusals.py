@@ -8,6 +8,8 @@ REFUSAL_TEXTS: dict[str, str] = {
     "message": "the message could not be read",
     "version": "the message is of another version of Fulcrum; install the same version at coordinator and parties",
     "party": "the request is for another party",
+    "signature": "the request is not signed by the coordinator",
+    "signer": "the request is signed with a key that this party does not know as the coordinator's",
     "expired": "the request has expired",
     "no-terms": "this party has agreed to no terms yet",
     "consent": "this party did not agree to the proposed terms",

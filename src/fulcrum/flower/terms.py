@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Model, Privacy, Settings, TaskSettings, Train
 
+FINGERPRINT_PATTERN = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
+"""A public key's fingerprint, as `ssh-keygen -l` prints it."""
 MIN_SIGMA = 1e-3
 """The noise multiplier of terms is above this: below, accounting overflows, and nothing is protected."""
 MAX_SIGMA = 1e6
@@ -90,6 +93,9 @@ class PartyTerms:
     plan: tuple[tuple[float, float, int], ...] = ()
     """The steps of one run as proposed: rate, noise multiplier, and how many of them. Empty: every agreed step at the
     largest rate and the smallest multiplier."""
+    coordinator: str = ""
+    """Fingerprint of the key that signs the coordinator's requests, SHA256:... as ssh-keygen -l prints it; no other key
+    is obeyed. Empty: the key of the server's certificate, which your CA vouches for."""
     clip: RuleTerms = field(default_factory=RuleTerms)
     """The clipping rules' settings. They hold here whatever the coordinator says; only C travels, and what else a rule
     learns from releases."""
@@ -150,6 +156,10 @@ def validate_terms(terms: PartyTerms, look_up: bool = True) -> PartyTerms:
         raise ConfigError("terms: weight_decay must be at least 0, and C_min at most C_max.")
     if terms.unit not in ("example", "person") or terms.groups not in ("flat", "layer"):
         raise ConfigError("terms: unit must be example or person, and groups flat or layer.")
+    if terms.coordinator and not FINGERPRINT_PATTERN.fullmatch(terms.coordinator):
+        raise ConfigError(
+            "terms: coordinator must be a fingerprint as ssh-keygen -l prints it, SHA256: and 43 characters, or empty."
+        )
     if terms.arithmetic not in ARITHMETICS:
         raise ConfigError(f"terms: arithmetic = {terms.arithmetic!r} must be auto, proven or fast.")
     _check_plan(terms)

@@ -21,6 +21,8 @@ from fulcrum.types import RoundRequest
 
 SIGNATURE_BYTES = 103
 """Bytes of a signature (P-384, DER): 102 to 104, by chance."""
+SEALED_BYTES = 228
+"""Bytes of the coordinator's signature with its key (P-384): 227 to 229, by chance."""
 ID_BYTES = 32
 """Hexadecimal digits of a run's id and of a nonce."""
 
@@ -40,7 +42,7 @@ def measure_message_traffic(federation: Federation, k: int = 0) -> RoundTraffic:
         0, settings.train.rounds, snapshot.params, (task,), (snapshot.rule,), settings.train.weight_decay
     )
     ids = {"run": "0" * ID_BYTES, "nonce": "0" * ID_BYTES, "party": plan.name(k)}
-    header = {**ids, **name_model_and_task(problem), "simulation": {}}
+    header = {**ids, **name_model_and_task(problem), "attempt": 0, "simulation": {}}
     asked = pack_round_request(header, settings, problem, request, task, snapshot.rule)
     own = problem.rule.where == "client"
     width = measure_statistics_width(problem, snapshot.rule)
@@ -50,4 +52,4 @@ def measure_message_traffic(federation: Federation, k: int = 0) -> RoundTraffic:
         {"kind": "update", **ids, "request": asked.digest, "round": 0, "events": events_to_rows(events)},
         {**arrays, "C": snapshot.rule["C"]} if own else arrays,
     )
-    return RoundTraffic(asked.size, answer.size + SIGNATURE_BYTES)
+    return RoundTraffic(asked.size + SEALED_BYTES, answer.size + SIGNATURE_BYTES)

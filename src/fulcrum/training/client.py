@@ -59,7 +59,8 @@ def train_client(
         if task.message is not None:  # one step, masked: the update itself is the server's to make
             message = round_to_message(given.sum, float(scale.sum), task.message, (problem.randomness, key[1:]))
             diagnostics = _collect_diagnostics(given) if problem.diagnostics else {}
-            return ClientReply(task.client, message, given.extra.float(), (scale.event,), state, diagnostics)
+            extra = given.extra.float()
+            return ClientReply(task.client, message, extra, (scale.event,), state, diagnostics, task.message.grid)
         noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:])
         given = replace(given, sum=given.sum.new_empty(0))  # a large model's memory
         # In place where values were made for this step: a large model's weights are seldom read and written.
