@@ -33,6 +33,7 @@ from fulcrum.flower.messages import (
     simulation_to_table,
     state_to_arrays,
 )
+from fulcrum.flower.pairwise.coordinator import MaskedCoordinator
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, describe_refusal, verify_signed_reply
 from fulcrum.flower.rule_terms import is_C_within
 from fulcrum.flower.stragglers import StragglerBook, StragglerPolicy
@@ -97,6 +98,7 @@ class FlowerEngine(Engine):
         self._stale: set[int] = set()  # refused the current round because they had answered it before
         self._next_round = 0
         self._agreed = name_model_and_task(problem)
+        self.masked = MaskedCoordinator(self)
 
     # --- who is there -----------------------------------------------------------------------------
 
@@ -149,6 +151,9 @@ class FlowerEngine(Engine):
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Ask every party, wait until all have answered or the time is over, and yield the sound replies."""
+        if self.settings.privacy.aggregation == "pairwise":
+            yield from self.masked.run(request)
+            return
         asks = {
             task.client: (task, state, self._make_round_request(request, task, state))
             for task, state in zip(request.assignments, request.states, strict=True)
@@ -298,6 +303,16 @@ class FlowerEngine(Engine):
             events=events,
             state={**state, "C": arrays["C"].to(device)} if own else state,
         )
+
+    def note_refusal(self, client: int, code: str) -> None:
+        """A party refused a masked round: whose budget is spent is asked no more."""
+        if code == "budget":
+            self._spent.add(client)
+
+    def select_moving(self, state: RuleState) -> RuleState:
+        """What of a clipping state travels with a round's request."""
+        rule = self.problem.rule
+        return {} if rule.where == "client" else select_moving_entries(rule.moves, state)
 
     def send_run_finished(self, rounds: int, seconds: float = 5.0) -> None:
         """Tell every party that the run is over, so that it writes its statement; waits up to `seconds` for that."""

@@ -136,7 +136,7 @@ def prepare_job(job: StudyJob, datasets: DatasetCache, device: str = "auto", pre
         raise ConfigError(f"job {job.id} ({job.cell}) has no sigma yet; prepare it with fulcrum study prepare.")
     settings = job.settings
     every = settings.run.evaluate_every
-    if every == 1:  # not set
+    if every == 0:  # not set
         every = min(max(5, settings.train.rounds // NUM_CURVE_POINTS), settings.train.rounds)
     # The held-out part and the features come from the cache: `prepare` must not hold out another tenth of the rest.
     run = {"device": device, "evaluate_every": every, "ledger": "", "engine": "auto"}

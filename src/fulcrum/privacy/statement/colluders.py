@@ -29,7 +29,7 @@ def describe_pairwise(plan: Plan, epsilon: float, delta: float, keys: Sequence[M
     two = bound_two_parties(plan, epsilon, delta)
     return {
         "colluders": plan.colluders,
-        "parties": plan.parties,
+        "parties": plan.parties + plan.peers,
         "sigma_eff": table[0].sigma_eff,
         "table": [
             {"colluders": row.colluders, "sigma_eff": row.sigma_eff, "epsilon": infinity_to_text(row.epsilon)}
