@@ -44,17 +44,50 @@ class Transform:
 
 
 @dataclass(frozen=True)
+class Axes:
+    """Released coordinates in which gradients are clipped and noised: (g - centre) / scale, both [d], scale above 0."""
+
+    centre: torch.Tensor
+    scale: torch.Tensor
+
+    def forward(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Gradients [..., d] in these coordinates."""
+        return (gradients - self.centre) / self.scale
+
+    def inverse(self, mean: torch.Tensor) -> torch.Tensor:
+        """A noised mean [..., d] of what `forward` gave, back in the model's coordinates."""
+        return mean * self.scale + self.centre
+
+
+@dataclass(frozen=True)
 class View:
     """What a rule needs to know of each example.
 
     transform: another domain in which gradients are clipped and noised (None for almost all rules).
     direction: a released vector [d]; the rule then gets its inner product with each gradient.
     losses: whether the rule needs each example's loss.
+    axes: released coordinates in which gradients are clipped and noised. Not with transform.
+    probes: released vectors [P, d]; in steps that release statistics the rule gets each example's loss at the weights
+    plus each of them.
     """
 
     transform: Transform | None = None
     direction: torch.Tensor | None = None
     losses: bool = False
+    axes: Axes | None = None
+    probes: torch.Tensor | None = None
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether gradients must be written out: norms and sums of them in the model's coordinates are not enough."""
+        return self.transform is not None or self.axes is not None
+
+    def restore_gradient(self, noisy: torch.Tensor, batch: float | torch.Tensor) -> torch.Tensor:
+        """The noised sum [m] over an expected batch as a mean gradient [d]. `noisy` may be overwritten."""
+        if self.transform is not None:
+            return self.transform.inverse(noisy) / batch
+        mean = noisy.div_(batch)
+        return mean if self.axes is None else self.axes.inverse(mean)
 
 
 @dataclass(frozen=True)
@@ -75,7 +108,8 @@ NO_MARGIN = SumMargin()
 class Stats:
     """The input of a rule: one row per unit (example, person or client). Never released.
 
-    norms [B, G]; dots [B] or None; losses [B] or None; mask [B] is False on padding.
+    norms [B, G]; dots [B] or None; losses [B] or None; probes [B, P] or None, losses at other weights (`View.probes`;
+    zeros in steps that release no statistics); mask [B] is False on padding.
     sigma: noise multiplier of this step. batch: its expected number of units. lr: its learning rate eta.
 
     The last three are no rule's business but that of `privacy.bounds`, which limits factors. norm_bounds [B, G],
@@ -88,6 +122,7 @@ class Stats:
     mask: torch.Tensor
     dots: torch.Tensor | None = None
     losses: torch.Tensor | None = None
+    probes: torch.Tensor | None = None
     sigma: float = 0.0
     batch: float = 1.0
     lr: float = 1.0
@@ -117,7 +152,8 @@ class Released:
     aggregate and divided by the expected batch size and the number of steps that released them. lr: learning rate
     eta_t. steps: number of local steps N. round: t, from 0. rounds: number of rounds T. noise: standard deviation of
     the noise in one coordinate of the aggregate, in units of the largest possible signal eta_t N C; public, since
-    sigma, q and n_k are. asked: number of steps that released statistics; if 0, extra is zero and has no meaning.
+    sigma, q and n_k are. asked: number of steps that released statistics; if 0, extra is zero and has no meaning. moved
+    [d]: by how much the server changed the weights in this round; None where nobody but the caller's optimizer knows.
     """
 
     aggregate: torch.Tensor
@@ -128,6 +164,7 @@ class Released:
     rounds: int
     noise: float = 0.0
     asked: float = 1.0
+    moved: torch.Tensor | None = None
 
 
 # --- the round ------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "clip.shrink": (0, True, 1e6, True),
     "clip.stability": (1e-9, True, 1e6, True),
     "clip.statistics_interval": (0, True, math.inf, False),
+    "clip.statistics_rounds": (0, True, math.inf, False),
     "privacy.epsilon": (0, False, math.inf, False),
     "privacy.sigma": (1e-6, True, 1e9, True),
     "privacy.delta": (0, False, 1, False),

@@ -260,7 +260,8 @@ class Train:
     trim: float = 0.2
     """Share of the parties whose values trimmed-mean leaves out at each end of a coordinate, rounded up."""
     server: str = "sgd"
-    """Server optimiser: sgd, momentum or adam."""
+    """Server optimiser: sgd, momentum, adam, adam-bc (adam with the known variance of the noise taken off its second
+    moment) or d-adaptation (sgd with a step from a lower bound on the distance to a solution)."""
     server_lr: float = 1.0
     server_momentum: float = 0.9
     server_beta2: float = 0.99
@@ -320,6 +321,9 @@ class Clip:
     """moo-paper, moo-paper-batch: reading of dL_model/dC: loss, hypergradient, or derivative (literal)."""
     statistics_interval: float = 0.0
     """Epochs between two releases of a rule's statistics; 0: with every step. Other steps release only gradients."""
+    statistics_rounds: int = 0
+    """Rounds between two releases of a rule's statistics, in the first local step of such a round; 0: as
+    statistics_interval says."""
     options: dict[str, bool | int | float | str] = field(default_factory=dict, hash=False)
     """A user's rule's own settings (docs/own-rule.md), by name: {"speed" = 0.5}."""
 

@@ -170,9 +170,11 @@ def advance_snapshot(
     params, server, after = snapshot.params, snapshot.server, snapshot.rule
     if released is not None:
         update = released.aggregate if rule_state is None else rule.apply(rule_state, released)
-        change, server = SERVERS.find(train.server).step(update, server, train)
+        optimiser, C = SERVERS.find(train.server), (rule_state or snapshot.rule)["C"]
+        change, server = optimiser.move(update, server, train, released, C)
         params = params + change
-        after = after if rule_state is None else rule.adapt(rule_state, released)
+        if rule_state is not None:
+            after = rule.adapt(rule_state, dataclasses.replace(released, moved=change))
     averaged = update_moving_average(snapshot.averaged, params, train.ema, t)
     return dataclasses.replace(
         snapshot, round=t + 1, params=params, averaged=averaged, server=server, rule=after, **changes

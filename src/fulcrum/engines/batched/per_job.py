@@ -59,13 +59,12 @@ class PerJobRounds:
         counts = [(job.task.steps, job.task.asked(t), self._compute_noise(job, t)) for job in jobs]
         public = torch.tensor(counts, dtype=torch.float32, device=self.device)[places]  # [J, 3]
         lr, noise = server.lr[t], server.noise[t]
-        update, after = aggregate, server.rule_state
         if self.own:
             self._adapt_client_states(parts, clients, deltas, extras, lr[runs], public, t)
-        else:
-            steps, asked = _sum_by_index(runs, public[:, :2] * shares[:, None], len(C)).unbind(dim=1)
-            update, after = server.core.rule.adapt(after, aggregate, extra, lr, steps, t, server.rounds, noise, asked)
-        server.move(update, after, C)
+            server.move(aggregate, server.rule_state, C)
+            return
+        steps, asked = _sum_by_index(runs, public[:, :2] * shares[:, None], len(C)).unbind(dim=1)
+        server.end_round(server.core.rule, aggregate, extra, lr, steps, t, noise, asked)
 
     def _list_jobs(self, t: int) -> tuple[list[ClientJob], list[float]]:
         jobs, weights, offset = [], [], 0
@@ -103,7 +102,7 @@ class PerJobRounds:
         state = {name: torch.cat([own[name] for own in last]) for name in last[0]}
         if rule.rule.when == "round":
             steps, asked, noise = public.unbind(dim=1)
-            _, state = rule.adapt(state, deltas, extras, lr, steps, t, self.server.rounds, noise, asked)
+            _, state, _ = rule.adapt(state, deltas, extras, lr, steps, t, self.server.rounds, noise, asked)
         for name, value in self.states.items():
             value[clients] = state[name]
 

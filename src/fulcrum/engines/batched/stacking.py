@@ -36,7 +36,7 @@ STACKABLE_FIELDS: dict[str, frozenset[str]] = {
     "clip": frozenset(
         {
             *("C0", "kappa", "balance", "reach", "growth", "eta_C", "beta", "phi", "C_min", "C_max", "gamma", "rho_c"),
-            *("stability", "reading", "statistics_interval", "step", "search"),
+            *("stability", "reading", "statistics_interval", "statistics_rounds", "step", "search"),
         }
     ),
     # In each run's own plan.

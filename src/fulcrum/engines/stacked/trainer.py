@@ -282,7 +282,8 @@ def probe_statistics_width(core: StackedCore, state: StackedState, t: Any, round
     rows = C.new_ones((1, 1))
     own = {name: value[:1] for name, value in state.items()}
     seen = (rows if direction is not None else None, rows if view.losses else None)
-    _, again, extra, *_ = core.rule.clip(own, C[:, None], rows > 0, *seen, rows[0], rows[0], rows[0])
+    probes = None if view.probes is None else C.new_ones((1, 1, len(view.probes)))
+    _, again, extra, *_ = core.rule.clip(own, C[:, None], rows > 0, *seen, rows[0], rows[0], rows[0], probes=probes)
     whole = core.problem.layout.dim if view.transform is None else len(view.transform.groups)
     return int(extra.shape[2]) + (whole if again.shape[2] else 0)
 

@@ -186,6 +186,8 @@ def _group_with_terms(
 def _compute_statistics_interval(settings: Settings, rule: ClipRule) -> int:
     """Steps between two releases of the rule's statistics; at unit client the server releases them every round."""
     paid = rule.private and rule.share is not no_statistics_share and not has_trusted_server(settings)
+    if paid and settings.clip.statistics_rounds:
+        return settings.clip.statistics_rounds * compute_local_steps(settings.train)
     return max(1, round(settings.clip.statistics_interval / settings.train.rate)) if paid else 1
 
 

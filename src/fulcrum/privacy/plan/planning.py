@@ -113,7 +113,7 @@ def _check_masked_rule(settings: Settings, rule: ClipRule) -> None:
         "sets C from raw private values": not rule.sound,
         "keeps a C at each party, which follows from the party's own sum before it is masked": rule.where != "server",
         "releases statistics beside the gradients": rule.share is not no_statistics_share,
-        "clips in another basis and may reshape each party's own sum": view.transform is not None,
+        "clips in another basis and may reshape each party's own sum": view.needs_gradients,
     }
     for reason, true in reasons.items():
         if true:
