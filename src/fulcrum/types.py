@@ -238,6 +238,7 @@ class ClientReply:
     per expected unit and step. events: in order of release.
     state: the client's clipping state after the round. diagnostics: NOT private; they exist in
     simulations only, and no party sends them. grid: what one unit of integers stands for; 0 where delta is an update.
+    bits: how many low bits of each integer there are.
     """
 
     client: int
@@ -247,6 +248,7 @@ class ClientReply:
     state: RuleState
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     grid: float = 0.0
+    bits: int = 32
 
 
 @dataclass(frozen=True)

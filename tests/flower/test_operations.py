@@ -348,7 +348,7 @@ def test_a_rotation_is_accepted_when_the_present_key_signed_it_and_not_otherwise
     private, public = keys.make_key_pair(tmp_path / "a", "a")
     register = tmp_path / "register"
     register.mkdir()
-    (register / "a.pub").write_bytes(public.read_bytes())
+    (register / "a.pub").write_bytes(public.read_bytes().rstrip() + b" units=480\n")
     before = keys.load_private_key(private)
     note, kept = rotate_key(private)
     assert keys.public_key_to_pem(keys.load_private_key(kept).public_key()) == keys.public_key_to_pem(
@@ -363,6 +363,7 @@ def test_a_rotation_is_accepted_when_the_present_key_signed_it_and_not_otherwise
     with pytest.raises(ConfigError, match="not signed by a's present key"):
         accept_rotation(register, tmp_path / "forged.json")
     assert accept_rotation(register, note) == "a"
+    assert (register / "a.pub").read_text().endswith(" a units=480\n"), "what was fixed with the key stays"
     now = keys.load_public_keys(register)["a"]
     assert keys.public_key_to_pem(now) == keys.public_key_to_pem(keys.load_private_key(private).public_key())
     with pytest.raises(ConfigError, match="present key"):

@@ -42,6 +42,10 @@ def certs(
         typer.Option("--host", help="Make a development CA and a server certificate for this name or address; repeat."),
     ] = None,
     party: Annotated[list[str] | None, typer.Option("--party", help="Make a key pair for this party; repeat.")] = None,
+    units: Annotated[
+        int | None,
+        typer.Option("--units", min=1, help="The party's number of examples or persons, fixed with its key."),
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
     """Make a development CA with a server certificate (--host), and key pairs for parties (--party).
@@ -57,7 +61,7 @@ def certs(
     for path in authority.make_certificate_authority(folder, host) if host else []:
         typer.echo(path)
     for name in party or []:
-        for path in keys.make_key_pair(folder, name):
+        for path in keys.make_key_pair(folder, name, units):
             typer.echo(path)
 
 

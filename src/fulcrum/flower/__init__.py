@@ -17,6 +17,10 @@ party_statement.py  a party's own privacy statement
 party.py            a party's service: it answers requests within its terms and its ledger's budget
 registry.py         which node is which party: only signed answers count
 coordinator.py      an engine that asks parties instead of computing
+stragglers.py       parties that are late rest, and come back
+array_coding.py     the arrays of a message, coded without loss
+continuation.py     a new run from an old run's model
+operations/         the operator's side: log lines, metrics, status, checks, key changes
 traffic.py          bytes of a round's messages, before a run
 prepare.py          what a coordinator needs before it contacts parties
 certs.py            a development CA, a server certificate and key pairs

@@ -19,10 +19,12 @@ import torch
 
 from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.errors import RunError
+from fulcrum.flower.array_coding import encode_arrays
 from fulcrum.flower.messages import (
     ArraySpec,
     BadMessage,
     Envelope,
+    PackedBody,
     SimulatedStreams,
     assignment_to_table,
     compute_model_fingerprint,
@@ -154,8 +156,10 @@ class FlowerEngine(Engine):
         if self.settings.privacy.aggregation == "pairwise":
             yield from self.masked.run(request)
             return
+        shared = all(state is request.states[0] for state in request.states) or self.problem.rule.where == "client"
+        body = pack_round_body(self.problem, request, request.states[0]) if shared and request.states else None
         asks = {
-            task.client: (task, state, self._make_round_request(request, task, state))
+            task.client: (task, state, self._make_round_request(request, task, state, body=body))
             for task, state in zip(request.assignments, request.states, strict=True)
         }
         needed = min(self.wait_policy.min_parties, len(asks))
@@ -245,7 +249,12 @@ class FlowerEngine(Engine):
             time.sleep(POLL_SECONDS)
 
     def _make_round_request(
-        self, request: RoundRequest, task: Assignment, state: RuleState, attempt: int = 0
+        self,
+        request: RoundRequest,
+        task: Assignment,
+        state: RuleState,
+        attempt: int = 0,
+        body: PackedBody | None = None,
     ) -> Envelope:
         """The signed request to one party. The same attempt at a round of a run gives the same header and body, also
         after a crash; a party that has answered them sends its stored reply again."""
@@ -259,7 +268,7 @@ class FlowerEngine(Engine):
             "attempt": attempt,
             "simulation": simulation_to_table(self.streams),
         }
-        packed = pack_round_request({**header, **self._agreed}, self.settings, self.problem, request, task, state)
+        packed = pack_round_request({**header, **self._agreed}, self.settings, self.problem, request, task, state, body)
         return self.registry.sign(packed)
 
     def _check_reply(
@@ -351,8 +360,9 @@ def pack_round_request(
     request: RoundRequest,
     task: Assignment,
     state: RuleState,
+    body: PackedBody | None = None,
 ) -> Envelope:
-    """A round's request. header: its run, nonce, party, model, task and simulation."""
+    """A round's request. header: its run, nonce, party, model, task and simulation. body: of `pack_round_body`."""
     public = {
         "kind": "round",
         "assignment": assignment_to_table(task),
@@ -363,9 +373,17 @@ def pack_round_request(
         "rounds": request.rounds,
         "weight_decay": request.weight_decay,
     }
+    return pack_envelope({**header, **public}, body=body or pack_round_body(problem, request, state))
+
+
+def pack_round_body(problem: TrainingProblem, request: RoundRequest, state: RuleState) -> PackedBody:
+    """What travels to a party in a round: the weights, and what moves of the rule's state.
+
+    It is the same for all parties, unless each has a rule's state of its own that moves.
+    """
     rule = problem.rule  # a rule that parties adapt for themselves sends nothing of its state
     moving = {} if rule.where == "client" else select_moving_entries(rule.moves, state)
-    return pack_envelope({**header, **public}, {"params": request.params, **state_to_arrays(moving)})
+    return PackedBody(encode_arrays({"params": request.params, **state_to_arrays(moving)}))
 
 
 def bound_update_norm(

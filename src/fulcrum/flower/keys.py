@@ -6,6 +6,7 @@ file's name is the party's name, so a party cannot use another's name.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import threading
@@ -33,8 +34,11 @@ def check_party_name(name: str) -> str:
     return name
 
 
-def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write NAME (private, readable by the owner only) and NAME.pub; refuses to overwrite either."""
+def make_key_pair(folder: Path, name: str, units: int | None = None) -> tuple[Path, Path]:
+    """Write NAME (private, readable by the owner only) and NAME.pub; refuses to overwrite either.
+
+    units: the party's number of units, as agreed; it is written behind the key and bounds what the party may claim.
+    """
     private, public = folder / check_party_name(name), folder / f"{name}.pub"
     for path in (private, public):
         if path.exists():
@@ -48,7 +52,8 @@ def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
         ),
     )
     words = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    public.write_bytes(words + f" {name}\n".encode())
+    fixed = "" if units is None else f" units={units}"
+    public.write_bytes(words + f" {name}{fixed}\n".encode())
     return private, public
 
 
@@ -142,7 +147,7 @@ class KeyRegister(Mapping[str, ec.EllipticCurvePublicKey]):
 def sign_envelope(key: ec.EllipticCurvePrivateKey, envelope: Envelope) -> Envelope:
     """The envelope with the party's signature over header and body."""
     signature = key.sign(_SIGNATURE_CONTEXT + bytes.fromhex(envelope.digest), ec.ECDSA(hashes.SHA384()))
-    return Envelope(envelope.header, envelope.body, signature)
+    return dataclasses.replace(envelope, signature=signature)
 
 
 def has_valid_signature(key: ec.EllipticCurvePublicKey, envelope: Envelope) -> bool:

@@ -22,6 +22,9 @@ from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.data import Dataset
 from fulcrum.errors import BudgetError, ConfigError, DataError, FulcrumError, ModelError
 from fulcrum.flower import keys
+from fulcrum.flower.array_coding import decode_own_arrays
+from fulcrum.flower.display import clean_message, show_value
+from fulcrum.flower.known_ledgers import head_to_table
 from fulcrum.flower.messages import (
     ArraySpec,
     BadMessage,
@@ -55,8 +58,10 @@ from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.mechanism import compute_planned_events
+from fulcrum.privacy.pairwise.integers import pack_message
 from fulcrum.privacy.statement import statement_to_markdown
 from fulcrum.runs import folder as record
+from fulcrum.settings.registry import forbid_imports
 from fulcrum.training.round import compute_reply_digest
 from fulcrum.types import ClientReply, RoundRequest, RuleState
 
@@ -136,7 +141,7 @@ class PartyService:
         return self._make_signed_reply("refused", "", "", request, code=code)
 
     def answer_hello(self, header: dict[str, Any], request: Envelope) -> Envelope:
-        """Send our name and what is public about our data, if the proposal is within our terms.
+        """Send our name, our ledger's identity and what is public about our data, if the proposal is within our terms.
 
         Public are the number of units n_k and the shape of a record. Model and task follow from the terms and that
         shape; nothing is computed from the values of records or labels.
@@ -157,6 +162,7 @@ class PartyService:
             model=self.trainer.fingerprint,
             task=self.trainer.task_fingerprint,
             randomness="seeded" if self.simulation else "secure",
+            ledger=head_to_table(self.ledger.head()),
         )
 
     def round(self, header: dict[str, Any], request: Envelope) -> Envelope:
@@ -264,7 +270,7 @@ class PartyService:
             header["nonce"],
             run,
             request,
-            arrays={"delta": update.delta, "extra": update.extra},
+            arrays={"delta": pack_message(update.delta, update.bits), "extra": update.extra},
             round=t,
             events=events_to_rows(update.events),
         )
@@ -280,6 +286,11 @@ class PartyService:
         self.done = True
         self._masked.forget()
         self.say(f"the coordinator has finished after {header['rounds']} rounds")
+        return self._make_signed_reply("noted", header["nonce"], header["run"], request)
+
+    def answer_notice(self, header: dict[str, Any], request: Envelope) -> Envelope:
+        """A sentence for the people here, such as why this party does not take part."""
+        self.say(f"the coordinator says: {show_value(header['text'], 1000)}")
         return self._make_signed_reply("noted", header["nonce"], header["run"], request)
 
     def _make_signed_reply(
@@ -316,6 +327,7 @@ class PartyService:
         if self._dataset is None:
             dataset = self._load(self.terms)
             enroll_party(self.ledger, self.terms, dataset)
+            self.ledger.bring_to_current_format()  # the coordinator gets to know which ledger this is
             self._dataset = dataset
 
     @property
@@ -338,7 +350,8 @@ class PartyService:
         if self.consent is None:
             raise TermsRefusal("no-terms")
         try:
-            terms = accept_proposal(self.name, proposal, look_up=False)
+            with forbid_imports():
+                terms = accept_proposal(self.name, proposal, look_up=False)
         except TaskNotDeclared as error:
             raise TermsRefusal("task", str(error)) from error
         except ConfigError as error:
@@ -419,6 +432,7 @@ _ANSWERS_BY_KIND: dict[str, Callable[[PartyService, dict[str, Any], Envelope], E
     "round": PartyService.round,
     "manifest": PartyService.answer_manifest,
     "done": PartyService.answer_finish,
+    "notice": PartyService.answer_notice,
 }
 
 
@@ -428,7 +442,7 @@ def _state_to_bytes(state: RuleState) -> bytes:
 
 def compute_stored_digest(reply: Envelope) -> str:
     """The ledger's fingerprint of a stored update: that of its numbers, as in a run in one process."""
-    arrays = load_arrays(reply.body)
+    arrays = decode_own_arrays(reply.body)
     return compute_reply_digest(ClientReply(0, arrays["delta"], arrays["extra"], (), {}))
 
 
@@ -467,7 +481,7 @@ def open_party_service(
             consent=consent,
             simulation=simulation,
             device=device or torch.device("cpu"),
-            say=say,
+            say=lambda words: say(clean_message(words)),  # it may quote what a coordinator sent
             gate=gate,
         )
         try:

@@ -63,6 +63,7 @@ def make_party_statement(
         simulation=simulation,
         others=tuple(map(describe_covered_run, runs.values())),
         peer_keys=tuple(keys),
+        across_machines=True,
         composition=ledger.describe_composition(terms.party) if entries else "",
     )
     content = make_statement(accounted)

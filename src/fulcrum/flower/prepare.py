@@ -14,11 +14,14 @@ from fulcrum.clipping.moo import MOO
 from fulcrum.data import Dataset, Partition, load
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy, list_refusals
+from fulcrum.flower.keys import KeyRegister
+from fulcrum.flower.known_ledgers import LedgerBook
 from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint, write_shape
 from fulcrum.flower.proposals import make_proposal
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, PartyReportFn, Transport
 from fulcrum.flower.signing import RequestSigner
 from fulcrum.flower.task_terms import declare_task, task_fingerprint
+from fulcrum.flower.units import read_registered_units
 from fulcrum.privacy.plan import make_plan
 from fulcrum.rng import CipherRandomness
 from fulcrum.runs.preparation import build_checked_model
@@ -101,8 +104,12 @@ def make_party_registry(
     problem: TrainingProblem,
     report: PartyReportFn,
     signer: RequestSigner | None = None,
+    ledgers: LedgerBook | None = None,
 ) -> PartyRegistry:
-    """The registry of a run, with what every party's greeting must say. signer: the coordinator's key."""
+    """The registry of a run, with what every party's greeting must say. signer: the coordinator's key.
+
+    ledgers: which ledger each party has paid from.
+    """
     required = {
         "shape": write_shape(problem.dataset.shape),
         "model": compute_model_fingerprint(problem.model, problem.layout),
@@ -110,7 +117,8 @@ def make_party_registry(
         "randomness": settings.privacy.randomness,
     }
     proposal = make_proposal(settings, problem.task.outputs, declare_task(problem.dataset))
-    return PartyRegistry(transport, public_keys, run, proposal, required, report, signer)
+    registered = read_registered_units(public_keys.folder) if isinstance(public_keys, KeyRegister) else {}
+    return PartyRegistry(transport, public_keys, run, proposal, required, report, signer, ledgers, registered)
 
 
 def wait_for_parties(registry: PartyRegistry, expected: int, wait_policy: WaitPolicy) -> tuple[PartyInfo, ...]:

@@ -10,21 +10,34 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum.flower import keys
+from fulcrum.flower.display import show_value
+from fulcrum.flower.known_ledgers import LedgerBook
 from fulcrum.flower.messages import BadMessage, Envelope, pack_envelope, read_message_header
 from fulcrum.flower.port.presence import PartyPresence
 from fulcrum.flower.refusals import REFUSAL_TEXTS
 from fulcrum.flower.signing import RequestSigner
+from fulcrum.flower.units import PartyInfo, PartyReportFn, find_wrong_claim
 
-PartyReportFn = Callable[[str, str], None]
-"""Called with a party's name (or "") and one sentence on what happened."""
+__all__ = [
+    "MessageDelivery",
+    "PartyInfo",
+    "PartyRegistry",
+    "PartyReportFn",
+    "Transport",
+    "describe_refusal",
+    "verify_signed_reply",
+]
 
 POLL_SECONDS = 0.03
 """Seconds between two polls of the transport."""
+NOTICE_TIMEOUT_SECONDS = 60.0
+"""Seconds that a sentence for a party's people waits to be fetched."""
 HELLO_TIMEOUT_SECONDS = 3600.0
 """Seconds that a hello waits for an answer: a person may be reading the terms."""
 
@@ -58,14 +71,6 @@ class Transport(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class PartyInfo:
-    """What is public about a party: its name, and its number of units n_k."""
-
-    name: str
-    units: int
-
-
 class PartyRegistry:
     """Which node is which party. Every node that connects is greeted; only a signed answer counts."""
 
@@ -78,12 +83,15 @@ class PartyRegistry:
         required: Mapping[str, Any],
         report: PartyReportFn,
         signer: RequestSigner | None = None,
+        ledgers: LedgerBook | None = None,
+        registered_units: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """required: what every party's `welcome` must say (shape, model, task, randomness).
 
+        ledgers: which ledger each party has paid from. registered_units: numbers of units fixed at registration.
         signer: the coordinator's key; None sends requests unsigned, which only parties in this process accept.
         """
-        self.signer = signer
+        self.signer, self.ledgers, self.registered_units = signer, ledgers or LedgerBook(), registered_units
         self.transport, self.public_keys, self.run, self.report = transport, public_keys, run, report
         self.proposal, self.required = dict(proposal), dict(required)
         self.node_of: dict[str, int] = {}
@@ -107,14 +115,17 @@ class PartyRegistry:
         if now - self._looked < 1.0:
             return
         self._looked = now
+        take_notices: Callable[[], list[tuple[str, str]]] = getattr(self.transport, "take_notices", list)
+        for name, words in take_notices():
+            self.report(name, words)
         for name, each in self.presence().items():
             before = self._presence.get(name)
             self._presence[name] = each
             if before is None or (before.online, before.cause) == (each.online, each.cause):
                 continue
-            if not each.online:
+            if not each.online and not each.detail:
                 self.report(name, each.words)
-            elif before.cause != "never":
+            elif each.online and before.cause != "never":
                 self.report(name, f"is back after {max(0.0, each.since - before.since):.0f} s")
 
     def poll(self) -> None:
@@ -157,6 +168,14 @@ class PartyRegistry:
         """The request with the coordinator's signature."""
         return request if self.signer is None else self.signer.sign(request)
 
+    def refuse_party(self, party: str, words: str, node: int | None = None) -> None:
+        """Say here and at the party why it does not take part. Nothing waits for its answer."""
+        self.refuse(party, words)
+        node = self.node_of.get(party) if node is None else node
+        if node is not None:
+            notice = self.pack_request("notice", party, text=f"{party} {words}"[:2000])
+            self.transport.send(node, notice, NOTICE_TIMEOUT_SECONDS, "notice")
+
     def take_restarted_parties(self) -> set[str]:
         """Parties whose node has started again since the last call."""
         names = {name for name, node in self.node_of.items() if node in self._restarted}
@@ -182,13 +201,16 @@ class PartyRegistry:
             return
         for field, wanted in self.required.items():
             if header[field] != wanted:
-                self.refuse(name, f"does not fit: its {field} is {header[field]!r}, the run's is {wanted!r}")
+                shown = f"its {field} is {show_value(repr(header[field]))}, the run's is {show_value(repr(wanted))}"
+                self.refuse_party(name, f"does not fit: {shown}", node)
                 return
-        if header["units"] < 1:
-            self.refuse(name, "does not fit: it has no data")
+        problem = find_wrong_claim(name, header["units"], self.registered_units)
+        problem = problem or self.ledgers.find_problem(name, header.get("ledger"))
+        if problem:
+            self.refuse_party(name, f"does not take part: {problem}", node)
             return
         if self.parties.get(name, PartyInfo(name, header["units"])).units != header["units"]:
-            self.refuse(name, "does not fit: it now has another number of units than at the start")
+            self.refuse_party(name, "does not fit: it now has another number of units than at the start", node)
             return
         if self.node_of.get(name, node) != node:
             self._restarted.add(node)  # started again without a key to be known by (--insecure)
@@ -213,7 +235,7 @@ def verify_signed_reply(
         raise BadMessage("it names a party that is not in the register.")
     if not keys.has_valid_signature(key, reply):
         raise BadMessage(f"it claims to be from {header['party']}, but the signature is not that party's.")
-    sent = read_message_header(request, ("hello", "round", "manifest", "done"))
+    sent = read_message_header(request, ("hello", "round", "manifest", "done", "notice"))
     if (header["run"], header["nonce"], header["request"]) != (run, sent["nonce"], request.digest):
         raise BadMessage("it answers another request than the one that was sent.")
     return header

@@ -17,9 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fulcrum import runs as api
 from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError, RunError
-from fulcrum.flower import keys
+from fulcrum.flower import keys, known_ledgers
 from fulcrum.flower.continuation import take_old_model
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
+from fulcrum.flower.display import clean_message
 from fulcrum.flower.messages import Envelope
 from fulcrum.flower.operations.coordinator_status import CoordinatorStatus
 from fulcrum.flower.operations.monitor import Monitor, append_durably
@@ -39,6 +40,7 @@ from fulcrum.flower.prepare import (
 from fulcrum.flower.registry import PartyInfo, PartyReportFn, Transport
 from fulcrum.flower.request_gate import RequestGate
 from fulcrum.flower.signing import RequestSigner, derive_request_signer, load_request_signer
+from fulcrum.flower.units import keep_plausible_parties
 from fulcrum.runs import Result, RoundCallback
 from fulcrum.runs import folder as record
 from fulcrum.settings import files as settings_file
@@ -76,6 +78,15 @@ def find_request_signer(address: ListenAddress, secret: bytes) -> RequestSigner:
     return load_request_signer(path) if path else derive_request_signer(secret)
 
 
+def open_ledger_book(
+    public_keys: Mapping[str, ec.EllipticCurvePublicKey], simulation: bool
+) -> known_ledgers.LedgerBook:
+    """Which ledger each party has paid from, kept in the register's folder; a simulation keeps nothing."""
+    if simulation or not isinstance(public_keys, keys.KeyRegister):
+        return known_ledgers.LedgerBook()
+    return known_ledgers.LedgerBook(public_keys.folder / known_ledgers.FILE_NAME)
+
+
 class PartyLog:
     """What happened with parties: printed, and kept in the folder's parties.jsonl, on disk before anything follows.
 
@@ -86,6 +97,7 @@ class PartyLog:
         self.say, self.folder, self.monitor = say, folder, monitor
 
     def __call__(self, party: str, what: str) -> None:
+        what = clean_message(what)
         self.say(f"{party}: {what}" if party else what)
         line = {"time": record.current_utc_time(), "party": party, "what": what}
         append_durably(self.folder / "parties.jsonl", json.dumps(line) + "\n")
@@ -164,12 +176,17 @@ def serve_run(
     signer = find_request_signer(address, secret)
     with open_transport(address, public_keys, party_log) as transport:
         say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
-        registry = make_party_registry(transport, public_keys, run, settings, problem, party_log, signer)
+        book = open_ledger_book(public_keys, simulation)
+        registry = make_party_registry(transport, public_keys, run, settings, problem, party_log, signer, book)
         watch = CoordinatorStatus(
             out, run, registry, tuple(public_keys), monitor, settings.train.rounds, wait_policy.min_parties
         )
         registry.on_poll = watch.refresh
         parties = wait_for_parties(registry, len(public_keys), wait_policy)
+        if not simulation:
+            parties = keep_plausible_parties(parties, registry.registered_units, registry.refuse_party)
+        if len(parties) < max(1, wait_policy.min_parties):
+            raise RunError(f"only {len(parties)} of at least {wait_policy.min_parties} parties can take part.")
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if simulation else None
         watch.engine = engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, streams)
@@ -215,7 +232,10 @@ def resume_served_run(
     signer = find_request_signer(address, bytes.fromhex(kept["secret"]))
     with open_transport(address, public_keys, party_log) as transport:
         say(f"listening on {address.host}:{address.port} again")
-        registry = make_party_registry(transport, public_keys, str(facts["id"]), settings, problem, party_log, signer)
+        book = open_ledger_book(public_keys, kept["simulation"])
+        registry = make_party_registry(
+            transport, public_keys, str(facts["id"]), settings, problem, party_log, signer, book
+        )
         registry.parties.update({party.name: party for party in parties})
         watch = CoordinatorStatus(
             folder,

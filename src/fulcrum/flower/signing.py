@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class RequestSigner:
         own = self.key.public_key().public_bytes(
             serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         )
-        return Envelope(envelope.header, envelope.body, _SEAL + len(own).to_bytes(2, "big") + own + signature)
+        return replace(envelope, signature=_SEAL + len(own).to_bytes(2, "big") + own + signature)
 
 
 def load_request_signer(path: Path) -> RequestSigner:

@@ -13,6 +13,7 @@ from fulcrum.flower.coordinator import name_model_and_task, pack_round_request
 from fulcrum.flower.messages import events_to_rows, pack_envelope
 from fulcrum.flower.prepare import make_served_settings
 from fulcrum.privacy.mechanism import compute_planned_events
+from fulcrum.rng import torch_generator
 from fulcrum.settings.derived import compute_learning_rate
 from fulcrum.training.federation import Federation
 from fulcrum.training.snapshot import make_first_snapshot
@@ -46,7 +47,11 @@ def measure_message_traffic(federation: Federation, k: int = 0) -> RoundTraffic:
     asked = pack_round_request(header, settings, problem, request, task, snapshot.rule)
     own = problem.rule.where == "client"
     width = measure_statistics_width(problem, snapshot.rule)
-    arrays = {"delta": torch.zeros(problem.layout.dim), "extra": torch.zeros(width)}
+    # Noised updates are compressed like random numbers.
+    arrays = {
+        "delta": torch.randn(problem.layout.dim, generator=torch_generator(0, "traffic")),
+        "extra": torch.zeros(width),
+    }
     events = compute_planned_events(task, problem.rule, task.rate * plan.units(k), 0)
     answer = pack_envelope(
         {"kind": "update", **ids, "request": asked.digest, "round": 0, "events": events_to_rows(events)},

@@ -99,6 +99,7 @@ class FleetService:
         self._wakes: dict[int, asyncio.Event] = {}
         self._arriving: dict[tuple[int, str], _Arriving] = {}
         self.loop: Callable[[], asyncio.AbstractEventLoop | None] = lambda: None
+        self.count_port: Callable[[], dict[str, int]] = dict
         self._answers: dict[str, tuple[Any, Callable[..., Any]]] = {
             "activate-node": (fleet_pb2.ActivateNodeRequest, self._activate),
             "deactivate-node": (fleet_pb2.DeactivateNodeRequest, self._deactivate),
@@ -131,6 +132,14 @@ class FleetService:
     def presence(self) -> dict[str, PartyPresence]:
         """Who is there, since when, and why not."""
         return self.presence_book.look()
+
+    def take_notices(self) -> list[tuple[str, str]]:
+        """Parties and what was wrong with them since the last call, such as a clock."""
+        return self.presence_book.take_notices()
+
+    def port_counters(self) -> dict[str, int]:
+        """Numbers of the public port for an operator; {} while there is none."""
+        return self.count_port()
 
     def send(self, node: int, envelope: Envelope, seconds: float, label: str) -> str:
         """Queue a request; a node that waits for one gets it at once."""
@@ -227,7 +236,8 @@ class FleetService:
             return found
         if found is None:
             return PortResponse(403, json.dumps({"cause": "node"}).encode())
-        self.presence_book.seen(node.party, admitted.address)
+        if node.id in self._active:  # a look at the coordinator with a party's key is no presence
+            self.presence_book.seen(node.party, admitted.address)
         return PortResponse(200, found.SerializeToString(), {TIME_HEADER: f"{time.time():.3f}"})
 
     def disconnected(self, party: str) -> None:
@@ -282,8 +292,8 @@ class FleetService:
                 continue
         facts = (self.run_id, node.id, waiting.seconds, waiting.label, waiting.id)
         if inline:
-            proto = wire.make_request_proto(waiting.envelope, *facts)
-            return fleet_pb2.PullMessagesResponse(messages_list=[proto])
+            head, body = wire.frame_request(waiting.envelope, *facts)
+            return PortResponse(200, head, {TIME_HEADER: f"{time.time():.3f}"}, tail=body)
         parts = wire.take_apart(waiting.envelope, *facts)
         self.mailbox.rename(waiting, parts.tree.object_id, parts.objects)
         self.mailbox.took(waiting)

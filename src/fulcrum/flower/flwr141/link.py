@@ -55,6 +55,7 @@ class LocalSuperlink:
             watch=self._look_at_register,
         )
         self.transport.loop = lambda: self.server.loop
+        self.transport.count_port = self.server.count
 
     def __enter__(self) -> LocalSuperlink:
         self.server.start()

@@ -36,7 +36,7 @@ from fulcrum.flower import keys
 from fulcrum.flower.flwr141 import wire
 from fulcrum.flower.flwr141.fleet import LAST_HEADER, VERSIONS_HEADER
 from fulcrum.flower.flwr141.pinned import HEARTBEAT_SECONDS, check_flower_version
-from fulcrum.flower.flwr141.troubles import Trouble, name_refusal, name_trouble
+from fulcrum.flower.flwr141.troubles import Trouble, hide_password, name_refusal, name_trouble
 from fulcrum.flower.messages import MESSAGE_VERSION, BadMessage, Envelope
 
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
@@ -92,6 +92,7 @@ class FleetNode:
         self._last = ""
         self._ahead = 0.0
         self._told: tuple[str, float] = ("", 0.0)
+        self._ever = False
         self._lock = threading.Lock()
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -302,10 +303,10 @@ class FleetNode:
             away = time.time() - self.health.since
             self.say(
                 f"connected to {self.server}"
-                + (f" again after {away:.0f} s" if self._told[0] else "")
+                + (f"{' again' if self._ever else ''} after {away:.0f} s" if self._told[0] else "")
                 + (f", through the proxy {hide_password(self.proxy)}" if self.proxy else "")
             )
-            self._told = ("", 0.0)
+            self._told, self._ever = ("", 0.0), True
             self.health = NodeHealth(True, time.time(), clock_ahead=self._ahead)
 
     def _note(self, trouble: Trouble) -> None:
@@ -352,9 +353,3 @@ def find_proxy(server: str, insecure: bool) -> str | None:
     if proxy and "://" not in proxy:
         proxy = f"http://{proxy}"
     return proxy
-
-
-def hide_password(proxy: str) -> str:
-    """A proxy's address without the password that may stand in it."""
-    scheme, _, rest = proxy.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"

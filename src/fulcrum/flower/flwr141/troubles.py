@@ -23,6 +23,8 @@ class Trouble(Exception):
         self.cause, self.words = cause, words
 
 
+BROKEN_OFF = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
+"""What is raised when the other side took a connection and hung up."""
 CERTIFICATE_WORDS = {
     9: "the coordinator's certificate is not valid yet by this machine's clock ({now}); set the clock, or wait",
     10: "the coordinator's certificate has expired by this machine's clock ({now}); the coordinator must renew it, or "
@@ -45,13 +47,17 @@ def name_trouble(error: BaseException, server: str, proxy: str | None) -> Troubl
             now = time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC"
             return Trouble("certificate", words.format(now=now, server=server))
     if isinstance(error, httpx.ProxyError) or (proxy and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)):
+        shown = hide_password(proxy or "on the way")
         return Trouble(
-            "proxy", f"the proxy {proxy} does not let this party through to {server}; see HTTPS_PROXY, NO_PROXY"
+            "proxy", f"the proxy {shown} does not let this party through to {server}; see HTTPS_PROXY and NO_PROXY"
         )
+    connecting = isinstance(error, httpx.ConnectError)
     for each in chain:
-        if isinstance(each, ssl.SSLError):
+        if isinstance(each, ssl.SSLError) or (connecting and isinstance(each, BROKEN_OFF)):
             return Trouble(
-                "port", f"the TLS handshake with {server} broke off: no TLS there, or something on the way ended it"
+                "port",
+                f"the TLS handshake with {server} broke off: there is no TLS, or something on the way (a balancer, a "
+                "firewall) ends the connection",
             )
         if isinstance(each, socket.gaierror):
             return Trouble("address", f"the name of {server} cannot be looked up; check --server and the network")
@@ -60,6 +66,12 @@ def name_trouble(error: BaseException, server: str, proxy: str | None) -> Troubl
     if isinstance(error, httpx.TimeoutException):
         return Trouble("away", f"{server} has stopped answering; the network or the coordinator hangs")
     return Trouble("away", f"the connection to {server} broke off; the coordinator may have been restarted")
+
+
+def hide_password(proxy: str) -> str:
+    """A proxy's address without the password that may stand in it."""
+    scheme, found, rest = proxy.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if found else proxy
 
 
 def _list_causes(error: BaseException) -> list[BaseException]:

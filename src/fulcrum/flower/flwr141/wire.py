@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flwr.app import MessageType, RecordDict
+from flwr.app import MessageType
 from flwr.app.message import make_message
 from flwr.app.metadata import Metadata
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.common.serde_utils import metadata_to_proto
+from flwr.proto import fleet_pb2
 from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.recorddict_pb2 import Array, ArrayRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -23,7 +25,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from fulcrum.flower.messages import BadMessage, Envelope
-from fulcrum.flower.transport import envelope_to_record, record_to_envelope
+from fulcrum.flower.transport import SERIALIZATION_TYPE, envelope_to_record, record_to_envelope
 
 INLINE_HEADER = "fulcrum-inline"
 """A request header of Fulcrum's own nodes: messages travel whole, not object by object."""
@@ -67,6 +69,51 @@ def make_request_proto(envelope: Envelope, run_id: int, node: int, seconds: floa
     data.group_id, data.message_type = label, MessageType.TRAIN
     data.created_at, data.ttl = time.time(), seconds
     return proto
+
+
+def frame_request(
+    envelope: Envelope, run_id: int, node: int, seconds: float, label: str, id: str
+) -> tuple[bytes, bytes]:
+    """A PullMessagesResponse with this request as bytes: all before the envelope's body, and the body as it is.
+
+    The body stands at the end of every message that it is in, so it goes to all parties without a copy for each.
+    """
+    proto = make_request_proto(replace(envelope, body=b""), run_id, node, seconds, label, id)
+    kept = [item for item in proto.content.items if item.key != "arrays"]
+    metadata = ProtoMessage(metadata=proto.metadata).SerializeToString()
+    content = RecordDict(items=kept).SerializeToString()
+    size = len(envelope.body)
+    array = Array(dtype="uint8", shape=[size], stype=SERIALIZATION_TYPE).SerializeToString()
+    array += _tag(Array, "data") + _varint(size)
+    inner = _tag(ArrayRecord.Item, "key") + _text("body") + _open(ArrayRecord.Item, "value", array, size)
+    record = _open(ArrayRecord, "items", inner, size)
+    item = _tag(RecordDict.Item, "key") + _text("arrays") + _open(RecordDict.Item, "array_record", record, size)
+    content += _open(RecordDict, "items", item, size)
+    message = metadata + _open(ProtoMessage, "content", content, size)
+    return _open(fleet_pb2.PullMessagesResponse, "messages_list", message, size), envelope.body
+
+
+def _open(kind: Any, name: str, start: bytes, rest: int) -> bytes:
+    """A field that holds a message: `start`, and `rest` bytes that follow."""
+    return _tag(kind, name) + _varint(len(start) + rest) + start
+
+
+def _tag(kind: Any, name: str) -> bytes:
+    """The tag of a field that has a length."""
+    return _varint(kind.DESCRIPTOR.fields_by_name[name].number << 3 | 2)
+
+
+def _text(text: str) -> bytes:
+    return _varint(len(text)) + text.encode("ascii")
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
 
 
 def make_reply_proto(envelope: Envelope, request: MessageFacts) -> Any:
@@ -118,7 +165,7 @@ def take_apart(envelope: Envelope, run_id: int, node: int, seconds: float, label
         objects = {name: each.deflate() for name, each in get_all_nested_objects(message).items()}
     data = metadata_to_proto(metadata)
     data.message_id = tree.object_id
-    empty = recorddict_to_proto(RecordDict())  # a SuperNode takes no message without content
+    empty = RecordDict()  # a SuperNode takes no message without content
     return TakenApart(ProtoMessage(metadata=data, content=empty), tree, objects)
 
 

@@ -98,7 +98,9 @@ def accept_rotation(register: Path, note: Path) -> str:
             f"{note} is not signed by {name}'s present key; ask {name} in person before you trust it."
         ) from None
     fresh = register / f".{name}.fresh"
-    fresh.write_bytes(line)
+    # What was fixed with the former key, such as units=480, holds for the new one; the party's own words do not count.
+    facts = current.read_bytes().split()[2:]
+    fresh.write_bytes(b" ".join([*line.split()[:2], *(facts or [name.encode()])]) + b"\n")
     try:
         load_public_key(fresh)
         _retire(current)

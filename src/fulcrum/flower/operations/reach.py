@@ -23,15 +23,15 @@ class CoordinatorLook:
 def look_at_coordinator(
     server: str, key: ec.EllipticCurvePrivateKey, ca: Path | None, insecure: bool
 ) -> CoordinatorLook:
-    """Ask the coordinator one harmless question with this party's key: whether a node that nobody knows lives.
+    """Ask the coordinator one harmless question with this party's key: for messages to a node that nobody knows.
 
     Its refusal of the node (and not of the key) says that the key is registered. The party does not appear as online.
     """
-    from flwr.proto import heartbeat_pb2
+    from flwr.proto import fleet_pb2
     from flwr.proto.node_pb2 import Node
 
-    from fulcrum.flower.flwr141.node import FleetNode, hide_password
-    from fulcrum.flower.flwr141.troubles import Trouble
+    from fulcrum.flower.flwr141.node import FleetNode
+    from fulcrum.flower.flwr141.troubles import Trouble, hide_password
     from fulcrum.flower.messages import Envelope
 
     seen: list[bytes] = []
@@ -42,9 +42,8 @@ def look_at_coordinator(
     said: list[str] = []
     node = FleetNode(server, never, key, ca=ca, insecure=insecure, say=said.append, certificate=seen.append)
     way = f", through the proxy {hide_password(node.proxy)}" if node.proxy else ""
-    request = heartbeat_pb2.SendNodeHeartbeatRequest(node=Node(node_id=0), heartbeat_interval=1.0)
     try:
-        node._call("send-node-heartbeat", request, timeout=10.0)
+        node._call("pull-messages", fleet_pb2.PullMessagesRequest(node=Node(node_id=0)), timeout=10.0)
     except Trouble as trouble:
         if trouble.cause != "restarted":  # what a registered key that has not joined is told
             return CoordinatorLook(False, f"{trouble.cause}: {trouble.words}{way}")

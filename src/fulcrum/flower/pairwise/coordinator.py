@@ -17,7 +17,6 @@ import torch
 
 from fulcrum.errors import RunError
 from fulcrum.flower.messages import (
-    ArraySpec,
     BadMessage,
     Envelope,
     events_agree,
@@ -31,6 +30,7 @@ from fulcrum.flower.pairwise.model_digest import digest_model
 from fulcrum.flower.registry import POLL_SECONDS, describe_refusal, verify_signed_reply
 from fulcrum.privacy.bounds import sanitise_bounds
 from fulcrum.privacy.mechanism import compute_planned_events
+from fulcrum.privacy.pairwise.integers import unpack_message
 from fulcrum.privacy.pairwise.shares import count_colluders
 from fulcrum.training.server import compute_exact_weights
 from fulcrum.types import Assignment, ClientReply, RoundRequest, RuleState
@@ -210,16 +210,17 @@ class MaskedCoordinator:
         batch = task.rate * engine.clients[k].units
         if not events_agree(events, compute_planned_events(task, engine.problem.rule, batch, manifest.round)):
             raise BadMessage("what it says it released is not what was asked for.")
-        spec: ArraySpec = {"delta": (torch.int32, (engine.problem.layout.dim,)), "extra": (torch.float32, (0,))}
-        arrays = read_message_arrays(envelope, spec)
+        size = engine.problem.layout.dim * manifest.bits // 8
+        arrays = read_message_arrays(envelope, {"delta": (torch.uint8, (size,)), "extra": (torch.float32, (0,))})
         device = engine.problem.device
         return ClientReply(
             client=k,
-            delta=arrays["delta"].to(device),
+            delta=unpack_message(arrays["delta"], manifest.bits).to(device),
             extra=arrays["extra"].to(device),
             events=events,
             state=state,
             grid=manifest.grid,
+            bits=manifest.bits,
         )
 
     # --- both -------------------------------------------------------------------------------------

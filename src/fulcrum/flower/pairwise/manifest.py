@@ -64,8 +64,8 @@ class Participant:
 class Manifest:
     """What the participants of one attempt at a round agree on. participants: in the order of their names.
 
-    colluders: c. grid: what one unit of the integers stands for. model: digest of the weights and of the clipping
-    state at which all have computed.
+    colluders: c. grid: what one unit of the integers stands for. bits: how many low bits of each are sent. model:
+    digest of the weights and of the clipping state at which all have computed.
     """
 
     run: str
@@ -73,6 +73,7 @@ class Manifest:
     attempt: int
     colluders: int
     grid: float
+    bits: int
     model: str
     participants: tuple[Participant, ...]
 
@@ -101,7 +102,7 @@ _LINE_TYPES: dict[str, type] = {
 }
 _HEAD_TYPES: dict[str, type] = {
     **dict.fromkeys(("run", "model"), str),
-    **dict.fromkeys(("round", "attempt", "colluders"), int),
+    **dict.fromkeys(("round", "attempt", "colluders", "bits"), int),
     "grid": float,
     "participants": list,
 }
@@ -157,8 +158,8 @@ def compute_scales(participants: Sequence[Participant], colluders: int) -> list[
     return [math.sqrt(v) for v in compute_own_variances([each.tau**2 for each in participants], colluders)]
 
 
-def compute_grid(participants: Sequence[Participant], colluders: int) -> float:
-    """The grid that follows from the participants' lines."""
+def compute_grid(participants: Sequence[Participant], colluders: int) -> tuple[float, int]:
+    """The grid that follows from the participants' lines, and the number of bits that are sent."""
     scales = compute_scales(participants, colluders)
     largest = math.fsum(each.weight * each.C * each.units for each in participants)
     return choose_shared_grid(scales, largest + NOISE_REACH * math.hypot(*scales))
@@ -169,7 +170,7 @@ def make_manifest(
 ) -> Manifest:
     """The manifest of these participants, with the grid that follows from them."""
     ordered = tuple(sorted(participants, key=lambda each: each.party))
-    return Manifest(run, round, attempt, colluders, compute_grid(ordered, colluders), model, ordered)
+    return Manifest(run, round, attempt, colluders, *compute_grid(ordered, colluders), model, ordered)
 
 
 def find_noise_parties(manifest: Manifest, party: str) -> tuple[MessageTerms, float]:
@@ -229,7 +230,7 @@ def check_manifest(manifest: Manifest, own: OwnPart, keys: Mapping[str, SignedKe
         raise ManifestRefusal(
             "peers", f"{unpinned} participants are not pinned in the terms, and {manifest.colluders} are covered."
         )
-    if manifest.grid != compute_grid(manifest.participants, manifest.colluders):
+    if (manifest.grid, manifest.bits) != compute_grid(manifest.participants, manifest.colluders):
         raise ManifestRefusal("manifest", "the grid is not the one that follows from the participants.")
     return unpinned
 

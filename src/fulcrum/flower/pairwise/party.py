@@ -125,7 +125,10 @@ class MaskedRounds:
     def mask(
         self, trainer: LocalTrainer, terms: PartyTerms, ledger: Ledger, run: str, round: int, content: bytes
     ) -> tuple[ClientReply, int]:
-        """Check a manifest, pay, and mask: the reply that may leave, and how many participants are not pinned."""
+        """Check a manifest, pay, and mask: the reply that may leave, and how many participants are not pinned.
+
+        Of the reply's integers only the low bits that the manifest names may travel (`pack_message`).
+        """
         pending, key = self.pending, self.key
         if pending is None or key is None or (pending.facts.run, pending.round) != (run, round):
             raise TermsRefusal("stale", "no computed round waits for a manifest")
@@ -145,7 +148,7 @@ class MaskedRounds:
         reply = trainer.release(pending.facts, pending.held, task)
         if not events_agree(reply.events, planned):
             raise BudgetError(f"round {round + 1} would release {reply.events}, but {planned} was reserved.")
-        masked = dataclasses.replace(reply, delta=mask_message(manifest, key, reply.delta))
+        masked = dataclasses.replace(reply, delta=mask_message(manifest, key, reply.delta), bits=manifest.bits)
         ledger.settle(run, round, {self.party: compute_reply_digest(masked)})
         return masked, unpinned
 

@@ -54,6 +54,8 @@ class PortResponse:
     headers: Mapping[str, str] = field(default_factory=dict)
     close: bool = False
     """Whether the connection ends after it."""
+    tail: bytes = b""
+    """The end of the body, where many answers share it: it is not copied."""
 
 
 def read_head(text: bytes) -> RequestHead:
@@ -89,10 +91,12 @@ def write_response(response: PortResponse, content_type: str) -> list[bytes]:
     """The bytes of an answer; head and body apart where the body is large, so that it is not copied."""
     lines = [
         f"HTTP/1.1 {response.status} {REASONS.get(response.status, 'Unknown')}",
-        f"content-length: {len(response.body)}",
+        f"content-length: {len(response.body) + len(response.tail)}",
         f"content-type: {content_type}",
         *(f"{name}: {value}" for name, value in response.headers.items()),
         *(["connection: close"] if response.close else []),
     ]
     head = ("\r\n".join(lines) + "\r\n\r\n").encode("ascii", "replace")
+    if response.tail:
+        return [head + response.body, response.tail]
     return [head + response.body] if len(response.body) <= SMALL_BYTES else [head, response.body]

@@ -67,6 +67,8 @@ class PresenceBook:
         self._of: dict[str, PartyPresence] = {}
         self._heard: dict[str, float] = {}
         self._closed: dict[str, float] = {}
+        self._notices: list[tuple[str, str]] = []
+        self._noticed: dict[tuple[str, str], float] = {}
         for name in names:
             self.add(name)
 
@@ -96,6 +98,15 @@ class PresenceBook:
             old = self._of[name]
             since = self._wall() if old.online or old.cause == "never" else old.since
             self._of[name] = replace(old, online=False, since=since, cause=cause, detail=detail)
+            if detail and self._clock() - self._noticed.get((name, cause), -NOTICE_SECONDS) >= NOTICE_SECONDS:
+                self._noticed[name, cause] = self._clock()
+                self._notices.append((name, detail))
+
+    def take_notices(self) -> list[tuple[str, str]]:
+        """Parties and what was wrong with them since the last call, also where it was over in a moment."""
+        with self._lock:
+            taken, self._notices = self._notices, []
+        return taken
 
     def look(self) -> dict[str, PartyPresence]:
         """Every party as it is now."""
@@ -115,5 +126,7 @@ class PresenceBook:
             return dict(self._of)
 
 
+NOTICE_SECONDS = 600.0
+"""The same thing about the same party is said once in so many seconds."""
 CLOSED_SECONDS = 5.0
 """Seconds without any connection after which a party counts as offline: it may be behind a proxy that closes often."""
