@@ -135,7 +135,7 @@ COMMANDS = {
         "--until-done",
     }
     | {"--simulation", "--insecure", "--device", "--quiet", "-q", "--debug"},
-    "terms": SETTINGS | {"--party", "--budget", "--classes", "--out", "--debug"},
+    "terms": SETTINGS | {"--party", "--budget", "--classes", "--peers", "--out", "--debug"},
     "certs": {"folder", "--host", "--party", "--debug"},
     "reproduce paper": STUDY | {"--subset", "--tune", "--tune-at", "--json"},
     "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},

@@ -76,6 +76,12 @@ def terms(
         int,
         typer.Option("--classes", help="Number of classes, from public knowledge, where the settings do not say it."),
     ] = 0,
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            "--peers", help="With pairwise masks: folder of the other parties' NAME.pub, from themselves; pins them."
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="File to write; - prints it.")] = Path("terms.toml"),
     debug: DebugOption = False,
 ) -> None:
@@ -84,7 +90,12 @@ def terms(
     from fulcrum.flower.proposals import accept_proposal, make_proposal
     from fulcrum.flower.terms import terms_to_toml
 
-    text = terms_to_toml(accept_proposal(party, make_proposal(settings, classes), budget))
+    agreed = accept_proposal(party, make_proposal(settings, classes), budget)
+    if peers is not None:
+        from fulcrum.flower.pairwise.pins import pin_peers
+
+        agreed = pin_peers(agreed, peers)
+    text = terms_to_toml(agreed)
     if str(out) == "-":
         typer.echo(text, nl=False)
         return

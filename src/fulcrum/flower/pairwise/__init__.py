@@ -2,6 +2,7 @@
 
 keys.py         a party's X25519 key of one run, signed with its registered key; what two parties derive from theirs
 manifest.py     what every participant of a round must agree on, its digest, and a party's checks of it
+pins.py         the other parties' fingerprints in a party's terms
 party.py        at a party: compute, report ready, check the manifest, pay, mask, send
 model_digest.py what all participants have computed at
 coordinator.py  relay: ask who is ready, fix the set, collect all messages or none
