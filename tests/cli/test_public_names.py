@@ -140,7 +140,7 @@ COMMANDS = {
         "--until-done",
     }
     | {"--simulation", "--insecure", "--device", "--quiet", "-q", "--debug"},
-    "terms": SETTINGS | {"--coordinator", "--party", "--budget", "--classes", "--out", "--debug"},
+    "terms": SETTINGS | {"--coordinator", "--peers", "--party", "--budget", "--classes", "--out", "--debug"},
     "certs": {"folder", "--host", "--party", "--units", "--debug"},
     "reproduce paper": STUDY | {"--subset", "--tune", "--tune-at", "--json"},
     "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},

@@ -94,7 +94,7 @@ def run_round(
     clients = [task.client for task in tasks]
     weights = compute_client_weights([plan.units(k) for k in clients], settings.train.weights)
     if plan.is_pairwise:
-        aggregate = combine_messages(replies, tasks, snapshot.params, lr, settings.train.weight_decay)
+        aggregate = combine_messages(replies, snapshot.params, lr, settings.train.weight_decay)
         extra = replies[0].extra
     else:
         aggregate, extra, weights = combine_replies(replies, weights, settings.train)
