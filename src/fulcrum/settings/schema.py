@@ -290,6 +290,9 @@ class Clip:
     rehearse: bool = False
     """moo: whether the first step length, C0, the learning rate and its schedule are chosen beforehand on made-up data
     of the same shape (docs/moo.md). It sees declared facts only, so it costs no privacy."""
+    rehearse_on: str = ""
+    """A public data source to rehearse on in place of made-up records, as data.source names one. Naming it declares it
+    public: its values decide the choice. It must not be the data of the run; same inputs and task."""
     step: float = 0.0
     """moo: first step length: how far a round of fully clipped gradients that all agree moves the weights. 0:
     rehearsed, or else from balance and reach."""

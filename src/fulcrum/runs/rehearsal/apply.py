@@ -12,6 +12,7 @@ from fulcrum.data.made_up import can_make_up, read_data_facts
 from fulcrum.runs.preparation import derive_federation
 from fulcrum.runs.rehearsal.facts import read_rehearsal_facts
 from fulcrum.runs.rehearsal.memory import recall_or_rehearse
+from fulcrum.runs.rehearsal.public_set import fit_facts, load_public_set
 from fulcrum.training.federation import Federation
 
 
@@ -26,7 +27,7 @@ def find_refusal(federation: Federation) -> str:
         return "there is no noise"
     if settings.data.features != "none":
         return "features are computed from the data"
-    if not can_make_up(read_data_facts(problem.dataset, problem.model)):
+    if not settings.clip.rehearse_on and not can_make_up(read_data_facts(problem.dataset, problem.model)):
         return f"there is no made-up data for the task {problem.task.name!r}"
     return ""
 
@@ -43,8 +44,9 @@ def apply_rehearsal(federation: Federation, model: nn.Module | None = None) -> F
     refusal = find_refusal(federation)
     if refusal:
         return _add_warning(federation, f"clip.rehearse = true, but nothing was rehearsed: {refusal}.")
-    facts = read_rehearsal_facts(federation)
-    answer = recall_or_rehearse(facts, model)
+    public = load_public_set(federation)
+    facts = fit_facts(read_rehearsal_facts(federation), public)
+    answer = recall_or_rehearse(facts, model, public)
     return derive_federation(federation, answer.candidate.apply(federation.settings, facts.steps))
 
 
