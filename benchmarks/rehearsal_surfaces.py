@@ -135,7 +135,12 @@ def estimate_cost(job: StudyJob) -> float:
     """About how long a scenario takes: client steps, more where the model goes set by set."""
     train, data = job.settings.train, job.settings.data
     parties = data.parties * train.participation
-    return (60 + train.rounds) * (1 + 0.3 * train.steps) * (1 + 0.02 * parties) * (1 + 2 * (":" in job.settings.model.name))
+    return (
+        (60 + train.rounds)
+        * (1 + 0.3 * train.steps)
+        * (1 + 0.02 * parties)
+        * (1 + 2 * (":" in job.settings.model.name))
+    )
 
 
 def assign_shard(jobs: Sequence[StudyJob], index: int, count: int) -> list[StudyJob]:

@@ -171,6 +171,17 @@ class Released:
 
 
 @dataclass(frozen=True)
+class MessageTerms:
+    """How a party writes its clipped sum as a masked message (`privacy.pairwise.integers`); both numbers are public.
+
+    weight: a_k, with which the sum enters the mean gradient: the party's weight over its expected batch. grid: g.
+    """
+
+    weight: float
+    grid: float
+
+
+@dataclass(frozen=True)
 class Assignment:
     """One client's task in a round. All of it is public."""
 
@@ -188,6 +199,8 @@ class Assignment:
     noise_parties: float = 1
     """By how much less variance the party's own noise has than sigma asks for: it adds 1/noise_parties of it. Where it
     is not 1, the events are those of a sum over parties, and a single update is not private by itself."""
+    message: MessageTerms | None = None
+    """With pairwise masks: how the update is written as integers. None: as an update of its own."""
 
     def asks_statistics(self, round: int, step: int) -> bool:
         """Whether this step of a round (both from 0) releases the rule's statistics beside the gradient."""
@@ -204,6 +217,7 @@ class RoundRequest:
     """A round, as input of an engine: the model, one assignment per participant, one clipping state per participant.
 
     attempt: 0, or the number of times that this round was released and paid before; its randomness is new each time.
+    colluders: with pairwise masks, how many of the participants may collude.
     """
 
     round: int
@@ -213,13 +227,15 @@ class RoundRequest:
     states: tuple[RuleState, ...]
     weight_decay: float = 0.0
     attempt: int = 0
+    colluders: int = 0
 
 
 @dataclass(frozen=True)
 class ClientReply:
     """What a client releases: its update, the extra statistics, and their privacy events.
 
-    delta [d] = theta_k - theta_t. extra [J], per expected unit and step. events: in order of release.
+    delta [d] = theta_k - theta_t; with pairwise masks the party's integers modulo 2^32 instead, int32 [d]. extra [J],
+    per expected unit and step. events: in order of release.
     state: the client's clipping state after the round. diagnostics: NOT private; they exist in
     simulations only, and no party sends them.
     """

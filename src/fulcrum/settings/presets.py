@@ -43,15 +43,22 @@ METHODS: dict[str, MethodPreset] = {
     for method in (
         MethodPreset(
             name="moo",
-            summary="private; C and the step length find their own values from what is released anyway",
-            parts={"clip": {"rule": "moo"}},
+            summary="private; C and the step length are found on made-up data first, then from what is released anyway",
+            parts={"clip": {"rule": "moo", "rehearse": True}},
             unit="example",
             reference="after Ranaweera et al., multi-objective clipping; here C moves on released values only",
         ),
         MethodPreset(
             name="moo-rehearsed",
-            summary="as moo, with step, C0, learning rate and schedule chosen beforehand on made-up data",
+            summary="the same as moo",
             parts={"clip": {"rule": "moo", "rehearse": True}},
+            unit="example",
+            reference="this project",
+        ),
+        MethodPreset(
+            name="moo-unrehearsed",
+            summary="as moo, with the first step by a formula instead of made-up data (moo --no-rehearsal)",
+            parts={"clip": {"rule": "moo", "rehearse": False}},
             unit="example",
             reference="this project",
         ),

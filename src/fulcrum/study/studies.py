@@ -1,8 +1,8 @@
 """The available studies: what each runs, which page it writes, where its results are.
 
 A study is a TOML file: with `[[rows]]` a table of methods, with `compare` beside them one of aggregations, with `rules`
-a grid over C0 and learning rates, with `scenarios` a suite of federations. The package has some; ./experiments may hold more. `protocol` and `parties` are two
-further tables from paper.toml.
+a grid over C0 and learning rates, with `scenarios` a suite of federations. The package has some; ./experiments may hold
+more. `protocol` and `parties` are two further tables from paper.toml.
 """
 
 from __future__ import annotations

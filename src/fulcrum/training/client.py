@@ -19,6 +19,7 @@ from fulcrum.gradients.precision import use_matmul_precision
 from fulcrum.models.prepared import add_example_keys, draws_keys
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.mechanism import compute_charged_scale, release_with_noise
+from fulcrum.privacy.pairwise.integers import round_to_message
 from fulcrum.rng import StreamKey, name_stream
 from fulcrum.training.clipped_sum import Contribution, compute_contribution
 from fulcrum.training.problem import TrainingProblem
@@ -56,6 +57,10 @@ def train_client(
         scale = compute_charged_scale(
             problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.noise_parties
         )
+        if task.message is not None:  # one step, masked: the update itself is the server's to make
+            message = round_to_message(given.sum, float(scale.sum), task.message, (problem.randomness, key[1:]))
+            diagnostics = _collect_diagnostics(given) if problem.diagnostics else {}
+            return ClientReply(task.client, message, given.extra.float(), (scale.event,), state, diagnostics)
         noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:])
         given = replace(given, sum=given.sum.new_empty(0))  # a large model's memory
         # In place where values were made for this step: a large model's weights are seldom read and written.

@@ -23,9 +23,14 @@ def compute_client_weights(units: Sequence[float], weights: str) -> torch.Tensor
 
     At example level participation is public, so dividing by the participants' total costs no privacy.
     """
+    return compute_exact_weights(units, weights).float()
+
+
+def compute_exact_weights(units: Sequence[float], weights: str) -> torch.Tensor:
+    """`compute_client_weights` in float64."""
     sizes = torch.tensor(list(units), dtype=torch.float64)
     chosen = sizes ** WEIGHT_POWERS[weights]
-    return (chosen / chosen.sum()).float()
+    return chosen / chosen.sum()
 
 
 def average_replies(replies: Sequence[ClientReply], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

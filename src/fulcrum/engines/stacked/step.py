@@ -27,6 +27,7 @@ from fulcrum.privacy.mechanism import (
     compute_charged_scale,
     release_rows_with_noise,
 )
+from fulcrum.privacy.pairwise.integers import round_rows_to_messages
 from fulcrum.rng import Randomness, StreamKey
 from fulcrum.types import Assignment, Axes, Bounds, View
 
@@ -49,6 +50,8 @@ class StepResult:
     counts: Tensor
     finite: Tensor
     diagnostics: Tensor
+    messages: Tensor | None = None
+    """With pairwise masks what leaves instead of an update: integers modulo 2^32, int32 [T, d]."""
 
     def copy_state(self) -> StepResult:
         """The states in tensors of their own, for what lives longer than the next replay of a graph."""
@@ -58,7 +61,7 @@ class StepResult:
         """All in tensors of its own, for what a replayed graph will overwrite."""
         state = self.copy_state().state
         rest = (self.counts.clone(), self.finite.clone(), self.diagnostics.clone())
-        return StepResult(self.theta.clone(), self.extra.clone(), state, *rest)
+        return StepResult(self.theta.clone(), self.extra.clone(), state, *rest, messages=self.messages)
 
 
 def sample_dataset_rows(order: Tensor, terms: StepTerms, uniforms: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,9 +244,13 @@ def release_local_step(
         )
         for i, own in enumerate(releases)
     ]
-    total, extra = release_rows_with_noise(
-        sums.sum, sums.extra, scales, [(own.randomness, own.place) for own in releases]
-    )
+    sources = [(own.randomness, own.place) for own in releases]
+    asked = [own.task.message for own in releases if own.task.message is not None]
+    if asked:
+        messages = round_rows_to_messages(sums.sum, [float(scale.sum) for scale in scales], asked, sources)
+        none = sums.sum.new_zeros((len(sums.sum), 0), dtype=torch.float32)
+        return StepResult(theta, none, sums.state, found.counts, sums.finite, sums.diagnostics, messages)
+    total, extra = release_rows_with_noise(sums.sum, sums.extra, scales, sources)
     view, axes = core.rule.get_first_view(sums.state, t, rounds), core.rule.stack_axes(sums.state, t, rounds)
     gradient = total if view.transform is None else vmap(view.transform.inverse)(total)
     batch = terms["batch"][:, None]

@@ -27,6 +27,7 @@ from fulcrum.privacy.plan.text import (
     make_headline_keys,
     make_party_row,
     warn_about_client_unit,
+    warn_about_masks,
     warn_about_party,
     warn_about_party_sizes,
     warn_about_rule,
@@ -239,6 +240,7 @@ class Plan:
         about = [
             *warn_about_rule(self.private, self.sound),
             *(warn_about_shared_noise(self.parties) if self.shares_noise else ()),
+            *(warn_about_masks(self.colluders) if self.is_pairwise else ()),
         ]
         if self.central:
             along = self.compute_noise_to_signal(1).direction

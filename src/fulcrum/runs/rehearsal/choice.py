@@ -164,12 +164,12 @@ def rank(regrets: Scores, weight: float, mode: str = "") -> list[tuple[Candidate
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """Each value with its two neighbours, which have `weight` each; at an end the value stands for the missing one.
+    """Each value with its two neighbours, which have `weight` each.
 
     A neighbour that is worse by more than `CLIFF` counts as worse by that: in short runs with little noise the best
-    step is often half of one that diverges.
+    step is often half of one that diverges. Beyond the longest step a cliff is assumed, below the shortest a plateau.
     """
-    padded = [values[0], *values, values[-1]]
+    padded = [values[0], *values, values[-1] + CLIFF]
     return [
         (1 - 2 * weight) * own + weight * sum(min(padded[i + side], own + CLIFF) for side in (0, 2))
         for i, own in enumerate(values)

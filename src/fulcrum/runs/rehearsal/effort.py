@@ -28,8 +28,8 @@ EFFORTS = (
     Effort(ladder=2, fine=3, final=3, finalists=6, batch=128, rounds=200),
     Effort(ladder=2, fine=2, final=3, finalists=5, batch=128, rounds=200),
     Effort(ladder=2, fine=2, final=2, finalists=4, batch=96, rounds=200),
-    Effort(ladder=1, fine=2, final=1, finalists=4, batch=64, rounds=150),
-    Effort(ladder=1, fine=1, final=2, finalists=3, batch=64, rounds=100),
+    Effort(ladder=1, fine=2, final=2, finalists=4, batch=64, rounds=150),
+    Effort(ladder=1, fine=1, final=2, finalists=4, batch=64, rounds=100),
 )
 """From light models to heavy ones; the last one where none is cheap enough."""
 WORK = 1.2e12

@@ -24,7 +24,7 @@ from fulcrum.data import Dataset
 from fulcrum.data.made_up import DataFacts, read_data_facts
 from fulcrum.data.records import map_inputs
 from fulcrum.models.build import is_built_in
-from fulcrum.runs.rehearsal.effort import Effort, Load, choose_effort
+from fulcrum.runs.rehearsal.effort import Effort, Load, choose_effort, estimate_work
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation, make_model_facts
@@ -86,6 +86,11 @@ class RehearsalFacts:
         }
         text = json.dumps(plain, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def estimate_work(self) -> float:
+        """Multiplications of a rehearsal, about."""
+        own = not is_built_in(self.settings.model)
+        return estimate_work(Load(self.work, self.rounds, self.steps, self.parties, own), self.effort)
 
 
 TRAIN_FACTS = (

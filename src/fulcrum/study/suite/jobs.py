@@ -20,16 +20,17 @@ def list_suite_jobs(suite: Suite) -> list[StudyJob]:
 
 
 def list_scenario_jobs(suite: Suite, scenario: Scenario) -> list[StudyJob]:
-    """The grid of the fixed rule, then the default and the rivals from the default start and from the others."""
+    """The grid of the fixed rule, the default from all starts, the rivals from the default start."""
     methods = [name for name in (suite.fixed, suite.default, *suite.rivals) if name != PAID_TUNING]
     jobs = [
         make_suite_job(suite, scenario, method, start, seed)
         for method in methods
         for start in list_starts(suite, method)
-        for seed in suite.list_seeds(scenario)
+        for seed in suite.list_method_seeds(scenario, method)
     ]
     if PAID_TUNING in suite.rivals:
-        jobs += [job for seed in suite.list_seeds(scenario) for job in list_paid_jobs(suite, scenario, seed)]
+        seeds = suite.list_method_seeds(scenario, PAID_TUNING)
+        jobs += [job for seed in seeds for job in list_paid_jobs(suite, scenario, seed)]
     return jobs
 
 
@@ -48,10 +49,10 @@ def list_paid_jobs(suite: Suite, scenario: Scenario, seed: int) -> list[StudyJob
 
 
 def list_starts(suite: Suite, method: str) -> list[Start]:
-    """The starts of a method: the whole grid for the fixed rule; for others the default start, then the other ones."""
+    """The starts of a method: the grid for the fixed rule, all starts for the default, the first one for rivals."""
     if method == suite.fixed:
         return [(C0, lr) for C0 in suite.C0 for lr in suite.lr]
-    return [DEFAULT_START, *suite.starts]
+    return [DEFAULT_START, *(suite.starts if method == suite.default else ())]
 
 
 def make_suite_job(suite: Suite, scenario: Scenario, method: str, start: Start, seed: int) -> StudyJob:
