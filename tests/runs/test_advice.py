@@ -101,6 +101,7 @@ def test_the_written_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # --- public records of the user's own ---------------------------------------------------------------
 
 
+@pytest.mark.rehearsal
 def test_public_records_take_the_place_of_made_up_ones(tmp_path: Path) -> None:
     public = make_data(5, 3.0)
     np.savez(tmp_path / "public.npz", x=public.x, y=public.y, x_test=public.x_test, y_test=public.y_test)
