@@ -32,6 +32,7 @@ from fulcrum.flower.prepare import (
     wait_for_parties,
 )
 from fulcrum.flower.registry import PartyInfo, Transport
+from fulcrum.flower.rehearsal import rehearse_before_proposing
 from fulcrum.runs import Result, RoundCallback
 from fulcrum.runs import folder as record
 from fulcrum.settings import files as settings_file
@@ -110,6 +111,9 @@ def serve_run(
         _load_public_records(settings),
         _find_run_device(settings),
     )
+    rehearsed = rehearse_before_proposing(settings, problem, say)
+    if rehearsed != settings:
+        settings, problem = rehearsed, make_public_problem(rehearsed, problem.dataset, problem.device)
     run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"folder {out} exists and is not empty; choose another --out, or --resume {out}.")

@@ -90,6 +90,9 @@ class PartyTerms:
     plan: tuple[tuple[float, float, int], ...] = ()
     """The steps of one run as proposed: rate, noise multiplier, and how many of them. Empty: every agreed step at the
     largest rate and the smallest multiplier."""
+    rehearsed: bool = False
+    """Whether the coordinator chose learning rate, C0 and schedule by training on made-up records, before it asked: it
+    saw declared numbers and shapes only, so that the choice costs no privacy."""
     clip: RuleTerms = field(default_factory=RuleTerms)
     """The clipping rules' settings. They hold here whatever the coordinator says; only C travels, and what else a rule
     learns from releases."""

@@ -33,6 +33,9 @@ class Data:
     released with them before stays in the ledger."""
     parties: int = 5
     """Number of parties K. Ignored with partition = "given", where the data names each example's party."""
+    units: tuple[int, ...] = ()
+    """Numbers of units that the parties declare publicly: one per party, or one for all. `fulcrum serve` and `fulcrum
+    terms` need them to rehearse before the parties join; elsewhere the data says it."""
     partition: str = "auto"
     """auto (given where the data names each record's party; else hashed for private data, dirichlet for public data
     with classes, iid for other public data), iid, dirichlet, shards, quantity, hashed (by a keyed hash of each person
