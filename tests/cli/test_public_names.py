@@ -86,7 +86,7 @@ COMMANDS = {
     "predict": {"folder", "--data", "--data-dir", "--model", "--out", "--quiet", "-q", "--debug"},
     "export": {"folder", "--to", "--out", "--model", "--json", "--quiet", "-q", "--debug"},
     "init": {"path", "--debug"},
-    "plan": SETTINGS | {"--for-epsilon", "--timing", "--json", "--debug"},
+    "plan": SETTINGS | {"--for-epsilon", "--timing", "--advise", "--out", "--json", "--debug"},
     "rehearse": SETTINGS | {"--again", "--json", "--quiet", "-q", "--debug"},
     "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--parties", "--colluders"}
     | {"--json", "--debug"},

@@ -107,6 +107,9 @@ class PartyTerms:
     gave them to you themselves: not through the coordinator."""
     pinned: str = ""
     """When the peers were pinned, for the statement: a date such as 2026-11-16."""
+    rehearsed: bool = False
+    """Whether the coordinator chose learning rate, C0 and schedule by training on made-up records, before it asked: it
+    saw declared numbers and shapes only, so that the choice costs no privacy."""
     clip: RuleTerms = field(default_factory=RuleTerms)
     """The clipping rules' settings. They hold here whatever the coordinator says; only C travels, and what else a rule
     learns from releases."""
