@@ -164,6 +164,7 @@ def read_lines(folder: Path, name: str) -> Iterator[Line]:
 
 def make_report(folder: Path) -> str:
     """A table of the development half: best fixed cell, moo with its formula, moo as it is."""
+    from fulcrum.study.figures import IntervalRow, draw_intervals
     from fulcrum.study.stats import compute_mean_interval
     from fulcrum.study.suite.summary import score_best_cell  # needs pydantic, which `run` must not
 
@@ -181,24 +182,29 @@ def make_report(folder: Path) -> str:
             answers[line["scenario"]] = line
         else:
             default.setdefault(line["scenario"], {})[line["seed"]] = line["score"]
-    rows, regrets, former = [], [], []
+    rows, regrets, former, drawn = [], [], [], []
     for name, cells in grid.items():
         seeds = set.intersection(*(set(own) for own in cells.values()))
         fixed, _ = score_best_cell({cell: {s: own[s] for s in seeds} for cell, own in cells.items()})
         best, old, own = (mean(scores.values()) for scores in (fixed, formula[name], default[name]))
-        spread = (compute_mean_interval(list(scores.values())).half for scores in (fixed, default[name]))
+        half = math.hypot(*(compute_mean_interval(list(scores.values())).half for scores in (fixed, default[name])))
+        drawn.append(IntervalRow(name, best - own, min(half, 10.0), {"moo-unrehearsed": best - old}))
         chosen = Candidate(**answers[name]["candidate"]).describe()
         regrets.append(best - own)
         former.append(best - old)
         rows.append(
             f"| {name} | {len(default[name])} | {best:.1f} | {old:.1f} | {best - old:+.1f} | {own:.1f} | "
-            f"{best - own:+.1f} ± {math.hypot(*spread):.1f} | {chosen} |"
+            f"{best - own:+.1f} ± {half:.1f} | {chosen} |"
         )
     lines = [
         f"{what}: mean regret {mean(found):.2f}, largest {max(found):.1f}; within 1.5 points "
         f"{sum(r <= 1.5 for r in found)}, within 3 {sum(r <= 3 for r in found)} of {len(found)}."
         for what, found in (("moo", regrets), ("moo-unrehearsed", former))
     ]
+    drawn.sort(key=lambda row: -row.value)
+    words = "points below the best of 25 fixed cells (C, learning rate); negative: ahead of it"
+    picture = draw_intervals(drawn, "The development half", words, "moo", bar=1.5)
+    (folder / "development" / "regrets.svg").write_text(picture, encoding="utf-8")
     head = "| scenario | seeds | best fixed | unrehearsed | regret | moo | regret | chosen |\n|" + "---|" * 8
     return "\n".join([REPORT_TITLE, "", *lines, "", head, *rows, ""])
 

@@ -111,6 +111,7 @@ def test_a_tiny_suite_runs_and_is_summarised(tiny: Suite, tmp_path: Path) -> Non
     assert 0 < entry["default"] <= 100
     assert judge(findings).count == 1
     assert "Development half" in (tmp_path / "summary.md").read_text()
+    assert entry["scenario"] in (tmp_path / "figures" / "regrets.svg").read_text()
     assert find_all(tiny, {}) == []
 
 

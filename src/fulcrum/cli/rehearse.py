@@ -37,7 +37,9 @@ def rehearse(
     federation = api.prepare_unrehearsed(settings.replace(clip={"rehearse": False}))
     refusal = find_refusal(federation, patient=True)
     if refusal:
-        raise ConfigError(f"clip.rehearse: nothing can be rehearsed here, for {refusal}; `fulcrum run` uses moo's own first step.")
+        raise ConfigError(
+            f"clip.rehearse: nothing can be rehearsed here, for {refusal}; `fulcrum run` uses moo's own first step."
+        )
     public = load_public_set(federation)
     facts = fit_facts(read_rehearsal_facts(federation), public)
     answer = None if again else memory.recall(facts.digest())
