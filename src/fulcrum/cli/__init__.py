@@ -10,6 +10,7 @@ show.py      show, methods
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
+theory.py    theory check, objective, constants, predict
 init.py      init
 prior.py     prior
 evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
@@ -49,6 +50,7 @@ from fulcrum.cli import (
     score,
     show,
     study,
+    theory,
 )
 from fulcrum.settings.registry import current_folder_importable
 
@@ -92,6 +94,7 @@ app.command("ledger")(ledger.ledger)
 app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
+app.add_typer(theory.app, name="theory")
 app.command("methods")(show.methods)
 app.command("prior")(prior.prior)
 app.command("demo")(demo.demo)

@@ -33,6 +33,8 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
         given = {path: names.pop(short) for short, path in SHORT_NAMES.items()}
         overrides = {path: value for path, value in given.items() if value is not None}
         overrides |= dict(parse_assignment_option(text) for text in set_)
+        if config is not None and (config / "settings.toml").is_file():  # the folder of a run
+            config = config / "settings.toml"
         settings = parse_settings({}, overrides, method) if config is None else read_settings(config, overrides, method)
         from fulcrum.runs.choices import check_choices
 
