@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.analysis.theory.prediction import RunFacts, collect_run_facts
+from fulcrum.runs.folder import current_utc_time
 from fulcrum.runs.preparation import prepare_unrehearsed
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import settings_from_json
-from fulcrum.runs.folder import current_utc_time
 from fulcrum.study.provenance import get_source_commit
 from fulcrum.study.suite.jobs import make_scenario_settings
 from fulcrum.study.suite.scenarios import read_suite
@@ -60,7 +60,18 @@ def main() -> None:
         print(name, found, flush=True)
     folder = RESULTS / "theory"
     folder.mkdir(exist_ok=True)
-    (folder / "facts.json").write_text(json.dumps({"command": "python benchmarks/theory_facts.py", "commit": get_source_commit(), "date": current_utc_time(), "facts": facts}, indent=1) + "\n")
+    (folder / "facts.json").write_text(
+        json.dumps(
+            {
+                "command": "python benchmarks/theory_facts.py",
+                "commit": get_source_commit(),
+                "date": current_utc_time(),
+                "facts": facts,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from fulcrum.analysis.theory.statements import Finding
     from fulcrum.training.federation import Federation
 
-app = typer.Typer(help="Evaluate and check the theory: the paper's statements and our own.", invoke_without_command=True)
+app = typer.Typer(
+    help="Evaluate and check the theory: the paper's statements and our own.", invoke_without_command=True
+)
 RoundsOption = Annotated[str, typer.Option("--at", metavar="ROUNDS", help="Rounds to look at, such as 0,25,199.")]
 KappaOption = Annotated[float, typer.Option("--kappa", help="The price of C in L(C) = L_model(C) + kappa C.")]
 DrawsOption = Annotated[int, typer.Option("--draws", help="Draws of sample and noise, the same for every C.")]
@@ -34,6 +36,7 @@ def check(
     names: Annotated[list[str] | None, typer.Argument(help="Statements to check; default: all.")] = None,
     page: Annotated[Path | None, typer.Option("--page", help="A page with statuses; default: docs/theory.md.")] = None,
     write: Annotated[bool, typer.Option("--write", help="Write the tables and statuses into the page.")] = False,
+    figures: Annotated[Path | None, typer.Option("--figures", help="A folder for figures (needs matplotlib).")] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
@@ -65,13 +68,30 @@ def check(
             raise ConfigError("--write needs the page; run it in the repository, or name the page with --page.")
         write_blocks(file, chosen, found)
         stated = read_statuses(file)
+    if figures is not None:
+        from fulcrum.analysis.theory.charts import make_bowl_chart, make_lemma_2_chart
+        from fulcrum.analysis.theory.statements import BOWLS
+        from fulcrum.report.figures import write_figures
+
+        for path in write_figures(
+            figures, [make_lemma_2_chart(), make_bowl_chart(BOWLS[0]), make_bowl_chart(BOWLS[3])]
+        ):
+            view.print_message(f"wrote {path}", quiet)
     differ = [s.name for s in chosen if stated.get(s.name) != found[s.name].status]
     if as_json:
         view.print_json({name: dataclasses.asdict(finding) for name, finding in found.items()})
     else:
         view.print_table(
             ("statement", "source", "status", "page"),
-            [(s.name, s.source, found[s.name].status, "the same" if s.name not in differ else stated.get(s.name, "none")) for s in chosen],
+            [
+                (
+                    s.name,
+                    s.source,
+                    found[s.name].status,
+                    "the same" if s.name not in differ else stated.get(s.name, "none"),
+                )
+                for s in chosen
+            ],
         )
     if differ:
         view.print_message(f"statuses that differ from the page: {', '.join(differ)}")
@@ -160,7 +180,20 @@ def objective(
         view.print_table(
             ("C", "L(C)", "+-", "step", "clipping", "noise", "kappa C", "dL_model/dC", "kappa + that"),
             [
-                tuple(f"{value:.4g}" for value in (p.C, p.total, p.interval, p.step, p.clipping, p.noise, p.price, p.slope, p.slope + kappa))
+                tuple(
+                    f"{value:.4g}"
+                    for value in (
+                        p.C,
+                        p.total,
+                        p.interval,
+                        p.step,
+                        p.clipping,
+                        p.noise,
+                        p.price,
+                        p.slope,
+                        p.slope + kappa,
+                    )
+                )
                 for p in points
             ],
         )
@@ -171,7 +204,7 @@ def objective(
         view.print_message(f"wrote {out}")
     if figures is not None:
         from fulcrum.analysis.theory.charts import make_objective_charts
-        from fulcrum.analysis.report.figures import write_figures
+        from fulcrum.report.figures import write_figures
 
         for path in write_figures(figures, make_objective_charts(told)):
             view.print_message(f"wrote {path}")
@@ -228,8 +261,8 @@ def predict(settings: Settings, as_json: JsonOption = False, debug: DebugOption 
         view.print_json({**dataclasses.asdict(advice), "rounds": rounds, "facts": dataclasses.asdict(facts)})
         return
     view.print_line(
-        f"step of a local step (learning rate times C) {advice.step:.3g}; with it, {100 * advice.end:.0f}% of the way is "
-        "left at the end"
+        f"length of a local step (lr times C) {advice.step:.3g}; with it, {100 * advice.end:.0f}% of the way "
+        "is left at the end"
     )
     view.print_line(
         f"with the learning rate that is right at C = 1: C = 0.01 leaves {100 * min(advice.wrong[0], 99):.0f}%, "
@@ -240,6 +273,6 @@ def predict(settings: Settings, as_json: JsonOption = False, debug: DebugOption 
         [(r["rounds"], f"{r['sigma']:.3g}", f"{r['step']:.3g}", f"{100 * r['end']:.0f}") for r in rounds],
     )
     view.print_message(
-        "A network is taken for a bowl; on measured grids the order of cells agrees to a rank correlation of 0.7 to 0.8 "
-        "(fulcrum theory check prediction). fulcrum rehearse measures instead."
+        "A network is taken for a bowl; on measured grids the order of cells agrees to a rank correlation of 0.7 to "
+        "0.8 (fulcrum theory check prediction). fulcrum rehearse measures instead."
     )

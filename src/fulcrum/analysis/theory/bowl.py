@@ -7,8 +7,8 @@ alpha = min(1, h r / C) and z ~ N(0, I_d). The server applies theta <- theta + s
     r^2 <- r^2 - 2 s alpha r + s^2 (alpha^2 + nu^2 d)                                                  (1)
 
 **Why public facts decide the step.** Where C is below the gradients' norms alpha = 1, and (1) does not contain h: the
-curvature, all that the data decides here, is gone. What is left are s, nu^2 d, T (public) and the first distance r_0, the
-one private fact, which only sets the unit of s. With (1) summed over T rounds in which r changes little,
+curvature, all that the data decides here, is gone. What is left are s, nu^2 d, T (public) and the first distance
+r_0, the one private fact, which only sets the unit of s. With (1) summed over T rounds in which r changes little,
 r_T^2 = (r_0 - s T)^2 + s^2 nu^2 d T, and the best fixed step is
 
     s* = r_0 / (T + nu^2 d)                                                                            (2)
@@ -17,15 +17,15 @@ r_T^2 = (r_0 - s T)^2 + s^2 nu^2 d T, and the best fixed step is
 hard the task is decides s* through alpha. With little noise and a C above the norms, (1) is r <- r (1 - s h / C): the
 curvature limits the step to 2 C / h. A loss whose curvature differs between directions is limited by its largest one.
 
-**The rule.** `moo` starts with s_0 = R min(balance / (nu sqrt(d T)), reach) and multiplies s by exp(+-eta_C) by the sign
-of <v, u>, v the direction of its memory m. With p = <m, e r> and q = |m|^2 the averages obey, besides (1),
+**The rule.** `moo` starts with s_0 = R min(balance / (nu sqrt(d T)), reach) and multiplies s by exp(+-eta_C) by the
+sign of <v, u>, v the direction of its memory m. With p = <m, e r> and q = |m|^2 the averages obey, besides (1),
 
     p <- beta (p - s alpha p / r) + (1 - beta) (s^2 (alpha^2 + nu^2 d) - s alpha r)
     q <- beta^2 q - 2 beta (1 - beta) s alpha p / r + (1 - beta)^2 s^2 (alpha^2 + nu^2 d)
     log s <- log s + eta_C erf(-alpha p / (r sqrt(q) nu sqrt(2)))                                      (3)
 
-and C is searched for by the rule's own code, on the expected signal alpha^2. s rests where releases no longer agree with
-their past, p = 0, which is where (1) rests: r = s (1 + nu^2 d) / 2.
+and C is searched for by the rule's own code, on the expected signal alpha^2. s rests where releases no longer agree
+with their past, p = 0, which is where (1) rests: r = s (1 + nu^2 d) / 2.
 
 **Where it must fail.** log s moves by eta_C per round: a first step that is wrong by a factor f takes log(f) / eta_C
 rounds to mend, so runs shorter than that keep it. And s never exceeds growth s_0: a run with
@@ -185,7 +185,7 @@ class FixedCell:
 
 
 def find_best_fixed(bowl: Bowl, per_decade: int = 8) -> FixedCell:
-    """The best fixed (C, step) on the bowl, by (1), over C from far below to far above the norms and steps around (2)."""
+    """The best fixed (C, step) on the bowl, by (1), over C from far below to far above the norms."""
     centre = predict_best_step(bowl.distance, bowl.spread, bowl.rounds)
     top = bowl.curvature * bowl.distance
     steps = [centre * 10 ** (k / per_decade) for k in range(-2 * per_decade, 2 * per_decade + 1)]

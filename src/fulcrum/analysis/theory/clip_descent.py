@@ -9,8 +9,8 @@ The proof drops the term L eta_C^2 / 2 |grad|^2 of the descent inequality. With 
     E[L(C_t) - L*] <= rho^t (L(C_0) - L*) + (1 - rho^t) L eta_C sigma_g^2 / (4 mu (1 - L eta_C / 2))
     rho = 1 - 2 mu eta_C (1 - L eta_C / 2)
 
-On a quadratic mu = L, and the corrected bound is an equality: the test is sharp. There the printed one is false for every
-eta_C, since (1 - mu eta_C)^2 > 1 - 2 mu eta_C.
+On a quadratic mu = L, and the corrected bound is an equality: the test is sharp. There the printed one is false for
+every eta_C, since (1 - mu eta_C)^2 > 1 - 2 mu eta_C.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ClipDescent:
         return powers * self.gap + self.step * self.noise**2 / (2 * self.mu)
 
     def bound(self, rounds: int) -> Tensor:
-        """The corrected right side after 0, ..., rounds steps: float64 [rounds + 1]. ValueError unless 0 < step < 2/L."""
+        """The corrected right side after 0, ..., rounds steps: float64 [rounds + 1]; 0 < step < 2/L, or ValueError."""
         if not 0 < self.step < 2 / self.smoothness:
             raise ValueError(f"step = {self.step:g} must be between 0 and 2 / smoothness = {2 / self.smoothness:g}.")
         damping = 1 - self.smoothness * self.step / 2
@@ -65,7 +65,7 @@ def compute_quadratic_gaps(descent: ClipDescent, rounds: int) -> Tensor:
 def simulate_gaps(
     function: Callable[[Tensor], Tensor], start: float, descent: ClipDescent, rounds: int, runs: int, seed: int = 0
 ) -> Tensor:
-    """Gaps of `runs` simulated descents on function(C [runs]) -> [runs], whose minimum is 0: float64 [rounds + 1, runs]."""
+    """Gaps of simulated descents on function(C [runs]) -> [runs], whose minimum is 0: float64 [rounds + 1, runs]."""
     generator = torch.Generator().manual_seed(seed)
     C = torch.full((runs,), start, dtype=torch.float64)
     gaps = [function(C)]
@@ -96,7 +96,9 @@ class Minimum:
     value: float
 
 
-def find_local_minima(function: Callable[[Tensor], Tensor], low: float, high: float, points: int = 20_001) -> list[Minimum]:
+def find_local_minima(
+    function: Callable[[Tensor], Tensor], low: float, high: float, points: int = 20_001
+) -> list[Minimum]:
     """Local minima of function(C [n]) -> [n] inside [low, high], on a grid; the first point of a level stretch."""
     grid = torch.linspace(low, high, points, dtype=torch.float64)
     values = function(grid)
@@ -156,7 +158,7 @@ def measure_wave_mu(points: int = 200_001, reach: float = 40.0) -> float:
 
 
 def find_printed_violation(descent: ClipDescent, rounds: int) -> tuple[int, float]:
-    """The first step at which the exact gap on a quadratic is above the printed bound, and by how much; (-1, 0) if none."""
+    """The first step whose exact gap on a quadratic is above the printed bound, and by how much; (-1, 0) if none."""
     above = compute_quadratic_gaps(descent, rounds) - descent.bound_as_printed(rounds)
     for t, excess in enumerate(above.tolist()):
         if excess > 1e-12 * max(1.0, descent.gap) and math.isfinite(excess):

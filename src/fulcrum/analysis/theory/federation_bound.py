@@ -20,7 +20,8 @@ g^k = grad L_k(theta^k) + b^k + xi^k with bias b^k and independent noise xi^k of
 
 Proof. M-smoothness of L with E<grad L, ghat> = <grad L, gbar> and E|ghat|^2 = |gbar|^2 + sum w_k^2 V_k gives
 E L(theta_{t+1}) <= L(theta_t) - eta <grad L, gbar> + M eta^2/2 (|gbar|^2 + sum w_k^2 V_k). Put
--<a,b> = (-|a|^2 - |b|^2 + |a-b|^2)/2 with b = gbar, which has no noise, and |grad L|^2 >= 2 mu (L - L*). The last line is
+-<a,b> = (-|a|^2 - |b|^2 + |a-b|^2)/2 with b = gbar, which has no noise, and |grad L|^2 >= 2 mu (L - L*). The last
+line is
 |x+y|^2 <= 2|x|^2 + 2|y|^2, Jensen and the clients' smoothness.
 """
 
@@ -35,7 +36,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Quadratics:
-    """K clients with L_k = (theta - centre_k)' H_k (theta - centre_k) / 2. hessians [K, d, d], centres [K, d], weights [K]."""
+    """K clients with L_k = (theta - centre_k)' H_k (theta - centre_k) / 2.
+
+    hessians [K, d, d], centres [K, d], weights [K].
+    """
 
     hessians: Tensor
     centres: Tensor
@@ -187,14 +191,15 @@ def make_quadratics(clients: int, dim: int, alike: bool, seed: int = 0, spread: 
     hessians = roots @ roots.transpose(1, 2) + 0.2 * torch.eye(dim, dtype=torch.float64)
     centres = spread * draw(1 if alike else clients, dim)
     weights = torch.full((clients,), 1 / clients, dtype=torch.float64)
-    return Quadratics(
-        hessians.expand(clients, dim, dim).clone(), centres.expand(clients, dim).clone(), weights
-    )
+    return Quadratics(hessians.expand(clients, dim, dim).clone(), centres.expand(clients, dim).clone(), weights)
 
 
 def find_smallest_violation(lr: float = 0.5, noise: float = 1.0) -> StepBounds:
-    """One client, one weight, L = theta^2 / 2, at the optimum: the loss after a noisy step is lr^2 noise^2 / 2 above the
-    optimum on average, and the printed bound is lr/2 (lr - 1) noise^2, negative for lr < 1."""
+    """One client, one weight, L = theta^2 / 2, at the optimum.
+
+    The loss after a noisy step is lr^2 noise^2 / 2 above the optimum on average; the printed bound is
+    lr/2 (lr - 1) noise^2, negative for lr < 1.
+    """
     one = torch.ones(1, 1, dtype=torch.float64)
     problem = Quadratics(one[None], 0 * one, torch.ones(1, dtype=torch.float64))
     return bound_step(problem, LocalState(0 * one, 0), lr, 1, torch.tensor([noise**2], dtype=torch.float64))
@@ -243,8 +248,10 @@ class LogisticRegression:
 def follow_clipped_bounds(
     problem: LogisticRegression, C: float, lr: float, rounds: int, noise: float, seed: int = 0
 ) -> list[StepBounds]:
-    """Measured loss (mean over draws), printed and corrected bound at each step of clipped, noised gradient descent of one
-    client. noise: of the mean gradient, per coordinate, in units of C. In print, K = 1, N = 1, lambda = 1, B1 = B2 = 0."""
+    """Measured loss (mean over draws), printed and corrected bound at each step of one client's clipped descent.
+
+    noise: of the mean gradient, per coordinate, in units of C. In print, K = N = lambda = 1 and B1 = B2 = 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     best = float(problem.loss(problem.minimise()))
     M, mu, dim = problem.smoothness(), problem.l2, problem.x.shape[1]

@@ -156,7 +156,7 @@ def find_minimiser(points: Sequence[ObjectivePoint]) -> ObjectivePoint:
 def compare_with_differences(
     step: PrivateRound, loss: LossOfWeights, C: float, draws: int = 16, seed: int = 0, width: float = 1e-6
 ) -> tuple[float, float]:
-    """(exact slope, central difference over C (1 +- width)) on common draws. In float64, away from kinks, they agree."""
+    """(exact slope, central difference over C (1 +- width)) on common draws; away from kinks they agree."""
     common = draw_common_numbers(step, draws, seed)
     exact = float(measure_slopes(step, loss, C, common).mean())
     with torch.no_grad():
@@ -172,7 +172,7 @@ def has_kink_near(step: PrivateRound, C: float, width: float = 1e-6) -> bool:
 
 
 def count_direction_changes(points: Sequence[ObjectivePoint]) -> int:
-    """How often the total turns from falling to rising and back along the grid, beyond the intervals: 1 for one minimum."""
+    """How often the total turns along the grid, beyond the intervals: 1 for one minimum inside."""
     turns, falling = 0, True
     anchor = points[0]
     for point in points[1:]:

@@ -77,7 +77,7 @@ def spread_rounds(rounds: int, count: int) -> list[int]:
 
 
 def look(federation: Federation, snapshot: Snapshot, seed: int = 0) -> Moment:
-    """One private round from a snapshot: gradients of the units, weights, rates, noise, and the loss of other weights."""
+    """One private round from a snapshot: the units' gradients, weights, rates, noise, and a loss."""
     problem, plan, settings = federation.problem, federation.plan, federation.settings
     records, layout = problem.dataset.records, problem.layout
     total = int(plan.sizes.sum())
@@ -101,9 +101,7 @@ def look(federation: Federation, snapshot: Snapshot, seed: int = 0) -> Moment:
     losses = tape.losses.double()
     noise = plan.compute_noise_to_signal(layout.dim).direction
     C = float(torch.linalg.vector_norm(snapshot.rule["C"])) if "C" in snapshot.rule else settings.clip.C0
-    step = PrivateRound(
-        params.double(), gradients, torch.cat(weights), torch.cat(rates), noise, settings.train.lr
-    )
+    step = PrivateRound(params.double(), gradients, torch.cat(weights), torch.cat(rates), noise, settings.train.lr)
     batch = Batch(losses, torch.linalg.vector_norm(gradients, dim=1), settings.train.lr)
     return Moment(snapshot.round, step, make_loss(federation, used), batch, C, len(used), total)
 
@@ -143,7 +141,7 @@ class Constants:
 
 
 def estimate_constants(moment: Moment, best: float, iterations: int = 20, seed: int = 0) -> Constants:
-    """PL and smoothness at a moment. best: the least loss known (0 is always valid for losses that are not negative)."""
+    """PL and smoothness at a moment. best: the least loss known (0 is valid for losses that are not negative)."""
     theta = moment.step.theta.clone().requires_grad_()
     value = moment.loss(theta[None])[0]
     (gradient,) = torch.autograd.grad(value, theta, create_graph=True)

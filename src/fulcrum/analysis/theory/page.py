@@ -15,7 +15,8 @@ def make_block(statement: Statement, finding: Finding) -> str:
     """The part of the page that `fulcrum theory check` writes for one statement."""
     rows = "\n".join(f"| {what} | {value} |" for what, value in finding.rows)
     return (
-        f"<!-- {statement.name} -->\n**Status: {finding.status}.** Shown by `fulcrum theory check {statement.name}`.\n\n"
+        f"<!-- {statement.name} -->\n**Status: {finding.status}.** "
+        f"Shown by `fulcrum theory check {statement.name}`.\n\n"
         f"| measured | value |\n|---|---|\n{rows}\n<!-- end {statement.name} -->"
     )
 

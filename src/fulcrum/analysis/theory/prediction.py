@@ -1,10 +1,11 @@
 """What the theory says before training: which C and step, how many rounds, how wrong a fixed C would be.
 
 A network is taken for a bowl (bowl.py) with r_0 = PATH R, where R is the norm of random weights of its layers, and
-gradients of norm FIRST_NORM at the start. Everything else is public: noise, parameters, rounds, local steps, the server's
+gradients of norm FIRST_NORM at the start. Everything else is public: noise, parameters, rounds, local steps, the
+server's
 optimiser. PATH stands for two things that a bowl has not: examples disagree, so that the mean of unit gradients is
-short, and the way to a good network is not straight. Both constants were chosen on the development half of the no-tuning
-suite (`score_against`), so only other grids test them.
+short, and the way to a good network is not straight. Both constants were chosen on the development half of the
+no-tuning suite (`score_against`), so only other grids test them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ def predict_end(facts: RunFacts, C: float, lr: float) -> float:
 
 @dataclass(frozen=True)
 class Advice:
-    """step: the best length of a local step for a C below the norms. end: distance left, of 1. wrong: distance left with
-    the learning rate that is right for C = 1 and C a hundred times smaller, and larger."""
+    """What to expect. step: the best length of a local step for a C below the norms. end: distance left, of 1.
+
+    wrong: distance left with the learning rate that is right for C = 1, and a C a hundred times smaller, and larger.
+    """
 
     step: float
     end: float
@@ -58,7 +61,7 @@ class Advice:
 
 
 def advise(facts: RunFacts) -> Advice:
-    """The best step before training, and what a wrong fixed C would cost at the learning rate that is right for C = 1."""
+    """The best step before training, and what a wrong fixed C would cost at the learning rate right for C = 1."""
     best = find_best_normalised(facts.bowl())
     lr = best.step / facts.boost
     wrong = (predict_end(facts, 0.01, lr), predict_end(facts, 100.0, lr))

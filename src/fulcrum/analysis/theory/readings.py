@@ -4,8 +4,10 @@ The objective is L(C) = L_model(C) + kappa C, so its derivative is kappa + L_mod
 factor 1/C. A step C <- C - eta_C h(C) with drift h rests where h = 0, and returns there if h rises through 0.
 
     right            kappa + L'(C)                               rests at the minimum of L
-    printed          kappa - L'(C) / C                           rests where L' = kappa C > 0: beyond the minimum of L_model
-    loss             kappa - mean l_i / C                        rests at mean loss / kappa, whatever C does to the model
+    printed          kappa - L'(C) / C                           rests where L' = kappa C > 0: beyond the minimum of
+    L_model
+    loss             kappa - mean l_i / C                        rests at mean loss / kappa, whatever C does to the
+    model
     hypergradient    kappa - eta mean |g_i| 1[|g_i| > C]         rests where the clipped mass pays kappa, or at C_min
     derivative       kappa + eta mean |g_i| 1[|g_i| > C] / C     never 0: C falls to C_min
 """
@@ -76,7 +78,9 @@ def make_right_drift(slope: Drift, kappa: float) -> Drift:
 
 def find_resting_point(drift: Drift, low: float = C_FLOOR, high: float = 1e4, points: int = 4_000) -> RestingPoint:
     """The zero of a drift on [low, high] that is found first from below; stable where the drift rises through it."""
-    grid = torch.logspace(torch.log10(torch.tensor(low)).item(), torch.log10(torch.tensor(high)).item(), points).tolist()
+    grid = torch.logspace(
+        torch.log10(torch.tensor(low)).item(), torch.log10(torch.tensor(high)).item(), points
+    ).tolist()
     values = [drift(C) for C in grid]
     for place in range(1, points):
         before, after = values[place - 1], values[place]

@@ -20,11 +20,11 @@ from fulcrum.analysis.theory.objective import (
     PrivateRound,
     compare_with_differences,
     count_direction_changes,
+    draw_common_numbers,
     find_minimiser,
     has_kink_near,
     measure_objective,
     measure_slopes,
-    draw_common_numbers,
 )
 from fulcrum.analysis.theory.on_run import Moment, estimate_constants, look, replay
 from fulcrum.analysis.theory.prediction import score_against
@@ -91,7 +91,7 @@ def check_printed_derivative() -> Finding:
 
 
 def check_readings() -> Finding:
-    """Where the three readings of `moo-paper` rest, on losses and norms drawn once, and whether C knows of the model."""
+    """Where the three readings of `moo-paper` rest, on losses and norms drawn once, and whether C knows the model."""
     generator = torch.Generator().manual_seed(0)
     norms = torch.rand(4_000, generator=generator, dtype=torch.float64) * 4
     batch = readings.Batch(torch.full((4_000,), 2.0, dtype=torch.float64), norms, lr=0.1)
@@ -128,7 +128,7 @@ OBJECTIVE_GRID = tuple(10 ** (k / 2) for k in range(-6, 5))
 
 
 def check_measured_objective() -> Finding:
-    """L(C) at rounds 0 and 25 of a run on digits: one minimum inside the grid, and the exact slope against differences."""
+    """L(C) at rounds 0 and 25 of a run on digits: one minimum inside, and the exact slope against differences."""
     kappa, rows, fine = 0.01, [], True
     for moment in _take_moments(make_digits_federation(), (0, 25)):
         points = measure_objective(moment.step, moment.loss, OBJECTIVE_GRID, kappa, draws=24)
@@ -136,16 +136,30 @@ def check_measured_objective() -> Finding:
         inside = OBJECTIVE_GRID[0] < best.C < OBJECTIVE_GRID[-1] and count_direction_changes(points) == 1
         fine = fine and inside
         ends = f"{_number(points[0].total)}, {_number(points[-1].total)}"
-        rows.append((f"round {moment.round}: least L(C), at C", f"{_number(best.total)} ± {_number(best.interval)}, {_number(best.C)}"))
-        rows.append((f"round {moment.round}: L at C = {_number(OBJECTIVE_GRID[0])} and {_number(OBJECTIVE_GRID[-1])}", ends))
-        rows.append((f"round {moment.round}: parts at the minimum (clipping, noise, kappa C)", ", ".join(_number(v) for v in (best.clipping, best.noise, best.price))))
+        rows.append(
+            (
+                f"round {moment.round}: least L(C), at C",
+                f"{_number(best.total)} ± {_number(best.interval)}, {_number(best.C)}",
+            )
+        )
+        rows.append(
+            (f"round {moment.round}: L at C = {_number(OBJECTIVE_GRID[0])} and {_number(OBJECTIVE_GRID[-1])}", ends)
+        )
+        rows.append(
+            (
+                f"round {moment.round}: parts at the minimum (clipping, noise, kappa C)",
+                ", ".join(_number(v) for v in (best.clipping, best.noise, best.price)),
+            )
+        )
         rows.append((f"round {moment.round}: where moo has C", _number(moment.C)))
     worst = _measure_slope_error()
     rows.append(("largest relative error of the exact slope against differences, float64", _number(worst)))
     return Finding(CONDITIONAL if fine and worst < 1e-4 else FAILS, tuple(rows))
 
 
-def make_logistic_round(seed: int = 0, examples: int = 200, dim: int = 6) -> tuple[PrivateRound, bounds.LogisticRegression]:
+def make_logistic_round(
+    seed: int = 0, examples: int = 200, dim: int = 6
+) -> tuple[PrivateRound, bounds.LogisticRegression]:
     """A private round of logistic regression in float64, where slopes can be checked to many digits."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn((examples, dim), generator=generator, dtype=torch.float64)
@@ -193,13 +207,16 @@ def check_convexity() -> Finding:
             ("PL constant of x^2 + 3 sin(x)^2 (at least 1/32)", _number(descents.measure_wave_mu())),
             ("minima of that function around C = 6, plus 3 C", describe(wave)),
             ("minima of L_model(C) of a clipped step, three groups of examples", describe(groups)),
-            ("one example, a step that is too long: L_model at C = 0.5, 1, 2 (slope 0 from 1 on)", ", ".join(_number(v) for v in values)),
+            (
+                "one example, a step that is too long: L_model at C = 0.5, 1, 2 (slope 0 from 1 on)",
+                ", ".join(_number(v) for v in values),
+            ),
         ),
     )
 
 
 def check_pl_along_run() -> Finding:
-    """PL constant and smoothness of the training loss of an MLP along a run: PL holds on the way, convexity does not."""
+    """PL constant and smoothness of the training loss of an MLP along a run: PL holds, convexity does not."""
     found = [estimate_constants(moment, 0.0) for moment in _take_moments(make_digits_federation("mlp"), (0, 2, 10, 49))]
     mu = min(each.pl for each in found)
     M = max(each.smoothness for each in found)
@@ -222,6 +239,9 @@ def check_lemma_2() -> Finding:
     """Lemma 2 on quadratics, where everything is exact, and on a PL function that is not convex, by simulation."""
     smallest = descents.ClipDescent(1.0, 1.0, 0.5, 0.0, 0.5)
     first, excess = descents.find_printed_violation(smallest, 5)
+    left, said = (
+        float(each[1]) for each in (descents.compute_quadratic_gaps(smallest, 1), smallest.bound_as_printed(1))
+    )
     noisy = descents.ClipDescent(4.0, 4.0, 0.25, 1.0, 0.0)
     exact_floor = float(descents.compute_quadratic_gaps(noisy, 200)[-1])
     printed_floor = float(noisy.bound_as_printed(200)[-1])
@@ -229,15 +249,23 @@ def check_lemma_2() -> Finding:
         float((case.bound(100) - descents.compute_quadratic_gaps(case, 100)).abs().max())
         for case in (smallest, noisy, descents.ClipDescent(2.0, 2.0, 0.9, 0.3, 1.0))
     )
-    wave = descents.ClipDescent(descents.WAVE_MU, descents.WAVE_SMOOTHNESS, 0.05, 0.5, float(descents.evaluate_wave(torch.tensor(3.0))))
+    wave = descents.ClipDescent(
+        descents.WAVE_MU, descents.WAVE_SMOOTHNESS, 0.05, 0.5, float(descents.evaluate_wave(torch.tensor(3.0)))
+    )
     gaps = descents.simulate_gaps(descents.evaluate_wave, 3.0, wave, 300, 400).mean(dim=1)
     held = bool((gaps <= wave.bound(300) * 1.02 + 1e-9).all())
     fails = first >= 0 and exact_floor > printed_floor and sharp < 1e-9 and held
     return Finding(
         FAILS if fails else HOLDS,
         (
-            ("smallest example: L = (C - C*)^2 / 2, eta_C = 0.5, no noise, one step: L - L*, printed bound", f"{_number(float(descents.compute_quadratic_gaps(smallest, 1)[1]))}, {_number(float(smallest.bound_as_printed(1)[1]))}"),
-            ("floor with noise, mu = L = 4, eta_C = 0.25, sigma_g = 1: exact, printed", f"{_number(exact_floor)}, {_number(printed_floor)}"),
+            (
+                "smallest example: L = (C - C*)^2 / 2, eta_C = 0.5, no noise, one step: L - L*, printed bound",
+                f"{_number(left)}, {_number(said)}",
+            ),
+            (
+                "floor with noise, mu = L = 4, eta_C = 0.25, sigma_g = 1: exact, printed",
+                f"{_number(exact_floor)}, {_number(printed_floor)}",
+            ),
             ("excess over the printed bound in the first example", f"{_number(excess)} at step {first}"),
             ("largest distance of the corrected bound from the exact value on quadratics", _number(sharp)),
             ("corrected bound on x^2 + 3 sin(x)^2, 400 simulated descents, 300 steps", "holds" if held else "violated"),
@@ -253,7 +281,11 @@ def check_lemma_2_on_run() -> Finding:
     points = measure_objective(moment.step, moment.loss, grid, kappa, draws=16)
     best = find_minimiser(points)
     slopes = [point.slope + kappa for point in points]
-    ratios = [s**2 / (2 * (p.total - best.total)) for s, p in zip(slopes, points, strict=True) if p.total > best.total + 2 * p.interval]
+    ratios = [
+        s**2 / (2 * (p.total - best.total))
+        for s, p in zip(slopes, points, strict=True)
+        if p.total > best.total + 2 * p.interval
+    ]
     bends = [abs(slopes[i + 1] - slopes[i]) / (grid[i + 1] - grid[i]) for i in range(len(grid) - 1)]
     mu, smooth = min(ratios), max(bends)
     noise = max(p.slope_interval for p in points) / 1.96 * math.sqrt(16)
@@ -268,7 +300,11 @@ def check_lemma_2_on_run() -> Finding:
     start = next(p.total for p in points if p.C == 4.0) - best.total
     measured = sum(gaps) / len(gaps)
     usable = 0 < step < 2 / smooth
-    bound = float(descents.ClipDescent(min(mu, smooth), smooth, step, noise, start).bound(rounds)[-1]) if usable else math.inf
+    bound = (
+        float(descents.ClipDescent(min(mu, smooth), smooth, step, noise, start).bound(rounds)[-1])
+        if usable
+        else math.inf
+    )
     return Finding(
         CONDITIONAL if measured <= bound + 0.02 else FAILS,
         (
@@ -291,7 +327,9 @@ def check_lemma_1() -> Finding:
         each
         for seed in range(4)
         for steps in (1, 8)
-        for each in bounds.follow_bounds(bounds.make_quadratics(5, 4, seed % 2 == 0, seed), start, 0.02, steps, 200 // steps, 0.3, seed)
+        for each in bounds.follow_bounds(
+            bounds.make_quadratics(5, 4, seed % 2 == 0, seed), start, 0.02, steps, 200 // steps, 0.3, seed
+        )
     ]
     _, problem = make_logistic_round()
     clipped = bounds.follow_clipped_bounds(bounds.LogisticRegression(problem.x, problem.y, 0.1), 0.3, 1.0, 40, 0.0)
@@ -302,9 +340,18 @@ def check_lemma_1() -> Finding:
     return Finding(
         FAILS if fails else HOLDS,
         (
-            ("smallest example: one client, L = theta^2 / 2, at the optimum, eta = 0.5, noise 1: measured, printed, corrected", ", ".join(_number(v) for v in (smallest.measured, smallest.printed, smallest.corrected))),
-            (f"steps of quadratics with noise and of clipped logistic regression: {len(noisy) + len(clipped)}; above the printed bound, above the corrected one", f"{over_printed}, {over_corrected}"),
-            ("steps of clipped logistic regression without noise above the printed bound, of 40", str(violated_by_clipping)),
+            (
+                "one client at the optimum of theta^2 / 2, eta = 0.5, noise 1: measured, printed, corrected",
+                ", ".join(_number(v) for v in (smallest.measured, smallest.printed, smallest.corrected)),
+            ),
+            (
+                f"of {len(noisy) + len(clipped)} noisy or clipped steps: above printed, above corrected bound",
+                f"{over_printed}, {over_corrected}",
+            ),
+            (
+                "steps of clipped logistic regression without noise above the printed bound, of 40",
+                str(violated_by_clipping),
+            ),
         ),
     )
 
@@ -316,7 +363,9 @@ def check_lemma_1_without_noise() -> Finding:
         each
         for seed in range(6)
         for local in (1, 8, 32)
-        for each in bounds.follow_bounds(bounds.make_quadratics(4, 4, False, seed), start, 0.05, local, 64 // local, 0.0)
+        for each in bounds.follow_bounds(
+            bounds.make_quadratics(4, 4, False, seed), start, 0.05, local, 64 // local, 0.0
+        )
     ]
     above = sum(each.measured > each.printed + 1e-12 for each in steps)
     corrected = sum(each.measured > each.corrected + 1e-12 for each in steps)
@@ -353,7 +402,7 @@ def check_rule_recursion() -> Finding:
         worst = max(worst, abs(predicted.end - mean) / bowl.distance)
         rows.append(
             (
-                f"T = {bowl.rounds}, nu^2 d = {_number(bowl.spread)}: r_T by recursion, simulated, of the best fixed (C, step)",
+                f"T = {bowl.rounds}, nu^2 d = {_number(bowl.spread)}: r_T by recursion, simulated, best fixed",
                 ", ".join(_number(v) for v in (predicted.end, mean, fixed)),
             )
         )
@@ -388,9 +437,16 @@ def check_where_it_fails() -> Finding:
     path = bowls.follow_rule(bowl)
     best = bowls.find_best_normalised(bowl)
     needed = bowls.compute_rounds_to_mend(path.steps[0], best.step, 0.03)
-    rows.append(("T = 20: first step, best fixed step, rounds needed to mend it", ", ".join(_number(v) for v in (path.steps[0], best.step, needed))))
+    rows.append(
+        (
+            "T = 20: first step, best fixed step, rounds needed to mend it",
+            ", ".join(_number(v) for v in (path.steps[0], best.step, needed)),
+        )
+    )
     rows.append(("r_T of the rule, of the best fixed step", f"{_number(path.end)}, {_number(best.end)}"))
-    settings, _, _ = resolve_keywords("digits", "mlp", None, {"epsilon": 4.0, "parties": 5, "rounds": 20, "method": "moo"})
+    settings, _, _ = resolve_keywords(
+        "digits", "mlp", None, {"epsilon": 4.0, "parties": 5, "rounds": 20, "method": "moo"}
+    )
     federation = prepare_unrehearsed(settings.replace(clip={"rehearse": False}))
     warned = any("round" in warning for warning in list_rule_warnings(federation))
     rows.append(("fulcrum plan warns of 20 rounds without a rehearsal", "yes" if warned else "no"))
@@ -416,24 +472,102 @@ def check_prediction() -> Finding:
     rows = []
     for study, values in by_study.items():
         correlations, regrets = [c for c, _ in values], [r for _, r in values]
-        rows.append((f"{study}: grids, mean and least rank correlation", f"{len(values)}, {_number(sum(correlations) / len(values))}, {_number(min(correlations))}"))
-        rows.append((f"{study}: mean and largest regret of the predicted cell, points", f"{_number(sum(regrets) / len(values))}, {_number(max(regrets))}"))
+        rows.append(
+            (
+                f"{study}: grids, mean and least rank correlation",
+                f"{len(values)}, {_number(sum(correlations) / len(values))}, {_number(min(correlations))}",
+            )
+        )
+        rows.append(
+            (
+                f"{study}: mean and largest regret of the predicted cell, points",
+                f"{_number(sum(regrets) / len(values))}, {_number(max(regrets))}",
+            )
+        )
     mean = sum(each.correlation for each in found) / len(found)
     return Finding(CONDITIONAL if mean > 0.5 else FAILS, tuple(rows))
 
 
 STATEMENTS = (
-    Statement("derivative", "paper, A2", "The derivative of L(C) = L_model(C) + kappa C is kappa - (dL_model/dC) / C, and descent along it finds the minimum.", FAILS, check_printed_derivative),
-    Statement("readings", "paper, Algorithm 1", "C, moved example by example, converges to a C that balances the model's loss and kappa C.", CONDITIONAL, check_readings),
-    Statement("objective", "paper, A1", "L(C), the expected loss after a private round plus kappa C, has one minimum inside.", CONDITIONAL, check_measured_objective),
-    Statement("convexity", "paper, convexity analysis", "PL plus a linear term is well posed with a unique minimiser.", FAILS, check_convexity),
-    Statement("pl", "paper, assumption 3", "The training loss satisfies the PL inequality.", CONDITIONAL, check_pl_along_run),
-    Statement("lemma-2", "paper, Lemma 2", "C converges linearly at rate 1 - 2 mu eta_C for eta_C up to 2/L, to within eta_C sigma_g^2 / (2 mu).", FAILS, check_lemma_2),
-    Statement("lemma-2-run", "ours", "Lemma 2 as corrected bounds descent on the measured L(C) of a run.", CONDITIONAL, check_lemma_2_on_run),
+    Statement(
+        "derivative",
+        "paper, A2",
+        "The derivative of L(C) = L_model(C) + kappa C is kappa - (dL_model/dC) / C; its descent finds the minimum.",
+        FAILS,
+        check_printed_derivative,
+    ),
+    Statement(
+        "readings",
+        "paper, Algorithm 1",
+        "C, moved example by example, converges to a C that balances the model's loss and kappa C.",
+        CONDITIONAL,
+        check_readings,
+    ),
+    Statement(
+        "objective",
+        "paper, A1",
+        "L(C), the expected loss after a private round plus kappa C, has one minimum inside.",
+        CONDITIONAL,
+        check_measured_objective,
+    ),
+    Statement(
+        "convexity",
+        "paper, convexity analysis",
+        "PL plus a linear term is well posed with a unique minimiser.",
+        FAILS,
+        check_convexity,
+    ),
+    Statement(
+        "pl", "paper, assumption 3", "The training loss satisfies the PL inequality.", CONDITIONAL, check_pl_along_run
+    ),
+    Statement(
+        "lemma-2",
+        "paper, Lemma 2",
+        "C converges linearly at rate 1 - 2 mu eta_C for eta_C up to 2/L, to within eta_C sigma_g^2 / (2 mu).",
+        FAILS,
+        check_lemma_2,
+    ),
+    Statement(
+        "lemma-2-run",
+        "ours",
+        "Lemma 2 as corrected bounds descent on the measured L(C) of a run.",
+        CONDITIONAL,
+        check_lemma_2_on_run,
+    ),
     Statement("lemma-1", "paper, Lemma 1", "The federation's loss obeys the printed recursion.", FAILS, check_lemma_1),
-    Statement("lemma-1-plain", "paper, Lemma 1", "Without noise and clipping it does.", CONDITIONAL, check_lemma_1_without_noise),
-    Statement("rule", "ours", "On a round bowl a recursion of averages says where moo's step, C and distance go.", CONDITIONAL, check_rule_recursion),
-    Statement("public-facts", "ours", "With C below the norms the best step depends on public facts and the first distance only.", CONDITIONAL, check_public_facts),
-    Statement("failure", "ours", "Runs too short to mend the first step end behind the best fixed cell; fulcrum plan warns.", CONDITIONAL, check_where_it_fails),
-    Statement("prediction", "ours", "The bowl orders fixed (C, learning rate) cells of real networks before training.", CONDITIONAL, check_prediction),
+    Statement(
+        "lemma-1-plain",
+        "paper, Lemma 1",
+        "Without noise and clipping it does.",
+        CONDITIONAL,
+        check_lemma_1_without_noise,
+    ),
+    Statement(
+        "rule",
+        "ours",
+        "On a round bowl a recursion of averages says where moo's step, C and distance go.",
+        CONDITIONAL,
+        check_rule_recursion,
+    ),
+    Statement(
+        "public-facts",
+        "ours",
+        "With C below the norms the best step depends on public facts and the first distance only.",
+        CONDITIONAL,
+        check_public_facts,
+    ),
+    Statement(
+        "failure",
+        "ours",
+        "Runs too short to mend the first step end behind the best fixed cell; fulcrum plan warns.",
+        CONDITIONAL,
+        check_where_it_fails,
+    ),
+    Statement(
+        "prediction",
+        "ours",
+        "The bowl orders fixed (C, learning rate) cells of real networks before training.",
+        CONDITIONAL,
+        check_prediction,
+    ),
 )

@@ -8,7 +8,7 @@ import pytest
 
 from fulcrum.cli import main
 
-SMALL = ["--data", "digits", "--epsilon", "4", "--parties", "3", "--rounds", "6", "--no-rehearsal"]
+SMALL = ["--data", "digits", "--epsilon", "4", "--parties", "3", "--rounds", "6", "--set", "clip.rehearse=false"]
 
 
 def test_check_compares_with_the_page_and_fails_where_it_differs(tmp_path, capsys) -> None:
@@ -21,7 +21,7 @@ def test_check_compares_with_the_page_and_fails_where_it_differs(tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    ("words", "told"),
     [
         (["check", "lemma-9"], "'lemma-9' is no statement"),
         (["check", "--page", "nowhere.md"], "nowhere.md is not there"),
@@ -43,7 +43,7 @@ def test_private_records_are_refused(tmp_path, capsys) -> None:
     rng = np.random.default_rng(0)
     np.savez(file, x=rng.random((60, 4), dtype=np.float32), y=rng.integers(0, 2, 60))
     words = ["--data", str(file), "--epsilon", "4", "--parties", "3", "--rounds", "4", "--set", "task.classes=2"]
-    assert main(["theory", "objective", *words, "--no-rehearsal"]) == 2
+    assert main(["theory", "objective", *words, "--set", "clip.rehearse=false"]) == 2
     assert "in the clear" in capsys.readouterr().err
 
 
