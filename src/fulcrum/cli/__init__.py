@@ -10,6 +10,7 @@ show.py      show, methods
 report.py    report
 watch.py     watch
 compare.py   compare
+tune.py      tune, pareto
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
@@ -54,6 +55,7 @@ from fulcrum.cli import (
     score,
     show,
     study,
+    tune,
     watch,
 )
 from fulcrum.settings.registry import current_folder_importable
@@ -89,6 +91,8 @@ app.command("show")(show.show)
 app.command("report")(report.report)
 app.command("watch")(watch.watch)
 app.command("compare")(compare.compare)
+app.command("tune")(tune.tune)
+app.command("pareto")(tune.pareto)
 app.command("evaluate")(evaluate.evaluate)
 app.command("score")(score.score)
 app.command("predict")(predict.predict)
