@@ -237,7 +237,8 @@ class ClientReply:
     delta [d] = theta_k - theta_t; with pairwise masks the party's integers modulo 2^32 instead, int32 [d]. extra [J],
     per expected unit and step. events: in order of release.
     state: the client's clipping state after the round. diagnostics: NOT private; they exist in
-    simulations only, and no party sends them.
+    simulations only, and no party sends them. grid: what one unit of integers stands for; 0 where delta is an update.
+    bits: how many low bits of each integer there are.
     """
 
     client: int
@@ -246,6 +247,8 @@ class ClientReply:
     events: tuple[Event, ...]
     state: RuleState
     diagnostics: Mapping[str, float] = field(default_factory=dict)
+    grid: float = 0.0
+    bits: int = 32
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ COMMANDS = {
     "predict": {"folder", "--data", "--data-dir", "--model", "--out", "--quiet", "-q", "--debug"},
     "export": {"folder", "--to", "--out", "--model", "--json", "--quiet", "-q", "--debug"},
     "init": {"path", "--debug"},
-    "plan": SETTINGS | {"--for-epsilon", "--timing", "--json", "--debug"},
+    "plan": SETTINGS | {"--for-epsilon", "--timing", "--advise", "--out", "--json", "--debug"},
     "rehearse": SETTINGS | {"--again", "--json", "--quiet", "-q", "--debug"},
     "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--parties", "--colluders"}
     | {"--json", "--debug"},
@@ -121,8 +121,17 @@ COMMANDS = {
     | {"--quiet", "-q", "--debug"},
     "serve": SETTINGS
     | {"--keys", "--listen", "--certificate", "--private-key", "--insecure", "--simulation", "--deadline", "--wait"}
-    | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"},
+    | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"}
+    | {"--quorum", "--grace", "--max-rest", "--from", "--check", "--log", "--metrics", "--signing-key"},
+    "status": {"folder", "--json", "--debug"},
+    "keys rotate": {"key", "--debug"},
+    "keys accept": {"register", "note", "--debug"},
+    "keys revoke": {"register", "name", "--debug"},
     "party": {
+        "config",
+        "--check",
+        "--log",
+        "--metrics",
         "--data",
         "--schema",
         "--withdrawn",
@@ -137,8 +146,8 @@ COMMANDS = {
         "--until-done",
     }
     | {"--simulation", "--insecure", "--device", "--quiet", "-q", "--debug"},
-    "terms": SETTINGS | {"--party", "--budget", "--classes", "--out", "--debug"},
-    "certs": {"folder", "--host", "--party", "--debug"},
+    "terms": SETTINGS | {"--coordinator", "--peers", "--party", "--budget", "--classes", "--out", "--debug"},
+    "certs": {"folder", "--host", "--party", "--units", "--debug"},
     "reproduce paper": STUDY | {"--subset", "--tune", "--tune-at", "--json"},
     "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},
     "study merge": {"folders", "--into", "--keep", "--json", "--debug"},

@@ -17,7 +17,7 @@ reproduce.py reproduce paper
 init.py      init
 prior.py     prior
 evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
-flower.py    serve, party, terms, certs
+flower.py    serve, terms, certs     party.py  party     operations.py  status, keys
 options.py   the options that settings have
 study_options.py  the options that studies have
 view.py      tables and progress
@@ -44,7 +44,9 @@ from fulcrum.cli import (
     flower,
     init,
     ledger,
+    operations,
     options,
+    party,
     plan,
     predict,
     prior,
@@ -109,7 +111,9 @@ app.command("methods")(show.methods)
 app.command("prior")(prior.prior)
 app.command("demo")(demo.demo)
 app.command("serve")(flower.serve)
-app.command("party")(flower.party)
+app.command("party")(party.party)
+app.command("status")(operations.status)
+app.add_typer(operations.keys_app, name="keys")
 app.command("terms")(flower.terms)
 app.command("certs")(flower.certs)
 

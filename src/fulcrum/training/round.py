@@ -17,13 +17,16 @@ from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.privacy.pairwise.integers import sum_messages
 from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import compute_learning_rate
+from fulcrum.settings.schema import Train
 from fulcrum.training.client_level import average_client_updates, draw_cohort, make_server_release
+from fulcrum.training.combine import COMBINERS
 from fulcrum.training.federation import Federation
 from fulcrum.training.pairwise import add_message_terms, combine_messages
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.training.server import (
     SERVERS,
     average_replies,
+    combine_replies,
     compute_client_weights,
     compute_exact_weights,
     update_moving_average,
@@ -91,16 +94,16 @@ def run_round(
     clients = [task.client for task in tasks]
     weights = compute_client_weights([plan.units(k) for k in clients], settings.train.weights)
     if plan.is_pairwise:
-        aggregate = combine_messages(replies, tasks, snapshot.params, lr, settings.train.weight_decay)
+        aggregate = combine_messages(replies, snapshot.params, lr, settings.train.weight_decay)
         extra = replies[0].extra
     else:
-        aggregate, extra = average_replies(replies, weights)
+        aggregate, extra, weights = combine_replies(replies, weights, settings.train)
     steps, asked = (
         float(weights @ torch.tensor([float(count) for count in counts]))
         for counts in ([task.steps for task in tasks], [task.asked(t) for task in tasks])
     )
     noises = plan.compute_round_noises(clients, t)
-    noise = compute_aggregate_noise(tasks, noises, weights)
+    noise = compute_aggregate_noise(tasks, noises, weights, settings.train)
     released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, noise, asked)
 
     participations = snapshot.participations.clone()
@@ -216,12 +219,19 @@ def find_planned_sigma(planned: Iterable[Sequence[Event]]) -> float:
     return max(event.sigma if isinstance(event, Gaussian) else 0.0 for events in planned for event in events)
 
 
-def compute_aggregate_noise(tasks: Sequence[Assignment], noises: Sequence[float], weights: torch.Tensor) -> float:
+def compute_aggregate_noise(
+    tasks: Sequence[Assignment], noises: Sequence[float], weights: torch.Tensor, train: Train | None = None
+) -> float:
     """Noise in one coordinate of the aggregate, in units of eta N C; see `Released`. Steps add in squares.
 
-    noises: per client, the noise of one step's mean gradient, in units of C.
+    noises: per client, the noise of one step's mean gradient, in units of C. train: how updates are combined; None: by
+    their mean.
     """
     shares: list[float] = weights.tolist()
+    if train is not None and train.combine != "mean":
+        scales = [noise * math.sqrt(t.steps) for t, noise in zip(tasks, noises, strict=True)]
+        found = COMBINERS.find(train.combine).noise(scales, shares, train.trim)
+        return found / sum(w * t.steps for t, w in zip(tasks, shares, strict=True))
     each = [w * noise * math.sqrt(t.steps) for t, noise, w in zip(tasks, noises, shares, strict=True)]
     return math.hypot(*each) / sum(w * t.steps for t, w in zip(tasks, shares, strict=True))
 
