@@ -77,6 +77,12 @@ COMMANDS = {
     "compare": (SETTINGS - {"--method", "--epsilon", "--seed"})
     | {"--methods", "--epsilons", "--seeds", "--against", "--out", "--backend", "--processes", "--seconds"}
     | {"--json", "--quiet", "-q", "--debug"},
+    "tune": (SETTINGS - {"--seed"})
+    | {"--for", "--search", "--trials", "--seeds", "--selection", "--out", "--backend", "--processes", "--seconds"}
+    | {"--json", "--quiet", "-q", "--debug"},
+    "pareto": (SETTINGS - {"--seed", "--epsilon"})
+    | {"--epsilons", "--search", "--trials", "--seeds", "--out", "--backend", "--processes", "--seconds"}
+    | {"--json", "--quiet", "-q", "--debug"},
     "watch": {"--debug", "--host", "--open", "--port", "--seconds", "folder"},
     "report": {"--csv", "--debug", "--figures", "--formats", "--json", "--out", "--title", "folders"},
     "show": {"folder", "--json", "--debug"},

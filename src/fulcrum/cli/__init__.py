@@ -10,6 +10,7 @@ show.py      show, methods
 report.py    report
 watch.py     watch
 compare.py   compare
+tune.py      tune, pareto
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
@@ -58,6 +59,7 @@ from fulcrum.cli import (
     show,
     study,
     theory,
+    tune,
     watch,
 )
 from fulcrum.settings.registry import current_folder_importable
@@ -93,6 +95,8 @@ app.command("show")(show.show)
 app.command("report")(report.report)
 app.command("watch")(watch.watch)
 app.command("compare")(compare.compare)
+app.command("tune")(tune.tune)
+app.command("pareto")(tune.pareto)
 app.command("evaluate")(evaluate.evaluate)
 app.command("score")(score.score)
 app.command("predict")(predict.predict)

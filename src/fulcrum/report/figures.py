@@ -91,7 +91,7 @@ def _make_figure_class() -> Any:
     """matplotlib's Figure, which a notebook shows by itself, whether or not its backend was set up."""
     from matplotlib.figure import Figure
 
-    class ShownFigure(Figure):
+    class ShownFigure(Figure):  # type: ignore[misc,unused-ignore]  # matplotlib may be missing where types are checked
         """A figure that shows itself."""
 
         def _repr_png_(self) -> bytes:

@@ -49,7 +49,7 @@ def make_figures(charts: Sequence[Chart], groups: Sequence[str]) -> Html:
             class_="chart card",
             data_group=group,
         )
-        for group in groups
+        for group in dict.fromkeys(groups)
         if group in known
     ]
     return tag("div", found, class_="grid") if found else Html("")

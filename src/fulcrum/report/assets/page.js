@@ -60,7 +60,7 @@
         marks.push(Plot.line(points, { x: "x", y: "y", stroke: colour, strokeWidth: dots ? 1.6 : 2, strokeDasharray: dashOf(series), curve: dots ? "step-after" : "linear" }));
     }
     if (dots && drawn.length <= 16)
-      marks.push(Plot.text(all.filter((p) => p.series.colour >= 0), { x: "x", y: "y", text: "name", dy: -13, fill: "var(--ink)", stroke: "var(--card)", strokeWidth: 3, fontSize: 11 }));
+      marks.push(Plot.text(all.filter((p) => p.series.names), { x: "x", y: "y", text: "name", dy: -13, fill: "var(--ink)", stroke: "var(--card)", strokeWidth: 3, fontSize: 11 }));
     for (const [name, value] of chart.levels) {
       if (chart.y.log && value <= 0) continue;
       marks.push(Plot.ruleY([value], { stroke: "var(--soft)", strokeDasharray: "2 3" }));
