@@ -1,1 +1,1 @@
-"""What can be said about a method or a run beside training it: the paper's theory, checked (`theory/`)."""
+"""What people look at beside training: a run's page (`report/`), and the theory, checked (`theory/`)."""

@@ -69,9 +69,9 @@ def check(
         write_blocks(file, chosen, found)
         stated = read_statuses(file)
     if figures is not None:
+        from fulcrum.analysis.report.figures import write_figures
         from fulcrum.analysis.theory.charts import make_bowl_chart, make_lemma_2_chart
         from fulcrum.analysis.theory.statements import BOWLS
-        from fulcrum.report.figures import write_figures
 
         for path in write_figures(
             figures, [make_lemma_2_chart(), make_bowl_chart(BOWLS[0]), make_bowl_chart(BOWLS[3])]
@@ -203,8 +203,8 @@ def objective(
         write_file_atomically(out, to_json_text(told).encode())
         view.print_message(f"wrote {out}")
     if figures is not None:
+        from fulcrum.analysis.report.figures import write_figures
         from fulcrum.analysis.theory.charts import make_objective_charts
-        from fulcrum.report.figures import write_figures
 
         for path in write_figures(figures, make_objective_charts(told)):
             view.print_message(f"wrote {path}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fulcrum.analysis.report.chart_types import Axis, Chart, Series
 from fulcrum.analysis.theory import bowl as bowls
 from fulcrum.analysis.theory.clip_descent import ClipDescent, compute_quadratic_gaps
-from fulcrum.report.chart_types import Axis, Chart, Series
 
 OVER_C = {"C": Axis("clipping norm C", log=True)}
 OVER_ROUNDS = {"round": Axis("round")}

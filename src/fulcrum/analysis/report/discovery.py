@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fulcrum.report.model import is_run_folder
+from fulcrum.analysis.report.model import is_run_folder
 
 MAX_DEPTH = 4
 MAX_RUNS_LISTED = 500

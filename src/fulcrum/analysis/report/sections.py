@@ -7,12 +7,19 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fulcrum.report.chart_types import Chart
-from fulcrum.report.formats import ABSENT, format_metric, format_number, format_seconds, format_setting, format_spent
-from fulcrum.report.html import Child, Html, make_table, tag
-from fulcrum.report.meaning import UNIT_WORDS, Verdict, find_verdict
-from fulcrum.report.model import STATES, Party, RunView
-from fulcrum.report.reading import get_mapping, to_number, to_text
+from fulcrum.analysis.report.chart_types import Chart
+from fulcrum.analysis.report.formats import (
+    ABSENT,
+    format_metric,
+    format_number,
+    format_seconds,
+    format_setting,
+    format_spent,
+)
+from fulcrum.analysis.report.html import Child, Html, make_table, tag
+from fulcrum.analysis.report.meaning import UNIT_WORDS, Verdict, find_verdict
+from fulcrum.analysis.report.model import STATES, Party, RunView
+from fulcrum.analysis.report.reading import get_mapping, to_number, to_text
 
 STATE_LEVELS = {"finished": "good", "running": "good", "stopped": "care", "unreadable": "bad", "missing": "bad"}
 MAX_PARTIES_LISTED = 2000

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fulcrum.report.chart_types import Axis, Chart, Series
-from fulcrum.report.model import RunView
-from fulcrum.report.party_charts import make_confusion_chart, make_party_charts, make_split_charts
-from fulcrum.report.seeds import SeedGroup, average_columns, group_by_seed
+from fulcrum.analysis.report.chart_types import Axis, Chart, Series
+from fulcrum.analysis.report.model import RunView
+from fulcrum.analysis.report.party_charts import make_confusion_chart, make_party_charts, make_split_charts
+from fulcrum.analysis.report.seeds import SeedGroup, average_columns, group_by_seed
 from fulcrum.study.records import StudyScore
 
 ROUND, EPSILON = "round", "epsilon"

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fulcrum.report.chart_types import Axis, Chart, Series
-from fulcrum.report.formats import ABSENT, format_number, format_setting
-from fulcrum.report.html import Child, Html, make_table, tag
-from fulcrum.report.numbers import write_csv
-from fulcrum.report.page import assemble_page
-from fulcrum.report.sections import make_facts, make_figures, make_section
+from fulcrum.analysis.report.chart_types import Axis, Chart, Series
+from fulcrum.analysis.report.formats import ABSENT, format_number, format_setting
+from fulcrum.analysis.report.html import Child, Html, make_table, tag
+from fulcrum.analysis.report.numbers import write_csv
+from fulcrum.analysis.report.page import assemble_page
+from fulcrum.analysis.report.sections import make_facts, make_figures, make_section
 from fulcrum.study.records import StudyScore
 from fulcrum.study.search_run import Outcome
 from fulcrum.study.tuning import Objective, Trial

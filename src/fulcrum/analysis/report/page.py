@@ -11,14 +11,14 @@ from importlib import resources
 from typing import Any
 
 import fulcrum
-from fulcrum.report import sections, several
-from fulcrum.report.chart_types import Chart, Series
-from fulcrum.report.charts import make_charts
-from fulcrum.report.html import Child, Html, make_json_block, render, tag
-from fulcrum.report.model import RunView
-from fulcrum.report.numbers import describe_chart
-from fulcrum.report.privacy_section import make_privacy
-from fulcrum.report.seeds import describe_run, group_by_seed
+from fulcrum.analysis.report import sections, several
+from fulcrum.analysis.report.chart_types import Chart, Series
+from fulcrum.analysis.report.charts import make_charts
+from fulcrum.analysis.report.html import Child, Html, make_json_block, render, tag
+from fulcrum.analysis.report.model import RunView
+from fulcrum.analysis.report.numbers import describe_chart
+from fulcrum.analysis.report.privacy_section import make_privacy
+from fulcrum.analysis.report.seeds import describe_run, group_by_seed
 
 SCRIPTS = ("d3.min.js", "plot.umd.min.js", "page.js")
 Contents = tuple[tuple[str, str], ...]
@@ -130,7 +130,7 @@ def make_policy(scripts: Sequence[str], live: bool) -> str:
 
 @functools.cache
 def _read_asset(name: str) -> str:
-    text = resources.files("fulcrum.report").joinpath("assets", name).read_text(encoding="utf-8")
+    text = resources.files("fulcrum.analysis.report").joinpath("assets", name).read_text(encoding="utf-8")
     # A browser reads CR LF as LF before it hashes a script.
     return text.replace("\r\n", "\n")
 

@@ -1,6 +1,6 @@
 """Runs in a notebook: the charts of the report as matplotlib figures, and the report itself.
 
-import fulcrum.report.notebook as look
+import fulcrum.analysis.report.notebook as look
 
 look.figure(result, "metric-accuracy")           # a chart of one run
 look.figure([one, other], "tradeoff")            # of several
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fulcrum.analysis.report.chart_types import Chart
+from fulcrum.analysis.report.charts import make_charts
+from fulcrum.analysis.report.figures import draw_chart
+from fulcrum.analysis.report.model import RunView, make_columns, read_run
+from fulcrum.analysis.report.reading import get_mapping, numbers_of
 from fulcrum.errors import ConfigError, RunError
-from fulcrum.report.chart_types import Chart
-from fulcrum.report.charts import make_charts
-from fulcrum.report.figures import draw_chart
-from fulcrum.report.model import RunView, make_columns, read_run
-from fulcrum.report.reading import get_mapping, numbers_of
 from fulcrum.runs.result import Result
 from fulcrum.settings.registry import suggest_nearest_names
 from fulcrum.study.records import StudyScore

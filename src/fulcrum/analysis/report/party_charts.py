@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fulcrum.report.chart_types import Axis, Chart, Series
-from fulcrum.report.model import RunView
+from fulcrum.analysis.report.chart_types import Axis, Chart, Series
+from fulcrum.analysis.report.model import RunView
 
 MAX_BARS = 40
 """More parties than this are drawn as one sorted line instead of a bar each."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fulcrum.report import reading
-from fulcrum.report.reading import Problems, get_list, get_mapping, numbers_of, to_number, to_text
+from fulcrum.analysis.report import reading
+from fulcrum.analysis.report.reading import Problems, get_list, get_mapping, numbers_of, to_number, to_text
 from fulcrum.study.records import StudyScore
 
 STATES = {

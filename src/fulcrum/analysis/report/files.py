@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from fulcrum.analysis.report.chart_types import Chart
+from fulcrum.analysis.report.model import RunView
+from fulcrum.analysis.report.numbers import chart_to_csv, parties_to_csv, rounds_to_csv, runs_to_csv
 from fulcrum.errors import RunError
-from fulcrum.report.chart_types import Chart
-from fulcrum.report.model import RunView
-from fulcrum.report.numbers import chart_to_csv, parties_to_csv, rounds_to_csv, runs_to_csv
 from fulcrum.runs.folder import write_file_atomically
 
 PAGE_START = b"<!doctype html>"

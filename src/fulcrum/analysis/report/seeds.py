@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fulcrum.report.model import RunView
+from fulcrum.analysis.report.model import RunView
 
 SEED_SETTINGS = ("run.seed", "privacy.seed")
 IRRELEVANT_SETTINGS = (

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fulcrum.analysis.report.chart_types import Axis, Chart, Series
+from fulcrum.analysis.report.formats import ABSENT, format_number
+from fulcrum.analysis.report.html import Child, Html, make_table, tag
+from fulcrum.analysis.report.numbers import guard, write_csv
+from fulcrum.analysis.report.page import LivePage, assemble_page
+from fulcrum.analysis.report.reading import Problems, get_list, read_json_object, to_text
+from fulcrum.analysis.report.sections import make_badge, make_figures, make_section
 from fulcrum.errors import RunError
-from fulcrum.report.chart_types import Axis, Chart, Series
-from fulcrum.report.formats import ABSENT, format_number
-from fulcrum.report.html import Child, Html, make_table, tag
-from fulcrum.report.numbers import guard, write_csv
-from fulcrum.report.page import LivePage, assemble_page
-from fulcrum.report.reading import Problems, get_list, read_json_object, to_text
-from fulcrum.report.sections import make_badge, make_figures, make_section
 from fulcrum.study.compare import REQUEST_FILE, ComparedCell, iterate_ranking_rows, make_compared_cells
 from fulcrum.study.store import list_shards, read_shard
 

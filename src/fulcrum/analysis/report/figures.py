@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fulcrum.analysis.report.chart_types import Axis, Chart, Series
+from fulcrum.analysis.report.files import make_file_stem
 from fulcrum.errors import RunError
-from fulcrum.report.chart_types import Axis, Chart, Series
-from fulcrum.report.files import make_file_stem
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#b0528f", "#a87b00", "#4b5563", "#2a9fd0", "#7a4b2a")
 """Colours that people with any colour vision tell apart; the page's --c0 to --c7 of its light theme."""

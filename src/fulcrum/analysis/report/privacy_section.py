@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fulcrum.report.formats import format_number, format_spent
-from fulcrum.report.html import Child, Html, make_table, tag
-from fulcrum.report.meaning import UNIT_WORDS, explain_epsilon, find_verdict, list_beliefs
-from fulcrum.report.model import RunView
-from fulcrum.report.reading import get_list, get_mapping, to_number, to_text
+from fulcrum.analysis.report.formats import format_number, format_spent
+from fulcrum.analysis.report.html import Child, Html, make_table, tag
+from fulcrum.analysis.report.meaning import UNIT_WORDS, explain_epsilon, find_verdict, list_beliefs
+from fulcrum.analysis.report.model import RunView
+from fulcrum.analysis.report.reading import get_list, get_mapping, to_number, to_text
 
 
 def make_privacy(run: RunView) -> Html:

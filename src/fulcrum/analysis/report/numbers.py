@@ -7,8 +7,8 @@ import io
 import math
 from collections.abc import Sequence
 
-from fulcrum.report.chart_types import Axis, Chart
-from fulcrum.report.model import RunView
+from fulcrum.analysis.report.chart_types import Axis, Chart
+from fulcrum.analysis.report.model import RunView
 
 FORMULA_SIGNS = ("=", "+", "-", "@", "\t", "\r")
 """A spreadsheet takes a text that begins with one of these for a formula."""

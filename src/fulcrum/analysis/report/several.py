@@ -6,13 +6,20 @@ import math
 from collections.abc import Sequence
 from urllib.parse import urlencode
 
-from fulcrum.report.charts import find_front
-from fulcrum.report.formats import ABSENT, format_metric, format_number, format_seconds, format_setting, format_spent
-from fulcrum.report.html import Child, Html, make_table, tag
-from fulcrum.report.meaning import find_verdict
-from fulcrum.report.model import STATES, RunView
-from fulcrum.report.sections import STATE_LEVELS, make_badge
-from fulcrum.report.seeds import SEED_SETTINGS, group_by_seed
+from fulcrum.analysis.report.charts import find_front
+from fulcrum.analysis.report.formats import (
+    ABSENT,
+    format_metric,
+    format_number,
+    format_seconds,
+    format_setting,
+    format_spent,
+)
+from fulcrum.analysis.report.html import Child, Html, make_table, tag
+from fulcrum.analysis.report.meaning import find_verdict
+from fulcrum.analysis.report.model import STATES, RunView
+from fulcrum.analysis.report.sections import STATE_LEVELS, make_badge
+from fulcrum.analysis.report.seeds import SEED_SETTINGS, group_by_seed
 from fulcrum.study.records import StudyScore
 from fulcrum.study.stats import compute_mean_interval
 

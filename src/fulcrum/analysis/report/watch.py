@@ -19,14 +19,14 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import fulcrum
-from fulcrum.report import several
-from fulcrum.report.discovery import find_runs
-from fulcrum.report.html import Html, tag
-from fulcrum.report.model import RunView, is_run_folder, read_run
-from fulcrum.report.page import LivePage, assemble_page, make_page
-from fulcrum.report.reading import is_locked
-from fulcrum.report.sections import make_section
-from fulcrum.report.study_page import is_study_folder, make_study_page
+from fulcrum.analysis.report import several
+from fulcrum.analysis.report.discovery import find_runs
+from fulcrum.analysis.report.html import Html, tag
+from fulcrum.analysis.report.model import RunView, is_run_folder, read_run
+from fulcrum.analysis.report.page import LivePage, assemble_page, make_page
+from fulcrum.analysis.report.reading import is_locked
+from fulcrum.analysis.report.sections import make_section
+from fulcrum.analysis.report.study_page import is_study_folder, make_study_page
 from fulcrum.study.store import list_shards
 
 SEEN_FILES = (
