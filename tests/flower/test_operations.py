@@ -301,7 +301,7 @@ def test_a_servers_check_finds_everything_right_and_what_is_wrong(site):
     found = check_server(folder, settings)
     assert not [each for each in found.values() if each.level == checks.WRONG], found
     assert "for 127.0.0.1" in found["certificate"].words
-    assert "1 parties" in found["register"].words
+    assert "1 party in" in found["register"].words
     assert "one run costs each party at most epsilon" in found["settings"].words
     assert not (folder / "run").exists()
     (folder / "run").mkdir()

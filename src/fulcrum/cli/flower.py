@@ -81,6 +81,12 @@ def terms(
         str,
         typer.Option("--coordinator", help="Pin the key that signs requests: its .pub file, or SHA256:..."),
     ] = "",
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            "--peers", help="With pairwise masks: folder of the other parties' NAME.pub, from themselves; pins them."
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="File to write; - prints it.")] = Path("terms.toml"),
     debug: DebugOption = False,
 ) -> None:
@@ -95,7 +101,12 @@ def terms(
     pinned = coordinator
     if coordinator and not coordinator.startswith("SHA256:"):
         pinned = fingerprint(load_public_key(Path(coordinator)))
-    text = terms_to_toml(validate_terms(dataclasses.replace(agreed, coordinator=pinned)))
+    agreed = dataclasses.replace(agreed, coordinator=pinned)
+    if peers is not None:
+        from fulcrum.flower.pairwise.pins import pin_peers
+
+        agreed = pin_peers(agreed, peers)
+    text = terms_to_toml(validate_terms(agreed))
     if str(out) == "-":
         typer.echo(text, nl=False)
         return

@@ -25,9 +25,8 @@ def rehearse(
 ) -> None:
     """Choose step, C, learning rate and schedule on made-up data, and print them as options for `fulcrum run`.
 
-    It sees settings, model, declared sizes and shapes, never a value of a record, so it costs no privacy. `fulcrum run
-    --method moo-rehearsed` does the same before it trains; across machines, hand the printed settings to `fulcrum
-    serve`.
+    It sees settings, model, declared sizes and shapes, never a value of a record, so it costs no privacy. `fulcrum run`
+    does the same before it trains.
     """
     from fulcrum import runs as api
     from fulcrum.runs.rehearsal import find_refusal, memory, read_rehearsal_facts

@@ -49,10 +49,11 @@ def make_served_settings(settings: Settings, parties: int, simulation: bool) -> 
             "privacy.unit = 'client' trusts the server with every update; parties across machines trust nobody: use "
             "example or person."
         )
-    if settings.privacy.aggregation != "plain":
+    if settings.privacy.aggregation == "ideal-secagg":
         raise ConfigError(
             f"privacy.aggregation = {settings.privacy.aggregation!r} is a simulation: no secure aggregation is "
-            "there, and the coordinator sees every update; use plain, where each party's own noise protects it."
+            "there, and the coordinator sees every update; use pairwise, or plain, where each party's own noise "
+            "protects it."
         )
     if settings.data.features != "none":
         raise ConfigError(

@@ -144,6 +144,7 @@ def open_superlink_transport(
         report=report or (lambda party, words: None),
         read_register=read_register,
     ) as link:
+        link.transport.port_counts = link.server.count  # for an operator
         yield link.transport
 
 
@@ -189,6 +190,7 @@ def serve_run(
         watch = CoordinatorStatus(
             out, run, registry, tuple(public_keys), monitor, settings.train.rounds, wait_policy.min_parties
         )
+        watch.certificate = address.certificate
         registry.on_poll = watch.refresh
         parties = wait_for_parties(registry, len(public_keys), wait_policy)
         if not simulation:
@@ -255,6 +257,7 @@ def resume_served_run(
             settings.train.rounds,
             wait_policy.min_parties,
         )
+        watch.certificate = address.certificate
         registry.on_poll = watch.refresh
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if kept["simulation"] else None
@@ -262,7 +265,7 @@ def resume_served_run(
         watch.engine = engine
         # The parties that took part before get time to come back, so that no round runs without them.
         end = time.monotonic() + min(wait_policy.join_timeout, wait_policy.round_timeout)
-        while len(registry.node_of) < len(parties) and time.monotonic() < end:
+        while len(registry.node_of.keys() | registry.refusals.keys()) < len(parties) and time.monotonic() < end:
             registry.poll()
             time.sleep(0.1)
         federation = replace(make_served_federation(settings, engine), origin=origin)

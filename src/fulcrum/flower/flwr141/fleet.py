@@ -101,6 +101,7 @@ class FleetService:
         self._wakes: dict[int, asyncio.Event] = {}
         self._arriving: dict[tuple[int, str], _Arriving] = {}
         self.loop: Callable[[], asyncio.AbstractEventLoop | None] = lambda: None
+        self.port_counts: Callable[[], Mapping[str, int]] = dict  # of the port in front: connections, what was dropped
         self.count_port: Callable[[], dict[str, int]] = dict
         self.on_certificate: Callable[[], None] = lambda: None
         """Called when the port has read a renewed certificate."""

@@ -125,6 +125,7 @@ class AccountedRun:
     rounds_in_scope: int = 0
     per_run: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     peer_keys: tuple[Mapping[str, Any], ...] = ()
+    across_machines: bool = False
 
     @property
     def added_start(self) -> WeightOrigin | None:
@@ -289,7 +290,7 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
         ],
     }
     if plan.is_pairwise and plan.private:
-        result["pairwise"] = describe_pairwise(plan, headline, delta, run.peer_keys)
+        result["pairwise"] = describe_pairwise(plan, headline, delta, run.peer_keys, run.across_machines)
     if is_rehearsed(settings):
         result["rehearsal"] = REHEARSAL_TEXT
     if run.start is not None:
