@@ -7,6 +7,9 @@ rehearse.py  rehearse
 account.py   account
 data.py      data list, fetch, verify, describe     changes.py  data changes
 show.py      show, methods
+report.py    report
+watch.py     watch
+compare.py   compare
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
@@ -31,6 +34,7 @@ import typer
 from fulcrum import __version__
 from fulcrum.cli import (
     account,
+    compare,
     data,
     demo,
     evaluate,
@@ -46,11 +50,13 @@ from fulcrum.cli import (
     predict,
     prior,
     rehearse,
+    report,
     reproduce,
     run,
     score,
     show,
     study,
+    watch,
 )
 from fulcrum.settings.registry import current_folder_importable
 
@@ -82,6 +88,9 @@ def _show_help_or_version(
 app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("show")(show.show)
+app.command("report")(report.report)
+app.command("watch")(watch.watch)
+app.command("compare")(compare.compare)
 app.command("evaluate")(evaluate.evaluate)
 app.command("score")(score.score)
 app.command("predict")(predict.predict)

@@ -81,6 +81,12 @@ def terms(
         str,
         typer.Option("--coordinator", help="Pin the key that signs requests: its .pub file, or SHA256:..."),
     ] = "",
+    peers: Annotated[
+        Path | None,
+        typer.Option(
+            "--peers", help="With pairwise masks: folder of the other parties' NAME.pub, from themselves; pins them."
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="File to write; - prints it.")] = Path("terms.toml"),
     debug: DebugOption = False,
 ) -> None:
@@ -91,11 +97,17 @@ def terms(
     from fulcrum.flower.signing import fingerprint
     from fulcrum.flower.terms import terms_to_toml, validate_terms
 
+    settings = rehearse_for_terms(settings)
     agreed = accept_proposal(party, make_proposal(settings, classes), budget)
     pinned = coordinator
     if coordinator and not coordinator.startswith("SHA256:"):
         pinned = fingerprint(load_public_key(Path(coordinator)))
-    text = terms_to_toml(validate_terms(dataclasses.replace(agreed, coordinator=pinned)))
+    agreed = dataclasses.replace(agreed, coordinator=pinned)
+    if peers is not None:
+        from fulcrum.flower.pairwise.pins import pin_peers
+
+        agreed = pin_peers(agreed, peers)
+    text = terms_to_toml(validate_terms(agreed))
     if str(out) == "-":
         typer.echo(text, nl=False)
         return
@@ -105,6 +117,19 @@ def terms(
     except FileExistsError:
         raise ConfigError(f"{out} exists; terms are not overwritten, so choose another name.") from None
     typer.echo(f"wrote {out}")
+
+
+def rehearse_for_terms(settings: Settings) -> Settings:
+    """The settings as `fulcrum serve` would propose them: rehearsed where data.units declares the parties' units."""
+    if not (settings.clip.rehearse and settings.clip.step == 0 and settings.data.units):
+        return settings
+    from fulcrum import runs as api
+    from fulcrum.flower.prepare import load_public_data, make_public_problem
+    from fulcrum.flower.rehearsal import rehearse_before_proposing
+
+    public = load_public_data(settings.data.source, settings.data.dir, settings.task)
+    problem = make_public_problem(settings, public, api.find_device(settings.run.device))
+    return rehearse_before_proposing(settings, problem, view.print_message)
 
 
 @with_settings

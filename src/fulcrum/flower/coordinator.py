@@ -35,6 +35,7 @@ from fulcrum.flower.messages import (
     simulation_to_table,
     state_to_arrays,
 )
+from fulcrum.flower.pairwise.coordinator import MaskedCoordinator
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, describe_refusal, verify_signed_reply
 from fulcrum.flower.rule_terms import is_C_within
 from fulcrum.flower.stragglers import StragglerBook, StragglerPolicy
@@ -101,6 +102,7 @@ class FlowerEngine(Engine):
         self._agreed = name_model_and_task(problem)
         limit: Callable[[int], None] = getattr(registry.transport, "limit_replies", lambda size: None)
         limit(8 * problem.layout.dim)  # an honest reply has four bytes per number, coded or not
+        self.masked = MaskedCoordinator(self)
 
     # --- who is there -----------------------------------------------------------------------------
 
@@ -153,6 +155,9 @@ class FlowerEngine(Engine):
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Ask every party, wait until all have answered or the time is over, and yield the sound replies."""
+        if self.settings.privacy.aggregation == "pairwise":
+            yield from self.masked.run(request)
+            return
         shared = all(state is request.states[0] for state in request.states) or self.problem.rule.where == "client"
         body = pack_round_body(self.problem, request, request.states[0]) if shared and request.states else None
         asks = {
@@ -309,6 +314,16 @@ class FlowerEngine(Engine):
             events=events,
             state={**state, "C": arrays["C"].to(device)} if own else state,
         )
+
+    def note_refusal(self, client: int, code: str) -> None:
+        """A party refused a masked round: whose budget is spent is asked no more."""
+        if code == "budget":
+            self._spent.add(client)
+
+    def select_moving(self, state: RuleState) -> RuleState:
+        """What of a clipping state travels with a round's request."""
+        rule = self.problem.rule
+        return {} if rule.where == "client" else select_moving_entries(rule.moves, state)
 
     def send_run_finished(self, rounds: int, seconds: float = 5.0) -> None:
         """Tell every party that the run is over, so that it writes its statement; waits up to `seconds` for that."""

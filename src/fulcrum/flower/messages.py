@@ -4,7 +4,8 @@ Nothing received is trusted: sizes are bounded before anything is parsed, a body
 memory than it has bytes, names, types and shapes must be exactly those expected, and every number
 finite. What does not fit raises `BadMessage`, whose text never quotes private data.
 
-Requests (coordinator to party): `hello`, `round`, `done`, `notice`. Replies: `welcome`, `update`, `noted`, `refused`.
+Requests (coordinator to party): `hello`, `round`, `manifest`, `done`, `notice`. Replies: `welcome`, `ready`, `update`,
+`noted`, `refused`. With pairwise masks a party answers `round` by `ready`, and `manifest` by its masked `update`.
 Each request carries a nonce, and each reply repeats it, names the request's digest and is signed.
 """
 
@@ -141,6 +142,12 @@ HEADER_SCHEMAS: dict[str, dict[str, str]] = {
         "simulation": TABLE_FIELD,
     },
     "done": {**_COMMON_FIELDS, "rounds": WHOLE_FIELD},
+    "manifest": {
+        **_COMMON_FIELDS,
+        "party": TEXT_FIELD,
+        **dict.fromkeys(("round", "manifest_bytes", "keys_bytes"), WHOLE_FIELD),
+    },
+    "ready": {**_REPLY_FIELDS, "round": WHOLE_FIELD, "fresh": ID_FIELD, "key": TABLE_FIELD},
     "notice": {**_COMMON_FIELDS, "text": SENTENCE_FIELD},
     "welcome": {
         **_REPLY_FIELDS,

@@ -7,6 +7,7 @@ For a round, in this order: check the terms, reserve in the party's own ledger, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ from fulcrum.flower.messages import (
     state_from_arrays,
     write_shape,
 )
+from fulcrum.flower.pairwise.party import MAX_KEYS_BYTES, MaskedRounds
 from fulcrum.flower.party_data import LoadRecords, check_task
 from fulcrum.flower.party_ledger import enroll_party, register_party_run
 from fulcrum.flower.party_statement import make_party_statement
@@ -56,6 +58,7 @@ from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.mechanism import compute_planned_events
+from fulcrum.privacy.pairwise.integers import pack_message
 from fulcrum.privacy.statement import statement_to_markdown
 from fulcrum.runs import folder as record
 from fulcrum.settings.registry import forbid_imports
@@ -97,6 +100,7 @@ class PartyService:
         self._dataset: Dataset | None = None
         self._trainer: LocalTrainer | None = None
         self._registered: set[PartyRunFacts] = set()
+        self._masked = MaskedRounds(self.name, self.key)
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -182,6 +186,11 @@ class PartyService:
             self._load_own_state(run, t, start) if own else trainer.complete_state(facts, moved, t, header["rounds"])
         )
         check_clipping_state(terms, state, moved)
+        if terms.aggregation == "pairwise":
+            asked = RoundRequest(
+                t, header["rounds"], arrays["params"].to(self.device), (task,), (state,), header["weight_decay"]
+            )
+            return self._report_ready(header, request, facts, asked, moved)
 
         stored = self.replies.get(run, t)
         if stored is not None:
@@ -219,11 +228,63 @@ class PartyService:
         )
         return reply
 
+    def _report_ready(
+        self,
+        header: dict[str, Any],
+        request: Envelope,
+        facts: PartyRunFacts,
+        asked: RoundRequest,
+        moved: dict[str, torch.Tensor],
+    ) -> Envelope:
+        """With pairwise masks: compute, and say so. Nothing is released, and nothing is paid, before the manifest."""
+        self._register_run(facts)
+        pending = self._masked.compute(self.trainer, facts, asked, moved)
+        key = self._masked.start_run(facts.run)
+        return self._make_signed_reply(
+            "ready",
+            header["nonce"],
+            facts.run,
+            request,
+            round=asked.round,
+            fresh=pending.nonce,
+            key=dataclasses.asdict(key.signed),
+        )
+
+    def answer_manifest(self, header: dict[str, Any], request: Envelope) -> Envelope:
+        """With pairwise masks: check who takes part and on what terms, pay, mask, send."""
+        if self.terms is None or self.terms.aggregation != "pairwise":
+            raise TermsRefusal("aggregation")
+        if self._masked.answered is not None and self._masked.answered[0] == request.digest:
+            return self._masked.answered[1]  # the same bytes again: the same bytes in return
+        spec: ArraySpec = {
+            name: (torch.uint8, (header[f"{name}_bytes"],))
+            for name in ("manifest", "keys")
+            if 0 < header[f"{name}_bytes"] <= MAX_KEYS_BYTES
+        }
+        arrays = {name: bytes(value.numpy()) for name, value in read_message_arrays(request, spec).items()}
+        run, t = header["run"], header["round"]
+        self._masked.read_keys(arrays.get("keys", b""))
+        update, unpinned = self._masked.mask(self.trainer, self.terms, self.ledger, run, t, arrays.get("manifest", b""))
+        reply = self._make_signed_reply(
+            "update",
+            header["nonce"],
+            run,
+            request,
+            arrays={"delta": pack_message(update.delta, update.bits), "extra": update.extra},
+            round=t,
+            events=events_to_rows(update.events),
+        )
+        self._masked.answered = (request.digest, reply)
+        apart = f"; {unpinned} participants are not pinned and count as colluders" if unpinned else ""
+        self.say(f"round {t + 1}: masked; epsilon so far {format_epsilon(self.ledger.epsilon(self.name))}{apart}")
+        return reply
+
     def answer_finish(self, header: dict[str, Any], request: Envelope) -> Envelope:
         """The run is over; the coordinator asks for nothing more."""
         if self.terms is not None:
             self.prepare()
         self.done = True
+        self._masked.forget()
         self.say(f"the coordinator has finished after {header['rounds']} rounds")
         return self._make_signed_reply("noted", header["nonce"], header["run"], request)
 
@@ -360,7 +421,8 @@ class PartyService:
         record.write_file_atomically(folder / "privacy.json", record.to_json_text(content).encode())
 
     def close(self) -> None:
-        """Close the ledger and the stored replies."""
+        """Close the ledger and the stored replies, and forget the key of the run."""
+        self._masked.forget()
         self.ledger.close()
         self.replies.close()
 
@@ -368,6 +430,7 @@ class PartyService:
 _ANSWERS_BY_KIND: dict[str, Callable[[PartyService, dict[str, Any], Envelope], Envelope]] = {
     "hello": PartyService.answer_hello,
     "round": PartyService.round,
+    "manifest": PartyService.answer_manifest,
     "done": PartyService.answer_finish,
     "notice": PartyService.answer_notice,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -30,6 +31,13 @@ def make_party_statement(
     rule = RULES[name] if name in RULES else find_allowed_rule(terms, name)
     settings = terms_to_settings(terms, name, simulation)
     plan = make_plan(settings, [terms.party], [units], rule, population=dataset.name)
+    if terms.aggregation == "pairwise":
+        plan = dataclasses.replace(
+            plan, aggregation="pairwise", colluders=terms.colluders, peers=max(len(terms.peers), terms.colluders)
+        )
+    keys = [
+        {"party": name, "fingerprint": pin, "pinned": terms.pinned or "no date"} for name, pin in terms.peers.items()
+    ]
     known = last.is_known
     rounds = Counter(run for run, _ in {(entry.run, entry.round) for entry in entries})
     alone = {run: ledger.epsilon(terms.party, run) for run in rounds}
@@ -54,6 +62,8 @@ def make_party_statement(
         arithmetic=last.arithmetic if known else "proven" if uses_proven_arithmetic(settings) else "fast",
         simulation=simulation,
         others=tuple(map(describe_covered_run, runs.values())),
+        peer_keys=tuple(keys),
+        across_machines=True,
         composition=ledger.describe_composition(terms.party) if entries else "",
     )
     content = make_statement(accounted)

@@ -242,7 +242,7 @@ def verify_signed_reply(
         raise BadMessage("it names a party that is not in the register.")
     if not keys.has_valid_signature(key, reply):
         raise BadMessage(f"it claims to be from {header['party']}, but the signature is not that party's.")
-    sent = read_message_header(request, ("hello", "round", "done", "notice"))
+    sent = read_message_header(request, ("hello", "round", "manifest", "done", "notice"))
     if (header["run"], header["nonce"], header["request"]) != (run, sent["nonce"], request.digest):
         raise BadMessage("it answers another request than the one that was sent.")
     return header

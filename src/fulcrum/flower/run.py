@@ -38,6 +38,7 @@ from fulcrum.flower.prepare import (
     wait_for_parties,
 )
 from fulcrum.flower.registry import PartyInfo, PartyReportFn, Transport
+from fulcrum.flower.rehearsal import rehearse_before_proposing
 from fulcrum.flower.request_gate import RequestGate
 from fulcrum.flower.signing import RequestSigner, derive_request_signer, load_request_signer
 from fulcrum.flower.units import keep_plausible_parties
@@ -177,6 +178,9 @@ def serve_run(
         _load_public_records(settings),
         _find_run_device(settings),
     )
+    rehearsed = rehearse_before_proposing(settings, problem, say)
+    if rehearsed != settings:
+        settings, problem = rehearsed, make_public_problem(rehearsed, problem.dataset, problem.device)
     origin = take_old_model(problem, settings, start) if start else None
     claim_run_folder(out)
     run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say, out, monitor)

@@ -222,6 +222,8 @@ def make_metrics_line(result: RoundResult) -> dict[str, Any]:
     if 0 < len(result.party_metrics) <= MAX_PARTIES_PER_LINE:
         line["party_metrics"] = {name: dict(metrics) for name, metrics in result.party_metrics.items()}
     line |= make_fact_entries(result.facts)
+    if result.course:
+        line["course"] = {name: float(f"{value:.6g}") for name, value in result.course.items()}
     if result.diagnostics:
         line["non_private_diagnostics"] = dict(result.diagnostics)
     return line

@@ -28,13 +28,13 @@ from fulcrum.privacy.statement.text import (
     FLOATING_POINT_NOTES,
     NOISE_TEXT,
     RANDOM_NUMBER_SOURCES,
-    REHEARSAL_TEXT,
     SCOPE_TEXTS,
     TEST_DATA_NOTE,
     collect_warnings,
     composition_sentence,
     describe_arithmetic,
     describe_randomness,
+    describe_rehearsal,
     describe_start,
     format_numbers,
     guarantee_sentence,
@@ -125,6 +125,7 @@ class AccountedRun:
     rounds_in_scope: int = 0
     per_run: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     peer_keys: tuple[Mapping[str, Any], ...] = ()
+    across_machines: bool = False
 
     @property
     def added_start(self) -> WeightOrigin | None:
@@ -289,9 +290,9 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
         ],
     }
     if plan.is_pairwise and plan.private:
-        result["pairwise"] = describe_pairwise(plan, headline, delta, run.peer_keys)
+        result["pairwise"] = describe_pairwise(plan, headline, delta, run.peer_keys, run.across_machines)
     if is_rehearsed(settings):
-        result["rehearsal"] = REHEARSAL_TEXT
+        result["rehearsal"] = describe_rehearsal(settings)
     if run.start is not None:
         result["start"] = {
             "run": run.start.run,
