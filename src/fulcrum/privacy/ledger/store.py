@@ -343,8 +343,9 @@ class LedgerStore:
         ):
             self.accounts[terms[0]] = (party, LedgerAccount(*terms))
             self._seen["budgets"] = budget
+        # NOT INDEXED: by row number. To group, SQLite would otherwise walk an index over all rows there ever were.
         rows = self.db.execute(
-            "SELECT party, run, events, count(*), max(id), max(time) FROM entries WHERE id > ?"
+            "SELECT party, run, events, count(*), max(id), max(time) FROM entries NOT INDEXED WHERE id > ?"
             " GROUP BY party, run, events ORDER BY min(id)",
             (self._seen["entries"],),
         ).fetchall()
