@@ -25,6 +25,14 @@ from fulcrum.privacy.ledger.units import UnitArray, group_by_history, merge_unit
 MIN_PRICES_KEPT = 500
 """Prices of pasts are kept: at least so many, and four for each account. All are forgotten beyond that, since a long
 run has a new past after each round."""
+Place = tuple[int, str]
+"""A party's row and a run."""
+History = tuple[frozenset[str], frozenset[Place]]
+"""The runs of its party that a unit was NOT in (runs without registered units count for everybody), and the places
+where other parties had it."""
+NOWHERE: frozenset[Place] = frozenset()
+EVERYBODY: History = (frozenset(), NOWHERE)
+"""The history of a unit that was in all runs of its party."""
 
 
 class Pricer:
