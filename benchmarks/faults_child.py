@@ -102,9 +102,7 @@ def wait_for(child: int, log: Path, kill_after: float | None = None) -> Ended:
     return Ended(-signal.SIGALRM if hung else code, said[-1500:], time.monotonic() - began)
 
 
-def run_command(
-    call: Callable[[], int], log: Path, arm: Arm | None = None, kill_after: float | None = None
-) -> Ended:
+def run_command(call: Callable[[], int], log: Path, arm: Arm | None = None, kill_after: float | None = None) -> Ended:
     """Start a command in a child and wait for it."""
     return wait_for(fork_command(call, log, arm), log, kill_after)
 
@@ -209,8 +207,10 @@ def jump_clock(jumps: Sequence[tuple[int, float]]) -> Arm:
         def wrong() -> float:
             nonlocal looked
             looked += 1
-            return real() + sum(seconds for n, seconds in jumps[-1:] if looked >= n) + sum(
-                seconds for (n, seconds), (end, _) in zip(jumps, jumps[1:], strict=False) if n <= looked < end
+            return (
+                real()
+                + sum(seconds for n, seconds in jumps[-1:] if looked >= n)
+                + sum(seconds for (n, seconds), (end, _) in zip(jumps, jumps[1:], strict=False) if n <= looked < end)
             )
 
         class Wrong(datetime.datetime):

@@ -123,7 +123,9 @@ def describe_finished(run: Path, ledger: Path) -> dict[str, Any]:
 
 def find_difference(place: Place, whole: dict[str, Any], strikes: int) -> str:
     """Why the finished run in a trial's folder is not as it must be; empty where it is."""
-    missing = [name for name in ("summary.json", "model.safetensors", "privacy.json") if not (place.run / name).is_file()]
+    missing = [
+        name for name in ("summary.json", "model.safetensors", "privacy.json") if not (place.run / name).is_file()
+    ]
     if missing:
         return f"finished without {missing[0]}"
     found = describe_finished(place.run, place.ledger)
@@ -201,7 +203,9 @@ class World:
             def write_count() -> None:
                 count.write_text(str(child.COUNTERS[-1]()))
 
-            ended = child.run_command(_then(self._command(place), write_count), place.log, child.count_lines(0, _nothing))
+            ended = child.run_command(
+                _then(self._command(place), write_count), place.log, child.count_lines(0, _nothing)
+            )
             if ended.code:
                 raise SystemExit(f"the run without faults failed: {ended.said}")
             self.lines[work.name] = int(count.read_text())
@@ -440,9 +444,13 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-def _damage(world: World, place: Place, draw: random.Random, choose: Callable[[Place], Sequence[Path]]) -> dict[str, Any]:
+def _damage(
+    world: World, place: Place, draw: random.Random, choose: Callable[[Place], Sequence[Path]]
+) -> dict[str, Any]:
     """Stop a run by kill -9, damage a file, resume. Refused in words: bring the file back, and resume again."""
-    place.start(child.count_lines(draw.randint(world.lines[place.work.name] // 3, world.lines[place.work.name]), child.kill_now))
+    place.start(
+        child.count_lines(draw.randint(world.lines[place.work.name] // 3, world.lines[place.work.name]), child.kill_now)
+    )
     files = [file for file in choose(place) if file.is_file()]
     if not (place.run / "run.json").is_file() or not files:
         return {"skipped": "the run had not got so far"}

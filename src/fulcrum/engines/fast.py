@@ -16,8 +16,8 @@ from fulcrum.gradients import GradientRecorder, GradientTape
 from fulcrum.gradients.ghost import GhostTape
 from fulcrum.gradients.units import join_units
 from fulcrum.privacy.bounds import FAST_SUM_MARGIN, choose_sum_margin
-from fulcrum.training.client import LocalStepTerms, StepFn, StepSample, make_materialised_step
-from fulcrum.training.clipped_sum import Contribution, clip_batch
+from fulcrum.training.client import LocalStepTerms, StepFn, StepSample, compute_probe_losses, make_materialised_step
+from fulcrum.training.clipped_sum import Contribution, clip_batch, fill_probes
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import RuleState, Stats, View
 
@@ -43,19 +43,21 @@ def make_ghost_step(follow: GradientRecorder, map_pieces: MapPieces | None = Non
     def work(
         problem: TrainingProblem, sample: StepSample, view: View, state: RuleState, terms: LocalStepTerms
     ) -> Contribution:
-        if view.transform is not None:
+        if view.needs_gradients:
             return written_out(problem, sample, view, state, terms)
         if problem.unit != "example":
             found = _clip_units(follow, problem, sample, view, state, terms)
             return written_out(problem, sample, view, state, terms) if found is None else found
         x, y = sample.records(problem)
+        probes = compute_probe_losses(problem, follow, sample)
         pieces = follow.split(sample.theta, x, y) if sample.count else ()
         if len(pieces) < 2 or not problem.rule.sound:
-            return clip_tape(problem, follow(sample.theta, x, y), sample.count, view, state, terms)
+            return clip_tape(problem, follow(sample.theta, x, y), sample.count, view, state, terms, probes)
 
         def work_on_piece(recorder: GradientRecorder, piece: slice) -> Contribution:
             tape = recorder.record_piece(sample.theta, x, y, piece)
-            return clip_tape(problem, tape, sample.count, view, state, terms)
+            here = None if probes is None else probes[piece]
+            return clip_tape(problem, tape, sample.count, view, state, terms, here)
 
         return add_contributions(map_pieces(work_on_piece, pieces))
 
@@ -81,6 +83,7 @@ def _clip_units(
     slots = sample.slots.to(problem.device)
     numbers = torch.bincount(slots, minlength=sample.count)
     most = max(piece.stop - piece.start for piece in follow.split(sample.theta, x, y))
+    probes = compute_probe_losses(problem, follow, sample)
     found: list[Contribution] = []
     for units in _group_units(numbers, most):
         local = torch.full_like(numbers, -1)
@@ -92,7 +95,8 @@ def _clip_units(
         joined = join_units(tape, local[slots[rows]], len(units))
         if not joined.is_finite:
             return None
-        found.append(clip_tape(problem, joined, sample.count, view, state, terms))
+        here = None if probes is None else probes[units]
+        found.append(clip_tape(problem, joined, sample.count, view, state, terms, here))
     return found[0] if len(found) == 1 else add_contributions(found)
 
 
@@ -109,9 +113,18 @@ def _group_units(numbers: torch.Tensor, most: int) -> list[torch.Tensor]:
 
 
 def clip_tape(
-    problem: TrainingProblem, tape: GradientTape, units: int, view: View, state: RuleState, terms: LocalStepTerms
+    problem: TrainingProblem,
+    tape: GradientTape,
+    units: int,
+    view: View,
+    state: RuleState,
+    terms: LocalStepTerms,
+    probes: torch.Tensor | None = None,
 ) -> Contribution:
-    """The clipped sum of a tape, which is all or a piece of a batch of so many units."""
+    """The clipped sum of a tape, which is all or a piece of a batch of so many units.
+
+    probes [B, P]: the units' losses at the probes of the view; None where they were not computed.
+    """
     losses = tape.losses
     table = tape.norm_table(problem.groups)
     stats = Stats(
@@ -122,6 +135,7 @@ def clip_tape(
         mask=torch.ones(len(losses), dtype=torch.bool, device=problem.device),
         dots=None if view.direction is None else tape.dots(view.direction),
         losses=losses if view.losses else None,
+        probes=fill_probes(view, len(losses), probes, losses),
         sigma=terms.sigma,
         batch=terms.batch,
         lr=terms.lr,
