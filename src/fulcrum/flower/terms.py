@@ -31,6 +31,7 @@ from fulcrum.privacy.accounting import Spend, check_accounting_terms
 from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Model, Privacy, Settings, TaskSettings, Train
+from fulcrum.settings.toml import parse_toml
 
 MIN_SIGMA = 1e-3
 """The noise multiplier of terms is above this: below, accounting overflows, and nothing is protected."""
@@ -198,7 +199,7 @@ ROUNDING_TOLERANCE = 1e-12
 def read_terms_file(path: Path) -> PartyTerms:
     """The terms of a file, every field checked; a ConfigError names the first that is wrong."""
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"terms {path} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

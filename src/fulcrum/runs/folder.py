@@ -226,13 +226,17 @@ def load_metrics(folder: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     lines = []
-    for number, text in enumerate(file.read_text().splitlines(), start=1):
+    texts = file.read_bytes().splitlines()
+    for number, text in enumerate(texts, start=1):
         try:
-            lines.append(json.loads(text))
-        except ValueError:
-            if number == len(file.read_text().splitlines()):
+            line = json.loads(text)
+            if not (isinstance(line, dict) and isinstance(line.get("round"), int)):
+                raise ValueError
+            lines.append(line)
+        except (ValueError, RecursionError):
+            if number == len(texts):
                 break
-            raise RunError(f"{file} is damaged in line {number}.") from None
+            raise RunError(f"{file} is damaged in line {number}; restore it from a copy.") from None
     return lines
 
 
@@ -244,8 +248,8 @@ def load_run_json(folder: Path, name: str) -> dict[str, Any]:
     if not file.is_file():
         raise RunError(f"{folder} has no {name}: it is not a run's folder, or the run has not got that far.")
     try:
-        value = json.loads(file.read_text())
-    except ValueError as error:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{file} is damaged: {error}.") from error
     if not isinstance(value, dict):
         raise RunError(f"{file} is damaged: it holds a {type(value).__name__}, not an object.")

@@ -25,6 +25,7 @@ from fulcrum.settings.checks import check_settings
 from fulcrum.settings.presets import find_method
 from fulcrum.settings.renamed import REMOVED_PATHS, RENAMED_PATHS, translate_old_names
 from fulcrum.settings.schema import Settings
+from fulcrum.settings.toml import parse_toml
 
 # Alternative settings. A layer that sets one of them removes the other from the layers below.
 EXCLUSIVE_SETTINGS: dict[str, tuple[str, Any]] = {
@@ -91,7 +92,7 @@ def read_settings_tables(path: Path | str) -> dict[str, Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give a settings file such as {path / 'config.toml'}.")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; `fulcrum init {path}` writes one to start from.") from None
     except UnicodeDecodeError:
@@ -123,7 +124,7 @@ def parse_assignment_option(text: str) -> tuple[str, Any]:
     if not equals or not path:
         raise ConfigError(f"--set {text} is not section.name=value; write for example --set clip.kappa=0.01.")
     try:
-        return path, tomllib.loads(f"value = {literal}")["value"]
+        return path, parse_toml(f"value = {literal}")["value"]
     except tomllib.TOMLDecodeError:
         return path, literal.strip()
 
