@@ -238,13 +238,18 @@ def read_terms_table(raw: Mapping[str, Any]) -> PartyTerms:
     if not _has_ordinary_numbers(raw):
         raise ConfigError("terms: a number is not finite, or beyond 1e300.")
     try:
-        return TypeAdapter(PartyTerms).validate_json(json.dumps(raw, allow_nan=False, default=list), strict=True)
+        return TypeAdapter(PartyTerms).validate_json(json.dumps(raw, allow_nan=False, default=_to_json), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(f"terms: {where}: {first['msg'][0].lower()}{first['msg'][1:]}.") from None
     except ValueError:
         raise ConfigError("terms: a number is not finite.") from None
+
+
+def _to_json(value: Any) -> Any:
+    """Tuples and sets as lists; dates, which TOML has, as text."""
+    return list(value) if isinstance(value, tuple | set | frozenset) else str(value)
 
 
 def _has_ordinary_numbers(value: Any, depth: int = 0) -> bool:

@@ -230,11 +230,14 @@ def _validate_settings(merged: dict[str, Any]) -> Settings:
     try:
         return _settings_adapter().validate_json(json.dumps(merged, default=_to_json_value), strict=True)
     except ValidationError as error:
-        section, name, *inner = error.errors(include_url=False)[0]["loc"]
+        place = error.errors(include_url=False)[0]["loc"]
+    if len(place) < 2 or not isinstance(merged.get(str(place[0])), Mapping):
+        raise ConfigError("the settings hold something that is no text, number, list or table; take it out.")
+    section, name, *inner = place
     path, value = f"{section}.{name}", merged[str(section)][name]
     wanted = EXPECTED_TYPE_TEXTS[list_setting_fields()[path].kind]
-    if inner:
-        item = value[inner[0]]
+    if inner and isinstance(value, Mapping | list | tuple):
+        item = value[inner[0]] if not isinstance(value, Mapping) else value.get(inner[0])
         raise ConfigError(f"{path} holds {_format_value(item)}, {_describe_given_type(item)}; it must be {wanted}.")
     raise ConfigError(f"{path} = {_format_value(value)} is {_describe_given_type(value)}; it must be {wanted}.")
 

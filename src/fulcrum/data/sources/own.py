@@ -140,7 +140,13 @@ def _join_inputs(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _read_npz_array(archive: Any, key: str, path: Path) -> Any:
     try:
-        return archive[key]
+        found = archive[key]
+        if found.dtype.kind == "U" and found.size and found.dtype.itemsize:
+            # A code beyond Unicode ends the interpreter's own conversion to text with an error of its own.
+            codes = np.ascontiguousarray(found).view(np.dtype(np.uint32).newbyteorder(found.dtype.byteorder))
+            if int(codes.max()) > 0x10FFFF:
+                raise ValueError("its text is not Unicode")
+        return found
     except Exception as error:
         if "pickle" in str(error):
             raise DataError(f"{path}: {key} holds Python objects; it must hold numbers.") from error

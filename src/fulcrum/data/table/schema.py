@@ -333,7 +333,7 @@ def _parse_field(field: str, value: Any, where: str, column: str = "") -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > 1e300
 
 
 def _check_schema(schema: Schema, where: str) -> Schema:
