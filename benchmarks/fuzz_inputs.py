@@ -80,7 +80,7 @@ def mutate_json(seed: bytes, draw: random.Random, others: Sequence[bytes]) -> by
 
 def _change_tree(tree: Any, draw: random.Random) -> Any:
     odd = [None, True, -1, 0, 1e308, 10**30, 1 << 63, "", "x" * 300, "\x1b[2J", "\ud800", [], {}, [[]], {"a": {}}]
-    odd += [0.1, "fuzz_canary:make", [1] * 300, float("nan"), float("inf"), -0.0, "1", "../..", [["gaussian", 0, 0, 1]]]
+    odd += [0.1, "fuzz_canary:make", "fuzz_canary:make", "fuzz_canary:make", ["fuzz_canary:make"], [1] * 300, float("nan"), float("inf"), -0.0, "1", "../..", [["gaussian", 0, 0, 1]]]
     if isinstance(tree, dict) and tree and draw.random() < 0.85:
         name = draw.choice(list(tree))
         kind = draw.random()

@@ -27,7 +27,7 @@ from fulcrum.flower.keys import check_party_name
 from fulcrum.flower.refusals import TermsRefusal
 from fulcrum.flower.rule_terms import RuleTerms
 from fulcrum.flower.task_terms import training_settings
-from fulcrum.privacy.accounting import Spend, check_accounting_terms
+from fulcrum.privacy.accounting import ACCOUNTANTS, Spend, check_accounting_terms
 from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Model, Privacy, Settings, TaskSettings, Train
@@ -122,6 +122,8 @@ def validate_terms(terms: PartyTerms, look_up: bool = True) -> PartyTerms:
     look_up: False leaves out rules that are not built in. A lookup imports code, and nobody may have agreed to it yet.
     """
     check_party_name(terms.party)
+    if not look_up and terms.accountant not in ACCOUNTANTS:
+        raise ConfigError("terms: the accountant of a proposal must be one that this Fulcrum has, such as rdp or pld.")
     check_accounting_terms(terms.delta, terms.accountant)
     if not terms.rules:
         raise ConfigError("terms: rules is empty; name at least one clipping rule, such as moo.")

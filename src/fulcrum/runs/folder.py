@@ -230,7 +230,7 @@ def load_metrics(folder: Path) -> list[dict[str, Any]]:
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
-            if not (isinstance(line, dict) and isinstance(line.get("round"), int)):
+            if not (isinstance(line, dict) and line.get("round") == number):
                 raise ValueError
             lines.append(line)
         except (ValueError, RecursionError):
