@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import faults_child as child
-from faults_trials import DAMAGES, World, describe_finished, read_lines, read_rows
+from faults_damage import DAMAGES
+from faults_trials import World, describe_finished, read_lines, read_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -28,6 +29,7 @@ NAMES = ("party-0", "party-1", "party-2")
 def play_federation(folder: Path) -> int:
     """Serve a run to three parties over the dictionary, or go on with it; 0 when it has finished."""
     import pytest
+
     from support import flower as toy
 
     settings = toy.toy_settings(rounds=ROUNDS)

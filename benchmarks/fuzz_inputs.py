@@ -64,7 +64,9 @@ def mutate_text(seed: bytes, draw: random.Random, others: Sequence[bytes]) -> by
         elif kind == 5:
             lines[at] = line.replace(draw.choice((b" ", b",", b"=", b'"', b"[", b".")), draw.choice(NUMBERS + WORDS), 1)
         else:
-            lines[at] = line[: draw.randrange(len(line) + 1)] + draw.choice((b"[", b"]", b"{", b'"', b"\x00", b",", b"\t"))
+            lines[at] = line[: draw.randrange(len(line) + 1)] + draw.choice(
+                (b"[", b"]", b"{", b'"', b"\x00", b",", b"\t")
+            )
     return b"\n".join(lines)
 
 
@@ -80,7 +82,20 @@ def mutate_json(seed: bytes, draw: random.Random, others: Sequence[bytes]) -> by
 
 def _change_tree(tree: Any, draw: random.Random) -> Any:
     odd = [None, True, -1, 0, 1e308, 10**30, 1 << 63, "", "x" * 300, "\x1b[2J", "\ud800", [], {}, [[]], {"a": {}}]
-    odd += [0.1, "fuzz_canary:make", "fuzz_canary:make", "fuzz_canary:make", ["fuzz_canary:make"], [1] * 300, float("nan"), float("inf"), -0.0, "1", "../..", [["gaussian", 0, 0, 1]]]
+    odd += [
+        0.1,
+        "fuzz_canary:make",
+        "fuzz_canary:make",
+        "fuzz_canary:make",
+        ["fuzz_canary:make"],
+        [1] * 300,
+        float("nan"),
+        float("inf"),
+        -0.0,
+        "1",
+        "../..",
+        [["gaussian", 0, 0, 1]],
+    ]
     if isinstance(tree, dict) and tree and draw.random() < 0.85:
         name = draw.choice(list(tree))
         kind = draw.random()
@@ -129,7 +144,18 @@ def mutate_npy(seed: bytes, draw: random.Random, others: Sequence[bytes]) -> byt
     (length,) = struct.unpack("<H", seed[8:10])
     header = seed[10 : 10 + length]
     shapes = (b"(1099511627776,)", b"(-1, 5)", b"()", b"(0,)", b"(3, 100000000, 10000000)", b"(True,)", b"(1.5,)", b"7")
-    types = (b"'|O'", b"'<f8'", b"'<U5'", b"'|V8'", b"[('a', '<f4')]", b"'<M8[s]'", b"'<c16'", b"'|S1'", b"'>i4'", b"'zz'")
+    types = (
+        b"'|O'",
+        b"'<f8'",
+        b"'<U5'",
+        b"'|V8'",
+        b"[('a', '<f4')]",
+        b"'<M8[s]'",
+        b"'<c16'",
+        b"'|S1'",
+        b"'>i4'",
+        b"'zz'",
+    )
     kind = draw.randrange(4)
     if kind <= 1:
         start = header.find(b"(", header.find(b"shape"))

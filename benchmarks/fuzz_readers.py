@@ -166,6 +166,7 @@ def main(words: list[str] | None = None) -> int:
 
     import fuzz_targets
     import torch
+
     from faults import read_commit
 
     torch.set_num_threads(1)

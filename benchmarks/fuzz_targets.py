@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import gzip
 import io
 import json
@@ -11,48 +11,23 @@ import random
 import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from fuzz_inputs import Mutate, mutate_bytes, mutate_json, mutate_npy, mutate_safetensors, mutate_text, mutate_zip
+from fuzz_inputs import mutate_bytes, mutate_json, mutate_npy, mutate_safetensors, mutate_text, mutate_zip
+from fuzz_reader import Reader, of_file
+from fuzz_records import ledger_readers, message_readers, party_file_readers
 from safetensors.torch import save
 
-from fulcrum.errors import BudgetError, ConfigError, DataError, FulcrumError, InputError, ModelError, RunError
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A reader of files or bytes. read(content, folder): reads it, in a folder of its own. errors: what it documents.
-
-    share: how many of all inputs it gets, relative to the others.
-    """
-
-    name: str
-    seeds: Sequence[bytes]
-    mutate: Mutate
-    read: Callable[[bytes, Path], Any]
-    errors: tuple[type[BaseException], ...]
-    share: float = 1.0
+from fulcrum.errors import BudgetError, ConfigError, DataError, InputError, ModelError, RunError
 
 
 def make_readers(home: Path) -> list[Reader]:
     """All readers. home: where right files are made."""
     made = [*_settings_readers(home), *_data_readers(home), *_model_readers(home), *_run_readers(home)]
-    return [*made, *_ledger_readers(home), *_message_readers(home), *_party_file_readers()]
-
-
-def _file(name: str, call: Callable[[Path], Any]) -> Callable[[bytes, Path], Any]:
-    """A reader of one file of this name."""
-
-    def read(content: bytes, folder: Path) -> Any:
-        path = folder / name
-        path.write_bytes(content)
-        return call(path)
-
-    return read
+    return [*made, *ledger_readers(home), *message_readers(home), *party_file_readers()]
 
 
 # --- settings -----------------------------------------------------------------------------------
@@ -63,7 +38,7 @@ def _settings_readers(home: Path) -> list[Reader]:
     from fulcrum.settings.schema import Settings
 
     whole = files.dump_settings(Settings()).encode()
-    short = b'method = "moo"\n[train]\nrounds = 5\nrate = 0.1\n[clip]\nrule = "moo"\noptions = {a = 1}\n[privacy]\nsigma = 1.0\n'
+    short = b'method = "moo"\n[train]\nrounds = 5\nrate = 0.1\n[clip]\nrule = "moo"\n[privacy]\nsigma = 1.0\n'
 
     def read_option(content: bytes, folder: Path) -> Any:
         path, value = files.parse_assignment_option(content.decode("utf-8", "surrogateescape"))
@@ -71,7 +46,7 @@ def _settings_readers(home: Path) -> list[Reader]:
 
     options = [b"clip.C0=0.5", b'clip.rule="moo"', b"train.rounds=7", b'data.source="digits"']
     return [
-        Reader("settings", [whole, short], mutate_text, _file("s.toml", files.read_settings), (ConfigError,), 1.5),
+        Reader("settings", [whole, short], mutate_text, of_file("s.toml", files.read_settings), (ConfigError,), 1.5),
         Reader("--set", options, mutate_text, read_option, (ConfigError,), 1.0),
     ]
 
@@ -96,8 +71,17 @@ def _mutate_pickle(seed: bytes, draw: random.Random, others: Sequence[bytes]) ->
     content = mutate_bytes(seed, draw, others) if draw.random() < 0.7 else seed
     if draw.random() < 0.4:
         at = draw.randrange(len(content) + 1)
-        evil = (b"cfuzz_canary\nmake\n)R", b"cos\nsystem\n(S'true'\ntR", b"cbuiltins\neval\n(S'1'\ntR", b"(cposix\nsystem\n")
-        evil += (b"\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R", b"r\xff\xff\xff\x7f", b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f")
+        evil = (
+            b"cfuzz_canary\nmake\n)R",
+            b"cos\nsystem\n(S'true'\ntR",
+            b"cbuiltins\neval\n(S'1'\ntR",
+            b"(cposix\nsystem\n",
+        )
+        evil += (
+            b"\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R",
+            b"r\xff\xff\xff\x7f",
+            b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f",
+        )
         content = content[:at] + draw.choice(evil) + content[at:]
     return content
 
@@ -125,7 +109,9 @@ def _data_readers(home: Path) -> list[Reader]:
     pixels = np.zeros((2, 12), dtype=np.uint8)
     batches = [pickle.dumps({b"data": pixels, b"labels": [1, 2]}, protocol=p) for p in (3, 4)]
     npz = [_npz(x=x, y=y, x_test=x, y_test=y, classes=3), _npz(x=x, y=y, person=np.arange(9), party=["a"] * 9)]
-    csv = b"age,sex,stay,party,person\n" + b"".join(b"%d,%s,%d,a,%d\n" % (20 + i, b"mf"[i % 2 :][:1], i, i) for i in range(8))
+    csv = b"age,sex,stay,party,person\n" + b"".join(
+        b"%d,%s,%d,a,%d\n" % (20 + i, b"mf"[i % 2 :][:1], i, i) for i in range(8)
+    )
     lines = b"".join(b'{"age": %d, "sex": "m", "stay": %d, "party": "a", "person": %d}\n' % (i, i, i) for i in range(6))
     schema = (
         b'person = "person"\nparty = "party"\ntarget = "stay"\n[columns.age]\nlow = 0\nhigh = 120\n'
@@ -164,7 +150,7 @@ def _data_readers(home: Path) -> list[Reader]:
     db.close()
     both = (DataError, ConfigError)
     readers = [
-        Reader("idx", [images, labels, gzip.compress(images)], mutate_bytes, _file("i", read_idx), (DataError,)),
+        Reader("idx", [images, labels, gzip.compress(images)], mutate_bytes, of_file("i", read_idx), (DataError,)),
         Reader(
             "pickle",
             batches,
@@ -177,7 +163,7 @@ def _data_readers(home: Path) -> list[Reader]:
             "npz",
             npz,
             mutate_zip,
-            _file("d.npz", lambda path: dataset_from_mapping(read_npz(path), str(path), "d", TaskSettings())),
+            of_file("d.npz", lambda path: dataset_from_mapping(read_npz(path), str(path), "d", TaskSettings())),
             both,
             1.5,
         ),
@@ -231,9 +217,9 @@ def _model_readers(home: Path) -> list[Reader]:
 
     errors = (ModelError, RunError)
     return [
-        Reader("weights safetensors", [save(weights)], mutate_safetensors, _file("w.safetensors", read_both), errors),
-        Reader("weights torch", [target.getvalue()], mutate_zip, _file("w.pt", read_both), errors),
-        Reader("weights npz", [_npz(a=np.ones((2, 3)))], mutate_zip, _file("w.npz", read_both), errors, 0.5),
+        Reader("weights safetensors", [save(weights)], mutate_safetensors, of_file("w.safetensors", read_both), errors),
+        Reader("weights torch", [target.getvalue()], mutate_zip, of_file("w.pt", read_both), errors),
+        Reader("weights npz", [_npz(a=np.ones((2, 3)))], mutate_zip, of_file("w.npz", read_both), errors, 0.5),
         Reader("weights index", [shards], mutate_json, read_shards, errors, 0.5),
     ]
 
@@ -255,11 +241,9 @@ def _run_readers(home: Path) -> list[Reader]:
     np.savez(home / "run.npz", x=x[:20], y=y[:20], x_test=x[20:], y_test=y[20:], classes=3)
     words: dict[str, Any] = {"parties": 2, "partition": "iid", "rate": 0.5, "sigma": 2.0, "model": "linear"}
     fulcrum.train(data=str(home / "run.npz"), out=home / "done", rounds=2, **words)
-    try:
+    with contextlib.suppress(Stop):
         fulcrum.train(data=str(home / "run.npz"), out=home / "stopped", rounds=6, on_round=stop, **words)
-    except Stop:
-        pass
-    kept = {file.name: file.read_bytes() for file in (home / "done").iterdir() if file.is_file()}
+    kept = {file.name: file.read_bytes() for file in (home / "done").iterdir() if file.isof_file()}
     last = sorted((home / "stopped" / "checkpoints").iterdir())[-1]
 
     def read_last(content: bytes, folder: Path) -> Any:
@@ -291,197 +275,10 @@ def _run_readers(home: Path) -> list[Reader]:
         Reader("run checkpoint", [last.read_bytes()], mutate_safetensors, read_last, (), 1.5),
         Reader("run.json", [kept["run.json"]], mutate_json, read_stored("run.json"), errors),
         Reader("metrics.jsonl", [kept["metrics.jsonl"]], mutate_text, read_stored("metrics.jsonl"), errors),
-        Reader("ledger-head.json", [kept["ledger-head.json"]], mutate_json, read_stored("ledger-head.json"), errors, 0.5),
+        Reader(
+            "ledger-head.json", [kept["ledger-head.json"]], mutate_json, read_stored("ledger-head.json"), errors, 0.5
+        ),
         Reader("summary.json", [kept["summary.json"]], mutate_json, read_stored("summary.json"), errors, 0.5),
         Reader("model.json", [kept["model.json"]], mutate_json, read_stored("model.json"), errors),
         Reader("stored settings", [kept["settings.toml"]], mutate_text, read_stored("settings.toml"), errors, 0.5),
     ]
-
-
-# --- ledgers ------------------------------------------------------------------------------------
-
-
-def _mutate_rows(seed: bytes, draw: random.Random, others: Sequence[bytes]) -> bytes:
-    """By bytes; or rows changed by SQL, past the triggers, and sometimes with the chain made to fit."""
-    if draw.random() < 0.5:
-        return mutate_bytes(seed, draw, others)
-    db = sqlite3.connect(":memory:")
-    db.deserialize(seed)
-    odd: list[Any] = ["", "x", b"\xff", None, -1, 1 << 62, 1e308, float("inf"), "[]", "[[1]]", "{}", '[["gaussian",2,0,-1]]']
-    odd += ['[["gaussian",0.5,1.0,1]]', "[" * 5000, '{"id": 1}', '[["unprotected",9999999999999999999]]', b"x" * 100]
-    tables = ["parties", "budgets", "entries", "settlements", "identity", "runs", "terms", "plans", "unit_sets", "units"]
-    for (trigger,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-        db.execute(f"DROP TRIGGER {trigger}")
-    for _ in range(draw.randint(1, 3)):
-        table = draw.choice([*tables, "chain"])
-        columns = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]
-        try:
-            db.execute(f"UPDATE OR REPLACE {table} SET {draw.choice(columns)} = ?", (draw.choice(odd),))
-            if draw.random() < 0.1:
-                db.execute(f"DELETE FROM {table}")
-            if draw.random() < 0.1:
-                db.execute(f"DROP TABLE {table}")
-            if draw.random() < 0.1:
-                db.execute(f"PRAGMA user_version = {draw.choice([0, 1, 2, 3, 4, 99])}")
-        except sqlite3.Error:
-            pass
-    if draw.random() < 0.6:
-        _chain_anew(db)
-    db.commit()
-    content = bytes(db.serialize())
-    db.close()
-    return content
-
-
-def _chain_anew(db: sqlite3.Connection) -> None:
-    """Make the chain fit the rows, as somebody does who can write the file."""
-    from fulcrum.privacy.ledger.chain import CHAINED_TABLES, ChainEnd, append_table
-
-    try:
-        db.execute("DELETE FROM chain")
-        end = ChainEnd()
-        for table in CHAINED_TABLES:
-            end = append_table(db, end, table)
-    except sqlite3.Error:
-        pass
-
-
-def _ledger_readers(home: Path) -> list[Reader]:
-    from fulcrum.flower.messages import Envelope
-    from fulcrum.flower.reply_store import ReplyStore
-    from fulcrum.privacy.events import Gaussian
-    from fulcrum.privacy.ledger import Ledger, RunPlan, RunRecord
-
-    with Ledger.open(home / "l.sqlite") as ledger:
-        for name, accountant in (("a", "rdp"), ("b", "pld")):
-            ledger.enroll(name, 9.0, 1e-3, accountant, "example", "toy")
-        record = dataclasses.replace(RunRecord.unknown("r"), rule="moo")
-        ledger.register_units("r", "a", bytes(range(64)))
-        events = (Gaussian(0.5, 1.5, 1),)
-        ledger.register_run(record, {name: RunPlan((Gaussian(0.5, 1.5, 4),), 1e-4) for name in "ab"})
-        for t in range(3):
-            ledger.reserve("r", t, dict.fromkeys("ab", events))
-            ledger.settle("r", t, {"a": "x"})
-    with sqlite3.connect(home / "l.sqlite") as db:
-        db.execute("PRAGMA page_size = 512")
-        db.execute("VACUUM")
-    db.close()
-    store = ReplyStore(home / "r.sqlite")
-    store.put("r", 0, "digest", Envelope(b"{}", b"body", b"signature"), b"state")
-    store.close()
-
-    def read_ledger(path: Path) -> Any:
-        with Ledger.open(path) as ledger:
-            ledger.head(), ledger.accounts(), ledger.runs(), ledger.costs(), ledger.list_run_costs()
-            for name in ledger.accounts():
-                ledger.entries(name), ledger.describe_composition(name), ledger.list_past_units(name)
-            return ledger.reserve("r", 3, {"a": events})
-
-    def read_replies(path: Path) -> Any:
-        store = ReplyStore(path)
-        try:
-            return store.get("r", 0), store.get_state("r", 1), store.get_ledger_head()
-        finally:
-            store.close()
-
-    errors = (InputError, BudgetError)
-    return [
-        Reader("ledger", [(home / "l.sqlite").read_bytes()], _mutate_rows, _file("l.sqlite", read_ledger), errors, 3.0),
-        Reader("reply store", [(home / "r.sqlite").read_bytes()], mutate_bytes, _file("r", read_replies), errors, 0.5),
-    ]
-
-
-# --- messages, terms, keys ----------------------------------------------------------------------
-
-
-def _message_readers(home: Path) -> list[Reader]:
-    from fulcrum.flower import messages
-    from fulcrum.flower.proposals import accept_proposal, check_proposal, make_proposal
-    from fulcrum.flower.refusals import TermsRefusal
-    from fulcrum.flower.terms import read_terms_file, terms_to_toml
-    from fulcrum.settings.schema import Clip, Model, Privacy, Settings, TaskSettings, Train
-    from fulcrum.types import Assignment
-
-    settings = Settings(
-        method="moo",
-        task=TaskSettings(classes=3),
-        model=Model(name="linear"),
-        train=Train(rounds=4, rate=0.2),
-        clip=Clip(rule="moo"),
-        privacy=Privacy(sigma=1.1, delta=1e-3),
-    )
-    proposal = make_proposal(settings, 3)
-    agreed = accept_proposal("a", proposal, 50.0)
-    task = messages.assignment_to_table(Assignment(client=0, rate=0.2, sigma=1.1, steps=1, lr=0.5))
-    common = {"run": "r", "nonce": "0" * 32}
-    values: dict[str, Any] = {"assignment": task, "simulation": {}, "proposal": proposal, "shape": [4]}
-    values |= {"events": [["gaussian", 0.5, 1.5, 1]], "weight_decay": 0.0, **common}
-    typical = {messages.WHOLE_FIELD: 1, messages.NUMBER_FIELD: 1.0, messages.FLAG_FIELD: True, messages.LIST_FIELD: []}
-    typical |= {messages.TEXT_FIELD: "a", messages.ID_FIELD: "a", messages.TABLE_FIELD: {}}
-    headers = []
-    for kind, fields in messages.HEADER_SCHEMAS.items():
-        own = {name: values.get(name, typical.get(sort, "a")) for name, sort in fields.items()}
-        headers.append(messages.pack_envelope({"kind": kind, **own}).header)
-
-    def read_header(content: bytes, folder: Path) -> Any:
-        header = messages.read_message_header(messages.Envelope(content), tuple(messages.HEADER_SCHEMAS))
-        if "assignment" in header:
-            messages.assignment_from_table(header["assignment"])
-            messages.simulation_from_table(header["simulation"])
-        if "events" in header:
-            messages.events_from_rows(header["events"])
-        return header
-
-    arrays = {"params": torch.arange(8.0), "state.C": torch.ones(1)}
-    spec: Any = {"params": (torch.float32, (8,)), "state.C": (torch.float32, (1,))}
-
-    def read_arrays(content: bytes, folder: Path) -> Any:
-        return messages.read_message_arrays(messages.Envelope(b"{}", content), spec)
-
-    def read_proposal(content: bytes, folder: Path) -> Any:
-        # Through a message's header, as it arrives: what JSON cannot hold never gets this far.
-        header = messages.pack_envelope({"kind": "hello", **common, "proposal": {}}).header
-        whole = header.replace(b'"proposal":{}', b'"proposal":' + content)
-        found = messages.read_message_header(messages.Envelope(whole), ("hello",))["proposal"]
-        check_proposal(agreed, found)
-        return accept_proposal("a", found, look_up=False)
-
-    body = messages.pack_envelope({"kind": "done", **common, "rounds": 1}, arrays).body
-    refusals = (messages.BadMessage, TermsRefusal, ConfigError, FulcrumError)
-    return [
-        Reader("message header", headers, mutate_json, read_header, (messages.BadMessage,), 2.0),
-        Reader("message arrays", [body], _mutate_body, read_arrays, (messages.BadMessage,), 2.0),
-        Reader("proposal", [json.dumps(proposal).encode()], mutate_json, read_proposal, refusals, 1.5),
-        Reader(
-            "terms", [terms_to_toml(agreed).encode()], mutate_text, _file("t.toml", read_terms_file), (ConfigError,), 1.5
-        ),
-        *_key_readers(home),
-    ]
-
-
-def _mutate_body(seed: bytes, draw: random.Random, others: Sequence[bytes]) -> bytes:
-    """With its structure where a body is plain safetensors, by bytes where it is coded."""
-    try:
-        return mutate_safetensors(seed, draw, others)
-    except (ValueError, IndexError):
-        return mutate_bytes(seed, draw, others)
-
-
-def _key_readers(home: Path) -> list[Reader]:
-    from fulcrum.flower import keys
-
-    private, public = keys.make_key_pair(home / "keys", "a")
-    errors = (ConfigError,)
-    return [
-        Reader("private key", [private.read_bytes()], mutate_bytes, _file("a", keys.load_private_key), errors, 0.3),
-        Reader("public key", [public.read_bytes()], mutate_bytes, _file("a.pub", keys.load_public_key), errors, 0.3),
-    ]
-
-
-def _party_file_readers() -> list[Reader]:
-    try:
-        from fulcrum.flower.operations.party_file import read_party_file
-    except ImportError:
-        return []
-    seed = b'server = "host:9092"\ndata = "d.npz"\nkey = "a"\nledger = "l.sqlite"\nterms = "terms.toml"\nca = "ca.crt"\n'
-    return [Reader("party file", [seed], mutate_text, _file("party.toml", read_party_file), (ConfigError,))]

@@ -82,6 +82,7 @@ def run_here(rounds: int, home: Path, windows: Windows) -> None:
 def run_messages(rounds: int, home: Path, windows: Windows) -> None:
     """A coordinator and three parties with ledgers of their own; a dictionary carries the messages."""
     import pytest
+
     from support import flower as toy
 
     settings = toy.toy_settings(rounds=rounds).replace(run={"evaluate_every": 50})
@@ -111,6 +112,7 @@ def main(words: list[str] | None = None) -> int:
     given = parser.parse_args(words)
 
     import torch
+
     from faults import read_commit
 
     torch.set_num_threads(1)
@@ -125,7 +127,13 @@ def main(words: list[str] | None = None) -> int:
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(given.out.read_text())
     command = "PYTHONPATH=src python benchmarks/long_run.py" + (" --messages" if given.messages else "")
-    content[layer] = {"rounds": given.rounds, **found, "commit": read_commit(), "command": command, "rows": windows.rows}
+    content[layer] = {
+        "rounds": given.rounds,
+        **found,
+        "commit": read_commit(),
+        "command": command,
+        "rows": windows.rows,
+    }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(content, indent=1) + "\n")
     return int(grew)

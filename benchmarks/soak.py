@@ -344,7 +344,9 @@ class Soak:
                 taken = {line["round"] - 1 for line in lines if k in line["participants"]}
                 settled = {t for t, row in kept.items() if row.digest is not None}
                 if settled != taken:
-                    found.append(f"{name}: the coordinator has {len(settled)} rounds settled and {len(taken)} on record")
+                    found.append(
+                        f"{name}: the coordinator has {len(settled)} rounds settled and {len(taken)} on record"
+                    )
                 for t in sorted(taken):
                     if t not in own or own[t].digest is None:
                         found.append(f"{name} did not pay for round {t + 1}")

@@ -35,7 +35,7 @@ class Relay:
         self._ready.wait()
 
     def set_mode(self, party: int, mode: str) -> None:
-        """"" passes everything; "drop" and "blackhole" cut the party off."""
+        """ "" passes everything; "drop" and "blackhole" cut the party off."""
         self._loop.call_soon_threadsafe(self._change, party, mode)
 
     def _change(self, party: int, mode: str) -> None:
@@ -93,7 +93,7 @@ class Relay:
 
 
 def run_launcher() -> None:
-    """Import Fulcrum once, then fork a process per line of stdin: {"words", "cwd", "log"}; prints {"pid"} and {"ended"}.
+    """Import Fulcrum once, then fork a process per line of stdin {"words", "cwd", "log"}; prints {"pid"} and {"ended"}.
 
     A forked party is a process of its own: it is killed, stopped and measured like any other. It shares the imported
     code's memory and starts in a tenth of a second.
@@ -109,9 +109,9 @@ def run_launcher() -> None:
 
     with contextlib.suppress(ImportError):  # what a party imports late
         import dp_accounting  # noqa: F401
+        import fulcrum.cli.party
         import sklearn.datasets  # noqa: F401
 
-        import fulcrum.cli.party
         import fulcrum.engines.parallel
         import fulcrum.flower.flwr141
         import fulcrum.privacy.statement  # noqa: F401

@@ -15,7 +15,6 @@ unless `--debug` asks for it.
 
 from __future__ import annotations
 
-
 MAX_CHARACTERS = 1500
 """Characters of the longest message that is shown whole: one that quotes a damaged file may be as long as the file."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import fuzz_readers  # noqa: E402
 from fuzz_inputs import mutate_bytes  # noqa: E402
-from fuzz_targets import Reader  # noqa: E402
+from fuzz_reader import Reader  # noqa: E402
 
 from fulcrum.errors import ConfigError, DataError, InputError  # noqa: E402
 
@@ -40,7 +41,9 @@ def test_every_reader_reads_or_refuses(tmp_path: Path) -> None:
     names = {row["reader"] for row in found["readers"]}
     wanted = {"settings", "idx", "pickle", "npz", "table csv", "schema", "run checkpoint", "ledger", "message header"}
     assert wanted | {"message arrays", "terms", "proposal", "weights torch"} <= names
-    refusing = [row for row in found["readers"] if row["reader"] != "run checkpoint"]  # it passes over, and never refuses
+    refusing = [
+        row for row in found["readers"] if row["reader"] != "run checkpoint"
+    ]  # it passes over, and never refuses
     assert all(row.get("refused", 0) > 0 for row in refusing), "inputs that are never wrong would test nothing"
 
 
@@ -71,7 +74,7 @@ def _grow(content: bytes, folder: Path) -> Any:
 
 
 def _die(content: bytes, folder: Path) -> Any:
-    os.abort()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +97,8 @@ def test_a_proposal_names_no_accountant_that_would_have_to_be_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("cryptography", reason="parties sign with keys")
-    from support.flower import toy_settings
-
     from fulcrum.flower.proposals import accept_proposal, make_proposal
+    from support.flower import toy_settings
 
     (tmp_path / "planted.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nmake = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -113,7 +115,7 @@ def test_numbers_of_thousands_of_digits_are_a_mistake_in_the_file(tmp_path: Path
     (tmp_path / "s.toml").write_text(f"[train]\nrounds = {'9' * 5000}\n")
     with pytest.raises(ConfigError, match="is not valid TOML"):
         files.read_settings(tmp_path / "s.toml")
-    with pytest.raises(ConfigError, match="nested too deeply|not valid TOML"):
+    with pytest.raises(ConfigError, match="not valid TOML"):
         Schema.from_toml("x = " + "[" * 5000 + "]" * 5000)
 
 

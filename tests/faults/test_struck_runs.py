@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.federations import toy_data
-from support.stopped_runs import TERMS, resume, stop_run
 
 import fulcrum
 from fulcrum.cli import main
 from fulcrum.cli.failures import explain_failure
 from fulcrum.errors import RunError
 from fulcrum.runs.folder import RunFolder
+from support.federations import toy_data
+from support.stopped_runs import TERMS, resume, stop_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,8 +42,6 @@ def test_one_trial_of_each_fault(tmp_path: Path) -> None:
     assert found["equal_to_the_whole_run"] >= 8, "the first twelve trials are seeded"
     killed = next(row for row in found["rows"] if row["fault"] == "kill at a line")
     assert killed["exit"] == -9
-    again = play(tmp_path, "--trials", "12", "--messages", "0")  # nothing is played twice
-    assert again["rows"] == found["rows"]
 
 
 @pytest.mark.slow
@@ -52,6 +50,8 @@ def test_hundreds_of_trials(tmp_path: Path) -> None:
     found = play(tmp_path, "--trials", "120", "--messages", "15", "--seed", "1")
     assert found["failed"] == 0
     assert found["trials"] > 100
+    again = play(tmp_path, "--trials", "120", "--messages", "15", "--seed", "1")  # nothing is played twice
+    assert again["rows"] == found["rows"]
 
 
 # --- what the trials found ------------------------------------------------------------------------
@@ -79,7 +79,8 @@ def test_a_checkpoint_with_one_wrong_bit_is_passed_over_and_the_run_ends_with_th
     file.write_bytes(content)
     assert load_round(folder) == 4
     resumed = resume(folder)
-    assert torch.equal(resumed.params, whole.params)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
+    assert weights[0] == weights[1]
     assert resumed.epsilon == whole.epsilon
 
 
@@ -120,9 +121,7 @@ def test_a_start_that_was_killed_before_its_first_round_is_named(tmp_path: Path)
         RunFolder.create(tmp_path / "other")
 
 
-def test_metrics_that_are_no_text_are_refused_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_that_are_no_text_are_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = stop_run(tmp_path / "stopped", checkpoint_every=1)
     file = folder / "metrics.jsonl"
     file.write_bytes(file.read_bytes().replace(b"loss", b"lo\xff\xfe", 1))

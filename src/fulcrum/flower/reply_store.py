@@ -105,7 +105,8 @@ class ReplyStore:
             ledger.check_contains(head)
         except InputError as error:
             raise ConfigError(
-                f"the replies in {self.path} were charged to a ledger of {head.sequence} rows, and this is not it: {error}"
+                f"the replies in {self.path} were charged to a ledger of {head.sequence} rows, and this is not it: "
+                f"{error}"
             ) from error
 
     def put(

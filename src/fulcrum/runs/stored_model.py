@@ -237,8 +237,8 @@ def load_trained(run: Path | str, model: nn.Module | None = None) -> TrainedMode
         raise
     except Exception as error:  # whatever a wrong entry brings about: it is the file that is wrong
         raise RunError(
-            f"the model of {folder} cannot be built from {FACTS_FILE} ({type(error).__name__}: {str(error)[:200]}): the "
-            "file was edited or damaged, or the model's own code has changed; bring it back."
+            f"the model of {folder} cannot be built from {FACTS_FILE} ({type(error).__name__}: {str(error)[:200]}): "
+            "the file was edited or damaged, or the model's own code has changed; bring it back."
         ) from error
     load_complete_weights(network, weights, folder)
     return TrainedModel(folder, network.cpu().eval(), facts, settings, task)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.errors import ConfigError
-from fulcrum.settings.toml import parse_toml
 from fulcrum.rng import numpy_generator
+from fulcrum.settings.toml import parse_toml
 from fulcrum.study.records import DEFAULT_SCORE, StudyScore, update_choice_keys
 
 HALTON_BASES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
