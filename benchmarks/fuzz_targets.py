@@ -243,7 +243,7 @@ def _run_readers(home: Path) -> list[Reader]:
     fulcrum.train(data=str(home / "run.npz"), out=home / "done", rounds=2, **words)
     with contextlib.suppress(Stop):
         fulcrum.train(data=str(home / "run.npz"), out=home / "stopped", rounds=6, on_round=stop, **words)
-    kept = {file.name: file.read_bytes() for file in (home / "done").iterdir() if file.isof_file()}
+    kept = {file.name: file.read_bytes() for file in (home / "done").iterdir() if file.is_file()}
     last = sorted((home / "stopped" / "checkpoints").iterdir())[-1]
 
     def read_last(content: bytes, folder: Path) -> Any:
