@@ -33,6 +33,9 @@ class Data:
     released with them before stays in the ledger."""
     parties: int = 5
     """Number of parties K. Ignored with partition = "given", where the data names each example's party."""
+    units: tuple[int, ...] = ()
+    """Numbers of units that the parties declare publicly: one per party, or one for all. `fulcrum serve` and `fulcrum
+    terms` need them to rehearse before the parties join; elsewhere the data says it."""
     partition: str = "auto"
     """auto (given where the data names each record's party; else hashed for private data, dirichlet for public data
     with classes, iid for other public data), iid, dirichlet, shards, quantity, hashed (by a keyed hash of each person
@@ -253,6 +256,12 @@ class Train:
     weights: str = "examples"
     """How updates are averaged: examples (by n_k; at unit client min(n_k / weight_cap, 1)), sqrt (by its root: small
     parties count for more than their records, and their noise for less than with uniform) or uniform."""
+    combine: str = "mean"
+    """How updates become one: mean (by weights), trimmed-mean or median (of each coordinate; each party counts once),
+    geometric-median (by weights), or package.module:name. All but the mean bear bad parties, cost some accuracy, and
+    need each party's own update: they are refused where parties share noise, and for unit client."""
+    trim: float = 0.2
+    """Share of the parties whose values trimmed-mean leaves out at each end of a coordinate, rounded up."""
     server: str = "sgd"
     """Server optimiser: sgd, momentum, adam, adam-bc (adam with the known variance of the noise taken off its second
     moment) or d-adaptation (sgd with a step from a lower bound on the distance to a solution)."""
@@ -290,6 +299,9 @@ class Clip:
     rehearse: bool = False
     """moo: whether the first step length, C0, the learning rate and its schedule are chosen beforehand on made-up data
     of the same shape (docs/moo.md). It sees declared facts only, so it costs no privacy."""
+    rehearse_on: str = ""
+    """A public data source to rehearse on in place of made-up records, as data.source names one. Naming it declares it
+    public: its values decide the choice. It must not be the data of the run; same inputs and task."""
     step: float = 0.0
     """moo: first step length: how far a round of fully clipped gradients that all agree moves the weights. 0:
     rehearsed, or else from balance and reach."""

@@ -14,6 +14,7 @@ from fulcrum.runs.preparation import derive_federation
 from fulcrum.runs.rehearsal.effort import WORK
 from fulcrum.runs.rehearsal.facts import read_rehearsal_facts
 from fulcrum.runs.rehearsal.memory import recall, recall_or_rehearse
+from fulcrum.runs.rehearsal.public_set import fit_facts, load_public_set
 from fulcrum.training.federation import Federation, make_model_facts
 
 
@@ -28,9 +29,9 @@ def find_refusal(federation: Federation) -> str:
         return "there is no noise"
     if settings.data.features != "none":
         return "features are computed from the data"
-    if not can_make_up(read_data_facts(problem.dataset, problem.model)):
+    if not settings.clip.rehearse_on and not can_make_up(read_data_facts(problem.dataset, problem.model)):
         return f"there is no made-up data for the task {problem.task.name!r}"
-    if starts_from_learned_weights(federation):
+    if not settings.clip.rehearse_on and starts_from_learned_weights(federation):
         return "made-up data says little about weights that are learned already"
     minutes = estimate_minutes(federation)
     if minutes > MOST_MINUTES:
@@ -66,7 +67,7 @@ def describe_coming_rehearsal(federation: Federation) -> str:
     """One sentence for people where `apply_rehearsal` is about to take its time; else ""."""
     if not wants_rehearsal(federation) or find_refusal(federation):
         return ""
-    facts = read_rehearsal_facts(federation)
+    facts = fit_facts(read_rehearsal_facts(federation), load_public_set(federation))
     if recall(facts.digest()) is not None:
         return ""
     return (
@@ -86,8 +87,9 @@ def apply_rehearsal(federation: Federation, model: nn.Module | None = None) -> F
     refusal = find_refusal(federation)
     if refusal:
         return _add_warning(federation, f"nothing was rehearsed on made-up data (clip.rehearse): {refusal}.")
-    facts = read_rehearsal_facts(federation)
-    answer = recall_or_rehearse(facts, model)
+    public = load_public_set(federation)
+    facts = fit_facts(read_rehearsal_facts(federation), public)
+    answer = recall_or_rehearse(facts, model, public)
     return derive_federation(federation, answer.candidate.apply(federation.settings, facts.steps))
 
 
