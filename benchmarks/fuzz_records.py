@@ -14,7 +14,7 @@ import torch
 from fuzz_inputs import mutate_bytes, mutate_json, mutate_safetensors, mutate_text
 from fuzz_reader import Reader, of_file
 
-from fulcrum.errors import BudgetError, ConfigError, FulcrumError, InputError
+from fulcrum.errors import BudgetError, ConfigError, FulcrumError, InputError, RunError
 
 # --- ledgers ------------------------------------------------------------------------------------
 
@@ -231,13 +231,46 @@ def _key_readers(home: Path) -> list[Reader]:
     ]
 
 
-def party_file_readers() -> list[Reader]:
-    """See `make_readers`."""
-    try:
-        from fulcrum.flower.operations.party_file import read_party_file
-    except ImportError:
-        return []
+def party_file_readers(home: Path) -> list[Reader]:
+    """Files of parties' and coordinators' operators, and what arrives at a port; see `make_readers`."""
+    from fulcrum.flower import keys, known_ledgers, signing
+    from fulcrum.flower.messages import BadMessage, Envelope
+    from fulcrum.flower.operations.key_changes import accept_rotation, rotate_key
+    from fulcrum.flower.operations.party_file import read_party_file
+    from fulcrum.flower.port.http import BadHead, read_head
+    from fulcrum.flower.served_facts import read_served_facts
+
     seed = (
         b'server = "host:9092"\ndata = "d.npz"\nkey = "a"\nledger = "l.sqlite"\nterms = "terms.toml"\nca = "ca.crt"\n'
     )
-    return [Reader("party file", [seed], mutate_text, of_file("party.toml", read_party_file), (ConfigError,))]
+    head = b"POST /v1/fleet/pull-messages HTTP/1.1\r\nhost: a\r\ncontent-length: 12\r\ncontent-type: a/b\r\n\r\n"
+    book = json.dumps({"a": {"id": "f" * 32, "rows": 7, "digest": "0" * 64}}).encode()
+    kept = {"secret": "00" * 32, "simulation": False, "parties": [{"name": "a", "units": 5}], "listen": "a:1"}
+    kept |= {"wait_policy": {"round_timeout": 1.0, "join_timeout": 1.0, "min_parties": 1}, "keys": "keys"}
+    served = json.dumps({"id": "r", "format": 2, "flower": kept}).encode()
+    private, public = keys.make_key_pair(home / "rotated", "a")
+    old = public.read_bytes()
+    note = rotate_key(private)[0].read_bytes()
+    ask = signing.derive_request_signer(b"s" * 32).sign(Envelope(b"{}", b"body"))
+
+    def read_note(content: bytes, folder: Path) -> Any:
+        (folder / "register").mkdir()
+        (folder / "register" / "a.pub").write_bytes(old)
+        (folder / "note.json").write_bytes(content)
+        return accept_rotation(folder / "register", folder / "note.json")
+
+    def read_book(path: Path) -> Any:
+        return known_ledgers.LedgerBook(path).find_problem("a", {"id": "f" * 32, "rows": 8, "digest": "1" * 64})
+
+    def read_seal(content: bytes, folder: Path) -> Any:
+        return signing.read_signer(Envelope(b"{}", b"body", content))
+
+    errors = (ConfigError, RunError)
+    return [
+        Reader("party file", [seed], mutate_text, of_file("party.toml", read_party_file), (ConfigError,)),
+        Reader("served run", [served], mutate_json, of_file("run.json", lambda p: read_served_facts(p.parent)), errors),
+        Reader("known ledgers", [book], mutate_json, of_file("ledgers.json", read_book), (ConfigError,), 0.5),
+        Reader("rotation note", [note], mutate_json, read_note, (ConfigError,), 0.5),
+        Reader("request head", [head], mutate_bytes, lambda content, folder: read_head(content), (BadHead,), 1.5),
+        Reader("request signature", [ask.signature], mutate_bytes, read_seal, (BadMessage,), 0.5),
+    ]

@@ -27,7 +27,7 @@ from fulcrum.errors import BudgetError, ConfigError, DataError, InputError, Mode
 def make_readers(home: Path) -> list[Reader]:
     """All readers. home: where right files are made."""
     made = [*_settings_readers(home), *_data_readers(home), *_model_readers(home), *_run_readers(home)]
-    return [*made, *ledger_readers(home), *message_readers(home), *party_file_readers()]
+    return [*made, *ledger_readers(home), *message_readers(home), *party_file_readers(home)]
 
 
 # --- settings -----------------------------------------------------------------------------------

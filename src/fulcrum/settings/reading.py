@@ -237,7 +237,7 @@ def _validate_settings(merged: dict[str, Any]) -> Settings:
     path, value = f"{section}.{name}", merged[str(section)][name]
     wanted = EXPECTED_TYPE_TEXTS[list_setting_fields()[path].kind]
     if inner and isinstance(value, Mapping | list | tuple):
-        item = value[inner[0]] if not isinstance(value, Mapping) else value.get(inner[0])
+        item = value.get(inner[0]) if isinstance(value, Mapping) else value[int(inner[0])]
         raise ConfigError(f"{path} holds {_format_value(item)}, {_describe_given_type(item)}; it must be {wanted}.")
     raise ConfigError(f"{path} = {_format_value(value)} is {_describe_given_type(value)}; it must be {wanted}.")
 

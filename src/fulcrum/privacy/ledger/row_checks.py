@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 from fulcrum.errors import InputError
+from fulcrum.privacy.accounting import ORDERS
 from fulcrum.privacy.events import Gaussian
-from fulcrum.privacy.ledger.composition import ORDERS
 from fulcrum.privacy.ledger.rows import RunRecord, read_events_text
 from fulcrum.privacy.ledger.units import UNIT_DIGEST_BYTES
 
