@@ -28,6 +28,7 @@ NAMES = ("party-0", "party-1", "party-2")
 def play_federation(folder: Path) -> int:
     """Serve a run to three parties over the dictionary, or go on with it; 0 when it has finished."""
     import pytest
+
     from support import flower as toy
 
     settings = toy.toy_settings(rounds=ROUNDS)

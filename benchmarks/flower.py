@@ -29,7 +29,6 @@ from fulcrum.flower.coordinator import WaitPolicy
 from fulcrum.flower.flwr141 import LocalSuperlink, TlsFiles, find_free_port
 from fulcrum.flower.proposals import accept_proposal, make_proposal
 from fulcrum.flower.terms import terms_to_toml
-from fulcrum.flower.transport import GridTransport
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Data, Model, Privacy, Run, Settings, Train
@@ -80,23 +79,23 @@ def over_flower(folder: Path, settings: Settings) -> tuple[api.Result, list[floa
     links: list[LocalSuperlink] = []
 
     @contextlib.contextmanager
-    def counted(address: Any, register: Any) -> Any:
+    def counted(address: Any, register: Any, report: Any) -> Any:
         nodes = {name: keys.public_key_to_pem(key) for name, key in register.items()}
-        with LocalSuperlink("127.0.0.1", port, TlsFiles(folder / "server.crt", folder / "server.key"), nodes) as link:
+        with LocalSuperlink("127.0.0.1", port, TlsFiles(address.certificate, address.key), nodes) as link:
             links.append(link)
-            yield GridTransport(link.grid, link.restarted)
+            yield link.transport
 
     def on_round(result: Any) -> None:
-        gate = links[0].gate
+        count = links[0].server.count()
         seconds.append(result.seconds)
-        received.append(gate.received - sum(received))
-        sent.append(gate.sent - sum(sent))
+        received.append(count["bytes_in"] - sum(received))
+        sent.append(count["bytes_out"] - sum(sent))
 
     try:
         result = run.serve_run(
             settings,
             folder / "run",
-            run.ListenAddress("127.0.0.1", port, None, None),
+            run.ListenAddress("127.0.0.1", port, folder / "server.crt", folder / "server.key"),
             keys.load_public_keys(folder / "register"),
             wait_policy=WaitPolicy(120, 400, settings.data.parties),
             simulation=True,

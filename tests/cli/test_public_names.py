@@ -74,6 +74,11 @@ STUDY |= {"--experiments", "--quiet", "-q", "--debug"}
 COMMANDS = {
     "run": SETTINGS | {"--observe", "--no-rehearsal", "--out", "--json", "--quiet", "-q", "--debug"},
     "resume": {"folder", "--observe", "--repeat", "--json", "--quiet", "-q", "--debug"},
+    "compare": (SETTINGS - {"--method", "--epsilon", "--seed"})
+    | {"--methods", "--epsilons", "--seeds", "--against", "--out", "--backend", "--processes", "--seconds"}
+    | {"--json", "--quiet", "-q", "--debug"},
+    "watch": {"--debug", "--host", "--open", "--port", "--seconds", "folder"},
+    "report": {"--csv", "--debug", "--figures", "--formats", "--json", "--out", "--title", "folders"},
     "show": {"folder", "--json", "--debug"},
     "evaluate": {"folder", "--data", "--data-dir", "--model", "--json", "--debug"},
     "score": {"folder", "--data", "--party", "--ledger", "--hold-out", "--epsilon", "--delta", "--out", "--merge"}
@@ -110,8 +115,17 @@ COMMANDS = {
     | {"--quiet", "-q", "--debug"},
     "serve": SETTINGS
     | {"--keys", "--listen", "--certificate", "--private-key", "--insecure", "--simulation", "--deadline", "--wait"}
-    | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"},
+    | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"}
+    | {"--quorum", "--grace", "--max-rest", "--from", "--check", "--log", "--metrics", "--signing-key"},
+    "status": {"folder", "--json", "--debug"},
+    "keys rotate": {"key", "--debug"},
+    "keys accept": {"register", "note", "--debug"},
+    "keys revoke": {"register", "name", "--debug"},
     "party": {
+        "config",
+        "--check",
+        "--log",
+        "--metrics",
         "--data",
         "--schema",
         "--withdrawn",
@@ -126,8 +140,8 @@ COMMANDS = {
         "--until-done",
     }
     | {"--simulation", "--insecure", "--device", "--quiet", "-q", "--debug"},
-    "terms": SETTINGS | {"--party", "--budget", "--classes", "--out", "--debug"},
-    "certs": {"folder", "--host", "--party", "--debug"},
+    "terms": SETTINGS | {"--coordinator", "--peers", "--party", "--budget", "--classes", "--out", "--debug"},
+    "certs": {"folder", "--host", "--party", "--units", "--debug"},
     "reproduce paper": STUDY | {"--subset", "--tune", "--tune-at", "--json"},
     "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},
     "study merge": {"folders", "--into", "--keep", "--json", "--debug"},

@@ -18,13 +18,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from support.crashing import Crash, CrashPoint, crashing_connections
 
 from fulcrum.errors import BudgetError, InputError
 from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.privacy.ledger import Ledger, LedgerHead
 from fulcrum.privacy.ledger.rows import read_events_text
 from fulcrum.privacy.ledger.store import LedgerStore
+from support.crashing import Crash, CrashPoint, crashing_connections
 
 PARTIES, RUNS, BUDGET = ("rich", "poor"), ("first", "second"), 9.0
 EVENTS = ((Gaussian(0.5, 1.1, 1),), (Gaussian(0.5, 1.1, 2),), (Gaussian(0.2, 0.9, 1), Gaussian(0.5, 2.0, 3)))

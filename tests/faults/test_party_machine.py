@@ -20,14 +20,14 @@ pytest.importorskip("cryptography", reason="parties sign with keys: pip install 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from support.crashing import Crash, CrashPoint, crashing_connections
-from support.flower import NAMES, toy_party, toy_request, toy_settings
 
 from fulcrum.errors import ConfigError
 from fulcrum.flower.messages import Envelope
 from fulcrum.flower.party import PartyService
 from fulcrum.flower.reply_store import ReplyStore
 from fulcrum.privacy.ledger import Ledger
+from support.crashing import Crash, CrashPoint, crashing_connections
+from support.flower import NAMES, toy_party, toy_request, toy_settings
 
 SETTINGS = toy_settings(rounds=3)
 PARTY = NAMES[0]

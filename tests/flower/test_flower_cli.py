@@ -90,9 +90,9 @@ PARTY = ["party", "--data", "d.npz", "--server", "h:1", "--key", "a", "--ledger"
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (PARTY, "--ca FILE"),
+        (["party", "--data", "d.npz"], "--server, --key, --ledger missing"),
         ([*PARTY, "--ca", "x", "--insecure"], "not both"),
-        ([*PARTY, "--insecure", "--home", "l"], "keep it elsewhere"),
+        (["party", "nowhere.toml"], "cannot be read"),
         ([*PARTY, "--ca", "x"], "there is no terms.toml"),
         (["serve", "--sigma", "1"], "--keys FOLDER"),
         (["serve", "--sigma", "1", "--keys", "k"], "--certificate FILE"),

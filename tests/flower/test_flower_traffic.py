@@ -12,7 +12,7 @@ pytest.importorskip("cryptography", reason="parties sign with cryptography: pip 
 from fulcrum import runs as api
 from fulcrum.errors import ConfigError
 from fulcrum.flower.messages import Envelope
-from fulcrum.flower.traffic import SIGNATURE_BYTES, measure_message_traffic
+from fulcrum.flower.traffic import SEALED_BYTES, SIGNATURE_BYTES, measure_message_traffic
 from support.federations import toy_data
 from support.flower import NAMES, serve, toy_federation, toy_settings
 
@@ -35,7 +35,8 @@ def test_messages_are_as_long_as_planned(rule: str, tmp_path: Path, monkeypatch:
     for k in range(len(NAMES)):
         said = measure_message_traffic(federation, k)
         request, reply = sizes[k, 0]
-        assert said.down == request.size
+        assert said.down - SEALED_BYTES == request.size - len(request.signature)
+        assert abs(len(request.signature) - SEALED_BYTES) <= 2
         assert said.up - SIGNATURE_BYTES == reply.size - len(reply.signature)
         assert abs(len(reply.signature) - SIGNATURE_BYTES) <= 1
         later, answer = sizes[k, 1]

@@ -19,8 +19,11 @@ from fulcrum.privacy.pairwise.integers import (
     add_masks,
     choose_shared_grid,
     draw_mask,
+    keep_low_bits,
+    pack_message,
     round_to_message,
     sum_messages,
+    unpack_message,
     wrap,
 )
 from fulcrum.privacy.pairwise.persons import compose_two_parties, compute_pair_epsilon
@@ -168,19 +171,32 @@ def test_integers_wrap_at_32_bits() -> None:
     assert sum_messages([torch.tensor([2**31 - 1], dtype=torch.int32)] * 3).tolist() == [2**31 - 3]
 
 
+def test_low_bits_of_messages_add_up_to_the_low_bits_of_their_sum() -> None:
+    numbers = torch.Generator().manual_seed(2)
+    whole = [torch.randint(-(2**31), 2**31, (501,), generator=numbers).to(torch.int32) for _ in range(4)]
+    small = torch.randint(-(2**23), 2**23, (501,), generator=numbers).to(torch.int32)
+    last = sum_messages([small, *(-each for each in whole)])  # masks that cancel but for a small sum
+    for bits in (24, 32):
+        sent = [unpack_message(pack_message(each, bits), bits) for each in (*whole, last)]
+        assert all(len(pack_message(each, bits)) == 501 * bits // 8 for each in whole)
+        assert torch.equal(keep_low_bits(sum_messages(sent), bits), small)
+    assert not torch.equal(sum_messages(sent[:-1]), small)
+
+
 @pytest.mark.parametrize("reach", [0.0, 1.0, 1e3, 1e6, 1e9, 1e15])
 def test_the_grid_is_a_power_of_two_within_its_limits(reach: float) -> None:
     for scales in ([1.0], [0.03, 7.0], [1e-9, 1e-8], [63.9, 64.0]):
-        grid = choose_shared_grid(scales, reach)
+        grid, bits = choose_shared_grid(scales, reach)
         assert math.frexp(grid)[0] == 0.5
         assert COARSEST <= min(scales) / grid < 2**21
-        if min(scales) / grid >= 2 * COARSEST:  # finer than it must be: then everything fits
-            assert reach < 2**31 * grid
+        assert bits in (24, 32)
+        if min(scales) / grid >= 2 * COARSEST or bits == 24:  # finer than it must be, or short: everything fits
+            assert reach < 2 ** (bits - 1) * grid
 
 
 def test_a_message_is_the_rounded_weighted_noised_sum() -> None:
     x, weight, scale = torch.linspace(-3, 3, 999, dtype=torch.float64), 0.37, 2.0
-    grid = choose_shared_grid([weight * scale], 50.0)
+    grid, _ = choose_shared_grid([weight * scale], 50.0)
     source = SeededRandomness(3)
     found = round_to_message(x, scale, MessageTerms(weight, grid), (source, (0, 4, 0)))
     noise = source.normal(("noise", 0, 4, 0), 999)

@@ -65,7 +65,7 @@ def play(seed: int, canary: float, m: int, mistakes: Mistakes, attempt: int = 0)
     Party 0 holds the canary; the others' sums are some numbers that everybody knows to be 0.
     """
     own = [math.sqrt(v) for v in compute_own_variances([1.0] * PARTIES, COVERED)]
-    grid = choose_shared_grid(own, 50.0)
+    grid, _ = choose_shared_grid(own, 50.0)
     noise = SeededRandomness(seed)
     sums = torch.zeros((PARTIES, m), dtype=torch.float64)
     sums[0] = canary

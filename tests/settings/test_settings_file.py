@@ -351,6 +351,7 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
     from fulcrum.privacy.statement.units import UNIT_TEXTS
     from fulcrum.rng import RANDOMNESS
     from fulcrum.settings.derived import LR_SCHEDULES, WEIGHT_POWERS
+    from fulcrum.training.combine import COMBINERS
     from fulcrum.training.server import SERVERS
 
     special = {
@@ -367,6 +368,7 @@ def test_every_choice_is_implemented_and_every_implementation_is_a_choice():
         "model.activation": ACTIVATIONS,
         "train.schedule": LR_SCHEDULES,
         "train.weights": WEIGHT_POWERS,
+        "train.combine": COMBINERS,
         "train.server": SERVERS,
         "clip.rule": RULES,
         "privacy.unit": UNIT_TEXTS,

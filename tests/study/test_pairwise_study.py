@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from fulcrum.study import store
 from fulcrum.study.job import StudyJob
+from fulcrum.study.run_job import DatasetCache, prepare_job
 from fulcrum.study.studies import StudyPart, read_study
 
 KEYS = {"dataset", "epsilon", "aggregation", "colluders", "mean", "ci95", "behind_ideal", "behind_ideal_ci95", "seeds"}
@@ -64,3 +66,30 @@ def test_parts_of_two_machines_merge(tmp_path: Path) -> None:
     study.write(tmp_path / "whole", store.load_results(tmp_path / "whole"))
     rows = json.loads((tmp_path / "whole" / "table.json").read_text())
     assert [len(row["seeds"]) for row in rows] == [2] * 5
+
+
+def test_jobs_that_differ_in_their_plan_share_data_split_and_model() -> None:
+    jobs = [
+        dataclasses.replace(job, settings=job.settings.replace(privacy={"epsilon": None, "sigma": sigma}))
+        for sigma, job in zip((1.0, 2.0, 3.0), read_tiny_jobs(), strict=True)
+    ]
+    cache = DatasetCache("")
+    shared = [prepare_job(job, cache, "cpu") for job in jobs]
+    alone = [prepare_job(job, DatasetCache(""), "cpu") for job in jobs]
+    assert shared[1].problem.model is shared[0].problem.model
+    for one, other in zip(shared, alone, strict=True):
+        assert one.settings == other.settings
+        assert one.plan.assignments(range(3), 0, 1.0) == other.plan.assignments(range(3), 0, 1.0)
+        assert one.plan.colluders == other.plan.colluders
+        assert one.problem.randomness == other.problem.randomness  # the same noise as prepared by itself
+        assert one.problem.partition.names == other.problem.partition.names
+
+
+def read_tiny_jobs() -> list[StudyJob]:
+    """One job of three rows, on digits with a linear model."""
+    jobs = read_study("pairwise", part=StudyPart(datasets=("mnist",), epsilons=(1.64,), seeds=1)).jobs()[:3]
+    small = {
+        "data": {"source": "digits", "parties": 3},
+        "model": {"init": "random", "coordinates": "plain", "name": "linear"},
+    }
+    return [dataclasses.replace(job, settings=job.settings.replace(**small)) for job in jobs]

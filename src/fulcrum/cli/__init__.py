@@ -7,13 +7,16 @@ rehearse.py  rehearse
 account.py   account
 data.py      data list, fetch, verify, describe     changes.py  data changes
 show.py      show, methods
+report.py    report
+watch.py     watch
+compare.py   compare
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
 init.py      init
 prior.py     prior
 evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
-flower.py    serve, party, terms, certs
+flower.py    serve, terms, certs     party.py  party     operations.py  status, keys
 options.py   the options that settings have
 study_options.py  the options that studies have
 view.py      tables and progress
@@ -31,6 +34,7 @@ import typer
 from fulcrum import __version__
 from fulcrum.cli import (
     account,
+    compare,
     data,
     demo,
     evaluate,
@@ -39,16 +43,20 @@ from fulcrum.cli import (
     flower,
     init,
     ledger,
+    operations,
     options,
+    party,
     plan,
     predict,
     prior,
     rehearse,
+    report,
     reproduce,
     run,
     score,
     show,
     study,
+    watch,
 )
 from fulcrum.settings.registry import current_folder_importable
 
@@ -80,6 +88,9 @@ def _show_help_or_version(
 app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("show")(show.show)
+app.command("report")(report.report)
+app.command("watch")(watch.watch)
+app.command("compare")(compare.compare)
 app.command("evaluate")(evaluate.evaluate)
 app.command("score")(score.score)
 app.command("predict")(predict.predict)
@@ -96,7 +107,9 @@ app.command("methods")(show.methods)
 app.command("prior")(prior.prior)
 app.command("demo")(demo.demo)
 app.command("serve")(flower.serve)
-app.command("party")(flower.party)
+app.command("party")(party.party)
+app.command("status")(operations.status)
+app.add_typer(operations.keys_app, name="keys")
 app.command("terms")(flower.terms)
 app.command("certs")(flower.certs)
 

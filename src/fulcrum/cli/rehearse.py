@@ -26,9 +26,8 @@ def rehearse(
     """Choose step, C, learning rate and schedule on made-up data, and print them as options for `fulcrum run`.
 
     It sees settings, model, declared sizes and shapes, never a value of a private record, so it costs no privacy. With
-    --set clip.rehearse_on=SOURCE it plays on public records of yours in place of made-up ones. `fulcrum run
-    --method moo-rehearsed` does the same before it trains; across machines, hand the printed settings to `fulcrum
-    serve`.
+    --set clip.rehearse_on=SOURCE it plays on public records of yours in place of made-up ones. `fulcrum run`
+    and `fulcrum serve` do the same before they train.
     """
     from fulcrum import runs as api
     from fulcrum.runs.rehearsal import find_refusal, memory, read_rehearsal_facts

@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,12 @@ import torch
 
 from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.errors import RunError
+from fulcrum.flower.array_coding import encode_arrays
 from fulcrum.flower.messages import (
     ArraySpec,
     BadMessage,
     Envelope,
+    PackedBody,
     SimulatedStreams,
     assignment_to_table,
     compute_model_fingerprint,
@@ -34,8 +35,10 @@ from fulcrum.flower.messages import (
     simulation_to_table,
     state_to_arrays,
 )
+from fulcrum.flower.pairwise.coordinator import MaskedCoordinator
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, describe_refusal, verify_signed_reply
 from fulcrum.flower.rule_terms import is_C_within
+from fulcrum.flower.stragglers import StragglerBook, StragglerPolicy
 from fulcrum.flower.task_terms import task_fingerprint
 from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.settings.schema import Settings
@@ -50,12 +53,25 @@ class WaitPolicy:
     """How long the coordinator waits, and for how many parties.
 
     round_timeout: seconds that a round waits for replies. join_timeout: seconds to wait until enough parties are
-    connected. min_parties: the number of parties that must answer a round.
+    connected. min_parties: the number of parties that must answer a round. quorum, grace, max_rest: what becomes of
+    parties that are late, see `StragglerPolicy`.
     """
 
     round_timeout: float = 60.0
     join_timeout: float = 600.0
     min_parties: int = 1
+    quorum: float = StragglerPolicy.quorum
+    grace: float = StragglerPolicy.grace
+    max_rest: int = StragglerPolicy.max_rest
+
+    @property
+    def stragglers(self) -> StragglerPolicy:
+        """What becomes of parties that are late."""
+        return StragglerPolicy(self.quorum, self.grace, self.max_rest)
+
+
+STALE_CODES = ("repeated", "lost")
+"""Refusals of a round that a party has answered before, to a request that differs; waiting does not change them."""
 
 
 class FlowerEngine(Engine):
@@ -79,13 +95,19 @@ class FlowerEngine(Engine):
     ) -> None:
         self.registry, self.clients, self.problem, self.settings = registry, tuple(clients), problem, settings
         self.wait_policy, self.secret, self.streams = wait_policy, secret, streams
+        self.stragglers = StragglerBook(wait_policy.stragglers)
         self._spent: set[int] = set()
+        self._stale: set[int] = set()  # refused the current round because they had answered it before
+        self._next_round = 0
         self._agreed = name_model_and_task(problem)
+        limit: Callable[[int], None] = getattr(registry.transport, "limit_replies", lambda size: None)
+        limit(8 * problem.layout.dim)  # an honest reply has four bytes per number, coded or not
+        self.masked = MaskedCoordinator(self)
 
     # --- who is there -----------------------------------------------------------------------------
 
     def list_reachable_clients(self, clients: Sequence[int]) -> list[int]:
-        """Those of the clients that are online; waits until there are at least `min_parties` of them."""
+        """Those of the clients that are online and do not rest; waits until at least `min_parties` are online."""
         able = [k for k in clients if k not in self._spent]
         if len(able) < self.wait_policy.min_parties:
             return able
@@ -95,11 +117,12 @@ class FlowerEngine(Engine):
             online = self.registry.transport.online()
             here = [k for k in able if self.registry.node_of.get(self.clients[k].name) in online]
             if len(here) >= self.wait_policy.min_parties:
-                return here
+                return self._select_awake(here)
             if time.monotonic() > end:
                 raise RunError(
                     f"only {len(here)} of at least {self.wait_policy.min_parties} parties are there after "
-                    f"{self.wait_policy.join_timeout:g} s; bring them back, then continue with fulcrum serve --resume."
+                    f"{self.wait_policy.join_timeout:g} s{list_refusals(self.registry)}; bring them back, then "
+                    "continue with fulcrum serve --resume."
                 )
             if not told:
                 self.registry.report(
@@ -107,6 +130,18 @@ class FlowerEngine(Engine):
                 )
                 told = True
             time.sleep(10 * POLL_SECONDS)
+
+    def _select_awake(self, here: Sequence[int]) -> list[int]:
+        """Those of the clients that do not rest; those that do are greeted, and come back by answering."""
+        names = {k: self.clients[k].name for k in here}
+        resting = set(self.stragglers.list_resting(here))
+        for k in resting:
+            self.registry.greet_again(names[k])
+        heard = {k: self.registry.heard[name] for k, name in names.items() if name in self.registry.heard}
+        awake = self.stragglers.select_awake(here, self._next_round, heard, self.wait_policy.min_parties)
+        for k in resting - set(self.stragglers.list_resting(here)):
+            self.registry.report(names[k], f"answers again; it is asked from round {self._next_round + 1} on")
+        return awake
 
     def spent(self) -> set[int]:
         """Parties whose own ledger has refused to go on."""
@@ -120,21 +155,40 @@ class FlowerEngine(Engine):
 
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Ask every party, wait until all have answered or the time is over, and yield the sound replies."""
+        if self.settings.privacy.aggregation == "pairwise":
+            yield from self.masked.run(request)
+            return
+        shared = all(state is request.states[0] for state in request.states) or self.problem.rule.where == "client"
+        body = pack_round_body(self.problem, request, request.states[0]) if shared and request.states else None
         asks = {
-            task.client: (task, state, self._make_round_request(request, task, state))
+            task.client: (task, state, self._make_round_request(request, task, state, body=body))
             for task, state in zip(request.assignments, request.states, strict=True)
         }
         needed = min(self.wait_policy.min_parties, len(asks))
         replies: dict[int, ClientReply] = {}
         settled: set[int] = set()  # answered, well or badly
+        missed: set[int] = set()
+        self._stale.clear()
+        self._next_round = request.round + 1
         end = time.monotonic() + max(self.wait_policy.join_timeout, self.wait_policy.round_timeout)
         while True:
             self._collect_results(request, {k: ask for k, ask in asks.items() if k not in settled}, replies, settled)
-            for k in asks.keys() - settled:
-                self.registry.report(self.clients[k].name, f"did not answer round {request.round + 1} in time")
+            for k in asks.keys() - settled - missed:
+                words = self.stragglers.note_miss(k, request.round)
+                self.registry.report(self.clients[k].name, f"did not answer round {request.round + 1} in time: {words}")
+                missed.add(k)
             short = needed - len(self._spent & asks.keys()) - len(replies)
             if short <= 0:  # parties that ran out of budget just now end the run, but only after this round
                 break
+            if len(settled) == len(asks) and short <= len(self._stale):
+                # The folder is older than what the parties have answered, and other parties took part then.
+                names = ", ".join(self.clients[k].name for k in sorted(self._stale))
+                self.registry.report(
+                    "",
+                    f"round {request.round + 1} passes without an update: {names} answered it before, to another "
+                    "request, and paid for it then; what they paid is not paid again",
+                )
+                return
             if len(settled) == len(asks):
                 raise RunError(f"too few usable answers to round {request.round + 1}; parties.jsonl says why.")
             if time.monotonic() > end:
@@ -153,6 +207,7 @@ class FlowerEngine(Engine):
     ) -> None:
         """Send the requests, and collect replies until all are settled or the time is over."""
         end = time.monotonic() + self.wait_policy.round_timeout
+        quorum: float = max(self.stragglers.policy.count_needed(len(asks) + len(settled)), self.wait_policy.min_parties)
         waiting: dict[str, int] = {}
 
         def send(k: int) -> None:
@@ -190,19 +245,33 @@ class FlowerEngine(Engine):
                     continue
                 if reply is not None:
                     replies[k] = reply
+                    self.stragglers.note_answer(k)
+            if len(replies) >= quorum:
+                end, quorum = min(end, time.monotonic() + self.stragglers.policy.grace), math.inf
             time.sleep(POLL_SECONDS)
 
-    def _make_round_request(self, request: RoundRequest, task: Assignment, state: RuleState) -> Envelope:
-        """The request to one party. The same round of the same run gives the same bytes, also after a crash."""
+    def _make_round_request(
+        self,
+        request: RoundRequest,
+        task: Assignment,
+        state: RuleState,
+        attempt: int = 0,
+        body: PackedBody | None = None,
+    ) -> Envelope:
+        """The signed request to one party. The same attempt at a round of a run gives the same header and body, also
+        after a crash; a party that has answered them sends its stored reply again."""
         name = self.clients[task.client].name
-        nonce = hmac.new(self.secret, f"{self.registry.run}/{request.round}/{name}".encode(), hashlib.sha256)
+        again = f"/{attempt}" if attempt else ""
+        nonce = hmac.new(self.secret, f"{self.registry.run}/{request.round}/{name}{again}".encode(), hashlib.sha256)
         header = {
             "run": self.registry.run,
             "nonce": nonce.hexdigest()[:32],
             "party": name,
+            "attempt": attempt,
             "simulation": simulation_to_table(self.streams),
         }
-        return pack_round_request({**header, **self._agreed}, self.settings, self.problem, request, task, state)
+        packed = pack_round_request({**header, **self._agreed}, self.settings, self.problem, request, task, state, body)
+        return self.registry.sign(packed)
 
     def _check_reply(
         self, request: RoundRequest, task: Assignment, state: RuleState, ask: Envelope, envelope: Envelope
@@ -215,6 +284,8 @@ class FlowerEngine(Engine):
         if header["kind"] == "refused":
             if header["code"] == "budget":
                 self._spent.add(task.client)
+            if header["code"] in STALE_CODES:
+                self._stale.add(task.client)
             self.registry.report(name, f"refused round {request.round + 1}: {describe_refusal(header['code'])}")
             return None
         if header["round"] != request.round:
@@ -244,17 +315,36 @@ class FlowerEngine(Engine):
             state={**state, "C": arrays["C"].to(device)} if own else state,
         )
 
+    def note_refusal(self, client: int, code: str) -> None:
+        """A party refused a masked round: whose budget is spent is asked no more."""
+        if code == "budget":
+            self._spent.add(client)
+
+    def select_moving(self, state: RuleState) -> RuleState:
+        """What of a clipping state travels with a round's request."""
+        rule = self.problem.rule
+        return {} if rule.where == "client" else select_moving_entries(rule.moves, state)
+
     def send_run_finished(self, rounds: int, seconds: float = 5.0) -> None:
         """Tell every party that the run is over, so that it writes its statement; waits up to `seconds` for that."""
         online = self.registry.transport.online()
-        nonce = secrets.token_hex(16)
-        done = pack_envelope({"kind": "done", "run": self.registry.run, "nonce": nonce, "rounds": rounds})
-        nodes = [node for node in self.registry.node_of.values() if node in online]
-        waiting = {self.registry.transport.send(node, done, 10 * seconds, "done") for node in nodes} - {""}
+        there = {name: node for name, node in self.registry.node_of.items() if node in online}
+        waiting = {
+            self.registry.transport.send(
+                node, self.registry.pack_request("done", name, rounds=rounds), 10 * seconds, "done"
+            )
+            for name, node in there.items()
+        } - {""}
         end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
             waiting -= {delivery.id for delivery in self.registry.transport.collect(waiting)}
             time.sleep(POLL_SECONDS)
+
+
+def list_refusals(registry: PartyRegistry) -> str:
+    """Who refused to take part, and why: " (b does not take part: ...)"; "" where nobody did."""
+    found = [f"{name} {why}" for name, why in sorted(registry.refusals.items())]
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def name_model_and_task(problem: TrainingProblem) -> dict[str, str]:
@@ -272,8 +362,9 @@ def pack_round_request(
     request: RoundRequest,
     task: Assignment,
     state: RuleState,
+    body: PackedBody | None = None,
 ) -> Envelope:
-    """A round's request. header: its run, nonce, party, model, task and simulation."""
+    """A round's request. header: its run, nonce, party, model, task and simulation. body: of `pack_round_body`."""
     public = {
         "kind": "round",
         "assignment": assignment_to_table(task),
@@ -284,9 +375,17 @@ def pack_round_request(
         "rounds": request.rounds,
         "weight_decay": request.weight_decay,
     }
+    return pack_envelope({**header, **public}, body=body or pack_round_body(problem, request, state))
+
+
+def pack_round_body(problem: TrainingProblem, request: RoundRequest, state: RuleState) -> PackedBody:
+    """What travels to a party in a round: the weights, and what moves of the rule's state.
+
+    It is the same for all parties, unless each has a rule's state of its own that moves.
+    """
     rule = problem.rule  # a rule that parties adapt for themselves sends nothing of its state
     moving = {} if rule.where == "client" else select_moving_entries(rule.moves, state)
-    return pack_envelope({**header, **public}, {"params": request.params, **state_to_arrays(moving)})
+    return PackedBody(encode_arrays({"params": request.params, **state_to_arrays(moving)}))
 
 
 def bound_update_norm(

@@ -6,8 +6,11 @@ file's name is the party's name, so a party cannot use another's name.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -31,8 +34,11 @@ def check_party_name(name: str) -> str:
     return name
 
 
-def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write NAME (private, readable by the owner only) and NAME.pub; refuses to overwrite either."""
+def make_key_pair(folder: Path, name: str, units: int | None = None) -> tuple[Path, Path]:
+    """Write NAME (private, readable by the owner only) and NAME.pub; refuses to overwrite either.
+
+    units: the party's number of units, as agreed; it is written behind the key and bounds what the party may claim.
+    """
     private, public = folder / check_party_name(name), folder / f"{name}.pub"
     for path in (private, public):
         if path.exists():
@@ -46,7 +52,8 @@ def make_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
         ),
     )
     words = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    public.write_bytes(words + f" {name}\n".encode())
+    fixed = "" if units is None else f" units={units}"
+    public.write_bytes(words + f" {name}{fixed}\n".encode())
     return private, public
 
 
@@ -100,10 +107,47 @@ def load_public_keys(folder: Path) -> dict[str, ec.EllipticCurvePublicKey]:
     return found
 
 
+class KeyRegister(Mapping[str, ec.EllipticCurvePublicKey]):
+    """The folder of NAME.pub files, read again when it changes: a key that is added counts, one that is gone does not.
+
+    `refresh()` looks at the folder; what cannot be read leaves the register as it was: a file may be half written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._keys, self._stamp = load_public_keys(folder), self._look()
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> ec.EllipticCurvePublicKey:
+        return self._keys[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._keys))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def refresh(self) -> bool:
+        """Read the folder again if a file in it has changed; True where it was read anew."""
+        with self._lock:
+            try:
+                stamp = self._look()
+                if stamp == self._stamp:
+                    return False
+                self._keys, self._stamp = load_public_keys(self.folder), stamp
+            except (ConfigError, OSError):
+                return False
+        return True
+
+    def _look(self) -> tuple[tuple[str, int, int], ...]:
+        files = sorted(self.folder.glob("*.pub"))
+        return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
+
+
 def sign_envelope(key: ec.EllipticCurvePrivateKey, envelope: Envelope) -> Envelope:
     """The envelope with the party's signature over header and body."""
     signature = key.sign(_SIGNATURE_CONTEXT + bytes.fromhex(envelope.digest), ec.ECDSA(hashes.SHA384()))
-    return Envelope(envelope.header, envelope.body, signature)
+    return dataclasses.replace(envelope, signature=signature)
 
 
 def has_valid_signature(key: ec.EllipticCurvePublicKey, envelope: Envelope) -> bool:

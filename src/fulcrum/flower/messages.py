@@ -4,7 +4,8 @@ Nothing received is trusted: sizes are bounded before anything is parsed, a body
 memory than it has bytes, names, types and shapes must be exactly those expected, and every number
 finite. What does not fit raises `BadMessage`, whose text never quotes private data.
 
-Requests (coordinator to party): `hello`, `round`, `done`. Replies: `welcome`, `update`, `noted`, `refused`.
+Requests (coordinator to party): `hello`, `round`, `manifest`, `done`, `notice`. Replies: `welcome`, `ready`, `update`,
+`noted`, `refused`. With pairwise masks a party answers `round` by `ready`, and `manifest` by its masked `update`.
 Each request carries a nonce, and each reply repeats it, names the request's digest and is signed.
 """
 
@@ -17,23 +18,24 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, get_type_hints
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from fulcrum.errors import FulcrumError, InputError
+from fulcrum.flower.array_coding import decode_arrays, encode_arrays
 from fulcrum.models.layout import ParameterLayout
 from fulcrum.models.whitening import compute_buffer_digest
 from fulcrum.privacy.events import Event, Unprotected, events_from_json, events_to_json
 from fulcrum.types import Assignment, RuleState
 
-MESSAGE_VERSION = 4
-"""Version of the messages; a message of another version is refused. 4: parties have the rules' settings in their own
-terms, and a welcome says nothing about labels."""
+MESSAGE_VERSION = 5
+"""Version of the messages; a message of another version is refused. 5: the coordinator signs its requests, and a
+welcome names the party's ledger."""
 MAX_HEADER_BYTES = 64 * 1024
 """Bytes of the longest header that is read."""
 BODY_OVERHEAD_BYTES = 64 * 1024
@@ -53,19 +55,23 @@ class OtherVersion(BadMessage):
 
 @dataclass(frozen=True)
 class Envelope:
-    """One message as bytes. `signature` is empty on requests (TLS says who the coordinator is)."""
+    """One message as bytes. `signature`: the coordinator's on a request (signing.py), a party's on a reply (keys).
+
+    known_body_digest: SHA-256 of the body, where whoever made the body knows it; never from elsewhere.
+    """
 
     header: bytes
     body: bytes = b""
     signature: bytes = b""
+    known_body_digest: bytes = field(default=b"", repr=False, compare=False)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """SHA-256 of header and body, in hexadecimal: what a signature covers and a reply refers to."""
-        h = hashlib.sha256(b"fulcrum/1")
-        for part in (self.header, self.body):
-            h.update(len(part).to_bytes(8, "little"))
-            h.update(part)
+        """SHA-256 of header and body's SHA-256, in hexadecimal: what a signature covers and a reply refers to."""
+        h = hashlib.sha256(b"fulcrum/2")
+        h.update(len(self.header).to_bytes(8, "little"))
+        h.update(self.header)
+        h.update(self.known_body_digest or hashlib.sha256(self.body).digest())
         return h.hexdigest()
 
     @property
@@ -74,17 +80,36 @@ class Envelope:
         return len(self.header) + len(self.body) + len(self.signature)
 
 
-def pack_envelope(header: Mapping[str, Any], arrays: Mapping[str, Tensor] | None = None) -> Envelope:
-    """The same content always gives the same bytes, so that a repeated request can be recognised."""
+@dataclass(frozen=True)
+class PackedBody:
+    """A body that goes to several parties: made and hashed once."""
+
+    content: bytes
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256."""
+        return hashlib.sha256(self.content).digest()
+
+
+def pack_envelope(
+    header: Mapping[str, Any], arrays: Mapping[str, Tensor] | None = None, body: PackedBody | None = None
+) -> Envelope:
+    """The same content always gives the same bytes, so that a repeated request can be recognised.
+
+    body: in place of arrays, where it was packed before.
+    """
     text = json.dumps({"v": MESSAGE_VERSION, **header}, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    own = {name: value.detach().cpu().clone().contiguous() for name, value in sorted((arrays or {}).items())}
-    return Envelope(text.encode(), save(own) if own else b"")
+    if body is not None:
+        return Envelope(text.encode(), body.content, known_body_digest=body.digest)
+    return Envelope(text.encode(), encode_arrays(arrays or {}))
 
 
 # --- headers ------------------------------------------------------------------------------------
 
-TEXT_FIELD, ID_FIELD, WHOLE_FIELD, NUMBER_FIELD, FLAG_FIELD, LIST_FIELD, TABLE_FIELD = (
+TEXT_FIELD, SENTENCE_FIELD, ID_FIELD, WHOLE_FIELD, NUMBER_FIELD, FLAG_FIELD, LIST_FIELD, TABLE_FIELD = (
     "text",
+    "sentence",
     "id",
     "whole",
     "number",
@@ -96,6 +121,7 @@ _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{0,64}")
 """Ids of runs and nonces: they go into ledgers, statements and logs."""
 _FIELD_CHECKS: dict[str, Any] = {
     TEXT_FIELD: lambda v: isinstance(v, str) and len(v) <= 256,
+    SENTENCE_FIELD: lambda v: isinstance(v, str) and len(v) <= 2000,
     ID_FIELD: lambda v: isinstance(v, str) and _ID_PATTERN.fullmatch(v) is not None,
     WHOLE_FIELD: lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63,
     NUMBER_FIELD: lambda v: isinstance(v, int | float) and not isinstance(v, bool) and -1e300 < v < 1e300,  # not NaN
@@ -116,6 +142,13 @@ HEADER_SCHEMAS: dict[str, dict[str, str]] = {
         "simulation": TABLE_FIELD,
     },
     "done": {**_COMMON_FIELDS, "rounds": WHOLE_FIELD},
+    "manifest": {
+        **_COMMON_FIELDS,
+        "party": TEXT_FIELD,
+        **dict.fromkeys(("round", "manifest_bytes", "keys_bytes"), WHOLE_FIELD),
+    },
+    "ready": {**_REPLY_FIELDS, "round": WHOLE_FIELD, "fresh": ID_FIELD, "key": TABLE_FIELD},
+    "notice": {**_COMMON_FIELDS, "text": SENTENCE_FIELD},
     "welcome": {
         **_REPLY_FIELDS,
         "units": WHOLE_FIELD,
@@ -126,7 +159,16 @@ HEADER_SCHEMAS: dict[str, dict[str, str]] = {
     "noted": _REPLY_FIELDS,
     "refused": {**_REPLY_FIELDS, "code": TEXT_FIELD},
 }
-"""Which fields each kind of message has: these and no others."""
+"""Which fields each kind of message has: these, those of `OPTIONAL_FIELDS`, and no others."""
+OPTIONAL_FIELDS: dict[str, dict[str, str]] = {
+    "hello": {"party": TEXT_FIELD},
+    "round": {"attempt": WHOLE_FIELD},
+    "done": {"party": TEXT_FIELD},
+    "notice": {"party": TEXT_FIELD},
+    "welcome": {"ledger": TABLE_FIELD},
+}
+"""Fields that may be left out. party: whom a signed request is for. attempt: how often the round was asked for anew
+with a new sample, from 0. ledger: the identity and length of the party's ledger."""
 
 
 def read_message_header(envelope: Envelope, kinds: tuple[str, ...]) -> dict[str, Any]:
@@ -147,11 +189,11 @@ def read_message_header(envelope: Envelope, kinds: tuple[str, ...]) -> dict[str,
     kind = header.pop("kind", None)
     if not isinstance(kind, str) or kind not in kinds:
         raise BadMessage("the message is of a kind that is not expected here.")
-    wanted = HEADER_SCHEMAS[kind]
-    if set(header) != set(wanted):
+    wanted, optional = HEADER_SCHEMAS[kind], OPTIONAL_FIELDS.get(kind, {})
+    if not set(wanted) <= set(header) <= set(wanted) | set(optional):
         raise BadMessage("the header has missing or unknown fields.")
-    for name, sort in wanted.items():
-        if not _FIELD_CHECKS[sort](header[name]):
+    for name, sort in {**wanted, **optional}.items():
+        if name in header and not _FIELD_CHECKS[sort](header[name]):
             raise BadMessage(f"the header's {name} is not of the right type or size.")
     return {"kind": kind, **header}
 
@@ -173,7 +215,7 @@ def read_message_arrays(envelope: Envelope, wanted: ArraySpec) -> dict[str, Tens
     if len(envelope.body) > compute_max_body_bytes(wanted):
         raise BadMessage("the body is larger than its arrays can be.")
     try:
-        found = load(envelope.body) if envelope.body else {}
+        found = decode_arrays(envelope.body, wanted)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError):
         raise BadMessage("the body is not a readable set of arrays.") from None
     if set(found) != set(wanted):
@@ -237,15 +279,23 @@ def simulation_from_table(table: Mapping[str, Any]) -> SimulatedStreams | None:
 _PYTHON_FIELD_KINDS: dict[Any, str] = {str: TEXT_FIELD, int: WHOLE_FIELD, float: NUMBER_FIELD, bool: FLAG_FIELD}
 
 
+UNSENT_FIELDS = ("message",)
+"""Fields of an `Assignment` that no request carries: a party makes them itself, from a manifest (`pairwise`)."""
+
+
 def make_assignment_schema() -> dict[str, str]:
-    """Name and type of every field of an `Assignment`: the fields of the dataclass, and no others."""
+    """Name and type of every field of an `Assignment` that travels: those of the dataclass, and no others."""
     hints = get_type_hints(Assignment)
-    return {field.name: _PYTHON_FIELD_KINDS[hints[field.name]] for field in dataclasses.fields(Assignment)}
+    return {
+        field.name: _PYTHON_FIELD_KINDS[hints[field.name]]
+        for field in dataclasses.fields(Assignment)
+        if field.name not in UNSENT_FIELDS
+    }
 
 
 def assignment_to_table(task: Assignment) -> dict[str, Any]:
     """A whole assignment as plain values for a header."""
-    return dataclasses.asdict(task)
+    return {name: value for name, value in dataclasses.asdict(task).items() if name not in UNSENT_FIELDS}
 
 
 def assignment_from_table(table: Mapping[str, Any]) -> Assignment:

@@ -7,6 +7,7 @@ For a round, in this order: check the terms, reserve in the party's own ledger, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +20,18 @@ from safetensors.torch import save as save_arrays
 
 from fulcrum.clipping.party_state import select_moving_entries
 from fulcrum.data import Dataset
-from fulcrum.errors import BudgetError, ConfigError, DataError, ModelError
+from fulcrum.errors import BudgetError, ConfigError, DataError, FulcrumError, ModelError
 from fulcrum.flower import keys
+from fulcrum.flower.array_coding import decode_own_arrays
+from fulcrum.flower.display import clean_message, show_value
+from fulcrum.flower.known_ledgers import head_to_table
 from fulcrum.flower.messages import (
     ArraySpec,
     BadMessage,
     Envelope,
     OtherVersion,
     assignment_from_table,
+    compute_max_body_bytes,
     events_agree,
     events_to_rows,
     make_state_spec,
@@ -37,6 +42,7 @@ from fulcrum.flower.messages import (
     state_from_arrays,
     write_shape,
 )
+from fulcrum.flower.pairwise.party import MAX_KEYS_BYTES, MaskedRounds
 from fulcrum.flower.party_data import LoadRecords, check_task
 from fulcrum.flower.party_ledger import enroll_party, register_party_run
 from fulcrum.flower.party_statement import make_party_statement
@@ -45,18 +51,23 @@ from fulcrum.flower.proposals import accept_proposal, check_proposal
 from fulcrum.flower.refusals import TermsRefusal
 from fulcrum.flower.reply_store import ReplyStore
 from fulcrum.flower.request_checks import check_clipping_state, check_params, check_round_request
+from fulcrum.flower.request_gate import RequestGate
 from fulcrum.flower.task_terms import TaskNotDeclared, check_declared
 from fulcrum.flower.terms import PartyTerms, terms_to_toml, validate_terms
 from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.ledger import Ledger
 from fulcrum.privacy.mechanism import compute_planned_events
+from fulcrum.privacy.pairwise.integers import pack_message
 from fulcrum.privacy.statement import statement_to_markdown
 from fulcrum.runs import folder as record
+from fulcrum.settings.registry import forbid_imports
 from fulcrum.training.round import compute_reply_digest
 from fulcrum.types import ClientReply, RoundRequest, RuleState
 
 MessageFn = Callable[[str], None]
+UNKNOWN_REQUEST_BYTES = 1 << 20
+"""Bytes of the longest request before this party has built its model: a greeting."""
 ConsentFn = Callable[[PartyTerms], bool]
 
 
@@ -80,6 +91,8 @@ class PartyService:
     simulation: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     say: MessageFn = print
+    gate: RequestGate | None = None
+    """Which requests are the coordinator's. None: every one, for parties and a coordinator in one process."""
     done: bool = False
     """Whether the coordinator has said that the run is over."""
 
@@ -87,6 +100,7 @@ class PartyService:
         self._dataset: Dataset | None = None
         self._trainer: LocalTrainer | None = None
         self._registered: set[PartyRunFacts] = set()
+        self._masked = MaskedRounds(self.name, self.key)
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -96,6 +110,8 @@ class PartyService:
         try:
             header = read_message_header(request, tuple(_ANSWERS_BY_KIND))
             nonce, run = header["nonce"], header["run"]
+            if self.gate is not None:
+                self.gate.check(request, header)
             return _ANSWERS_BY_KIND[header["kind"]](self, header, request)
         except OtherVersion as error:
             self.say(f"refused a message: {error}")
@@ -125,7 +141,7 @@ class PartyService:
         return self._make_signed_reply("refused", "", "", request, code=code)
 
     def answer_hello(self, header: dict[str, Any], request: Envelope) -> Envelope:
-        """Send our name and what is public about our data, if the proposal is within our terms.
+        """Send our name, our ledger's identity and what is public about our data, if the proposal is within our terms.
 
         Public are the number of units n_k and the shape of a record. Model and task follow from the terms and that
         shape; nothing is computed from the values of records or labels.
@@ -146,6 +162,7 @@ class PartyService:
             model=self.trainer.fingerprint,
             task=self.trainer.task_fingerprint,
             randomness="seeded" if self.simulation else "secure",
+            ledger=head_to_table(self.ledger.head()),
         )
 
     def round(self, header: dict[str, Any], request: Envelope) -> Envelope:
@@ -169,6 +186,11 @@ class PartyService:
             self._load_own_state(run, t, start) if own else trainer.complete_state(facts, moved, t, header["rounds"])
         )
         check_clipping_state(terms, state, moved)
+        if terms.aggregation == "pairwise":
+            asked = RoundRequest(
+                t, header["rounds"], arrays["params"].to(self.device), (task,), (state,), header["weight_decay"]
+            )
+            return self._report_ready(header, request, facts, asked, moved)
 
         stored = self.replies.get(run, t)
         if stored is not None:
@@ -206,12 +228,69 @@ class PartyService:
         )
         return reply
 
+    def _report_ready(
+        self,
+        header: dict[str, Any],
+        request: Envelope,
+        facts: PartyRunFacts,
+        asked: RoundRequest,
+        moved: dict[str, torch.Tensor],
+    ) -> Envelope:
+        """With pairwise masks: compute, and say so. Nothing is released, and nothing is paid, before the manifest."""
+        self._register_run(facts)
+        pending = self._masked.compute(self.trainer, facts, asked, moved)
+        key = self._masked.start_run(facts.run)
+        return self._make_signed_reply(
+            "ready",
+            header["nonce"],
+            facts.run,
+            request,
+            round=asked.round,
+            fresh=pending.nonce,
+            key=dataclasses.asdict(key.signed),
+        )
+
+    def answer_manifest(self, header: dict[str, Any], request: Envelope) -> Envelope:
+        """With pairwise masks: check who takes part and on what terms, pay, mask, send."""
+        if self.terms is None or self.terms.aggregation != "pairwise":
+            raise TermsRefusal("aggregation")
+        if self._masked.answered is not None and self._masked.answered[0] == request.digest:
+            return self._masked.answered[1]  # the same bytes again: the same bytes in return
+        spec: ArraySpec = {
+            name: (torch.uint8, (header[f"{name}_bytes"],))
+            for name in ("manifest", "keys")
+            if 0 < header[f"{name}_bytes"] <= MAX_KEYS_BYTES
+        }
+        arrays = {name: bytes(value.numpy()) for name, value in read_message_arrays(request, spec).items()}
+        run, t = header["run"], header["round"]
+        self._masked.read_keys(arrays.get("keys", b""))
+        update, unpinned = self._masked.mask(self.trainer, self.terms, self.ledger, run, t, arrays.get("manifest", b""))
+        reply = self._make_signed_reply(
+            "update",
+            header["nonce"],
+            run,
+            request,
+            arrays={"delta": pack_message(update.delta, update.bits), "extra": update.extra},
+            round=t,
+            events=events_to_rows(update.events),
+        )
+        self._masked.answered = (request.digest, reply)
+        apart = f"; {unpinned} participants are not pinned and count as colluders" if unpinned else ""
+        self.say(f"round {t + 1}: masked; epsilon so far {format_epsilon(self.ledger.epsilon(self.name))}{apart}")
+        return reply
+
     def answer_finish(self, header: dict[str, Any], request: Envelope) -> Envelope:
         """The run is over; the coordinator asks for nothing more."""
         if self.terms is not None:
             self.prepare()
         self.done = True
+        self._masked.forget()
         self.say(f"the coordinator has finished after {header['rounds']} rounds")
+        return self._make_signed_reply("noted", header["nonce"], header["run"], request)
+
+    def answer_notice(self, header: dict[str, Any], request: Envelope) -> Envelope:
+        """A sentence for the people here, such as why this party does not take part."""
+        self.say(f"the coordinator says: {show_value(header['text'], 1000)}")
         return self._make_signed_reply("noted", header["nonce"], header["run"], request)
 
     def _make_signed_reply(
@@ -228,6 +307,17 @@ class PartyService:
 
     # --- what answers need ------------------------------------------------------------------------
 
+    def compute_request_limit(self) -> int:
+        """The most bytes that an honest request has now: a greeting before the terms are agreed, then a model."""
+        if self.terms is None:
+            return UNKNOWN_REQUEST_BYTES
+        try:
+            dim = self.trainer.layout.dim
+        except FulcrumError:  # the greeting is answered with it
+            return UNKNOWN_REQUEST_BYTES
+        # Weights, and whatever a rule may send of the same length beside; then the framing.
+        return compute_max_body_bytes({"all": (torch.float64, (2 * dim,))}) + UNKNOWN_REQUEST_BYTES
+
     def prepare(self) -> None:
         """Load this party's records and open its account in the ledger, once the terms are agreed.
 
@@ -237,6 +327,7 @@ class PartyService:
         if self._dataset is None:
             dataset = self._load(self.terms)
             enroll_party(self.ledger, self.terms, dataset)
+            self.ledger.bring_to_current_format()  # the coordinator gets to know which ledger this is
             self._dataset = dataset
 
     @property
@@ -259,7 +350,8 @@ class PartyService:
         if self.consent is None:
             raise TermsRefusal("no-terms")
         try:
-            terms = accept_proposal(self.name, proposal, look_up=False)
+            with forbid_imports():
+                terms = accept_proposal(self.name, proposal, look_up=False)
         except TaskNotDeclared as error:
             raise TermsRefusal("task", str(error)) from error
         except ConfigError as error:
@@ -329,7 +421,8 @@ class PartyService:
         record.write_file_atomically(folder / "privacy.json", record.to_json_text(content).encode())
 
     def close(self) -> None:
-        """Close the ledger and the stored replies."""
+        """Close the ledger and the stored replies, and forget the key of the run."""
+        self._masked.forget()
         self.ledger.close()
         self.replies.close()
 
@@ -337,7 +430,9 @@ class PartyService:
 _ANSWERS_BY_KIND: dict[str, Callable[[PartyService, dict[str, Any], Envelope], Envelope]] = {
     "hello": PartyService.answer_hello,
     "round": PartyService.round,
+    "manifest": PartyService.answer_manifest,
     "done": PartyService.answer_finish,
+    "notice": PartyService.answer_notice,
 }
 
 
@@ -347,7 +442,7 @@ def _state_to_bytes(state: RuleState) -> bytes:
 
 def compute_stored_digest(reply: Envelope) -> str:
     """The ledger's fingerprint of a stored update: that of its numbers, as in a run in one process."""
-    arrays = load_arrays(reply.body)
+    arrays = decode_own_arrays(reply.body)
     return compute_reply_digest(ClientReply(0, arrays["delta"], arrays["extra"], (), {}))
 
 
@@ -364,6 +459,7 @@ def open_party_service(
     simulation: bool = False,
     device: torch.device | None = None,
     say: MessageFn = print,
+    gate: RequestGate | None = None,
 ) -> Iterator[PartyService]:
     """A party's service over its ledger and the replies beside it (LEDGER.replies); one process at a time."""
     if terms is not None and terms.party != name:
@@ -385,7 +481,8 @@ def open_party_service(
             consent=consent,
             simulation=simulation,
             device=device or torch.device("cpu"),
-            say=say,
+            say=lambda words: say(clean_message(words)),  # it may quote what a coordinator sent
+            gate=gate,
         )
         try:
             service.replies.check_ledger(service.ledger)

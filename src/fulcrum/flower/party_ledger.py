@@ -20,6 +20,7 @@ from fulcrum.flower.party_training import PartyRunFacts
 from fulcrum.flower.refusals import TermsRefusal
 from fulcrum.flower.terms import PartyTerms
 from fulcrum.privacy.ledger import KnownUnits, Ledger, RunPlan, RunRecord, make_seed_digest
+from fulcrum.privacy.ledger.rows import MASKED_SUMS
 from fulcrum.training.problem import TrainingProblem
 
 
@@ -31,11 +32,13 @@ def enroll_party(ledger: Ledger, terms: PartyTerms, dataset: Dataset) -> None:
     """
     known = ledger.accounts().get(terms.party)
     population = f"{dataset.name}, {KEY_MARK}{name_record_key()}"
+    if terms.aggregation == "pairwise":  # against another adversary: an account of its own
+        population += MASKED_SUMS.format(terms.colluders)
     if known is not None and KEY_MARK not in known.population:
         # Of an earlier version, which stored the records' hash without a key; the account stays as it is.
         former = f"{dataset.name}, {population_fingerprint(dataset)}"
         population = former if known.population == former else population
-    elif known is not None and known.population.partition(KEY_MARK)[2] != name_record_key():
+    elif known is not None and known.population.partition(KEY_MARK)[2].partition(",")[0] != name_record_key():
         raise ConfigError(
             f"the key by which ledger {ledger.path} knows the records again is another one now; bring its file back "
             "(FULCRUM_KEY_FILE), since without it everybody would seem to be new and have a full budget."
@@ -74,7 +77,7 @@ def register_party_run(
         private=problem.rule.private,
         randomness="secure" if seed is None else "seeded",
         arithmetic="proven" if problem.proven else "fast",
-        aggregation="plain",
+        aggregation=terms.aggregation,
         unit=terms.unit,
         seed_digest=make_seed_digest(seed, ledger.identity),
         data_digest=compute_keyed_fingerprint(private),
@@ -105,13 +108,19 @@ def make_run_plan(terms: PartyTerms) -> RunPlan:
     return RunPlan(terms.planned_events, terms.run_delta or terms.delta)
 
 
-LEFT_OUT_TERMS = ("party", "budget", "delta", "run_delta", "accountant")
-"""Terms that decide no release: they say what the account allows."""
+LEFT_OUT_TERMS = ("party", "budget", "delta", "run_delta", "accountant", "coordinator", "peers", "pinned")
+"""Terms that decide no release: they say what the account allows, and whose requests count."""
+
+
+MASK_TERMS = ("aggregation", "colluders")
+"""Terms newer than stored digests; without masks they are left out."""
 
 
 def _digest_terms(terms: PartyTerms) -> str:
     """A digest of the terms that decide what a run releases."""
     table: dict[str, Any] = {
-        name: value for name, value in dataclasses.asdict(terms).items() if name not in LEFT_OUT_TERMS
+        name: value
+        for name, value in dataclasses.asdict(terms).items()
+        if name not in LEFT_OUT_TERMS and not (name in MASK_TERMS and terms.aggregation == "plain")
     }
     return hashlib.blake2b(json.dumps(table, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -14,6 +14,7 @@ from fulcrum.clipping.rule import ClipRule, gradient_multiplier
 from fulcrum.data import Dataset
 from fulcrum.data.records import select_rows
 from fulcrum.engines import Engine, find_engine
+from fulcrum.engines.fast import make_ghost_step
 from fulcrum.errors import DataError
 from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint
 from fulcrum.flower.party_data import count_units, make_single_party_partition, make_stand_in
@@ -26,8 +27,9 @@ from fulcrum.models.own import check_outputs
 from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.runs.preparation import build_checked_model
 from fulcrum.settings.schema import Settings
+from fulcrum.training.client import HeldSum, hold_sum, release_held_sum
 from fulcrum.training.problem import TrainingProblem
-from fulcrum.types import ClientReply, Released, RoundRequest, RuleState
+from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, RuleState
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,16 @@ class LocalTrainer:
         """One round of local training; the request has one assignment, this party's."""
         (reply,) = self._prepare_run(facts)[1].run(request)
         return reply
+
+    def hold(self, facts: PartyRunFacts, request: RoundRequest) -> HeldSum:
+        """The clipped sum of this party's step, not noised yet: with pairwise masks it waits for the round's set."""
+        problem = self.problem(facts)
+        (task,), (state,) = request.assignments, request.states
+        return hold_sum(problem, request, task, state, make_ghost_step(problem.make_recorder()))
+
+    def release(self, facts: PartyRunFacts, held: HeldSum, task: Assignment) -> ClientReply:
+        """The integers of a held sum, before masks. task: with the terms that follow from the manifest."""
+        return release_held_sum(self.problem(facts), held, task)
 
     def start_state(self, facts: PartyRunFacts) -> RuleState:
         """The rule's state at the start of a run: from this party's own terms and model, and nothing else."""

@@ -12,11 +12,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fulcrum.clipping import find_rule
 from fulcrum.data import Dataset, Partition, load
 from fulcrum.errors import ConfigError, RunError
-from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
+from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy, list_refusals
+from fulcrum.flower.keys import KeyRegister
+from fulcrum.flower.known_ledgers import LedgerBook
 from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint, write_shape
 from fulcrum.flower.proposals import make_proposal
 from fulcrum.flower.registry import POLL_SECONDS, PartyInfo, PartyRegistry, PartyReportFn, Transport
+from fulcrum.flower.signing import RequestSigner
 from fulcrum.flower.task_terms import declare_task, task_fingerprint
+from fulcrum.flower.units import read_registered_units
 from fulcrum.privacy.plan import make_plan
 from fulcrum.rng import CipherRandomness
 from fulcrum.runs.preparation import build_checked_model
@@ -44,10 +48,11 @@ def make_served_settings(settings: Settings, parties: int, simulation: bool) -> 
             "privacy.unit = 'client' trusts the server with every update; parties across machines trust nobody: use "
             "example or person."
         )
-    if settings.privacy.aggregation != "plain":
+    if settings.privacy.aggregation == "ideal-secagg":
         raise ConfigError(
             f"privacy.aggregation = {settings.privacy.aggregation!r} is a simulation: no secure aggregation is "
-            "there, and the coordinator sees every update; use plain, where each party's own noise protects it."
+            "there, and the coordinator sees every update; use pairwise, or plain, where each party's own noise "
+            "protects it."
         )
     if settings.data.features != "none":
         raise ConfigError(
@@ -90,8 +95,13 @@ def make_party_registry(
     settings: Settings,
     problem: TrainingProblem,
     report: PartyReportFn,
+    signer: RequestSigner | None = None,
+    ledgers: LedgerBook | None = None,
 ) -> PartyRegistry:
-    """The registry of a run, with what every party's greeting must say."""
+    """The registry of a run, with what every party's greeting must say. signer: the coordinator's key.
+
+    ledgers: which ledger each party has paid from.
+    """
     required = {
         "shape": write_shape(problem.dataset.shape),
         "model": compute_model_fingerprint(problem.model, problem.layout),
@@ -99,20 +109,22 @@ def make_party_registry(
         "randomness": settings.privacy.randomness,
     }
     proposal = make_proposal(settings, problem.task.outputs, declare_task(problem.dataset))
-    return PartyRegistry(transport, public_keys, run, proposal, required, report)
+    registered = read_registered_units(public_keys.folder) if isinstance(public_keys, KeyRegister) else {}
+    return PartyRegistry(transport, public_keys, run, proposal, required, report, signer, ledgers, registered)
 
 
 def wait_for_parties(registry: PartyRegistry, expected: int, wait_policy: WaitPolicy) -> tuple[PartyInfo, ...]:
-    """Wait until all expected parties have joined, or for `join_timeout` seconds if enough of them have."""
+    """Wait until all expected parties have joined or refused, or for `join_timeout` seconds."""
     end = time.monotonic() + wait_policy.join_timeout
-    while len(registry.parties) < expected and time.monotonic() < end:
+    while len(registry.parties.keys() | registry.refusals.keys()) < expected and time.monotonic() < end:
         registry.poll()
         time.sleep(3 * POLL_SECONDS)
     if len(registry.parties) < max(wait_policy.min_parties, 1):
+        when = "" if time.monotonic() < end else f" within {wait_policy.join_timeout:g} s"
         raise RunError(
-            f"only {len(registry.parties)} of at least {wait_policy.min_parties} parties joined within "
-            f"{wait_policy.join_timeout:g} s; check that each runs fulcrum party with this server's "
-            "address, CA and its own key."
+            f"only {len(registry.parties)} of at least {wait_policy.min_parties} parties joined{when}"
+            f"{list_refusals(registry)}; check that each runs fulcrum party with this server's address, CA and its own "
+            "key."
         )
     return tuple(registry.parties[name] for name in sorted(registry.parties))
 

@@ -15,6 +15,7 @@ from fulcrum.flower.task_terms import check_declared, same_task, training_settin
 from fulcrum.flower.terms import ARITHMETICS, ROUNDING_TOLERANCE, PartyTerms, read_terms_table, validate_terms
 from fulcrum.privacy.accounting import Spend
 from fulcrum.privacy.events import Gaussian
+from fulcrum.privacy.pairwise.shares import count_colluders
 from fulcrum.privacy.plan import make_plan
 from fulcrum.privacy.statement.text import is_rehearsed
 from fulcrum.settings.checks import check_settings
@@ -39,6 +40,8 @@ def make_proposal(settings: Settings, classes: int = 0, task: TaskSettings | Non
     if privacy.epsilon is not None:
         most = max([privacy.epsilon, *privacy.budgets.values()])
         privacy = dataclasses.replace(privacy, epsilon=most, budgets={})
+    # The events of a party do not depend on who shares the noise, and the sizes below are of no real parties.
+    privacy = dataclasses.replace(privacy, aggregation="plain")
     train = settings.train
     rule = find_rule(settings.clip.rule)
     plan = make_plan(
@@ -55,6 +58,7 @@ def make_proposal(settings: Settings, classes: int = 0, task: TaskSettings | Non
         "rules": [settings.clip.rule],
         "classes": classes,
         "arithmetic": settings.privacy.arithmetic,
+        **_propose_masks(settings),
         "clip": dataclasses.asdict(RuleTerms.of(settings.clip)),
         "unit": get_planned_unit(settings.privacy),
         "accountant": settings.privacy.accountant,
@@ -75,6 +79,14 @@ def make_proposal(settings: Settings, classes: int = 0, task: TaskSettings | Non
     events = plan.groups[costs.index(max(costs))].worst(train.rounds)
     rows = [(event.rate, event.sigma, event.count) for event in events if isinstance(event, Gaussian)]
     return {**proposal, "plan": shorten_plan(rows), "budget": max(costs)}
+
+
+def _propose_masks(settings: Settings) -> dict[str, Any]:
+    """The terms of pairwise masks; nothing without them, so that a proposal is what it was."""
+    if settings.privacy.aggregation != "pairwise":
+        return {}
+    count = count_colluders(settings.privacy.colluders, settings.data.parties)
+    return {"aggregation": "pairwise", "colluders": count}
 
 
 MAX_PLAN_ROWS = 300
@@ -135,6 +147,7 @@ def check_proposal(terms: PartyTerms, proposal: Mapping[str, Any], simulation: b
             and asked.weight_decay <= terms.weight_decay * (1 + ROUNDING_TOLERANCE),
         ),
         ("rule", set(asked.rules) <= set(terms.rules)),
+        ("aggregation", asked.aggregation == terms.aggregation and asked.colluders >= terms.colluders),
         ("clip", asked.clip == terms.clip),
         ("arithmetic", _is_proven(terms, simulation) or (known and not _is_proven(asked, simulation))),
     )

@@ -33,7 +33,9 @@ ASSIGNMENT_LIMITS: dict[str, tuple[str, Callable[[PartyTerms, Any], bool]]] = {
         "interval",
         lambda terms, value: value >= 1 and value % terms.statistics_interval == 0,
     ),
+    # With pairwise masks the party's share of the noise follows from the manifest, and from nothing in a request.
     "noise_parties": ("shared-noise", lambda terms, value: value == 1),
+    "message": ("shared-noise", lambda terms, value: value is None),
 }
 """Field of an `Assignment` -> the code of its refusal, and whether the terms allow a value."""
 

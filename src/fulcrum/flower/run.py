@@ -8,19 +8,25 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum import runs as api
 from fulcrum.data import Dataset
 from fulcrum.errors import ConfigError, RunError
-from fulcrum.flower import keys
+from fulcrum.flower import keys, known_ledgers
+from fulcrum.flower.continuation import take_old_model
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy
-from fulcrum.flower.messages import BadMessage
+from fulcrum.flower.display import clean_message
+from fulcrum.flower.messages import Envelope
+from fulcrum.flower.operations.coordinator_status import CoordinatorStatus
+from fulcrum.flower.operations.monitor import Monitor, append_durably
+from fulcrum.flower.operations.party_status import PartyStatus
 from fulcrum.flower.party import PartyService
+from fulcrum.flower.port.limits import PortLimits
 from fulcrum.flower.prepare import (
     add_party_names,
     load_public_data,
@@ -31,60 +37,116 @@ from fulcrum.flower.prepare import (
     make_simulated_streams,
     wait_for_parties,
 )
-from fulcrum.flower.registry import PartyInfo, Transport
+from fulcrum.flower.registry import PartyInfo, PartyReportFn, Transport
 from fulcrum.flower.rehearsal import rehearse_before_proposing
+from fulcrum.flower.request_gate import RequestGate
+from fulcrum.flower.signing import RequestSigner, derive_request_signer, load_request_signer
+from fulcrum.flower.units import keep_plausible_parties
 from fulcrum.runs import Result, RoundCallback
 from fulcrum.runs import folder as record
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.schema import Settings, Table
+from fulcrum.types import RoundResult
+
+if TYPE_CHECKING:
+    from fulcrum.flower.flwr141 import FleetNode
 
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where the coordinator listens, and with which certificate; both None: plaintext."""
+    """Where the coordinator listens, and with which certificate; both None: plaintext.
+
+    signing: the key that signs requests, by default the certificate's own. Parties trust the certificate's key by their
+    CA; another key they pin in their terms (`coordinator`).
+    """
 
     host: str
     port: int
     certificate: Path | None
     key: Path | None
+    signing: Path | None = None
+    limits: PortLimits | None = None
+    """What the port allows; None: the defaults."""
 
 
-OpenTransportFn = Callable[[ListenAddress, Mapping[str, ec.EllipticCurvePublicKey]], Any]
+OpenTransportFn = Callable[..., Any]
+"""Called with the address, the parties' public keys and a function to report with."""
+
+
+def find_request_signer(address: ListenAddress, secret: bytes) -> RequestSigner:
+    """The key that signs this coordinator's requests; without any file it follows from the run's secret."""
+    path = address.signing or address.key
+    return load_request_signer(path) if path else derive_request_signer(secret)
+
+
+def follow_certificate(transport: Any, signer: RequestSigner) -> None:
+    """Sign with a renewed certificate's key from the moment on in which the port shows it."""
+    if hasattr(transport, "on_certificate"):
+        transport.on_certificate = signer.reload
+
+
+def open_ledger_book(
+    public_keys: Mapping[str, ec.EllipticCurvePublicKey], simulation: bool
+) -> known_ledgers.LedgerBook:
+    """Which ledger each party has paid from, kept in the register's folder; a simulation keeps nothing."""
+    if simulation or not isinstance(public_keys, keys.KeyRegister):
+        return known_ledgers.LedgerBook()
+    return known_ledgers.LedgerBook(public_keys.folder / known_ledgers.FILE_NAME)
 
 
 class PartyLog:
-    """What happened with parties: printed, and kept in parties.jsonl once the run has a folder."""
+    """What happened with parties: printed, and kept in the folder's parties.jsonl, on disk before anything follows.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self.folder: Path | None = None
-        self._early: list[str] = []
+    monitor: gets each line, too.
+    """
+
+    def __init__(self, say: Callable[[str], None], folder: Path, monitor: Monitor) -> None:
+        self.say, self.folder, self.monitor = say, folder, monitor
 
     def __call__(self, party: str, what: str) -> None:
+        what = clean_message(what)
         self.say(f"{party}: {what}" if party else what)
-        self._early.append(json.dumps({"time": record.current_utc_time(), "party": party, "what": what}) + "\n")
-        self.flush()
+        line = {"time": record.current_utc_time(), "party": party, "what": what}
+        append_durably(self.folder / "parties.jsonl", json.dumps(line) + "\n")
+        self.monitor.event("note", party=party, what=what)
 
-    def flush(self) -> None:
-        """Write what is not in the folder yet, if there is a folder by now."""
-        if self.folder is not None and self.folder.is_dir():
-            with (self.folder / "parties.jsonl").open("a", encoding="utf-8") as file:
-                file.writelines(self._early)
-            self._early.clear()
+
+def claim_run_folder(out: Path) -> None:
+    """Make the folder of a new run, before anybody joins; RunError where it is taken or cannot be written."""
+    record.check_free_folder(out, "fulcrum serve --resume")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        append_durably(out / "parties.jsonl", "")
+    except OSError as error:
+        raise RunError(f"cannot write to folder {out}: {error.strerror}; choose another --out.") from None
 
 
 @contextmanager
 def open_superlink_transport(
-    address: ListenAddress, public_keys: Mapping[str, ec.EllipticCurvePublicKey]
+    address: ListenAddress, public_keys: Mapping[str, ec.EllipticCurvePublicKey], report: PartyReportFn | None = None
 ) -> Iterator[Transport]:
-    """Flower's SuperLink in this process, as the coordinator's transport."""
+    """Flower's fleet API in this process, behind the hardened port, as the coordinator's transport."""
     from fulcrum.flower.flwr141 import LocalSuperlink, TlsFiles
-    from fulcrum.flower.transport import GridTransport
 
     tls = TlsFiles(address.certificate, address.key) if address.certificate and address.key else None
-    nodes = {name: keys.public_key_to_pem(key) for name, key in public_keys.items()}
-    with LocalSuperlink(address.host, address.port, tls, nodes) as link:
-        yield GridTransport(link.grid, link.restarted)
+
+    def name_keys() -> dict[str, bytes]:
+        return {name: keys.public_key_to_pem(key) for name, key in public_keys.items()}
+
+    def read_register() -> dict[str, bytes] | None:
+        return name_keys() if isinstance(public_keys, keys.KeyRegister) and public_keys.refresh() else None
+
+    with LocalSuperlink(
+        address.host,
+        address.port,
+        tls,
+        name_keys(),
+        limits=address.limits,
+        report=report or (lambda party, words: None),
+        read_register=read_register,
+    ) as link:
+        link.transport.port_counts = link.server.count  # for an operator
+        yield link.transport
 
 
 def serve_run(
@@ -98,12 +160,17 @@ def serve_run(
     facts: Mapping[str, Any] | None = None,
     on_round: RoundCallback | None = None,
     say: Callable[[str], None] = print,
+    monitor: Monitor | None = None,
+    start: Path | None = None,
     open_transport: OpenTransportFn = open_superlink_transport,
 ) -> Result:
     """A run over parties elsewhere, from the first greeting to the last statement; the folder `out` must be new.
 
-    facts are kept in run.json, for `resume_served_run`.
+    facts are kept in run.json, for `resume_served_run`. monitor: what an operator watches. start: the folder of
+    a run whose model this one begins with.
     """
+    record.check_free_folder(out, "fulcrum serve --resume")
+    monitor = monitor or Monitor("coordinator")
     wait_policy = wait_policy or WaitPolicy(min_parties=settings.train.min_parties)
     settings = make_served_settings(settings, len(public_keys), simulation)
     problem = make_public_problem(
@@ -114,21 +181,35 @@ def serve_run(
     rehearsed = rehearse_before_proposing(settings, problem, say)
     if rehearsed != settings:
         settings, problem = rehearsed, make_public_problem(rehearsed, problem.dataset, problem.device)
-    run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"folder {out} exists and is not empty; choose another --out, or --resume {out}.")
-    party_log.folder = out
-    with open_transport(address, public_keys) as transport:
+    origin = take_old_model(problem, settings, start) if start else None
+    claim_run_folder(out)
+    run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say, out, monitor)
+    signer = find_request_signer(address, secret)
+    with open_transport(address, public_keys, party_log) as transport:
+        follow_certificate(transport, signer)
         say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
-        registry = make_party_registry(transport, public_keys, run, settings, problem, party_log)
+        say(f"requests are signed with {signer.fingerprint}")
+        book = open_ledger_book(public_keys, simulation)
+        registry = make_party_registry(transport, public_keys, run, settings, problem, party_log, signer, book)
+        watch = CoordinatorStatus(
+            out, run, registry, tuple(public_keys), monitor, settings.train.rounds, wait_policy.min_parties
+        )
+        watch.certificate = address.certificate
+        registry.on_poll = watch.refresh
         parties = wait_for_parties(registry, len(public_keys), wait_policy)
+        if not simulation:
+            parties = keep_plausible_parties(parties, registry.registered_units, registry.refuse_party)
+        if len(parties) < max(1, wait_policy.min_parties):
+            raise RunError(f"only {len(parties)} of at least {wait_policy.min_parties} parties can take part.")
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if simulation else None
-        engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, streams)
+        watch.engine = engine = FlowerEngine(registry, parties, problem, settings, wait_policy, secret, streams)
         kept = {"secret": secret.hex(), "simulation": simulation, "wait_policy": asdict(wait_policy)}
+        kept |= {"start": str(start.absolute())} if start else {}
         kept |= {"parties": [asdict(party) for party in parties], **(facts or {})}
-        result = api.execute(make_served_federation(settings, engine), out, on_round, {"id": run, "flower": kept})
-        party_log.flush()
+        federation = replace(make_served_federation(settings, engine), origin=origin)
+        result = api.execute(federation, out, watch_rounds(watch, on_round), {"id": run, "flower": kept})
+        watch.refresh(force=True)
         engine.send_run_finished(len(result.C))
         return result
 
@@ -140,6 +221,7 @@ def resume_served_run(
     *,
     on_round: RoundCallback | None = None,
     say: Callable[[str], None] = print,
+    monitor: Monitor | None = None,
     open_transport: OpenTransportFn = open_superlink_transport,
 ) -> Result:
     """Continue a served run after the coordinator stopped or crashed. The parties keep what they paid for."""
@@ -157,24 +239,55 @@ def resume_served_run(
         _load_public_records(settings),
         _find_run_device(settings),
     )
-    party_log = PartyLog(say)
-    party_log.folder = folder
+    origin = take_old_model(problem, settings, Path(kept["start"])) if kept.get("start") else None
+    monitor = monitor or Monitor("coordinator")
+    party_log = PartyLog(say, folder, monitor)
     wait_policy = WaitPolicy(**kept["wait_policy"])
-    with open_transport(address, public_keys) as transport:
+    signer = find_request_signer(address, bytes.fromhex(kept["secret"]))
+    with open_transport(address, public_keys, party_log) as transport:
+        follow_certificate(transport, signer)
         say(f"listening on {address.host}:{address.port} again")
-        registry = make_party_registry(transport, public_keys, str(facts["id"]), settings, problem, party_log)
+        book = open_ledger_book(public_keys, kept["simulation"])
+        registry = make_party_registry(
+            transport, public_keys, str(facts["id"]), settings, problem, party_log, signer, book
+        )
         registry.parties.update({party.name: party for party in parties})
+        watch = CoordinatorStatus(
+            folder,
+            str(facts["id"]),
+            registry,
+            tuple(public_keys),
+            monitor,
+            settings.train.rounds,
+            wait_policy.min_parties,
+        )
+        watch.certificate = address.certificate
+        registry.on_poll = watch.refresh
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if kept["simulation"] else None
         engine = FlowerEngine(registry, parties, problem, settings, wait_policy, bytes.fromhex(kept["secret"]), streams)
+        watch.engine = engine
         # The parties that took part before get time to come back, so that no round runs without them.
         end = time.monotonic() + min(wait_policy.join_timeout, wait_policy.round_timeout)
-        while len(registry.node_of) < len(parties) and time.monotonic() < end:
+        while len(registry.node_of.keys() | registry.refusals.keys()) < len(parties) and time.monotonic() < end:
             registry.poll()
             time.sleep(0.1)
-        result = api.resume_prepared(make_served_federation(settings, engine), folder, on_round)
+        federation = replace(make_served_federation(settings, engine), origin=origin)
+        result = api.resume_prepared(federation, folder, watch_rounds(watch, on_round))
+        watch.refresh(force=True)
         engine.send_run_finished(len(result.C))
         return result
+
+
+def watch_rounds(watch: CoordinatorStatus, on_round: RoundCallback | None) -> RoundCallback:
+    """Called after each round: the operator's view first, then the caller's own."""
+
+    def both(result: RoundResult) -> None:
+        watch.note_round(result)
+        if on_round is not None:
+            on_round(result)
+
+    return both
 
 
 def _load_public_records(settings: Settings) -> Dataset:
@@ -190,50 +303,58 @@ def _find_run_device(settings: Settings) -> Any:
 def run_party_service(
     service: PartyService,
     server: str,
-    home: Path,
     statement: Path,
     *,
     ca: Path | None,
-    key: Path | None,
+    insecure: bool = False,
     until_done: bool = False,
     stop: Callable[[], bool] = lambda: False,
+    on_node: Callable[[FleetNode], None] | None = None,
+    status: PartyStatus | None = None,
 ) -> None:
     """Answer requests over Flower until stopped; the statement is written at the start, at the end and in between.
 
-    home: Flower's own files. ca and key: None for plaintext, which has no node keys either.
+    ca: the CA of the coordinator's certificate; None: the system's CAs. insecure: plaintext. on_node: called with the
+    node before it starts; its `health` says how the connection stands. status: what an operator watches.
     """
-    from flwr.app import Message
-
-    from fulcrum.flower.flwr141 import SupernodeExecutor
-    from fulcrum.flower.messages import Envelope
-    from fulcrum.flower.transport import envelope_to_record, record_to_envelope
+    from fulcrum.flower.flwr141 import FleetNode
 
     written = 0.0
 
-    def answer(message: Message) -> Message:
+    def answer(request: Envelope, expired: bool) -> Envelope:
         nonlocal written
-        try:
-            request = record_to_envelope(message.content)
-        except BadMessage:
-            request = Envelope(b"")
-        expired = message.metadata.created_at + message.metadata.ttl < time.time()
+        if not insecure and not gate.knows_signer(request):
+            node.look_again()  # the certificate, and with it the coordinator's key, may be a new one
         reply = service.make_refusal(request, "expired") if expired else service.answer(request)
         if service.done or time.monotonic() - written > 60:
             service.write_party_statement(statement)
             written = time.monotonic()
-        return Message(envelope_to_record(reply), reply_to=message)
+        return reply
 
     service.write_party_statement(statement)
-    finished = 0.0
 
     def over() -> bool:
-        nonlocal finished
-        if until_done and service.done and not finished:
-            finished = time.monotonic()  # the SuperNode still has to send the last answer
-        return stop() or bool(finished and time.monotonic() - finished > 2)
+        if status is not None:
+            status.refresh()
+        return stop() or (until_done and service.done)
 
-    executor = SupernodeExecutor(server, home, answer, ca=ca, key=key, say=service.say)
+    gate = service.gate or RequestGate(service.name, service.terms.coordinator if service.terms else "", not insecure)
+    service.gate = gate
+    node = FleetNode(
+        server,
+        answer if status is None else status.watch(answer),
+        service.key,
+        ca=ca,
+        insecure=insecure,
+        say=service.say,
+        limit=service.compute_request_limit,
+        certificate=gate.note_certificate,
+    )
+    if on_node is not None:
+        on_node(node)
+    if status is not None:
+        status.attach(node)
     try:
-        executor.run(over)
+        node.run(over)
     finally:
         service.write_party_statement(statement)

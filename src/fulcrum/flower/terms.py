@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Model, Privacy, Settings, TaskSettings, Train
 
+FINGERPRINT_PATTERN = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
+"""A public key's fingerprint, as `ssh-keygen -l` prints it."""
 MIN_SIGMA = 1e-3
 """The noise multiplier of terms is above this: below, accounting overflows, and nothing is protected."""
 MAX_SIGMA = 1e6
@@ -90,6 +93,20 @@ class PartyTerms:
     plan: tuple[tuple[float, float, int], ...] = ()
     """The steps of one run as proposed: rate, noise multiplier, and how many of them. Empty: every agreed step at the
     largest rate and the smallest multiplier."""
+    coordinator: str = ""
+    """Fingerprint of the key that signs the coordinator's requests, SHA256:... as ssh-keygen -l prints it; no other key
+    is obeyed. Empty: the key of the server's certificate, which your CA vouches for."""
+    aggregation: str = "plain"
+    """plain: this party's own noise protects its update. pairwise: its messages are masked, the parties share the
+    noise, and what is protected is their sum."""
+    colluders: int = 0
+    """With pairwise masks: the fewest colluding parties that a round must cover. Participants that are not among the
+    peers count as colluders."""
+    peers: dict[str, str] = field(default_factory=dict)
+    """With pairwise masks: the other parties' names and the fingerprints of their signing keys (ssh-keygen -l), as they
+    gave them to you themselves: not through the coordinator."""
+    pinned: str = ""
+    """When the peers were pinned, for the statement: a date such as 2026-11-16."""
     rehearsed: bool = False
     """Whether the coordinator chose learning rate, C0 and schedule by training on made-up records, before it asked: it
     saw declared numbers and shapes only, so that the choice costs no privacy."""
@@ -153,6 +170,11 @@ def validate_terms(terms: PartyTerms, look_up: bool = True) -> PartyTerms:
         raise ConfigError("terms: weight_decay must be at least 0, and C_min at most C_max.")
     if terms.unit not in ("example", "person") or terms.groups not in ("flat", "layer"):
         raise ConfigError("terms: unit must be example or person, and groups flat or layer.")
+    if terms.coordinator and not FINGERPRINT_PATTERN.fullmatch(terms.coordinator):
+        raise ConfigError(
+            "terms: coordinator must be a fingerprint as ssh-keygen -l prints it, SHA256: and 43 characters, or empty."
+        )
+    _check_masks(terms)
     if terms.arithmetic not in ARITHMETICS:
         raise ConfigError(f"terms: arithmetic = {terms.arithmetic!r} must be auto, proven or fast.")
     _check_plan(terms)
@@ -160,6 +182,28 @@ def validate_terms(terms: PartyTerms, look_up: bool = True) -> PartyTerms:
         raise ConfigError(f"terms: classes = {terms.agreed_task.classes} must be a number up to {MAX_CLASSES}.")
     check_settings(terms_to_settings(terms))  # the ranges of a run's settings, those of [clip] among them
     return terms
+
+
+def _check_masks(terms: PartyTerms) -> None:
+    """ConfigError where the terms of pairwise masks make no sense."""
+    if terms.aggregation not in ("plain", "pairwise"):
+        raise ConfigError(f"terms: aggregation = {terms.aggregation!r} must be plain or pairwise.")
+    if not 0 <= terms.colluders < MAX_PEERS:
+        raise ConfigError(f"terms: colluders = {terms.colluders} must be a number of parties, from 0 on.")
+    if terms.aggregation == "pairwise" and terms.steps != 1:
+        raise ConfigError(f"terms: steps = {terms.steps} with aggregation = 'pairwise'; only one local step is proved.")
+    for name, pin in terms.peers.items():
+        check_party_name(name)
+        if name == terms.party:
+            raise ConfigError(f"terms: peers names {name!r}, which is this party itself; name the others.")
+        if not FINGERPRINT_PATTERN.fullmatch(pin):
+            raise ConfigError(f"terms: peers.{name} must be a fingerprint as ssh-keygen -l prints it, SHA256:...")
+    if len(set(terms.peers.values())) < len(terms.peers):
+        raise ConfigError("terms: two peers have the same fingerprint; each party has a key of its own.")
+
+
+MAX_PEERS = 10_000
+"""The most parties that a party's messages are masked with."""
 
 
 def _check_plan(terms: PartyTerms) -> None:
@@ -215,7 +259,7 @@ def terms_to_toml(terms: PartyTerms) -> str:
     docs = _read_field_docs()
     for each in dataclasses.fields(PartyTerms):
         if each.name not in TERMS_TABLES:
-            lines += [f"# {docs[each.name]}", f"{each.name} = {json.dumps(getattr(terms, each.name))}", ""]
+            lines += [f"# {docs[each.name]}", f"{each.name} = {_to_toml(getattr(terms, each.name))}", ""]
     for section in TERMS_TABLES:  # tables come last in TOML
         values = dataclasses.asdict(getattr(terms, section))
         lines += [f"# {docs[section]}", f"[{section}]"]

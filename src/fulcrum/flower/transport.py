@@ -9,6 +9,7 @@ from flwr.serverapp import Grid
 
 from fulcrum.flower.messages import MAX_HEADER_BYTES, BadMessage, Envelope
 from fulcrum.flower.registry import MessageDelivery
+from fulcrum.flower.signing import MAX_SEALED_BYTES
 
 SERIALIZATION_TYPE = "safetensors"
 FLOWER_ERROR_TEXTS = {
@@ -39,7 +40,7 @@ def record_to_envelope(content: RecordDict) -> Envelope:
     except (KeyError, TypeError, AttributeError):
         raise BadMessage("it does not hold what was agreed.") from None
     header, body, signature = (part if isinstance(part, bytes) else b"" for part in parts)
-    if not 0 < len(header) <= MAX_HEADER_BYTES or len(signature) > 256:
+    if not 0 < len(header) <= MAX_HEADER_BYTES or len(signature) > MAX_SEALED_BYTES:
         raise BadMessage("its header is missing or too long.")
     return Envelope(header, body, signature)
 

@@ -7,6 +7,8 @@ forecast/       before a run: layers, seconds and bytes
 advice.py       a whole settings file for a budget, from rehearsals
 binding.py      what ties a folder, its settings and its ledger together, and the checks before a run goes on
 observers.py    observers of a run: progress, metrics.jsonl with checkpoints, users' own
+trackers/       observers that send a run to TensorBoard, MLflow or Weights & Biases
+notebook.py     a result in a notebook: what it shows of itself, its rounds as a data frame
 active_run.py   a run in progress, and its current privacy statement
 result.py       the result of a finished run, and its summary.json
 stored_model.py the trained model in a run's folder, and back: `load`
@@ -35,6 +37,7 @@ from fulcrum.runs.preparation import (
 from fulcrum.runs.rehearsal import apply_rehearsal, describe_coming_rehearsal
 from fulcrum.runs.result import Result
 from fulcrum.runs.stored_model import TrainedModel, load, load_trained
+from fulcrum.runs.trackers import make_tensorboard as _register_trackers  # noqa: F401  # adds them to OBSERVERS
 
 __all__ = [
     "OBSERVERS",

@@ -67,6 +67,7 @@ def write_privacy_statement(run: ActiveRun, rounds_done: int, finished: bool) ->
             start=origin if origin is not None and not origin.public else None,
             start_in_scope=kept and origin is not None,  # `find_weight_origin` refuses other ledgers
             start_public=origin is not None and origin.public,
+            across_machines=run.federation.engine.remote,
         )
     )
     words["scope"]["ledger"] = head_to_json(run.ledger.head())

@@ -33,6 +33,7 @@ from fulcrum.settings.checks import get_setting
 from fulcrum.settings.derived import LR_SCHEDULES, WEIGHT_POWERS
 from fulcrum.settings.registry import Registry, find_nearest_name
 from fulcrum.settings.schema import Settings
+from fulcrum.training.combine import COMBINERS
 from fulcrum.training.server import SERVERS
 
 SETTING_CHOICES: dict[str, Collection[str]] = {
@@ -46,6 +47,7 @@ SETTING_CHOICES: dict[str, Collection[str]] = {
     "model.norm": NORM_CHOICES,
     "train.schedule": LR_SCHEDULES,
     "train.weights": WEIGHT_POWERS,
+    "train.combine": COMBINERS,
     "train.server": SERVERS,
     "clip.rule": RULES,
     "clip.groups": CLIP_GROUPINGS,

@@ -32,6 +32,8 @@ from fulcrum.types import RoundResult, ScoreFacts
 
 CHECKPOINTS_KEPT = 2
 """Number of checkpoints kept; the second last is a backup if the last one is damaged."""
+EARLY_FILES = ("parties.jsonl", "rounds.jsonl", "status.json")
+"""Files that a coordinator writes while it waits for parties, before the run has a folder's other files."""
 MAX_PARTIES_PER_LINE = 100
 """The largest number of parties for which metrics.jsonl has each party's epsilon and metrics."""
 
@@ -46,10 +48,7 @@ class RunFolder:
     @staticmethod
     def create(path: Path) -> RunFolder:
         """A new folder; refuses an existing folder that is not empty."""
-        if path.is_file():
-            raise RunError(f"{path} is a file; choose a new folder as --out.")
-        if path.exists() and any(path.iterdir()):
-            refuse_taken_folder(path, "fulcrum resume")
+        check_free_folder(path)
         try:
             (path / "checkpoints").mkdir(parents=True)
         except OSError as error:
@@ -73,7 +72,12 @@ class RunFolder:
         try:
             yield
         except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
+            early = [name for name in EARLY_FILES if (self.path / name).is_file()]
+            for each in self.path.iterdir() if early else ():
+                if each.name not in early:
+                    shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink(missing_ok=True)
+            if not early:
+                shutil.rmtree(self.path, ignore_errors=True)
             raise
 
     def write_text(self, name: str, text: str) -> None:
@@ -133,6 +137,14 @@ class RunFolder:
     def write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write metrics.jsonl anew."""
         self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def check_free_folder(path: Path, resume: str = "fulcrum resume") -> None:
+    """RunError where a new run cannot have this folder: it is a file, or holds something. resume: how to continue."""
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{path} is a file; choose a new folder as --out.")
+    if path.exists() and any(each.name not in EARLY_FILES for each in path.iterdir()):
+        refuse_taken_folder(path, resume)
 
 
 def refuse_taken_folder(path: Path, command: str) -> None:
@@ -210,6 +222,8 @@ def make_metrics_line(result: RoundResult) -> dict[str, Any]:
     if 0 < len(result.party_metrics) <= MAX_PARTIES_PER_LINE:
         line["party_metrics"] = {name: dict(metrics) for name, metrics in result.party_metrics.items()}
     line |= make_fact_entries(result.facts)
+    if result.course:
+        line["course"] = {name: float(f"{value:.6g}") for name, value in result.course.items()}
     if result.diagnostics:
         line["non_private_diagnostics"] = dict(result.diagnostics)
     return line

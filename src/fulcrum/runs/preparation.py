@@ -150,6 +150,26 @@ def derive_federation(base: Federation, settings: Settings) -> Federation:
     return dataclasses.replace(base, settings=settings, problem=problem, engine=engine, plan=plan)
 
 
+PLANNED_SETTINGS: dict[str, tuple[str, ...]] = {
+    "privacy": ("epsilon", "sigma", "delta", "accountant", "aggregation", "colluders")
+}
+"""Settings that change the plan, and neither data, split nor model."""
+
+
+def derive_planned_federation(base: Federation, settings: Settings) -> Federation:
+    """`derive_federation` with other values of `PLANNED_SETTINGS` too: its own plan; data, split and model shared."""
+    planned = base.settings.replace(
+        **{
+            section: {name: getattr(getattr(settings, section), name) for name in names}
+            for section, names in PLANNED_SETTINGS.items()
+        }
+    )
+    problem = base.problem
+    units = count_units_per_party(problem.dataset, problem.partition, planned.privacy.unit)
+    plan = make_plan(planned, problem.partition, units, problem.rule)
+    return derive_federation(dataclasses.replace(base, settings=planned, plan=plan), settings)
+
+
 def load_training_data(settings: Settings, given: Dataset | None, device: torch.device) -> Dataset:
     """The training records by the settings: with their task, without held-out records, as features."""
     if given is None:

@@ -42,6 +42,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "train.warmup": (0, True, math.inf, False),
     "train.decay": (0, False, 1, True),
     "train.weight_decay": (0, True, math.inf, False),
+    "train.trim": (0, True, 0.5, False),
     "train.server_lr": (0, False, math.inf, False),
     "train.server_momentum": (0, True, 1, False),
     "train.server_beta2": (0, True, 1, False),
@@ -157,6 +158,7 @@ def _check_combinations(settings: Settings) -> None:
             f"privacy.max_participations = {privacy.max_participations} has no use with privacy.unit = 'client': "
             "who takes part is secret, so every party is charged for every round; leave it at 0."
         )
+    _check_combine(settings)
     if privacy.aggregation == "ideal-secagg":
         _check_secure_sum_settings(settings)
     if privacy.aggregation == "pairwise":
@@ -189,6 +191,23 @@ def _check_pairwise_settings(settings: Settings) -> None:
             raise ConfigError(
                 f"{path} = {value!r} does not go with privacy.aggregation = 'pairwise'; it must be {right}."
             )
+
+
+def _check_combine(settings: Settings) -> None:
+    """Refuse every combination of updates but the mean where only a sum is released, or its sensitivity is a mean's."""
+    combine, privacy = settings.train.combine, settings.privacy
+    if combine == "mean":
+        return
+    if privacy.aggregation != "plain":
+        raise ConfigError(
+            f"train.combine = {combine!r} needs each party's own update, and with privacy.aggregation = "
+            f"{privacy.aggregation!r} parties share their noise and only a sum is seen; use mean."
+        )
+    if privacy.unit == "client":
+        raise ConfigError(
+            f"train.combine = {combine!r} with privacy.unit = 'client': the server's noise covers a mean of clipped "
+            "updates and nothing else; use mean, where clipping bounds what one party can do."
+        )
 
 
 def _check_secure_sum_settings(settings: Settings) -> None:

@@ -38,7 +38,7 @@ def get_planned_unit(privacy: Privacy) -> str:
 COST_FREE_SETTINGS: dict[str, tuple[str, ...]] = {
     "train": (
         *("lr", "schedule", "warmup", "decay_rounds", "decay", "weight_decay", "weights", "ema"),
-        *("server", "server_lr", "server_momentum", "server_beta2", "server_eps"),
+        *("server", "server_lr", "server_momentum", "server_beta2", "server_eps", "combine", "trim"),
     ),
     "clip": (
         *("C0", "C_min", "C_max", "kappa", "balance", "growth", "reach", "rehearse", "rehearse_on", "step", "search"),

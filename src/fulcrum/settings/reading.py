@@ -198,7 +198,7 @@ def _find_preset_sections(method: Any) -> Mapping[str, Any]:
         raise ConfigError(
             f"method = {_format_value(method)} is {_describe_given_type(method)}; it must be text in quotes."
         )
-    return find_method(method).parts
+    return find_method(method).sections
 
 
 def _merge_layers(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

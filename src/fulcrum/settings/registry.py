@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from fulcrum.errors import ConfigError, InputError
@@ -141,6 +142,8 @@ def import_named_attribute(place: str, what: str, error: type[InputError] = Conf
     what: the start of the error sentence, such as "model.name = 'a:b'".
     """
     module_name, _, attribute = place.partition(":")
+    if not _IMPORTS_ALLOWED.get():
+        raise error(f"{what} names code, and nobody here has agreed to run it yet.")
     if not module_name or not attribute.isidentifier():
         raise error(f"{what} is not of the form package.module:name.")
     with current_folder_importable():
@@ -154,6 +157,19 @@ def import_named_attribute(place: str, what: str, error: type[InputError] = Conf
         tail = f"; {near}" if near.startswith("did") else "."
         raise error(f"{what} cannot be imported: {module_name!r} has no attribute {attribute!r}{tail}")
     return getattr(module, attribute)
+
+
+_IMPORTS_ALLOWED: ContextVar[bool] = ContextVar("imports_allowed", default=True)
+
+
+@contextmanager
+def forbid_imports() -> Iterator[None]:
+    """No name of the form package.module:name is imported inside: for settings that somebody else proposes."""
+    token = _IMPORTS_ALLOWED.set(False)
+    try:
+        yield
+    finally:
+        _IMPORTS_ALLOWED.reset(token)
 
 
 def call_with_supported_arguments(function: Callable[..., T], offers: Mapping[str, Any]) -> T:

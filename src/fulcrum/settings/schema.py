@@ -256,6 +256,12 @@ class Train:
     weights: str = "examples"
     """How updates are averaged: examples (by n_k; at unit client min(n_k / weight_cap, 1)), sqrt (by its root: small
     parties count for more than their records, and their noise for less than with uniform) or uniform."""
+    combine: str = "mean"
+    """How updates become one: mean (by weights), trimmed-mean or median (of each coordinate; each party counts once),
+    geometric-median (by weights), or package.module:name. All but the mean bear bad parties, cost some accuracy, and
+    need each party's own update: they are refused where parties share noise, and for unit client."""
+    trim: float = 0.2
+    """Share of the parties whose values trimmed-mean leaves out at each end of a coordinate, rounded up."""
     server: str = "sgd"
     """Server optimiser: sgd, momentum, adam, adam-bc (adam with the known variance of the noise taken off its second
     moment) or d-adaptation (sgd with a step from a lower bound on the distance to a solution)."""

@@ -188,8 +188,10 @@ def run_in_processes(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[
 # --- stacked --------------------------------------------------------------------------------------
 
 
-def _run_stack(federations: Sequence[Federation], check: Callable[[int, int], None]) -> list[JobOutcome]:
-    """Outcomes of runs trained together, in order. The only place that uses `run_many`.
+def _run_stack(
+    federations: Sequence[Federation], check: Callable[[int, int], None], say: MessageFn | None = None
+) -> list[JobOutcome]:
+    """Outcomes of runs trained together, in order. The only place that uses `run_many`. say: told of every tenth round.
 
     It yields one value per round with .round, .rounds, .C [R, G] (NaN for groups a run lacks), and .metrics by name,
     [R] each (NaN where a run was not evaluated, or has no such metric).
@@ -210,6 +212,9 @@ def _run_stack(federations: Sequence[Federation], check: Callable[[int, int], No
                 curves[i].append((step.round, metrics[scores[i]]))
                 last[i] = metrics
         check(step.round, step.rounds)
+        if say is not None and (step.round % 10 == 0 or step.round == step.rounds):
+            passed = time.monotonic() - began
+            say(f"{len(federations)} runs: round {step.round} of {step.rounds} after {passed:.1f} s")
     share = (time.monotonic() - began) / len(federations)
     return [make_job_outcome(f, Cs[i], curves[i], last[i], share) for i, f in enumerate(federations)]
 
@@ -234,6 +239,7 @@ def run_stacked(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple
                 results = _run_stack(
                     [prepare_job(job, datasets, how.device, how.precision) for job in chunk],
                     lambda t, total, began=began: how.clock.check_time_left(t, total, began),  # type: ignore[misc]
+                    how.say,
                 )
             except TimeBudgetExceeded:
                 how.say(f"time is up: {len(chunk)} jobs like {chunk[0].cell} left undone")

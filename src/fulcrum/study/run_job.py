@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from fulcrum.data.features import feature_signature
 from fulcrum.data.withdrawn import leave_out_withdrawn
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.runs import folder as record
+from fulcrum.runs.preparation import PLANNED_SETTINGS, derive_planned_federation
 from fulcrum.settings.derived import DERIVABLE_SETTINGS, get_planned_unit
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.study.job import SECTION_FACTORIES, StudyJob
@@ -121,6 +123,14 @@ class DatasetCache:
         return from_arrays(*parts, name="digits", classes=10, public=True)
 
 
+def load_study_data(settings: Settings) -> Dataset:
+    """The records that these settings name, to see whether they are public; nothing is trained."""
+    data = settings.data
+    return load(
+        data.source, data.dir, task=settings.task, public=data.public, table=settings.table, images=settings.images
+    )
+
+
 def write_digits_npz(folder: Path) -> Path:
     """Write the digits to digits.npz, for machines without scikit-learn; the bits are the same."""
     data = load("digits")
@@ -136,7 +146,7 @@ def prepare_job(job: StudyJob, datasets: DatasetCache, device: str = "auto", pre
         raise ConfigError(f"job {job.id} ({job.cell}) has no sigma yet; prepare it with fulcrum study prepare.")
     settings = job.settings
     every = settings.run.evaluate_every
-    if every == 1:  # not set
+    if every == 0:  # not set
         every = min(max(5, settings.train.rounds // NUM_CURVE_POINTS), settings.train.rounds)
     # The held-out part and the features come from the cache: `prepare` must not hold out another tenth of the rest.
     run = {"device": device, "evaluate_every": every, "ledger": "", "engine": "auto"}
@@ -149,6 +159,10 @@ def prepare_job(job: StudyJob, datasets: DatasetCache, device: str = "auto", pre
     base = datasets.prepared.get(key)
     if base is not None:
         return api.apply_rehearsal(api.derive_federation(base, ready))
+    alike = make_federation_cache_key(settings, device, precision, PLANNED_SETTINGS)
+    base = datasets.prepared.get(alike)
+    if base is not None:
+        return api.apply_rehearsal(derive_planned_federation(base, ready))
     dataset = datasets.get(settings, device)
     if dataset.test is None:
         raise DataError(f"{dataset.name} has no test set (x_test, y_test), and a study compares results on one.")
@@ -156,7 +170,7 @@ def prepare_job(job: StudyJob, datasets: DatasetCache, device: str = "auto", pre
     federation = api.prepare_unrehearsed(replace(ready, task=TaskSettings()), dataset)
     if len(datasets.prepared) >= MAX_PREPARED:
         datasets.prepared.clear()
-    datasets.prepared[key] = federation
+    datasets.prepared[key] = datasets.prepared[alike] = federation
     return api.apply_rehearsal(federation)
 
 
@@ -164,11 +178,17 @@ MAX_PREPARED = 64
 """Federations that are kept to derive others from."""
 
 
-def make_federation_cache_key(settings: Settings, device: str, precision: str) -> Hashable:
-    """Equal for jobs that differ only in settings which change neither data, split, model nor plan."""
+def make_federation_cache_key(
+    settings: Settings, device: str, precision: str, without: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> Hashable:
+    """Equal for jobs that differ only in settings which change neither data, split, model nor plan.
+
+    without: further fields, by section, in which they may differ.
+    """
     sections = {name: asdict(getattr(settings, name)) for name in SECTION_FACTORIES}
-    for name, free in DERIVABLE_SETTINGS.items():
-        sections[name] = {key: value for key, value in sections[name].items() if key not in free}
+    for left_out in (DERIVABLE_SETTINGS, without):
+        for name, free in left_out.items():
+            sections[name] = {key: value for key, value in sections[name].items() if key not in free}
     return json.dumps(sections, sort_keys=True, default=str), device, precision
 
 

@@ -34,6 +34,8 @@ def train_client(
     `work` clips and sums the gradients of a sample. Default: `make_materialised_step`, which stores all gradients.
     """
     work = work or make_materialised_step(problem.make_recorder())
+    if task.message is not None:  # one step, masked: the update itself is the server's to make
+        return release_held_sum(problem, hold_sum(problem, request, task, state, work), task)
     party = problem.party(task.client)
     theta = request.params
     batch = task.rate * party.units
@@ -57,10 +59,6 @@ def train_client(
         scale = compute_charged_scale(
             problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.noise_parties
         )
-        if task.message is not None:  # one step, masked: the update itself is the server's to make
-            message = round_to_message(given.sum, float(scale.sum), task.message, (problem.randomness, key[1:]))
-            diagnostics = _collect_diagnostics(given) if problem.diagnostics else {}
-            return ClientReply(task.client, message, given.extra.float(), (scale.event,), state, diagnostics)
         noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:])
         given = replace(given, sum=given.sum.new_empty(0))  # a large model's memory
         # In place where values were made for this step: a large model's weights are seldom read and written.
@@ -87,6 +85,46 @@ def train_client(
         state=state,
         diagnostics={name: sum(s[name] for s in seen) / len(seen) for name in (seen[0] if seen else ())},
     )
+
+
+@dataclass(frozen=True)
+class HeldSum:
+    """A party's clipped sum of one step that is not noised yet: it waits until the round's set is fixed. Private.
+
+    place: (round, client, step) and the attempt, which name the noise's stream. batch: the expected batch size.
+    """
+
+    given: Contribution
+    place: StreamKey
+    batch: float
+
+
+def hold_sum(
+    problem: TrainingProblem, request: RoundRequest, task: Assignment, state: RuleState, work: StepFn
+) -> HeldSum:
+    """Sample, clip and sum the one step of a round with pairwise masks; nothing is released."""
+    party = problem.party(task.client)
+    batch = task.rate * party.units
+    key = name_stream("sample", request.round, task.client, 0, attempt=request.attempt)
+    rows, slots, count = poisson_sample_units(problem.randomness, key, party, task.rate)
+    view = problem.rule.view(state, request.round, request.rounds)
+    sample = StepSample(request.params, rows, slots, count, _draw_mask_seed(problem, key))
+    with use_matmul_precision(problem.precision, problem.device):
+        given = work(problem, sample, view, state, LocalStepTerms(task.sigma, batch, task.lr))
+    return HeldSum(given, key[1:], batch)
+
+
+def release_held_sum(problem: TrainingProblem, held: HeldSum, task: Assignment) -> ClientReply:
+    """The party's integers, before masks. task: with the message's terms and this party's share of the noise."""
+    assert task.message is not None
+    given = held.given
+    scale = compute_charged_scale(
+        problem.rule, given.bounds, task.rate, task.sigma, held.batch, shares=task.noise_parties
+    )
+    message = round_to_message(given.sum, float(scale.sum), task.message, (problem.randomness, held.place))
+    diagnostics = _collect_diagnostics(given) if problem.diagnostics else {}
+    extra = given.extra.float()
+    return ClientReply(task.client, message, extra, (scale.event,), given.state, diagnostics, task.message.grid)
 
 
 def _draw_mask_seed(problem: TrainingProblem, key: StreamKey) -> int | None:

@@ -18,9 +18,10 @@ from fulcrum.privacy.evaluation import EvaluationPlan
 from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings, Train
+from fulcrum.training.combine import COMBINERS
 from fulcrum.training.engine import Engine
 from fulcrum.training.problem import TrainingProblem
-from fulcrum.training.server import SERVERS
+from fulcrum.training.server import SERVERS, compute_client_weights
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,28 @@ def measure_weights(layout: ParameterLayout, model: nn.Module, left_out: Collect
     return float(torch.linalg.vector_norm(own)) / (math.sqrt(rows / 3) or 1.0)
 
 
+MAX_PARTIES_COMPARED = 400
+
+
+def compare_noise_with_mean(train: Train, plan: Plan) -> float:
+    """The noise of the combined update (`train.combine`) as a multiple of that of the mean, with all parties there."""
+    if train.combine == "mean" or plan.central:
+        return 1.0
+    chosen = range(0, plan.parties, -(-plan.parties // MAX_PARTIES_COMPARED))
+    scales = [plan.compute_step_noise(k) for k in chosen]
+    weights: list[float] = compute_client_weights([plan.units(k) for k in chosen], train.weights).tolist()
+    mean = COMBINERS.find("mean").noise(scales, weights, train.trim)
+    combiner = COMBINERS.find(train.combine)
+    return combiner.noise(scales, combiner.expect_weights(scales, weights), train.trim) / mean if mean > 0 else 1.0
+
+
 def gather_model_facts(
     train: Train, plan: Plan, shape: ModelFacts, layout: ParameterLayout, model: nn.Module
 ) -> ModelFacts:
     """The facts of a model under a plan. shape: its sizes and groups; model: with its public initial weights."""
     # At unit client a whole update is one step at learning rate 1.
     steps, lr = (1, 1.0) if plan.central else (compute_local_steps(train), train.lr)
-    noise = plan.compute_noise_to_signal(layout.dim).direction / steps**0.5
+    noise = plan.compute_noise_to_signal(layout.dim).direction / steps**0.5 * compare_noise_with_mean(train, plan)
     usual = layout.expected_init_norm
     left_out = find_centred_biases(model)  # biases that represent a mean do not measure the size of the weights
     larger = measure_weights(layout, model, left_out)

@@ -39,7 +39,7 @@ def add_message_terms(
     largest = float(torch.linalg.vector_norm(bounds.C.double())) * math.fsum(
         factor * count for factor, count in zip(factors, units, strict=True)
     )
-    grid = choose_shared_grid(scales, largest + NOISE_REACH * math.hypot(*scales))
+    grid, _ = choose_shared_grid(scales, largest + NOISE_REACH * math.hypot(*scales))
     return tuple(
         dataclasses.replace(task, message=MessageTerms(factor, grid))
         for task, factor in zip(tasks, factors, strict=True)
@@ -63,16 +63,12 @@ def mask_reply(randomness: Randomness, request: RoundRequest, reply: ClientReply
     return dataclasses.replace(reply, delta=add_masks(reply.delta, masks))
 
 
-def combine_messages(
-    replies: Sequence[ClientReply], tasks: Sequence[Assignment], params: Tensor, lr: float, weight_decay: float
-) -> Tensor:
+def combine_messages(replies: Sequence[ClientReply], params: Tensor, lr: float, weight_decay: float) -> Tensor:
     """The update [d] of the model that all participants' messages add up to.
 
     The sum is the noised mean gradient, on which the step and the weight decay act as at a party.
     """
-    terms = tasks[0].message
-    assert terms is not None
-    gradient = read_sum(sum_messages(reply.delta for reply in replies), terms.grid).to(params)
+    gradient = read_sum(sum_messages(reply.delta for reply in replies), replies[0].grid, replies[0].bits).to(params)
     if weight_decay:
         gradient = gradient + weight_decay * params
     return -lr * gradient

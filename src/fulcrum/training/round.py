@@ -10,19 +10,23 @@ from typing import Any
 
 import torch
 
+from fulcrum.clipping import ClipRule
 from fulcrum.errors import BudgetError
 from fulcrum.privacy.client_level import SERVER_CLIENT_ID
 from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.privacy.pairwise.integers import sum_messages
 from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import compute_learning_rate
+from fulcrum.settings.schema import Train
 from fulcrum.training.client_level import average_client_updates, draw_cohort, make_server_release
+from fulcrum.training.combine import COMBINERS
 from fulcrum.training.federation import Federation
 from fulcrum.training.pairwise import add_message_terms, combine_messages
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.training.server import (
     SERVERS,
     average_replies,
+    combine_replies,
     compute_client_weights,
     compute_exact_weights,
     update_moving_average,
@@ -90,16 +94,16 @@ def run_round(
     clients = [task.client for task in tasks]
     weights = compute_client_weights([plan.units(k) for k in clients], settings.train.weights)
     if plan.is_pairwise:
-        aggregate = combine_messages(replies, tasks, snapshot.params, lr, settings.train.weight_decay)
+        aggregate = combine_messages(replies, snapshot.params, lr, settings.train.weight_decay)
         extra = replies[0].extra
     else:
-        aggregate, extra = average_replies(replies, weights)
+        aggregate, extra, weights = combine_replies(replies, weights, settings.train)
     steps, asked = (
         float(weights @ torch.tensor([float(count) for count in counts]))
         for counts in ([task.steps for task in tasks], [task.asked(t) for task in tasks])
     )
     noises = plan.compute_round_noises(clients, t)
-    noise = compute_aggregate_noise(tasks, noises, weights)
+    noise = compute_aggregate_noise(tasks, noises, weights, settings.train)
     released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, noise, asked)
 
     participations = snapshot.participations.clone()
@@ -165,6 +169,7 @@ def advance_snapshot(
     """
     train, rule = federation.settings.train, federation.problem.rule
     params, server, after = snapshot.params, snapshot.server, snapshot.rule
+    course: dict[str, float] = {}
     if released is not None:
         update = released.aggregate if rule_state is None else rule.apply(rule_state, released)
         optimiser, C = SERVERS.find(train.server), (rule_state or snapshot.rule)["C"]
@@ -172,10 +177,29 @@ def advance_snapshot(
         params = params + change
         if rule_state is not None:
             after = rule.adapt(rule_state, dataclasses.replace(released, moved=change))
+        course = describe_course(rule, rule_state, released, change)
     averaged = update_moving_average(snapshot.averaged, params, train.ema, t)
     return dataclasses.replace(
-        snapshot, round=t + 1, params=params, averaged=averaged, server=server, rule=after, **changes
+        snapshot, round=t + 1, params=params, averaged=averaged, server=server, rule=after, course=course, **changes
     )
+
+
+def describe_course(
+    rule: ClipRule, state: RuleState | None, released: Released, change: torch.Tensor
+) -> dict[str, float]:
+    """`RoundResult.course`: "update", the length of the released update; "noise", the length expected of the noise in
+    it; "move", how far the model moved; and what the rule saw. Numbers that are not finite are left out.
+
+    state: of a server rule before it adapts; None where each client has its own, and only two numbers are known.
+    """
+    found = {"update": torch.linalg.vector_norm(released.aggregate), "move": torch.linalg.vector_norm(change)}
+    if state is not None:
+        # Coordinates have equal and independent noise, in units of eta N C (see `Released`).
+        full = released.lr * released.steps * torch.linalg.vector_norm(state["C"])
+        found["noise"] = full * released.noise * math.sqrt(released.aggregate.numel())
+        found |= rule.course(state, released)
+    numbers: list[float] = torch.stack([value.double() for value in found.values()]).tolist()  # one wait for a GPU
+    return {name: number for name, number in zip(found, numbers, strict=True) if math.isfinite(number)}
 
 
 def plan_round_events(plan: Plan, clients: Iterable[int], t: int) -> dict[int, EventTuple]:
@@ -195,12 +219,19 @@ def find_planned_sigma(planned: Iterable[Sequence[Event]]) -> float:
     return max(event.sigma if isinstance(event, Gaussian) else 0.0 for events in planned for event in events)
 
 
-def compute_aggregate_noise(tasks: Sequence[Assignment], noises: Sequence[float], weights: torch.Tensor) -> float:
+def compute_aggregate_noise(
+    tasks: Sequence[Assignment], noises: Sequence[float], weights: torch.Tensor, train: Train | None = None
+) -> float:
     """Noise in one coordinate of the aggregate, in units of eta N C; see `Released`. Steps add in squares.
 
-    noises: per client, the noise of one step's mean gradient, in units of C.
+    noises: per client, the noise of one step's mean gradient, in units of C. train: how updates are combined; None: by
+    their mean.
     """
     shares: list[float] = weights.tolist()
+    if train is not None and train.combine != "mean":
+        scales = [noise * math.sqrt(t.steps) for t, noise in zip(tasks, noises, strict=True)]
+        found = COMBINERS.find(train.combine).noise(scales, shares, train.trim)
+        return found / sum(w * t.steps for t, w in zip(tasks, shares, strict=True))
     each = [w * noise * math.sqrt(t.steps) for t, noise, w in zip(tasks, noises, shares, strict=True)]
     return math.hypot(*each) / sum(w * t.steps for t, w in zip(tasks, shares, strict=True))
 

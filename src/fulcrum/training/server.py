@@ -15,6 +15,7 @@ import torch
 from fulcrum.settings.derived import WEIGHT_POWERS
 from fulcrum.settings.registry import Registry
 from fulcrum.settings.schema import Train
+from fulcrum.training.combine import COMBINERS
 from fulcrum.types import ClientReply, Released, RuleState
 
 
@@ -42,6 +43,21 @@ def average_replies(replies: Sequence[ClientReply], weights: torch.Tensor) -> tu
     extra = torch.stack([reply.extra for reply in replies])
     weights = weights.to(delta)
     return weights @ delta, weights @ extra
+
+
+def combine_replies(
+    replies: Sequence[ClientReply], weights: torch.Tensor, train: Train
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The aggregate D_t [d] and the statistics [J] by `train.combine`, and the weights [m] with which parties count.
+
+    The statistics are combined by themselves: an update that looks right says nothing about them.
+    """
+    if train.combine == "mean":
+        return *average_replies(replies, weights), weights
+    combine = COMBINERS.find(train.combine).combine
+    found = combine(torch.stack([reply.delta for reply in replies]), weights, train.trim)
+    extra = combine(torch.stack([reply.extra for reply in replies]), weights, train.trim)
+    return found.values, extra.values, found.weights
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,8 @@ def can_stack_runs(settings: Settings, rule: ClipRule | None = None) -> bool:
     # "auto" is seeded here: what is stacked is public data.
     if settings.privacy.randomness == "secure" or uses_proven_arithmetic(settings):
         return False
+    if settings.train.combine != "mean":  # a stack forms weighted sums as it goes, and keeps no party's update
+        return False
     unit, rule = get_planned_unit(settings.privacy), rule or find_rule(settings.clip.rule)
     return unit == "example" or (unit == "client" and rule.sound)
 

@@ -135,6 +135,7 @@ def _build_replies(problem: TrainingProblem, request: RoundRequest, part: Bucket
             events=part.events[i],
             state=request.states[position] if keeps else unstack_state(last.state, i),
             diagnostics=_average_diagnostics(seen[:, i]) if seen is not None else {},
+            grid=0.0 if (terms := request.assignments[position].message) is None else terms.grid,
         )
         for i, position in enumerate(part.members)
     }

@@ -1,35 +1,34 @@
-"""Everything that is internal to Flower 1.41.0, in one folder; tests/test_flower_link.py fails when it changes.
+"""Everything that is internal to Flower 1.41.0, in one folder; tests/flower/test_flower_pins.py fails when it changes.
 
-`LocalSuperlink` is a SuperLink inside this process. Its public port serves the fleet API and nothing else: no
-control API (registering keys, starting runs) and no runtime API (taking tasks) listen anywhere, since
-the coordinator talks to the link's state directly. `SupernodeExecutor` starts a stock SuperNode for a party,
-takes its tasks and answers them with the party's own code; the app that the server distributes is
-never installed, loaded or run.
+Coordinator and parties speak Flower's fleet API, so that stock SuperNodes can take part too. `LocalSuperlink` serves it
+from this process, over a mailbox that only the coordinator fills; `FleetNode` is a party's node. What is used of Flower
+is the form of its messages and the way its nodes prove their key. No control API (registering keys, starting runs) and
+no runtime API (taking tasks) exists anywhere, and a party never fetches the app that a server offers.
 
-pinned.py     the supported version of Flower, with shorter waits
-link.py       the coordinator's side: the SuperLink
-gate.py       the filter of its public port
-grid.py       its messages, sent and received without a port
-bundles.py    the app bundle that SuperNodes require
-executor.py   the party's side: tasks taken and answered
-supernode.py  the child process beside it: python -m fulcrum.flower.flwr141.supernode
+pinned.py     the supported version of Flower
+wire.py       envelopes as Flower's protobuf messages
+mailbox.py    requests that wait, replies that came back
+fleet.py      the fleet API: who may ask, and what each path answers
+link.py       the coordinator's side: the fleet API behind the hardened port
+bundles.py    the app bundle that stock SuperNodes require
+node.py       the party's side: requests fetched and answered
+troubles.py   why a connection fails, in words
 """
 
 from __future__ import annotations
 
 from fulcrum.flower.flwr141.bundles import make_app_bundle
-from fulcrum.flower.flwr141.executor import SupernodeExecutor, find_free_port
-from fulcrum.flower.flwr141.gate import FLEET_PATHS, FleetGate
-from fulcrum.flower.flwr141.grid import LocalGrid
+from fulcrum.flower.flwr141.fleet import FLEET_PATHS, FleetService
 from fulcrum.flower.flwr141.link import LocalSuperlink, TlsFiles
-from fulcrum.flower.flwr141.pinned import check_flower_version
+from fulcrum.flower.flwr141.node import FleetNode, NodeHealth
+from fulcrum.flower.flwr141.pinned import check_flower_version, find_free_port
 
 __all__ = [
     "FLEET_PATHS",
-    "FleetGate",
-    "LocalGrid",
+    "FleetNode",
+    "FleetService",
     "LocalSuperlink",
-    "SupernodeExecutor",
+    "NodeHealth",
     "TlsFiles",
     "check_flower_version",
     "find_free_port",

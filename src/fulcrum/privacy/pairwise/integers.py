@@ -27,22 +27,25 @@ COARSEST = 16
 the sum of the unrounded ones (docs/pairwise.md)."""
 FINEST_BITS = 20
 """s_k / g is below 2^21, as for releases that are not masked."""
-ROOM_BITS = 30
-"""A grid as fine as it may be while the largest possible sum stays below 2^30 g."""
+SHORT_BITS, WHOLE_BITS = 24, 32
+"""A message travels in its low 24 bits where every possible sum fits into them, else in all 32: 2^24 divides 2^32, so
+the low bits of messages add up to the low bits of their sum."""
 
 
-def choose_shared_grid(scales: Sequence[float], reach: float) -> float:
-    """The grid g of a round: a public power of two. scales: s_k of all participants.
+def choose_shared_grid(scales: Sequence[float], reach: float) -> tuple[float, int]:
+    """The grid g of a round, a public power of two, and how many bits of each integer are sent. scales: s_k of all.
 
-    reach: the largest possible absolute value of a coordinate of the sum, noise included. g is as fine as 32 bits allow
-    for it, never above min s_k / 16.
+    reach: the largest possible absolute value of a coordinate of the sum, noise included. g is never above
+    min s_k / 16, and as fine as the bits allow: reach stays below a quarter of their range.
     """
     least = min(scales)
     if not 0 < least < math.inf:
         raise ValueError(f"a grid needs noise of a finite scale above 0, not {least!r}")
     exponent = math.frexp(least)[1] - 1  # 2^exponent <= least < 2^(exponent + 1)
-    room = math.ceil(math.log2(reach)) - ROOM_BITS if reach > 0 else -math.inf
-    return math.ldexp(1.0, int(min(max(room, exponent - FINEST_BITS), exponent - COARSEST.bit_length() + 1)))
+    coarsest = exponent - COARSEST.bit_length() + 1
+    size = math.ceil(math.log2(reach)) if reach > 0 else -math.inf
+    bits = SHORT_BITS if size - coarsest <= SHORT_BITS - 2 else WHOLE_BITS
+    return math.ldexp(1.0, int(min(max(size - (bits - 2), exponent - FINEST_BITS), coarsest))), bits
 
 
 def round_to_message(
@@ -86,6 +89,28 @@ def wrap(integers: Tensor) -> Tensor:
     return (low - ((low >> 31) << 32)).to(torch.int32)
 
 
+def keep_low_bits(integers: Tensor, bits: int) -> Tensor:
+    """Integers modulo 2^bits as int32 between -2^(bits - 1) and 2^(bits - 1) - 1."""
+    if bits == WHOLE_BITS:
+        return wrap(integers)
+    low = integers.long() & ((1 << bits) - 1)
+    return (low - ((low >> (bits - 1)) << bits)).to(torch.int32)
+
+
+def pack_message(message: Tensor, bits: int) -> Tensor:
+    """What travels of a message int32 [m]: its low bits, uint8 [m * bits / 8], least byte first."""
+    raw = message.detach().cpu().contiguous().numpy().astype("<i4", copy=False).view(np.uint8).reshape(-1, 4)
+    return torch.from_numpy(np.ascontiguousarray(raw[:, : bits // 8]).reshape(-1))
+
+
+def unpack_message(content: Tensor, bits: int) -> Tensor:
+    """The message int32 [m], modulo 2^bits, that `pack_message` packed."""
+    given = content.numpy().reshape(-1, bits // 8)
+    whole = np.zeros((len(given), 4), dtype=np.uint8)
+    whole[:, : bits // 8] = given
+    return torch.from_numpy(whole.reshape(-1).view("<i4").astype(np.int32))
+
+
 def draw_mask(key: bytes, nonce: Nonce, count: int, device: torch.device | str = "cpu") -> Tensor:
     """u, int32 [count]: the keystream of ChaCha20 in 32-bit pieces. One key and nonce serve one message only."""
     words = draw_words(key, nonce, -(-count // 2), "cpu")
@@ -110,6 +135,6 @@ def sum_messages(messages: Iterable[Tensor]) -> Tensor:
     return wrap(total)
 
 
-def read_sum(total: Tensor, grid: float) -> Tensor:
-    """The noised weighted sum that integers [m] stand for, float32 [m]."""
-    return (total.double() * grid).float()
+def read_sum(total: Tensor, grid: float, bits: int = WHOLE_BITS) -> Tensor:
+    """The noised weighted sum that integers [m] stand for, float32 [m]. bits: how many of each were sent."""
+    return (keep_low_bits(total, bits).double() * grid).float()

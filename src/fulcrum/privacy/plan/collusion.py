@@ -44,7 +44,8 @@ def make_collusion_table(plan: Plan) -> list[CollusionRow]:
     """Epsilon of one unit with c, c + 1, ..., all other parties colluding; empty without pairwise masks."""
     if not plan.is_pairwise or not plan.private:
         return []
-    return [_make_row(plan, count) for count in list_shown_counts(plan.colluders, plan.parties)]
+    parties = max(plan.parties + plan.peers, plan.colluders + 1)
+    return [_make_row(plan, count) for count in list_shown_counts(plan.colluders, parties)]
 
 
 def _make_row(plan: Plan, count: int) -> CollusionRow:
@@ -71,7 +72,7 @@ def _list_ratios(plan: Plan, count: int) -> Sequence[float]:
     least for P' = j + 1, all but one colluding: 1 / (j + 1 - c).
     """
     varying = plan.participation < 1 or any(group.participations < plan.rounds for group in plan.groups)
-    if varying:
+    if varying or plan.peers:
         return [math.sqrt(1 / max(1, count + 1 - plan.colluders))] * plan.parties
     needs = plan.compute_needs(range(plan.parties))
     own = compute_own_variances(needs, plan.colluders)

@@ -48,7 +48,8 @@ class Plan:
     the noise schedule: of the run. rounds: number of rounds T. central: the server's mechanism at unit client (sizes
     are then examples, used for weights only), else None. aggregation: what the server is assumed to see. account_delta:
     delta over all runs of a kept ledger, where this run takes a part of it (privacy.budget_delta); None: the run's.
-    colluders: with pairwise masks, how many of a round's participants may collude with the server.
+    colluders: with pairwise masks, how many of a round's participants may collude with the server. peers: where the
+    plan is one party's own, how many others its messages are masked with.
     """
 
     name: Callable[[int], str]
@@ -71,6 +72,7 @@ class Plan:
     aggregation: str = "plain"
     account_delta: float | None = None
     colluders: int = 0
+    peers: int = 0
 
     @property
     def parties(self) -> int:

@@ -23,13 +23,30 @@ KEYS_TEXT = (
 )
 
 
-def describe_pairwise(plan: Plan, epsilon: float, delta: float, keys: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The value of `pairwise` in privacy.json. keys: of the other parties, as this party pinned them."""
+NO_KEYS_TEXT = "NO other party's signing key was pinned here: every other participant is taken for a colluder."
+EACH_PINS_TEXT = (
+    "Each party has its own statement, which lists whose signing keys it had pinned; the coordinator only relays keys."
+)
+
+
+def describe_pairwise(
+    plan: Plan, epsilon: float, delta: float, keys: Sequence[Mapping[str, Any]], across_machines: bool = False
+) -> dict[str, Any]:
+    """The value of `pairwise` in privacy.json. keys: of the other parties, as this party pinned them.
+
+    across_machines: whether each party was a process of its own.
+    """
+    if not across_machines:
+        held = ONE_PROCESS_TEXT
+    elif plan.peers:  # one party's own statement
+        held = KEYS_TEXT if keys else NO_KEYS_TEXT
+    else:
+        held = EACH_PINS_TEXT
     table = make_collusion_table(plan)
     two = bound_two_parties(plan, epsilon, delta)
     return {
         "colluders": plan.colluders,
-        "parties": plan.parties,
+        "parties": plan.parties + plan.peers,
         "sigma_eff": table[0].sigma_eff,
         "table": [
             {"colluders": row.colluders, "sigma_eff": row.sigma_eff, "epsilon": infinity_to_text(row.epsilon)}
@@ -37,7 +54,7 @@ def describe_pairwise(plan: Plan, epsilon: float, delta: float, keys: Sequence[M
         ],
         "two_parties": {name: value if value is None else infinity_to_text(value) for name, value in two.items()},
         "keys": [dict(key) for key in keys],
-        "text": f"{COMPUTATIONAL_TEXT} {KEYS_TEXT if keys else ONE_PROCESS_TEXT}",
+        "text": f"{COMPUTATIONAL_TEXT} {held}",
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fulcrum.clipping.rule import ClipRule, no_statistics_share
@@ -93,7 +93,8 @@ class AccountedRun:
     other runs within the scope. version: of Fulcrum. notes: further warnings about this run. composition: how the
     ledger adds runs up. scope_delta: the sum of deltas within the scope, where the ledger adds them up. start: the run
     whose model the initial weights are; start_in_scope: whether the scope's ledger has that run's spend already.
-    start_public: the initial weights are those of a run on public data, which cost nobody anything.
+    start_public: the initial weights are those of a run on public data, which cost nobody anything. rounds_in_scope:
+    the rounds of all runs within the scope, 0: rounds_done. per_run: rounds and epsilon of single runs, by their ids.
     """
 
     settings: Settings
@@ -121,7 +122,10 @@ class AccountedRun:
     start: WeightOrigin | None = None
     start_in_scope: bool = False
     start_public: bool = False
+    rounds_in_scope: int = 0
+    per_run: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     peer_keys: tuple[Mapping[str, Any], ...] = ()
+    across_machines: bool = False
 
     @property
     def added_start(self) -> WeightOrigin | None:
@@ -175,9 +179,10 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     simulation              whether a run within the scope is one: its numbers protect nobody once the seed is known
     evaluation              {kind, records, times, protected, text}: what the model was scored on
     runs_covered            [{id, rule, sound, private, randomness, arithmetic}]: each run within the scope; null:
-                            not on record
+                            not on record. A party's own statement adds rounds and epsilon of each run alone
     scope                   {kind, text}; with kind "ledger" also run_epsilon, of this run alone
     rehearsal               where settings were chosen on made-up data: why that costs nothing; else missing
+    total                   {runs, rounds, budget} of all runs within the scope; in a party's own statement only
     run                     {id, date, version, finished, rounds_done, rounds, method, rule, dataset}
     releases                [{kind, times, text}]: every kind of release of a party or the server
     groups_of_records       [{records, epsilon, delta}]: group privacy for m units of one person (client: m parties)
@@ -245,6 +250,7 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
         },
         "runs_covered": [
             {name: getattr(each, name) for name in ("id", "rule", "sound", "private", "randomness", "arithmetic")}
+            | dict(run.per_run.get(each.id, {}))
             for each in coverage.runs
         ],
         "scope": {"kind": run.scope, "text": SCOPE_TEXTS[run.scope]},
@@ -284,7 +290,7 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
         ],
     }
     if plan.is_pairwise and plan.private:
-        result["pairwise"] = describe_pairwise(plan, headline, delta, run.peer_keys)
+        result["pairwise"] = describe_pairwise(plan, headline, delta, run.peer_keys, run.across_machines)
     if is_rehearsed(settings):
         result["rehearsal"] = describe_rehearsal(settings)
     if run.start is not None:
@@ -365,7 +371,7 @@ def _describe_schedule(plan: Plan) -> dict[str, Any]:
 
 def _list_releases(run: AccountedRun, spends: Sequence[Spend]) -> list[dict[str, Any]]:
     """[{kind, times, text}]. spends: what each party has released [K]."""
-    plan, rule, rounds_done = run.plan, run.rule, run.rounds_done
+    plan, rule, rounds_done = run.plan, run.rule, run.rounds_in_scope or run.rounds_done
     counts = [spend.releases for spend in spends]
     what, text, participation = _describe_main_release(plan, rule, counts)
     moved = (

@@ -115,13 +115,34 @@ def _write_summary(facts: Mapping[str, Any]) -> list[str]:
             ("software", f"Fulcrum {run['version']}, {facts['accountant']['software']}"),
             ("data", run["dataset"]),
             ("method, rule", f"{run['method']}, {run['rule']}"),
-            ("rounds", f"{run['rounds_done']} of {run['rounds']}{'' if run['finished'] else ' (not finished)'}"),
+            (f"rounds{own if 'total' in facts else ''}", _describe_rounds(run)),
             ("asked for", _describe_target(facts["target"]) if facts["private"] else "no privacy"),
             (f"planned at most{own}", f"epsilon = {format_epsilon_value(facts['planned']['epsilon'])}"),
             (f"spent{every}", spent + (", seen in sums only (assumed)" if facts["guarantee"] == "assumed" else "")),
+            *_list_totals(facts),
             ("delta", format_short_value(facts["delta"])),
         ],
     )
+
+
+def _describe_rounds(run: Mapping[str, Any]) -> str:
+    """The rounds of one run beside the most that it may have."""
+    end = "" if run["finished"] else " (not finished)"
+    if run["rounds_done"] > run["rounds"]:  # the terms were agreed anew since
+        return f"{run['rounds_done']}, before today's terms of at most {run['rounds']} per run{end}"
+    return f"{run['rounds_done']} of {run['rounds']}{end}"
+
+
+def _list_totals(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What one run spent, and the totals of all, where a statement has them."""
+    if "total" not in facts:
+        return []
+    total, own = facts["total"], facts["scope"].get("run_epsilon")
+    return [
+        *([("spent, this run", f"epsilon = {format_epsilon_value(own)}")] if own is not None else []),
+        ("runs and rounds, all runs", f"{total['runs']} run(s), {total['rounds']} rounds"),
+        ("budget, all runs", f"epsilon = {format_short_value(total['budget'])}"),
+    ]
 
 
 def _list_accountants(facts: Mapping[str, Any]) -> list[str]:
@@ -196,13 +217,28 @@ def _write_covered_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     shown = runs[-MAX_RUNS_ON_PAGE:]
     more = f"The last {len(shown)} of {len(runs)} runs; every one is in privacy.json."
     sound = {True: "yes", False: "NO", None: "not on record"}
+    more_facts = any("epsilon" in run for run in shown)
     rows = [
-        (f"`{run['id']}`", escape_table_cell(run["rule"]), sound[run["sound"]], run["randomness"], run["arithmetic"])
+        (
+            f"`{run['id']}`",
+            escape_table_cell(run["rule"]),
+            sound[run["sound"]],
+            run["randomness"],
+            run["arithmetic"],
+            *(
+                (str(run["rounds"]), format_epsilon_value(run["epsilon"]))
+                if "epsilon" in run
+                else ("", "")[: 2 * more_facts]
+            ),
+        )
         for run in shown
     ]
     return [
         *(make_paragraph(more) if len(shown) < len(runs) else ()),
-        *make_page_table(("run", "rule", "sound", "randomness", "arithmetic"), rows),
+        *make_page_table(
+            ("run", "rule", "sound", "randomness", "arithmetic", *(("rounds", "epsilon alone") if more_facts else ())),
+            rows,
+        ),
     ]
 
 

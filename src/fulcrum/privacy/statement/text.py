@@ -159,8 +159,8 @@ def describe_masks(plan: Plan) -> str:
     covered = {0: "but no participant at all", 1: "and one colluding party"}
     whom = covered.get(plan.colluders, f"and up to {plan.colluders} colluding parties")
     return (
-        f"It holds against the server {whom}, of {plan.parties}; it is computational, and rests on the parties' keys "
-        "(see Colluding parties)."
+        f"It holds against the server {whom}, of {plan.parties + plan.peers}; it is computational, and rests on the "
+        "parties' keys (see Colluding parties)."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +89,8 @@ class Stage:
                 derive_federation(base, candidate.apply(base.settings, self.facts.steps, scale))
                 for candidate in candidates
             ]
-            found = list(_train(_share_numbers(runs, seed)))
+            with _use_one_thread(self.facts.work * self.facts.batch * len(runs) < LIGHT_WORK):
+                found = list(_train(_share_numbers(runs, seed)))
             for candidate, value in zip(candidates, found, strict=True):
                 scores[candidate][f"{how.name}-{seed}"] = value
         self.history.append((rounds, scores))
@@ -116,6 +118,22 @@ class Stage:
 def _without_task(settings: Settings) -> Settings:
     """The made-up data has its task already."""
     return dataclasses.replace(settings, task=TaskSettings())
+
+
+LIGHT_WORK = 3e7
+"""Multiplications of a stack's step below which a second thread costs more than it saves."""
+
+
+@contextlib.contextmanager
+def _use_one_thread(light: bool) -> Iterator[None]:
+    """One thread for PyTorch while light stacks run: threads that wait for each other made them five times slower."""
+    threads = torch.get_num_threads()
+    try:
+        if light:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,118 @@
+"""A party's key of one run: X25519, made in memory, signed with the party's registered key, forgotten afterwards."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fulcrum.errors import RunError
+from fulcrum.flower.messages import BadMessage
+from fulcrum.flower.signing import fingerprint, is_valid_statement, sign_statement
+
+KEY_PURPOSE = "pairwise-key"
+"""What a party's signature under its X25519 key is for."""
+MASK_INFO = b"fulcrum pairwise mask 1"
+MAX_FIELD_BYTES = 2048
+"""Characters of the longest field of a signed key."""
+
+
+@dataclass(frozen=True)
+class SignedKey:
+    """A party's X25519 public key for one run, under its registered key's signature. Everything here is public.
+
+    signing: the registered public key in OpenSSH's form. exchange: 32 bytes in hexadecimal. signature: base64.
+    """
+
+    party: str
+    signing: str
+    exchange: str
+    signature: str
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA256:... of the signing key, as `ssh-keygen -l` prints it; BadMessage where it is no key."""
+        return fingerprint(_read_signing_key(self.signing))
+
+    def is_valid(self, run: str) -> bool:
+        """Whether the signing key signed this X25519 key for this run and party."""
+        try:
+            signature = base64.b64decode(self.signature, validate=True)
+            key = _read_signing_key(self.signing)
+            return is_valid_statement(key, KEY_PURPOSE, _make_statement(run, self.party, self.exchange), signature)
+        except (binascii.Error, BadMessage):
+            return False
+
+
+def signed_key_from_table(table: Any) -> SignedKey:
+    """A signed key from a message; BadMessage where it is not one."""
+    names = ("party", "signing", "exchange", "signature")
+    if not isinstance(table, Mapping) or set(table) != set(names):
+        raise BadMessage("a key has missing or unknown fields.")
+    if not all(isinstance(table[name], str) and len(table[name]) <= MAX_FIELD_BYTES for name in names):
+        raise BadMessage("a key's field is not of the right type or size.")
+    found = SignedKey(**{name: table[name] for name in names})
+    try:
+        if len(bytes.fromhex(found.exchange)) != 32:
+            raise ValueError
+    except ValueError:
+        raise BadMessage("an X25519 key is 32 bytes in hexadecimal.") from None
+    _read_signing_key(found.signing)
+    return found
+
+
+def _make_statement(run: str, party: str, exchange: str) -> bytes:
+    parts = (run.encode(), party.encode(), bytes.fromhex(exchange))
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+def _read_signing_key(text: str) -> Any:
+    try:
+        return serialization.load_ssh_public_key(text.encode())
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise BadMessage("a signing key is not a public key in OpenSSH's form.") from None
+
+
+class RunKey:
+    """The private side: one X25519 key for one run, in this process's memory only. `forget` ends it.
+
+    A process that starts again makes a new one: what it masked before cannot be masked again with the same streams.
+    """
+
+    def __init__(self, run: str, party: str, signing: Any) -> None:
+        """signing: the party's registered private key."""
+        self.run, self.party = run, party
+        self._private: X25519PrivateKey | None = X25519PrivateKey.generate()
+        raw = self._private.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+        exchange = raw.hex()
+        signature = sign_statement(signing, KEY_PURPOSE, _make_statement(run, party, exchange))
+        public = signing.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+        self.signed = SignedKey(party, public.decode(), exchange, base64.b64encode(signature).decode())
+
+    def derive_mask_key(self, other: str, digest: bytes) -> bytes:
+        """The 32-byte key of the mask shared with the holder of the X25519 key `other`, for one manifest.
+
+        HKDF-SHA256 of the X25519 secret, with the manifest's digest as salt. Both ends get the same one.
+        """
+        if self._private is None:
+            raise RunError("the key of this run was forgotten; a new run makes a new one.")
+        try:
+            secret = self._private.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(other)))
+        except ValueError:  # a point of small order: the secret would be known to everybody
+            raise BadMessage("an X25519 key is one that makes no secret.") from None
+        both = b"".join(sorted((bytes.fromhex(other), bytes.fromhex(self.signed.exchange))))
+        return HKDF(hashes.SHA256(), 32, salt=digest, info=MASK_INFO + both).derive(secret)
+
+    def forget(self) -> None:
+        """Drop the private key: masks of this run can no longer be made, by anybody."""
+        self._private = None
+
+    def __repr__(self) -> str:
+        return f"RunKey(run={self.run!r}, party={self.party!r})"
