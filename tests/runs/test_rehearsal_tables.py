@@ -76,10 +76,16 @@ def test_facts_survive_the_way_to_another_machine(tables: Any) -> None:
     assert back.effort == facts.effort
 
 
-def test_the_table_of_the_package_can_be_read() -> None:
-    if not memory.SHIPPED_FILE.is_file():
-        pytest.skip("no table is shipped yet: benchmarks/rehearsal_tables.py make")
-    for digest, row in json.loads(memory.SHIPPED_FILE.read_text()).items():
+def test_the_table_of_the_package_answers_the_demo_and_the_first_command_of_the_readme(tables: Any) -> None:
+    """Where this fails after a change of the rehearsal: python benchmarks/rehearsal_tables.py make --only demo, readme."""
+    table = json.loads(memory.SHIPPED_FILE.read_text(encoding="utf-8"))
+    for digest, row in table.items():
         answer = choice.rehearsed_from_json(row)
         assert answer.digest == digest
         assert answer.candidate.step > 0
+    for name in ("demo", "readme"):
+        (settings,) = [settings for known, settings in tables.list_shapes() if known == name]
+        facts = read_rehearsal_facts(prepare_unrehearsed(settings))
+        assert facts.digest() in table, name
+        other = settings.replace(train={"rounds": settings.train.rounds + 1})
+        assert read_rehearsal_facts(prepare_unrehearsed(other)).digest() not in table
