@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from fulcrum.data.records import ModelInputs, list_input_tensors, select_rows, s
 from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.gradients import sequence
-from fulcrum.gradients.ghost import GhostTape, record_ghost_tape
+from fulcrum.gradients.ghost import GhostTape, record_ghost_tape, record_parts
 from fulcrum.gradients.memory import retain_freed_memory
 from fulcrum.gradients.param_grads import MaterialisedGrad, OwnGrad
 from fulcrum.gradients.probe import NUM_PROBE_EXAMPLES, compare_with_autograd
@@ -159,6 +159,16 @@ class GradientRecorder:
         rows = torch.arange(piece.start, piece.start + self.block, device=y.device)
         rows = torch.where(rows < piece.stop, rows, torch.zeros_like(rows))
         return PaddedTape(self._record_block(params, select_rows(x, rows), y[rows]), count, self.block)
+
+    def measure_example(self, params: Tensor, x: ModelInputs, y: Tensor) -> int:
+        """Bytes that a pass holds for one example like those of x, y: inputs and outputs of layers; 0: not known."""
+        if not self._follows(params, x, y):
+            return 0
+        return self._elements[get_example_shape(x)] * params.element_size()
+
+    def record_together(self, params: Sequence[Tensor], parts: tuple[slice, ...], x: Tensor, y: Tensor) -> GhostTape:
+        """One pass of a plain sequence over the examples of several clients; see `ghost.record_parts`."""
+        return record_parts(self.program, self.layout, params, parts, x, y, self.task)
 
     def _follows(self, params: Tensor, x: ModelInputs, y: Tensor) -> bool:
         """Whether ghost norms are used; settled with the first batch."""

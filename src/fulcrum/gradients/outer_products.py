@@ -33,6 +33,7 @@ from fulcrum.gradients.rounding import (
     SquaredNorms,
     add_error,
     add_fast_error,
+    add_fast_squares,
     from_fast_grams,
     ghost_squared_norms,
     multiply_squared_norms,
@@ -155,6 +156,12 @@ class LinearGrad:
         if self.positions == 1:
             return multiply_squared_norms(squared_norms(self.a.flatten(1)), squared_norms(self.g.flatten(1)))
         return outer_squared_norms(self, fast)
+
+    def fast_squares(self) -> Tensor | None:
+        """Squared norms [B] with a relative error, where there is one position: the product of two."""
+        if self.a.dim() == 3 and self.a.shape[1] > 1:
+            return None
+        return add_fast_squares(self.a.flatten(1)).mul_(add_fast_squares(self.g.flatten(1)))
 
     def dots(self, direction: Tensor) -> Tensor:
         stored = self.order.to_stored(direction) if self.order else direction
