@@ -63,7 +63,7 @@ saves a few percent of the time, but every worker needs that memory."""
 FEWEST_EXAMPLES, LARGEST_PASS_BYTES = 16, 512 * 2**20
 """A model with its own forward gets at least so many examples per pass, unless they take more bytes than this."""
 
-FEW_EXAMPLES, USUAL_EXAMPLES, LARGEST_HOST_PASS = 16, 32, 384 * 2**20
+FEW_EXAMPLES, USUAL_EXAMPLES, LARGEST_HOST_PASS = 16, 64, 384 * 2**20
 """The same on a CPU, where pieces are worked on side by side and add up a sum of the model's size each: two pieces
 from FEW_EXAMPLES on, and 4, 8, ... so that a piece has at most USUAL_EXAMPLES and bytes of this number."""
 
