@@ -27,18 +27,17 @@ import torch
 from fulcrum.engines.batched import run_many
 from fulcrum.runs import derive_federation
 from fulcrum.runs.rehearsal import Candidate, read_rehearsal_facts
-from fulcrum.runs.rehearsal.choice import choose_effort, rank, rehearse_on_stage, to_regrets
+from fulcrum.runs.rehearsal.choice import rank, rehearse_on_stage, to_regrets
 from fulcrum.runs.rehearsal.stage import Stage
 from fulcrum.settings.schema import Settings
 from fulcrum.study.job import StudyJob, job_from_json
 from fulcrum.study.run_job import DatasetCache, prepare_job
-from fulcrum.study.suite.summary import score_best_cell
 from fulcrum.training.federation import Federation
 
 GRID = [(C, lr) for C in (0.01, 0.1, 1.0, 10.0, 100.0) for lr in (0.0625, 0.25, 1.0, 4.0, 16.0)]
 STARTS = [(0.01, 0.0625), (0.01, 16.0), (100.0, 0.0625), (100.0, 16.0), (0.01, 1.0)]
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
-REAL_CANDIDATES = 24
+REAL_CANDIDATES = 12
 """Candidates of the fine grid that are played on real data, those that are best on made-up data."""
 Line = dict[str, Any]
 
@@ -70,16 +69,15 @@ class Player:
         facts = read_rehearsal_facts(self._prepare(job))
         stage = Stage(replace(facts, settings=facts.settings.replace(run={"device": self.device})))
         answer = rehearse_on_stage(stage)
-        chosen = {"scenario": job.dataset, "row": "answer", **answer.to_json(), "effort": asdict(choose_effort(facts))}
-        yield {**chosen, "default_step": facts.default_step, "work": facts.work, "batch": facts.batch}
-        for place, (rounds, scores) in enumerate(stage.history):
+        chosen = {"scenario": job.dataset, "row": "answer", **answer.to_json(), "effort": asdict(facts.effort)}
+        rounds = min(facts.rounds, facts.effort.rounds)
+        numbers = {"default_step": facts.default_step, "work": facts.work, "batch": facts.batch, "rounds": rounds}
+        yield {**chosen, **numbers, "parties": facts.parties, "examples": facts.examples}
+        for place, (length, scores) in enumerate(stage.history):
             for candidate, own in scores.items():
-                line = {"scenario": job.dataset, "row": "made-up", "stage": place, "rounds": rounds}
+                line = {"scenario": job.dataset, "row": "made-up", "stage": place, "rounds": length}
                 yield {**line, **asdict(candidate), "scores": {name: round(v, 2) for name, v in own.items()}}
-        fine = list(stage.history[1][1])
-        regrets = dict(rank(to_regrets(stage.history[1][1]), 0.25))
-        fine.sort(key=lambda candidate: (candidate != answer.candidate, regrets[candidate]))
-        yield from self._play_real(job, fine[:REAL_CANDIDATES], seeds)
+        yield from self._play_real(job, list_for_real_data(stage, answer.candidate), seeds)
 
     def _play_grid(self, job: StudyJob, row: str, cells: Sequence[Line], seeds: Sequence[int]) -> Iterator[Line]:
         runs = [(words, seed) for words in cells for seed in seeds]
@@ -123,11 +121,26 @@ class Player:
                 yield {"score": round(100 * accuracy, 3), "loss": short, "seconds": share}
 
 
+def list_for_real_data(stage: Stage, chosen: Candidate) -> list[Candidate]:
+    """The chosen candidate, the other finalists, and the next best of the fine grid."""
+    fine: dict[Candidate, dict[str, float]] = {}
+    for _, scores in stage.history[:-1]:
+        if any(int(name.rpartition("-")[2]) >= 10 for name in next(iter(scores.values()))):
+            fine |= scores
+    ranked = [candidate for candidate, _ in rank(to_regrets(fine), 0.2)]
+    return list(dict.fromkeys([chosen, *stage.history[-1][1], *ranked]))[:REAL_CANDIDATES]
+
+
 def estimate_cost(job: StudyJob) -> float:
     """About how long a scenario takes: client steps, more where the model goes set by set."""
     train, data = job.settings.train, job.settings.data
     parties = data.parties * train.participation
-    return train.rounds * train.steps * (1 + 0.1 * parties) * (1 + 15 * (":" in job.settings.model.name)) + 200
+    return (
+        (60 + train.rounds)
+        * (1 + 0.3 * train.steps)
+        * (1 + 0.02 * parties)
+        * (1 + 2 * (":" in job.settings.model.name))
+    )
 
 
 def assign_shard(jobs: Sequence[StudyJob], index: int, count: int) -> list[StudyJob]:
@@ -152,6 +165,8 @@ def read_lines(folder: Path) -> Iterator[Line]:
 
 def make_report(folder: Path) -> str:
     """A table of the development half: best fixed cell, moo, and what the rehearsal chose."""
+    from fulcrum.study.suite.summary import score_best_cell  # needs pydantic, which `run` must not
+
     grid: dict[str, Scores] = {}
     moo: dict[str, dict[int, float]] = {}
     real: dict[str, Scores] = {}

@@ -23,6 +23,13 @@ def _own_record_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _no_rehearsals(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """moo rehearses before it trains, which takes seconds: only tests that ask for it do."""
+    if not request.node.get_closest_marker("rehearsal"):
+        monkeypatch.setattr("fulcrum.runs.rehearsal.apply.wants_rehearsal", lambda federation: False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why."""
     gpu = pytest.mark.skip(reason="needs a GPU, or triton and TRITON_INTERPRET=1")

@@ -15,7 +15,7 @@ import proofs  # noqa: E402
 PAGES = sorted(proofs.PAGES.glob("*.md"))
 MECHANISMS = (
     *("random-numbers", "gaussian-release", "bounded-contributions", "sampled-gaussian", "statistics", "client-level"),
-    *("shared-noise", "evaluation", "composition", "ledger"),
+    *("shared-noise", "pairwise", "evaluation", "composition", "ledger"),
 )
 
 

@@ -44,17 +44,50 @@ class Transform:
 
 
 @dataclass(frozen=True)
+class Axes:
+    """Released coordinates in which gradients are clipped and noised: (g - centre) / scale, both [d], scale above 0."""
+
+    centre: torch.Tensor
+    scale: torch.Tensor
+
+    def forward(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Gradients [..., d] in these coordinates."""
+        return (gradients - self.centre) / self.scale
+
+    def inverse(self, mean: torch.Tensor) -> torch.Tensor:
+        """A noised mean [..., d] of what `forward` gave, back in the model's coordinates."""
+        return mean * self.scale + self.centre
+
+
+@dataclass(frozen=True)
 class View:
     """What a rule needs to know of each example.
 
     transform: another domain in which gradients are clipped and noised (None for almost all rules).
     direction: a released vector [d]; the rule then gets its inner product with each gradient.
     losses: whether the rule needs each example's loss.
+    axes: released coordinates in which gradients are clipped and noised. Not with transform.
+    probes: released vectors [P, d]; in steps that release statistics the rule gets each example's loss at the weights
+    plus each of them.
     """
 
     transform: Transform | None = None
     direction: torch.Tensor | None = None
     losses: bool = False
+    axes: Axes | None = None
+    probes: torch.Tensor | None = None
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether gradients must be written out: norms and sums of them in the model's coordinates are not enough."""
+        return self.transform is not None or self.axes is not None
+
+    def restore_gradient(self, noisy: torch.Tensor, batch: float | torch.Tensor) -> torch.Tensor:
+        """The noised sum [m] over an expected batch as a mean gradient [d]. `noisy` may be overwritten."""
+        if self.transform is not None:
+            return self.transform.inverse(noisy) / batch
+        mean = noisy.div_(batch)
+        return mean if self.axes is None else self.axes.inverse(mean)
 
 
 @dataclass(frozen=True)
@@ -75,7 +108,8 @@ NO_MARGIN = SumMargin()
 class Stats:
     """The input of a rule: one row per unit (example, person or client). Never released.
 
-    norms [B, G]; dots [B] or None; losses [B] or None; mask [B] is False on padding.
+    norms [B, G]; dots [B] or None; losses [B] or None; probes [B, P] or None, losses at other weights (`View.probes`;
+    zeros in steps that release no statistics); mask [B] is False on padding.
     sigma: noise multiplier of this step. batch: its expected number of units. lr: its learning rate eta.
 
     The last three are no rule's business but that of `privacy.bounds`, which limits factors. norm_bounds [B, G],
@@ -88,6 +122,7 @@ class Stats:
     mask: torch.Tensor
     dots: torch.Tensor | None = None
     losses: torch.Tensor | None = None
+    probes: torch.Tensor | None = None
     sigma: float = 0.0
     batch: float = 1.0
     lr: float = 1.0
@@ -117,7 +152,8 @@ class Released:
     aggregate and divided by the expected batch size and the number of steps that released them. lr: learning rate
     eta_t. steps: number of local steps N. round: t, from 0. rounds: number of rounds T. noise: standard deviation of
     the noise in one coordinate of the aggregate, in units of the largest possible signal eta_t N C; public, since
-    sigma, q and n_k are. asked: number of steps that released statistics; if 0, extra is zero and has no meaning.
+    sigma, q and n_k are. asked: number of steps that released statistics; if 0, extra is zero and has no meaning. moved
+    [d]: by how much the server changed the weights in this round; None where nobody but the caller's optimizer knows.
     """
 
     aggregate: torch.Tensor
@@ -128,9 +164,21 @@ class Released:
     rounds: int
     noise: float = 0.0
     asked: float = 1.0
+    moved: torch.Tensor | None = None
 
 
 # --- the round ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MessageTerms:
+    """How a party writes its clipped sum as a masked message (`privacy.pairwise.integers`); both numbers are public.
+
+    weight: a_k, with which the sum enters the mean gradient: the party's weight over its expected batch. grid: g.
+    """
+
+    weight: float
+    grid: float
 
 
 @dataclass(frozen=True)
@@ -148,9 +196,11 @@ class Assignment:
     """Local learning rate eta_t of this round."""
     statistics_interval: int = 1
     """n: every n-th local step, counted over all rounds, releases the rule's statistics."""
-    noise_parties: int = 1
-    """Number of parties that jointly add one noise vector; each adds 1/noise_parties of its variance. The events are
-    then those of the sum over these parties, and a single update is not private by itself."""
+    noise_parties: float = 1
+    """By how much less variance the party's own noise has than sigma asks for: it adds 1/noise_parties of it. Where it
+    is not 1, the events are those of a sum over parties, and a single update is not private by itself."""
+    message: MessageTerms | None = None
+    """With pairwise masks: how the update is written as integers. None: as an update of its own."""
 
     def asks_statistics(self, round: int, step: int) -> bool:
         """Whether this step of a round (both from 0) releases the rule's statistics beside the gradient."""
@@ -167,6 +217,7 @@ class RoundRequest:
     """A round, as input of an engine: the model, one assignment per participant, one clipping state per participant.
 
     attempt: 0, or the number of times that this round was released and paid before; its randomness is new each time.
+    colluders: with pairwise masks, how many of the participants may collude.
     """
 
     round: int
@@ -176,13 +227,15 @@ class RoundRequest:
     states: tuple[RuleState, ...]
     weight_decay: float = 0.0
     attempt: int = 0
+    colluders: int = 0
 
 
 @dataclass(frozen=True)
 class ClientReply:
     """What a client releases: its update, the extra statistics, and their privacy events.
 
-    delta [d] = theta_k - theta_t. extra [J], per expected unit and step. events: in order of release.
+    delta [d] = theta_k - theta_t; with pairwise masks the party's integers modulo 2^32 instead, int32 [d]. extra [J],
+    per expected unit and step. events: in order of release.
     state: the client's clipping state after the round. diagnostics: NOT private; they exist in
     simulations only, and no party sends them.
     """

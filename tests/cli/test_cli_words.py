@@ -71,7 +71,7 @@ def test_options_win_over_the_file(tmp_path, capsys):
 
 
 def test_no_words_are_the_defaults(tmp_path, capsys):
-    assert settings_of(tmp_path, capsys) == Settings()
+    assert settings_of(tmp_path, capsys) == Settings().replace(clip={"rehearse": True})
 
 
 def test_run_and_plan_share_their_settings():

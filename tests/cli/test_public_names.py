@@ -83,7 +83,8 @@ COMMANDS = {
     "init": {"path", "--debug"},
     "plan": SETTINGS | {"--for-epsilon", "--timing", "--json", "--debug"},
     "rehearse": SETTINGS | {"--again", "--json", "--quiet", "-q", "--debug"},
-    "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--json", "--debug"},
+    "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--parties", "--colluders"}
+    | {"--json", "--debug"},
     "data list": {"--data-dir", "--json", "--debug"},
     "data fetch": {"names", "--data-dir", "--mirror", "--json", "--quiet", "-q", "--debug"},
     "data describe": {"table", "--target", "--out", "--public", "--regression", "--query", "--delimiter"}
@@ -137,6 +138,7 @@ COMMANDS = {
     "study protocol": STUDY,
     "study parties": STUDY,
     "study open": STUDY,
+    "study pairwise": STUDY,
     "demo": {"--out", "--json", "--quiet", "-q", "--debug"},
 }
 

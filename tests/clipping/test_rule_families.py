@@ -136,7 +136,7 @@ def test_a_model_of_one_scalar_is_clipped_by_every_rule(rule: str) -> None:
 def test_without_noise_and_clipping_it_is_plain_sgd_and_with_them_it_is_not(rule: str, groups: str) -> None:
     """eta_C = 0 keeps C still; rules that normalise have no such limit."""
     if RULES[rule].normalises:
-        assert rule in ("auto-s", "psac", "units-of-c", "median")
+        assert rule in ("auto-s", "psac", "units-of-c", "median", "hyfree", "macadam")
         return
     problem = toy_problem(rule)
     problem = dataclasses.replace(problem, groups=problem.layout.layers if groups == "layer" else ())

@@ -85,7 +85,11 @@ def preset_settings(name: str, **train) -> Settings:
     return dataclasses.replace(settings, method=name, **sections)
 
 
-REHEARSED = sorted(name for name, method in METHODS.items() if method.parts["clip"].get("rehearse"))
+REHEARSED = sorted(
+    name
+    for name, method in METHODS.items()
+    if method.parts["clip"].get("rehearse") and method.parts["clip"]["rule"] != "moo"
+)
 PRESETS = sorted(
     name
     for name, method in METHODS.items()

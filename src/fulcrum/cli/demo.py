@@ -70,7 +70,7 @@ def run_demo_method(settings: Settings, folder: Path, quiet: bool) -> dict[str, 
     """One of the runs; returns its summary."""
     from fulcrum import runs as api
 
-    federation = api.prepare(settings)
+    federation = view.rehearse_aloud(api.prepare_unrehearsed(settings), quiet)
     bar = view.make_progress_observer(settings.method.ljust(6), settings.train.rounds, quiet)
     with explain_interruption(folder):
         return api.execute(federation, folder, observers=[bar]).summary

@@ -78,8 +78,14 @@ def explain_failure(error: BaseException) -> tuple[int, str]:
             EXIT_WRONG_INPUT,
             "error: the disk is full; free some space, then start again or continue with fulcrum resume.",
         )
-    if isinstance(error, OSError) and error.filename is not None:
-        return EXIT_WRONG_INPUT, f"error: {error.filename}: {error.strerror}."
+    if is_out_of_memory(error):
+        return EXIT_WRONG_INPUT, (
+            "error: there is not enough memory on the machine or its GPU; free some, take fewer run.workers, a smaller "
+            "train.rate or model, or --device cpu, then start again or continue with fulcrum resume."
+        )
+    if isinstance(error, OSError) and error.strerror is not None:
+        where = f"{error.filename}: " if error.filename is not None else "a file could not be read or written: "
+        return EXIT_WRONG_INPUT, f"error: {where}{error.strerror}."
     return (
         EXIT_FAILED,
         f"internal error: {type(error).__name__}: {_to_one_line(error)}; run again with --debug to see where.",
@@ -93,6 +99,12 @@ def is_disk_full(error: BaseException | None) -> bool:
         or getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
         or "No space left on device" in str(error)
     )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed, on the host or on the device, whichever library noticed."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # torch's own class by name: it may not be imported
+    return isinstance(error, MemoryError) or "OutOfMemoryError" in kinds or "can't allocate memory" in str(error)
 
 
 def _format_error(error: BaseException) -> str:

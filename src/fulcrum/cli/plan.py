@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -66,7 +66,8 @@ def plan(
     if as_json:
         of_ledger = {"ledger": {name: vars(balance) for name, balance in left.items()}} if left else {}
         scored = {} if federation.evaluation is None else {"evaluation": describe_evaluation(federation.evaluation)}
-        view.print_json({**forecast.to_json(), **scored, **of_ledger})
+        masks = {"pairwise": make_collusion_rows(made)} if made.is_pairwise else {}
+        view.print_json({**forecast.to_json(), **scored, **of_ledger, **masks})
         return
     for warning in [*show.collect_run_warnings(federation), *list_weaknesses(federation), *short]:
         view.print_message(f"warning: {warning}")
@@ -78,6 +79,8 @@ def plan(
         view.print_table(add_accountant_columns(PARTY_COLUMNS, made), rows)
     for line in describe_schedule(made):
         view.print_line(line)
+    if made.is_pairwise:
+        print_collusion_table(made)
     whole = made.compute_noise_to_signal(dim)
     view.print_line(
         f"all parties together  noise / C {view.format_value(whole.ratio)}, "
@@ -105,6 +108,26 @@ def plan(
     print_forecast(forecast)
     if left:
         print_ledger_balances(settings.run.ledger, left, made.rounds)
+
+
+def make_collusion_rows(made: Plan) -> list[dict[str, Any]]:
+    """The table of colluders as JSON: colluders, sigma_eff, epsilon."""
+    from fulcrum.privacy.plan.collusion import make_collusion_table
+    from fulcrum.privacy.plan.text import infinity_to_text
+
+    return [{**vars(row), "epsilon": infinity_to_text(row.epsilon)} for row in make_collusion_table(made)]
+
+
+def print_collusion_table(made: Plan) -> None:
+    """Epsilon by the number of parties that collude with the server."""
+    from fulcrum.privacy.plan.collusion import make_collusion_table
+
+    view.print_line(f"pairwise masks  {made.colluders} of {made.parties} parties may collude with the server")
+    rows: list[tuple[view.TableValue, ...]] = [
+        (f"{row.colluders}", view.format_value(row.sigma_eff), view.format_epsilon(row.epsilon))
+        for row in make_collusion_table(made)
+    ]
+    view.print_table(("parties that collude", "sigma_eff", "epsilon at the end"), rows)
 
 
 def print_ledger_balances(path: str, left: Mapping[str, PartyBalance], rounds: int) -> None:

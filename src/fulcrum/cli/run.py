@@ -44,7 +44,7 @@ def run(
     if no_rehearsal:
         settings = settings.replace(clip={"rehearse": False})
     watching = [api.find_observer(name) for name in observe]
-    federation = api.prepare(settings)
+    federation = view.rehearse_aloud(api.prepare_unrehearsed(settings), quiet)
     folder = (
         out if out is not None else choose_free_folder(f"{make_source_slug(settings.data.source)}-{settings.method}")
     )

@@ -33,6 +33,7 @@ BUILT_IN_STUDIES: dict[str, str] = {
     "parties": "The score over the number of parties, which the paper does not state, for moo and dp-sgd.",
     "robustness": "Every rule from every C0 and learning rate of a grid: does it need them tuned?",
     "no-tuning": "The default against the best fixed C and learning rate, over many federations.",
+    "pairwise": "Shared noise and masks that cancel: accuracy by how many parties may collude with the server.",
     "open": "The open track: the same privacy with fixed features, each party's own noise or one shared dose.",
 }
 """What `fulcrum study --help` says of the studies that come with Fulcrum."""
@@ -108,7 +109,7 @@ def prepare(
     seeds: SeedsOption = 0,
     done: Annotated[
         list[Path], typer.Option("--done", help="Folder with finished runs to leave out; repeat for more.")
-    ] = [Path("results/paper"), Path("results/robustness"), Path("results/open"), Path("results/no-tuning")],  # noqa: B006
+    ] = [Path("results") / name for name in ("paper", "robustness", "open", "no-tuning", "pairwise")],  # noqa: B006
     pack: Annotated[Path | None, typer.Option("--pack", help="Also write digits.npz into this folder.")] = None,
     experiments: ExperimentsOption = None,
     debug: DebugOption = False,

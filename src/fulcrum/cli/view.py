@@ -23,6 +23,7 @@ from fulcrum.study.records import StudyScore
 
 if TYPE_CHECKING:
     from fulcrum.runs import Observer, Result, RunInfo
+    from fulcrum.training.federation import Federation
     from fulcrum.types import RoundResult
 
 TableValue = object
@@ -163,6 +164,16 @@ def make_sparkline(values: Sequence[float], width: int = 12) -> str:
     if high - low < 1e-9:
         return ""
     return "".join(SPARKLINE_BARS[round((x - low) / (high - low) * (len(SPARKLINE_BARS) - 1))] for x in logs)
+
+
+def rehearse_aloud(federation: Federation, quiet: bool = False) -> Federation:
+    """The federation with what a rehearsal chose, after a message where it takes its time."""
+    from fulcrum import runs as api
+
+    coming = api.describe_coming_rehearsal(federation)
+    if coming:
+        print_message(coming, quiet)
+    return api.apply_rehearsal(federation)
 
 
 def make_notes_observer() -> Observer:

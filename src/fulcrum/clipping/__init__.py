@@ -9,6 +9,8 @@ from __future__ import annotations
 from fulcrum.clipping.dynamic import DYNAMIC
 from fulcrum.clipping.fixed import FIXED, NONE, bound_C, clip_to_C, equal_shares, no_extra, plain_view, shrink
 from fulcrum.clipping.histogram import DC_SGD
+from fulcrum.clipping.hyfree import HYFREE
+from fulcrum.clipping.macadam import MACADAM
 from fulcrum.clipping.median import MEDIAN
 from fulcrum.clipping.moo import MOO, MOO_C
 from fulcrum.clipping.moo_paper import MOO_PAPER, MOO_PAPER_BATCH
@@ -42,6 +44,8 @@ for _rule in (
     UNITS_OF_C,
     OSO,
     DC_SGD,
+    HYFREE,
+    MACADAM,
 ):
     RULES.add(_rule.name, _rule)
 

@@ -231,7 +231,7 @@ def check_stacking(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
     released = _make_random_release(shape, len(given[0].extra), 1, generator)
     fields = {
         name: torch.stack([getattr(each, name) for each in stats])
-        for name in ("norms", "mask", "dots", "losses")
+        for name in ("norms", "mask", "dots", "losses", "probes")
         if getattr(stats[0], name) is not None
     }
 
@@ -343,7 +343,8 @@ def _run_history(rule: ClipRule, settings: Clip, shape: ModelFacts, size: int) -
 def _make_random_release(shape: ModelFacts, width: int, t: int, generator: torch.Generator) -> Released:
     aggregate = torch.randn(shape.dim, generator=generator) + 0.5
     extra = torch.randn(width, generator=generator)
-    return Released(aggregate, extra, 0.5, 1.0, t, TEST_ROUNDS, asked=1.0, noise=TEST_SIGMA / TEST_BATCH_SIZE)
+    noise, moved = TEST_SIGMA / TEST_BATCH_SIZE, 0.7 * aggregate
+    return Released(aggregate, extra, 0.5, 1.0, t, TEST_ROUNDS, asked=1.0, noise=noise, moved=moved)
 
 
 def _coordinate_groups(shape: ModelFacts) -> torch.Tensor:
@@ -355,8 +356,11 @@ def _compute_contribution(
 ) -> Contribution:
     view = rule.view(state, 0, TEST_ROUNDS)
     losses = torch.nan_to_num(gradients).abs().clamp_max(10.0).mean(dim=1)
+    groups, probes = _coordinate_groups(shape), None
+    if view.probes is not None:  # any numbers will do, and some that are none
+        probes = torch.stack([(1 + i) * gradients[:, 0] for i in range(len(view.probes))], dim=1)
     return compute_contribution(
-        rule, view, state, gradients, losses, _coordinate_groups(shape), TEST_SIGMA, TEST_BATCH_SIZE, mask
+        rule, view, state, gradients, losses, groups, TEST_SIGMA, TEST_BATCH_SIZE, mask, probes=probes
     )
 
 
@@ -367,7 +371,7 @@ def _compute_finite_stats(rule: ClipRule, state: RuleState, shape: ModelFacts, g
 
 def _select_unit(stats: Stats, i: int) -> Stats:
     """The statistics of one unit."""
-    named = ((name, getattr(stats, name)) for name in ("norms", "mask", "dots", "losses"))
+    named = ((name, getattr(stats, name)) for name in ("norms", "mask", "dots", "losses", "probes"))
     return dataclasses.replace(stats, **{name: value[i : i + 1] for name, value in named if value is not None})
 
 
@@ -405,4 +409,4 @@ def _measure_noise_precision(bounds: Bounds, on_sum: torch.Tensor, on_extra: tor
 def _to_model_coordinates(rule: ClipRule, given: Contribution) -> torch.Tensor:
     """The clipped sum in the model's coordinates."""
     view = rule.view(given.state, 0, TEST_ROUNDS)
-    return given.sum if view.transform is None else view.transform.inverse(given.sum)
+    return view.restore_gradient(given.sum.clone(), 1.0)

@@ -63,13 +63,13 @@ def choose_randomness(settings: Settings, dataset: Dataset) -> str:
     """
     if settings.privacy.randomness != "auto":
         return settings.privacy.randomness
-    simulated = dataset.public or settings.privacy.aggregation != "plain"
+    simulated = dataset.public or settings.privacy.aggregation == "ideal-secagg"
     return "seeded" if simulated else "secure"
 
 
 def describe_simulation(settings: Settings) -> str:
     """The warning of a run on private data whose noise somebody can know."""
-    if settings.privacy.aggregation != "plain":
+    if settings.privacy.aggregation == "ideal-secagg":
         return (
             "This is a simulation and protects nobody: privacy.aggregation = 'ideal-secagg' is not implemented, so "
             "the server would see every update."

@@ -24,10 +24,11 @@ from fulcrum.training.client import (
     StepFn,
     StepRequest,
     StepSample,
+    compute_probe_losses,
     make_materialised_step,
     run_local_steps,
 )
-from fulcrum.training.clipped_sum import Contribution, clip_batch
+from fulcrum.training.clipped_sum import Contribution, clip_batch, fill_probes
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import Assignment, ClientReply, RoundRequest, RuleState, Stats, View
 
@@ -53,19 +54,21 @@ def make_ghost_step(follow: GradientRecorder, map_pieces: MapPieces | None = Non
     def work(
         problem: TrainingProblem, sample: StepSample, view: View, state: RuleState, terms: LocalStepTerms
     ) -> Contribution:
-        if view.transform is not None:
+        if view.needs_gradients:
             return written_out(problem, sample, view, state, terms)
         if problem.unit != "example":
             found = _clip_units(follow, problem, sample, view, state, terms)
             return written_out(problem, sample, view, state, terms) if found is None else found
         x, y = sample.records(problem)
+        probes = compute_probe_losses(problem, follow, sample)
         pieces = follow.split(sample.theta, x, y) if sample.count else ()
         if len(pieces) < 2 or not problem.rule.sound:
-            return clip_tape(problem, follow(sample.theta, x, y), sample.count, view, state, terms)
+            return clip_tape(problem, follow(sample.theta, x, y), sample.count, view, state, terms, probes)
 
         def work_on_piece(recorder: GradientRecorder, piece: slice) -> Contribution:
             tape = recorder.record_piece(sample.theta, x, y, piece)
-            return clip_tape(problem, tape, sample.count, view, state, terms)
+            here = None if probes is None else probes[piece]
+            return clip_tape(problem, tape, sample.count, view, state, terms, here)
 
         return add_contributions(map_pieces(work_on_piece, pieces))
 
@@ -91,6 +94,7 @@ def _clip_units(
     slots = sample.slots.to(problem.device)
     numbers = torch.bincount(slots, minlength=sample.count)
     most = max(piece.stop - piece.start for piece in follow.split(sample.theta, x, y))
+    probes = compute_probe_losses(problem, follow, sample)
     found: list[Contribution] = []
     for units in _group_units(numbers, most):
         local = torch.full_like(numbers, -1)
@@ -102,7 +106,8 @@ def _clip_units(
         joined = join_units(tape, local[slots[rows]], len(units))
         if not joined.is_finite:
             return None
-        found.append(clip_tape(problem, joined, sample.count, view, state, terms))
+        here = None if probes is None else probes[units]
+        found.append(clip_tape(problem, joined, sample.count, view, state, terms, here))
     return found[0] if len(found) == 1 else add_contributions(found)
 
 
@@ -125,9 +130,14 @@ def clip_tape(
     view: View,
     state: RuleState,
     terms: LocalStepTerms,
+    probes: torch.Tensor | None = None,
     table: NormTable | None = None,
 ) -> Contribution:
-    """The clipped sum of a tape, which is all or a piece of a batch of so many units. table: its norms, if known."""
+    """The clipped sum of a tape, which is all or a piece of a batch of so many units.
+
+    probes [B, P]: the units' losses at the probes of the view; None where they were not computed. table: the norms of
+    the tape; None where they are not known.
+    """
     losses = tape.losses
     table = table or tape.norm_table(problem.groups)
     stats = Stats(
@@ -138,6 +148,7 @@ def clip_tape(
         mask=torch.ones(len(losses), dtype=torch.bool, device=problem.device),
         dots=None if view.direction is None else tape.dots(view.direction),
         losses=losses if view.losses else None,
+        probes=fill_probes(view, len(losses), probes, losses),
         sigma=terms.sigma,
         batch=terms.batch,
         lr=terms.lr,
@@ -200,7 +211,7 @@ def _clip_together(
 ) -> list[Contribution] | None:
     """The clipped sums of several clients' samples from one pass; None where each client must go alone."""
     counts = [each.sample.count for each in asked]
-    if len(asked) < 2 or not all(counts) or any(each.view.transform is not None for each in asked):
+    if len(asked) < 2 or not all(counts) or any(each.view.needs_gradients for each in asked):
         return None
     records = problem.dataset.records
     rows = torch.cat([each.sample.rows for each in asked])
@@ -218,7 +229,8 @@ def _clip_together(
     for each, part, count in zip(asked, parts, counts, strict=True):
         own = tape.select(part.start, part.stop)
         norms = NormTable(*(values[part] for values in table))
-        found.append(clip_tape(problem, own, count, each.view, each.state, each.terms, norms))
+        probes = compute_probe_losses(problem, follow, each.sample)
+        found.append(clip_tape(problem, own, count, each.view, each.state, each.terms, probes, norms))
     return found
 
 

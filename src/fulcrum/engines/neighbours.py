@@ -102,9 +102,10 @@ def _sum_on_one_client(ghost: bool) -> SumsFn:
             problem = dataclasses.replace(problem, rule=leave_out(problem.rule, present))
         recorder = problem.make_recorder()
         work = (make_ghost_step if ghost else make_materialised_step)(recorder)
-        sample = StepSample(step.theta, step.rows, step.slots, step.count)
+        view = problem.rule.view(state, 0, 1)
+        sample = StepSample(step.theta, step.rows, step.slots, step.count, probes=view.probes)
         with use_matmul_precision(problem.precision, problem.device):
-            found = work(problem, sample, problem.rule.view(state, 0, 1), state, step.terms)
+            found = work(problem, sample, view, state, step.terms)
         reach = float(torch.linalg.vector_norm(found.bounds.C.double()))
         return StepSums(found.sum.double(), found.extra.double(), reach, float(found.bounds.extra))
 

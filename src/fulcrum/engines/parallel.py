@@ -48,7 +48,9 @@ class ParallelEngine(Engine):
             yield from (self._train_in_pieces(request, *pair) for pair in pairs)
             return
         groups = self._group_clients(request, [task for task, _ in pairs])
-        futures = {i: pool.submit(self._train_group, request, [pairs[k] for k in g], stop) for i, g in enumerate(groups)}
+        futures = {
+            i: pool.submit(self._train_group, request, [pairs[k] for k in g], stop) for i, g in enumerate(groups)
+        }
         place = {k: (i, n) for i, group in enumerate(groups) for n, k in enumerate(group)}
         try:
             for k in range(len(pairs)):

@@ -199,7 +199,7 @@ class PartyService:
             events=events_to_rows(update.events),
         )
         after = _state_to_bytes(trainer.adapt_own_state(facts, asked, update)) if own else None
-        self.replies.put(run, t, request.digest, reply, after)
+        self.replies.put(run, t, request.digest, reply, after, self.ledger.head())
         self.ledger.settle(run, t, {self.name: compute_reply_digest(update)})
         self.say(
             f"round {t + 1} of {header['rounds']}: epsilon so far {format_epsilon(self.ledger.epsilon(self.name))}"
@@ -388,6 +388,7 @@ def open_party_service(
             say=say,
         )
         try:
+            service.replies.check_ledger(service.ledger)
             yield service
         finally:
             service.close()

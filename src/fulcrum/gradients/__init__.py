@@ -56,7 +56,7 @@ __all__ = [
     "retain_freed_memory",
 ]
 
-PASS_MEMORY_BYTES = {"cpu": 12 * 2**20, "cuda": 4 * 2**30}
+PASS_MEMORY_BYTES = {"cpu": 24 * 2**20, "cuda": 4 * 2**30}
 """Maximum bytes of layer inputs and outputs per pass: a larger batch is processed in pieces. On a CPU a higher limit
 saves a few percent of the time, but every worker needs that memory."""
 

@@ -44,9 +44,7 @@ class LayerOp:
     suits: Callable[[Any, Tensor], bool] = lambda layer, x: True
     spare: bool = False
     output: Callable[[Any, Tensor, LayerParams], Tensor] | None = None
-    run_parts: (
-        Callable[[Any, Tensor, Sequence[LayerParams], Sequence[slice]], tuple[Tensor, Any]] | None
-    ) = None
+    run_parts: Callable[[Any, Tensor, Sequence[LayerParams], Sequence[slice]], tuple[Tensor, Any]] | None = None
 
 
 # --- any layer, by autograd ---------------------------------------------------------------------

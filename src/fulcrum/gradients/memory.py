@@ -22,4 +22,5 @@ def retain_freed_memory(bytes_kept: int = 2**29) -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     wanted = {M_TRIM_THRESHOLD: bytes_kept, M_MMAP_THRESHOLD: LARGEST_MMAP_THRESHOLD, M_ARENA_MAX: 1}
-    return all([bool(mallopt(name, value)) for name, value in wanted.items()])
+    taken = [bool(mallopt(name, value)) for name, value in wanted.items()]  # each of them, also after a refusal
+    return all(taken)

@@ -88,7 +88,7 @@ def forward_parts(
             own = node.site.own.items()
             each = tuple({**node.frozen, **{name: given[place] for name, place in own}} for given in tensors)
             params = each if parts else each[0]
-        if move.output is not None and not keep and not parts:
+        if move.output is not None and not keep and not isinstance(params, tuple):
             h = move.output(layer, h, params)
         else:
             x = h

@@ -108,7 +108,7 @@ def clip_tape(terms: LoopTerms, state: RuleState, step: int, tape: GradientTape 
     rule = terms.rule
     view = rule.view(state, step, terms.steps)
     sigma = terms.plan.assignment(0, step, 1.0).sigma
-    if isinstance(tape, RowsTape) or view.transform is not None:
+    if isinstance(tape, RowsTape) or view.needs_gradients:
         rows = tape.rows if isinstance(tape, RowsTape) else tape.matrix()
         where = assign_coordinate_groups(terms.layout, terms.groups).to(rows.device)
         given = compute_contribution(rule, view, state, rows, tape.losses, where, sigma, terms.batch)
@@ -173,7 +173,7 @@ def release_step(
         digest.update(value.detach().cpu().contiguous().numpy().tobytes())
     account.settle(step, digest.hexdigest(), attempt)
     view = rule.view(state, step, terms.steps)
-    gradient = (noisy if view.transform is None else view.transform.inverse(noisy)) / terms.batch
+    gradient = view.restore_gradient(noisy, terms.batch)
     noise = gradient_multiplier(rule.share, task.sigma, terms.batch) / terms.batch
     released = Released(-gradient, extra / terms.batch, 1.0, 1.0, step, terms.steps, noise, float(asked))
     return StepRelease(gradient, rule.apply(state, released), rule.adapt(state, released))

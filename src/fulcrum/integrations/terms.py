@@ -221,6 +221,11 @@ def refuse_method(settings: Settings, rule: ClipRule) -> None:
         raise ConfigError(
             f"clip.rule = {rule.name!r} reads raw private values, so its epsilon is no guarantee; choose another."
         )
+    if rule.view(rule.init(settings.clip, ModelFacts(1, (1,))), 0, 1).probes is not None:
+        raise ConfigError(
+            f"clip.rule = {rule.name!r} asks for losses at other weights, which a loop of your own does not compute; "
+            "use fulcrum.train."
+        )
     if settings.data.validation or settings.privacy.evaluation_epsilon is not None:
         raise ConfigError(
             "data.validation is for fulcrum.train; in a loop, keep public records for evaluation yourself."

@@ -81,29 +81,37 @@ MAX_ROW_ELEMENTS = 2**24
 
 
 def release_rows_on_grid(
-    clipped: Tensor, scales: Sequence[float], streams: Sequence[tuple[CipherRandomness, StreamKey]]
+    clipped: Tensor,
+    scales: Sequence[float],
+    streams: Sequence[tuple[CipherRandomness, StreamKey]],
+    grids: Sequence[float] | None = None,
 ) -> list[GridRelease]:
-    """The releases of several sums [T, m], each with its own scale and stream; one read from the device for all."""
+    """The releases of several sums [T, m], each with its own scale and stream; one read from the device for all.
+
+    grids: powers of two with scale / grid < 2^21, where they do not follow from the scales (`choose_grid`).
+    """
+    grids = [choose_grid(scale) for scale in scales] if grids is None else grids
     if clipped.device.type == "cpu":
-        return [_release_on_host(*given) for given in zip(clipped, scales, streams, strict=True)]
+        return [_release_on_host(*given) for given in zip(clipped, scales, streams, grids, strict=True)]
     found: list[GridRelease] = []
     step = max(1, MAX_ROW_ELEMENTS // max(1, clipped.shape[1]))
     for start in range(0, len(clipped), step):
         part = slice(start, start + step)
-        found += _release_some_rows(clipped[part], scales[part], streams[part])
+        found += _release_some_rows(clipped[part], scales[part], streams[part], grids[part])
     return found
 
 
-def _release_on_host(clipped: Tensor, scale: float, stream: tuple[CipherRandomness, StreamKey]) -> GridRelease:
+def _release_on_host(
+    clipped: Tensor, scale: float, stream: tuple[CipherRandomness, StreamKey], grid: float
+) -> GridRelease:
     """The release of one sum [m] on a CPU."""
-    grid = choose_grid(scale)
     x = clipped.detach()
     largest = _find_largest(x)
     if not math.isfinite(largest):
         x = _read_finite(x)
         largest = _find_largest(x)
     if not len(x) or largest >= host_noise.LARGEST_SIZE * grid:
-        return _release_some_rows(x[None], [scale], [stream])[0]
+        return _release_some_rows(x[None], [scale], [stream], [grid])[0]
     source, key = stream
     place, half = source.locate_stream(key), -(-len(x) // 2)
     units = torch.empty(len(x), dtype=torch.int32)
@@ -135,9 +143,12 @@ def _read_pair(key: bytes, nonce: Nonce, pair: int, half: int) -> tuple[int, int
 
 
 def _release_some_rows(
-    clipped: Tensor, scales: Sequence[float], streams: Sequence[tuple[CipherRandomness, StreamKey]]
+    clipped: Tensor,
+    scales: Sequence[float],
+    streams: Sequence[tuple[CipherRandomness, StreamKey]],
+    grids: Sequence[float] | None = None,
 ) -> list[GridRelease]:
-    grids = [choose_grid(scale) for scale in scales]
+    grids = [choose_grid(scale) for scale in scales] if grids is None else grids
     count, device = clipped.shape[1], clipped.device
     words = draw_many_words([source.locate_stream(key) for source, key in streams], count_normal_words(count), device)
     half = words.shape[1] // 2

@@ -107,15 +107,15 @@ def _round_pairs(
         given, uniform, t, turns, radius, angle, wave, exact, rounded = views
         if alone:
             read_first(words)
-            places = ((exact.view(-1)[:count], rounded.view(-1)[:count], slice(0, count)),)
+            places = [(exact.view(-1)[:count], rounded.view(-1)[:count], slice(0, count))]
         else:
             read_first(given[0])
             read_second(given[1])
             last = min(n, count - half - start)  # an odd number has no sine at its end
-            places = (
+            places = [
                 (exact[0], rounded[0], slice(start, start + n)),
                 (exact[1, :last], rounded[1, :last], slice(half + start, half + start + last)),
-            )
+            ]
         torch.add(MIDDLE, given, alpha=2.0**-64, out=uniform)
         # The radius in grid units, s R / g: see `words_to_normals`. U - 1 is t - 1 for t > 0 and t for t < 0.
         torch.sub(t, torch.ceil(t, out=radius), out=radius).clamp_min_(2.0**-53 - 1.0)

@@ -27,13 +27,13 @@ from fulcrum.types import Assignment, Bounds, RuleState
 class NoiseMultipliers:
     """The noise of a release in units of the bounds: a multiplier for the sum and one for the extra statistics.
 
-    Numbers, or tensors [T] for T tasks; 0: no noise. noise_parties: number of parties that jointly add one noise
-    vector; each adds 1/noise_parties of its variance.
+    Numbers, or tensors [T] for T tasks; 0: no noise. noise_parties: parties jointly add one noise vector, and this one
+    adds 1/noise_parties of its variance.
     """
 
     sum: float | Tensor
     extra: float | Tensor
-    noise_parties: int = 1
+    noise_parties: float = 1
 
 
 def make_step_event(rule: ClipRule, rate: float, sigma: float, batch: float, asked: bool = True) -> Event:
@@ -60,7 +60,7 @@ def compute_planned_events(task: Assignment, rule: ClipRule, batch: float, round
 
 
 def compute_noise_multipliers(
-    rule: ClipRule, sigma: float, batch: float, asked: bool = True, shares: int = 1
+    rule: ClipRule, sigma: float, batch: float, asked: bool = True, shares: float = 1
 ) -> NoiseMultipliers:
     """The noise of one step at multiplier `sigma`, split between the sum and the extra statistics.
 
@@ -74,7 +74,7 @@ def compute_noise_multipliers(
     if sigma == 0 or not rule.private:
         return NoiseMultipliers(0.0, 0.0)
     share = rule.share(sigma, batch)
-    if shares > 1 and share > 0:
+    if shares != 1 and share > 0:
         raise ValueError("parties share the noise of gradients only, and this rule releases statistics too")
     on_extra = sigma / share**0.5 if share > 0 and asked else 0.0
     return NoiseMultipliers(gradient_multiplier(rule.share, sigma, batch), on_extra, shares)
@@ -110,7 +110,7 @@ def scale_noise(bounds: Bounds, multipliers: NoiseMultipliers, asked: bool | Ten
     # float64, and a little more than the norm: its own rounding must not make the noise too small.
     reach = torch.linalg.vector_norm(bounds.C.double(), dim=-1) * (1 + 2.0**-40)
     on_sum: float | Tensor = reach * multipliers.sum
-    if multipliers.noise_parties > 1:
+    if multipliers.noise_parties != 1:
         on_sum = on_sum / multipliers.noise_parties**0.5
     if isinstance(multipliers.sum, Tensor):
         on_sum = on_sum.masked_fill(multipliers.sum == 0, 0)  # type: ignore[union-attr]
@@ -178,7 +178,7 @@ GAUSSIAN_MECHANISM = Mechanism(init=lambda dim: {}, scale=scale_noise, release=a
 
 
 def compute_charged_scale(
-    rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True, shares: int = 1
+    rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True, shares: float = 1
 ) -> ChargedNoiseScale:
     """Noise and event of one step at multiplier `sigma`; see `compute_noise_multipliers`."""
     multipliers = compute_noise_multipliers(rule, sigma, batch, asked, shares)

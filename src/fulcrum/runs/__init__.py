@@ -30,7 +30,7 @@ from fulcrum.runs.preparation import (
     prepare,
     prepare_unrehearsed,
 )
-from fulcrum.runs.rehearsal import apply_rehearsal
+from fulcrum.runs.rehearsal import apply_rehearsal, describe_coming_rehearsal
 from fulcrum.runs.result import Result
 from fulcrum.runs.stored_model import TrainedModel, load, load_trained
 
@@ -45,6 +45,7 @@ __all__ = [
     "apply_rehearsal",
     "collect_ledger_warnings",
     "derive_federation",
+    "describe_coming_rehearsal",
     "execute",
     "find_device",
     "find_observer",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fulcrum.clipping import RULES, find_rule
+from fulcrum.clipping import RULES, ClipRule, ModelFacts, find_rule
 from fulcrum.clipping.moo import ALIGNMENT_FUNCTIONS
 from fulcrum.clipping.moo_paper import PAPER_READINGS
 from fulcrum.clipping.rule import CLIP_GROUPINGS, resolve_rule_options
@@ -75,8 +75,25 @@ def check_choices(settings: Settings) -> Settings:
     """Return the settings, or raise ConfigError naming the first name that nothing implements, and the nearest."""
     for path, names in SETTING_CHOICES.items():
         _check_choice(path, get_setting(settings, path), names)
-    resolve_rule_options(find_rule(settings.clip.rule), settings.clip.options)
+    rule = find_rule(settings.clip.rule)
+    resolve_rule_options(rule, settings.clip.options)
+    _check_rule_fits(settings, rule)
     return settings
+
+
+def _check_rule_fits(settings: Settings, rule: ClipRule) -> None:
+    """Refuse a rule with a unit or a server optimiser that cannot give it, or know of it, what it needs."""
+    view = rule.view(rule.init(settings.clip, ModelFacts(2, (2,))), 0, settings.train.rounds)
+    if view.probes is not None and settings.privacy.unit == "client":
+        raise ConfigError(
+            f"clip.rule = {rule.name!r} asks the parties for losses of their records, which privacy.unit = 'client' "
+            "does not release; use the unit example or person."
+        )
+    if SERVERS.find(settings.train.server).corrects and (rule.where != "server" or view.needs_gradients):
+        raise ConfigError(
+            f"train.server = {settings.train.server!r} needs one noise for all coordinates and parties, which "
+            f"clip.rule = {rule.name!r} does not have; use the server optimiser adam, or the rule fixed."
+        )
 
 
 def _check_choice(path: str, name: str, names: Collection[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -48,8 +49,7 @@ class RunFolder:
         if path.is_file():
             raise RunError(f"{path} is a file; choose a new folder as --out.")
         if path.exists() and any(path.iterdir()):
-            goes_on = f", or continue it: fulcrum resume {path}" if (path / "run.json").is_file() else "."
-            raise RunError(f"folder {path} exists and is not empty; choose another --out{goes_on}")
+            refuse_taken_folder(path, "fulcrum resume")
         try:
             (path / "checkpoints").mkdir(parents=True)
         except OSError as error:
@@ -98,20 +98,27 @@ class RunFolder:
         """Write the state after a round and drop checkpoints older than the last two."""
         folder = self.path / "checkpoints"
         name = f"round-{snapshot.round:06d}.safetensors"
-        write_file_atomically(folder / name, save(snapshot.to_tensors(), {"round": str(snapshot.round)}))
+        tensors = snapshot.to_tensors()
+        digest = compute_checkpoint_digest(self._read_run_id(), snapshot.round, tensors)
+        facts = {"round": str(snapshot.round), "digest": digest}
+        write_file_atomically(folder / name, save(tensors, facts))
         for old in sorted(folder.glob("round-*.safetensors"))[:-CHECKPOINTS_KEPT]:
             old.unlink()
 
     def load_last_snapshot(self, device: torch.device) -> Snapshot | None:
-        """The newest readable checkpoint, or None where there is none."""
+        """The newest whole checkpoint, or None where there is none.
+
+        One that was damaged, renamed or put there from another run is passed over: its digest does not fit.
+        """
+        run = self._read_run_id()
         for file in sorted((self.path / "checkpoints").glob("round-*.safetensors"), reverse=True):
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-                    return Snapshot.from_tensors(int(opened.metadata()["round"]), tensors, device)
-            except (SafetensorError, KeyError, TypeError, ValueError):
-                continue
+            with contextlib.suppress(OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError):
+                return _read_checkpoint(file, run, device)
         return None
+
+    def _read_run_id(self) -> str:
+        """The run that the checkpoints belong to; empty before it has a name."""
+        return str(load_run_json(self.path, "run.json").get("id", "")) if (self.path / "run.json").is_file() else ""
 
     def truncate_metrics(self, rounds: int) -> list[dict[str, Any]]:
         """Keep the first `rounds` lines of metrics.jsonl and return them."""
@@ -126,6 +133,41 @@ class RunFolder:
     def write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write metrics.jsonl anew."""
         self.write_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def refuse_taken_folder(path: Path, command: str) -> None:
+    """Raise RunError: a new run cannot begin in this folder. command: the one that continues the run in it."""
+    if (path / "run.json").is_file():
+        raise RunError(f"folder {path} holds a run; choose another --out, or continue it: {command} {path}")
+    if (path / "lock").is_file() and (path / "checkpoints").is_dir():
+        raise RunError(
+            f"folder {path} holds a start that was killed before its first round, when nothing had been released; "
+            "remove the folder, or choose another --out."
+        )
+    raise RunError(f"folder {path} exists and is not empty; choose another --out.")
+
+
+def _read_checkpoint(file: Path, run: str, device: torch.device) -> Snapshot:
+    """The snapshot in a checkpoint; ValueError (or the reader's own error) where it is not as it was written."""
+    with safe_open(file, framework="pt") as opened:
+        facts = opened.metadata() or {}
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    round = int(facts["round"])
+    if file.name != f"round-{round:06d}.safetensors":
+        raise ValueError(f"{file} holds round {round}")
+    whole = compute_checkpoint_digest(run, round, tensors)
+    if facts.get("digest", whole) != whole:  # earlier versions wrote none
+        raise ValueError(f"{file} is not as it was written")
+    return Snapshot.from_tensors(round, tensors, device)
+
+
+def compute_checkpoint_digest(run: str, round: int, tensors: Mapping[str, torch.Tensor]) -> str:
+    """A digest of a checkpoint: its run and round, and the names, types, shapes and bits of its tensors on the CPU."""
+    h = hashlib.blake2b(f"{run}|{round}".encode(), digest_size=16)
+    for name, value in sorted(tensors.items()):
+        h.update(f"|{name}|{value.dtype}|{tuple(value.shape)}|".encode())
+        h.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return h.hexdigest()
 
 
 def make_fact_entries(facts: ScoreFacts) -> dict[str, Any]:

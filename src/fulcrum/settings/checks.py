@@ -62,6 +62,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "clip.shrink": (0, True, 1e6, True),
     "clip.stability": (1e-9, True, 1e6, True),
     "clip.statistics_interval": (0, True, math.inf, False),
+    "clip.statistics_rounds": (0, True, math.inf, False),
     "privacy.epsilon": (0, False, math.inf, False),
     "privacy.sigma": (1e-6, True, 1e9, True),
     "privacy.delta": (0, False, 1, False),
@@ -69,6 +70,7 @@ SETTING_RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "privacy.evaluation_epsilon": (0, False, math.inf, False),
     "privacy.budget_delta": (0, False, 1, False),
     "privacy.max_participations": (0, True, math.inf, False),
+    "privacy.colluders": (0, True, math.inf, False),
     "privacy.rho_mu": (1e-6, True, 1e6, True),
     "client_level.weight_cap": (0, True, math.inf, False),
     "client_level.min_weight": (0, False, 1, True),
@@ -155,6 +157,36 @@ def _check_combinations(settings: Settings) -> None:
         )
     if privacy.aggregation == "ideal-secagg":
         _check_secure_sum_settings(settings)
+    if privacy.aggregation == "pairwise":
+        _check_pairwise_settings(settings)
+
+
+def _check_pairwise_settings(settings: Settings) -> None:
+    """Refuse settings that masked sums do not cover: what is proved is one step per round, and units within parties."""
+    train, privacy = settings.train, settings.privacy
+    steps = compute_local_steps(train)
+    wrong = {
+        "privacy.unit": (
+            privacy.unit,
+            "example or person: a trusted server would need no masks",
+            privacy.unit == "client",
+        ),
+        "train.steps": (
+            steps,
+            "1: later steps would start from weights with too little noise, and nobody has a proof for them",
+            steps != 1,
+        ),
+        "privacy.colluders": (
+            privacy.colluders,
+            "a whole number of parties, or a fraction below 1",
+            privacy.colluders > 1 and not float(privacy.colluders).is_integer(),
+        ),
+    }
+    for path, (value, right, bad) in wrong.items():
+        if bad:
+            raise ConfigError(
+                f"{path} = {value!r} does not go with privacy.aggregation = 'pairwise'; it must be {right}."
+            )
 
 
 def _check_secure_sum_settings(settings: Settings) -> None:

@@ -43,15 +43,22 @@ METHODS: dict[str, MethodPreset] = {
     for method in (
         MethodPreset(
             name="moo",
-            summary="private; C and the step length find their own values from what is released anyway",
-            parts={"clip": {"rule": "moo"}},
+            summary="private; C and the step length are found on made-up data first, then from what is released anyway",
+            parts={"clip": {"rule": "moo", "rehearse": True}},
             unit="example",
             reference="after Ranaweera et al., multi-objective clipping; here C moves on released values only",
         ),
         MethodPreset(
             name="moo-rehearsed",
-            summary="as moo, with step, C0, learning rate and schedule chosen beforehand on made-up data",
+            summary="the same as moo",
             parts={"clip": {"rule": "moo", "rehearse": True}},
+            unit="example",
+            reference="this project",
+        ),
+        MethodPreset(
+            name="moo-unrehearsed",
+            summary="as moo, with the first step by a formula instead of made-up data (moo --no-rehearsal)",
+            parts={"clip": {"rule": "moo", "rehearse": False}},
             unit="example",
             reference="this project",
         ),
@@ -163,6 +170,37 @@ METHODS: dict[str, MethodPreset] = {
             parts={"clip": {"rule": "dc-sgd", "statistics_interval": 1.0}},
             unit="example",
             reference="Wei et al. 2025",
+        ),
+        MethodPreset(
+            name="hyfreedp",
+            summary="gradients scaled to one norm, and the step length from noised losses every fifth round",
+            parts={"clip": {"rule": "hyfree", "statistics_rounds": 5}},
+            unit="example",
+            reference="Liu and Bu 2025 (HyFreeDP), accounted as one release per batch",
+        ),
+        MethodPreset(
+            name="dp-macadam",
+            summary="centre, scale per coordinate and Adam's step from one set of released moments",
+            parts={"clip": {"rule": "macadam"}, "train": {"server": "sgd"}},
+            unit="example",
+            reference="Tasnim, Sankar and Kosut 2026",
+        ),
+        MethodPreset(
+            name="dp-adambc",
+            summary="fixed C, and Adam on the server with the noise's variance taken off its second moment",
+            parts={
+                "clip": {"rule": "fixed"},
+                "train": {"server": "adam-bc", "server_lr": 0.01, "server_beta2": 0.999},
+            },
+            unit="example",
+            reference="Tang, Shpilevskiy and Lecuyer 2024",
+        ),
+        MethodPreset(
+            name="d-adaptation",
+            summary="fixed C, and on the server a step from a lower bound on the distance to a solution",
+            parts={"clip": {"rule": "fixed"}, "train": {"server": "d-adaptation"}},
+            unit="example",
+            reference="Defazio and Mishchenko 2023",
         ),
         MethodPreset(
             name="moo-client",

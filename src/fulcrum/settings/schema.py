@@ -254,7 +254,8 @@ class Train:
     """How updates are averaged: examples (by n_k; at unit client min(n_k / weight_cap, 1)), sqrt (by its root: small
     parties count for more than their records, and their noise for less than with uniform) or uniform."""
     server: str = "sgd"
-    """Server optimiser: sgd, momentum or adam."""
+    """Server optimiser: sgd, momentum, adam, adam-bc (adam with the known variance of the noise taken off its second
+    moment) or d-adaptation (sgd with a step from a lower bound on the distance to a solution)."""
     server_lr: float = 1.0
     server_momentum: float = 0.9
     server_beta2: float = 0.99
@@ -314,6 +315,9 @@ class Clip:
     """moo-paper, moo-paper-batch: reading of dL_model/dC: loss, hypergradient, or derivative (literal)."""
     statistics_interval: float = 0.0
     """Epochs between two releases of a rule's statistics; 0: with every step. Other steps release only gradients."""
+    statistics_rounds: int = 0
+    """Rounds between two releases of a rule's statistics, in the first local step of such a round; 0: as
+    statistics_interval says."""
     options: dict[str, bool | int | float | str] = field(default_factory=dict, hash=False)
     """A user's rule's own settings (docs/own-rule.md), by name: {"speed" = 0.5}."""
 
@@ -359,7 +363,12 @@ class Privacy:
     """For noise_schedule = "growth": sigma_t = sigma rho_mu^(t/T); below 1, the noise decreases over the rounds."""
     aggregation: str = "plain"
     """plain: the server sees every update, and each party's own noise protects it. ideal-secagg: the server is ASSUMED
-    to see only the weighted sum, and the parties share one noise vector; the secure aggregation is only simulated."""
+    to see only the weighted sum, and the parties share one noise vector; the secure aggregation is only simulated.
+    pairwise: the parties' masks cancel in the sum, each adds its share of the noise, and `colluders` says against whom
+    that is enough (docs/pairwise.md)."""
+    colluders: float = 1.0
+    """For aggregation = "pairwise": how many parties may join forces with the server, as a count or a fraction of all
+    parties. 0 covers no participant: whoever reads the broadcast model and knows its own message is already 1."""
     phases: tuple[float, ...] = ()
     """For noise_schedule = "phases": relative budgets of equally long phases; [1, 3] gives the second half three times
     the precision 1/sigma^2 of the first."""

@@ -16,14 +16,14 @@ from fulcrum.settings.schema import Images, Settings, Table, TaskSettings
 IGNORED_IN_ID = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """Settings that do not affect a result: the preset's name, file locations. The id has the privacy target separately."""
 LATER_SETTINGS: dict[str, dict[str, Any]] = {
-    "clip": {"options": {}, "rehearse": False, "step": 0.0, "search": True},
+    "clip": {"options": {}, "rehearse": False, "step": 0.0, "search": True, "statistics_rounds": 0},
     "data": {"feature_whiten": 0.0, "public": False, "withdrawn": ""},
     "model": {
         **{"coordinates": "plain", "whiten": 0.5, "norm": "keep", "train": "auto"},
         **{"lora": 0, "lora_alpha": 0.0, "lora_targets": (), "arguments": {}},
     },
     "task": {"choose_threshold": "none", "class_balance": (), "imbalance": "none"},
-    "privacy": {"seed": None, "arithmetic": "auto", "evaluation_epsilon": None, "budget_delta": None},
+    "privacy": {"seed": None, "arithmetic": "auto", "evaluation_epsilon": None, "budget_delta": None, "colluders": 1.0},
 }
 """Settings newer than stored results, with the value those results used: at that value they are not in the id."""
 FORMER_VALUES: dict[tuple[str, str], str] = {
@@ -50,6 +50,8 @@ CLIP_SETTINGS_READ: dict[str, tuple[str, ...]] = {
     "oso": ("C0", "eta_C", "C_min", "C_max", "refresh"),
     "dc-sgd": ("C0", "C_min", "C_max", "refresh"),
     "median": ("C0", "C_min", "C_max"),
+    "hyfree": ("C_min", "C_max", "stability", "refresh", "statistics_rounds"),
+    "macadam": ("C0",),
 }
 """Settings of [clip] that a rule reads, besides `rule` and `groups`: the others do not affect its results, so that a
 change of their defaults keeps those valid. A rule that is not listed is assumed to read them all."""
@@ -125,7 +127,7 @@ def compute_job_id(settings: Settings, epsilon: float | None, revision: int = 0)
     if read is not None:
         # Where it is true, which no old result has, a rehearsal changes what any rule does.
         names = ("rule", "groups", *read, *(("rehearse",) if settings.clip.rehearse else ()))
-        kept["clip"] = {name: kept["clip"][name] for name in names}
+        kept["clip"] = {name: kept["clip"][name] for name in names if name in kept["clip"]}
     kept["run"] = {"seed": settings.run.seed}
     kept["target"] = {"epsilon": epsilon} if epsilon is not None else {"sigma": settings.privacy.sigma}
     if revision:

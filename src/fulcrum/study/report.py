@@ -233,7 +233,7 @@ def make_table_notes(cells: Sequence[TableCell], costs: TuningCosts) -> list[str
         found.append(
             f"{tables.NOMINAL_MARK} not sound: the rule sets C from raw private values, so its epsilon is nominal."
         )
-    if any(cell.aggregation != "plain" for cell in cells):
+    if any(cell.aggregation == "ideal-secagg" for cell in cells):
         found.append(
             f"{tables.ASSUMED_MARK} ANOTHER ADVERSARY: the server is taken to see nothing but the sum over all "
             "parties, through an ideal secure aggregation that is simulated and not implemented; no party colludes, "

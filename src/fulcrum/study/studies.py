@@ -1,8 +1,8 @@
 """The available studies: what each runs, which page it writes, where its results are.
 
-A study is a TOML file: with `[[rows]]` a table of methods, with `rules` a grid over C0 and learning rates, with
-`scenarios` a suite of federations. The package has some; ./experiments may hold more. `protocol` and `parties` are two
-further tables from paper.toml.
+A study is a TOML file: with `[[rows]]` a table of methods, with `compare` beside them one of aggregations, with `rules`
+a grid over C0 and learning rates, with `scenarios` a suite of federations. The package has some; ./experiments may hold
+more. `protocol` and `parties` are two further tables from paper.toml.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fulcrum.study.experiment import (
     read_experiment,
 )
 from fulcrum.study.job import StudyJob
+from fulcrum.study.pairwise import write_aggregation_report
 from fulcrum.study.robustness import list_robustness_jobs, read_robustness_grid
 from fulcrum.study.robustness_report import write_robustness_report
 from fulcrum.study.search import read_toml_file
@@ -133,9 +134,22 @@ def _read_parties_study(folder: Path | None, part: StudyPart) -> Study:
     )
 
 
+def _read_aggregation_study(name: str, folder: Path | None, part: StudyPart) -> Study:
+    experiment = read_experiment_part(name, folder, part)
+    compare = str(read_toml_file(find_study_folder(folder, name) / f"{name}.toml")["compare"])
+    return Study(
+        jobs=lambda: list_paper_jobs(experiment),
+        trials=lambda: list_tuning_jobs(experiment),
+        write=lambda out, done: write_aggregation_report(out, experiment, compare, done),
+        page="table.md",
+        results=Path("results") / name,
+    )
+
+
 STUDY_FORMS: dict[str, Callable[[str, Path | None, StudyPart], Study]] = {
     "scenarios": _read_suite_study,
     "rules": _read_grid_study,
+    "compare": _read_aggregation_study,
 }
 """Forms of a study's file by a key that only this form has; without any of them it is a table of rows."""
 PAPER_STUDIES: dict[str, StudyReaderFn] = {"protocol": _read_protocol_study, "parties": _read_parties_study}

@@ -71,13 +71,18 @@ def make_score_rows(cells: Sequence[TableCell], epsilons: Sequence[float]) -> li
 
 def make_row_label(cell: TableCell) -> str:
     """A row's label; marks say that its epsilon is nominal, or assumes a secure aggregation that is not implemented."""
-    marks = [mark for mark, due in ((NOMINAL_MARK, not cell.sound), (ASSUMED_MARK, cell.aggregation != "plain")) if due]
+    marks = [
+        mark
+        for mark, due in ((NOMINAL_MARK, not cell.sound), (ASSUMED_MARK, cell.aggregation == "ideal-secagg"))
+        if due
+    ]
     return " ".join([cell.label, *marks])
 
 
 def describe_protection(cell: TableCell) -> str:
     """What one epsilon protects, and from whom where that is not a server that sees every update."""
-    return UNIT_TITLES[cell.unit] + (f" ({SUMS_ONLY_TEXT})" if cell.aggregation != "plain" else "")
+    notes = {"ideal-secagg": f" ({SUMS_ONLY_TEXT})", "pairwise": " (masked sums)"}
+    return UNIT_TITLES[cell.unit] + notes.get(cell.aggregation, "")
 
 
 def _format_with_paper(cell: TableCell | None) -> str:

@@ -19,6 +19,7 @@ from fulcrum.gradients.precision import use_matmul_precision
 from fulcrum.models.prepared import add_example_keys, draws_keys
 from fulcrum.privacy.events import Event
 from fulcrum.privacy.mechanism import compute_charged_scale, release_with_noise
+from fulcrum.privacy.pairwise.integers import round_to_message
 from fulcrum.rng import StreamKey, name_stream
 from fulcrum.training.clipped_sum import Contribution, compute_contribution
 from fulcrum.training.problem import TrainingProblem
@@ -74,19 +75,24 @@ def run_local_steps(
         rows, slots, count = poisson_sample_units(problem.randomness, key, party, task.rate)
         view = problem.rule.view(state, request.round, request.rounds)
         terms = LocalStepTerms(task.sigma, batch, task.lr)
-        sample = StepSample(theta, rows, slots, count, _draw_mask_seed(problem, key))
+        asked = task.asks_statistics(request.round, step)
+        probes = view.probes if asked else None
+        sample = StepSample(theta, rows, slots, count, _draw_mask_seed(problem, key), probes)
         answer = yield StepRequest(sample, view, state, terms)
         given = answer.pop()
         state = given.state
 
-        asked = task.asks_statistics(request.round, step)
         scale = compute_charged_scale(
             problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.noise_parties
         )
+        if task.message is not None:  # one step, masked: the update itself is the server's to make
+            message = round_to_message(given.sum, float(scale.sum), task.message, (problem.randomness, key[1:]))
+            diagnostics = _collect_diagnostics(given) if problem.diagnostics else {}
+            return ClientReply(task.client, message, given.extra.float(), (scale.event,), state, diagnostics)
         noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:])
         given = replace(given, sum=given.sum.new_empty(0))  # a large model's memory
         # In place where values were made for this step: a large model's weights are seldom read and written.
-        gradient = noisy.div_(batch) if view.transform is None else view.transform.inverse(noisy) / batch  # [d]
+        gradient = view.restore_gradient(noisy, batch)  # [d]
         if request.weight_decay:
             gradient.add_(request.weight_decay * theta)
         change = gradient.mul_(-task.lr)
@@ -123,7 +129,8 @@ def _draw_mask_seed(problem: TrainingProblem, key: StreamKey) -> int | None:
 class StepSample:
     """A step's sample, at weights theta [d]. rows [b] of the data set; slots [b]: unit (0..count-1) of each row.
 
-    mask_seed: from which random layers (dropout) make the key of each record; None where the model has none.
+    mask_seed: from which random layers (dropout) make the key of each record; None where the model has none. probes
+    [P, d]: weights, less theta, at which the rule wants the units' losses; None in steps without them.
     """
 
     theta: torch.Tensor
@@ -131,6 +138,7 @@ class StepSample:
     slots: torch.Tensor
     count: int
     mask_seed: int | None = None
+    probes: torch.Tensor | None = None
 
     def records(self, problem: TrainingProblem) -> tuple[ModelInputs, torch.Tensor]:
         """The sampled records: inputs x [b, ...] (a dict where the model has several inputs) and targets y [b, ...]."""
@@ -172,9 +180,33 @@ def make_materialised_step(follow: GradientRecorder) -> StepFn:
             terms.batch,
             lr=terms.lr,
             proven=problem.proven,
+            probes=compute_probe_losses(problem, follow, sample),
         )
 
     return work
+
+
+def compute_probe_losses(problem: TrainingProblem, follow: GradientRecorder, sample: StepSample) -> torch.Tensor | None:
+    """Loss of each sampled unit at the step's weights plus each probe: [count, P]; None where none are wanted.
+
+    A person's loss is the mean of those of the person's records. A loss may be no finite number: the rule limits what
+    it adds up.
+    """
+    if sample.probes is None:
+        return None
+    if not sample.count:
+        return sample.theta.new_zeros((0, len(sample.probes)))
+    x, y = sample.records(problem)
+    pieces = follow.split(sample.theta, x, y)
+    found = []
+    for probe in sample.probes:
+        weights = sample.theta + probe.to(sample.theta)
+        found.append(torch.cat([follow.record_piece(weights, x, y, piece).losses for piece in pieces]))
+    losses = torch.stack(found, dim=1)  # [b, P]
+    if problem.unit == "example":
+        return losses
+    slots = sample.slots.to(problem.device)
+    return add_by_unit(losses, slots, sample.count) / torch.bincount(slots, minlength=sample.count)[:, None]
 
 
 def compute_unit_gradients(

@@ -110,7 +110,7 @@ def average_client_updates(
     noisy, extra = release_with_noise(
         mean, given.extra / terms.cohort, scale, problem.randomness, ("central", t, *([attempt] if attempt else []))
     )
-    step = noisy if view.transform is None else view.transform.inverse(noisy)
+    step = view.restore_gradient(noisy, 1.0)
     seen = {}
     if problem.diagnostics:
         norms = torch.linalg.vector_norm(given.stats.norms, dim=1)

@@ -44,13 +44,14 @@ def compute_contribution(
     lr: float = 1.0,
     weights: torch.Tensor | None = None,
     proven: bool = False,
+    probes: torch.Tensor | None = None,
 ) -> Contribution:
     """Clip each unit's gradient by the rule and sum. The result has no noise yet and must not be released.
 
     gradients [B, d], losses [B]; groups [d] is the group of each coordinate. Rows that are not finite,
     and rows where mask [B] is False (padding), count as zero. weights [B] in [0, 1] scale each unit's
     clipped gradient in the sum (client level); the extra statistics stay unweighted. proven: the sum in float64, with
-    factors that leave its rounding a margin.
+    factors that leave its rounding a margin. probes [B, P]: losses at other weights, where the view asks for them.
     """
     mask = torch.ones(len(gradients), dtype=torch.bool, device=gradients.device) if mask is None else mask
     counted = torch.isfinite(squared_norms(gradients).bounds.sqrt().to(gradients.dtype)) & mask
@@ -59,6 +60,10 @@ def compute_contribution(
     losses = torch.where(counted & torch.isfinite(losses), losses, torch.zeros_like(losses))
     where = groups if view.transform is None else view.transform.groups
     coefficients = gradients if view.transform is None else view.transform.forward(gradients)  # [B, m]
+    if view.axes is not None:  # what is not counted adds nothing, and neither does what overflows in these coordinates
+        moved = view.axes.forward(gradients)
+        kept = counted & torch.isfinite(squared_norms(moved).bounds.sqrt().to(moved.dtype))
+        coefficients = torch.where(kept[:, None], moved, torch.zeros_like(moved))
     table = measure_group_norms(coefficients, where, len(state["C"]))
     stats = Stats(
         norms=table.norms,
@@ -67,6 +72,7 @@ def compute_contribution(
         mask=mask,
         dots=None if view.direction is None else gradients @ view.direction,
         losses=losses if view.losses else None,
+        probes=fill_probes(view, len(gradients), probes, losses),
         sigma=sigma,
         batch=batch,
         lr=lr,
@@ -78,6 +84,13 @@ def compute_contribution(
     factors, extra, bounds, state = clip_batch(rule, stats, state, add_up)
     scaled = factors if weights is None else factors * keep_weights(weights, proven)[:, None]
     return Contribution(add_up(scaled), extra, bounds, state, stats, factors, losses)
+
+
+def fill_probes(view: View, units: int, probes: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    """Losses at the probes [B, P] as `Stats` has them: zeros in steps that compute none; None where none are wanted."""
+    if view.probes is None:
+        return None
+    return like.new_zeros((units, len(view.probes))) if probes is None else probes
 
 
 def keep_weights(weights: torch.Tensor, proven: bool = False) -> torch.Tensor:

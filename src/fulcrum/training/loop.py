@@ -79,6 +79,10 @@ def federate(
                 return
             if plan.shares_noise and len(clients) < plan.parties:
                 return  # without this party's noise share the sum of the others would not be private
+            if plan.is_pairwise and plan.parties - len(exhausted) <= plan.colluders:
+                return  # those who are left might all collude, but for one whose sum would stand alone
+            if plan.is_pairwise and len(clients) <= plan.colluders:
+                clients = []
 
         snapshot, replies, C = play(federation, snapshot, clients, t, events, attempt)
         took_part = clients if plan.central else [reply.client for reply in replies]
@@ -139,11 +143,12 @@ def select_participants(
     """The parties that may take part in round t (from 0): invited by the public coin, below their cap, not excluded.
 
     counts [K]: the rounds each party took part in so far. At unit client all parties may take part, since the server
-    draws the participants in secret.
+    draws the participants in secret. With pairwise masks nobody takes part where all participants might collude.
     """
     settings, plan = federation.settings, federation.plan
     asked = range(plan.parties) if plan.central else draw_invited_parties(settings, plan.parties, t)
-    return [k for k in asked if k not in excluded and int(counts[k]) < plan.participations(k)]
+    able = [k for k in asked if k not in excluded and int(counts[k]) < plan.participations(k)]
+    return able if len(able) > plan.colluders or not plan.is_pairwise else []
 
 
 def is_evaluation_round(settings: Settings, t: int) -> bool:

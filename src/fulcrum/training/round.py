@@ -13,12 +13,20 @@ import torch
 from fulcrum.errors import BudgetError
 from fulcrum.privacy.client_level import SERVER_CLIENT_ID
 from fulcrum.privacy.events import Event, Gaussian
+from fulcrum.privacy.pairwise.integers import sum_messages
 from fulcrum.privacy.plan import Plan
 from fulcrum.settings.derived import compute_learning_rate
 from fulcrum.training.client_level import average_client_updates, draw_cohort, make_server_release
 from fulcrum.training.federation import Federation
+from fulcrum.training.pairwise import add_message_terms, combine_messages
 from fulcrum.training.problem import TrainingProblem
-from fulcrum.training.server import SERVERS, average_replies, compute_client_weights, update_moving_average
+from fulcrum.training.server import (
+    SERVERS,
+    average_replies,
+    compute_client_weights,
+    compute_exact_weights,
+    update_moving_average,
+)
 from fulcrum.training.snapshot import Snapshot
 from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, RuleState
 
@@ -54,9 +62,21 @@ def run_round(
         )
 
     events = plan_round_events(plan, clients, t) if events is None else events
-    tasks = tuple(plan.assignment(k, t, lr) for k in clients)
+    tasks = plan.assignments(clients, t, lr)
+    if plan.is_pairwise:
+        units = [plan.units(k) for k in clients]
+        tasks = add_message_terms(
+            tasks, units, compute_exact_weights(units, settings.train.weights).tolist(), problem.rule, snapshot.rule
+        )
     request = RoundRequest(
-        t, settings.train.rounds, snapshot.params, tasks, states, settings.train.weight_decay, attempt
+        t,
+        settings.train.rounds,
+        snapshot.params,
+        tasks,
+        states,
+        settings.train.weight_decay,
+        attempt,
+        plan.colluders,
     )
     replies = list(federation.engine.run(request))
     if federation.engine.remote:  # a client that did not reply in time did not take part
@@ -69,12 +89,16 @@ def run_round(
 
     clients = [task.client for task in tasks]
     weights = compute_client_weights([plan.units(k) for k in clients], settings.train.weights)
-    aggregate, extra = average_replies(replies, weights)
+    if plan.is_pairwise:
+        aggregate = combine_messages(replies, tasks, snapshot.params, lr, settings.train.weight_decay)
+        extra = replies[0].extra
+    else:
+        aggregate, extra = average_replies(replies, weights)
     steps, asked = (
         float(weights @ torch.tensor([float(count) for count in counts]))
         for counts in ([task.steps for task in tasks], [task.asked(t) for task in tasks])
     )
-    noises = [plan.compute_step_noise(k, t) for k in clients]
+    noises = plan.compute_round_noises(clients, t)
     noise = compute_aggregate_noise(tasks, noises, weights)
     released = Released(aggregate, extra, lr, steps, t, settings.train.rounds, noise, asked)
 
@@ -143,9 +167,11 @@ def advance_snapshot(
     params, server, after = snapshot.params, snapshot.server, snapshot.rule
     if released is not None:
         update = released.aggregate if rule_state is None else rule.apply(rule_state, released)
-        change, server = SERVERS.find(train.server).step(update, server, train)
+        optimiser, C = SERVERS.find(train.server), (rule_state or snapshot.rule)["C"]
+        change, server = optimiser.move(update, server, train, released, C)
         params = params + change
-        after = after if rule_state is None else rule.adapt(rule_state, released)
+        if rule_state is not None:
+            after = rule.adapt(rule_state, dataclasses.replace(released, moved=change))
     averaged = update_moving_average(snapshot.averaged, params, train.ema, t)
     return dataclasses.replace(
         snapshot, round=t + 1, params=params, averaged=averaged, server=server, rule=after, **changes
@@ -226,6 +252,9 @@ def compute_reply_digests(
     The release is the party's own reply, the server's mean (unit client), or the parties' sum (shared noise)."""
     if plan.central:
         return dict.fromkeys(map(plan.name, paid), compute_reply_digest(replies[0]))
+    if plan.is_pairwise and replies:
+        total = dataclasses.replace(replies[0], client=SERVER_CLIENT_ID, delta=sum_messages(r.delta for r in replies))
+        return dict.fromkeys(map(plan.name, paid), compute_reply_digest(total))
     if plan.shares_noise and replies:
         delta, extra = average_replies(
             replies, compute_client_weights([plan.units(reply.client) for reply in replies], weights)

@@ -49,9 +49,10 @@ def can_stack_local_steps(server: BatchedServer) -> bool:
     if rule.where != "server" or rule.when != "round" or not rule.sound:
         return False
     if server.federations[0].plan.central:
-        return StackedRule(rule).can_be_stacked(
-            server.rule_state, server.core.problem.layout.dim, server.t, server.rounds
-        )
+        own = StackedRule(rule)
+        if own.get_first_view(server.rule_state, server.t, server.rounds).needs_gradients:
+            return False
+        return own.can_be_stacked(server.rule_state, server.core.problem.layout.dim, server.t, server.rounds)
     if server.core.rule.looped:
         return False
     for federation in server.federations:
@@ -92,6 +93,7 @@ class JobRounds:
         self.count, self.length = choose_chunk_layout(sizes, rates, self.core.rows_limit, cost, self.table.party)
         orders = [federation.problem.partition.order for federation in server.federations]
         self.order = torch.cat(orders).to(self.device)
+        self.probed = True
         self.decays = any(federation.settings.train.weight_decay > 0 for federation in server.federations)
         self._make_buffers()
 
@@ -124,7 +126,12 @@ class JobRounds:
             for step in range(self.steps):
                 self._draw_samples(t, group, step)
                 noise.draw_step_noise(self.draws, t, group, step)
-                run(("step", self.count), self._run_local_step, [self.theta, *noise.by_job, self.most, self.finite])
+                self.probed = noise.asks_statistics(t, step)
+                run(
+                    ("step", self.count, self.probed),
+                    self._run_local_step,
+                    [self.theta, *noise.by_job, self.most, self.finite],
+                )
             run(("collect",), self._collect_results, [self.theta, *noise.totals, self.group])
         noise.draw_round_noise(self.draws, t)
         run(("end",), noise.end, self.server.list_state_tensors())
@@ -198,9 +205,10 @@ class JobRounds:
             server.t,
             server.rounds,
             units=chunks.rows.numel(),
+            probed=self.probed,
         )
         found = compute_clipped_sums(self.core, tasks)
-        gradient = self.noise.step(found, chunks, self.client, batch)
+        gradient = self.noise.step(found, chunks, self.client, batch, run)
         if self.decays:
             gradient.add_(server.weight_decay.index_select(0, run)[:, None] * self.theta)
         self.theta.sub_(gradient.mul_(lr[:, None]))

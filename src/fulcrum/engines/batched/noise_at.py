@@ -24,7 +24,7 @@ from fulcrum.errors import BudgetError
 from fulcrum.gradients.rounding import NormTable, SquaredNorms, squared_norms, to_norm_table
 from fulcrum.privacy.mechanism import ChargedNoiseScale, NoiseMultipliers, add_noise, compute_charged_scale, scale_noise
 from fulcrum.training.problem import assign_coordinate_groups
-from fulcrum.types import Bounds
+from fulcrum.types import Axes, Bounds
 
 
 def sum_by_run(values: Tensor, weights: Tensor | None, starts: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class NoiseAtParties:
         server, rule, sizes = self.server, self.core.problem.rule, self.table.parties.size.tolist()
         plans = [federation.plan for federation in server.federations]
         clients = [(plan, k) for plan in plans for k in range(plan.parties)]
-        known: dict[tuple[float, float, float, bool, int], ChargedNoiseScale] = {}
+        known: dict[tuple[float, float, float, bool, float], ChargedNoiseScale] = {}
         rounds = 1 if all(plan.schedule == "constant" for plan in plans) else server.rounds
         sigma, noise, extra = (torch.zeros((rounds, len(clients) + 1), dtype=torch.float64) for _ in range(3))
         for t in range(rounds):
@@ -86,7 +86,12 @@ class NoiseAtParties:
         self.sigma, self.noise_scale, self.extra_scale = (v.float().to(server.device) for v in (sigma, noise, extra))
         self.noisy = bool((sigma > 0).any())
         every = [plan.assignment(k, 0, 1.0).statistics_interval for plan, k in clients]
+        self.intervals = set(every)
         self.statistics_interval = torch.tensor([*every, 1], device=server.device)
+
+    def asks_statistics(self, t: int, step: int) -> bool:
+        """Whether any party releases statistics in this local step of round t."""
+        return any((t * self.steps + step) % interval == 0 for interval in self.intervals)
 
     # --- random numbers ------------------------------------------------------------------------
 
@@ -116,8 +121,11 @@ class NoiseAtParties:
         """The noise multiplier of each job [J]."""
         return self._get_round_row(self.sigma).index_select(0, client)
 
-    def step(self, found: ClippedSums, chunks: ChunkedBatch, client: Tensor, batch: Tensor) -> Tensor:
-        """What the parties release of a step: the noised mean gradients [J, d]; statistics are added up."""
+    def step(self, found: ClippedSums, chunks: ChunkedBatch, client: Tensor, batch: Tensor, run: Tensor) -> Tensor:
+        """What the parties release of a step: the noised mean gradients [J, d]; statistics are added up.
+
+        run [J]: the run of each job.
+        """
         server = self.server
         number = server.t * self.steps + self.step_number
         terms: StepTerms = {
@@ -134,8 +142,14 @@ class NoiseAtParties:
             C=found.C.index_select(0, first),
             extra_bound=found.extra_bound.index_select(0, first),
         )
-        view, _ = self.core.rule.view(server.rule_state, server.t, server.rounds)
-        gradient, extra = add_noise_and_average(sums, terms, self.noise, self.noise_extra, view)
+        rule, state = self.core.rule, server.rule_state
+        view, axes = (
+            rule.get_first_view(state, server.t, server.rounds),
+            rule.stack_axes(state, server.t, server.rounds),
+        )
+        if axes is not None:  # of each run -> of each job
+            axes = Axes(axes.centre.index_select(0, run), axes.scale.index_select(0, run))
+        gradient, extra = add_noise_and_average(sums, terms, self.noise, self.noise_extra, view, axes=axes)
         self.extra.add_(extra)
         self.asked.add_(terms["asked"])
         self.step_number.add_(1)
@@ -152,12 +166,10 @@ class NoiseAtParties:
 
     def end(self) -> None:
         """The rules and the server optimisers, in place."""
-        server, state = self.server, self.server.rule_state
+        server = self.server
         extra, asked, steps = self.statistics[:, :-2], self.statistics[:, -2], self.statistics[:, -1]
         lr, noise = select_row_on_device(server.lr, server.t), select_row_on_device(server.noise, server.t)
-        C = state["C"].clone()
-        update, after = self.core.rule.adapt(state, self.sum, extra, lr, steps, server.t, server.rounds, noise, asked)
-        server.move(update, after, C)
+        server.end_round(self.core.rule, self.sum, extra, lr, steps, server.t, noise, asked)
 
 
 class NoiseAtServer:
@@ -199,6 +211,10 @@ class NoiseAtServer:
         self.sigma, self.noise_scale, self.extra_scale = (v.float().to(server.device) for v in (sigma, noise, extra))
         self.cohort = torch.tensor([own.cohort for own in terms], dtype=torch.float32).to(server.device)
 
+    def asks_statistics(self, t: int, step: int) -> bool:
+        """The parties release nothing in their local steps."""
+        return False
+
     # --- random numbers ------------------------------------------------------------------------
 
     def draw_step_noise(self, draws: RandomDraws, t: int, group: int, step: int) -> None:
@@ -221,7 +237,7 @@ class NoiseAtServer:
         """No noise in the steps of any job [J]."""
         return torch.zeros(len(client), device=client.device)
 
-    def step(self, found: ClippedSums, chunks: ChunkedBatch, client: Tensor, batch: Tensor) -> Tensor:
+    def step(self, found: ClippedSums, chunks: ChunkedBatch, client: Tensor, batch: Tensor, run: Tensor) -> Tensor:
         """The plain mean gradients [J, d]."""
         return sum_chunks_by_job(chunks, found.sum).div_(batch[:, None])
 
@@ -293,8 +309,5 @@ class NoiseAtServer:
             (self.noise, self.noise_extra),
             {},
         )
-        C, ones = server.rule_state["C"].clone(), torch.ones_like(self.cohort)
-        update, after = self.rule.adapt(
-            server.rule_state, -mean, extra, ones, ones, t, server.rounds, select_row_on_device(server.noise, t)
-        )
-        server.move(update, after, C)
+        ones = torch.ones_like(self.cohort)
+        server.end_round(self.rule, -mean, extra, ones, ones, t, select_row_on_device(server.noise, t))

@@ -59,22 +59,20 @@ class PerJobRounds:
         counts = [(job.task.steps, job.task.asked(t), self._compute_noise(job, t)) for job in jobs]
         public = torch.tensor(counts, dtype=torch.float32, device=self.device)[places]  # [J, 3]
         lr, noise = server.lr[t], server.noise[t]
-        update, after = aggregate, server.rule_state
         if self.own:
             self._adapt_client_states(parts, clients, deltas, extras, lr[runs], public, t)
-        else:
-            steps, asked = _sum_by_index(runs, public[:, :2] * shares[:, None], len(C)).unbind(dim=1)
-            update, after = server.core.rule.adapt(after, aggregate, extra, lr, steps, t, server.rounds, noise, asked)
-        server.move(update, after, C)
+            server.move(aggregate, server.rule_state, C)
+            return
+        steps, asked = _sum_by_index(runs, public[:, :2] * shares[:, None], len(C)).unbind(dim=1)
+        server.end_round(server.core.rule, aggregate, extra, lr, steps, t, noise, asked)
 
     def _list_jobs(self, t: int) -> tuple[list[ClientJob], list[float]]:
         jobs, weights, offset = [], [], 0
         for r, federation in enumerate(self.server.federations):
             problem, train = federation.problem, federation.settings.train
             lr, starts = compute_learning_rate(train, t), problem.partition.starts
-            for k in self.server.participants[r][t]:
-                start, size = offset + int(starts[k]), int(starts[k + 1] - starts[k])
-                task = federation.plan.assignment(k, t, lr)
+            for task in federation.plan.assignments(self.server.participants[r][t], t, lr):
+                start, size = offset + int(starts[task.client]), int(starts[task.client + 1] - starts[task.client])
                 jobs.append(ClientJob(task, start, size, r, problem.randomness, train.weight_decay))
             weights += self.server.weights(r, t)
             offset += len(problem.partition.order)
@@ -104,7 +102,7 @@ class PerJobRounds:
         state = {name: torch.cat([own[name] for own in last]) for name in last[0]}
         if rule.rule.when == "round":
             steps, asked, noise = public.unbind(dim=1)
-            _, state = rule.adapt(state, deltas, extras, lr, steps, t, self.server.rounds, noise, asked)
+            _, state, _ = rule.adapt(state, deltas, extras, lr, steps, t, self.server.rounds, noise, asked)
         for name, value in self.states.items():
             value[clients] = state[name]
 

@@ -124,7 +124,8 @@ def _make_run_stack(federations: Sequence[Federation], members: list[int], rows_
     one_step = not central and rule.where == "server" and rule.sound and compute_local_steps(first.settings.train) == 1
     if one_step and core.rule.can_be_stacked(server.rule_state, core.problem.layout.dim, server.t, server.rounds):
         return StackedRuns(members, server, SingleStepRounds(server))
-    if can_stack_local_steps(server):
+    masked = any(federation.plan.is_pairwise for federation in mine)  # whose shares of noise follow the round's set
+    if can_stack_local_steps(server) and not masked:
         return StackedRuns(members, server, JobRounds(server))
     return SeparateRuns(members, mine) if central else StackedRuns(members, server, PerJobRounds(server))
 

@@ -14,7 +14,7 @@ from fulcrum.data.records import ModelInputs, map_inputs
 from fulcrum.data.tasks import merge_metric_sums
 from fulcrum.engines.batched.stacking import get_server_numbers, get_shared_train_fields
 from fulcrum.engines.stacked.core import StackedCore
-from fulcrum.engines.stacked.rules import StackedState, stack_states
+from fulcrum.engines.stacked.rules import StackedRule, StackedState, stack_states
 from fulcrum.engines.stacked.sampling import select_row_on_device
 from fulcrum.engines.stacked.table import get_resident_examples
 from fulcrum.gradients.stacked.passes import forward_stacked, functional_outputs, unflatten_stacked
@@ -25,6 +25,7 @@ from fulcrum.training.federation import Federation, make_model_facts
 from fulcrum.training.loop import select_participants
 from fulcrum.training.round import compute_aggregate_noise, find_planned_sigma
 from fulcrum.training.server import SERVERS, compute_client_weights
+from fulcrum.types import Released
 
 
 def list_round_participants(federation: Federation, rounds: int) -> list[tuple[int, ...]]:
@@ -107,11 +108,9 @@ class BatchedServer:
                 continue
             key = (r, here, plan.compute_step_noise(here[0], t) if here else 0.0)  # which moves under a noise schedule
             if key not in self._known and here:
-                tasks = [plan.assignment(k, t, 1.0) for k in here]
+                tasks = plan.assignments(here, t, 1.0)
                 weights = torch.tensor(self.weights(r, t))
-                self._known[key] = compute_aggregate_noise(
-                    tasks, [plan.compute_step_noise(k, t) for k in here], weights
-                )
+                self._known[key] = compute_aggregate_noise(tasks, plan.compute_round_noises(here, t), weights)
             found.append(self._known.get(key, 0.0))
         return found
 
@@ -121,19 +120,63 @@ class BatchedServer:
         units = [federation.plan.units(k) for k in here]
         return compute_client_weights(units, federation.settings.train.weights).tolist()
 
-    def move(self, update: Tensor, rule_state: StackedState, C: Tensor) -> None:
-        """Ends a round in place: update [R, d] through the server optimisers, the new rule states, the average.
+    def end_round(
+        self,
+        rule: StackedRule,
+        aggregate: Tensor,
+        extra: Tensor,
+        lr: Tensor,
+        steps: Tensor,
+        t: Any,
+        noise: Tensor,
+        asked: Tensor | None = None,
+    ) -> None:
+        """Ends a round in place: rules, server optimisers and averages, from what was released.
 
-        C [R, G] is what the round used. Runs in which nobody took part stand still.
+        aggregate [R, d], extra [R, J]; lr, steps, noise and asked [R]: see `Released`. Runs in which nobody took part
+        stand still.
         """
+        C = self.rule_state["C"].clone()
+        change, rule_state, server_state = rule.adapt(
+            self.rule_state,
+            aggregate,
+            extra,
+            lr,
+            steps,
+            t,
+            self.rounds,
+            noise,
+            asked,
+            self._move_one,
+            (self.server_state, self.numbers),
+        )
+        self._store_round(change, server_state, rule_state, C)
+
+    def _move_one(
+        self, update: Tensor, server: tuple[StackedState, dict[str, Tensor]], released: Released, C: Tensor
+    ) -> tuple[Tensor, StackedState]:
+        """The server optimiser of one run."""
+        state, numbers = server
         shared = get_shared_train_fields(self.federations[0].settings.train)
+        # Not a `Train`: a field of which each run has its own value, and which is no number, is missing here.
+        train = SimpleNamespace(**shared, **numbers)
+        change, after = self.kind.move(update, state, train, released, C)  # type: ignore[arg-type]
+        return change, dict(after)
 
-        def one(update: Tensor, state: StackedState, numbers: dict[str, Tensor]) -> tuple[Tensor, StackedState]:
-            # Not a `Train`: a field of which each run has its own value, and which is no number, is missing here.
-            change, after = self.kind.step(update, state, SimpleNamespace(**shared, **numbers))  # type: ignore[arg-type]
-            return change, dict(after)
+    def move(self, update: Tensor, rule_state: StackedState, C: Tensor) -> None:
+        """Ends a round in place where the parties' own rules have moved already: update [R, d], C [R, G] of the round.
 
-        change, server_state = vmap(one)(update, self.server_state, self.numbers)
+        Runs in which nobody took part stand still.
+        """
+
+        def one(update: Tensor, server: tuple[StackedState, dict[str, Tensor]]) -> tuple[Tensor, StackedState]:
+            released = Released(update, update[:0], 1.0, 1.0, 0, self.rounds)
+            return self._move_one(update, server, released, update[:1])
+
+        change, server_state = vmap(one)(update, (self.server_state, self.numbers))
+        self._store_round(change, server_state, rule_state, C)
+
+    def _store_round(self, change: Tensor, server_state: StackedState, rule_state: StackedState, C: Tensor) -> None:
         active = select_row_on_device(self.active, self.t) > 0
         index = self.t[None]
         self.log_C.index_copy_(0, index, C[None])

@@ -41,7 +41,7 @@ class SingleStepRounds:
         owner = [torch.repeat_interleave(torch.arange(p.partition.parties), p.partition.sizes) for p in problems]
         self.host_owner = torch.stack(owner)  # [R, n]: the client that holds each place of the order
         self.owner = self.host_owner.to(self.device)
-        self._scales: dict[tuple[float, float, float, int], ChargedNoiseScale] = {}
+        self._scales: dict[tuple[float, float, float, float], ChargedNoiseScale] = {}
         self._make_term_tables()
         self.width = probe_statistics_width(self.core, server.rule_state, 0, server.rounds)
         runs, places = self.order.shape
@@ -70,15 +70,17 @@ class SingleStepRounds:
                 tasks = [plan.assignment(k, t, 1.0) for k in range(plan.parties)] if not plan.steady else tasks
                 sigma[t, r, : plan.parties] = torch.tensor([task.sigma for task in tasks])
                 asked[t, r] = float(tasks[0].asks_statistics(t, 0))
-                for k, share in zip(here, server.weights(r, t), strict=True):
-                    scale = self._compute_noise_scale(tasks[k], batches[k])
-                    rate[t, r, k], weight[t, r, k] = tasks[k].rate, share / batches[k]
+                for task, share in zip(plan.assignments(here, t, 1.0), server.weights(r, t), strict=True):
+                    k = task.client
+                    scale = self._compute_noise_scale(task, batches[k])
+                    rate[t, r, k], weight[t, r, k] = task.rate, share / batches[k]
                     noise[t, r, k] = float(scale.sum) * share / batches[k]
                     extra[t, r, k] = scale.extra * share / batches[k]
                 units = sum(plan.units(k) for k in here)
                 mean = sum(batches[k] for k in here)
                 expected = max(expected, sampling.compute_pad_size(units, mean / units) if here else 0)
         self.pad = max(8, int(expected))
+        self.asks = (asked > 0).any(dim=1).tolist()
         self.host_rate, self.host_noise, self.host_extra = rate, noise, extra
         self.rate, self.weight = rate.to(self.device), weight.float().to(self.device)
         # The clients' draws are scaled one by one: 1 where a run's aggregate is noised, else 0. [T, R]
@@ -109,8 +111,9 @@ class SingleStepRounds:
         if drawn is not None:  # the host knows how many joined before anything starts
             joins = drawn < self.host_rate[0 if len(self.host_rate) == 1 else t].gather(1, self.host_owner)
             self.pad = max(self.pad, round_up_to_multiple(int(joins.sum(dim=1).max())))
+        self.probed = self.asks[0 if len(self.asks) == 1 else t]
         self.replayer.run_in_place(
-            ("round", self.pad), self._round, [*self.server.list_state_tensors(), self.most, self.finite]
+            ("round", self.pad, self.probed), self._round, [*self.server.list_state_tensors(), self.most, self.finite]
         )
 
     def _list_streams(self, t: int) -> tuple[list[UniformStream], list[NormalStream], list[NormalStream]]:
@@ -153,6 +156,7 @@ class SingleStepRounds:
             server.t,
             server.rounds,
             scale=of_rows(weight),
+            probed=self.probed,
         )
         sums = compute_clipped_sums(self.core, tasks)
         asked = select_row_on_device(self.asked, row)
@@ -160,13 +164,11 @@ class SingleStepRounds:
         scale = scale_noise(Bounds(sums.C, sums.extra_bound), NoiseMultipliers(noised, noised_extra), asked)
         gradient, extra, _ = add_noise(sums.sum, sums.extra, scale, (self.noise, self.noise_extra), {})
         gradient, extra = gradient.float(), extra.float()  # float64 where bounds are proven
+        axes = self.core.rule.stack_axes(state, server.t, server.rounds)
+        gradient = gradient if axes is None else axes.inverse(gradient)
         aggregate = -lr[:, None] * (gradient + server.weight_decay[:, None] * server.theta)
-        C = state["C"].clone()
         noise = select_row_on_device(server.noise, server.t)
-        update, after = self.core.rule.adapt(
-            state, aggregate, extra, lr, torch.ones_like(lr), server.t, server.rounds, noise, asked
-        )
-        server.move(update, after, C)
+        server.end_round(self.core.rule, aggregate, extra, lr, torch.ones_like(lr), server.t, noise, asked)
         self.most.copy_(torch.maximum(self.most, counts.max()))
         self.finite.logical_and_(sums.finite)
 

@@ -36,14 +36,14 @@ STACKABLE_FIELDS: dict[str, frozenset[str]] = {
     "clip": frozenset(
         {
             *("C0", "kappa", "balance", "reach", "growth", "eta_C", "beta", "phi", "C_min", "C_max", "gamma", "rho_c"),
-            *("stability", "reading", "statistics_interval", "step", "search"),
+            *("stability", "reading", "statistics_interval", "statistics_rounds", "step", "search"),
         }
     ),
     # In each run's own plan.
     "privacy": frozenset(
         {
             *("epsilon", "sigma", "delta", "accountant", "max_participations", "budget", "budgets"),
-            *("budget_delta", "noise_schedule", "rho_mu", "phases", "aggregation"),
+            *("budget_delta", "noise_schedule", "rho_mu", "phases", "aggregation", "colluders"),
             "seed",  # in each run's own randomness
         }
     ),

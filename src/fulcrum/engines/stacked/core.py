@@ -23,15 +23,18 @@ from fulcrum.gradients.stacked.layers import StackedProgram, compile_model
 from fulcrum.gradients.stacked.passes import (
     PassOptions,
     StackedTape,
+    forward_stacked,
+    functional_outputs,
     functional_pass,
     run_stacked_pass,
+    unflatten_stacked,
     weigh_rows,
 )
 from fulcrum.gradients.stacked.recorded import RecordedTape, record_sets
 from fulcrum.privacy.bounds import FAST_SUM_MARGIN, SPREAD_IN_OTHER_BASIS, choose_sum_margin
 from fulcrum.training.clipped_sum import measure_group_norms
 from fulcrum.training.problem import TrainingProblem, assign_coordinate_groups
-from fulcrum.types import SumMargin, Transform, View
+from fulcrum.types import Axes, SumMargin, Transform, View
 
 PIECE_MEMORY_BYTES = {"cpu": 64 * 2**20, "cuda": 16 * 2**30}
 """Bytes that the activations of one piece of a step may take. A GPU that has less halves it by itself."""
@@ -83,8 +86,16 @@ class StackedCore:
             recorder,
         )
 
-    def record_tape(self, theta: Tensor, rows: Tensor, view: View) -> StackedTape | RecordedTape | MatrixTape:
-        """One pass: theta [S, d], rows [S, n] of the data set."""
+    def record_tape(
+        self, theta: Tensor, rows: Tensor, view: View, axes: Axes | None = None
+    ) -> StackedTape | RecordedTape | MatrixTape:
+        """One pass: theta [S, d], rows [S, n] of the data set. axes: of each task, [T, d] each, T a multiple of S."""
+        if axes is not None:
+            plain = self.record_tape(theta, rows, View())
+            gradients = plain.gradients if isinstance(plain, MatrixTape) else plain.matrix()
+            by_task = gradients.view(len(axes.centre), -1, gradients.shape[1])
+            moved = (by_task - axes.centre[:, None]) / axes.scale[:, None]
+            return MatrixTape(moved.view_as(gradients), plain.losses, self.coordinates, None, self.how.proven)
         x, y = self.table.rows(rows), self.labels[rows]
         if self.recorder is not None:
             recorded = record_sets(self.recorder, theta, x, y, self.how)
@@ -100,6 +111,17 @@ class StackedCore:
         if view.transform is None:
             return tape
         return MatrixTape(tape.matrix(), tape.losses, self.coordinates, view.transform, self.how.proven)
+
+    def compute_losses(self, theta: Tensor, rows: Tensor) -> Tensor:
+        """Losses [S, n] of rows [S, n] of the data set at weights theta [S, d]: forward passes only."""
+        x, y, task = self.table.rows(rows), self.labels[rows], self.problem.dataset.task
+        if self.program is None:
+            outputs = functional_outputs(self.problem.model, self.problem.layout, theta, x)
+        else:
+            assert isinstance(x, Tensor)  # a hand-written program takes one input
+            weights = unflatten_stacked(self.program.layout, theta)
+            outputs = forward_stacked(self.program, weights, x, self.how, keep=False)[0]
+        return task.loss(outputs.float(), y)
 
     def careful(self) -> None:
         """Use masking from now on: a non-finite value was found, and 0 * NaN would leak it into the sums."""
@@ -205,7 +227,8 @@ class StackedTasks:
     theta [S, d]; rows, mask [S, M, B]; sigma, batch, lr [T]; state of every task. t may be a tensor.
     scale [S, M, B] weights each example in the sums (None: 1), for rows of several clients in one task; then
     sigma, batch and lr [S, M, B] are those of each row's client. units: the most units in a sum, where sums of several
-    tasks are added up later; 0: B.
+    tasks are added up later; 0: B. probed: whether the step may release statistics, so that losses at the probes of a
+    rule's view are wanted.
     """
 
     theta: Tensor
@@ -219,6 +242,7 @@ class StackedTasks:
     rounds: int
     scale: Tensor | None = None
     units: int = 0
+    probed: bool = True
 
 
 @dataclass(frozen=True)
@@ -245,6 +269,10 @@ def compute_clipped_sums(core: StackedCore, tasks: StackedTasks) -> ClippedSums:
     sets, segments, places = tasks.rows.shape
     view, direction = core.rule.view(tasks.state, tasks.t, tasks.rounds)
     limit = core.rows_limit
+    if view.axes is not None:  # gradients are written out, and moved to other coordinates
+        dim = core.problem.layout.dim
+        held = core.program.elements if core.program else 4 * dim
+        limit = max(8, limit * held // (held + 4 * dim))
     by_set = max(1, min(sets, limit // (segments * places)))
     by_segment = max(1, min(segments, limit // places))
     by_row = min(places, limit)
@@ -273,7 +301,10 @@ def _select_tasks(value: Tensor, tasks: StackedTasks, s: slice, m: slice) -> Ten
 
 @dataclass(frozen=True)
 class _PieceStatistics:
-    """Statistics of a piece: norms, norm_bounds, lengths [T, b, G], mask, dots, losses [T, b], good [S, M * b]."""
+    """Statistics of a piece: norms, norm_bounds, lengths [T, b, G], mask, dots, losses [T, b], good [S, M * b].
+
+    probes [T, b, P]: losses at the probes of the rule's view; None where it has none.
+    """
 
     norms: Tensor
     norm_bounds: Tensor
@@ -282,6 +313,25 @@ class _PieceStatistics:
     dots: Tensor | None
     losses: Tensor
     good: Tensor
+    probes: Tensor | None = None
+
+
+def _compute_probes(core: StackedCore, tasks: StackedTasks, s: slice, m: slice, b: slice) -> Tensor | None:
+    """Losses of a piece's examples at the probes of their tasks: [T, b, P]. Zeros in steps that release none of it.
+
+    Tasks that share weights are one run's, so that they share its probes too.
+    """
+    found = core.rule.stack_probes(tasks.state, tasks.t, tasks.rounds)  # [T, P, d]
+    if found is None:
+        return None
+    rows, (sets, segments, _) = tasks.rows[s, m, b], tasks.rows.shape
+    probes = found.view(sets, segments, *found.shape[1:])[s, 0]  # [S, P, d]
+    count, places = len(rows) * rows.shape[1], rows.shape[2]
+    if not tasks.probed:
+        return tasks.theta.new_zeros((count, places, probes.shape[1]))
+    theta, flat = tasks.theta[s], rows.flatten(1)
+    losses = [core.compute_losses(theta + probes[:, p], flat) for p in range(probes.shape[1])]
+    return torch.stack(losses, dim=2).view(count, places, -1)
 
 
 def _record_piece(
@@ -291,7 +341,10 @@ def _record_piece(
     sets, segments, places = rows.shape
     mask = tasks.mask[s, m, b].flatten(0, 1)
     theta = tasks.theta[s]
-    tape = core.record_tape(theta, rows.flatten(1), view)
+    axes = core.rule.stack_axes(tasks.state, tasks.t, tasks.rounds)
+    if axes is not None:
+        axes = Axes(*(_select_tasks(value, tasks, s, m) for value in (axes.centre, axes.scale)))
+    tape = core.record_tape(theta, rows.flatten(1), view, axes)
     width = tasks.state["C"].shape[1]
     bare = core.problem.rule is NONE and not core.problem.diagnostics
     plain = bare and not core.how.careful
@@ -312,7 +365,8 @@ def _record_piece(
         dots = along.masked_fill(~good, 0).view(sets * segments, places)
     losses = tape.losses.masked_fill(~good, 0).view(sets * segments, places)
     norms, norm_bounds, lengths = (each.view(sets * segments, places, width) for each in table)
-    return tape, _PieceStatistics(norms, norm_bounds, lengths, mask, dots, losses, good)
+    probes = _compute_probes(core, tasks, s, m, b)
+    return tape, _PieceStatistics(norms, norm_bounds, lengths, mask, dots, losses, good, probes)
 
 
 def _choose_margin(core: StackedCore, tasks: StackedTasks, tape: StackedTape | RecordedTape | MatrixTape) -> SumMargin:
@@ -355,6 +409,7 @@ def _sum_piece(
         norm_bounds=seen.norm_bounds,
         lengths=seen.lengths,
         margin=_choose_margin(core, tasks, tape),
+        probes=seen.probes,
     )
     return _sum_with_factors(core, tape, seen, decided, scale)
 

@@ -115,7 +115,10 @@ class RandomDraws:
             done += len(chunk)
             for rank in range(of_chunk[0], of_chunk[-1] + 1):  # no two streams of a rank have the same row
                 own = slice(of_chunk.index(rank), len(of_chunk) - of_chunk[::-1].index(rank))
-                total.index_add_(0, rows[own], found[own])
+                if own.stop - own.start == 1:  # the same bits, and much faster than index_add_ for one long row
+                    total[chunk[own.start].row].add_(found[own.start])
+                else:
+                    total.index_add_(0, rows[own], found[own])
         return table.copy_(total)
 
     # --- streams -------------------------------------------------------------------------------
@@ -128,8 +131,9 @@ class RandomDraws:
             return
         if not self.on_device:
             for stream in streams:
-                found = self._draw_on_host("normal", stream.source, stream.key, count).double()
-                yield [stream], found[None].to(self.device)
+                found = self._draw_on_host("normal", stream.source, stream.key, count)
+                # A copy: callers scale what they get, and recorded numbers are kept for other rows of the round.
+                yield [stream], found[None].to(self.device, torch.float64, copy=True)
             return
         words = count_normal_words(count)
         for chunk in _split_streams(streams, words):

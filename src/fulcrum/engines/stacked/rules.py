@@ -7,6 +7,7 @@ that cannot be stacked (it asks for a number on the host) is called task by task
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.privacy.bounds import apply_rule, sanitise_bounds
-from fulcrum.types import NO_MARGIN, Released, RuleState, Stats, SumMargin, View
+from fulcrum.types import NO_MARGIN, Axes, Released, RuleState, Stats, SumMargin, View
 
 StackedState = dict[str, Tensor]
 """A rule's state for T tasks: each tensor [T, ...]."""
+MoveFn = Callable[[Tensor, Any, Released, Tensor], tuple[Tensor, Any]]
+"""A server optimiser of one task: (update [d], its state, the release, C [G]) -> (change [d], state)."""
 
 
 def stack_states(states: Sequence[RuleState], device: torch.device) -> StackedState:
@@ -41,17 +44,40 @@ class StackedRule:
 
     def view(self, state: StackedState, t: Any, rounds: int) -> tuple[View, Tensor | None]:
         """What the rule looks at, and its direction for each task [T, d] (None where it has none)."""
-        first = {name: value[0] for name, value in state.items()}
-        view = self.rule.view(first, t, rounds)
-        if view.direction is None:
-            return view, None
+        view = self.get_first_view(state, t, rounds)
+        return view, None if view.direction is None else self._stack_views(state, t, rounds, "direction")
 
-        def direction(own: StackedState) -> Tensor:
-            found = self.rule.view(own, t, rounds).direction
+    def get_first_view(self, state: StackedState, t: Any, rounds: int) -> View:
+        """What the rule looks at, for the first task."""
+        return self.rule.view({name: value[0] for name, value in state.items()}, t, rounds)
+
+    def stack_axes(self, state: StackedState, t: Any, rounds: int) -> Axes | None:
+        """The coordinates of each task, centre and scale [T, d]; None where the rule has none."""
+        if self.get_first_view(state, t, rounds).axes is None:
+            return None
+
+        def axes(own: StackedState) -> tuple[Tensor, Tensor]:
+            found = self.rule.view(own, t, rounds).axes
             assert found is not None
+            return found.centre, found.scale
+
+        return Axes(*self._map_over_tasks(axes, (state,), ()))
+
+    def stack_probes(self, state: StackedState, t: Any, rounds: int) -> Tensor | None:
+        """The probes of each task [T, P, d]; None where the rule has none."""
+        if self.get_first_view(state, t, rounds).probes is None:
+            return None
+        return self._stack_views(state, t, rounds, "probes")
+
+    def _stack_views(self, state: StackedState, t: Any, rounds: int, name: str) -> Tensor:
+        """One tensor of each task's view, stacked."""
+
+        def find(own: StackedState) -> Tensor:
+            found = getattr(self.rule.view(own, t, rounds), name)
+            assert isinstance(found, Tensor)
             return found
 
-        return view, self._map_over_tasks(direction, (state,), ())
+        return self._map_over_tasks(find, (state,), ())  # type: ignore[no-any-return]
 
     def clip(
         self,
@@ -67,18 +93,20 @@ class StackedRule:
         norm_bounds: Tensor | None = None,
         lengths: Tensor | None = None,
         margin: SumMargin = NO_MARGIN,
+        probes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, StackedState, Tensor, Tensor]:
         """The rule's output, with its bounds enforced.
 
         Factors [T, n, G]; factors of a second sum [T, n, G], or [T, n, 0] where there is none; extra rows
         [T, n, J]; the state; C [T, G]; the extra's bound [T]. norms [T, n, G], mask [T, n], dots and losses [T, n];
         sigma, batch and lr [T], or [T, n] with `by_row`, for rows of several clients that share one state.
-        norm_bounds, lengths [T, n, G] and margin: see `Stats`.
+        norm_bounds, lengths [T, n, G], margin and probes [T, n, P]: see `Stats`.
         """
         rule = self.rule
         given: dict[str, Tensor] = {"norms": norms, "mask": mask}
         given |= {name: v for name, v in (("dots", dots), ("losses", losses)) if v is not None}
-        given |= {n: v for n, v in (("norm_bounds", norm_bounds), ("lengths", lengths)) if v is not None}
+        more = (("norm_bounds", norm_bounds), ("lengths", lengths), ("probes", probes))
+        given |= {name: v for name, v in more if v is not None}
 
         def one(own: StackedState, rows: dict[str, Any], sigma: Any, batch: Any, lr: Any) -> tuple[Any, ...]:
             stats = Stats(sigma=sigma, batch=batch, lr=lr, margin=margin, **rows)
@@ -118,22 +146,35 @@ class StackedRule:
         rounds: int,
         noise: Tensor | None = None,
         asked: Tensor | None = None,
-    ) -> tuple[Tensor, StackedState]:
-        """Each task's update for the server optimiser [T, d], and its state moved by its own release.
+        move: MoveFn | None = None,
+        server: Any = (),
+    ) -> tuple[Tensor, StackedState, Any]:
+        """What the server does of each task's own release: the change [T, d], the rule's state, the server's state.
 
-        aggregate [T, d], extra [T, J]; lr, steps, noise (None: 0) and asked (None: 1) [T], as in `Released`.
+        aggregate [T, d], extra [T, J]; lr, steps, noise (None: 0) and asked (None: 1) [T], as in `Released`. move: the
+        server optimiser of one task, (update, server, release, C) -> (change, server's state), with `server` stacked;
+        None: the update is the change.
         """
 
         def one(
-            own: StackedState, aggregate: Tensor, extra: Tensor, lr: Any, steps: Any, noise: Any, asked: Any
+            own: StackedState,
+            aggregate: Tensor,
+            extra: Tensor,
+            server: Any,
+            lr: Any,
+            steps: Any,
+            noise: Any,
+            asked: Any,
         ) -> Any:
             now = int(t) if self.looped else t
             released = Released(aggregate, extra, lr, steps, now, rounds, noise, asked)
-            return self.rule.apply(own, released), dict(self.rule.adapt(own, released))
+            update = self.rule.apply(own, released)
+            change, server = (update, server) if move is None else move(update, server, released, own["C"])
+            return change, dict(self.rule.adapt(own, replace(released, moved=change))), server
 
         noise = torch.zeros_like(lr) if noise is None else noise
         asked = torch.ones_like(lr) if asked is None else asked
-        return self._map_over_tasks(one, (state, aggregate, extra), (lr, steps, noise, asked))  # type: ignore[no-any-return]
+        return self._map_over_tasks(one, (state, aggregate, extra, server), (lr, steps, noise, asked))  # type: ignore[no-any-return]
 
     def can_be_stacked(self, state: StackedState, d: int, t: Any, rounds: int) -> bool:
         """Whether the whole rule can be stacked, including rows of several clients; tested on dummy numbers."""
@@ -142,9 +183,11 @@ class StackedRule:
         rows, ones = C.new_ones((len(C), 2)), C.new_ones(len(C))
         dots = None if direction is None else rows
         losses = rows if view.losses else None
+        probes = None if view.probes is None else C.new_ones((len(C), 2, len(view.probes)))
         try:
+            norms = C.new_ones((len(C), 2, C.shape[1]))
             _, again, extra, *_ = self.clip(
-                state, C.new_ones((len(C), 2, C.shape[1])), rows > 0, dots, losses, rows, rows, rows, by_row=True
+                state, norms, rows > 0, dots, losses, rows, rows, rows, by_row=True, probes=probes
             )
             second = C.new_ones((len(C), d if again.shape[2] else 0))
             statistics = torch.cat([extra.sum(dim=1), second], dim=1)

@@ -27,8 +27,9 @@ from fulcrum.privacy.mechanism import (
     compute_charged_scale,
     release_rows_with_noise,
 )
+from fulcrum.privacy.pairwise.integers import round_rows_to_messages
 from fulcrum.rng import Randomness, StreamKey
-from fulcrum.types import Assignment, Bounds, View
+from fulcrum.types import Assignment, Axes, Bounds, View
 
 StepTerms = dict[str, Tensor]
 """The public terms of T tasks, each [T]: start and size of its part of `order`; rate; sigma; batch (expected);
@@ -49,6 +50,8 @@ class StepResult:
     counts: Tensor
     finite: Tensor
     diagnostics: Tensor
+    messages: Tensor | None = None
+    """With pairwise masks what leaves instead of an update: integers modulo 2^32, int32 [T, d]."""
 
     def copy_state(self) -> StepResult:
         """The states in tensors of their own, for what lives longer than the next replay of a graph."""
@@ -58,7 +61,7 @@ class StepResult:
         """All in tensors of its own, for what a replayed graph will overwrite."""
         state = self.copy_state().state
         rest = (self.counts.clone(), self.finite.clone(), self.diagnostics.clone())
-        return StepResult(self.theta.clone(), self.extra.clone(), state, *rest)
+        return StepResult(self.theta.clone(), self.extra.clone(), state, *rest, messages=self.messages)
 
 
 def sample_dataset_rows(order: Tensor, terms: StepTerms, uniforms: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,15 +78,17 @@ def add_noise_and_average(
     noise_extra: Tensor,
     view: View,
     mechanism: Mechanism = GAUSSIAN_MECHANISM,
+    axes: Axes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(gradient [T, d], extra [T, J]), per expected unit: what may leave the clients."""
+    """(gradient [T, d], extra [T, J]), per expected unit: what may leave the clients. axes: of each task."""
     multipliers = NoiseMultipliers(terms["noise"], terms["noise_extra"])
     scale = mechanism.scale(Bounds(sums.C, sums.extra_bound), multipliers, terms["asked"])
     total, extra, _ = mechanism.release(sums.sum, sums.extra, scale, (noise, noise_extra), {})
     if view.transform is not None:
         total = vmap(view.transform.inverse)(total)
     batch = terms["batch"][:, None]
-    return (total / batch).float(), (extra / batch).float()
+    mean = (total / batch).float()
+    return mean if axes is None else axes.inverse(mean), (extra / batch).float()
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,8 @@ def _end_step(
     after = found.sums.state
     if core.problem.rule.when == "step":
         public = (terms["noise"] / terms["batch"], terms["asked"])
-        _, after = core.rule.adapt(after, change, extra, terms["lr"], torch.ones_like(terms["lr"]), t, rounds, *public)
+        steps = torch.ones_like(terms["lr"])
+        _, after, _ = core.rule.adapt(after, change, extra, terms["lr"], steps, t, rounds, *public)
     return StepResult(theta + change, extra, after, found.counts, found.sums.finite, found.sums.diagnostics)
 
 
@@ -166,8 +172,9 @@ def _finish_local_step(
     t: Tensor,
 ) -> StepResult:
     """Noise and the step. state: that before the step, which has no part in it."""
-    view, _ = core.rule.view(found.sums.state, t, rounds)
-    released = add_noise_and_average(found.sums, terms, noise, noise_extra, view)
+    after = found.sums.state
+    view, axes = core.rule.get_first_view(after, t, rounds), core.rule.stack_axes(after, t, rounds)
+    released = add_noise_and_average(found.sums, terms, noise, noise_extra, view, axes=axes)
     return _end_step(core, found, theta, terms, released, t, rounds)
 
 
@@ -237,10 +244,16 @@ def release_local_step(
         )
         for i, own in enumerate(releases)
     ]
-    total, extra = release_rows_with_noise(
-        sums.sum, sums.extra, scales, [(own.randomness, own.place) for own in releases]
-    )
-    view, _ = core.rule.view(sums.state, t, rounds)
+    sources = [(own.randomness, own.place) for own in releases]
+    asked = [own.task.message for own in releases if own.task.message is not None]
+    if asked:
+        messages = round_rows_to_messages(sums.sum, [float(scale.sum) for scale in scales], asked, sources)
+        none = sums.sum.new_zeros((len(sums.sum), 0), dtype=torch.float32)
+        return StepResult(theta, none, sums.state, found.counts, sums.finite, sums.diagnostics, messages)
+    total, extra = release_rows_with_noise(sums.sum, sums.extra, scales, sources)
+    view, axes = core.rule.get_first_view(sums.state, t, rounds), core.rule.stack_axes(sums.state, t, rounds)
     gradient = total if view.transform is None else vmap(view.transform.inverse)(total)
     batch = terms["batch"][:, None]
-    return _end_step(core, found, theta, terms, (gradient / batch, extra / batch), t, rounds)
+    mean = gradient / batch
+    mean = mean if axes is None else axes.inverse(mean)
+    return _end_step(core, found, theta, terms, (mean, extra / batch), t, rounds)

@@ -6,7 +6,7 @@ Every job samples and noises by the numbers of its own streams: the same bits wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,8 @@ class BucketResult:
     @property
     def deltas(self) -> Tensor:
         """Each member's update, [members, d]."""
-        return (self.steps[-1].theta - self.start)[: len(self.members)]
+        last = self.steps[-1]
+        return (last.theta - self.start if last.messages is None else last.messages)[: len(self.members)]
 
     @property
     def extras(self) -> Tensor:
@@ -176,7 +177,7 @@ class StackedTrainer:
                     pad = max(pad, round_up_to_multiple(int((drawn < rate).sum(dim=1).max())))
             numbers = DrawnNumbers(width, d, self._width)
             shape = (places, width, len(theta), rounds)
-            if self.exact:
+            if self.exact or mine[0].task.message is not None:
                 releases = [
                     TaskRelease(
                         job.task,
@@ -247,7 +248,9 @@ class StackedTrainer:
         return self._flags[key]
 
     def _get_step_terms(self, jobs: Sequence[ClientJob], places: int) -> tuple[StepTerms, list[tuple[Event, Event]]]:
-        key = (places, *((job.task, job.start, job.size, job.weight_decay) for job in jobs))
+        # The grid of a masked message moves with C, and none of the terms depends on it.
+        tasks = [job.task if job.task.message is None else replace(job.task, message=None) for job in jobs]
+        key = (places, *((task, job.start, job.size, job.weight_decay) for task, job in zip(tasks, jobs, strict=True)))
         if key not in self._terms:
             if len(self._terms) > 64:
                 self._terms.clear()
@@ -279,7 +282,8 @@ def probe_statistics_width(core: StackedCore, state: StackedState, t: Any, round
     rows = C.new_ones((1, 1))
     own = {name: value[:1] for name, value in state.items()}
     seen = (rows if direction is not None else None, rows if view.losses else None)
-    _, again, extra, *_ = core.rule.clip(own, C[:, None], rows > 0, *seen, rows[0], rows[0], rows[0])
+    probes = None if view.probes is None else C.new_ones((1, 1, len(view.probes)))
+    _, again, extra, *_ = core.rule.clip(own, C[:, None], rows > 0, *seen, rows[0], rows[0], rows[0], probes=probes)
     whole = core.problem.layout.dim if view.transform is None else len(view.transform.groups)
     return int(extra.shape[2]) + (whole if again.shape[2] else 0)
 

@@ -57,6 +57,7 @@ class RunCostLine:
 
 
 SUMS_ONLY = ", seen in sums only (ideal secure aggregation)"
+MASKED_SUMS = ", seen in masked sums only, by the server and up to {} colluding parties"
 """The end of the population's name of accounts that hold against a server that sees sums only."""
 
 UNKNOWN = "unknown"

@@ -49,7 +49,7 @@ class PartyGroup:
     rule: ClipRule = FIXED
     statistics_interval: int = 1
     batch: float = 1.0
-    noise_parties: int = 1
+    noise_parties: float = 1
 
     def assignment(self, k: int, t: int, lr: float) -> Assignment:
         """The task of party k of this group in round t (from 0)."""
@@ -186,6 +186,8 @@ def _group_with_terms(
 def _compute_statistics_interval(settings: Settings, rule: ClipRule) -> int:
     """Steps between two releases of the rule's statistics; at unit client the server releases them every round."""
     paid = rule.private and rule.share is not no_statistics_share and not has_trusted_server(settings)
+    if paid and settings.clip.statistics_rounds:
+        return settings.clip.statistics_rounds * compute_local_steps(settings.train)
     return max(1, round(settings.clip.statistics_interval / settings.train.rate)) if paid else 1
 
 

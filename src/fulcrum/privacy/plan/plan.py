@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy.typing as npt
 from fulcrum.privacy.accounting import compute_epsilons, reported_accountants
 from fulcrum.privacy.client_level import ClientLevelTerms
 from fulcrum.privacy.events import Event
-from fulcrum.privacy.ledger.rows import SUMS_ONLY, RunPlan
+from fulcrum.privacy.ledger.rows import MASKED_SUMS, SUMS_ONLY, RunPlan
+from fulcrum.privacy.pairwise.shares import compute_own_variances
 from fulcrum.privacy.plan import noise
 from fulcrum.privacy.plan.noise import PlannedNoise
 from fulcrum.privacy.plan.party_group import PartyGroup
@@ -25,14 +27,16 @@ from fulcrum.privacy.plan.text import (
     make_headline_keys,
     make_party_row,
     warn_about_client_unit,
+    warn_about_masks,
     warn_about_party,
     warn_about_party_sizes,
     warn_about_rule,
     warn_about_shared_noise,
 )
+from fulcrum.settings.derived import WEIGHT_POWERS
 from fulcrum.types import Assignment
 
-AGGREGATIONS = ("plain", "ideal-secagg")
+AGGREGATIONS = ("plain", "ideal-secagg", "pairwise")
 """The choices of privacy.aggregation: what the server is assumed to see."""
 
 
@@ -44,6 +48,7 @@ class Plan:
     the noise schedule: of the run. rounds: number of rounds T. central: the server's mechanism at unit client (sizes
     are then examples, used for weights only), else None. aggregation: what the server is assumed to see. account_delta:
     delta over all runs of a kept ledger, where this run takes a part of it (privacy.budget_delta); None: the run's.
+    colluders: with pairwise masks, how many of a round's participants may collude with the server.
     """
 
     name: Callable[[int], str]
@@ -65,6 +70,7 @@ class Plan:
     central: ClientLevelTerms | None = None
     aggregation: str = "plain"
     account_delta: float | None = None
+    colluders: int = 0
 
     @property
     def parties(self) -> int:
@@ -87,6 +93,11 @@ class Plan:
     def shares_noise(self) -> bool:
         """Whether the parties share one noise vector, under an assumed ideal secure aggregation."""
         return self.aggregation == "ideal-secagg"
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether the parties' messages are masked in pairs, so that only their sum is seen."""
+        return self.aggregation == "pairwise"
 
     @property
     def promised_delta(self) -> float | None:
@@ -115,6 +126,43 @@ class Plan:
             return Assignment(k, self.central.local_rate, 0.0, self.central.local_steps, lr)
         return self.group(k).assignment(k, t, lr)
 
+    def assignments(self, clients: Sequence[int], t: int, lr: float) -> tuple[Assignment, ...]:
+        """The tasks of the participants of round t (from 0). With pairwise masks each one's own noise depends on who
+        else takes part (`privacy.pairwise.shares`)."""
+        tasks = tuple(self.assignment(k, t, lr) for k in clients)
+        if not self.is_pairwise or not tasks:
+            return tasks
+        parts = self._noise_parts(tuple(clients), t)
+        return tuple(replace(task, noise_parties=part) for task, part in zip(tasks, parts, strict=True))
+
+    def compute_round_noises(self, clients: Sequence[int], t: int = 0) -> list[float]:
+        """The noise of one step's mean gradient of each participant, in units of C, as each adds it in round t."""
+        each = [self.compute_step_noise(k, t) for k in clients]
+        if not self.is_pairwise or not each:
+            return each
+        return [noise / math.sqrt(part) for noise, part in zip(each, self._noise_parts(tuple(clients), t), strict=True)]
+
+    def compute_needs(self, clients: Sequence[int], t: int = 0) -> list[float]:
+        """tau_k^2 of each participant: the variance its units need in the sum of messages, for C = 1."""
+        heights = [self.units(k) ** WEIGHT_POWERS[self.weights] for k in clients]
+        return [
+            (height / sum(heights) * self.compute_step_noise(k, t)) ** 2
+            for height, k in zip(heights, clients, strict=True)
+        ]
+
+    def _noise_parts(self, clients: tuple[int, ...], t: int) -> tuple[float, ...]:
+        """tau_k^2 / s_k^2 of each participant; computed once for equal rounds."""
+        key = (clients, 0 if self.steady else t)
+        if key not in self._parts:
+            needs = self.compute_needs(clients, t)
+            own = compute_own_variances(needs, self.colluders)
+            self._parts[key] = tuple(n / s if s else 1.0 for n, s in zip(needs, own, strict=True))
+        return self._parts[key]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[tuple[int, ...], int], tuple[float, ...]]:
+        return {}
+
     def terms(self, k: int) -> dict[str, Any]:
         """Party k's account in a ledger: the keywords of `Ledger.enroll` except the name."""
         return {
@@ -125,7 +173,8 @@ class Plan:
             # Epsilons against different adversaries do not add up, so each has its own account.
             "population": f"{self.population}, "
             + ("whole" if self.has_trusted_server else f"{self.units(k)} {self.unit}s")
-            + (SUMS_ONLY if self.shares_noise else ""),
+            + (SUMS_ONLY if self.shares_noise else "")
+            + (MASKED_SUMS.format(self.colluders) if self.is_pairwise else ""),
         }
 
     def make_run_plan(self, k: int, rounds: int | None = None) -> RunPlan:
@@ -191,6 +240,7 @@ class Plan:
         about = [
             *warn_about_rule(self.private, self.sound),
             *(warn_about_shared_noise(self.parties) if self.shares_noise else ()),
+            *(warn_about_masks(self.colluders) if self.is_pairwise else ()),
         ]
         if self.central:
             along = self.compute_noise_to_signal(1).direction
@@ -233,7 +283,17 @@ class Plan:
             direction = noise.plan_aggregate_noise(
                 self.groups, self.group_of, self.sizes, self.weights, self.participation
             )
+            direction *= self._plan_sharing()
         return noise.compute_total_noise(direction, dim, self.C0 if C is None else C)
+
+    def _plan_sharing(self) -> float:
+        """By what factor masks reduce the noise of the aggregate: 1 without; sqrt(sum s_k^2 / sum tau_k^2) with them,
+        at the expected number of participants."""
+        if not self.is_pairwise:
+            return 1.0
+        clients = range(max(self.colluders + 1, round(self.parties * self.participation)))
+        needs = self.compute_needs(clients)
+        return math.sqrt(sum(compute_own_variances(needs, self.colluders)) / sum(needs)) if sum(needs) else 1.0
 
     def to_json(self, dim: int | None = None) -> dict[str, Any]:
         """For `fulcrum plan --json`: plain values, an infinite epsilon as the string "inf".
@@ -250,6 +310,7 @@ class Plan:
             "accountant": self.accountant,
             "unit": self.unit,
             "aggregation": self.aggregation,
+            **({"colluders": self.colluders} if self.is_pairwise else {}),
             "rounds": self.rounds,
             "schedule": self.schedule,
             "private": self.private,

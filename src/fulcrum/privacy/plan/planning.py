@@ -16,6 +16,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.privacy.accounting import ACCOUNTANTS, Spend, find_largest_count
 from fulcrum.privacy.client_level import ESTIMATORS, make_client_level_terms
 from fulcrum.privacy.ledger import Ledger
+from fulcrum.privacy.pairwise.shares import count_colluders
 from fulcrum.privacy.plan.party_group import PartyGroup, compute_round_terms, group_parties
 from fulcrum.privacy.plan.plan import Plan
 from fulcrum.privacy.schedule import SCHEDULES, compute_noise_factors
@@ -55,6 +56,9 @@ def make_plan(
     if privacy.aggregation == "ideal-secagg":
         _check_shared_noise(settings, rule, groups)
         groups = [replace(groups[0], noise_parties=count)]
+    masked = privacy.aggregation == "pairwise"
+    if masked:
+        _check_masked_rule(settings, rule)
     central = make_client_level_terms(settings, sizes)
     if central:  # one noise for all parties, so the party that needs the most noise sets it
         loudest = max(group.sigma for group in groups)
@@ -79,6 +83,7 @@ def make_plan(
         central=central,
         schedule=privacy.noise_schedule if rule.private else "constant",
         aggregation=privacy.aggregation,
+        colluders=count_colluders(privacy.colluders, count) if masked else 0,
     )
 
 
@@ -100,21 +105,27 @@ def _get_account_delta(settings: Settings) -> float | None:
     return privacy.budget_delta
 
 
-def _check_shared_noise(settings: Settings, rule: ClipRule, groups: Sequence[PartyGroup]) -> None:
-    """Refuse what one shared noise vector does not cover; `check_settings` has checked the settings before."""
+def _check_masked_rule(settings: Settings, rule: ClipRule) -> None:
+    """Refuse a rule under which a party's state or message would follow from its own sum: only the total is noised."""
     view = rule.view(rule.init(settings.clip, ModelFacts(2, (2,))), 0, settings.train.rounds)
     reasons = {
         "adds no noise, so there is none to share": not rule.private,
         "sets C from raw private values": not rule.sound,
-        "keeps a C at each party, and shared noise needs a common one": rule.where != "server",
+        "keeps a C at each party, which follows from the party's own sum before it is masked": rule.where != "server",
         "releases statistics beside the gradients": rule.share is not no_statistics_share,
-        "clips in another basis and may reshape each party's own sum": view.transform is not None,
+        "clips in another basis and may reshape each party's own sum": view.needs_gradients,
     }
     for reason, true in reasons.items():
         if true:
             raise ConfigError(
-                f"clip.rule = {rule.name!r} {reason}; with privacy.aggregation = 'ideal-secagg' use moo or fixed."
+                f"clip.rule = {rule.name!r} {reason}; with privacy.aggregation = {settings.privacy.aggregation!r} use "
+                "moo or fixed."
             )
+
+
+def _check_shared_noise(settings: Settings, rule: ClipRule, groups: Sequence[PartyGroup]) -> None:
+    """Refuse what one shared noise vector does not cover; `check_settings` has checked the settings before."""
+    _check_masked_rule(settings, rule)
     if len(groups) > 1:
         raise ConfigError(
             "the parties have spent different amounts before, so each needs its own noise; privacy.aggregation = "

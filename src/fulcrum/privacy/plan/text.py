@@ -123,6 +123,17 @@ def warn_about_shared_noise(parties: int) -> list[str]:
     return [ASSUMED_AGGREGATION_WARNING.format(parties=parties)]
 
 
+NO_COLLUDER_WARNING = (
+    "privacy.colluders = 0 covers no participant: a party reads the broadcast model and knows its own message, so it "
+    "already sees the sum of the others, with less noise than this epsilon asks for. Set colluders to 1 or more."
+)
+
+
+def warn_about_masks(colluders: int) -> list[str]:
+    """What pairwise masks that cover no colluder leave open."""
+    return [NO_COLLUDER_WARNING] if colluders == 0 else []
+
+
 def warn_about_party(delta: float | None, units: int, batch: float) -> list[str]:
     """Warnings about one party: its number of units and expected batch size. delta: None without a guarantee."""
     found = []

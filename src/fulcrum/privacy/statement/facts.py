@@ -21,6 +21,7 @@ from fulcrum.privacy.accounting import (
 from fulcrum.privacy.client_level import ClientLevelTerms
 from fulcrum.privacy.plan import Plan
 from fulcrum.privacy.plan.text import infinity_to_text, make_epsilon_keys, make_headline_keys
+from fulcrum.privacy.statement.colluders import describe_masked_sums, describe_pairwise
 from fulcrum.privacy.statement.coverage import Coverage, CoveredRun
 from fulcrum.privacy.statement.text import (
     EVALUATION_TEXTS,
@@ -120,6 +121,7 @@ class AccountedRun:
     start: WeightOrigin | None = None
     start_in_scope: bool = False
     start_public: bool = False
+    peer_keys: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def added_start(self) -> WeightOrigin | None:
@@ -159,7 +161,11 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
                             sentence to read. simulation: the random numbers follow from a seed; assumed: it rests on
                             a secure aggregation that is simulated (see aggregation); unknown: a row of an earlier
                             version does not say what its run was
-    aggregation             "plain", or "ideal-secagg": the server is assumed to see only sums
+    aggregation             "plain", or "ideal-secagg": the server is assumed to see only sums; "pairwise": it does,
+                            since messages are masked
+    pairwise                with pairwise masks: {colluders, parties, sigma_eff, table, two_parties, keys, text}. table:
+                            [{colluders, sigma_eff, epsilon}] with c, c + 1, ..., all other parties colluding, at the
+                            planned end; keys: [{party, fingerprint, pinned}], empty where one process played all
     target                  {epsilon, budgets, sigma}: the settings; null where not given
     planned                 {epsilon, epsilon_pld}: the largest epsilon that the plan allows
     schedule                {name, sigma_min, sigma_max}: the noise schedule and the range of sigma over all parties
@@ -194,7 +200,7 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     largest = {name: max(costs) + before for name, costs in by_name.items()}
     headline = largest[enforced]
     worth = coverage.level(plan.shares_noise)
-    words = find_unit_texts(plan.unit, plan.aggregation)
+    words = find_unit_texts(plan.unit, plan.aggregation, plan.colluders)
     delta = max(plan.delta, run.scope_delta)  # deltas of runs add up where the ledger adds (epsilon, delta) slices
     delta += 0.0 if start is None else start.delta
     numbers = format_numbers({name: format_epsilon(value) for name, value in largest.items()}, delta)
@@ -277,6 +283,8 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             for k, name in enumerate(names)
         ],
     }
+    if plan.is_pairwise and plan.private:
+        result["pairwise"] = describe_pairwise(plan, headline, delta, run.peer_keys)
     if is_rehearsed(settings):
         result["rehearsal"] = REHEARSAL_TEXT
     if run.start is not None:
@@ -411,6 +419,8 @@ def _describe_main_release(plan: Plan, rule: ClipRule, counts: Sequence[int]) ->
     )
     if plan.shares_noise:
         return "sums", *_describe_party_sums(plan.parties, f"{sums}{noise}")
+    if plan.is_pairwise:
+        return "sums", *describe_masked_sums(f"{sums}{noise}")
     return "updates", *_describe_party_updates(plan.groups[0].steps, counts, f"{sums}{noise}")
 
 

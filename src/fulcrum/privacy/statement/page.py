@@ -47,6 +47,7 @@ def statement_to_markdown(facts: Mapping[str, Any]) -> str:
         *(make_section("Warnings", make_bullet_list(facts["warnings"])) if facts["warnings"] else ()),
         *make_section("What is protected", make_paragraph(protected)),
         *make_section("Against whom", make_paragraph(facts["adversary"])),
+        *(make_section("Colluding parties", _write_colluders(facts["pairwise"])) if "pairwise" in facts else ()),
         *make_section("How it is counted", make_paragraph(_describe_accounting(facts, unit))),
         *make_section("Scope", make_paragraph(_describe_scope(facts["scope"], _list_accountants(facts)[0]))),
         *(make_section("Initial weights", make_paragraph(facts["start"]["text"])) if "start" in facts else ()),
@@ -67,6 +68,36 @@ def statement_to_markdown(facts: Mapping[str, Any]) -> str:
         ),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _write_colluders(masks: Mapping[str, Any]) -> list[str]:
+    """What holds with the covered colluders and with more, for a person at two parties, and whose keys were pinned."""
+    covered = {masks["colluders"]: " (covered)"}
+    rows = [
+        (
+            f"{row['colluders']} of {masks['parties']}{covered.get(row['colluders'], '')}",
+            format_short_value(row["sigma_eff"]),
+            format_epsilon_value(row["epsilon"]),
+        )
+        for row in masks["table"]
+    ]
+    two = masks["two_parties"]
+    mixture = (
+        f"epsilon = {format_epsilon_value(two['epsilon'])} at delta = {format_short_value(two['delta'])} at the "
+        "planned end (PLD of the mixture of shifts), and also "
+        if two["epsilon"] is not None
+        else ""
+    )
+    both = f"epsilon = {format_epsilon_value(two['composed_epsilon'])}"
+    both += f" at delta = {format_short_value(two['composed_delta'])} (e1 + e2, d1 + exp(e1) d2)"
+    keys = [(key["party"], f"`{key['fingerprint']}`", key["pinned"]) for key in masks["keys"]]
+    header = ("parties that collude with the server", "sigma_eff, least", "epsilon at the planned end")
+    return [
+        *make_paragraph(masks["text"]),
+        *make_page_table(header, rows),
+        *make_paragraph(f"Records of one person at two parties: {mixture}{both}."),
+        *(make_page_table(("party", "signing key", "pinned"), keys) if keys else ()),
+    ]
 
 
 def _write_summary(facts: Mapping[str, Any]) -> list[str]:
@@ -137,7 +168,7 @@ def _write_parties(facts: Mapping[str, Any]) -> list[str]:
     if find_unit_texts(facts["unit"]).alike:
         return _write_equal_parties(parties, columns, costs)
     sigma = "sigma" if facts["schedule"]["name"] == "constant" else "sigma (first round)"
-    sigma += " of the sum" if facts["aggregation"] == "ideal-secagg" else ""
+    sigma += {"ideal-secagg": " of the sum", "pairwise": "_eff"}.get(facts["aggregation"], "")
     header = ("party", f"{facts['unit']}s", "rate", sigma, "releases", *columns, "budget of this run")
     shown = parties
     lines: list[str] = []

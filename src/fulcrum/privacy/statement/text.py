@@ -140,13 +140,28 @@ def guarantee_sentence(plan: Plan, coverage: Coverage, own: str, numbers: str, h
         )
     rest = f" {held_out}" if held_out else ""
     if worth == "simulation":
-        return f"SIMULATION. Each {short}{apart} has {numbers}, only while the seed is secret (see Randomness).{rest}"
+        masked = f" {describe_masks(plan)}" if plan.is_pairwise else ""
+        return (
+            f"SIMULATION. Each {short}{apart} has {numbers}, only while the seed is secret (see Randomness)."
+            f"{masked}{rest}"
+        )
     margin = {
         "proven": "",
         "fast": " The bound on a contribution has a measured margin and is not proven (see Arithmetic and noise).",
         UNKNOWN: " How all sums were computed is not on record (see Arithmetic and noise).",
     }[coverage.arithmetic]
-    return f"Each {short}{apart} has {numbers}.{margin}{rest}"
+    masked = f" {describe_masks(plan)}" if plan.is_pairwise else ""
+    return f"Each {short}{apart} has {numbers}.{masked}{margin}{rest}"
+
+
+def describe_masks(plan: Plan) -> str:
+    """What the epsilon of masked sums rests on, in a sentence."""
+    covered = {0: "but no participant at all", 1: "and one colluding party"}
+    whom = covered.get(plan.colluders, f"and up to {plan.colluders} colluding parties")
+    return (
+        f"It holds against the server {whom}, of {plan.parties}; it is computational, and rests on the parties' keys "
+        "(see Colluding parties)."
+    )
 
 
 def composition_sentence(plan: Plan, private: bool, composition: str) -> list[str]:

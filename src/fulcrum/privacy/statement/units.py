@@ -170,6 +170,55 @@ SECURE_SUM_TEXTS = replace(
 """Texts for unit example where the parties share one noise vector (privacy.aggregation = "ideal-secagg")."""
 
 
-def find_unit_texts(unit: str, aggregation: str = "plain") -> UnitTexts:
-    """The texts for a unit and an aggregation."""
+SEES_MASKED_SUMS = (
+    "The server together with up to {colluders} of the parties, whichever they are; they may pool all they see and "
+    "know: the masked messages, every released model and clipping norm C, all settings, the code, who takes part, and "
+    "the colluders' own masks, noise and data. Of the honest parties' messages they learn the sum and nothing else, as "
+    "long as ChaCha20, X25519, Ed25519 and BLAKE2b are what they are taken for: THE GUARANTEE IS COMPUTATIONAL. The "
+    "others follow the protocol, and hold each other's true keys. With more colluders the epsilons below hold "
+    "instead. Outsiders, who see only models, see less."
+)
+NO_COLLUDERS_TEXT = (
+    "With 0 colluders the server alone is covered, and outsiders who hold no party's message. NO PARTICIPANT IS: a "
+    "party that reads the model and takes its own message off the sum has one dose less in what is left."
+)
+MASKED_SUMS_COMPOSE_TEXT = (
+    "Each round releases one thing, the weighted sum over the participants of one step each. A participant's own noise "
+    "is as large as that the honest participants' noises add up to sigma_eff, whichever parties collude (docs/"
+    "pairwise.md); a unit, at whichever party, moves the sum by at most its own bound. Each party's ledger is charged "
+    "what the sum costs, before anything is released. A round that is void, because a message was missing, is paid by "
+    "whoever had sent its own. Poisson sampling lowers the cost because nobody learns who was sampled."
+)
+SAME_SUMS = (
+    "A person with records at several parties is in the same sums several times, so the epsilons of those parties do "
+    "not simply add up: the sum moves by 0, 1 or 2 contributions in a round. The table of colluding parties has what "
+    "holds for records at two parties."
+)
+
+
+def _make_masked_texts(unit: str) -> UnitTexts:
+    plain = UNIT_TEXTS[unit]
+    return replace(
+        plain,
+        protected=f"{plain.protected.removesuffix('.')}, within the sum over the participants.",
+        adversary=SEES_MASKED_SUMS,
+        counted=MASKED_SUMS_COMPOSE_TEXT,
+        adds_up=tuple(SAME_SUMS if text == SEVERAL_PARTIES else text for text in plain.adds_up),
+        not_covered=(
+            "Whether a party spoils a round: single messages look random, so nobody can tell.",
+            *plain.not_covered,
+        ),
+    )
+
+
+MASKED_SUM_TEXTS = {unit: _make_masked_texts(unit) for unit in ("example", "person")}
+"""Texts where messages are masked in pairs (privacy.aggregation = "pairwise"), by unit."""
+
+
+def find_unit_texts(unit: str, aggregation: str = "plain", colluders: int = 1) -> UnitTexts:
+    """The texts for a unit and an aggregation. colluders: with pairwise masks, how many are covered."""
+    if aggregation == "pairwise":
+        texts = MASKED_SUM_TEXTS[unit]
+        adversary = texts.adversary.format(colluders=colluders)
+        return replace(texts, adversary=adversary if colluders else f"{adversary} {NO_COLLUDERS_TEXT}")
     return SECURE_SUM_TEXTS if aggregation == "ideal-secagg" else UNIT_TEXTS[unit]

@@ -58,6 +58,6 @@ def _explain_written_out(federation: Federation, engine: str) -> str:
     if problem.unit == "client":
         return ""
     snapshot = make_first_snapshot(federation)
-    if problem.rule.view(snapshot.rule, 0, federation.settings.train.rounds).transform is not None:
-        return f"{problem.rule.name} clips in another basis, so every gradient is written out"
+    if problem.rule.view(snapshot.rule, 0, federation.settings.train.rounds).needs_gradients:
+        return f"{problem.rule.name} clips in other coordinates, so every gradient is written out"
     return ""

@@ -262,7 +262,8 @@ class ReplyEngine(Engine):
 
     def list_reachable_clients(self, clients: Sequence[int]) -> Sequence[int]:
         """At most MAX_PARTIES; all of them where they share one noise vector."""
-        kept = clients if self.plan.shares_noise else clients[:MAX_PARTIES]
+        most = max(MAX_PARTIES, self.plan.colluders + 1)
+        kept = clients if self.plan.shares_noise else clients[:most]
         self.scale = len(clients) / max(1, len(kept))
         return kept
 

@@ -9,10 +9,12 @@ from torch import nn
 from fulcrum.clipping.fixed import FIXED
 from fulcrum.clipping.moo import MOO
 from fulcrum.data.made_up import can_make_up, read_data_facts
+from fulcrum.models.pretrain import ZERO_INIT_NAME
 from fulcrum.runs.preparation import derive_federation
+from fulcrum.runs.rehearsal.effort import WORK
 from fulcrum.runs.rehearsal.facts import read_rehearsal_facts
-from fulcrum.runs.rehearsal.memory import recall_or_rehearse
-from fulcrum.training.federation import Federation
+from fulcrum.runs.rehearsal.memory import recall, recall_or_rehearse
+from fulcrum.training.federation import Federation, make_model_facts
 
 
 def find_refusal(federation: Federation) -> str:
@@ -28,7 +30,49 @@ def find_refusal(federation: Federation) -> str:
         return "features are computed from the data"
     if not can_make_up(read_data_facts(problem.dataset, problem.model)):
         return f"there is no made-up data for the task {problem.task.name!r}"
+    if starts_from_learned_weights(federation):
+        return "made-up data says little about weights that are learned already"
+    minutes = estimate_minutes(federation)
+    if minutes > MOST_MINUTES:
+        return f"it would take about {minutes:.0f} minutes here (`fulcrum rehearse` does it all the same)"
     return ""
+
+
+UNLEARNED_INITS = ("random", ZERO_INIT_NAME)
+MOST_MINUTES = 10.0
+"""The longest that a run waits for its rehearsal."""
+
+
+def starts_from_learned_weights(federation: Federation) -> bool:
+    """Whether the initial weights come from a file, from pretraining, or are much larger than random ones."""
+    model = federation.settings.model
+    if model.init not in UNLEARNED_INITS or model.name.startswith("transformers:"):
+        return True
+    return federation.model_given and make_model_facts(federation).larger > 1.0
+
+
+def estimate_minutes(federation: Federation) -> float:
+    """About how long a rehearsal takes on this machine."""
+    per_minute = WORK / 2 if federation.problem.device.type == "cpu" else 20 * WORK
+    return read_rehearsal_facts(federation).estimate_work() / per_minute
+
+
+def wants_rehearsal(federation: Federation) -> bool:
+    """Whether the settings ask for a rehearsal that is still to come."""
+    return federation.settings.clip.rehearse and federation.settings.clip.step == 0
+
+
+def describe_coming_rehearsal(federation: Federation) -> str:
+    """One sentence for people where `apply_rehearsal` is about to take its time; else ""."""
+    if not wants_rehearsal(federation) or find_refusal(federation):
+        return ""
+    facts = read_rehearsal_facts(federation)
+    if recall(facts.digest()) is not None:
+        return ""
+    return (
+        "rehearsing on made-up records first, to find the step length at no privacy cost; the answer is kept, and "
+        "--no-rehearsal leaves it out"
+    )
 
 
 def apply_rehearsal(federation: Federation, model: nn.Module | None = None) -> Federation:
@@ -37,12 +81,11 @@ def apply_rehearsal(federation: Federation, model: nn.Module | None = None) -> F
     Unchanged where the settings ask for none (clip.rehearse), where the step is already known (clip.step: a run that
     goes on), and, with a warning, where a rehearsal is not possible. model: the network, where no settings name it.
     """
-    clip = federation.settings.clip
-    if not clip.rehearse or clip.step > 0:
+    if not wants_rehearsal(federation):
         return federation
     refusal = find_refusal(federation)
     if refusal:
-        return _add_warning(federation, f"clip.rehearse = true, but nothing was rehearsed: {refusal}.")
+        return _add_warning(federation, f"nothing was rehearsed on made-up data (clip.rehearse): {refusal}.")
     facts = read_rehearsal_facts(federation)
     answer = recall_or_rehearse(facts, model)
     return derive_federation(federation, answer.candidate.apply(federation.settings, facts.steps))

@@ -1,8 +1,10 @@
 """The public facts that decide a rehearsal, and the small run that stands for the real one.
 
-A rehearsal needs the real run's noise in units of C, not its number of examples: the mean of a batch has noise
-sigma sqrt(K) / batch along every direction, whatever the batch is made of. So the small run has few examples and
-parties, and a noise multiplier that gives the same noise.
+A rehearsal needs the real run's noise in units of C: the mean of a batch has noise sigma sqrt(K) / batch along every
+direction, whatever the batch is made of. So the small run may have fewer examples, and a noise multiplier that gives
+the same noise. What must not shrink: the number of rounds (longer steps meet the curvature of the loss), the batch much
+below a hundred (sampling moves the mean along the few directions in which the loss bends, where isotropic noise is
+small), and the skew between parties where they make several steps.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +23,24 @@ from fulcrum.clipping.moo import MOO
 from fulcrum.data import Dataset
 from fulcrum.data.made_up import DataFacts, read_data_facts
 from fulcrum.data.records import map_inputs
+from fulcrum.models.build import is_built_in
+from fulcrum.runs.rehearsal.effort import Effort, Load, choose_effort, estimate_work
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation, make_model_facts
 from fulcrum.training.problem import compute_architecture_digest
 
-VERSION = 3
+VERSION = 4
 """Increased when the same facts may give another answer."""
-MOST_PARTIES = 8
+MOST_PARTIES = 10
 """Parties of the small run where parties make several local steps; otherwise one stands for all."""
-MOST_EXAMPLES = 1200
-TEST_EXAMPLES = 800
-BATCHES = (32, 64)
-"""The smallest and the largest expected batch of the small run."""
+LEAST_EXAMPLES, MOST_EXAMPLES = 1500, 4000
+"""Records of the small run, where so many are declared: about as many as give the real run's number of epochs."""
+TEST_EXAMPLES = 1000
+LEAST_PARTY_BATCH = 8
+"""Expected examples of a party's local step."""
+SKEWED_TASKS = ("classification", "binary")
+"""Tasks whose labels a split may go by."""
 NOISE_STEPS = 2
 """Noise is rounded to so many steps per factor of 2, so that similar runs share an answer."""
 
@@ -42,7 +50,7 @@ class RehearsalFacts:
     """All that a rehearsal depends on. All of it is public.
 
     noise: standard deviation of one step's mean gradient along any direction, in units of C, over all parties. batch,
-    examples, parties: of the small run. model_key: digest of the architecture. dim: parameters. default_step: first
+    examples, parties: of the small run, and effort: how much is played. model_key: digest of the architecture. dim: parameters. default_step: first
     step length that moo would take without a rehearsal. work: multiplications of one example's forward pass. rule: moo,
     or fixed, for which C and the learning rate alone are chosen.
     """
@@ -59,6 +67,7 @@ class RehearsalFacts:
     examples: int
     default_step: float
     work: float
+    effort: Effort
     rule: str = "moo"
 
     def digest(self) -> str:
@@ -70,9 +79,15 @@ class RehearsalFacts:
             "train": {name: getattr(self.settings.train, name) for name in TRAIN_FACTS},
             "rule": self.rule,
             "numbers": [self.dim, self.rounds, self.steps, self.parties, self.noise, self.batch, self.examples],
+            "split": _get_split(self.settings) if self.parties > 1 else {},
         }
         text = json.dumps(plain, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def estimate_work(self) -> float:
+        """Multiplications of a rehearsal, about."""
+        own = not is_built_in(self.settings.model)
+        return estimate_work(Load(self.work, self.rounds, self.steps, self.parties, own), self.effort)
 
 
 TRAIN_FACTS = (
@@ -89,9 +104,13 @@ def read_rehearsal_facts(federation: Federation, balance: tuple[float, ...] = ()
     noise = round_noise(plan.compute_noise_to_signal(dim).direction)
     declared = float((plan.rates * plan.sizes).sum()) * plan.participation
     parties = 1 if steps == 1 else max(1, min(MOST_PARTIES, round(plan.parties * plan.participation)))
-    batch = choose_batch(noise, dim, declared, parties)
-    total = int(plan.sizes.sum())
-    examples = max(min(total, MOST_EXAMPLES), 2 * batch, parties * 10)
+    work = count_multiplications(problem.model, problem.dataset)
+    own = not is_built_in(federation.settings.model)
+    effort = choose_effort(Load(work, train.rounds, steps, parties, own))
+    batch = choose_batch(effort.batch, declared, parties)
+    total, rate = int(plan.sizes.sum()), declared / max(float(plan.sizes.sum()) * plan.participation, 1.0)
+    wanted = min(max(batch / max(rate, 1e-9), LEAST_EXAMPLES), MOST_EXAMPLES)
+    examples = max(min(total, int(wanted)), batch, parties * 10)
     return RehearsalFacts(
         data=read_data_facts(problem.dataset, problem.model, balance),
         settings=federation.settings,
@@ -104,7 +123,8 @@ def read_rehearsal_facts(federation: Federation, balance: tuple[float, ...] = ()
         batch=batch,
         examples=round_size(examples),
         default_step=find_default_step(federation, noise),
-        work=count_multiplications(problem.model, problem.dataset),
+        work=work,
+        effort=effort,
         rule=problem.rule.name,
     )
 
@@ -150,14 +170,17 @@ def round_size(count: int) -> int:
     return round(count / digits) * digits
 
 
-def choose_batch(noise: float, dim: int, declared: float, parties: int) -> int:
-    """Expected examples of one step of the small run: enough that sampling them adds little to the noise.
+def choose_batch(affordable: int, declared: float, parties: int) -> int:
+    """Expected examples of one step of the small run: the real run's where that is affordable."""
+    return max(int(min(affordable, max(declared, 1.0))), LEAST_PARTY_BATCH * parties if parties > 1 else 4)
 
-    Sampling moves a mean of gradients of norm 1 by 1 / sqrt(batch), the noise by noise sqrt(dim).
-    """
-    least, most = BATCHES
-    wanted = min(most, max(least, 4.0 / (noise**2 * dim)))
-    return max(4 * parties, int(min(wanted, max(declared, 1.0))), 4)
+
+def _get_split(settings: Settings) -> dict[str, Any]:
+    """How records are split between parties: as the settings say; parties that are given are taken to be skewed."""
+    data = settings.data
+    if data.partition in ("given", "auto"):
+        return {"partition": "dirichlet", "alpha": 0.5}
+    return {"partition": data.partition, "alpha": data.alpha, "shards": data.shards}
 
 
 def digest_model(model: nn.Module) -> str:
@@ -173,13 +196,16 @@ def make_small_settings(facts: RehearsalFacts, rounds: int, seed: int) -> Settin
     that of one step of m s with noise / sqrt(m). Memories (momentum, moving average) shorten alike.
     """
     train, merged = facts.settings.train, facts.rounds / rounds
+    clip = facts.settings.clip
     sigma = facts.noise / math.sqrt(merged) * facts.batch / math.sqrt(facts.parties)
+    skewed = facts.parties > 1 and facts.data.task.name in SKEWED_TASKS
+    split = _get_split(facts.settings) if skewed else {"partition": "iid"}
     return Settings(
         method=facts.settings.method,
         task=facts.data.task,
         model=facts.settings.model,
     ).replace(
-        data={"parties": facts.parties, "partition": "iid", "min_examples": 1},
+        data={"parties": facts.parties, "min_examples": 1, **split},
         train={
             **{name: getattr(train, name) for name in TRAIN_FACTS},
             "rounds": rounds,
@@ -191,7 +217,7 @@ def make_small_settings(facts: RehearsalFacts, rounds: int, seed: int) -> Settin
             "decay_rounds": tuple(round(t / merged) for t in train.decay_rounds),
             "warmup": round(train.warmup / merged),
         },
-        clip={"rule": "moo"},
+        clip={"rule": "moo", "eta_C": min(clip.eta_C * merged, 0.3), "beta": clip.beta**merged},
         privacy={"sigma": sigma, "randomness": "seeded", "unit": "example", "arithmetic": "fast"},
         run={"seed": seed, "evaluate_every": rounds, "device": facts.settings.run.device},
     )

@@ -12,10 +12,13 @@ from torch import nn
 
 from fulcrum.data import Dataset
 from fulcrum.data.made_up import VARIATIONS, Variation, make_up_dataset
+from fulcrum.engines import find_engine
 from fulcrum.engines.batched import run_many
+from fulcrum.rng import StreamKey, torch_generator
 from fulcrum.runs.preparation import derive_federation, find_device, prepare_unrehearsed
 from fulcrum.runs.rehearsal.facts import TEST_EXAMPLES, RehearsalFacts, make_small_settings, scale_step
 from fulcrum.settings.schema import Settings, TaskSettings
+from fulcrum.training.client_level import make_local_problem
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
 
@@ -69,6 +72,11 @@ class Stage:
     history: list[tuple[int, Scores]] = field(default_factory=list)
     """Rounds and scores of all calls of `play`."""
 
+    @property
+    def in_points(self) -> bool:
+        """Whether scores are in points, as accuracies are; else in units of the target."""
+        return self.facts.data.task.name != "regression"
+
     def play(self, candidates: Sequence[Candidate], rounds: int, tasks: Sequence[tuple[Variation, int]]) -> Scores:
         """Scores of the candidates in a small run of so many rounds, for each (variation, seed)."""
         scores: Scores = {candidate: {} for candidate in candidates}
@@ -79,7 +87,7 @@ class Stage:
                 derive_federation(base, candidate.apply(base.settings, self.facts.steps, scale))
                 for candidate in candidates
             ]
-            found = list(_train(runs))
+            found = list(_train(_share_numbers(runs, seed)))
             for candidate, value in zip(candidates, found, strict=True):
                 scores[candidate][f"{how.name}-{seed}"] = value
         self.history.append((rounds, scores))
@@ -107,6 +115,35 @@ class Stage:
 def _without_task(settings: Settings) -> Settings:
     """The made-up data has its task already."""
     return dataclasses.replace(settings, task=TaskSettings())
+
+
+@dataclass(frozen=True)
+class SharedNumbers:
+    """Samples and noise of a rehearsal on a CPU: made-up records need no cipher, and all candidates share the numbers,
+    so that a stack draws them once per round."""
+
+    seed: int
+    mode: str = "recorded"
+
+    def uniform(self, key: StreamKey, count: int) -> torch.Tensor:
+        """`count` numbers in [0, 1), float64."""
+        return torch.rand(count, generator=torch_generator(self.seed, *key), dtype=torch.float64)
+
+    def normal(self, key: StreamKey, count: int) -> torch.Tensor:
+        """`count` standard normal numbers, float64."""
+        return torch.randn(count, generator=torch_generator(self.seed, *key)).double()
+
+
+def _share_numbers(federations: Sequence[Federation], seed: int) -> list[Federation]:
+    """The runs with one source of samples and noise. On a GPU the cipher is as fast, and has the same numbers too."""
+    if federations[0].problem.device.type != "cpu":
+        return list(federations)
+    numbers, shared = SharedNumbers(seed), []
+    for federation in federations:
+        problem = dataclasses.replace(federation.problem, randomness=numbers)
+        engine = find_engine(federation.settings.run.engine, make_local_problem(problem))
+        shared.append(dataclasses.replace(federation, problem=problem, engine=engine))
+    return shared
 
 
 def _train(federations: Sequence[Federation]) -> Iterator[float]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from fulcrum.clipping.moo import MOO
+from fulcrum.runs.rehearsal.apply import find_refusal
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.training.federation import Federation
 
@@ -35,14 +36,17 @@ WEAK_SETTINGS: Mapping[str, Callable[[Federation], bool]] = {
 
 
 def list_weaknesses(federation: Federation) -> list[str]:
-    """A warning where this run is like those in which moo without a rehearsal was behind; else nothing."""
+    """A warning where moo goes without a rehearsal and this run is like those in which it was behind; else nothing."""
     settings = federation.settings
     if federation.problem.rule != MOO or settings.clip.step > 0 or federation.plan.central:
         return []
     found = [name for name, applies in WEAK_SETTINGS.items() if applies(federation)]
-    if not found:
+    refusal = find_refusal(federation) if settings.clip.rehearse else ""
+    if not found or (settings.clip.rehearse and not refusal):
         return []
-    return [
-        f"moo chooses its first step by a formula that is often wrong with {' and '.join(found)}; use --method "
-        "moo-rehearsed, which measures it on made-up data first at no privacy cost (docs/moo.md)."
-    ]
+    advice = (
+        f"nothing can be rehearsed here, for {refusal}: prefer 100 rounds or more of one step with the plain server"
+        if refusal
+        else "rehearse it on made-up data, at no privacy cost (clip.rehearse = true, without --no-rehearsal)"
+    )
+    return [f"moo's first step comes from a formula that is often wrong with {' and '.join(found)}; {advice}."]

@@ -65,7 +65,8 @@ FAILING_CLASSES: Mapping[str, Callable[[Scenario], bool]] = {
 class Suite:
     """The whole list, or a part of it. default: the method under test. fixed: whose grid it is compared with.
 
-    set_aside: names of the scenarios that are set aside, always those of the whole list. revisions: by rule,
+    set_aside: names of the scenarios that are set aside, always those of the whole list. seeds_rivals: how many seeds
+    rivals have at most (0: as many as the others). revisions: by rule,
     increased where its code has changed so much that stored results are no longer valid.
     """
 
@@ -81,6 +82,7 @@ class Suite:
     rivals: tuple[str, ...]
     seeds_few_rounds: int
     seeds_many_rounds: int
+    seeds_rivals: int = 0
     revisions: Mapping[str, int] = field(default_factory=dict)
     most_seeds: int = 0
     tiny: bool = False
@@ -90,6 +92,11 @@ class Suite:
         few = scenario.rounds <= FEW_ROUNDS
         count = max(scenario.seeds, self.seeds_few_rounds if few else self.seeds_many_rounds)
         return tuple(range(min(count, self.most_seeds) if self.most_seeds else count))
+
+    def list_method_seeds(self, scenario: Scenario, method: str) -> tuple[int, ...]:
+        """The seeds of a method's runs: rivals have the first few."""
+        seeds = self.list_seeds(scenario)
+        return seeds[: self.seeds_rivals] if self.seeds_rivals and method not in (self.fixed, self.default) else seeds
 
 
 def select_set_aside(names: Sequence[str]) -> frozenset[str]:
@@ -124,6 +131,7 @@ def read_suite(folder: Path | None = None, name: str = "no-tuning") -> Suite:
         rivals=tuple(raw.get("rivals", ())),
         seeds_few_rounds=int(raw["seeds_few_rounds"]),
         seeds_many_rounds=int(raw["seeds_many_rounds"]),
+        seeds_rivals=int(raw.get("seeds_rivals", 0)),
         revisions=raw.get("revisions", {}),
     )
 

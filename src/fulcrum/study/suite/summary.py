@@ -14,7 +14,8 @@ from typing import Any
 from fulcrum.study.records import StudyScore, get_record_score, get_score_value
 from fulcrum.study.stats import MeanInterval, compute_mean_interval
 from fulcrum.study.store import RunRecord
-from fulcrum.study.suite.jobs import Start, list_starts, make_suite_job
+from fulcrum.study.suite.jobs import Start, list_paid_jobs, list_starts, make_suite_job
+from fulcrum.study.suite.paid import PAID_TUNING
 from fulcrum.study.suite.scenarios import DEFAULT_START, Scenario, Suite
 
 Scores = dict[int, float]
@@ -23,11 +24,13 @@ Scores = dict[int, float]
 
 @dataclass(frozen=True)
 class MethodScores:
-    """One method in one scenario, means over the seeds in percent. worst_start: the worst of the other starts."""
+    """A rival in one scenario from the default start, in percent: means over its seeds. regret: points below the best
+    fixed cell on the same seeds."""
 
     method: str
+    seeds: int
     score: float
-    worst_start: float
+    regret: float
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,30 @@ def collect_scores(
 ) -> Scores | None:
     """Scores by seed; None where a run is missing. A run that ended without a number scores 0."""
     found: Scores = {}
-    for seed in suite.list_seeds(scenario):
+    for seed in suite.list_method_seeds(scenario, method):
         record = done.get(make_suite_job(suite, scenario, method, start, seed).id)
         if record is None:
             return None
-        score: StudyScore = get_record_score(record)
-        value = score.to_table_scale(get_score_value(record))
-        found[seed] = value if math.isfinite(value) else 0.0
+        found[seed] = _read_score(record)
+    return found
+
+
+def _read_score(record: RunRecord) -> float:
+    """The score of a run in percent, 0 where it ended without a number."""
+    score: StudyScore = get_record_score(record)
+    value = score.to_table_scale(get_score_value(record))
+    return value if math.isfinite(value) else 0.0
+
+
+def _collect_paid(suite: Suite, scenario: Scenario, done: Mapping[str, RunRecord]) -> Scores | None:
+    """The best trial of each seed, 0 where a seed has none."""
+    found: Scores = {}
+    for seed in suite.list_method_seeds(scenario, PAID_TUNING):
+        records = [done.get(job.id) for job in list_paid_jobs(suite, scenario, seed)]
+        known = [_read_score(record) for record in records if record is not None]
+        if len(known) < len(records):
+            return None
+        found[seed] = max(known, default=0.0)
     return found
 
 
@@ -97,20 +117,23 @@ def find_scenario(suite: Suite, scenario: Scenario, done: Mapping[str, RunRecord
         if scores is None:
             return None
         grid[start] = scores
-    own = _collect_method(suite, scenario, suite.default, done)
-    default = collect_scores(suite, scenario, suite.default, DEFAULT_START, done)
-    if own is None or default is None:
+    starts = [
+        collect_scores(suite, scenario, suite.default, start, done) for start in list_starts(suite, suite.default)
+    ]
+    known = [scores for scores in starts if scores is not None]
+    if len(known) < len(starts):
         return None
+    default, means = known[0], [_mean(scores, sorted(scores)) for scores in known]
     fixed, cells = score_best_cell(grid)
     gap: MeanInterval = compute_mean_interval([fixed[seed] - default[seed] for seed in sorted(fixed)])
-    rivals = [_collect_method(suite, scenario, name, done) for name in suite.rivals]
+    rivals = [_compare_rival(suite, scenario, name, fixed, done) for name in suite.rivals]
     return ScenarioFinding(
         scenario=scenario,
         set_aside=scenario.name in suite.set_aside,
         seeds=len(fixed),
         best_fixed=sum(fixed.values()) / len(fixed),
-        default=own.score,
-        worst_start=own.worst_start,
+        default=means[0],
+        worst_start=min(means[1:], default=means[0]),
         interval=gap.half,
         cells=cells,
         rivals=tuple(rival for rival in rivals if rival is not None),
@@ -118,17 +141,19 @@ def find_scenario(suite: Suite, scenario: Scenario, done: Mapping[str, RunRecord
     )
 
 
-def _collect_method(
-    suite: Suite, scenario: Scenario, method: str, done: Mapping[str, RunRecord]
+def _compare_rival(
+    suite: Suite, scenario: Scenario, method: str, fixed: Scores, done: Mapping[str, RunRecord]
 ) -> MethodScores | None:
-    """Mean scores of a method from the default start and from the worst other one; None where runs are missing."""
-    means = []
-    for start in list_starts(suite, method):
-        scores = collect_scores(suite, scenario, method, start, done)
-        if scores is None:
-            return None
-        means.append(_mean(scores, sorted(scores)))
-    return MethodScores(method, means[0], min(means[1:], default=means[0]))
+    """A rival beside the best fixed cell on its own seeds; None where runs are missing."""
+    scores = (
+        _collect_paid(suite, scenario, done)
+        if method == PAID_TUNING
+        else collect_scores(suite, scenario, method, DEFAULT_START, done)
+    )
+    if not scores:
+        return None
+    seeds = sorted(scores)
+    return MethodScores(method, len(seeds), _mean(scores, seeds), _mean(fixed, seeds) - _mean(scores, seeds))
 
 
 def find_all(suite: Suite, done: Mapping[str, RunRecord]) -> list[ScenarioFinding]:

@@ -1,0 +1,115 @@
+"""A party's message: integers on a grid that all participants share, hidden by masks modulo 2^32.
+
+    n_k = round((a_k x_k + N(0, s_k^2)) / g),        message_k = n_k + sum over neighbours j of (+ or -) u_kj   mod 2^32
+
+x_k is the party's clipped sum, a_k the weight with which it enters the mean, s_k its own noise (`shares`), g a power of
+two with g <= s_j / 16 for every participant j, and u_kj the keystream of a key that only k and j have: k adds it and j
+takes it off, k before j in the order of the participants. In the sum over all participants the masks cancel bit for
+bit. A sum of 2^31 g or more wraps around, which costs accuracy and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fulcrum.privacy.exact_noise import release_rows_on_grid
+from fulcrum.rng import CipherRandomness, Randomness, StreamKey
+from fulcrum.rng.chacha import Nonce, draw_words
+from fulcrum.types import MessageTerms
+
+COARSEST = 16
+"""s_k / g is at least this. The sum of the rounded values then is, up to a total variation below 1e-1000, a function of
+the sum of the unrounded ones (docs/pairwise.md)."""
+FINEST_BITS = 20
+"""s_k / g is below 2^21, as for releases that are not masked."""
+ROOM_BITS = 30
+"""A grid as fine as it may be while the largest possible sum stays below 2^30 g."""
+
+
+def choose_shared_grid(scales: Sequence[float], reach: float) -> float:
+    """The grid g of a round: a public power of two. scales: s_k of all participants.
+
+    reach: the largest possible absolute value of a coordinate of the sum, noise included. g is as fine as 32 bits allow
+    for it, never above min s_k / 16.
+    """
+    least = min(scales)
+    if not 0 < least < math.inf:
+        raise ValueError(f"a grid needs noise of a finite scale above 0, not {least!r}")
+    exponent = math.frexp(least)[1] - 1  # 2^exponent <= least < 2^(exponent + 1)
+    room = math.ceil(math.log2(reach)) - ROOM_BITS if reach > 0 else -math.inf
+    return math.ldexp(1.0, int(min(max(room, exponent - FINEST_BITS), exponent - COARSEST.bit_length() + 1)))
+
+
+def round_to_message(
+    clipped: Tensor, scale: float, terms: MessageTerms, source: tuple[Randomness, StreamKey]
+) -> Tensor:
+    """n_k modulo 2^32, int32 [m], before masks. clipped x [m]; scale: of the noise on x, s_k / a_k.
+
+    source: the randomness, and the release's place (round, client, step). Numbers that are not finite count as 0.
+    """
+    return round_rows_to_messages(clipped[None], [scale], [terms], [source])[0]
+
+
+def round_rows_to_messages(
+    clipped: Tensor,
+    scales: Sequence[float],
+    terms: Sequence[MessageTerms],
+    sources: Sequence[tuple[Randomness, StreamKey]],
+) -> Tensor:
+    """`round_to_message` of several parties: sums [T, m] -> int32 [T, m]; rows beyond the scales are padding, zeros."""
+    messages = torch.zeros(clipped.shape, dtype=torch.int32, device=clipped.device)
+    for i, (scale, own, (randomness, place)) in enumerate(zip(scales, terms, sources, strict=True)):
+        noise = scale * own.weight
+        if not noise >= COARSEST * own.grid:
+            raise ValueError(f"a grid of {own.grid!r} is too coarse for noise of scale {noise!r}")
+        x = clipped[i].double() * own.weight  # one rounding per coordinate: see docs/pairwise.md, step 4
+        name = ("noise", *place)
+        if isinstance(randomness, CipherRandomness):
+            found = release_rows_on_grid(x[None], [noise], [(randomness, name)], [own.grid])[0].units
+        else:  # recorded numbers, for tests
+            drawn = randomness.normal(name, len(x)).to(x.device, torch.float64)
+            found = torch.round((torch.nan_to_num(x, 0.0, 0.0, 0.0) + drawn * noise) / own.grid).long()
+        messages[i] = wrap(found)
+    return messages
+
+
+def wrap(integers: Tensor) -> Tensor:
+    """Integers modulo 2^32 as int32: the low 32 bits."""
+    if integers.dtype == torch.int32:
+        return integers
+    low = integers.long() & 0xFFFFFFFF
+    return (low - ((low >> 31) << 32)).to(torch.int32)
+
+
+def draw_mask(key: bytes, nonce: Nonce, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """u, int32 [count]: the keystream of ChaCha20 in 32-bit pieces. One key and nonce serve one message only."""
+    words = draw_words(key, nonce, -(-count // 2), "cpu")
+    return torch.from_numpy(words.numpy().view(np.int32)[:count].copy()).to(device)
+
+
+def add_masks(message: Tensor, masks: Iterable[tuple[bool, Tensor]]) -> Tensor:
+    """The message int32 [m] with its masks, modulo 2^32. masks: (whether it is added, else taken off; u int32 [m])."""
+    total = message.long()
+    for added, mask in masks:
+        total = total + mask.long() if added else total - mask.long()
+    return wrap(total)
+
+
+def sum_messages(messages: Iterable[Tensor]) -> Tensor:
+    """The sum of messages int32 [m] modulo 2^32, int32 [m]. With all participants' messages the masks are gone."""
+    total: Tensor | None = None
+    for message in messages:
+        total = message.long() if total is None else total + message.long()
+    if total is None:
+        raise ValueError("there is no message to add up")
+    return wrap(total)
+
+
+def read_sum(total: Tensor, grid: float) -> Tensor:
+    """The noised weighted sum that integers [m] stand for, float32 [m]."""
+    return (total.double() * grid).float()

@@ -1,0 +1,66 @@
+"""The study of aggregations: its nine cells, what table.json holds, and parts that merge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fulcrum.study import store
+from fulcrum.study.job import StudyJob
+from fulcrum.study.studies import StudyPart, read_study
+
+KEYS = {"dataset", "epsilon", "aggregation", "colluders", "mean", "ci95", "behind_ideal", "behind_ideal_ci95", "seeds"}
+
+
+def record(job: StudyJob, accuracy: float) -> dict[str, Any]:
+    machine = {"device": "cpu", "processor": "x", "cores": 1, "python": "3", "torch": "2", "backend": "b"}
+    return {
+        **job.to_json(),
+        **{"seed": job.seed, "accuracy": accuracy, "metrics": {"accuracy": accuracy}, "score": "accuracy"},
+        **{"higher_is_better": True, "notes": [], "machine": machine, "date": "2026-01-01"},
+    }
+
+
+def test_the_study_has_nine_cells_of_five_aggregations_and_ten_seeds() -> None:
+    jobs = read_study("pairwise").jobs()
+    assert len({(job.dataset, job.epsilon) for job in jobs}) == 9
+    assert len(jobs) == len({job.id for job in jobs}) == 9 * 5 * 10
+    assert {(job.settings.privacy.aggregation, job.settings.privacy.colluders) for job in jobs} == {
+        *{("plain", 1.0), ("ideal-secagg", 1.0)},
+        *{("pairwise", 0.0), ("pairwise", 1.0), ("pairwise", 5.0)},
+    }
+    assert all(job.settings.clip.rule == "moo" and not job.settings.clip.rehearse for job in jobs)
+    assert all(job.settings.data.parties == 10 and job.settings.train.steps == 1 for job in jobs)
+
+
+def test_the_table_compares_with_the_ideal_seed_by_seed(tmp_path: Path) -> None:
+    study = read_study("pairwise", part=StudyPart(datasets=("mnist",), epsilons=(1.64,), seeds=3))
+    behind = {"ideal-secagg": 0.0, "pairwise-1": 0.002, "pairwise-0": 0.0, "pairwise-5": 0.01, "plain": 0.05}
+    jobs = study.jobs()
+    records = {job.id: record(job, 0.9 + 0.01 * job.seed - behind[job.row]) for job in jobs}
+    study.write(tmp_path, records)
+    rows = json.loads((tmp_path / "table.json").read_text())
+    assert all(set(row) >= KEYS and {"commit", "command"} <= set(row) for row in rows)
+    found = {(row["aggregation"], row["colluders"]): row for row in rows}
+    assert set(found) == {("plain", 9), ("ideal-secagg", 0), ("pairwise", 0), ("pairwise", 1), ("pairwise", 5)}
+    one = found["pairwise", 1]
+    assert one["mean"] == pytest.approx(90.8)
+    assert (one["behind_ideal"], one["behind_ideal_ci95"]) == pytest.approx((0.2, 0.0), abs=1e-6)
+    assert one["ci95"] > 1  # the seeds differ more than the aggregations: pairs tell these apart
+    assert one["seeds"] == [0, 1, 2]
+    assert "pairwise" in (tmp_path / "table.md").read_text()
+
+
+def test_parts_of_two_machines_merge(tmp_path: Path) -> None:
+    study = read_study("pairwise", part=StudyPart(datasets=("mnist",), epsilons=(1.64,), seeds=2))
+    for part, jobs in enumerate((study.jobs()[::2], study.jobs()[1::2])):
+        with store.ShardWriter(tmp_path / f"part{part}", f"runs-{part}") as writer:
+            for job in jobs:
+                writer.add(record(job, 0.9))
+    store.merge_results([tmp_path / "part0", tmp_path / "part1"], tmp_path / "whole")
+    study.write(tmp_path / "whole", store.load_results(tmp_path / "whole"))
+    rows = json.loads((tmp_path / "whole" / "table.json").read_text())
+    assert [len(row["seeds"]) for row in rows] == [2] * 5
