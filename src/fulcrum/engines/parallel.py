@@ -2,7 +2,9 @@
 
 Workers are threads with single-threaded arithmetic: PyTorch lets go of the interpreter while it computes,
 data and weights are shared without a copy, and two clients at once use two cores better than one client
-on both. Every client's arithmetic is its own, so the result is the same for any number of workers.
+on both. A worker takes several clients of a small network through its layers together (`fast.train_side_by_side`):
+the interpreter, which only one thread has at a time, is then asked less often. Every client's arithmetic is its own,
+so the result is the same for any number of workers.
 """
 
 from __future__ import annotations
