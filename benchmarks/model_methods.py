@@ -272,7 +272,7 @@ def _compute_gradients(
 ) -> list[Tensor]:
     """The gradient of each example, [d] in the order of the layout. images: memory format of inputs and kernels."""
     work = setup.work
-    model = work.model().to(setup.device, dtype).to(memory_format=images).train()
+    model = work.model().to(setup.device, dtype).to(memory_format=images).train()  # type: ignore[call-overload]
     layout = ParameterLayout.of(model)
     named = dict(model.named_parameters())
     x, y = (value.to(setup.device) for value in setup.examples())
