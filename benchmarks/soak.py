@@ -66,6 +66,7 @@ class Party:
     free_since: float = 0.0
     last_seen: float = 0.0
     last_cause: str = "start"
+    rounds_lived: int = 0
     longest: float = 0.0
 
 
@@ -87,6 +88,7 @@ class Soak:
     round_times: list[float] = field(default_factory=list)
     serve: subprocess.Popen[bytes] | None = None
     serve_births: int = 0
+    serve_rounds: int = 0
     serve_since: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
@@ -153,6 +155,7 @@ class Soak:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         self.serve_births += 1
+        self.serve_rounds = 0
         self.serve_since = time.monotonic()
         self.say(f"coordinator started ({'new' if first else 'resumed'})")
 
@@ -164,6 +167,7 @@ class Soak:
         words += ["--server", f"127.0.0.1:{self.relay.ports[party.number]}"]
         party.pid = self.launcher.start(words, self.home, self.home / home / "party.log")
         party.births += 1
+        party.rounds_lived = 0
         party.free_since = time.monotonic()
         self.say(f"{party.name} started")
 
@@ -219,12 +223,14 @@ class Soak:
             line, now = json.loads(text), time.monotonic()
             self.rounds_seen = line["round"]
             self.round_times.append(now)
+            self.serve_rounds += 1
             there = set(line["participants"])
             self.say(f"round {line['round']}: {len(there)} of {len(self.parties)}, {line['seconds']:.2f} s")
             for party in self.parties:
                 if party.number in there:
                     self.note_absence(party, now)
                     party.last_seen = now
+                    party.rounds_lived += 1
 
     def note_absence(self, party: Party, now: float) -> None:
         """How long rounds have gone on without a party that nothing kept away."""
@@ -283,9 +289,11 @@ class Soak:
             if time.monotonic() - sampled > 2:
                 sampled = time.monotonic()
                 assert self.serve is not None
-                self.memory.take(f"coordinator {self.serve_births}", self.serve.pid)
+                # From the third round on: what a process loads for its first rounds is no growth.
+                if self.serve_rounds > 2:
+                    self.memory.take(f"coordinator {self.serve_births}", self.serve.pid)
                 for party in self.parties:
-                    if party.pid and self.launcher.is_running(party.pid):
+                    if party.rounds_lived > 2 and self.launcher.is_running(party.pid):
                         self.memory.take(f"{party.name} {party.births}", party.pid)
             time.sleep(0.2)
         self.read_rounds()
@@ -385,6 +393,9 @@ class Soak:
             "coordinator_peak_mb": round(self.memory.find_peak("coordinator"), 1),
             "party_peak_mb": round(self.memory.find_peak("p"), 1),
             "processes_measured": len(growth),
+            "largest_growths_mb": {
+                name: round(mb, 2) for name, mb in sorted(growth.items(), key=lambda each: -each[1])[:8]
+            },
             "seconds": round(time.monotonic() - self.began, 1),
             "seed": self.given.seed,
             "commit": read_commit(),
@@ -422,7 +433,7 @@ def main(words: list[str] | None = None) -> int:
         home = home.absolute()
         home.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("FULCRUM_KEY_FILE", str(home / "record.key"))
-        log = stack.enter_context(gzip.open(out.with_name(out.stem + ".log.gz"), "wt", encoding="utf-8"))
+        log = stack.enter_context((home / "soak.log").open("w", encoding="utf-8", buffering=1))
         soak = Soak(given, home, log, random.Random(given.seed))
         soak.prepare()
         try:
@@ -430,6 +441,7 @@ def main(words: list[str] | None = None) -> int:
         finally:
             soak.close()
         found = soak.describe()
+        out.with_name(out.stem + ".log.gz").write_bytes(gzip.compress((home / "soak.log").read_bytes(), mtime=0))
     out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     right = found["rounds"] == given.rounds and not found["ledger_errors"] and found["longest_absence_s"] <= 120

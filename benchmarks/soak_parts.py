@@ -220,7 +220,7 @@ class MemoryBook:
     """Memory (resident set, MB) of processes over time, and how much it grew while each lived."""
 
     samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    warm_seconds: float = 30.0
+    warm_seconds: float = 10.0
 
     def take(self, name: str, pid: int) -> None:
         """One sample of a process; name: whose, one per incarnation."""
