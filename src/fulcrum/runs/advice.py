@@ -197,7 +197,9 @@ class RecipeTable:
         for recipe in recipes:
             if recipe not in self.known:
                 facts = self._read_facts(recipe)
-                candidates = [Candidate("plain", 1.0, facts.default_step * scale) for scale in STEP_SCALES]
+                # Momentum adds a step up over many rounds: each one is shorter by as much.
+                first = facts.default_step * (1 - self._get_momentum(recipe))
+                candidates = [Candidate("plain", 1.0, first * scale) for scale in STEP_SCALES]
                 stage = Stage(facts, self.model, self.public)
                 rounds = min(facts.rounds, max(LEAST_ROUNDS, self.effort.rounds // facts.steps))
                 scores = stage.play(candidates, rounds, list_tasks(self.effort.tasks, 0))
@@ -206,6 +208,9 @@ class RecipeTable:
                 self.say(f"{score:6.1f}  {recipe.describe()}")
             found.append(self.known[recipe])
         return found
+
+    def _get_momentum(self, recipe: Recipe) -> float:
+        return self.base.settings.train.server_momentum if recipe.server == "momentum" else 0.0
 
     def get(self, recipe: Recipe, played: Sequence[PlayedRecipe]) -> PlayedRecipe | None:
         """A recipe among those played."""
