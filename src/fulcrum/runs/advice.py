@@ -124,7 +124,7 @@ def advise(
         raise ConfigError("privacy.epsilon is missing, and advice is for a budget; give --epsilon.")
     plain = settings.replace(clip={"rule": MOO.name, "rehearse": False, "step": 0.0})
     base = prepare_unrehearsed(plain, dataset, model)
-    refusal = find_refusal(base)
+    refusal = find_refusal(base, patient=True)  # a heavy model gets less, and rehearses when it runs
     if refusal:
         raise ConfigError(f"no advice can be given, for nothing can be rehearsed here: {refusal}.")
     table = RecipeTable(base, model, load_public_set(base), tell)
