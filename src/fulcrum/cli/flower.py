@@ -97,6 +97,7 @@ def terms(
     from fulcrum.flower.signing import fingerprint
     from fulcrum.flower.terms import terms_to_toml, validate_terms
 
+    settings = rehearse_for_terms(settings)
     agreed = accept_proposal(party, make_proposal(settings, classes), budget)
     pinned = coordinator
     if coordinator and not coordinator.startswith("SHA256:"):
@@ -116,6 +117,19 @@ def terms(
     except FileExistsError:
         raise ConfigError(f"{out} exists; terms are not overwritten, so choose another name.") from None
     typer.echo(f"wrote {out}")
+
+
+def rehearse_for_terms(settings: Settings) -> Settings:
+    """The settings as `fulcrum serve` would propose them: rehearsed where data.units declares the parties' units."""
+    if not (settings.clip.rehearse and settings.clip.step == 0 and settings.data.units):
+        return settings
+    from fulcrum import runs as api
+    from fulcrum.flower.prepare import load_public_data, make_public_problem
+    from fulcrum.flower.rehearsal import rehearse_before_proposing
+
+    public = load_public_data(settings.data.source, settings.data.dir, settings.task)
+    problem = make_public_problem(settings, public, api.find_device(settings.run.device))
+    return rehearse_before_proposing(settings, problem, view.print_message)
 
 
 @with_settings
@@ -170,11 +184,11 @@ def serve(
     from fulcrum.flower.coordinator import WaitPolicy
     from fulcrum.flower.keys import KeyRegister
     from fulcrum.flower.operations.monitor import JsonLog, Monitor, serve_monitor
-    from fulcrum.runs import folder as record
+    from fulcrum.flower.served_facts import read_served_facts
     from fulcrum.settings import files as settings_file
 
     if resume is not None:
-        kept = record.load_run_json(resume, "run.json").get("flower") or {}
+        kept = read_served_facts(resume)
         settings = settings_file.read_settings(resume / "settings.toml")
         keys = keys or Path(kept.get("keys", "keys"))
         listen = kept.get("listen", listen)

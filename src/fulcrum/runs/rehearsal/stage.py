@@ -18,6 +18,7 @@ from fulcrum.engines.batched import run_many
 from fulcrum.rng import StreamKey, torch_generator
 from fulcrum.runs.preparation import derive_federation, find_device, prepare_unrehearsed
 from fulcrum.runs.rehearsal.facts import TEST_EXAMPLES, RehearsalFacts, make_small_settings, scale_step
+from fulcrum.runs.rehearsal.public_set import draw_part
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.client_level import make_local_problem
 from fulcrum.training.federation import Federation
@@ -104,9 +105,9 @@ class Stage:
         return self.prepared[key]
 
     def _get_dataset(self, how: Variation, seed: int) -> Dataset:
-        if self.public is not None:
-            return self.public
-        name = f"{how.name}-{seed}"
+        name, facts = f"{how.name}-{seed}", self.facts
+        if name not in self.datasets and self.public is not None:
+            self.datasets[name] = draw_part(self.public, facts.data.task, facts.examples, TEST_EXAMPLES, seed)
         if name not in self.datasets:
             device = find_device(self.facts.settings.run.device)
             place = device if device.type == "cuda" else torch.device("cpu")
