@@ -286,7 +286,8 @@ class RoundResult:
     the party's test records; empty where test records name no party. participants: None where participation is secret
     (unit client); out_of_budget then lists the parties that neither took part nor paid, because their budget is spent.
     evaluation: how the metrics were made where the scored records are private; empty for public test data. facts: what
-    the metrics mean: a baseline, the confusion.
+    the metrics mean: a baseline, the confusion. course: how the round went, from released values alone: lengths of the
+    released update, of the noise expected in it and of the model's move, and what the rule saw (`ClipRule.course`).
     """
 
     round: int
@@ -304,6 +305,7 @@ class RoundResult:
     out_of_budget: tuple[int, ...] = ()
     evaluation: str = ""
     facts: ScoreFacts = field(default_factory=ScoreFacts)
+    course: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def mean_over_parties(self) -> dict[str, float]:

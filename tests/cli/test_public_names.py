@@ -74,6 +74,17 @@ STUDY |= {"--experiments", "--quiet", "-q", "--debug"}
 COMMANDS = {
     "run": SETTINGS | {"--observe", "--no-rehearsal", "--out", "--json", "--quiet", "-q", "--debug"},
     "resume": {"folder", "--observe", "--repeat", "--json", "--quiet", "-q", "--debug"},
+    "compare": (SETTINGS - {"--method", "--epsilon", "--seed"})
+    | {"--methods", "--epsilons", "--seeds", "--against", "--out", "--backend", "--processes", "--seconds"}
+    | {"--json", "--quiet", "-q", "--debug"},
+    "tune": (SETTINGS - {"--seed"})
+    | {"--for", "--search", "--trials", "--seeds", "--selection", "--out", "--backend", "--processes", "--seconds"}
+    | {"--json", "--quiet", "-q", "--debug"},
+    "pareto": (SETTINGS - {"--seed", "--epsilon"})
+    | {"--epsilons", "--search", "--trials", "--seeds", "--out", "--backend", "--processes", "--seconds"}
+    | {"--json", "--quiet", "-q", "--debug"},
+    "watch": {"--debug", "--host", "--open", "--port", "--seconds", "folder"},
+    "report": {"--csv", "--debug", "--figures", "--formats", "--json", "--out", "--title", "folders"},
     "show": {"folder", "--json", "--debug"},
     "evaluate": {"folder", "--data", "--data-dir", "--model", "--json", "--debug"},
     "score": {"folder", "--data", "--party", "--ledger", "--hold-out", "--epsilon", "--delta", "--out", "--merge"}
@@ -81,7 +92,7 @@ COMMANDS = {
     "predict": {"folder", "--data", "--data-dir", "--model", "--out", "--quiet", "-q", "--debug"},
     "export": {"folder", "--to", "--out", "--model", "--json", "--quiet", "-q", "--debug"},
     "init": {"path", "--debug"},
-    "plan": SETTINGS | {"--for-epsilon", "--timing", "--json", "--debug"},
+    "plan": SETTINGS | {"--for-epsilon", "--timing", "--advise", "--out", "--json", "--debug"},
     "rehearse": SETTINGS | {"--again", "--json", "--quiet", "-q", "--debug"},
     "account": {"--q", "--sigma", "--epsilon", "--steps", "--delta", "--accountant", "--parties", "--colluders"}
     | {"--json", "--debug"},
@@ -111,7 +122,7 @@ COMMANDS = {
     "serve": SETTINGS
     | {"--keys", "--listen", "--certificate", "--private-key", "--insecure", "--simulation", "--deadline", "--wait"}
     | {"--out", "--resume", "--json", "--quiet", "-q", "--debug"}
-    | {"--quorum", "--grace", "--max-rest", "--from", "--check", "--log", "--metrics"},
+    | {"--quorum", "--grace", "--max-rest", "--from", "--check", "--log", "--metrics", "--signing-key"},
     "status": {"folder", "--json", "--debug"},
     "keys rotate": {"key", "--debug"},
     "keys accept": {"register", "note", "--debug"},
@@ -135,12 +146,16 @@ COMMANDS = {
         "--until-done",
     }
     | {"--simulation", "--insecure", "--device", "--quiet", "-q", "--debug"},
-    "terms": SETTINGS | {"--party", "--budget", "--classes", "--peers", "--out", "--debug"},
-    "certs": {"folder", "--host", "--party", "--debug"},
+    "terms": SETTINGS | {"--coordinator", "--peers", "--party", "--budget", "--classes", "--out", "--debug"},
+    "certs": {"folder", "--host", "--party", "--units", "--debug"},
     "reproduce paper": STUDY | {"--subset", "--tune", "--tune-at", "--json"},
     "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},
     "study merge": {"folders", "--into", "--keep", "--json", "--debug"},
     "study choose": PART - {"--seeds"} | {"--out", "--study", "--protocol", "--partial", "--experiments", "--debug"},
+    "theory check": {"names", "--page", "--write", "--figures", "--json", "--quiet", "-q", "--debug"},
+    "theory objective": SETTINGS | {"--at", "--kappa", "--draws", "--out", "--figures", "--json", "--debug"},
+    "theory constants": SETTINGS | {"--at", "--best", "--json", "--debug"},
+    "theory predict": SETTINGS | {"--json", "--debug"},
     "study paper": STUDY,
     "study robustness": STUDY,
     "study no-tuning": STUDY,

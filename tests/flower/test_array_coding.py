@@ -90,6 +90,26 @@ def test_a_tampered_body_is_refused_in_fixed_words(change):
     assert read_message_arrays(Envelope(b"{}", tampered(lambda parts: None)), SPEC)
 
 
+def test_only_the_weights_and_what_moves_travel_to_a_party():
+    """moo's memory, its step and its settings stay with the coordinator; moo-scalar's direction is needed."""
+    from fulcrum import runs as api
+    from fulcrum.flower.coordinator import pack_round_body
+    from fulcrum.training.snapshot import make_first_snapshot
+    from fulcrum.types import RoundRequest
+    from support.federations import toy_data
+    from support.flower import toy_settings
+
+    names = {}
+    for rule in ("moo", "fixed", "moo-scalar"):
+        federation = api.prepare(toy_settings(2, rule), toy_data(120))
+        snapshot = make_first_snapshot(federation)
+        request = RoundRequest(0, 2, snapshot.params, (), ())
+        names[rule] = set(load(pack_round_body(federation.problem, request, snapshot.rule).content))
+    assert names["moo"] == {"params", "state.C"}
+    assert names["fixed"] == {"params"}
+    assert names["moo-scalar"] == {"params", "state.C", "state.memory"}
+
+
 def test_a_shared_body_gives_the_same_message():
     given = arrays()
     alone = pack_envelope({"kind": "round"}, given)

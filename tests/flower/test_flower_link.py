@@ -31,6 +31,8 @@ from fulcrum.flower import certs, keys
 from fulcrum.flower import flwr141 as inside
 from fulcrum.flower.flwr141 import fleet, wire
 from fulcrum.flower.messages import BadMessage, Envelope, pack_envelope
+from fulcrum.flower.request_gate import RequestGate
+from fulcrum.flower.signing import load_request_signer
 from fulcrum.flower.transport import envelope_to_record, record_to_envelope
 
 # Flower 1.41 uses what httpx calls old.
@@ -308,6 +310,79 @@ def test_the_coordinator_names_a_wrong_clock_key_and_version(federation):
     assert denied.value.response.status == 426
     assert "install the same version" in link.transport.presence()["a"].words
     link.transport.admit(head("POST", "/v1/fleet/pull-messages", headers, 0), "x", 1)
+
+
+def test_a_renewed_certificate_with_a_new_key_is_followed_by_signatures_and_parties(tmp_path, monkeypatch):
+    """Neither side is restarted: the port shows it, requests are signed with its key, and the gate agrees."""
+    monkeypatch.setattr("fulcrum.flower.port.server.CHECK_SECONDS", 0.05)
+    certs.make_certificate_authority(tmp_path, ["127.0.0.1"])
+    keys.make_key_pair(tmp_path, "a")
+    port, known = inside.find_free_port(), {"a": keys.public_key_to_pem(keys.load_public_key(tmp_path / "a.pub"))}
+    tls = inside.TlsFiles(tmp_path / "server.crt", tmp_path / "server.key")
+    signer, gate = load_request_signer(tls.key), RequestGate("a")
+    former = signer.fingerprint
+    header = {"kind": "done", "party": "a"}
+    with (
+        inside.LocalSuperlink("127.0.0.1", port, tls, known) as link,
+        Party(tmp_path, port, certificate=gate.note_certificate) as party,
+    ):
+        link.transport.on_certificate = signer.reload
+        (node,) = wait_for(link.transport.online)
+        gate.check(signer.sign(pack_envelope(header)), header)
+        renew_certificate(tmp_path)
+        wait_for(lambda: signer.fingerprint != former)
+        request = signer.sign(pack_envelope(header))
+        assert not gate.knows_signer(request), "its connection is older than the certificate"
+        party.node.look_again()
+        gate.check(request, header)
+        assert link.transport.online() == {node}
+
+
+def renew_certificate(folder):
+    """A certificate with a new key from the same CA, put in the place of the old one."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    ca_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    old = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
+    new = ec.generate_private_key(ec.SECP384R1())
+    builder = x509.CertificateBuilder(
+        old.issuer,
+        old.subject,
+        new.public_key(),
+        x509.random_serial_number(),
+        old.not_valid_before_utc,
+        old.not_valid_after_utc,
+    )
+    for extension in old.extensions:
+        if not isinstance(extension.value, x509.SubjectKeyIdentifier):
+            builder = builder.add_extension(extension.value, extension.critical)
+    pem = serialization.Encoding.PEM
+    (folder / "server.key").write_bytes(
+        new.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    (folder / "server.crt").write_bytes(builder.sign(ca_key, hashes.SHA384()).public_bytes(pem))
+
+
+def test_a_reply_that_is_too_large_is_not_read_and_its_party_is_named(federation):
+    folder, port, link = federation
+    before, own = link.server.limits, link.transport.body_bytes
+    sent_before = link.server.count()["bytes_in"]
+    try:
+        link.transport.limit_replies(100_000)
+        assert link.server.limits.body_bytes == link.transport.body_bytes == 100_000 + (1 << 20)
+        big = Envelope(b"{}", bytes(2 << 20), b"s")
+        with Party(folder, port) as party:
+            party.answer = None
+            party.node.answer = lambda request, expired: big
+            (node,) = wait_for(link.transport.online)
+            link.transport.send(node, pack_envelope({"kind": "done"}), 20.0, "1")
+            wait_for(lambda: any("bytes, and an honest reply" in words for _, words in link.transport.take_notices()))
+            assert party.node.health.cause in ("answer", "")
+        assert link.server.count()["bytes_in"] - sent_before < 1 << 20
+    finally:
+        link.server.limits, link.transport.body_bytes = before, own
 
 
 def test_keys_are_added_and_revoked_without_a_restart(tmp_path, monkeypatch):

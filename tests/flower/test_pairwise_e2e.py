@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fulcrum-fl[flower]'")
 
-from test_flower_e2e import PARTIES, Federation
-
 from fulcrum.privacy.ledger import Ledger
+from support.flower_processes import PARTIES, Federation
 
 pytestmark = [
     pytest.mark.slow,

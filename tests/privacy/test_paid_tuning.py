@@ -80,7 +80,7 @@ def test_the_suite_lists_the_trials_of_each_seed_with_their_noise() -> None:
     assert {(job.settings.clip.C0, job.settings.train.lr) for job in jobs} == set(draw_trials(suite, scenario, 3))
     assert all(job.is_calibrated and job.settings.privacy.sigma == calibrate_trial(0.2, 20, 3.61, 1e-5) for job in jobs)
     every = list_scenario_jobs(suite, scenario)
-    assert sum(job.row == PAID_TUNING for job in every) > 5 * len(suite.list_seeds(scenario))
+    assert sum(job.row == PAID_TUNING for job in every) > 5 * suite.seeds_rivals
     assert not {job.id for job in every if job.row == PAID_TUNING} & {job.id for job in every if job.row == "dp-sgd"}
     counts = [len(draw_trials(suite, s, seed)) for s in suite.scenarios for seed in range(5)]
     assert np.mean(counts) == pytest.approx(TRIALS.mean, rel=0.1)

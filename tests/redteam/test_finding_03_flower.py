@@ -230,7 +230,12 @@ def test_every_setting_of_a_rule_is_agreed_on_or_is_the_coordinators_own():
     elsewhere = {"rule", "groups", "C_min", "C_max"}  # fields of the terms themselves
     elsewhere |= {"statistics_interval", "statistics_rounds"}  # together a number of steps in the terms
     only_coordinator = {"balance", "reach", "growth", "reading"}  # moo's step length; rules that are not sound
-    only_coordinator |= {"rehearse", "step", "search"}  # what is measured beforehand; moo's step and search of C
+    only_coordinator |= {
+        "rehearse",
+        "rehearse_on",
+        "step",
+        "search",
+    }  # what is measured beforehand; moo's step and search of C
     agreed = {field.name for field in dataclasses.fields(RuleTerms)}
     assert agreed | elsewhere | only_coordinator == {field.name for field in dataclasses.fields(Clip)}
     assert all(getattr(RuleTerms(), name) == getattr(Clip(), name) for name in agreed), "the same defaults"

@@ -183,6 +183,11 @@ def test_smoothing_prefers_a_plateau_but_a_cliff_counts_as_a_few_points_only() -
     assert best({1.0: 0.5, 2.0: 0.0}, 0.2) == 1.0
 
 
+def test_moo_stays_the_more_the_rounds_are_merged() -> None:
+    assert choice.compute_margin(1.0) == choice.MARGIN
+    assert choice.compute_margin(10 / 3) > 5 * choice.MARGIN
+
+
 def test_a_ladder_grows_where_its_best_step_is_at_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     known = read_rehearsal_facts(prepare_unrehearsed(settings_for(), make_data()))
     monkeypatch.setattr(choice, "LADDER_SCALES", (0.25, 1.0, 4.0))

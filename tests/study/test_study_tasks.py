@@ -33,12 +33,11 @@ public = true
 rounds = 4
 rate = 0.2
 lr = 0.5
-[settings.clip]
-rehearse = false
 [settings.privacy]
 delta = 1e-4
 [[rows]]
 name = "moo"
+set = {{ "clip.rehearse" = false }}
 label = "MOO"
 [[rows]]
 name = "dp-sgd"
@@ -71,8 +70,6 @@ public = true
 [settings.train]
 rounds = 2
 rate = 0.2
-[settings.clip]
-rehearse = false
 [settings.privacy]
 delta = 1e-4
 [datasets."made/up.npz".data]

@@ -7,9 +7,14 @@ rehearse.py  rehearse
 account.py   account
 data.py      data list, fetch, verify, describe     changes.py  data changes
 show.py      show, methods
+report.py    report
+watch.py     watch
+compare.py   compare
+tune.py      tune, pareto
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
+theory.py    theory check, objective, constants, predict
 init.py      init
 prior.py     prior
 evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
@@ -31,6 +36,7 @@ import typer
 from fulcrum import __version__
 from fulcrum.cli import (
     account,
+    compare,
     data,
     demo,
     evaluate,
@@ -46,11 +52,15 @@ from fulcrum.cli import (
     predict,
     prior,
     rehearse,
+    report,
     reproduce,
     run,
     score,
     show,
     study,
+    theory,
+    tune,
+    watch,
 )
 from fulcrum.settings.registry import current_folder_importable
 
@@ -82,6 +92,11 @@ def _show_help_or_version(
 app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("show")(show.show)
+app.command("report")(report.report)
+app.command("watch")(watch.watch)
+app.command("compare")(compare.compare)
+app.command("tune")(tune.tune)
+app.command("pareto")(tune.pareto)
 app.command("evaluate")(evaluate.evaluate)
 app.command("score")(score.score)
 app.command("predict")(predict.predict)
@@ -94,6 +109,7 @@ app.command("ledger")(ledger.ledger)
 app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
+app.add_typer(theory.app, name="theory")
 app.command("methods")(show.methods)
 app.command("prior")(prior.prior)
 app.command("demo")(demo.demo)

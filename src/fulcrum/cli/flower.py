@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import signal
 from collections.abc import Iterable
@@ -76,6 +77,10 @@ def terms(
         int,
         typer.Option("--classes", help="Number of classes, from public knowledge, where the settings do not say it."),
     ] = 0,
+    coordinator: Annotated[
+        str,
+        typer.Option("--coordinator", help="Pin the key that signs requests: its .pub file, or SHA256:..."),
+    ] = "",
     peers: Annotated[
         Path | None,
         typer.Option(
@@ -87,15 +92,22 @@ def terms(
 ) -> None:
     """Write the terms that a party would agree to for a configuration; read them before you use them."""
     require_flower()
+    from fulcrum.flower.keys import load_public_key
     from fulcrum.flower.proposals import accept_proposal, make_proposal
-    from fulcrum.flower.terms import terms_to_toml
+    from fulcrum.flower.signing import fingerprint
+    from fulcrum.flower.terms import terms_to_toml, validate_terms
 
+    settings = rehearse_for_terms(settings)
     agreed = accept_proposal(party, make_proposal(settings, classes), budget)
+    pinned = coordinator
+    if coordinator and not coordinator.startswith("SHA256:"):
+        pinned = fingerprint(load_public_key(Path(coordinator)))
+    agreed = dataclasses.replace(agreed, coordinator=pinned)
     if peers is not None:
         from fulcrum.flower.pairwise.pins import pin_peers
 
         agreed = pin_peers(agreed, peers)
-    text = terms_to_toml(agreed)
+    text = terms_to_toml(validate_terms(agreed))
     if str(out) == "-":
         typer.echo(text, nl=False)
         return
@@ -107,6 +119,19 @@ def terms(
     typer.echo(f"wrote {out}")
 
 
+def rehearse_for_terms(settings: Settings) -> Settings:
+    """The settings as `fulcrum serve` would propose them: rehearsed where data.units declares the parties' units."""
+    if not (settings.clip.rehearse and settings.clip.step == 0 and settings.data.units):
+        return settings
+    from fulcrum import runs as api
+    from fulcrum.flower.prepare import load_public_data, make_public_problem
+    from fulcrum.flower.rehearsal import rehearse_before_proposing
+
+    public = load_public_data(settings.data.source, settings.data.dir, settings.task)
+    problem = make_public_problem(settings, public, api.find_device(settings.run.device))
+    return rehearse_before_proposing(settings, problem, view.print_message)
+
+
 @with_settings
 def serve(
     settings: Settings,
@@ -114,6 +139,10 @@ def serve(
     listen: Annotated[str, typer.Option("--listen", help="HOST:PORT to listen on.")] = "0.0.0.0:9092",
     certificate: Annotated[Path | None, typer.Option("--certificate", help="The server's certificate, PEM.")] = None,
     private: Annotated[Path | None, typer.Option("--private-key", help="The certificate's key, PEM.")] = None,
+    signing: Annotated[
+        Path | None,
+        typer.Option("--signing-key", help="Key that signs requests, pinned by parties; default: the certificate's."),
+    ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Plaintext, for tests on one machine.")] = False,
     simulation: Annotated[
         bool, typer.Option("--simulation", help="Share the seed with the parties: repeatable, no protection.")
@@ -155,16 +184,17 @@ def serve(
     from fulcrum.flower.coordinator import WaitPolicy
     from fulcrum.flower.keys import KeyRegister
     from fulcrum.flower.operations.monitor import JsonLog, Monitor, serve_monitor
-    from fulcrum.runs import folder as record
+    from fulcrum.flower.served_facts import read_served_facts
     from fulcrum.settings import files as settings_file
 
     if resume is not None:
-        kept = record.load_run_json(resume, "run.json").get("flower") or {}
+        kept = read_served_facts(resume)
         settings = settings_file.read_settings(resume / "settings.toml")
         keys = keys or Path(kept.get("keys", "keys"))
         listen = kept.get("listen", listen)
         certificate = certificate or _to_optional_path(kept.get("certificate"))
         private = private or _to_optional_path(kept.get("private"))
+        signing = signing or _to_optional_path(kept.get("signing"))
         insecure, simulation = kept.get("insecure", insecure), kept.get("simulation", simulation)
     if keys is None:
         raise ConfigError("give --keys FOLDER: one NAME.pub for each party, made by fulcrum certs --party NAME.")
@@ -176,7 +206,7 @@ def serve(
     host, _, port = listen.rpartition(":")
     if not (host and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(f"--listen {listen} is not HOST:PORT, such as 0.0.0.0:9092.")
-    address = runs.ListenAddress(host.strip("[]"), int(port), certificate, private)
+    address = runs.ListenAddress(host.strip("[]"), int(port), certificate, private, signing)
     if check:
         from fulcrum.flower.operations.server_checks import ServerChecks
 
@@ -189,6 +219,7 @@ def serve(
         "listen": listen,
         "certificate": str(certificate.absolute()) if certificate else None,
         "private": str(private.absolute()) if private else None,
+        "signing": str(signing.absolute()) if signing else None,
         "insecure": insecure,
     }
 

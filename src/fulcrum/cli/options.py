@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from rich.markup import escape
 
 from fulcrum.settings.catalogue import list_setting_fields
 from fulcrum.settings.files import SHORT_NAMES, parse_assignment_option, parse_settings, read_settings
+from fulcrum.settings.schema import Settings
 
 OPTION_TYPES: dict[Any, type] = {float | None: float, int | None: int}
 """What the command line reads for a setting that may be None: the other type."""
@@ -24,19 +26,35 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback o
 def with_settings(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command that takes `settings` the argument CONFIG and an option for every short name.
 
-    The other parameters of the function stay options of the command, before those of the settings.
+    The other parameters of the function stay options of the command, before those of the settings. A function that
+    takes `make_settings` in place of `settings` gets a function of (method, settings that take precedence), and no
+    options for what its calls decide.
     """
-    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "settings"]
-    shared = [_make_config_argument(), _make_method_option(), *map(_make_short_option, SHORT_NAMES), _make_set_option()]
+    taken = inspect.signature(function, eval_str=True).parameters
+    own = [p for p in taken.values() if p.name not in ("settings", "make_settings")]
+    several = "make_settings" in taken
+    names_shown = [name for name in SHORT_NAMES if not (several and name in ("epsilon", "seed"))]
+    method_option = [] if several else [_make_method_option()]  # a function may have one of its own
+    shared = [_make_config_argument(), *method_option, *map(_make_short_option, names_shown), _make_set_option()]
 
-    def command(config: Path | None, method: str | None, set_: list[str], **names: Any) -> None:
-        given = {path: names.pop(short) for short, path in SHORT_NAMES.items()}
+    def command(config: Path | None, set_: list[str], method: str | None = None, **names: Any) -> None:
+        given = {SHORT_NAMES[short]: names.pop(short) for short in names_shown}
         overrides = {path: value for path, value in given.items() if value is not None}
         overrides |= dict(parse_assignment_option(text) for text in set_)
-        settings = parse_settings({}, overrides, method) if config is None else read_settings(config, overrides, method)
-        from fulcrum.runs.choices import check_choices
+        if config is not None and (config / "settings.toml").is_file():  # the folder of a run
+            config = config / "settings.toml"
 
-        function(settings=check_choices(settings), **names)
+        def make_settings(method: str | None, more: Mapping[str, Any] = MappingProxyType({})) -> Settings:
+            from fulcrum.runs.choices import check_choices
+
+            words = {**overrides, **more}
+            found = parse_settings({}, words, method) if config is None else read_settings(config, words, method)
+            return check_choices(found)
+
+        if several:
+            function(make_settings=make_settings, **names, **({"method": method} if "method" in taken else {}))
+        else:
+            function(settings=make_settings(method), **names)
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (shared[0], *own, *shared[1:])]
     command.__doc__, command.__name__ = function.__doc__, function.__name__

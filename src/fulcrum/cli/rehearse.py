@@ -25,22 +25,26 @@ def rehearse(
 ) -> None:
     """Choose step, C, learning rate and schedule on made-up data, and print them as options for `fulcrum run`.
 
-    It sees settings, model, declared sizes and shapes, never a value of a record, so it costs no privacy. `fulcrum run
-    --method moo-rehearsed` does the same before it trains; across machines, hand the printed settings to `fulcrum
-    serve`.
+    It sees settings, model, declared sizes and shapes, never a value of a private record, so it costs no privacy. With
+    --set clip.rehearse_on=SOURCE it plays on public records of yours in place of made-up ones. `fulcrum run`
+    and `fulcrum serve` do the same before they train.
     """
     from fulcrum import runs as api
     from fulcrum.runs.rehearsal import find_refusal, memory, read_rehearsal_facts
     from fulcrum.runs.rehearsal import rehearse as play
+    from fulcrum.runs.rehearsal.public_set import fit_facts, load_public_set
 
     federation = api.prepare_unrehearsed(settings.replace(clip={"rehearse": False}))
-    refusal = find_refusal(federation)
+    refusal = find_refusal(federation, patient=True)
     if refusal:
-        raise ConfigError(f"clip.rehearse: nothing can be rehearsed here, for {refusal}; use method moo.")
-    facts = read_rehearsal_facts(federation)
+        raise ConfigError(
+            f"clip.rehearse: nothing can be rehearsed here, for {refusal}; `fulcrum run` uses moo's own first step."
+        )
+    public = load_public_set(federation)
+    facts = fit_facts(read_rehearsal_facts(federation), public)
     answer = None if again else memory.recall(facts.digest())
     if answer is None:
-        answer = play(facts)
+        answer = play(facts, public=public)
         memory.remember(answer)
         view.print_message(f"rehearsed in {answer.seconds:.0f} s", quiet)
     chosen = answer.candidate.apply(federation.settings, facts.steps)
@@ -51,7 +55,7 @@ def rehearse(
         view.print_json({**answer.to_json(), "settings": words})
         return
     view.print_table(
-        ("candidate", "regret on made-up data, %"), [(name, f"{v:.2f}") for name, v in answer.regrets.items()]
+        ("candidate", "regret on made-up data, points"), [(name, f"{v:.2f}") for name, v in answer.regrets.items()]
     )
     typer.echo(f"chosen: {answer.candidate.describe()}")
     typer.echo(" ".join(f"--set {path}={str(value).lower()}" for path, value in words.items()))

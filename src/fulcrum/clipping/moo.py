@@ -93,6 +93,12 @@ def compute_log_step(state: RuleState, seen: torch.Tensor) -> torch.Tensor:
     return torch.where(state["memory"].any(), step, torch.zeros_like(step))
 
 
+def describe_objective(state: RuleState, released: Released) -> dict[str, torch.Tensor]:
+    """The two parts of the objective's slope: alignment A_t, for a larger C, and the penalty kappa C_t against it."""
+    penalty = state["kappa"] * torch.linalg.vector_norm(state["C"])
+    return {"alignment": compute_alignment(state, released), "penalty": penalty}
+
+
 def adapt_moo_c(state: RuleState, released: Released) -> RuleState:
     """Move C along the alignment, then remember this round's release."""
     total = torch.linalg.vector_norm(state["C"])
@@ -109,6 +115,7 @@ MOO_C = ClipRule(
     clip=clip_to_C,
     bounds=bound_C,
     adapt=adapt_moo_c,
+    course=describe_objective,
     summary="C learned from the alignment of released updates; the learning rate stays yours",
     reference="Ranaweera et al.; sound form of this project",
 )
@@ -249,6 +256,11 @@ def adapt_balanced_moo(state: RuleState, released: Released) -> RuleState:
     return {**found, "C": state["C"] * (C / total), "step": step, "memory": memory}
 
 
+def describe_balanced_moo(state: RuleState, released: Released) -> dict[str, torch.Tensor]:
+    """The parts of the objective, and the step length s that this round applied."""
+    return {**describe_objective(state, released), "step": state["step"]}
+
+
 MOO = ClipRule(
     name="moo",
     init=init_balanced_moo,
@@ -257,6 +269,7 @@ MOO = ClipRule(
     bounds=bound_C,
     adapt=adapt_balanced_moo,
     apply=apply_balanced_moo,
+    course=describe_balanced_moo,
     summary="C and the step length learned from released updates",
     reference="Ranaweera et al.; sound form of this project",
 )

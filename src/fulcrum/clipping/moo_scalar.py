@@ -63,6 +63,12 @@ def _adapt_to_projection(state: RuleState, released: Released) -> RuleState:
     return {**state, "C": state["C"] * (moved / total), "memory": memory}
 
 
+def _describe_projection(state: RuleState, released: Released) -> dict[str, torch.Tensor]:
+    """The released projection takes the place of the alignment; 0 in a round that released none."""
+    seen = torch.where(has_statistics(state, released), released.extra[0], torch.zeros_like(released.extra[0]))
+    return {"alignment": seen, "penalty": state["kappa"] * torch.linalg.vector_norm(state["C"])}
+
+
 MOO_SCALAR = dataclasses.replace(
     MOO_C,
     name="moo-scalar",
@@ -70,6 +76,7 @@ MOO_SCALAR = dataclasses.replace(
     clip=_clip_and_project,
     bounds=_bound_projection,
     adapt=_adapt_to_projection,
+    course=_describe_projection,
     share=fixed_statistics_share,
     moves=("C", "memory"),
     summary="as moo-c, from one noised number a client: how its clipped units lie along the direction",

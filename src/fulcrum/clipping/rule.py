@@ -59,6 +59,7 @@ AdaptFn = Callable[[RuleState, Released], RuleState]
 ApplyFn = Callable[[RuleState, Released], torch.Tensor]
 ShareFn = Callable[[float, float], float]
 SecondSumFn = Callable[[Stats, RuleState], torch.Tensor]
+CourseFn = Callable[[RuleState, Released], Mapping[str, torch.Tensor]]
 
 
 def no_statistics_share(sigma: float, batch: float) -> float:
@@ -86,6 +87,11 @@ def use_aggregate(state: RuleState, released: Released) -> torch.Tensor:
     return released.aggregate
 
 
+def no_course(state: RuleState, released: Released) -> Mapping[str, torch.Tensor]:
+    """A `course` without numbers of the rule's own."""
+    return {}
+
+
 @dataclass(frozen=True)
 class ClipRule:
     """A rule for clipping per-unit gradients and for adapting C.
@@ -105,6 +111,8 @@ class ClipRule:
     second(stats, state) -> factors [B, G]: requests a second sum of the same gradients with these
         factors, noised and released after the extra statistics (which then have J + d entries). A unit's
         row of extra statistics and its part of the second sum together stay within `bounds.extra`.
+    course(state, released) -> {name: number}: what the rule saw in a round, for people who watch the run
+        (`RoundResult.course`). Sees what `adapt` sees, so it costs nothing; server rules only.
     where: "server" (one state for the federation) or "client" (one state per client).
     when: "round" or "step" (client rules only).
     sound: whether C depends on released values only. Where False, epsilon is nominal.
@@ -131,6 +139,7 @@ class ClipRule:
     apply: ApplyFn = use_aggregate
     share: ShareFn = no_statistics_share
     second: SecondSumFn | None = None
+    course: CourseFn = no_course
     where: str = "server"
     when: str = "round"
     sound: bool = True

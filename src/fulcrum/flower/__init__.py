@@ -1,7 +1,12 @@
 """The same federation across machines, on Flower (`pip install 'fulcrum-fl[flower]'`); only this folder imports flwr.
 
 messages.py         what travels: a header and arrays, checked before use; nothing is unpickled
-keys.py             a party's key pair: it signs every reply
+keys.py             a party's key pair: it signs every reply; the register of public keys, read again when it changes
+signing.py          signatures with a purpose; the coordinator signs every request
+request_gate.py     a party's gate: only the coordinator's signed requests for this party pass
+display.py          received text, made fit to be shown
+units.py            how many units a party may say it has
+known_ledgers.py    which ledger each party has paid from
 terms.py            what a party agreed to, pinned on its own disk
 proposals.py        what a run asks of every party, and how that becomes a party's terms
 request_checks.py   whatever goes beyond the terms is refused
@@ -25,7 +30,8 @@ traffic.py          bytes of a round's messages, before a run
 prepare.py          what a coordinator needs before it contacts parties
 certs.py            a development CA, a server certificate and key pairs
 transport.py        those bytes in Flower's messages, by its public API
-flwr141/            everything that is internal to Flower 1.41.0: SuperLink, SuperNode, executor
+port/               the coordinator's public port: limits, strict heads, signatures before bodies, who is there
+flwr141/            everything that is internal to Flower 1.41.0: the fleet API at the coordinator, a party's node
 run.py              `fulcrum serve` and `fulcrum party` without their command lines
 strategy.py         for people with a Flower app: a strategy that makes any client function private for whole parties
 mod.py              and a mod: a client function with a private loop in it, and a guard at the door

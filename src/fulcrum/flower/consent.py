@@ -10,6 +10,11 @@ from fulcrum.flower.terms import PartyTerms
 from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.settings.schema import Model, TaskSettings
 
+REHEARSED_LINE = (
+    "  learning rate and rule's settings were chosen beforehand by training on made-up records: from declared numbers "
+    "and shapes, before any record was read, so the choice costs no privacy"
+)
+
 
 def make_consent_text(terms: PartyTerms, units: int | None) -> str:
     """The terms in sentences, with what they cost; units: the party's number of units n_k, None where not counted."""
@@ -27,6 +32,7 @@ def make_consent_text(terms: PartyTerms, units: int | None) -> str:
         *([f"  the clipping rule's own statistics at most every {interval} steps"] if interval > 1 else []),
         f"  clipping norm within {terms.C_min:g} to {terms.C_max:g}, learning rate up to {terms.lr:g}",
         f"  the rule's settings {rule_text(terms)}; arithmetic {arithmetic}",
+        *([REHEARSED_LINE] if terms.rehearsed else []),
         f"  task {task_text(terms)}",
         f"  model {model_text(terms)}, built by this party's own software",
         *([f"  CODE that runs here if you agree: {', '.join(code)}"] if (code := list_proposed_code(terms)) else []),

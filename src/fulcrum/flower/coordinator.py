@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,8 @@ class FlowerEngine(Engine):
         self._stale: set[int] = set()  # refused the current round because they had answered it before
         self._next_round = 0
         self._agreed = name_model_and_task(problem)
+        limit: Callable[[int], None] = getattr(registry.transport, "limit_replies", lambda size: None)
+        limit(8 * problem.layout.dim)  # an honest reply has four bytes per number, coded or not
         self.masked = MaskedCoordinator(self)
 
     # --- who is there -----------------------------------------------------------------------------

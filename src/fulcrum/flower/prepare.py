@@ -10,7 +10,6 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum.clipping import find_rule
-from fulcrum.clipping.moo import MOO
 from fulcrum.data import Dataset, Partition, load
 from fulcrum.errors import ConfigError, RunError
 from fulcrum.flower.coordinator import FlowerEngine, WaitPolicy, list_refusals
@@ -65,13 +64,6 @@ def make_served_settings(settings: Settings, parties: int, simulation: bool) -> 
             "data.validation holds out training data, which the coordinator does not have; set it to 0. Each party can "
             "keep units out of training with fulcrum party --hold-out, and score the model on them: fulcrum score."
         )
-    if settings.clip.rehearse and settings.clip.step == 0:
-        if settings.clip.rule != MOO.name:
-            raise ConfigError(
-                "clip.rehearse = true is for runs on one machine; serve with the settings that `fulcrum rehearse` "
-                "prints."
-            )
-        settings = settings.replace(clip={"rehearse": False})  # moo has a formula for its first step
     if settings.run.reference:
         raise ConfigError("run.reference = true trains without privacy, and parties' records are private; turn it off.")
     privacy = dataclasses.replace(

@@ -17,6 +17,7 @@ from fulcrum.privacy.accounting import Spend
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.pairwise.shares import count_colluders
 from fulcrum.privacy.plan import make_plan
+from fulcrum.privacy.statement.text import is_rehearsed
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.derived import compute_local_steps, get_planned_unit
 from fulcrum.settings.schema import Privacy, Settings, TaskSettings
@@ -67,6 +68,7 @@ def make_proposal(settings: Settings, classes: int = 0, task: TaskSettings | Non
         "C_max": settings.clip.C_max,
         "lr": train.lr,
         "weight_decay": train.weight_decay,
+        "rehearsed": is_rehearsed(settings),
         "model": dataclasses.asdict(settings.model),
         "task": dataclasses.asdict(agreed),
     }

@@ -36,6 +36,8 @@ __all__ = [
 
 POLL_SECONDS = 0.03
 """Seconds between two polls of the transport."""
+PASSING_REFUSALS = frozenset({"signature", "signer", "expired", "internal"})
+"""Refusals of a greeting whose cause may pass, such as a certificate that was just renewed: it is sent again later."""
 NOTICE_TIMEOUT_SECONDS = 60.0
 """Seconds that a sentence for a party's people waits to be fetched."""
 HELLO_TIMEOUT_SECONDS = 3600.0
@@ -182,13 +184,16 @@ class PartyRegistry:
         self._restarted.clear()
         return names
 
+    def _greet_again_later(self, node: int) -> None:
+        times = self._failed.get(node, (0, 0.0))[0] + 1
+        self._failed[node] = times, time.monotonic() + min(60.0, 0.5 * 2**times)
+        self._greeted.pop(node, None)
+
     def _register_party(self, node: int, hello: Envelope, delivery: MessageDelivery) -> None:
         if delivery.envelope is None:
             # The node may have been about to stop, so it is greeted again, after a pause that doubles.
-            times = self._failed.get(node, (0, 0.0))[0] + 1
-            self._failed[node] = times, time.monotonic() + min(60.0, 0.5 * 2**times)
+            self._greet_again_later(node)
             self.report("", f"a node did not answer the greeting: {delivery.error}")
-            self._greeted.pop(node)
             return
         try:
             header = verify_signed_reply(delivery.envelope, ("welcome", "refused"), hello, self.run, self.public_keys)
@@ -197,6 +202,8 @@ class PartyRegistry:
             return
         name = header["party"]
         if header["kind"] == "refused":
+            if header["code"] in PASSING_REFUSALS:
+                self._greet_again_later(node)
             self.refuse(name, f"does not take part: {describe_refusal(header['code'])}")
             return
         for field, wanted in self.required.items():

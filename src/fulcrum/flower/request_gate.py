@@ -41,6 +41,13 @@ class RequestGate:
                 self._trusted = [*self._trusted, found][-KEPT_CERTIFICATES:]
         return found
 
+    def knows_signer(self, envelope: Envelope) -> bool:
+        """Whether a request is signed by a key that counts. Where not, the certificate may have changed meanwhile."""
+        try:
+            return self._is_trusted(fingerprint(read_signer(envelope)))
+        except BadMessage:
+            return False
+
     def check(self, envelope: Envelope, header: Mapping[str, Any]) -> None:
         """Refuse a request that is not signed, not by the coordinator, or not for this party.
 

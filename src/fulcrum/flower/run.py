@@ -38,7 +38,9 @@ from fulcrum.flower.prepare import (
     wait_for_parties,
 )
 from fulcrum.flower.registry import PartyInfo, PartyReportFn, Transport
+from fulcrum.flower.rehearsal import rehearse_before_proposing
 from fulcrum.flower.request_gate import RequestGate
+from fulcrum.flower.served_facts import read_served_facts
 from fulcrum.flower.signing import RequestSigner, derive_request_signer, load_request_signer
 from fulcrum.flower.units import keep_plausible_parties
 from fulcrum.runs import Result, RoundCallback
@@ -76,6 +78,12 @@ def find_request_signer(address: ListenAddress, secret: bytes) -> RequestSigner:
     """The key that signs this coordinator's requests; without any file it follows from the run's secret."""
     path = address.signing or address.key
     return load_request_signer(path) if path else derive_request_signer(secret)
+
+
+def follow_certificate(transport: Any, signer: RequestSigner) -> None:
+    """Sign with a renewed certificate's key from the moment on in which the port shows it."""
+    if hasattr(transport, "on_certificate"):
+        transport.on_certificate = signer.reload
 
 
 def open_ledger_book(
@@ -138,6 +146,7 @@ def open_superlink_transport(
         report=report or (lambda party, words: None),
         read_register=read_register,
     ) as link:
+        link.transport.port_counts = link.server.count  # for an operator
         yield link.transport
 
 
@@ -170,17 +179,23 @@ def serve_run(
         _load_public_records(settings),
         _find_run_device(settings),
     )
+    rehearsed = rehearse_before_proposing(settings, problem, say)
+    if rehearsed != settings:
+        settings, problem = rehearsed, make_public_problem(rehearsed, problem.dataset, problem.device)
     origin = take_old_model(problem, settings, start) if start else None
     claim_run_folder(out)
     run, secret, party_log = uuid.uuid4().hex, secrets.token_bytes(32), PartyLog(say, out, monitor)
     signer = find_request_signer(address, secret)
     with open_transport(address, public_keys, party_log) as transport:
+        follow_certificate(transport, signer)
         say(f"listening on {address.host}:{address.port}; waiting for {', '.join(public_keys)}")
+        say(f"requests are signed with {signer.fingerprint}")
         book = open_ledger_book(public_keys, simulation)
         registry = make_party_registry(transport, public_keys, run, settings, problem, party_log, signer, book)
         watch = CoordinatorStatus(
             out, run, registry, tuple(public_keys), monitor, settings.train.rounds, wait_policy.min_parties
         )
+        watch.certificate = address.certificate
         registry.on_poll = watch.refresh
         parties = wait_for_parties(registry, len(public_keys), wait_policy)
         if not simulation:
@@ -212,9 +227,7 @@ def resume_served_run(
 ) -> Result:
     """Continue a served run after the coordinator stopped or crashed. The parties keep what they paid for."""
     facts = record.load_run_json(folder, "run.json")
-    kept = facts.get("flower")
-    if kept is None:
-        raise RunError(f"{folder} was not served to parties elsewhere; continue it with: fulcrum resume {folder}")
+    kept = read_served_facts(folder)
     settings = settings_file.read_settings(folder / "settings.toml")
     parties = tuple(PartyInfo(**party) for party in kept["parties"])
     missing = [party.name for party in parties if party.name not in public_keys]
@@ -231,6 +244,7 @@ def resume_served_run(
     wait_policy = WaitPolicy(**kept["wait_policy"])
     signer = find_request_signer(address, bytes.fromhex(kept["secret"]))
     with open_transport(address, public_keys, party_log) as transport:
+        follow_certificate(transport, signer)
         say(f"listening on {address.host}:{address.port} again")
         book = open_ledger_book(public_keys, kept["simulation"])
         registry = make_party_registry(
@@ -246,6 +260,7 @@ def resume_served_run(
             settings.train.rounds,
             wait_policy.min_parties,
         )
+        watch.certificate = address.certificate
         registry.on_poll = watch.refresh
         problem = add_party_names(problem, parties, settings)
         streams = make_simulated_streams(settings, problem) if kept["simulation"] else None
@@ -253,7 +268,7 @@ def resume_served_run(
         watch.engine = engine
         # The parties that took part before get time to come back, so that no round runs without them.
         end = time.monotonic() + min(wait_policy.join_timeout, wait_policy.round_timeout)
-        while len(registry.node_of) < len(parties) and time.monotonic() < end:
+        while len(registry.node_of.keys() | registry.refusals.keys()) < len(parties) and time.monotonic() < end:
             registry.poll()
             time.sleep(0.1)
         federation = replace(make_served_federation(settings, engine), origin=origin)
@@ -307,6 +322,8 @@ def run_party_service(
 
     def answer(request: Envelope, expired: bool) -> Envelope:
         nonlocal written
+        if not insecure and not gate.knows_signer(request):
+            node.look_again()  # the certificate, and with it the coordinator's key, may be a new one
         reply = service.make_refusal(request, "expired") if expired else service.answer(request)
         if service.done or time.monotonic() - written > 60:
             service.write_party_statement(statement)

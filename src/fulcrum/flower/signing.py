@@ -8,6 +8,7 @@ it, and a fingerprint is the one that `ssh-keygen -l` prints.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,11 +76,22 @@ def _pss() -> Any:
     return padding.PSS(padding.MGF1(hashes.SHA384()), padding.PSS.DIGEST_LENGTH)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestSigner:
-    """The coordinator's signing key. `sign(envelope)` seals a request; parties know the key by its fingerprint."""
+    """The coordinator's signing key. `sign(envelope)` seals a request; parties know the key by its fingerprint.
+
+    path: the key's file, which `reload` reads again; None for a key without one.
+    """
 
     key: Any
+    path: Path | None = None
+
+    def reload(self) -> None:
+        """Read the key's file again: a renewed certificate may have a new key. A file that cannot be read changes
+        nothing."""
+        if self.path is not None:
+            with contextlib.suppress(ConfigError):
+                self.key = load_request_signer(self.path).key
 
     @property
     def fingerprint(self) -> str:
@@ -107,7 +119,7 @@ def load_request_signer(path: Path) -> RequestSigner:
         except (ValueError, TypeError, UnsupportedAlgorithm):
             continue
         if isinstance(key, ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey):
-            return RequestSigner(key)
+            return RequestSigner(key, path)
     raise ConfigError(f"{path} is not a private key for signatures (PEM or OpenSSH, without a passphrase).")
 
 

@@ -25,6 +25,7 @@ from fulcrum.runs.observers import Observer, ObserverList, RoundCallback, RunInf
 from fulcrum.runs.preparation import prepare
 from fulcrum.runs.reference import train_reference
 from fulcrum.runs.result import Result, finish_run
+from fulcrum.runs.split import describe_split
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
@@ -122,6 +123,7 @@ def _write_start_files(
     if problem.dataset.schema is not None:  # so that predictions see the same columns
         for name, content in problem.dataset.schema.pack().items():
             record.write_file_atomically(folder.path / name, content)
+    folder.write_json("split.json", describe_split(federation))
     folder.write_json("environment.json", record.describe_environment(problem.device))
     folder.write_json(
         "run.json",
@@ -137,6 +139,8 @@ def _write_start_files(
             "higher_is_better": problem.task.higher_is_better,
             "aggregation": federation.plan.aggregation,
             "simulation": problem.randomness.mode != "secure",
+            "sound": problem.rule.sound,
+            "private": problem.rule.private,
             **binding.describe_binding(federation, ledger),
             **facts,
         },
@@ -185,7 +189,8 @@ def _run_remaining_rounds(
         run.folder.remove_statement()
     try:
         where, score = run.folder.path if run.folder else None, run.federation.problem.task.score
-        observers.started(RunInfo(run.id, settings, where, run.federation.plan, score, run.notes))
+        public = run.federation.problem.dataset.public and run.federation.problem.dataset.train is not None
+        observers.started(RunInfo(run.id, settings, where, run.federation.plan, score, run.notes, public))
         for result, snapshot in federate(run.federation, run.ledger, run.id, start):
             observers.round(result, snapshot)
         recorder.ended(None)  # the last checkpoint is written before the summary

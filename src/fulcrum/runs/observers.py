@@ -41,7 +41,7 @@ class RunInfo:
     """The run that starts or resumes. id: its name in ledgers. folder: None where nothing is stored.
 
     score: the name of the run's main metric. notes: warnings about a run that goes on, such as rounds that are paid a
-    second time.
+    second time. public: whether everybody may see the training records.
     """
 
     id: str
@@ -50,6 +50,7 @@ class RunInfo:
     plan: Plan
     score: str = ""
     notes: tuple[str, ...] = ()
+    public: bool = False
 
     @property
     def parties(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs.active_run import ActiveRun, read_run_epsilons, write_privacy_statement
 from fulcrum.runs.folder import MAX_PARTIES_PER_LINE, to_json_value
 from fulcrum.runs.model_card import make_model_card
+from fulcrum.runs.notebook import lines_to_frame, result_to_html
 from fulcrum.runs.stored_model import CARD_FILE, describe_model, write_stored_model
 from fulcrum.settings.schema import Settings
 from fulcrum.training.loop import MAX_PARTIES_WITH_EPSILON
@@ -39,7 +40,7 @@ class Result:
     where `summary["aggregation"]` is "ideal-secagg" it assumes a secure aggregation that is simulated. C lists the
     clipping norm of every round. model is an ordinary nn.Module with the trained weights, on the CPU and in eval mode:
     plain coordinates, adapters merged, complete with frozen weights and buffers. summary is
-    the content of summary.json; folder is its folder, None where nothing was stored.
+    the content of summary.json; folder is its folder, None where nothing was stored. lines: those of metrics.jsonl.
     """
 
     accuracy: float
@@ -58,11 +59,20 @@ class Result:
     mean_over_parties: Mapping[str, float] = field(default_factory=dict)
     facts: ScoreFacts = field(default_factory=ScoreFacts)
     reference: Mapping[str, Any] = field(default_factory=dict)
+    lines: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
     @property
     def baseline(self) -> Mapping[str, float]:
         """The metrics of the best constant prediction on the same records: the more frequent class, or the mean."""
         return self.facts.baseline
+
+    def to_frame(self) -> Any:
+        """The rounds as a pandas DataFrame, one row per round: epsilon, C, metrics and how the round went."""
+        return lines_to_frame(self.lines)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of the run."""
+        return result_to_html(self.summary, self.folder)
 
 
 def finish_run(
@@ -112,6 +122,7 @@ def finish_run(
             summary.get("threshold", {}),
         ),
         reference=summary.get("reference", {}),
+        lines=tuple(lines),
     )
 
 

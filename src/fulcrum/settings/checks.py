@@ -135,6 +135,8 @@ def _check_combinations(settings: Settings) -> None:
             f"run.precision = {settings.run.precision!r} with privacy.randomness = 'secure': only float32 keeps every "
             "contribution within its bound; use float32 for real data."
         )
+    for units in settings.data.units:
+        _check_range("data.units", units, (1, True, math.inf, False))
     for party, budget in privacy.budgets.items():
         _check_range(f"privacy.budgets.{party}", budget, (0, False, math.inf, False))
     for phase in privacy.phases:

@@ -41,7 +41,7 @@ COST_FREE_SETTINGS: dict[str, tuple[str, ...]] = {
         *("server", "server_lr", "server_momentum", "server_beta2", "server_eps", "combine", "trim"),
     ),
     "clip": (
-        *("C0", "C_min", "C_max", "kappa", "balance", "growth", "reach", "rehearse", "step", "search"),
+        *("C0", "C_min", "C_max", "kappa", "balance", "growth", "reach", "rehearse", "rehearse_on", "step", "search"),
         *("eta_C", "beta", "phi", "rho_c", "shrink", "stability"),
     ),
 }

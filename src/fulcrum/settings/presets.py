@@ -28,6 +28,11 @@ class MethodPreset:
     unit: str
     reference: str
 
+    @property
+    def sections(self) -> dict[str, Mapping[str, Any]]:
+        """`parts`, and whether it rehearses: no preset inherits that from the method of a settings file."""
+        return {**self.parts, "clip": {"rehearse": False, **self.parts.get("clip", {})}}
+
 
 CLIENT_LEVEL_TRAINING: Mapping[str, Any] = {
     "participation": 0.2,

@@ -33,6 +33,9 @@ class Data:
     released with them before stays in the ledger."""
     parties: int = 5
     """Number of parties K. Ignored with partition = "given", where the data names each example's party."""
+    units: tuple[int, ...] = ()
+    """Numbers of units that the parties declare publicly: one per party, or one for all. `fulcrum serve` and `fulcrum
+    terms` need them to rehearse before the parties join; elsewhere the data says it."""
     partition: str = "auto"
     """auto (given where the data names each record's party; else hashed for private data, dirichlet for public data
     with classes, iid for other public data), iid, dirichlet, shards, quantity, hashed (by a keyed hash of each person
@@ -296,6 +299,9 @@ class Clip:
     rehearse: bool = False
     """moo: whether the first step length, C0, the learning rate and its schedule are chosen beforehand on made-up data
     of the same shape (docs/moo.md). It sees declared facts only, so it costs no privacy."""
+    rehearse_on: str = ""
+    """A public data source to rehearse on in place of made-up records, as data.source names one. Naming it declares it
+    public: its values decide the choice. It must not be the data of the run; same inputs and task."""
     step: float = 0.0
     """moo: first step length: how far a round of fully clipped gradients that all agree moves the weights. 0:
     rehearsed, or else from balance and reach."""

@@ -208,9 +208,7 @@ def make_run_settings(
     base: Mapping[str, Any], dataset: str, method: str, epsilon: float | None, overrides: Mapping[str, Any]
 ) -> Settings:
     """Checked settings of a run; without privacy if the method's rule is not private."""
-    # Presets win over a study's common settings; whether moo rehearses is the study's to say.
-    rehearse = {f"clip.{name}": v for name, v in base.get("clip", {}).items() if name == "rehearse" and v is False}
-    words = {**rehearse, "data.source": dataset, "privacy.epsilon": epsilon, **overrides}
+    words = {"data.source": dataset, "privacy.epsilon": epsilon, **overrides}
     settings = check_choices(settings_file.parse_settings(base, words, method))
     if find_rule(settings.clip.rule).private or epsilon is None:
         return settings

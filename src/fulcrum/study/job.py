@@ -16,8 +16,8 @@ from fulcrum.settings.schema import Images, Settings, Table, TaskSettings
 IGNORED_IN_ID = {"method": None, "data": ("dir",), "privacy": ("epsilon", "sigma")}
 """Settings that do not affect a result: the preset's name, file locations. The id has the privacy target separately."""
 LATER_SETTINGS: dict[str, dict[str, Any]] = {
-    "clip": {"options": {}, "rehearse": False, "step": 0.0, "search": True, "statistics_rounds": 0},
-    "data": {"feature_whiten": 0.0, "public": False, "withdrawn": ""},
+    "clip": {"options": {}, "rehearse": False, "rehearse_on": "", "step": 0.0, "search": True, "statistics_rounds": 0},
+    "data": {"feature_whiten": 0.0, "public": False, "withdrawn": "", "units": ()},
     "model": {
         **{"coordinates": "plain", "whiten": 0.5, "norm": "keep", "train": "auto"},
         **{"lora": 0, "lora_alpha": 0.0, "lora_targets": (), "arguments": {}},

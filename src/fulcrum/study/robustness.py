@@ -40,6 +40,7 @@ class RobustnessGrid:
     unknown: tuple[str, ...] = ()
     own_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     name: str = "robustness"
+    methods: Mapping[str, str] = field(default_factory=dict)
 
     def list_dataset_seeds(self, dataset: str) -> tuple[int, ...]:
         """The seeds that a data set's runs have."""
@@ -83,6 +84,7 @@ def read_robustness_grid(
         unknown=tuple(rule for rule in chosen if rule not in METHODS),
         own_seeds={n: tuple(own["seeds"])[: seeds or None] for n, own in raw["datasets"].items() if "seeds" in own},
         name=name,
+        methods=raw.get("methods", {}),
     )
 
 
@@ -102,9 +104,9 @@ def list_robustness_jobs(grid: RobustnessGrid) -> list[StudyJob]:
 def make_grid_job(
     grid: RobustnessGrid, dataset: str, epsilon: float, rule: str, C0: float, lr: float, seed: int
 ) -> StudyJob:
-    """One run of the grid. rule is the method whose preset is used."""
-    base = merge_sections(grid.settings, grid.by_dataset.get(dataset, {}))
-    settings = make_run_settings(base, dataset, rule, epsilon, {"clip.C0": C0, "train.lr": lr, "run.seed": seed})
+    """One run of the grid. rule is the method whose preset is used, unless the grid's `methods` name another one."""
+    base, method = merge_sections(grid.settings, grid.by_dataset.get(dataset, {})), grid.methods.get(rule, rule)
+    settings = make_run_settings(base, dataset, method, epsilon, {"clip.C0": C0, "train.lr": lr, "run.seed": seed})
     cell = f"{dataset}/{epsilon:g}/{rule}/C0={C0:g},lr={lr:g}"
     return StudyJob(
         settings, grid.name, cell, dataset, rule, epsilon, revision=grid.revisions.get(settings.clip.rule, 0)

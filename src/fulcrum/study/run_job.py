@@ -123,6 +123,14 @@ class DatasetCache:
         return from_arrays(*parts, name="digits", classes=10, public=True)
 
 
+def load_study_data(settings: Settings) -> Dataset:
+    """The records that these settings name, to see whether they are public; nothing is trained."""
+    data = settings.data
+    return load(
+        data.source, data.dir, task=settings.task, public=data.public, table=settings.table, images=settings.images
+    )
+
+
 def write_digits_npz(folder: Path) -> Path:
     """Write the digits to digits.npz, for machines without scikit-learn; the bits are the same."""
     data = load("digits")

@@ -111,6 +111,7 @@ def federate(
                 party_metrics=found.parties,
                 evaluation=found.note,
                 facts=found.facts,
+                course=snapshot.course,
                 diagnostics=average_diagnostics(replies),
                 out_of_budget=tuple(sorted(exhausted)) if plan.central else (),
             ),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fulcrum.clipping import ClipRule
 from fulcrum.errors import BudgetError
 from fulcrum.privacy.client_level import SERVER_CLIENT_ID
 from fulcrum.privacy.events import Event, Gaussian
@@ -168,6 +169,7 @@ def advance_snapshot(
     """
     train, rule = federation.settings.train, federation.problem.rule
     params, server, after = snapshot.params, snapshot.server, snapshot.rule
+    course: dict[str, float] = {}
     if released is not None:
         update = released.aggregate if rule_state is None else rule.apply(rule_state, released)
         optimiser, C = SERVERS.find(train.server), (rule_state or snapshot.rule)["C"]
@@ -175,10 +177,29 @@ def advance_snapshot(
         params = params + change
         if rule_state is not None:
             after = rule.adapt(rule_state, dataclasses.replace(released, moved=change))
+        course = describe_course(rule, rule_state, released, change)
     averaged = update_moving_average(snapshot.averaged, params, train.ema, t)
     return dataclasses.replace(
-        snapshot, round=t + 1, params=params, averaged=averaged, server=server, rule=after, **changes
+        snapshot, round=t + 1, params=params, averaged=averaged, server=server, rule=after, course=course, **changes
     )
+
+
+def describe_course(
+    rule: ClipRule, state: RuleState | None, released: Released, change: torch.Tensor
+) -> dict[str, float]:
+    """`RoundResult.course`: "update", the length of the released update; "noise", the length expected of the noise in
+    it; "move", how far the model moved; and what the rule saw. Numbers that are not finite are left out.
+
+    state: of a server rule before it adapts; None where each client has its own, and only two numbers are known.
+    """
+    found = {"update": torch.linalg.vector_norm(released.aggregate), "move": torch.linalg.vector_norm(change)}
+    if state is not None:
+        # Coordinates have equal and independent noise, in units of eta N C (see `Released`).
+        full = released.lr * released.steps * torch.linalg.vector_norm(state["C"])
+        found["noise"] = full * released.noise * math.sqrt(released.aggregate.numel())
+        found |= rule.course(state, released)
+    numbers: list[float] = torch.stack([value.double() for value in found.values()]).tolist()  # one wait for a GPU
+    return {name: number for name, number in zip(found, numbers, strict=True) if math.isfinite(number)}
 
 
 def plan_round_events(plan: Plan, clients: Iterable[int], t: int) -> dict[int, EventTuple]:

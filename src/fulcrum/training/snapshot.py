@@ -16,7 +16,8 @@ from fulcrum.types import RuleState
 class Snapshot:
     """The federation between two rounds, after `round` rounds. clients: states of client rules, by client.
 
-    participations [K]: the number of rounds each party took part in; zeros where that is secret (unit client).
+    participations [K]: the number of rounds each party took part in; zeros where that is secret (unit client). course:
+    numbers of the round that ended here, for observers (`RoundResult.course`); no checkpoint keeps it.
     """
 
     round: int
@@ -26,6 +27,7 @@ class Snapshot:
     rule: RuleState
     participations: torch.Tensor
     clients: Mapping[int, RuleState] = field(default_factory=dict)
+    course: Mapping[str, float] = field(default_factory=dict)
 
     def to_tensors(self) -> dict[str, torch.Tensor]:
         """Flat names for a safetensors file; `from_tensors` reads them back."""

@@ -49,6 +49,8 @@ FLEET_PATHS = (
 """The paths of the public port: those that a SuperNode with a registered key needs."""
 CLOCK_TOLERANCE_SECONDS = 60.0
 """How far a node's clock may be from this machine's. TLS already keeps a request from being sent twice by others."""
+LARGEST_BODY_BYTES = 1 << 33
+"""Beyond this a request is none, whoever sends it: a model of a thousand million numbers has half of it."""
 HOLD_SECONDS = 10.0
 """How long a node that asks for messages waits for one before it is told that there is none."""
 VERSIONS_HEADER, LAST_HEADER, TIME_HEADER = "fulcrum-messages", "fulcrum-last", "fulcrum-time"
@@ -99,7 +101,12 @@ class FleetService:
         self._wakes: dict[int, asyncio.Event] = {}
         self._arriving: dict[tuple[int, str], _Arriving] = {}
         self.loop: Callable[[], asyncio.AbstractEventLoop | None] = lambda: None
+        self.port_counts: Callable[[], Mapping[str, int]] = dict  # of the port in front: connections, what was dropped
         self.count_port: Callable[[], dict[str, int]] = dict
+        self.on_certificate: Callable[[], None] = lambda: None
+        """Called when the port has read a renewed certificate."""
+        self.limit_replies: Callable[[int], None] = lambda size: None
+        """Called with the most bytes that an honest reply of this run has; larger ones are not read."""
         self._answers: dict[str, tuple[Any, Callable[..., Any]]] = {
             "activate-node": (fleet_pb2.ActivateNodeRequest, self._activate),
             "deactivate-node": (fleet_pb2.DeactivateNodeRequest, self._deactivate),
@@ -181,9 +188,13 @@ class FleetService:
         path = head.path.removeprefix("/v1/fleet/")
         if head.method != "POST" or not head.path.startswith("/v1/fleet/") or path not in FLEET_PATHS:
             raise Denied(PortResponse(404, close=True), "denied_path")
-        if head.length > body_bytes:
+        if head.length > LARGEST_BODY_BYTES:
             raise Denied(PortResponse(413, close=True), "denied_size")
         node, signed_at = self._authenticate(head)
+        if head.length > body_bytes:
+            words = f"it wants to send {head.length} bytes, and an honest reply has at most {body_bytes}"
+            self.presence_book.note(node.party, "size", words)
+            raise Denied(PortResponse(413, close=True), "denied_size")
         ahead = signed_at - time.time()
         if abs(ahead) > CLOCK_TOLERANCE_SECONDS:
             words = f"its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Callable, Mapping
 
@@ -12,6 +13,9 @@ from fulcrum.flower.flwr141.fleet import FLEET_PATHS, FleetService
 from fulcrum.flower.flwr141.pinned import check_flower_version
 from fulcrum.flower.port.limits import PortLimits, fit_file_limit
 from fulcrum.flower.port.server import HardenedServer, TlsFiles
+
+FRAMING_BYTES = 1 << 20
+"""Bytes of a request beside the numbers in it, at most."""
 
 __all__ = ["FLEET_PATHS", "LocalSuperlink", "TlsFiles"]
 
@@ -53,9 +57,11 @@ class LocalSuperlink:
             content_type=PROTOBUF_MEDIA_TYPE,
             report=lambda words: report("", words),
             watch=self._look_at_register,
+            on_certificate=lambda: self.transport.on_certificate(),
         )
         self.transport.loop = lambda: self.server.loop
         self.transport.count_port = self.server.count
+        self.transport.limit_replies = self._limit_replies
 
     def __enter__(self) -> LocalSuperlink:
         self.server.start()
@@ -63,6 +69,13 @@ class LocalSuperlink:
 
     def __exit__(self, *error: object) -> None:
         self.server.stop()
+
+    def _limit_replies(self, size: int) -> None:
+        """No request may be larger than an honest reply of `size` bytes with its framing."""
+        most = size + FRAMING_BYTES
+        self.transport.body_bytes = most
+        old = self.server.limits
+        self.server.limits = dataclasses.replace(old, body_bytes=most, bodies_bytes=max(old.bodies_bytes, 4 * most))
 
     def _look_at_register(self) -> None:
         """Parties whose key was added come in, those whose key is gone are dropped; nobody needs a restart."""

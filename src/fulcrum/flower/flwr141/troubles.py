@@ -114,6 +114,8 @@ def name_refusal(status: int, body: bytes, server: str, versions: int) -> Troubl
         return Trouble("key", "the coordinator turned this party away; check its key, and the coordinator's register")
     if status == 407:
         return Trouble("proxy", "the proxy asks for a user name and password; give them in HTTPS_PROXY")
+    if status == 413:
+        return Trouble("answer", "the coordinator does not read a message of this size: its model is another one")
     if status in (429, 502, 503, 504):
         return Trouble("away", f"the coordinator is busy or starting ({status})")
     return Trouble("answer", f"{server} answers with {status}: it is no Fulcrum coordinator, or another version of one")

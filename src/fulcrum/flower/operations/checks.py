@@ -112,6 +112,15 @@ def check_expiry(certificates: Iterable[x509.Certificate], what: str, now: datet
     return Check(what, level, f"valid until {until}, {math.floor(days)} days{'; renew it' if level == WARNING else ''}")
 
 
+def count_days_left(path: Path) -> float | None:
+    """Days until the first certificate of a file ends; None where it cannot be read at the moment."""
+    try:
+        first = min(load_certificates(path), key=lambda each: each.not_valid_after_utc)
+    except ConfigError:
+        return None
+    return (first.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).total_seconds() / 86400
+
+
 def list_certificate_hosts(certificate: x509.Certificate) -> list[str]:
     """The names and addresses that a server's certificate is for."""
     try:
@@ -146,7 +155,7 @@ def check_disk(folder: Path, needed: int = 0) -> Check:
     free = shutil.disk_usage(at).free
     level = WRONG if free < needed else WARNING if free < needed + DISK_WARNING_BYTES else FINE
     return Check(
-        "disk", level, f"{free / 1e9:.1f} GB free at {at}{f', {needed / 1e9:.1f} GB needed' if needed else ''}"
+        "disk", level, f"{free / 1e9:.1f} GB free at {at}{f', {needed / 1e9:.1f} GB needed' if needed > 5e7 else ''}"
     )
 
 

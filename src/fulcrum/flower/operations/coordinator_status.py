@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fulcrum.flower.coordinator import FlowerEngine
+from fulcrum.flower.operations.checks import count_days_left
 from fulcrum.flower.operations.monitor import Monitor
 from fulcrum.flower.registry import PartyRegistry
 from fulcrum.runs import folder as record
@@ -25,7 +26,8 @@ STATUS_SECONDS = 5.0
 class CoordinatorStatus:
     """Keeps status.json, the metrics and the log lines of one served run.
 
-    parties: the names of all registered parties. engine is None until enough of them have joined.
+    parties: the names of all registered parties. engine is None until enough of them have joined. certificate: the
+    server's; its days are counted.
     """
 
     folder: Path
@@ -36,6 +38,7 @@ class CoordinatorStatus:
     rounds: int
     needed: int
     engine: FlowerEngine | None = None
+    certificate: Path | None = None
     _since: dict[str, tuple[str, str]] = field(default_factory=dict)  # party -> state and when it began
     _last: dict[str, Any] = field(default_factory=dict)
     _written: float = 0.0
@@ -91,6 +94,11 @@ class CoordinatorStatus:
         self.monitor.clear("fulcrum_party_state")
         for state in PARTY_STATES:
             self.monitor.set("fulcrum_parties", sum(row["state"] == state for row in rows), state=state)
+        count: Callable[[], Mapping[str, int]] = getattr(self.registry.transport, "port_counts", dict)
+        for name, value in count().items():
+            self.monitor.set(f"fulcrum_port_{name}", value)
+        if self.certificate is not None and (days := count_days_left(self.certificate)) is not None:
+            self.monitor.set("fulcrum_certificate_days_left", days)
         for row in rows:
             self.monitor.set("fulcrum_party_state", 1.0, party=row["party"], state=row["state"])
         shown = {name: value for name, value in self._last.items() if name != "answered"}

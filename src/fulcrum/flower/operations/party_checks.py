@@ -30,6 +30,7 @@ from fulcrum.flower.operations.party_file import PartyOptions
 from fulcrum.flower.party_data import count_units
 from fulcrum.flower.party_ledger import make_run_plan
 from fulcrum.flower.party_training import LocalTrainer, PartyRunFacts
+from fulcrum.flower.signing import fingerprint
 from fulcrum.flower.task_terms import check_declared
 from fulcrum.flower.terms import PartyTerms, find_allowed_rule, read_terms_file
 from fulcrum.privacy.accounting import Spend, format_epsilon
@@ -91,11 +92,11 @@ class PartyChecks:
 
     def check_key(self) -> Check | str:
         name = check_party_name(self.key.name)
-        load_private_key(self.key)
+        own = load_private_key(self.key)
         found = check_private_file(self.key, "key")
         if found.level != FINE:
             return found
-        return f"party {name}, {self.key}, readable by its owner alone"
+        return f"party {name}, {fingerprint(own.public_key())}, readable by its owner alone"
 
     def check_ca(self) -> Check | str:
         if self.options.insecure:

@@ -98,7 +98,13 @@ class PresenceBook:
             old = self._of[name]
             since = self._wall() if old.online or old.cause == "never" else old.since
             self._of[name] = replace(old, online=False, since=since, cause=cause, detail=detail)
-            if detail and self._clock() - self._noticed.get((name, cause), -NOTICE_SECONDS) >= NOTICE_SECONDS:
+        if detail:
+            self.note(name, cause, detail)
+
+    def note(self, name: str, cause: str, detail: str) -> None:
+        """Something is wrong with a party: to be said, but not again and again."""
+        with self._lock:
+            if self._clock() - self._noticed.get((name, cause), -NOTICE_SECONDS) >= NOTICE_SECONDS:
                 self._noticed[name, cause] = self._clock()
                 self._notices.append((name, detail))
 

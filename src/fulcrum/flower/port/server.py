@@ -165,11 +165,16 @@ class HardenedServer:
         content_type: str = "application/octet-stream",
         report: Callable[[str], None] = lambda words: None,
         watch: Callable[[], None] = lambda: None,
+        on_certificate: Callable[[], None] = lambda: None,
     ) -> None:
-        """tls: None for plaintext. watch: called every few seconds, to look whether the register has changed."""
+        """tls: None for plaintext. watch: called every few seconds, to look whether the register has changed.
+
+        on_certificate: called when a renewed certificate is in use.
+        """
         self.host, self.port, self.app, self.limits, self.tls = host, port, app, limits, tls
         self.counters: Counter[str] = Counter()
         self._content_type, self._report, self._watch = content_type, report, watch
+        self._on_certificate = on_certificate
         self._visitors = Visitors(limits)
         self._context = tls.make_context() if tls else None
         self._stamp = tls.stamp() if tls else ()
@@ -209,7 +214,8 @@ class HardenedServer:
     def count(self) -> dict[str, int]:
         """Numbers for an operator: connections now, and what was dropped so far and why."""
         strangers, parties = self._visitors.count()
-        return {"strangers": strangers, "party_connections": parties, **self.counters}
+        now = {"strangers": strangers, "party_connections": parties, "accepted": 0, "bytes_in": 0, "bytes_out": 0}
+        return {**now, **self.counters}
 
     def drop_party(self, party: str) -> None:
         """End every connection of a party, such as one whose key was revoked; from any thread."""
@@ -262,6 +268,7 @@ class HardenedServer:
                 return
             self._stamp = stamp
             self._context = self.tls.make_context()
+            self._on_certificate()
         except (OSError, ConfigError) as error:
             self._report(f"the certificate was not read again, and the one before stays in use: {error}")
             return

@@ -28,13 +28,13 @@ from fulcrum.privacy.statement.text import (
     FLOATING_POINT_NOTES,
     NOISE_TEXT,
     RANDOM_NUMBER_SOURCES,
-    REHEARSAL_TEXT,
     SCOPE_TEXTS,
     TEST_DATA_NOTE,
     collect_warnings,
     composition_sentence,
     describe_arithmetic,
     describe_randomness,
+    describe_rehearsal,
     describe_start,
     format_numbers,
     guarantee_sentence,
@@ -292,7 +292,7 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     if plan.is_pairwise and plan.private:
         result["pairwise"] = describe_pairwise(plan, headline, delta, run.peer_keys, run.across_machines)
     if is_rehearsed(settings):
-        result["rehearsal"] = REHEARSAL_TEXT
+        result["rehearsal"] = describe_rehearsal(settings)
     if run.start is not None:
         result["start"] = {
             "run": run.start.run,

@@ -191,6 +191,19 @@ REHEARSAL_TEXT = (
     "a record, and no value of any record: it would be the same whatever the records say, so it costs no privacy."
 )
 """How a rehearsed run's settings were chosen."""
+PUBLIC_REHEARSAL_TEXT = (
+    "Before the run, the first step length, C, the learning rate and its schedule were chosen by training on records "
+    "that the user declared public: {source} (clip.rehearse_on). The choice saw their values, the settings, the model, "
+    "the declared numbers of private records and the shape of a record, and no value of a private record, so it costs "
+    "the parties no privacy. No epsilon covers the people in those public records."
+)
+"""The same, where public records took the place of made-up ones."""
+
+
+def describe_rehearsal(settings: Settings) -> str:
+    """Why the choice of a rehearsed run's settings costs nothing."""
+    source = settings.clip.rehearse_on
+    return PUBLIC_REHEARSAL_TEXT.format(source=source) if source else REHEARSAL_TEXT
 
 
 def is_rehearsed(settings: Settings) -> bool:

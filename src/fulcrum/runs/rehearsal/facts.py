@@ -30,7 +30,7 @@ from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation, make_model_facts
 from fulcrum.training.problem import compute_architecture_digest
 
-VERSION = 4
+VERSION = 5
 """Increased when the same facts may give another answer."""
 MOST_PARTIES = 10
 """Parties of the small run where parties make several local steps; otherwise one stands for all."""
@@ -50,9 +50,10 @@ class RehearsalFacts:
     """All that a rehearsal depends on. All of it is public.
 
     noise: standard deviation of one step's mean gradient along any direction, in units of C, over all parties. batch,
-    examples, parties: of the small run, and effort: how much is played. model_key: digest of the architecture. dim: parameters. default_step: first
-    step length that moo would take without a rehearsal. work: multiplications of one example's forward pass. rule: moo,
-    or fixed, for which C and the learning rate alone are chosen.
+    examples, parties: of the small run, and effort: how much is played. model_key: digest of the architecture. dim:
+    parameters. default_step: first step length that moo would take without a rehearsal. work: multiplications of one
+    example's forward pass. rule: moo, or fixed, for which C and the learning rate alone are chosen. public: fingerprint
+    of the user's public records that take the place of made-up ones (clip.rehearse_on).
     """
 
     data: DataFacts
@@ -69,6 +70,7 @@ class RehearsalFacts:
     work: float
     effort: Effort
     rule: str = "moo"
+    public: str = ""
 
     def digest(self) -> str:
         """16 hexadecimal digits: equal for runs that share an answer."""
@@ -80,6 +82,7 @@ class RehearsalFacts:
             "rule": self.rule,
             "numbers": [self.dim, self.rounds, self.steps, self.parties, self.noise, self.batch, self.examples],
             "split": _get_split(self.settings) if self.parties > 1 else {},
+            **({"public": self.public} if self.public else {}),
         }
         text = json.dumps(plain, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from fulcrum.data import Dataset
 from fulcrum.data.sources.public.registry import user_cache_folder
 from fulcrum.runs.rehearsal.choice import Rehearsed, rehearse, rehearsed_from_json
 from fulcrum.runs.rehearsal.facts import RehearsalFacts
@@ -46,11 +47,13 @@ def remember(answer: Rehearsed) -> None:
         return
 
 
-def recall_or_rehearse(facts: RehearsalFacts, model: nn.Module | None = None) -> Rehearsed:
-    """The known answer for these facts, or a new rehearsal, which is kept."""
+def recall_or_rehearse(
+    facts: RehearsalFacts, model: nn.Module | None = None, public: Dataset | None = None
+) -> Rehearsed:
+    """The known answer for these facts, or a new rehearsal, which is kept. public: records in place of made-up ones."""
     known = recall(facts.digest())
     if known is not None:
         return known
-    answer = rehearse(facts, model)
+    answer = rehearse(facts, model, public)
     remember(answer)
     return answer

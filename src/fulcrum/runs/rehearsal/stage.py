@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from fulcrum.engines.batched import run_many
 from fulcrum.rng import StreamKey, torch_generator
 from fulcrum.runs.preparation import derive_federation, find_device, prepare_unrehearsed
 from fulcrum.runs.rehearsal.facts import TEST_EXAMPLES, RehearsalFacts, make_small_settings, scale_step
+from fulcrum.runs.rehearsal.public_set import draw_part
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.training.client_level import make_local_problem
 from fulcrum.training.federation import Federation
@@ -87,7 +89,8 @@ class Stage:
                 derive_federation(base, candidate.apply(base.settings, self.facts.steps, scale))
                 for candidate in candidates
             ]
-            found = list(_train(_share_numbers(runs, seed)))
+            with _use_one_thread(self.facts.work * self.facts.batch * len(runs) < LIGHT_WORK):
+                found = list(_train(_share_numbers(runs, seed)))
             for candidate, value in zip(candidates, found, strict=True):
                 scores[candidate][f"{how.name}-{seed}"] = value
         self.history.append((rounds, scores))
@@ -102,9 +105,9 @@ class Stage:
         return self.prepared[key]
 
     def _get_dataset(self, how: Variation, seed: int) -> Dataset:
-        if self.public is not None:
-            return self.public
-        name = f"{how.name}-{seed}"
+        name, facts = f"{how.name}-{seed}", self.facts
+        if name not in self.datasets and self.public is not None:
+            self.datasets[name] = draw_part(self.public, facts.data.task, facts.examples, TEST_EXAMPLES, seed)
         if name not in self.datasets:
             device = find_device(self.facts.settings.run.device)
             place = device if device.type == "cuda" else torch.device("cpu")
@@ -115,6 +118,22 @@ class Stage:
 def _without_task(settings: Settings) -> Settings:
     """The made-up data has its task already."""
     return dataclasses.replace(settings, task=TaskSettings())
+
+
+LIGHT_WORK = 3e7
+"""Multiplications of a stack's step below which a second thread costs more than it saves."""
+
+
+@contextlib.contextmanager
+def _use_one_thread(light: bool) -> Iterator[None]:
+    """One thread for PyTorch while light stacks run: threads that wait for each other made them five times slower."""
+    threads = torch.get_num_threads()
+    try:
+        if light:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
