@@ -77,6 +77,12 @@ COMMANDS = {
     "compare": (SETTINGS - {"--method", "--epsilon", "--seed"})
     | {"--methods", "--epsilons", "--seeds", "--against", "--out", "--backend", "--processes", "--seconds"}
     | {"--json", "--quiet", "-q", "--debug"},
+    "tune": (SETTINGS - {"--seed"})
+    | {"--for", "--search", "--trials", "--seeds", "--selection", "--out", "--backend", "--processes", "--seconds"}
+    | {"--json", "--quiet", "-q", "--debug"},
+    "pareto": (SETTINGS - {"--seed", "--epsilon"})
+    | {"--epsilons", "--search", "--trials", "--seeds", "--out", "--backend", "--processes", "--seconds"}
+    | {"--json", "--quiet", "-q", "--debug"},
     "watch": {"--debug", "--host", "--open", "--port", "--seconds", "folder"},
     "report": {"--csv", "--debug", "--figures", "--formats", "--json", "--out", "--title", "folders"},
     "show": {"folder", "--json", "--debug"},
@@ -146,6 +152,10 @@ COMMANDS = {
     "study prepare": PART | {"stage", "--done", "--pack", "--experiments", "--debug"},
     "study merge": {"folders", "--into", "--keep", "--json", "--debug"},
     "study choose": PART - {"--seeds"} | {"--out", "--study", "--protocol", "--partial", "--experiments", "--debug"},
+    "theory check": {"names", "--page", "--write", "--figures", "--json", "--quiet", "-q", "--debug"},
+    "theory objective": SETTINGS | {"--at", "--kappa", "--draws", "--out", "--figures", "--json", "--debug"},
+    "theory constants": SETTINGS | {"--at", "--best", "--json", "--debug"},
+    "theory predict": SETTINGS | {"--json", "--debug"},
     "study paper": STUDY,
     "study robustness": STUDY,
     "study no-tuning": STUDY,

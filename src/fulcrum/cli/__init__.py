@@ -10,9 +10,11 @@ show.py      show, methods
 report.py    report
 watch.py     watch
 compare.py   compare
+tune.py      tune, pareto
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
+theory.py    theory check, objective, constants, predict
 init.py      init
 prior.py     prior
 evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
@@ -56,6 +58,8 @@ from fulcrum.cli import (
     score,
     show,
     study,
+    theory,
+    tune,
     watch,
 )
 from fulcrum.settings.registry import current_folder_importable
@@ -91,6 +95,8 @@ app.command("show")(show.show)
 app.command("report")(report.report)
 app.command("watch")(watch.watch)
 app.command("compare")(compare.compare)
+app.command("tune")(tune.tune)
+app.command("pareto")(tune.pareto)
 app.command("evaluate")(evaluate.evaluate)
 app.command("score")(score.score)
 app.command("predict")(predict.predict)
@@ -103,6 +109,7 @@ app.command("ledger")(ledger.ledger)
 app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
+app.add_typer(theory.app, name="theory")
 app.command("methods")(show.methods)
 app.command("prior")(prior.prior)
 app.command("demo")(demo.demo)

@@ -34,13 +34,15 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
     own = [p for p in taken.values() if p.name not in ("settings", "make_settings")]
     several = "make_settings" in taken
     names_shown = [name for name in SHORT_NAMES if not (several and name in ("epsilon", "seed"))]
-    method_option = [] if several else [_make_method_option()]
+    method_option = [] if several else [_make_method_option()]  # a function may have one of its own
     shared = [_make_config_argument(), *method_option, *map(_make_short_option, names_shown), _make_set_option()]
 
     def command(config: Path | None, set_: list[str], method: str | None = None, **names: Any) -> None:
         given = {SHORT_NAMES[short]: names.pop(short) for short in names_shown}
         overrides = {path: value for path, value in given.items() if value is not None}
         overrides |= dict(parse_assignment_option(text) for text in set_)
+        if config is not None and (config / "settings.toml").is_file():  # the folder of a run
+            config = config / "settings.toml"
 
         def make_settings(method: str | None, more: Mapping[str, Any] = MappingProxyType({})) -> Settings:
             from fulcrum.runs.choices import check_choices
@@ -50,7 +52,7 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
             return check_choices(found)
 
         if several:
-            function(make_settings=make_settings, **names)
+            function(make_settings=make_settings, **names, **({"method": method} if "method" in taken else {}))
         else:
             function(settings=make_settings(method), **names)
 

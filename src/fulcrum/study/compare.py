@@ -126,18 +126,25 @@ def check_charges(jobs: Sequence[StudyJob], data: str) -> float:
 def run_charged_jobs(
     jobs: Sequence[StudyJob], out: Path, say: Callable[[str], None], on_done: Callable[[str], None]
 ) -> None:
-    """Run the jobs one after the other, each in out/runs/..., charged to the ledger of its settings.
+    """Run the jobs one after the other (`iterate_charged_jobs`), and store the record of each."""
+    machine = describe_machine()
+    with ShardWriter(out, "runs-charged") as writer:
+        for job, outcome in iterate_charged_jobs(jobs, out, say):
+            writer.add(make_job_record(job, outcome, {**machine, "backend": "charged"}))
+            on_done(job.id)
+
+
+def iterate_charged_jobs(
+    jobs: Sequence[StudyJob], out: Path, say: Callable[[str], None]
+) -> Iterator[tuple[StudyJob, JobOutcome]]:
+    """Each job and its outcome, run in out/runs/..., charged to the ledger of its settings.
 
     A run that stopped goes on where it was; one that is finished is read, not repeated.
     """
-    machine = describe_machine()
-    with ShardWriter(out, "runs-charged") as writer:
-        for job in jobs:
-            folder = out / "runs" / f"{job.row}-{job.epsilon:g}-seed-{job.seed}-{job.id[:6]}"
-            say(f"{job.cell} seed {job.seed}")
-            summary = _run_or_resume(job, folder)
-            writer.add(make_job_record(job, _outcome_of(summary, folder), {**machine, "backend": "charged"}))
-            on_done(job.id)
+    for job in jobs:
+        folder = out / "runs" / f"{job.row}-{job.epsilon:g}-seed-{job.seed}-{job.id[:6]}"
+        say(f"{job.cell} seed {job.seed}")
+        yield job, _outcome_of(_run_or_resume(job, folder), folder)
 
 
 def _run_or_resume(job: StudyJob, folder: Path) -> Mapping[str, Any]:
