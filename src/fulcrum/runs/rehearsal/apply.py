@@ -90,7 +90,8 @@ def apply_rehearsal(federation: Federation, model: nn.Module | None = None) -> F
     public = load_public_set(federation)
     facts = fit_facts(read_rehearsal_facts(federation), public)
     answer = recall_or_rehearse(facts, model, public)
-    return derive_federation(federation, answer.candidate.apply(federation.settings, facts.steps))
+    chosen = derive_federation(federation, answer.candidate.apply(federation.settings, facts.steps))
+    return dataclasses.replace(chosen, rehearsed=answer.to_json())
 
 
 def _add_warning(federation: Federation, warning: str) -> Federation:
