@@ -65,8 +65,9 @@ BODIES, BODY_BYTES = 20, 60_000_000
 # --- the attacker -------------------------------------------------------------------------------
 
 
-def attack(port: Any, stop: Any, attempts: Any) -> None:
+def attack(port: Any, stop: Any, attempts: Any, ready: Any) -> None:
     """Attack 127.0.0.1:`port.value` (0: rest) until `stop` is set."""
+    ready.set()
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     draw = random.Random(0)
@@ -230,9 +231,10 @@ def look(pid: int) -> tuple[float, int]:
 def measure(folder: Path, seconds: float, parties: int, turn: float) -> dict[str, Any]:
     port, idle = find_free_port(), find_free_port()
     context = multiprocessing.get_context("spawn")
-    aim, attempts, stop = context.Value("i", 0), context.Value("q", 0), context.Event()
+    aim, attempts = context.Value("i", 0), context.Value("q", 0)
+    stop, ready = context.Event(), context.Event()
     helpers = [
-        context.Process(target=attack, args=(aim, stop, attempts), daemon=True),
+        context.Process(target=attack, args=(aim, stop, attempts, ready), daemon=True),
         context.Process(target=idle_port, args=(idle,), daemon=True),
     ]
     with federation(folder, parties, port) as running:
@@ -243,7 +245,9 @@ def measure(folder: Path, seconds: float, parties: int, turn: float) -> dict[str
             time.sleep(0.2)
         for helper in helpers:
             helper.start()
-        time.sleep(1.0)
+        if not ready.wait(120):
+            raise SystemExit("the attacker did not start")
+        time.sleep(2.0)
         before = look(running["serve"].pid)
         worst = before
         rounds, spent = {port: 0, idle: 0}, {port: 0.0, idle: 0.0}

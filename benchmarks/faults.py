@@ -38,6 +38,7 @@ def main(words: list[str] | None = None) -> int:
     given = parser.parse_args(words)
 
     import faults_child as child
+    import faults_damage  # noqa: F401  registers its faults
     import faults_trials as trials
     import torch
 

@@ -7,6 +7,7 @@ begins. Points are counted in executed lines of Fulcrum's own code, so that a se
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -75,15 +76,13 @@ def fork_command(call: Callable[[], int], log: Path, arm: Arm | None = None) -> 
     finally:
         sys.settrace(None)
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(OSError):
                 stream.flush()
-            except OSError:
-                pass
         os._exit(code)
 
 
 def wait_for(child: int, log: Path, kill_after: float | None = None) -> Ended:
-    """Wait for a child; kill -9 after so many seconds, or after a time that no command needs (then code is -SIGALRM)."""
+    """Wait for a child; kill -9 after so many seconds, or after more than any command needs (code -SIGALRM)."""
     began = time.monotonic()
     hung = False
     while True:
@@ -207,11 +206,8 @@ def jump_clock(jumps: Sequence[tuple[int, float]]) -> Arm:
         def wrong() -> float:
             nonlocal looked
             looked += 1
-            return (
-                real()
-                + sum(seconds for n, seconds in jumps[-1:] if looked >= n)
-                + sum(seconds for (n, seconds), (end, _) in zip(jumps, jumps[1:], strict=False) if n <= looked < end)
-            )
+            passed = [seconds for n, seconds in jumps if n <= looked]
+            return real() + (passed[-1] if passed else 0.0)
 
         class Wrong(datetime.datetime):
             @classmethod
@@ -247,7 +243,7 @@ def run_out_of_memory(when: int, host: bool) -> Arm:
 
 
 def forbid_writing(folder: Path, when: int) -> Arm:
-    """The folder becomes read-only before line `when`. As root, the child first becomes a user who may not override it."""
+    """The folder becomes read-only before line `when`. Root may write all the same: the child becomes a plain user."""
 
     def forbid() -> None:
         for path in (folder, folder / "checkpoints"):

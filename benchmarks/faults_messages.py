@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import faults_child as child
-from faults_trials import DAMAGES, World, describe_finished, read_lines, read_rows
+from faults_damage import DAMAGES
+from faults_trials import World, describe_finished, read_lines, read_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 

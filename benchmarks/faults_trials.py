@@ -199,13 +199,8 @@ class World:
             shutil.rmtree(place.home)
             place = Place(self.home / f"whole-{work.name}", work)
             count = self.home / "count"
-
-            def write_count() -> None:
-                count.write_text(str(child.COUNTERS[-1]()))
-
-            ended = child.run_command(
-                _then(self._command(place), write_count), place.log, child.count_lines(0, _nothing)
-            )
+            command = _then_count(self._command(place), count)
+            ended = child.run_command(command, place.log, child.count_lines(0, _nothing))
             if ended.code:
                 raise SystemExit(f"the run without faults failed: {ended.said}")
             self.lines[work.name] = int(count.read_text())
@@ -222,10 +217,10 @@ def _in_this_process(work: Work, place: Place) -> list[str]:
     return [*work.words, "--out", str(place.run), *(["--set", f"run.ledger={place.ledger}"] if work.kept else [])]
 
 
-def _then(call: Callable[[], int], after: Callable[[], None]) -> Callable[[], int]:
+def _then_count(call: Callable[[], int], file: Path) -> Callable[[], int]:
     def both() -> int:
         code = call()
-        after()
+        file.write_text(str(child.COUNTERS[-1]()))
         return code
 
     return both
@@ -269,7 +264,7 @@ def finish(world: World, place: Place, row: dict[str, Any], strikes: int = 1) ->
 
 def judge_strike(place: Place, ended: child.Ended, **more: Any) -> dict[str, Any]:
     """The row of a run that a fault struck. A command that was not killed must have ended in words."""
-    row = {"exit": ended.code, "said": _last_line(ended.said), **more, **describe_stopped(place)}
+    row = {"exit": ended.code, "said": last_line(ended.said), **more, **describe_stopped(place)}
     if row["unpaid"]:
         row |= {"ok": False, "why": f"round {row['unpaid'][0]} is on record and was not paid"}
     elif not (ended.killed or ended.in_words):
@@ -277,7 +272,8 @@ def judge_strike(place: Place, ended: child.Ended, **more: Any) -> dict[str, Any
     return row
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """The sentence with which a command ended."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     wanted = [line for line in lines if line.startswith(("error", "internal", "interrupted"))]
     return (wanted or lines or [""])[-1][:300]
@@ -393,104 +389,6 @@ def fill_memory(world: World, place: Place, draw: random.Random) -> dict[str, An
     return _go_on(world, place, row)
 
 
-# --- damaged files ------------------------------------------------------------------------------
-
-Damage = Callable[[Path, random.Random, World], None]
-
-
-def _flip(file: Path, draw: random.Random, world: World) -> None:
-    content = bytearray(file.read_bytes())
-    at = draw.randrange(len(content)) if content else 0
-    content[at : at + 1] = bytes([content[at] ^ (1 << draw.randrange(8))])
-    file.write_bytes(content)
-
-
-def _cut(file: Path, draw: random.Random, world: World) -> None:
-    content = file.read_bytes()
-    file.write_bytes(content[: draw.randrange(len(content))] if content else b"")
-
-
-def _empty(file: Path, draw: random.Random, world: World) -> None:
-    file.write_bytes(b"")
-
-
-def _remove(file: Path, draw: random.Random, world: World) -> None:
-    file.unlink()
-
-
-def _zero(file: Path, draw: random.Random, world: World) -> None:
-    content = bytearray(file.read_bytes())
-    at = draw.randrange(max(1, len(content)))
-    content[at : at + 512] = bytes(len(content[at : at + 512]))
-    file.write_bytes(content)
-
-
-def _exchange(file: Path, draw: random.Random, world: World) -> None:
-    """The same file of another run."""
-    whole = world.home / "whole-seeded" / "disk" / "run"
-    other = whole / file.name if (whole / file.name).is_file() else whole / "ledger.sqlite"
-    if file.parent.name == "checkpoints":
-        other = list_checkpoints(whole)[0]
-    shutil.copy(other, file)
-
-
-DAMAGES: dict[str, Damage] = {
-    "bit flipped": _flip,
-    "cut": _cut,
-    "emptied": _empty,
-    "missing": _remove,
-    "zeroed": _zero,
-    "another run's": _exchange,
-}
-
-
-def _damage(
-    world: World, place: Place, draw: random.Random, choose: Callable[[Place], Sequence[Path]]
-) -> dict[str, Any]:
-    """Stop a run by kill -9, damage a file, resume. Refused in words: bring the file back, and resume again."""
-    place.start(
-        child.count_lines(draw.randint(world.lines[place.work.name] // 3, world.lines[place.work.name]), child.kill_now)
-    )
-    files = [file for file in choose(place) if file.is_file()]
-    if not (place.run / "run.json").is_file() or not files:
-        return {"skipped": "the run had not got so far"}
-    name = draw.choice(list(DAMAGES))
-    file = draw.choice(files)
-    before = file.read_bytes()
-    rows_before = read_rows(place.ledger)
-    DAMAGES[name](file, draw, world)
-    ended = place.resume()
-    row: dict[str, Any] = {"point": f"{file.name}: {name}", "exit": ended.code, "said": _last_line(ended.said)}
-    if ended.code == 0:  # it went on without the file, or the damage made no difference
-        why = find_difference(place, world.whole[place.work.name], 2)
-        return row | {"resumed": 0, "ok": not why, "equal": place.work.replays and not why, "why": why}
-    if not ended.in_words:
-        return row | {"ok": False, "why": "ended without a sentence"}
-    if file != place.ledger and read_rows(place.ledger) != rows_before:
-        return row | {"ok": False, "why": "a refused resume changed the ledger"}
-    file.write_bytes(before)
-    return finish(world, place, row | {"refused": True}, 2)
-
-
-@fault("damaged checkpoint")
-def damage_checkpoint(world: World, place: Place, draw: random.Random) -> dict[str, Any]:
-    """A checkpoint is corrupted, cut, emptied, missing, or another run's."""
-    return _damage(world, place, draw, lambda place: list_checkpoints(place.run)[-1:])
-
-
-@fault("damaged ledger")
-def damage_ledger(world: World, place: Place, draw: random.Random) -> dict[str, Any]:
-    """The ledger is corrupted, cut, emptied, missing, or replaced."""
-    return _damage(world, place, draw, lambda place: [place.ledger])
-
-
-@fault("damaged record")
-def damage_record(world: World, place: Place, draw: random.Random) -> dict[str, Any]:
-    """Another file of the folder is corrupted, cut, emptied, missing, or another run's."""
-    names = ("metrics.jsonl", "run.json", "settings.toml", "ledger-head.json", "environment.json", "summary.json")
-    return _damage(world, place, draw, lambda place: [place.run / name for name in names])
-
-
 @fault("two processes")
 def run_twice(world: World, place: Place, draw: random.Random) -> dict[str, Any]:
     """Two processes resume one run at once: one goes on, the other says why it does not."""
@@ -501,7 +399,7 @@ def run_twice(world: World, place: Place, draw: random.Random) -> dict[str, Any]
     logs = [place.home / "first", place.home / "second"]
     children = [child.fork_command(command, log) for log in logs]
     ends = [child.wait_for(each, log) for each, log in zip(children, logs, strict=True)]
-    row: dict[str, Any] = {"exit": [end.code for end in ends], "said": _last_line(max(ends, key=lambda e: e.code).said)}
+    row: dict[str, Any] = {"exit": [end.code for end in ends], "said": last_line(max(ends, key=lambda e: e.code).said)}
     if not all(end.in_words for end in ends) or all(end.code for end in ends):
         return row | {"ok": False, "why": "neither went on, or one ended without a sentence"}
     why = find_difference(place, world.whole[place.work.name], 1)

@@ -246,7 +246,8 @@ class Truth:
     """The update [d] of one step without noise, from float64 gradients; the clipping norm; what autograd is off by.
 
     error: of the same gradients by autograd at the method's own precision, example by example; relative, as the
-    comparisons are. A method cannot be asked for less.
+    comparisons are. The larger one of both memory formats of images: a library multiplies in another order in each, and
+    a method may take either. A method cannot be asked for less.
     """
 
     update: Tensor
@@ -261,19 +262,23 @@ def compute_truth(setup: Setup) -> Truth:
     clip = float(norms.quantile(0.5))
     update = _add_clipped(setup, exact, clip)
     del exact
-    own = _add_clipped(setup, _compute_gradients(setup, torch.float32), clip)
-    return Truth(update, clip, float((own - update).norm() / update.norm()))
+    formats = (torch.contiguous_format, *([] if setup.work.tokens else [torch.channels_last]))
+    own = (_add_clipped(setup, _compute_gradients(setup, torch.float32, each), clip) for each in formats)
+    return Truth(update, clip, max(float((found - update).norm() / update.norm()) for found in own))
 
 
-def _compute_gradients(setup: Setup, dtype: torch.dtype) -> list[Tensor]:
+def _compute_gradients(
+    setup: Setup, dtype: torch.dtype, images: torch.memory_format = torch.contiguous_format
+) -> list[Tensor]:
+    """The gradient of each example, [d] in the order of the layout. images: memory format of inputs and kernels."""
     work = setup.work
-    model = work.model().to(setup.device, dtype).train()
+    model = work.model().to(setup.device, dtype).to(memory_format=images).train()  # type: ignore[call-overload]
     layout = ParameterLayout.of(model)
     named = dict(model.named_parameters())
     x, y = (value.to(setup.device) for value in setup.examples())
     rows = []
     for i in range(len(y)):
-        inputs = x[i : i + 1].to(dtype) if x.is_floating_point() else x[i : i + 1]
+        inputs = x[i : i + 1].to(dtype, memory_format=images) if x.is_floating_point() else x[i : i + 1]
         with setup.autocast() if dtype == torch.float32 else contextlib.nullcontext():
             outputs = model(inputs)
         wanted = [named[name] for name in layout.names]

@@ -92,6 +92,15 @@ ATTACKS: dict[str, tuple[int, float, bool]] = {
 }
 
 
+def write_rows(out: Path, rows: list[dict[str, Any]], seeds: int, rounds: int) -> None:
+    """All rows so far, with how they were made."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    command = " ".join(["python", *sys.argv])
+    content = {"command": command, "commit": commit, "parties": PARTIES, "rounds": rounds, "seeds": seeds, "rows": rows}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
@@ -122,15 +131,12 @@ def main() -> None:
                         "updates_refused": sum(each[3] for each in found),
                     }
                     rows.append(row)
+                    write_rows(given.out, rows, given.seeds, given.rounds)
                     print(
                         f"{partition:9} {rule:6} {combine:16} {attack:36} accuracy {row['accuracy']:.3f}  "
                         f"noise x{row['noise_over_mean']:.3f}  refused {row['updates_refused']}",
                         flush=True,
                     )
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    content = {"command": " ".join(["python", *sys.argv]), "commit": commit, "parties": PARTIES, "rows": rows}
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

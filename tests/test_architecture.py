@@ -12,7 +12,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fulcrum"
-EDGE = ["privacy.statement", "runs", "study", "integrations", "flower", "report", "cli"]
+EDGE = [
+    "privacy.statement",
+    "runs",
+    "study",
+    "integrations",
+    "flower",
+    "analysis",
+    "analysis.report",
+    "analysis.theory",
+    "cli",
+]
 """From here on, modules may need more than torch and numpy; and so may the two that read settings files."""
 OPTIONAL = ("settings.reading", "settings.files", "settings.writing", "gradients.stacked.kernels", "rng.kernels")
 BLOCKED = ["pydantic", "typer", "rich", "sklearn", "dp_accounting", "safetensors", "tomli_w", "platformdirs", "scipy"]

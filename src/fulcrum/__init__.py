@@ -65,7 +65,7 @@ _MODULES = ("clipping", "data")
 """Modules that users reach as `fulcrum.data.from_arrays` without importing them first."""
 
 
-_ELSEWHERE = {"parts": "fulcrum.integrations.parts"}
+_ELSEWHERE = {"parts": "fulcrum.integrations.parts", "theory": "fulcrum.analysis.theory"}
 """Modules that users reach under a shorter name: `from fulcrum import parts`."""
 
 

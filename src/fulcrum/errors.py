@@ -15,9 +15,16 @@ unless `--debug` asks for it.
 
 from __future__ import annotations
 
+MAX_CHARACTERS = 1500
+"""Characters of the longest message that is shown whole: one that quotes a damaged file may be as long as the file."""
+
 
 class FulcrumError(Exception):
     """Base of all errors that Fulcrum raises on purpose."""
+
+    def __str__(self) -> str:
+        words = super().__str__()
+        return words if len(words) <= MAX_CHARACTERS else f"{words[:1000]} [...] {words[-300:]}"
 
 
 class InputError(FulcrumError):

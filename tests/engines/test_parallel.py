@@ -19,6 +19,7 @@ from fulcrum.clipping.fixed import FIXED
 from fulcrum.clipping.rule import ClipRule
 from fulcrum.data import Dataset, split
 from fulcrum.engines import choose_engine, fast, find_engine
+from fulcrum.engines import parallel as parallel_engine
 from fulcrum.engines.parallel import ParallelEngine, _find_torch_library, make_single_threaded_pool
 from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.gradients import GradientRecorder
@@ -270,6 +271,46 @@ def test_an_example_that_is_not_finite_counts_as_zero(rule: str) -> None:
     assert all(torch.isfinite(reply.delta).all() for reply in parallel(broken, request(broken)))
 
 
+# --- clients side by side -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["toy", "conv2d-strided", "group-norm"])
+def test_clients_side_by_side_have_the_same_bits_as_alone(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = uneven(toy_problem("fixed", parties=5) if model == "toy" else problem_of(model))
+    asked = request(problem)
+    passes: list[int] = []
+    together = GradientRecorder.record_together
+
+    def count(self: GradientRecorder, params: Any, parts: Any, x: Tensor, y: Tensor) -> Any:
+        passes.append(len(parts))
+        return together(self, params, parts, x, y)
+
+    monkeypatch.setattr(GradientRecorder, "record_together", count)
+    side_by_side = parallel(problem, asked, 1)
+    assert max(passes) == 5
+    passes.clear()
+    monkeypatch.setattr(parallel_engine, "TOGETHER_BYTES", 1)
+    alone = parallel(problem, asked, 1)
+    assert not passes
+    for one, other in zip(side_by_side, alone, strict=True):
+        assert one.client == other.client
+        assert torch.equal(one.delta, other.delta)
+
+
+def test_the_comparison_side_by_side_notices_the_weights_of_another_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = toy_problem("fixed", parties=5)
+    asked = request(problem)
+    truth = parallel(problem, asked, 1)
+    together = GradientRecorder.record_together
+
+    def mix_up(self: GradientRecorder, params: Any, parts: Any, x: Tensor, y: Tensor) -> Any:
+        return together(self, [*params[1:], params[0]], parts, x, y)
+
+    monkeypatch.setattr(GradientRecorder, "record_together", mix_up)
+    wrong = parallel(problem, asked, 1)
+    assert not any(torch.allclose(a.delta, b.delta, rtol=1e-4) for a, b in zip(truth, wrong, strict=True))
+
+
 # --- workers ------------------------------------------------------------------------------------
 
 
@@ -331,7 +372,8 @@ def test_ctrl_c_stops_the_workers_after_the_step_they_are_in() -> None:
     assert len(calls) == done + 5 * 3  # nobody was still at work
 
 
-def test_a_round_that_is_given_up_leaves_nobody_at_work() -> None:
+def test_a_round_that_is_given_up_leaves_nobody_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_engine, "TOGETHER_BYTES", 1)  # side by side, all clients would end at once
     calls: list[int] = []
     # Not uneven: the largest would start first, and client 0 might end last, with nobody left to stop.
     problem = toy_problem(failing(lambda: calls.append(1)), parties=5)

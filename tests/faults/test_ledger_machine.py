@@ -87,7 +87,7 @@ class LedgerMachine(RuleBasedStateMachine):
     # --- changes ------------------------------------------------------------------------------------
 
     def change(self, call: Callable[[], Any], crash: int | None) -> bool:
-        """Make a change; True where the process died of it. The file then holds all of it or nothing (checked later)."""
+        """Make a change; True where the process died of it. The file then holds all of it or nothing."""
         before = self.rows()
         if crash is not None:
             self.point.arm(crash)

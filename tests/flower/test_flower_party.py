@@ -390,7 +390,7 @@ def test_every_answer_is_signed_and_names_its_request(tmp_path):
             assert read_message_header(reply, ("update", "refused", "welcome"))["request"] == request.digest
 
 
-PUBLIC_FACTS = ("units", "shape", "model", "task", "randomness")
+PUBLIC_FACTS = ("units", "shape", "model", "task", "randomness", "ledger")
 REPLY_FIELDS = ("kind", "nonce", "run", "party", "request")
 
 

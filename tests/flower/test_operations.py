@@ -48,7 +48,7 @@ def test_metrics_health_and_readiness_are_served_on_loopback(tmp_path):
     monitor = Monitor("party", JsonLog(str(tmp_path / "log" / "party.jsonl")), party="a")
     monitor.set("fulcrum_party_epsilon", 1.25)
     monitor.add("fulcrum_party_refusals_total", code='we"ird\n')
-    monitor.event("round", round=3, epsilon=float("nan"))
+    monitor.event("round", round=3, epsilon=float("nan"), C=[float("inf"), 1.0], loss=-float("inf"))
     monitor.ready = lambda: (False, "away: nobody answers")
     with serve_monitor(monitor, 0) as port:
         status, text = get(port, "/metrics")
@@ -69,6 +69,7 @@ def test_metrics_health_and_readiness_are_served_on_loopback(tmp_path):
         get(port, "/metrics")
     line = json.loads((tmp_path / "log" / "party.jsonl").read_text())
     assert (line["role"], line["party"], line["round"], line["epsilon"]) == ("party", "a", 3, None)
+    assert (line["C"], line["loss"]) == ([None, 1.0], None), "a loss that is infinite ends no run"
 
 
 def test_a_log_that_cannot_be_written_is_named_at_the_start(tmp_path):

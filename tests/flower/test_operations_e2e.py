@@ -128,9 +128,10 @@ class Site:
                 process.terminate()
         for process in self.running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=15)
+                process.wait(timeout=30)
             if process.poll() is None:
                 process.kill()
+                process.wait()
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fulcrum-fl[flower]'")
 
-from test_flower_e2e import PARTIES, Federation
-
 from fulcrum.privacy.ledger import Ledger
+from support.flower_processes import PARTIES, Federation
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-ROUNDS = 60
+ROUNDS = 200
 CONFIG = f"""
 method = "moo"
 [data]
@@ -62,6 +61,8 @@ def test_a_party_that_drops_out_of_a_masked_run_comes_back(tmp_path: Path) -> No
         after = len(made.rounds())
         made.wait_for(lambda: len(made.rounds()) >= after + 2)
         made.party("c")
+        seen = made.log("c").count("masked")
+        made.wait_for(lambda: made.log("c").count("masked") > seen or made.running["serve"].poll() is not None)
         made.wait_for(lambda: made.running["serve"].poll() is not None)
         for name in PARTIES:
             made.wait_for(lambda name=name: made.running[name].poll() is not None, 60)

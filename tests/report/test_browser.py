@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum.report.model import read_run
-from fulcrum.report.page import make_page
+from fulcrum.analysis.report.model import read_run
+from fulcrum.analysis.report.page import make_page
 from support.browser import Browser, needs_browser, open_browser
 from support.run_folders import make_run_folder
 

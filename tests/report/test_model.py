@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum.report.discovery import expand_folders, find_runs
-from fulcrum.report.model import SECRET, read_run
-from fulcrum.report.page import make_page
-from fulcrum.report.reading import MAX_LINE_BYTES, Problems, read_rounds
+from fulcrum.analysis.report.discovery import expand_folders, find_runs
+from fulcrum.analysis.report.model import SECRET, read_run
+from fulcrum.analysis.report.page import make_page
+from fulcrum.analysis.report.reading import MAX_LINE_BYTES, Problems, read_rounds
 from support.run_folders import make_run_folder
 
 

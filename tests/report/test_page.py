@@ -14,13 +14,26 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum.report.charts import find_front, make_charts
-from fulcrum.report.html import Html, make_json_block, make_table, tag
-from fulcrum.report.meaning import VERDICTS, compute_detection_bound, compute_posterior, explain_epsilon, format_share
-from fulcrum.report.model import read_run
-from fulcrum.report.numbers import chart_to_csv, describe_chart, guard, parties_to_csv, rounds_to_csv, runs_to_csv
-from fulcrum.report.page import make_page
-from fulcrum.report.seeds import average_columns, group_by_seed
+from fulcrum.analysis.report.charts import find_front, make_charts
+from fulcrum.analysis.report.html import Html, make_json_block, make_table, tag
+from fulcrum.analysis.report.meaning import (
+    VERDICTS,
+    compute_detection_bound,
+    compute_posterior,
+    explain_epsilon,
+    format_share,
+)
+from fulcrum.analysis.report.model import read_run
+from fulcrum.analysis.report.numbers import (
+    chart_to_csv,
+    describe_chart,
+    guard,
+    parties_to_csv,
+    rounds_to_csv,
+    runs_to_csv,
+)
+from fulcrum.analysis.report.page import make_page
+from fulcrum.analysis.report.seeds import average_columns, group_by_seed
 from support.run_folders import make_run_folder
 
 HOSTILE = [

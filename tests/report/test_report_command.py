@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from fulcrum.analysis.report import figures
+from fulcrum.analysis.report.charts import make_charts
+from fulcrum.analysis.report.model import read_run
 from fulcrum.cli import main
-from fulcrum.report import figures
-from fulcrum.report.charts import make_charts
-from fulcrum.report.model import read_run
 from support.run_folders import make_run_folder
 
 
@@ -89,7 +89,7 @@ def test_figures_of_every_kind_of_chart_are_the_same_bytes_each_time(tmp_path: P
 
 
 def test_the_page_and_the_figures_have_one_palette() -> None:
-    from fulcrum.report.page import _read_asset
+    from fulcrum.analysis.report.page import _read_asset
 
     light = _read_asset("page.css").partition("@media")[0]
     assert [f"--c{i}: {colour};" in light for i, colour in enumerate(figures.PALETTE)] == [True] * 8

@@ -18,10 +18,10 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from fulcrum.analysis.report.model import read_run
+from fulcrum.analysis.report.page import make_page
+from fulcrum.analysis.report.watch import RunWatch, WatchServer, answer_request, compute_state, is_loopback
 from fulcrum.cli import main
-from fulcrum.report.model import read_run
-from fulcrum.report.page import make_page
-from fulcrum.report.watch import RunWatch, WatchServer, answer_request, compute_state, is_loopback
 from support.browser import needs_browser, open_browser
 from support.run_folders import make_line, make_run_folder
 
@@ -97,7 +97,7 @@ def test_runs_are_read_again_only_when_they_changed(runs: Path, monkeypatch: pyt
         read.append(folder)
         return read_run(folder)
 
-    monkeypatch.setattr("fulcrum.report.watch.read_run", count)
+    monkeypatch.setattr("fulcrum.analysis.report.watch.read_run", count)
     watch = RunWatch(runs)
     ask(watch)
     ask(watch)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import fulcrum
+from fulcrum.analysis.report import notebook as look
 from fulcrum.errors import ConfigError, RunError
-from fulcrum.report import notebook as look
 from fulcrum.runs.notebook import lines_to_columns, result_to_html
 
 

@@ -13,12 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fulcrum.cli import main
-from fulcrum.cli.compare import make_live_table, parse_seeds
-from fulcrum.errors import BudgetError, ConfigError
-from fulcrum.privacy.ledger import Ledger
-from fulcrum.report.reading import Problems
-from fulcrum.report.study_page import (
+from fulcrum.analysis.report.reading import Problems
+from fulcrum.analysis.report.study_page import (
     format_ranking_rows,
     is_study_folder,
     make_study_page,
@@ -26,6 +22,10 @@ from fulcrum.report.study_page import (
     ranking_to_json,
     read_study,
 )
+from fulcrum.cli import main
+from fulcrum.cli.compare import make_live_table, parse_seeds
+from fulcrum.errors import BudgetError, ConfigError
+from fulcrum.privacy.ledger import Ledger
 from fulcrum.runs.choices import check_choices
 from fulcrum.settings.files import parse_settings
 from fulcrum.settings.schema import Settings

@@ -111,6 +111,7 @@ def test_a_tiny_suite_runs_and_is_summarised(tiny: Suite, tmp_path: Path) -> Non
     assert 0 < entry["default"] <= 100
     assert judge(findings).count == 1
     assert "Development half" in (tmp_path / "summary.md").read_text()
+    assert entry["scenario"] in (tmp_path / "figures" / "regrets.svg").read_text()
     assert find_all(tiny, {}) == []
 
 
@@ -120,10 +121,11 @@ def test_a_derived_federation_trains_as_one_that_was_prepared_by_itself(tiny: Su
     first, second = calibrate_jobs(cells)
     shared = DatasetCache()
     prepare_job(first, shared, "cpu")
+    known = len(shared.prepared)
     derived = prepare_job(second, shared, "cpu")
     alone = prepare_job(second, DatasetCache(), "cpu")
     assert derived.settings == alone.settings
-    assert len(shared.prepared) == 1
+    assert len(shared.prepared) == known
     assert torch.equal(derived.problem.partition.order, alone.problem.partition.order)
     assert train_to_end(derived).metrics == train_to_end(alone).metrics
     other = prepare_job(first, shared, "cpu")

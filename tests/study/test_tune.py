@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from fulcrum.analysis.report.tune_page import make_tune_charts, make_tune_page, trials_to_csv
 from fulcrum.cli import main
 from fulcrum.errors import ConfigError
 from fulcrum.privacy.accounting import convert_rdp_to_epsilon
 from fulcrum.privacy.paid_tuning import TrialCount, compute_tuned_epsilon
-from fulcrum.report.tune_page import make_tune_charts, make_tune_page, trials_to_csv
 from fulcrum.runs.choices import check_choices
 from fulcrum.settings.files import parse_settings, read_settings
 from fulcrum.settings.schema import Settings

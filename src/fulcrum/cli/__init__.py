@@ -14,6 +14,7 @@ tune.py      tune, pareto
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
+theory.py    theory check, objective, constants, predict
 init.py      init
 prior.py     prior
 evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
@@ -57,6 +58,7 @@ from fulcrum.cli import (
     score,
     show,
     study,
+    theory,
     tune,
     watch,
 )
@@ -107,6 +109,7 @@ app.command("ledger")(ledger.ledger)
 app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
+app.add_typer(theory.app, name="theory")
 app.command("methods")(show.methods)
 app.command("prior")(prior.prior)
 app.command("demo")(demo.demo)

@@ -54,9 +54,9 @@ def compare(
 
     On private data every run is charged to --ledger; without one the comparison is refused.
     """
-    from fulcrum.report.files import write_page
-    from fulcrum.report.reading import Problems
-    from fulcrum.report.study_page import make_study_page, ranking_to_csv, ranking_to_json, read_study
+    from fulcrum.analysis.report.files import write_page
+    from fulcrum.analysis.report.reading import Problems
+    from fulcrum.analysis.report.study_page import make_study_page, ranking_to_csv, ranking_to_json, read_study
     from fulcrum.runs import folder as record
     from fulcrum.study import store
     from fulcrum.study.backends import BackendOptions, TimeBudget
@@ -132,7 +132,7 @@ def parse_seeds(text: str) -> list[int]:
 
 def print_ranking(cells: Sequence[ComparedCell], against: str) -> None:
     """The ranking as a table, with notes."""
-    from fulcrum.report.study_page import format_ranking_rows
+    from fulcrum.analysis.report.study_page import format_ranking_rows
 
     score = cells[0].score if cells else None
     columns = (*COLUMNS, score.title if score else "score", f"better than {against} by", "seeds")
@@ -183,7 +183,7 @@ def make_live_table(cells: Sequence[ComparedCell], words: str) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from fulcrum.report.study_page import format_ranking_rows
+    from fulcrum.analysis.report.study_page import format_ranking_rows
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, caption=Text(words), caption_justify="left")
     for name in (*COLUMNS, "score", "better by", "seeds"):

@@ -184,11 +184,11 @@ def serve(
     from fulcrum.flower.coordinator import WaitPolicy
     from fulcrum.flower.keys import KeyRegister
     from fulcrum.flower.operations.monitor import JsonLog, Monitor, serve_monitor
-    from fulcrum.runs import folder as record
+    from fulcrum.flower.served_facts import read_served_facts
     from fulcrum.settings import files as settings_file
 
     if resume is not None:
-        kept = record.load_run_json(resume, "run.json").get("flower") or {}
+        kept = read_served_facts(resume)
         settings = settings_file.read_settings(resume / "settings.toml")
         keys = keys or Path(kept.get("keys", "keys"))
         listen = kept.get("listen", listen)

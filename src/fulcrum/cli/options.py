@@ -41,6 +41,8 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
         given = {SHORT_NAMES[short]: names.pop(short) for short in names_shown}
         overrides = {path: value for path, value in given.items() if value is not None}
         overrides |= dict(parse_assignment_option(text) for text in set_)
+        if config is not None and (config / "settings.toml").is_file():  # the folder of a run
+            config = config / "settings.toml"
 
         def make_settings(method: str | None, more: Mapping[str, Any] = MappingProxyType({})) -> Settings:
             from fulcrum.runs.choices import check_choices

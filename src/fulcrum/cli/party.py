@@ -146,7 +146,10 @@ def take_part(options: PartyOptions, load_records: Callable[[TaskSettings], Data
         check_declared(agreed.agreed_task)
         load_records(agreed.agreed_task)  # stops here with a message if the records do not fit the terms
 
+    ended: list[int] = []
+
     def end(number: int, frame: Any) -> None:
+        ended.append(number)  # where a library swallows the exception, the loop still ends
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)
@@ -174,10 +177,13 @@ def take_part(options: PartyOptions, load_records: Callable[[TaskSettings], Data
                 ca=Path(options.ca) if options.ca else None,
                 insecure=options.insecure,
                 until_done=options.until_done,
+                stop=lambda: bool(ended),
                 status=PartyStatus(folder, service, monitor),
             )
         except KeyboardInterrupt:
-            raise RunInterrupted(f"stopped; {statement / 'PRIVACY.md'} says what was released.") from None
+            ended.append(signal.SIGINT)
+    if ended:
+        raise RunInterrupted(f"stopped; {statement / 'PRIVACY.md'} says what was released.")
     typer.echo(statement / "PRIVACY.md")
 
 

@@ -35,9 +35,11 @@ def rehearse(
     from fulcrum.runs.rehearsal.public_set import fit_facts, load_public_set
 
     federation = api.prepare_unrehearsed(settings.replace(clip={"rehearse": False}))
-    refusal = find_refusal(federation)
+    refusal = find_refusal(federation, patient=True)
     if refusal:
-        raise ConfigError(f"clip.rehearse: nothing can be rehearsed here, for {refusal}; use method moo.")
+        raise ConfigError(
+            f"clip.rehearse: nothing can be rehearsed here, for {refusal}; `fulcrum run` uses moo's own first step."
+        )
     public = load_public_set(federation)
     facts = fit_facts(read_rehearsal_facts(federation), public)
     answer = None if again else memory.recall(facts.digest())
@@ -53,7 +55,7 @@ def rehearse(
         view.print_json({**answer.to_json(), "settings": words})
         return
     view.print_table(
-        ("candidate", "regret on made-up data, %"), [(name, f"{v:.2f}") for name, v in answer.regrets.items()]
+        ("candidate", "regret on made-up data, points"), [(name, f"{v:.2f}") for name, v in answer.regrets.items()]
     )
     typer.echo(f"chosen: {answer.candidate.describe()}")
     typer.echo(" ".join(f"--set {path}={str(value).lower()}" for path, value in words.items()))

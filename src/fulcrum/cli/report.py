@@ -30,13 +30,13 @@ def report(
     debug: DebugOption = False,
 ) -> None:
     """Write one page about runs: score, privacy, curves, parties, settings. It opens anywhere, without a network."""
+    from fulcrum.analysis.report.charts import make_charts
+    from fulcrum.analysis.report.discovery import expand_folders
+    from fulcrum.analysis.report.files import write_numbers, write_page
+    from fulcrum.analysis.report.model import is_run_folder, read_run
+    from fulcrum.analysis.report.page import make_page
+    from fulcrum.analysis.report.study_page import is_study_folder, make_study_page
     from fulcrum.errors import ConfigError, RunError
-    from fulcrum.report.charts import make_charts
-    from fulcrum.report.discovery import expand_folders
-    from fulcrum.report.files import write_numbers, write_page
-    from fulcrum.report.model import is_run_folder, read_run
-    from fulcrum.report.page import make_page
-    from fulcrum.report.study_page import is_study_folder, make_study_page
 
     wanted = tuple(dict.fromkeys(word.strip().lower() for word in formats.split(",") if word.strip()))
     wrong = [word for word in wanted if word not in FIGURE_FORMATS]
@@ -58,7 +58,7 @@ def report(
     if csv is not None:
         written += write_numbers(csv, runs, make_charts(runs))
     if figures is not None:
-        from fulcrum.report.figures import write_figures
+        from fulcrum.analysis.report.figures import write_figures
 
         written += write_figures(figures, make_charts(runs), wanted)
     if as_json:

@@ -121,8 +121,8 @@ def _search(
     quiet: bool,
     more_space: dict[str, Range | Choice] | None = None,
 ) -> None:
-    from fulcrum.report.files import write_page
-    from fulcrum.report.tune_page import format_objective, make_tune_page, trials_to_csv
+    from fulcrum.analysis.report.files import write_page
+    from fulcrum.analysis.report.tune_page import format_objective, make_tune_page, trials_to_csv
     from fulcrum.runs import folder as record
     from fulcrum.settings.files import dump_settings
     from fulcrum.settings.registry import suggest_nearest_names

@@ -25,8 +25,8 @@ def watch(
     debug: DebugOption = False,
 ) -> None:
     """Watch a run, or all runs in a folder, in a browser: live curves, a list to search, comparison of those ticked."""
+    from fulcrum.analysis.report.watch import RunWatch, WatchServer, is_loopback
     from fulcrum.errors import ConfigError, RunError
-    from fulcrum.report.watch import RunWatch, WatchServer, is_loopback
 
     if not folder.is_dir():
         raise RunError(f"there is no folder {folder}; name the folder of a run, or one that holds runs.")

@@ -8,18 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 
 from fulcrum.data.records import select_rows
 from fulcrum.gradients import GradientRecorder, GradientTape
 from fulcrum.gradients.ghost import GhostTape
+from fulcrum.gradients.rounding import NormTable
 from fulcrum.gradients.units import join_units
+from fulcrum.models.prepared import draws_keys
 from fulcrum.privacy.bounds import FAST_SUM_MARGIN, choose_sum_margin
-from fulcrum.training.client import LocalStepTerms, StepFn, StepSample, compute_probe_losses, make_materialised_step
+from fulcrum.training.client import (
+    LocalStepTerms,
+    StepFn,
+    StepRequest,
+    StepSample,
+    compute_probe_losses,
+    make_materialised_step,
+    run_local_steps,
+    train_client,
+)
 from fulcrum.training.clipped_sum import Contribution, clip_batch, fill_probes
 from fulcrum.training.problem import TrainingProblem
-from fulcrum.types import RuleState, Stats, View
+from fulcrum.types import Assignment, ClientReply, RoundRequest, RuleState, Stats, View
 
 MapPieces = Callable[[Callable[[GradientRecorder, slice], Contribution], Sequence[slice]], Iterable[Contribution]]
 """Calls a function of a recorder and a piece for every piece, in any order, and returns the results in theirs."""
@@ -120,13 +132,15 @@ def clip_tape(
     state: RuleState,
     terms: LocalStepTerms,
     probes: torch.Tensor | None = None,
+    table: NormTable | None = None,
 ) -> Contribution:
     """The clipped sum of a tape, which is all or a piece of a batch of so many units.
 
-    probes [B, P]: the units' losses at the probes of the view; None where they were not computed.
+    probes [B, P]: the units' losses at the probes of the view; None where they were not computed. table: the norms of
+    the tape; None where they are not known.
     """
     losses = tape.losses
-    table = tape.norm_table(problem.groups)
+    table = table or tape.norm_table(problem.groups)
     stats = Stats(
         norms=table.norms,
         norm_bounds=table.bounds,
@@ -146,6 +160,85 @@ def clip_tape(
 
     factors, extra, bounds, state = clip_batch(problem.rule, stats, state, add_up)
     return Contribution(add_up(factors), extra, bounds, state, stats, factors, losses)
+
+
+# --- several clients side by side -------------------------------------------------------------------
+
+TOGETHER_BYTES = 24 * 2**20
+"""Bytes of layer inputs and outputs up to which clients go through a pass together."""
+
+
+def may_go_together(problem: TrainingProblem, follow: GradientRecorder) -> bool:
+    """Whether clients may go through the layers side by side: a plain sequence, clipped example by example."""
+    plain = problem.unit == "example" and problem.rule.sound and not problem.proven
+    sequence = follow.is_thread_safe and isinstance(problem.dataset.records.x, torch.Tensor)
+    return plain and sequence and problem.device.type == "cpu" and not draws_keys(problem.model)
+
+
+def train_side_by_side(
+    problem: TrainingProblem,
+    request: RoundRequest,
+    clients: Sequence[tuple[Assignment, RuleState]],
+    follow: GradientRecorder,
+    before_step: Callable[[], None],
+) -> list[ClientReply]:
+    """The replies of several clients, which take their steps together; after `may_go_together`.
+
+    A small model's layers take less time than the calls that start them, and these serve all clients. Every client's
+    numbers are those of `train_client` with `make_ghost_step`, bit for bit.
+    """
+    alone = make_ghost_step(follow)
+    if any(task.message is not None for task, _ in clients):  # masked sums are held, not released: each goes alone
+        masked = []
+        for client in clients:
+            before_step()
+            masked.append(train_client(problem, request, *client, alone))
+        return masked
+    runs = {n: run_local_steps(problem, request, *client) for n, client in enumerate(clients)}
+    answers: dict[int, list[Contribution]] = {}
+    replies: dict[int, ClientReply] = {}
+    while runs:
+        before_step()
+        asked: dict[int, StepRequest] = {}
+        for n, run in list(runs.items()):
+            try:
+                asked[n] = run.send(answers.pop(n)) if n in answers else next(run)
+            except StopIteration as end:
+                replies[n] = end.value
+                del runs[n]
+        found = _clip_together(problem, follow, tuple(asked.values()))
+        if found is None:
+            found = [alone(problem, each.sample, each.view, each.state, each.terms) for each in asked.values()]
+        answers = {n: [given] for n, given in zip(asked, found, strict=True)}
+    return [replies[n] for n in range(len(clients))]
+
+
+def _clip_together(
+    problem: TrainingProblem, follow: GradientRecorder, asked: tuple[StepRequest, ...]
+) -> list[Contribution] | None:
+    """The clipped sums of several clients' samples from one pass; None where each client must go alone."""
+    counts = [each.sample.count for each in asked]
+    if len(asked) < 2 or not all(counts) or any(each.view.needs_gradients for each in asked):
+        return None
+    records = problem.dataset.records
+    rows = torch.cat([each.sample.rows for each in asked])
+    x, y = records.x[rows], records.y[rows]  # type: ignore[index]
+    starts = [0, *accumulate(counts)]
+    parts = tuple(slice(*ends) for ends in pairwise(starts))
+    for each, part in zip(asked, parts, strict=True):
+        if len(follow.split(each.sample.theta, x[part], y[part])) > 1:
+            return None
+    tape = follow.record_together([each.sample.theta for each in asked], parts, x, y)
+    if not tape.is_finite:
+        return None
+    table = tape.norm_table(problem.groups)
+    found = []
+    for each, part, count in zip(asked, parts, counts, strict=True):
+        own = tape.select(part.start, part.stop)
+        norms = NormTable(*(values[part] for values in table))
+        probes = compute_probe_losses(problem, follow, each.sample)
+        found.append(clip_tape(problem, own, count, each.view, each.state, each.terms, probes, norms))
+    return found
 
 
 def add_contributions(pieces: Iterable[Contribution]) -> Contribution:

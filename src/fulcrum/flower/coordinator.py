@@ -156,6 +156,7 @@ class FlowerEngine(Engine):
     def run(self, request: RoundRequest) -> Iterator[ClientReply]:
         """Ask every party, wait until all have answered or the time is over, and yield the sound replies."""
         if self.settings.privacy.aggregation == "pairwise":
+            self._next_round = request.round + 1
             yield from self.masked.run(request)
             return
         shared = all(state is request.states[0] for state in request.states) or self.problem.rule.where == "client"

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -69,7 +69,7 @@ def load_private_key(path: Path) -> ec.EllipticCurvePrivateKey:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:
         raise ConfigError(f"key {path} cannot be read: {error.strerror}.") from None
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+    except Exception:  # whatever the library makes of a damaged file
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{path} is not a private key; make one with: fulcrum certs --party NAME.")
@@ -82,7 +82,7 @@ def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
         key = serialization.load_ssh_public_key(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"key {path} cannot be read: {error.strerror}.") from None
-    except (ValueError, UnsupportedAlgorithm):
+    except Exception:
         key = None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise ConfigError(f"{path} is not a public key; each party sends its NAME.pub, made by fulcrum certs.")

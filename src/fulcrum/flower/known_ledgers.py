@@ -50,8 +50,11 @@ class LedgerBook:
         self._known: dict[str, KnownLedger] = {}
         if path is not None and path.is_file():
             try:
-                self._known = {name: KnownLedger(**row) for name, row in json.loads(path.read_text()).items()}
-            except (OSError, ValueError, TypeError, AttributeError):
+                found = {name: read_welcome_ledger(row) for name, row in json.loads(path.read_bytes()).items()}
+                self._known = {name: known for name, known in found.items() if known is not None}
+                if len(self._known) < len(found):
+                    raise ValueError
+            except (OSError, ValueError, TypeError, AttributeError, RecursionError):
                 raise ConfigError(
                     f"{path} cannot be read; it names each party's ledger, so bring a copy of it back."
                 ) from None

@@ -69,7 +69,7 @@ class ReplyStore:
             yield
         except sqlite3.IntegrityError:
             raise  # a second reply to one round: a defect of the program, not of the file
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # a damaged file's names need not be text
             raise InputError(
                 f"{self.path} cannot hold replies: {error}; check the disk and the file's permissions, or restore it."
             ) from error
@@ -105,7 +105,8 @@ class ReplyStore:
             ledger.check_contains(head)
         except InputError as error:
             raise ConfigError(
-                f"the replies in {self.path} were charged to a ledger of {head.sequence} rows, and this is not it: {error}"
+                f"the replies in {self.path} were charged to a ledger of {head.sequence} rows, and this is not it: "
+                f"{error}"
             ) from error
 
     def put(

@@ -40,6 +40,7 @@ from fulcrum.flower.prepare import (
 from fulcrum.flower.registry import PartyInfo, PartyReportFn, Transport
 from fulcrum.flower.rehearsal import rehearse_before_proposing
 from fulcrum.flower.request_gate import RequestGate
+from fulcrum.flower.served_facts import read_served_facts
 from fulcrum.flower.signing import RequestSigner, derive_request_signer, load_request_signer
 from fulcrum.flower.units import keep_plausible_parties
 from fulcrum.runs import Result, RoundCallback
@@ -226,9 +227,7 @@ def resume_served_run(
 ) -> Result:
     """Continue a served run after the coordinator stopped or crashed. The parties keep what they paid for."""
     facts = record.load_run_json(folder, "run.json")
-    kept = facts.get("flower")
-    if kept is None:
-        raise RunError(f"{folder} was not served to parties elsewhere; continue it with: fulcrum resume {folder}")
+    kept = read_served_facts(folder)
     settings = settings_file.read_settings(folder / "settings.toml")
     parties = tuple(PartyInfo(**party) for party in kept["parties"])
     missing = [party.name for party in parties if party.name not in public_keys]

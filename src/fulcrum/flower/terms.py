@@ -28,10 +28,11 @@ from fulcrum.flower.keys import check_party_name
 from fulcrum.flower.refusals import TermsRefusal
 from fulcrum.flower.rule_terms import RuleTerms
 from fulcrum.flower.task_terms import training_settings
-from fulcrum.privacy.accounting import Spend, check_accounting_terms
+from fulcrum.privacy.accounting import ACCOUNTANTS, Spend, check_accounting_terms
 from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.settings.checks import check_settings
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS, Model, Privacy, Settings, TaskSettings, Train
+from fulcrum.settings.toml import parse_toml
 
 FINGERPRINT_PATTERN = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 """A public key's fingerprint, as `ssh-keygen -l` prints it."""
@@ -141,6 +142,8 @@ def validate_terms(terms: PartyTerms, look_up: bool = True) -> PartyTerms:
     look_up: False leaves out rules that are not built in. A lookup imports code, and nobody may have agreed to it yet.
     """
     check_party_name(terms.party)
+    if not look_up and terms.accountant not in ACCOUNTANTS:
+        raise ConfigError("terms: the accountant of a proposal must be one that this Fulcrum has, such as rdp or pld.")
     check_accounting_terms(terms.delta, terms.accountant)
     if not terms.rules:
         raise ConfigError("terms: rules is empty; name at least one clipping rule, such as moo.")
@@ -245,7 +248,7 @@ ROUNDING_TOLERANCE = 1e-12
 def read_terms_file(path: Path) -> PartyTerms:
     """The terms of a file, every field checked; a ConfigError names the first that is wrong."""
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"terms {path} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -284,13 +287,18 @@ def read_terms_table(raw: Mapping[str, Any]) -> PartyTerms:
     if not _has_ordinary_numbers(raw):
         raise ConfigError("terms: a number is not finite, or beyond 1e300.")
     try:
-        return TypeAdapter(PartyTerms).validate_json(json.dumps(raw, allow_nan=False, default=list), strict=True)
+        return TypeAdapter(PartyTerms).validate_json(json.dumps(raw, allow_nan=False, default=_to_json), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(f"terms: {where}: {first['msg'][0].lower()}{first['msg'][1:]}.") from None
     except ValueError:
         raise ConfigError("terms: a number is not finite.") from None
+
+
+def _to_json(value: Any) -> Any:
+    """Tuples and sets as lists; dates, which TOML has, as text."""
+    return list(value) if isinstance(value, tuple | set | frozenset) else str(value)
 
 
 def _has_ordinary_numbers(value: Any, depth: int = 0) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from fulcrum.data.records import ModelInputs, list_input_tensors, select_rows, s
 from fulcrum.data.tasks import Task
 from fulcrum.errors import ModelError
 from fulcrum.gradients import sequence
-from fulcrum.gradients.ghost import GhostTape, record_ghost_tape
+from fulcrum.gradients.ghost import GhostTape, record_ghost_tape, record_parts
 from fulcrum.gradients.memory import retain_freed_memory
 from fulcrum.gradients.param_grads import MaterialisedGrad, OwnGrad
 from fulcrum.gradients.probe import NUM_PROBE_EXAMPLES, compare_with_autograd
@@ -56,14 +56,14 @@ __all__ = [
     "retain_freed_memory",
 ]
 
-PASS_MEMORY_BYTES = {"cpu": 12 * 2**20, "cuda": 4 * 2**30}
+PASS_MEMORY_BYTES = {"cpu": 24 * 2**20, "cuda": 4 * 2**30}
 """Maximum bytes of layer inputs and outputs per pass: a larger batch is processed in pieces. On a CPU a higher limit
 saves a few percent of the time, but every worker needs that memory."""
 
 FEWEST_EXAMPLES, LARGEST_PASS_BYTES = 16, 512 * 2**20
 """A model with its own forward gets at least so many examples per pass, unless they take more bytes than this."""
 
-FEW_EXAMPLES, USUAL_EXAMPLES, LARGEST_HOST_PASS = 16, 32, 384 * 2**20
+FEW_EXAMPLES, USUAL_EXAMPLES, LARGEST_HOST_PASS = 16, 64, 384 * 2**20
 """The same on a CPU, where pieces are worked on side by side and add up a sum of the model's size each: two pieces
 from FEW_EXAMPLES on, and 4, 8, ... so that a piece has at most USUAL_EXAMPLES and bytes of this number."""
 
@@ -159,6 +159,16 @@ class GradientRecorder:
         rows = torch.arange(piece.start, piece.start + self.block, device=y.device)
         rows = torch.where(rows < piece.stop, rows, torch.zeros_like(rows))
         return PaddedTape(self._record_block(params, select_rows(x, rows), y[rows]), count, self.block)
+
+    def measure_example(self, params: Tensor, x: ModelInputs, y: Tensor) -> int:
+        """Bytes that a pass holds for one example like those of x, y: inputs and outputs of layers; 0: not known."""
+        if not self._follows(params, x, y):
+            return 0
+        return self._elements[get_example_shape(x)] * params.element_size()
+
+    def record_together(self, params: Sequence[Tensor], parts: tuple[slice, ...], x: Tensor, y: Tensor) -> GhostTape:
+        """One pass of a plain sequence over the examples of several clients; see `ghost.record_parts`."""
+        return record_parts(self.program, self.layout, params, parts, x, y, self.task)
 
     def _follows(self, params: Tensor, x: ModelInputs, y: Tensor) -> bool:
         """Whether ghost norms are used; settled with the first batch."""

@@ -24,13 +24,15 @@ from fulcrum.data.tasks import Task
 from fulcrum.gradients import function_rules as function_rules  # fills the table of functions
 from fulcrum.gradients import sequence
 from fulcrum.gradients.outer_products import ConvGrad, ConvPatches, LinearGrad, join_uses, materialise_grads
-from fulcrum.gradients.param_grads import MaterialisedGrad, ParamGrad, scratch_ranges
+from fulcrum.gradients.param_grads import BlockedGrad, MaterialisedGrad, ParamGrad, scratch_ranges
 from fulcrum.gradients.program import GradProgram, GradSite
 from fulcrum.gradients.recording import plan_uses, record_uses
 from fulcrum.gradients.rounding import (
     NormTable,
     SquaredNorms,
     add_error,
+    add_fast_squares,
+    bound_fast_squares,
     bound_roundings,
     fast_squared_norms,
     squared_norms,
@@ -113,7 +115,7 @@ def record_ghost_tape(
     tensors = tuple(layout.unflatten(params.detach()).values())
     recorder: _UseRecorder | UseRecorder
     if program.sequence and not half:
-        recorder, losses = _record_sequence(program, tensors, sequence.require_single_input(x), y, task)
+        recorder, losses = _record_sequence(program, (tensors,), sequence.require_single_input(x), y, task)
     else:
         plan = plan or plan_uses(model, layout, params, x, y, task)
         recorder, losses = record_uses(model, layout, tensors, x, y, task, plan, half, channels_last)
@@ -124,21 +126,46 @@ def record_ghost_tape(
 # --- a plain sequence -----------------------------------------------------------------------------
 
 
+def record_parts(
+    program: GradProgram,
+    layout: ParameterLayout,
+    params: Sequence[Tensor],
+    parts: sequence.Parts,
+    x: Tensor,
+    y: Tensor,
+    task: Task,
+) -> GhostTape:
+    """One pass of a plain sequence over several clients' examples, with measured bounds.
+
+    params: each client's parameters [d]. parts: where its examples are in x [B, ...] and y. The tape has all examples;
+    `GhostTape.select` gives those of a client. An example's numbers are those of a pass over its client alone.
+    """
+    tensors = [tuple(layout.unflatten(each.detach()).values()) for each in params]
+    recorder, losses = _record_sequence(program, tensors, x, y, task, parts)
+    return GhostTape(layout, params[0], losses, tuple(map(tuple, recorder.parts)), recorder.elements, fast=True)
+
+
 def _record_sequence(
-    program: GradProgram, tensors: tuple[Tensor, ...], x: Tensor, y: Tensor, task: Task
+    program: GradProgram,
+    each: Sequence[tuple[Tensor, ...]],
+    x: Tensor,
+    y: Tensor,
+    task: Task,
+    parts: sequence.Parts = (),
 ) -> tuple[_UseRecorder, Tensor]:
-    tensors = sequence.prepare_weights(tensors, x.device)
-    recorder = _UseRecorder(len(x), tensors)
-    outputs, steps = sequence.forward_sequence(program, tensors, x)
+    count = x.shape[0]
+    tensors = [sequence.prepare_weights(given, x.device) for given in each]
+    recorder = _UseRecorder(count, tensors[0])  # of the weights only shapes and layouts matter
+    outputs, steps = sequence.forward_parts(program, tensors, parts, x)
     losses, g = task.compute_losses_and_gradients(outputs, y)
-    check_loss_per_example(losses, len(x))
+    check_loss_per_example(losses, count)
     numbers = {
         id(step): recorder.add_use(step.node.site, step.seen, step.elements, step.out)
         for step in steps
         if step.node.site is not None
     }
     recorder.choose()
-    sequence.backward_sequence(steps, g, lambda step, g: recorder.collect(numbers[id(step)], g))
+    sequence.backward_sequence(steps, g, lambda step, g: recorder.collect(numbers[id(step)], g), parts)
     return recorder, losses
 
 
@@ -165,6 +192,10 @@ MAX_SMALL_ENTRIES = 4096
 """Tensors with at most this many entries are joined: a kernel for each of many biases takes longer than its work."""
 
 
+RELATIVE_GRADS = (MaterialisedGrad, BlockedGrad, LinearGrad)
+"""Kinds of gradients that have `fast_squares` and `write_sum`."""
+
+
 def _join_rows(parts: Sequence[tuple[ParamGrad, ...]]) -> Tensor:
     """Rows [B, all their entries] of small tensors, side by side."""
     return torch.cat([part.grads for uses in parts for part in uses if isinstance(part, MaterialisedGrad)], dim=1)
@@ -182,6 +213,8 @@ class GhostTape:
     """Total number of elements in the inputs and outputs of all sites."""
     fast: bool = False
     """Whether bounds on norms are measured; else proven."""
+    known_finite: bool = False
+    """Whether every example's loss and gradient is known to be finite."""
 
     @cached_property
     def _small(self) -> frozenset[int]:
@@ -197,11 +230,12 @@ class GhostTape:
 
     @cached_property
     def _tensor_squares(self) -> dict[int, SquaredNorms]:
-        """Squared norms [B] of each tensor that is not small."""
+        """Squared norms [B] of each tensor that is not small, and on a CPU not among `_fast_squares`."""
+        known = self._fast_squares if self.fast and not self.raw_losses.is_cuda else {}
         return {
             place: self._tensor_squared_norms(parts)
             for place, parts in enumerate(self.parts)
-            if place not in self._small
+            if place not in self._small and place not in known
         }
 
     def group_squares(self, groups: tuple[int, ...] = ()) -> SquaredNorms:
@@ -210,12 +244,37 @@ class GhostTape:
         for group in range(max(groups, default=0) + 1):
             members = [i for i in range(len(self.parts)) if not groups or groups[i] == group]
             small = [i for i in members if i in self._small]
+            if self.fast and not self.raw_losses.is_cuda:
+                found.append(self._add_on_host(members, small))
+                continue
             pieces = [self._tensor_squares[i] for i in members if i not in self._small]
             if small:
                 rows = _join_rows([self.parts[i] for i in small])
                 pieces.append(fast_squared_norms(rows) if self.fast else squared_norms(rows))
             found.append(add_squares(pieces))
         return stack_squares(found)
+
+    def _add_on_host(self, members: list[int], small: list[int]) -> SquaredNorms:
+        """Squared norms [B] of one group with measured bounds: what has a relative error is bounded once, as a sum."""
+        squares = [self._fast_squares[i] for i in members if i in self._fast_squares]
+        pieces = [self._tensor_squares[i] for i in members if i not in self._fast_squares and i not in self._small]
+        if small:
+            squares.append(add_fast_squares(_join_rows([self.parts[i] for i in small])))
+        if squares:
+            total = squares[0] if len(squares) == 1 else torch.stack(squares).sum(dim=0)
+            pieces.append(bound_fast_squares(total, 2 * self.layout.dim))
+        return add_squares(pieces)
+
+    @cached_property
+    def _fast_squares(self) -> dict[int, Tensor]:
+        """Squared norms [B] of each tensor that is not small and whose norm has a relative error; on a CPU."""
+        found: dict[int, Tensor] = {}
+        for place, parts in enumerate(self.parts):
+            if place not in self._small and len(parts) == 1 and isinstance(parts[0], RELATIVE_GRADS):
+                squares = parts[0].fast_squares()
+                if squares is not None:
+                    found[place] = squares
+        return found
 
     def _tensor_squared_norms(self, parts: tuple[ParamGrad, ...]) -> SquaredNorms:
         if len(parts) == 1:
@@ -256,6 +315,8 @@ class GhostTape:
 
     @cached_property
     def _all_finite(self) -> bool:
+        if self.known_finite:
+            return True
         if not self.raw_losses.is_cuda:  # a finite sum shows it for all examples at once
             largest = torch.finfo(self.raw_losses.dtype).max
             squares, losses = float(self._whole_squares.bounds.sum()), float(self.raw_losses.sum())
@@ -294,6 +355,12 @@ class GhostTape:
     def norms(self, groups: tuple[int, ...] = ()) -> Tensor:
         return self.norm_table(groups).norms
 
+    def select(self, start: int, stop: int) -> GhostTape:
+        """The tape of a range of examples. All of this tape must be finite."""
+        parts = tuple(tuple(part.slice(start, stop) for part in own) for own in self.parts)
+        share = self.elements * (stop - start) // max(1, self.raw_losses.shape[0])
+        return GhostTape(self.layout, self.params, self.raw_losses[start:stop], parts, share, self.fast, True)
+
     def dots(self, direction: Tensor) -> Tensor:
         total = self.raw_losses.new_zeros(len(self.raw_losses))
         for block, parts in zip(direction.split(self.layout.sizes), self._finite_parts, strict=True):
@@ -302,7 +369,7 @@ class GhostTape:
         return total
 
     def weighted_sum(self, factors: Tensor, groups: tuple[int, ...] = (), proven: bool = False) -> Tensor:
-        if "_all_finite" not in self.__dict__:
+        if not self.known_finite and "_all_finite" not in self.__dict__:
             # No norms were computed: a finite sum proves that every gradient is finite.
             total = self.sum_parts(self.parts, factors, groups, proven)
             if bool(torch.isfinite(total).all()) and bool(torch.isfinite(self.raw_losses).all()):
@@ -340,7 +407,7 @@ class GhostTape:
             column = columns[groups[i] if groups else 0]
             if i in known:
                 block.copy_(known[i])
-            elif len(own) == 1 and isinstance(own[0], LinearGrad):
+            elif len(own) == 1 and isinstance(own[0], RELATIVE_GRADS):
                 own[0].write_sum(column, block)
             elif own:
                 block.copy_(own[0].weighted_sum(column))

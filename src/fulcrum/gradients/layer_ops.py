@@ -8,7 +8,7 @@ pooling is then many times faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ class LayerOp:
     suits(layer, x): whether this op supports this layer and input.
     spare: whether `back` does not need the output, so that the next layer may overwrite it.
     output(layer, x, params): the output only, for passes without backward, where that is cheaper.
+    run_parts(layer, x, params of each part, parts): as `run`, with other parameters for each part of the batch, where
+    that is cheaper than one after the other; its one memo then serves `back` of every part.
     """
 
     run: Callable[[Any, Tensor, LayerParams, bool], tuple[Tensor, Any]]
@@ -42,6 +44,7 @@ class LayerOp:
     suits: Callable[[Any, Tensor], bool] = lambda layer, x: True
     spare: bool = False
     output: Callable[[Any, Tensor, LayerParams], Tensor] | None = None
+    run_parts: Callable[[Any, Tensor, Sequence[LayerParams], Sequence[slice]], tuple[Tensor, Any]] | None = None
 
 
 # --- any layer, by autograd ---------------------------------------------------------------------
@@ -101,16 +104,28 @@ def _conv_is_supported(layer: nn.Conv2d, x: Tensor) -> bool:
 
 
 def _patches_forward(layer: nn.Conv2d, x: Tensor, params: LayerParams, mine: bool) -> tuple[Tensor, ConvPatches]:
+    return _patches_forward_parts(layer, x, (params,), (slice(0, x.shape[0]),))
+
+
+def _patches_forward_parts(
+    layer: nn.Conv2d, x: Tensor, params: Sequence[LayerParams], parts: Sequence[slice]
+) -> tuple[Tensor, ConvPatches]:
     patches = unfold_patches(x, layer.kernel_size, layer.stride, layer.padding)  # type: ignore[arg-type]
-    rows, weight, bias = patches.values.flatten(0, 1), patches.matrix(params["weight"]), params.get("bias")
-    out = rows @ weight.t()
-    if bias is not None:
-        out.add_(bias)  # `addmm` would first write the bias to all rows
-    return out.view(len(x), *patches.size, len(weight)).permute(0, 3, 1, 2), patches
+    positions = patches.size[0] * patches.size[1]
+    rows = patches.values.flatten(0, 1)
+    out = rows.new_empty((rows.shape[0], layer.out_channels))
+    for part, own in zip(parts, params, strict=True):
+        place = slice(part.start * positions, part.stop * positions)
+        block, bias = out[place], own.get("bias")
+        torch.mm(rows[place], patches.matrix(own["weight"]).t(), out=block)
+        if bias is not None:
+            block.add_(bias)  # `addmm` would first write the bias to all rows
+    return out.view(x.shape[0], *patches.size, layer.out_channels).permute(0, 3, 1, 2), patches
 
 
 def _patches_backward(layer: nn.Conv2d, memo: ConvPatches, params: LayerParams, g: Tensor) -> Tensor:
-    return _conv_backward(layer, memo.source, params, g)
+    # Only the shape of the input counts; a part of the batch has fewer examples than there are patches of.
+    return _conv_backward(layer, memo.source[: g.shape[0]], params, g)
 
 
 def _patches_are_supported(layer: nn.Conv2d, x: Tensor) -> bool:
@@ -265,7 +280,14 @@ LAYER_OPS: dict[type[nn.Module], tuple[LayerOp, ...]] = {
     nn.Linear: (LayerOp(_linear_forward, _linear_backward, spare=True),),
     nn.Conv1d: (build_autograd_op(_run_convolution, spare=True),),
     nn.Conv2d: (
-        LayerOp(_patches_forward, _patches_backward, _patches_are_supported, spare=True, output=_run_convolution),
+        LayerOp(
+            _patches_forward,
+            _patches_backward,
+            _patches_are_supported,
+            spare=True,
+            output=_run_convolution,
+            run_parts=_patches_forward_parts,
+        ),
         LayerOp(_conv_forward, _conv_backward, _conv_is_supported, spare=True),
         build_autograd_op(_run_convolution, spare=True),
     ),

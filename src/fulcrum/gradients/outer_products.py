@@ -33,6 +33,7 @@ from fulcrum.gradients.rounding import (
     SquaredNorms,
     add_error,
     add_fast_error,
+    add_fast_squares,
     from_fast_grams,
     ghost_squared_norms,
     multiply_squared_norms,
@@ -155,6 +156,12 @@ class LinearGrad:
         if self.positions == 1:
             return multiply_squared_norms(squared_norms(self.a.flatten(1)), squared_norms(self.g.flatten(1)))
         return outer_squared_norms(self, fast)
+
+    def fast_squares(self) -> Tensor | None:
+        """Squared norms [B] with a relative error, where there is one position: the product of two."""
+        if self.a.dim() == 3 and self.a.shape[1] > 1:
+            return None
+        return add_fast_squares(self.a.flatten(1)).mul_(add_fast_squares(self.g.flatten(1)))
 
     def dots(self, direction: Tensor) -> Tensor:
         stored = self.order.to_stored(direction) if self.order else direction
@@ -425,32 +432,41 @@ def materialise_grads(part: LinearGrad | ConvGrad) -> MaterialisedGrad | Blocked
 def _multiply_shifted(part: ConvGrad) -> BlockedGrad:
     """The gradients of a convolution with stride 1, one entry of its kernel after the other, without patches.
 
-    Images stand with channels last and their rows one after the other. What the entry (y, x) of the kernel sees of them
-    is the same long row from another place on: y rows and x pixels later. The output's gradient gets rows of the same
-    length, filled up with zeros.
+    The rows of an image stand one after the other. What the entry (y, x) of the kernel sees of them is the same long
+    row from another place on: y rows and x pixels later. The output's gradient gets rows of the same length, filled up
+    with zeros. Channels are last in memory: so products are fastest, also where images must be turned for them.
     """
     outputs, channels, kh, kw = part.weight.shape
     ph, pw = part.padding or (0, 0)
     height, wide = part.a.shape[2] + 2 * ph, part.a.shape[3] + 2 * pw
     tall, across = part.g.shape[2:]
     positions = (tall - 1) * wide + across
-    blocks = part.g.new_empty((kh * kw, len(part.g), outputs, channels))
+    blocks = part.g.new_empty((kh * kw, part.g.shape[0], outputs, channels))
     each = part.g.element_size() * wide * (height * channels + tall * outputs)
-    ranges = list(scratch_ranges(len(part.g), each, part.g.device, SHIFTED_SCRATCH))
+    ranges = list(scratch_ranges(part.g.shape[0], each, part.g.device, SHIFTED_SCRATCH))
     most = max(stop - start for start, stop in ranges)
-    images = part.a.new_zeros((most, height, wide, channels))
-    slopes = part.g.new_zeros((most, tall, wide, outputs))
-    inside = images[:, ph : height - ph, pw : wide - pw]
-    rows, columns = images.flatten(1, 2), slopes.flatten(1, 2)[:, :positions].transpose(1, 2)
+    images = _make_frame(part.a, most, height, wide)
+    slopes = _make_frame(part.g, most, tall, wide)
+    inside = images[:, :, ph : height - ph, pw : wide - pw]
+    rows = images.flatten(2).transpose(1, 2)  # [n, pixels, C]
+    columns = slopes.flatten(2)[:, :, :positions]  # [n, O, positions]
     for start, stop in ranges:  # what is around stays zero
         count = stop - start
-        inside[:count].copy_(part.a[start:stop].permute(0, 2, 3, 1))
-        slopes[:count, :, :across].copy_(part.g[start:stop].permute(0, 2, 3, 1))
-        for y in range(kh):
-            for x in range(kw):
-                seen = rows[:count, y * wide + x : y * wide + x + positions]
-                torch.bmm(columns[:count], seen, out=blocks[y * kw + x, start:stop])
+        if count < most:
+            inside, slopes, columns = inside[:count], slopes[:count], columns[:count]
+        inside.copy_(part.a[start:stop])
+        slopes[..., :across].copy_(part.g[start:stop])
+        written = blocks[:, start:stop]
+        for place, block in enumerate(written.unbind()):
+            first = place // kw * wide + place % kw
+            seen = rows.as_strided((count, positions, channels), rows.stride(), first * rows.stride(1))
+            torch.bmm(columns, seen, out=block)
     return BlockedGrad(blocks.flatten(2), EntryOrder((kh, kw, outputs, channels), (2, 3, 0, 1)))
+
+
+def _make_frame(values: Tensor, count: int, height: int, width: int) -> Tensor:
+    """Zeros [count, C, height, width] for values [B, C, ...], with channels last in memory."""
+    return values.new_zeros((count, height, width, values.shape[1])).permute(0, 3, 1, 2)
 
 
 def join_uses(parts: Sequence[object]) -> LinearGrad | None:

@@ -26,6 +26,7 @@ from fulcrum.gradients.rounding import (
     FAST_GRAM_ERROR,
     SquaredNorms,
     add_error,
+    add_fast_squares,
     fast_squared_norms,
     from_fast_grams,
     from_grams,
@@ -123,6 +124,11 @@ class EntryOrder:
         moved = (*range(lead), *(lead + i for i in self.permutation))
         return values.reshape(*values.shape[:lead], *self.sizes).permute(moved).reshape(values.shape)
 
+    def write(self, values: Tensor, block: Tensor) -> None:
+        """Write values [n] in stored order into block [n] in the parameter's order."""
+        sizes = [self.sizes[i] for i in self.permutation]
+        block.view(sizes).copy_(values.view(self.sizes).permute(self.permutation))
+
     def to_stored(self, direction: Tensor) -> Tensor:
         """[n] in the parameter's order -> [n] in stored order."""
         back = tuple(self.permutation.index(i) for i in range(len(self.sizes)))
@@ -142,6 +148,17 @@ class MaterialisedGrad:
 
     def squared_norms(self, fast: bool = False) -> SquaredNorms:
         return fast_squared_norms(self.grads) if fast else squared_norms(self.grads)
+
+    def fast_squares(self) -> Tensor | None:
+        """Squared norms [B], float64, whose error is a small part of themselves; see `add_fast_squares`."""
+        return add_fast_squares(self.grads)
+
+    def write_sum(self, factors: Tensor, block: Tensor) -> None:
+        """Write `weighted_sum` into block [n]."""
+        if self.order is None:
+            torch.mv(self.grads.t(), factors, out=block)
+        else:
+            self.order.write(factors @ self.grads, block)
 
     def dots(self, direction: Tensor) -> Tensor:
         return self.grads @ (self.order.to_stored(direction) if self.order else direction)
@@ -176,6 +193,18 @@ class BlockedGrad:
         values, bounds, lengths = (each.sum(dim=0) for each in found)
         up = 1 + len(self.blocks) * 2.0**-52  # for the additions
         return SquaredNorms(values, bounds * up, lengths * up)
+
+    def fast_squares(self) -> Tensor | None:
+        """Squared norms [B], float64, whose error is a small part of themselves."""
+        return add_fast_squares(self.blocks, 2).sum(dim=0)
+
+    def write_sum(self, factors: Tensor, block: Tensor) -> None:
+        """Write `weighted_sum` into block [n]."""
+        total = torch.matmul(factors, self.blocks).reshape(-1)
+        if self.order is None:
+            block.copy_(total)
+        else:
+            self.order.write(total, block)
 
     def dots(self, direction: Tensor) -> Tensor:
         stored = self.order.to_stored(direction) if self.order else direction

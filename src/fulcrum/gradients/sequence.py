@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fulcrum.data.records import ModelInputs, list_input_tensors
 from fulcrum.gradients.layer_ops import LayerOp, LayerParams, find_layer_op
@@ -15,13 +14,13 @@ from fulcrum.gradients.outer_products import ConvPatches
 from fulcrum.gradients.program import GradProgram, SequenceNode, UnsupportedModel
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedStep:
+class RecordedStep(NamedTuple):
     """One layer's forward pass, and what its backward pass needs."""
 
     node: SequenceNode
     move: LayerOp
-    params: LayerParams
+    params: LayerParams | tuple[LayerParams, ...]
+    """Of the layer; one of each part where the batch has several (`Parts`) and they train the layer."""
     memo: Any
     x: Tensor
     out: torch.Size
@@ -37,6 +36,10 @@ class RecordedStep:
         """Number of elements kept for the layer: its input, its output, and its patches if any."""
         patches = self.memo.values.numel() if isinstance(self.memo, ConvPatches) else 0
         return self.x.numel() + self.out.numel() + patches
+
+
+Parts = tuple[slice, ...]
+"""Parts of a batch that have weights of their own: the clients that go side by side. Empty: one set of weights."""
 
 
 def prepare_weights(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
@@ -66,26 +69,62 @@ def forward_sequence(
 ) -> tuple[Tensor, list[RecordedStep]]:
     """The outputs for a batch x, and (if `keep`) the steps for the backward pass. Raises UnsupportedModel where a
     layer does not treat the first dimension as the batch."""
+    return forward_parts(program, (tensors,), (), x, keep)
+
+
+@torch.no_grad()
+def forward_parts(
+    program: GradProgram, tensors: Sequence[tuple[Tensor, ...]], parts: Parts, x: Tensor, keep: bool = True
+) -> tuple[Tensor, list[RecordedStep]]:
+    """As `forward_sequence`, where each part of the batch has weights of its own, `tensors` in the parts' order."""
     h, mine, steps = x.detach(), False, []
     for node in program.sequence:
-        layer, params = node.layer, node.frozen
+        layer = node.layer
         if node.kind is not None and not node.kind.fits(layer, h):
             raise UnsupportedModel(f"{type(layer).__name__} does not see one example per row")
-        if node.site is not None:
-            params = {**params, **{name: tensors[place] for name, place in node.site.own.items()}}
         move = find_layer_op(layer, h)
-        if move.output is not None and not keep:
+        params: LayerParams | tuple[LayerParams, ...] = node.frozen
+        if node.site is not None:
+            own = node.site.own.items()
+            each = tuple({**node.frozen, **{name: given[place] for name, place in own}} for given in tensors)
+            params = each if parts else each[0]
+        if move.output is not None and not keep and not isinstance(params, tuple):
             h = move.output(layer, h, params)
         else:
-            x, (h, memo) = h, move.run(layer, h, params, mine)
+            x = h
+            if isinstance(params, tuple):
+                h, memo = _run_parts(move, layer, h, params, parts, mine)
+            else:
+                h, memo = move.run(layer, h, params, mine)
             if keep:
                 steps.append(RecordedStep(node, move, params, memo, x, h.shape))
         mine = move.spare
     return h, steps
 
 
+def _run_parts(
+    move: LayerOp, layer: nn.Module, x: Tensor, params: tuple[LayerParams, ...], parts: Parts, mine: bool
+) -> tuple[Tensor, Any]:
+    if move.run_parts is not None:
+        return move.run_parts(layer, x, params, parts)
+    found = [move.run(layer, x[part], own, mine) for part, own in zip(parts, params, strict=True)]
+    return torch.cat([out for out, _ in found]), [memo for _, memo in found]
+
+
+def _pass_back(step: RecordedStep, parts: Parts, g: Tensor) -> Tensor:
+    """The gradient of a step's input."""
+    back, layer, memo, params = step.move.back, step.node.layer, step.memo, step.params
+    if not isinstance(params, tuple):
+        return back(layer, memo, params, g)
+    memos = memo if isinstance(memo, list) else [memo] * len(parts)
+    each = zip(memos, params, parts, strict=True)
+    return torch.cat([back(layer, kept, own, g[part]) for kept, own, part in each])
+
+
 @torch.no_grad()
-def backward_sequence(steps: list[RecordedStep], g: Tensor, collect: Callable[[RecordedStep, Tensor], None]) -> None:
+def backward_sequence(
+    steps: list[RecordedStep], g: Tensor, collect: Callable[[RecordedStep, Tensor], None], parts: Parts = ()
+) -> None:
     """Passes the gradient of every site's output to `collect`, last layer first, and frees the memos."""
     first = next((n for n, step in enumerate(steps) if step.node.site is not None), len(steps))
     while len(steps) > first:
@@ -93,4 +132,4 @@ def backward_sequence(steps: list[RecordedStep], g: Tensor, collect: Callable[[R
         if step.node.site is not None:
             collect(step, g)
         if len(steps) > first:
-            g = step.move.back(step.node.layer, step.memo, step.params, g)
+            g = _pass_back(step, parts, g)

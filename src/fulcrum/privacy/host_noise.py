@@ -88,7 +88,8 @@ def _round_pairs(
     x: Tensor, scale: float, grid: float, stream: tuple[bytes, Nonce], units: Tensor, pairs: range
 ) -> list[Noted]:
     """The coordinates of some pairs: j and half + j of each."""
-    half = -(-len(x) // 2)
+    count = x.shape[0]
+    half = -(-count // 2)
     size = min(PAIRS_AT_ONCE, len(pairs))
     ratio = scale / grid
     alone = size == half  # all pairs are one block: cosines and sines, and their words, stand side by side
@@ -97,43 +98,46 @@ def _round_pairs(
     words = torch.empty(2 * size, dtype=torch.int64)
     numbers = torch.empty((5, 2 * size), dtype=torch.float64)
     numbers[3].zero_()  # where a sum has no coordinate, in the last pair of an odd number
+    views = _view_block(words, numbers, size)
     found: list[Noted] = []
     for start in range(pairs.start, pairs.stop, size):
         n = min(size, pairs.stop - start)
-        uniform, reach, wave, exact, rounded = (values[: 2 * n].view(2, n) for values in numbers)
+        if n < size:
+            views = _view_block(words, numbers, n)
+        given, uniform, t, turns, radius, angle, wave, exact, rounded = views
         if alone:
             read_first(words)
-            places: tuple[slice, ...] = (slice(0, len(x)),)
+            places = [(exact.view(-1)[:count], rounded.view(-1)[:count], slice(0, count))]
         else:
-            read_first(words[:n])
-            read_second(words[n : 2 * n])
-            places = (slice(start, start + n), slice(half + start, min(half + start + n, len(x))))
-        torch.add(MIDDLE, uniform.copy_(words[: 2 * n].view(2, n)), alpha=2.0**-64, out=uniform)
+            read_first(given[0])
+            read_second(given[1])
+            last = min(n, count - half - start)  # an odd number has no sine at its end
+            places = [
+                (exact[0], rounded[0], slice(start, start + n)),
+                (exact[1, :last], rounded[1, :last], slice(half + start, half + start + last)),
+            ]
+        torch.add(MIDDLE, given, alpha=2.0**-64, out=uniform)
         # The radius in grid units, s R / g: see `words_to_normals`. U - 1 is t - 1 for t > 0 and t for t < 0.
-        t, turns = uniform
-        radius, angle = reach
         torch.sub(t, torch.ceil(t, out=radius), out=radius).clamp_min_(2.0**-53 - 1.0)
         torch.log1p(radius, out=radius).mul_(-2.0 * ratio * ratio).sqrt_()
         torch.mul(turns, 2 * math.pi, out=angle)
         torch.cos(angle, out=wave[0])
         torch.sin(angle, out=wave[1])
-        _copy_places(exact, x, places, n, into=True)
+        for sums, _, place in places:
+            sums.copy_(x[place])
         torch.addcmul(exact.mul_(1.0 / grid), wave, radius, out=exact)
         torch.round(exact, out=rounded)
-        _copy_places(rounded, units, places, n, into=False)
-        found += _note(start, half, len(x), ratio, t, radius, rounded, exact.sub_(rounded).abs_())
+        for _, integers, place in places:
+            units[place].copy_(integers)
+        found += _note(start, half, count, ratio, t, radius, rounded, exact.sub_(rounded).abs_())
     return found
 
 
-def _copy_places(block: Tensor, whole: Tensor, places: Sequence[slice], n: int, into: bool) -> None:
-    """Copy the coordinates at `places` of `whole` [m] into a block [2, n], or out of it."""
-    flat = block.view(-1)
-    for number, place in enumerate(places):
-        part = flat[number * n : number * n + place.stop - place.start]
-        if into:
-            part.copy_(whole[place])
-        else:
-            whole[place].copy_(part)
+def _view_block(words: Tensor, numbers: Tensor, n: int) -> tuple[Tensor, ...]:
+    """Views of a block of n pairs: words [2, n]; uniform numbers [2, n] and their rows t and turns [n]; radius and
+    angle [n]; cosines and sines, exact and rounded sums [2, n] each."""
+    uniform, reach, wave, exact, rounded = (values[: 2 * n].view(2, n) for values in numbers)
+    return words[: 2 * n].view(2, n), uniform, *uniform.unbind(), *reach.unbind(), wave, exact, rounded
 
 
 def _note(

@@ -193,7 +193,7 @@ def head_from_json(entries: Mapping[str, Any], where: Path) -> LedgerHead:
     """The head in a JSON object; RunError where it is damaged."""
     try:
         return LedgerHead(str(entries["identity"]), int(entries["sequence"]), str(entries["digest"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise RunError(
             f"{where} was edited or damaged: it does not say which ledger the run has; restore it."
         ) from None

@@ -178,7 +178,7 @@ def compute_checkpoint_digest(run: str, round: int, tensors: Mapping[str, torch.
     h = hashlib.blake2b(f"{run}|{round}".encode(), digest_size=16)
     for name, value in sorted(tensors.items()):
         h.update(f"|{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        h.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        h.update(memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy()))
     return h.hexdigest()
 
 
@@ -240,13 +240,17 @@ def load_metrics(folder: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     lines = []
-    for number, text in enumerate(file.read_text().splitlines(), start=1):
+    texts = file.read_bytes().splitlines()
+    for number, text in enumerate(texts, start=1):
         try:
-            lines.append(json.loads(text))
-        except ValueError:
-            if number == len(file.read_text().splitlines()):
+            line = json.loads(text)
+            if not (isinstance(line, dict) and line.get("round") == number):
+                raise ValueError
+            lines.append(line)
+        except (ValueError, RecursionError):
+            if number == len(texts):
                 break
-            raise RunError(f"{file} is damaged in line {number}.") from None
+            raise RunError(f"{file} is damaged in line {number}; restore it from a copy.") from None
     return lines
 
 
@@ -258,8 +262,8 @@ def load_run_json(folder: Path, name: str) -> dict[str, Any]:
     if not file.is_file():
         raise RunError(f"{folder} has no {name}: it is not a run's folder, or the run has not got that far.")
     try:
-        value = json.loads(file.read_text())
-    except ValueError as error:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{file} is damaged: {error}.") from error
     if not isinstance(value, dict):
         raise RunError(f"{file} is damaged: it holds a {type(value).__name__}, not an object.")

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -221,13 +222,24 @@ def load_trained(run: Path | str, model: nn.Module | None = None) -> TrainedMode
         )
     facts = record.load_run_json(folder, FACTS_FILE)
     settings = settings_file.read_settings(folder / "settings.toml")
-    weights = load_file(folder / WEIGHTS_FILE)
+    try:
+        weights = load_file(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise RunError(f"{folder / WEIGHTS_FILE} cannot be read: {error}; restore it.") from error
     if compute_model_hash(weights) != facts.get("sha256"):
         raise RunError(
             f"{folder / WEIGHTS_FILE} was edited or damaged: its hash is not that of {FACTS_FILE}; restore it."
         )
-    task = rebuild_task(facts["task"])
-    network = _rebuild_network(folder, facts, settings, task, model)
+    try:
+        task = rebuild_task(facts["task"])
+        network = _rebuild_network(folder, facts, settings, task, model)
+    except FulcrumError:
+        raise
+    except Exception as error:  # whatever a wrong entry brings about: it is the file that is wrong
+        raise RunError(
+            f"the model of {folder} cannot be built from {FACTS_FILE} ({type(error).__name__}: {str(error)[:200]}): "
+            "the file was edited or damaged, or the model's own code has changed; bring it back."
+        ) from error
     load_complete_weights(network, weights, folder)
     return TrainedModel(folder, network.cpu().eval(), facts, settings, task)
 

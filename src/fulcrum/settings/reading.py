@@ -25,6 +25,7 @@ from fulcrum.settings.checks import check_settings
 from fulcrum.settings.presets import find_method
 from fulcrum.settings.renamed import REMOVED_PATHS, RENAMED_PATHS, translate_old_names
 from fulcrum.settings.schema import Settings
+from fulcrum.settings.toml import parse_toml
 
 # Alternative settings. A layer that sets one of them removes the other from the layers below.
 EXCLUSIVE_SETTINGS: dict[str, tuple[str, Any]] = {
@@ -91,7 +92,7 @@ def read_settings_tables(path: Path | str) -> dict[str, Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give a settings file such as {path / 'config.toml'}.")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; `fulcrum init {path}` writes one to start from.") from None
     except UnicodeDecodeError:
@@ -123,7 +124,7 @@ def parse_assignment_option(text: str) -> tuple[str, Any]:
     if not equals or not path:
         raise ConfigError(f"--set {text} is not section.name=value; write for example --set clip.kappa=0.01.")
     try:
-        return path, tomllib.loads(f"value = {literal}")["value"]
+        return path, parse_toml(f"value = {literal}")["value"]
     except tomllib.TOMLDecodeError:
         return path, literal.strip()
 
@@ -229,11 +230,14 @@ def _validate_settings(merged: dict[str, Any]) -> Settings:
     try:
         return _settings_adapter().validate_json(json.dumps(merged, default=_to_json_value), strict=True)
     except ValidationError as error:
-        section, name, *inner = error.errors(include_url=False)[0]["loc"]
+        place = error.errors(include_url=False)[0]["loc"]
+    if len(place) < 2 or not isinstance(merged.get(str(place[0])), Mapping):
+        raise ConfigError("the settings hold something that is no text, number, list or table; take it out.")
+    section, name, *inner = place
     path, value = f"{section}.{name}", merged[str(section)][name]
     wanted = EXPECTED_TYPE_TEXTS[list_setting_fields()[path].kind]
-    if inner:
-        item = value[inner[0]]
+    if inner and isinstance(value, Mapping | list | tuple):
+        item = value.get(inner[0]) if isinstance(value, Mapping) else value[int(inner[0])]
         raise ConfigError(f"{path} holds {_format_value(item)}, {_describe_given_type(item)}; it must be {wanted}.")
     raise ConfigError(f"{path} = {_format_value(value)} is {_describe_given_type(value)}; it must be {wanted}.")
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from fulcrum.errors import ConfigError
 from fulcrum.rng import numpy_generator
+from fulcrum.settings.toml import parse_toml
 from fulcrum.study.records import DEFAULT_SCORE, StudyScore, update_choice_keys
 
 HALTON_BASES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
@@ -91,7 +92,7 @@ def read_search_file(file: Path) -> SearchSettings:
 def read_toml_file(file: Path) -> dict[str, Any]:
     """A TOML file's tables."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return parse_toml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; name its folder with --experiments.") from error
     except tomllib.TOMLDecodeError as error:

@@ -6,7 +6,7 @@ EXPECTED batch size, step. An empty sample also gets noise and a step. A non-fin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +36,35 @@ def train_client(
     work = work or make_materialised_step(problem.make_recorder())
     if task.message is not None:  # one step, masked: the update itself is the server's to make
         return release_held_sum(problem, hold_sum(problem, request, task, state, work), task)
+    steps = run_local_steps(problem, request, task, state)
+    answer: list[Contribution] = []
+    while True:
+        try:
+            asked = steps.send(answer) if answer else next(steps)
+        except StopIteration as end:
+            reply: ClientReply = end.value
+            return reply
+        with use_matmul_precision(problem.precision, problem.device):
+            answer = [work(problem, asked.sample, asked.view, asked.state, asked.terms)]
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What a local step asks for: the clipped sum of a sample, by the rule in this state, before noise."""
+
+    sample: StepSample
+    view: View
+    state: RuleState
+    terms: LocalStepTerms
+
+
+def run_local_steps(
+    problem: TrainingProblem, request: RoundRequest, task: Assignment, state: RuleState
+) -> Generator[StepRequest, list[Contribution], ClientReply]:
+    """One client's N local steps, which ask for each clipped sum and get it by `send`: clients may go side by side.
+
+    It comes in a list of one, which is emptied, so that nobody holds the sum's memory while noise is added.
+    """
     party = problem.party(task.client)
     theta = request.params
     batch = task.rate * party.units
@@ -49,11 +78,10 @@ def train_client(
         view = problem.rule.view(state, request.round, request.rounds)
         terms = LocalStepTerms(task.sigma, batch, task.lr)
         asked = task.asks_statistics(request.round, step)
-        sample = StepSample(theta, rows, slots, count, _draw_mask_seed(problem, key))
-        with use_matmul_precision(problem.precision, problem.device):
-            if view.probes is not None and asked:
-                sample = replace(sample, probes=view.probes)
-            given = work(problem, sample, view, state, terms)
+        probes = view.probes if asked else None
+        sample = StepSample(theta, rows, slots, count, _draw_mask_seed(problem, key), probes)
+        answer = yield StepRequest(sample, view, state, terms)
+        given = answer.pop()
         state = given.state
 
         scale = compute_charged_scale(

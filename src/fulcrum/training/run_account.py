@@ -21,7 +21,8 @@ class RunAccount:
         self.ledger, self.run = ledger, run
         self.largest = 0.0
         self._rounds_read = 0
-        self._pasts: list[Spend] = [Spend.empty()]
+        self._pasts: dict[int, Spend] = {0: Spend.empty()}
+        self._made = 0  # the number of the latest past
         self._past_of: dict[str, int] = {}
         self._next: dict[tuple[int, tuple[Event, ...]], int] = {}
         self._epsilons: dict[str, float] = {}
@@ -34,13 +35,22 @@ class RunAccount:
                 continue
             past = self._past_of.get(party, 0)
             if (past, events) not in self._next:
-                self._pasts.append(self._pasts[past].add_events(events))
-                self._next[past, events] = len(self._pasts) - 1
+                self._made += 1
+                self._pasts[self._made] = self._pasts[past].add_events(events)
+                self._next[past, events] = self._made
             self._past_of[party] = self._next[past, events]
             moved[party] = self._pasts[self._past_of[party]]
         self._epsilons |= self.ledger.price_run(self.run, moved)
         self.largest = max([self.largest, *(self._epsilons[party] for party in moved)])
         self._rounds_read = rounds
+        if len(self._pasts) > 2 * len(self._past_of) + 100:
+            self._forget_old_pasts()
+
+    def _forget_old_pasts(self) -> None:
+        """Keep the pasts that some party has now: a long run must not keep one for each of its rounds."""
+        used = {0, *self._past_of.values()}
+        self._pasts = {number: spend for number, spend in self._pasts.items() if number in used}
+        self._next = {key: number for key, number in self._next.items() if key[0] in used and number in used}
 
     def epsilons(self, plan: Plan) -> tuple[float, ...]:
         """Each party's epsilon so far, in the order of the plan's parties."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,10 +36,12 @@ def read_npz(path: Path) -> dict[str, Any]:
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise DataError(f"{path} holds a single array; save x, y, x_test and y_test with numpy.savez.")
             return {key: _read_npz_array(archive, key, path) for key in archive.files}
-    except (zipfile.BadZipFile, ValueError, EOFError) as error:
-        raise DataError(f"{path} is not a readable .npz file: {error}.") from error
+    except DataError:
+        raise
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # a damaged or hostile archive can make NumPy and zipfile raise almost anything
+        raise DataError(f"{path} is not a readable .npz file: {_describe(error)}.") from error
 
 
 def find_file(source: str, folder: str) -> Path:
@@ -140,11 +140,23 @@ def _join_inputs(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _read_npz_array(archive: Any, key: str, path: Path) -> Any:
     try:
-        return archive[key]
-    except (ValueError, zlib.error, zipfile.BadZipFile, EOFError, KeyError, OSError) as error:
+        found = archive[key]
+        if found.dtype.kind == "U" and found.size and found.dtype.itemsize:
+            # A code beyond Unicode ends the interpreter's own conversion to text with an error of its own.
+            codes = np.ascontiguousarray(found).view(np.dtype(np.uint32).newbyteorder(found.dtype.byteorder))
+            if int(codes.max()) > 0x10FFFF:
+                raise ValueError("its text is not Unicode")
+        return found
+    except Exception as error:
         if "pickle" in str(error):
             raise DataError(f"{path}: {key} holds Python objects; it must hold numbers.") from error
-        raise DataError(f"{path} is corrupt: {key} cannot be read ({error}).") from error
+        raise DataError(f"{path} is corrupt: {key[:100]} cannot be read ({_describe(error)}).") from error
+
+
+def _describe(error: Exception) -> str:
+    """What a library said, in one short line."""
+    words = " ".join(str(error).split())[:200].rstrip(".")
+    return "it asks for more memory than there is" if isinstance(error, MemoryError) else words or type(error).__name__
 
 
 def _parse_class_count(value: Any, where: str) -> int:

@@ -23,6 +23,7 @@ from fulcrum.data.table.texts import TEXT_KIND
 from fulcrum.data.table.toml import format_key, format_literal
 from fulcrum.errors import ConfigError
 from fulcrum.settings.registry import suggest_nearest_names
+from fulcrum.settings.toml import parse_toml
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,7 +193,7 @@ class Schema:
     def from_toml(text: str, where: str = "the schema") -> Schema:
         """The schema in a file's text; ConfigError names the column and what would be right."""
         try:
-            found = tomllib.loads(text)
+            found = parse_toml(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{where} is not valid TOML: {error}.") from None
         whole = set(found) == {"table"} and isinstance(found["table"], Mapping)  # a [table] section on its own
@@ -332,7 +333,7 @@ def _parse_field(field: str, value: Any, where: str, column: str = "") -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > 1e300
 
 
 def _check_schema(schema: Schema, where: str) -> Schema:

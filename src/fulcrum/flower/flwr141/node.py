@@ -41,6 +41,8 @@ from fulcrum.flower.messages import MESSAGE_VERSION, BadMessage, Envelope
 
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 """Seconds without any byte after which a request is given up; the coordinator answers within ten."""
+CONNECTIONS = httpx.Limits(max_connections=4, max_keepalive_connections=2, keepalive_expiry=60.0)
+"""A connection is kept between two heartbeats: a handshake costs both sides more than a request."""
 LONGEST_PAUSE = 20.0
 """Seconds: the longest pause between two tries. A party is back that long after its cause has ended, at most."""
 SAY_AGAIN_SECONDS = 600.0
@@ -280,7 +282,12 @@ class FleetNode:
                 if not self._insecure:
                     verify = make_client_context(self._ca)
                 self._client = httpx.Client(
-                    verify=verify, timeout=TIMEOUT, follow_redirects=False, trust_env=False, proxy=self.proxy
+                    verify=verify,
+                    timeout=TIMEOUT,
+                    limits=CONNECTIONS,
+                    follow_redirects=False,
+                    trust_env=False,
+                    proxy=self.proxy,
                 )
             return self._client
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import sys
@@ -72,8 +73,8 @@ class Monitor:
     def event(self, kind: str, **fields: Any) -> None:
         """One line of the log; numbers that are not finite become null."""
         if self.log is not None:
-            clean = {name: None if value != value else value for name, value in fields.items()}
-            self.log.write({"time": record.current_utc_time(), "role": self.role, "event": kind, **self.facts, **clean})
+            line = {"time": record.current_utc_time(), "role": self.role, "event": kind, **self.facts, **fields}
+            self.log.write(_only_finite(line))
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """The present value of a metric."""
@@ -134,6 +135,15 @@ class Monitor:
             words = ",".join(f'{key}="{_escape(text)}"' for key, text in labels)
             lines.append(f"{name}{{{words}}} {value!r}" if words else f"{name} {value!r}")
         return "\n".join(lines) + "\n"
+
+
+def _only_finite(value: Any) -> Any:
+    """The value as JSON has it: numbers that are not finite are null, also in lists and tables."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _only_finite(each) for name, each in value.items()}
+    return [_only_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _escape(text: str) -> str:

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from fulcrum.errors import ConfigError
 from fulcrum.settings.registry import find_nearest_name
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS
+from fulcrum.settings.toml import parse_toml
 
 PATHS = ("key", "ledger", "schema", "withdrawn", "ca", "terms", "home", "statement", "log")
 """Options that name a file or folder: in the file they are relative to it."""
@@ -57,7 +58,7 @@ class PartyOptions:
 def read_party_file(path: Path) -> dict[str, Any]:
     """The options in a file. Names are those of the command line, with - or _; paths are relative to the file."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

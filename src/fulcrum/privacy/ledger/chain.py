@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.errors import InputError
+from fulcrum.privacy.ledger.row_checks import find_loose_reference, refuse_wrong_row
 
 CHAINED_TABLES: dict[str, str] = {
     "identity": "id",
@@ -88,7 +89,7 @@ def check_chain(db: sqlite3.Connection, path: Path, end: ChainEnd) -> ChainEnd:
     """
     if end.sequence:
         known = db.execute("SELECT digest FROM chain WHERE sequence = ?", (end.sequence,)).fetchone()
-        if known is None or bytes(known[0]) != end.digest:
+        if known is None or known[0] != end.digest:
             raise InputError(
                 f"ledger {path} was changed from outside while it was open: row {end.sequence} of its chain is not the "
                 "one that was there; restore it from a copy."
@@ -105,12 +106,15 @@ def check_chain(db: sqlite3.Connection, path: Path, end: ChainEnd) -> ChainEnd:
         if content is None:
             raise _make_chain_error(path, f"row {row} of {table} (number {sequence} of the chain) is missing")
         digest = compute_row_digest(digest, table, content)
-        if digest != bytes(stored):
+        if digest != stored:
             raise _make_chain_error(
                 path, f"row {row} of {table} (number {sequence} of the chain) is not the row that was written"
             )
+        refuse_wrong_row(path, table, content)
     if end.sequence == 0:  # at opening; later only what others added is read
         _check_every_row_is_chained(db, path)
+        if loose := find_loose_reference(db):
+            raise _make_chain_error(path, loose)
     return ChainEnd(sequence, digest)
 
 

@@ -22,7 +22,9 @@ from fulcrum.privacy.ledger.rows import LedgerAccount, RunPlan
 from fulcrum.privacy.ledger.store import EMPTY_SPEND, LedgerStore
 from fulcrum.privacy.ledger.units import UnitArray, group_by_history, merge_units, parse_units
 
-MAX_PRICES_KEPT = 20_000
+MIN_PRICES_KEPT = 500
+"""Prices of pasts are kept: at least so many, and four for each account. All are forgotten beyond that, since a long
+run has a new past after each round."""
 Place = tuple[int, str]
 """A party's row and a run."""
 History = tuple[frozenset[str], frozenset[Place]]
@@ -69,7 +71,7 @@ class Pricer:
         """Whether a run's releases are within its plan; computed once for parties with the same past and plan."""
         key = (id(released), id(plan.events))
         if key not in self._covered:
-            if len(self._covered) > MAX_PRICES_KEPT:
+            if len(self._covered) > self._prices_kept:
                 self._covered.clear()
             self._covered[key] = (released, plan.events, is_within_plan(released, total_of(plan.events)))
         return self._covered[key][2]
@@ -140,10 +142,14 @@ class Pricer:
         order = self.choose_terms(row, account)[1]
         return max(spends, key=lambda spend: self._price(spend, account.delta, order), default=EMPTY_SPEND)
 
+    @property
+    def _prices_kept(self) -> int:
+        return max(MIN_PRICES_KEPT, 4 * len(self.store.accounts))
+
     def _price(self, spend: Spend, delta: float, order: float) -> float:
         key = (id(spend), delta, order)  # equal pasts share one object; it is kept with its price, so its id stays
         if key not in self._prices:
-            if len(self._prices) > MAX_PRICES_KEPT:
+            if len(self._prices) > self._prices_kept:
                 self._prices.clear()
             self._prices[key] = (spend, compute_epsilon_at_order(spend, delta, order))
         return self._prices[key][1]

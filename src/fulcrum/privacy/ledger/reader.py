@@ -67,10 +67,8 @@ class LedgerReader:
                     f"ledger {self.path} was rolled back: it has {end.sequence} rows, and this run knows "
                     f"{head.sequence}; give its latest copy."
                 )
-            (digest,) = self._store.db.execute(
-                "SELECT digest FROM chain WHERE sequence = ?", (head.sequence,)
-            ).fetchone()
-            if bytes(digest).hex() != head.digest:
+            found = self._store.db.execute("SELECT digest FROM chain WHERE sequence = ?", (head.sequence,)).fetchone()
+            if found is None or bytes(found[0]).hex() != head.digest:
                 raise InputError(
                     f"ledger {self.path} was rewritten: its row {head.sequence} is not the one that this run knows; "
                     "give the copy that this run was charged to."

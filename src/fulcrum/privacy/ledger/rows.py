@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from fulcrum.errors import InputError
 from fulcrum.privacy.events import Event, Gaussian, Unprotected, events_from_json, events_to_json
 
 
@@ -162,7 +163,13 @@ def write_events_text(events: tuple[Event, ...]) -> str:
 @lru_cache(maxsize=65536)
 def read_events_text(text: str) -> tuple[Event, ...]:
     """The events of a row. Files of format 1 omit the kind: [rate, sigma, count] with noise, [count] without."""
-    return events_from_json([_add_event_kind(row) for row in json.loads(text)])
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError):
+        rows = None
+    if not (isinstance(rows, list) and all(isinstance(row, list) for row in rows)):
+        raise InputError("the ledger is damaged: the events of a row cannot be read; restore it from a copy.")
+    return events_from_json([_add_event_kind(row) for row in rows])
 
 
 def _add_event_kind(row: list[Any]) -> list[Any]:

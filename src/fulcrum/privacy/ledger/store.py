@@ -22,6 +22,7 @@ from fulcrum.privacy.ledger.chain import (
     check_chain,
     read_chain_end,
 )
+from fulcrum.privacy.ledger.row_checks import refuse_wrong_row
 from fulcrum.privacy.ledger.rows import LedgerAccount, RunPlan, RunRecord, read_events_text
 
 # --- the format: tables, and triggers that make the file append-only ----------------------------
@@ -175,8 +176,8 @@ def _translate_sqlite_errors(path: Path) -> Iterator[None]:
         yield
     except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
         raise  # a defect of the program, not of the file
-    except sqlite3.DatabaseError as error:
-        words = str(error)
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # a damaged file's names need not be text
+        words = "malformed" if isinstance(error, UnicodeDecodeError) else str(error)
         reason = next((text for sign, text in _SQLITE_ERROR_ADVICE.items() if sign in words), f"failed: {words}")
         raise InputError(f"ledger {path} {reason}.") from error
 
@@ -343,8 +344,9 @@ class LedgerStore:
         ):
             self.accounts[terms[0]] = (party, LedgerAccount(*terms))
             self._seen["budgets"] = budget
+        # NOT INDEXED: by row number. To group, SQLite would otherwise walk an index over all rows there ever were.
         rows = self.db.execute(
-            "SELECT party, run, events, count(*), max(id), max(time) FROM entries WHERE id > ?"
+            "SELECT party, run, events, count(*), max(id), max(time) FROM entries NOT INDEXED WHERE id > ?"
             " GROUP BY party, run, events ORDER BY min(id)",
             (self._seen["entries"],),
         ).fetchall()
@@ -368,13 +370,21 @@ class LedgerStore:
                     f"{'has' if chains else 'lacks'} the chain of format {FORMAT_VERSION}; restore it from a copy."
                 )
             self._chained = bool(chains)
+            if not self._chained:
+                for table in _FIRST_TABLE_NAMES:  # rows without a chain are read as they are, if they have their form
+                    key, seen = _KEY_COLUMNS[table], self._seen[table]
+                    for row in self.db.execute(f"SELECT * FROM {table} WHERE {key} > ?", (seen,)):
+                        refuse_wrong_row(self.path, table, row)
         if self._chained:
             self._end = check_chain(self.db, self.path, self._end)
 
     def _read_new_records(self) -> None:
         """The rows of identity, runs, terms, plans and units that were not read before."""
         if not self.identity:
-            self.identity, self.former = self.db.execute("SELECT value, former FROM identity").fetchone()
+            found = self.db.execute("SELECT value, former FROM identity").fetchone()
+            if found is None:
+                raise InputError(f"ledger {self.path} is damaged: it has no identity; restore it from a copy.")
+            self.identity, self.former = found
         for record in self._read_new_rows("runs", "record"):
             known = RunRecord(**json.loads(record[0]))
             self.records[known.id] = known

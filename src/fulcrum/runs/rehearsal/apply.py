@@ -12,14 +12,14 @@ from fulcrum.data.made_up import can_make_up, read_data_facts
 from fulcrum.models.pretrain import ZERO_INIT_NAME
 from fulcrum.runs.preparation import derive_federation
 from fulcrum.runs.rehearsal.effort import WORK
-from fulcrum.runs.rehearsal.facts import read_rehearsal_facts
+from fulcrum.runs.rehearsal.facts import RehearsalFacts, read_rehearsal_facts
 from fulcrum.runs.rehearsal.memory import recall, recall_or_rehearse
 from fulcrum.runs.rehearsal.public_set import fit_facts, load_public_set
 from fulcrum.training.federation import Federation, make_model_facts
 
 
-def find_refusal(federation: Federation) -> str:
-    """Why this run is not rehearsed; "" where it can be."""
+def find_refusal(federation: Federation, patient: bool = False) -> str:
+    """Why this run is not rehearsed; "" where it can be. patient: however long it takes, or if the answer is known."""
     settings, problem = federation.settings, federation.problem
     if problem.rule not in (MOO, FIXED):
         return f"the rule is {problem.rule.name}"
@@ -33,9 +33,9 @@ def find_refusal(federation: Federation) -> str:
         return f"there is no made-up data for the task {problem.task.name!r}"
     if not settings.clip.rehearse_on and starts_from_learned_weights(federation):
         return "made-up data says little about weights that are learned already"
-    minutes = estimate_minutes(federation)
-    if minutes > MOST_MINUTES:
-        return f"it would take about {minutes:.0f} minutes here (`fulcrum rehearse` does it all the same)"
+    minutes = 0.0 if patient else estimate_minutes(federation)
+    if minutes > MOST_MINUTES and recall(_read_facts(federation).digest()) is None:
+        return f"it would take about {minutes:.0f} minutes here (`fulcrum rehearse` does it all the same, and keeps the answer)"
     return ""
 
 
@@ -58,6 +58,11 @@ def estimate_minutes(federation: Federation) -> float:
     return read_rehearsal_facts(federation).estimate_work() / per_minute
 
 
+def _read_facts(federation: Federation) -> RehearsalFacts:
+    """The facts of a run, with its public records where it has some."""
+    return fit_facts(read_rehearsal_facts(federation), load_public_set(federation))
+
+
 def wants_rehearsal(federation: Federation) -> bool:
     """Whether the settings ask for a rehearsal that is still to come."""
     return federation.settings.clip.rehearse and federation.settings.clip.step == 0
@@ -67,8 +72,7 @@ def describe_coming_rehearsal(federation: Federation) -> str:
     """One sentence for people where `apply_rehearsal` is about to take its time; else ""."""
     if not wants_rehearsal(federation) or find_refusal(federation):
         return ""
-    facts = fit_facts(read_rehearsal_facts(federation), load_public_set(federation))
-    if recall(facts.digest()) is not None:
+    if recall(_read_facts(federation).digest()) is not None:
         return ""
     return (
         "rehearsing on made-up records first, to find the step length at no privacy cost; the answer is kept, and "
@@ -87,8 +91,7 @@ def apply_rehearsal(federation: Federation, model: nn.Module | None = None) -> F
     refusal = find_refusal(federation)
     if refusal:
         return _add_warning(federation, f"nothing was rehearsed on made-up data (clip.rehearse): {refusal}.")
-    public = load_public_set(federation)
-    facts = fit_facts(read_rehearsal_facts(federation), public)
+    public, facts = load_public_set(federation), _read_facts(federation)
     answer = recall_or_rehearse(facts, model, public)
     chosen = derive_federation(federation, answer.candidate.apply(federation.settings, facts.steps))
     return dataclasses.replace(chosen, rehearsed=answer.to_json())

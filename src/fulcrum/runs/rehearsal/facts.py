@@ -50,10 +50,10 @@ class RehearsalFacts:
     """All that a rehearsal depends on. All of it is public.
 
     noise: standard deviation of one step's mean gradient along any direction, in units of C, over all parties. batch,
-    examples, parties: of the small run, and effort: how much is played. model_key: digest of the architecture. dim: parameters. default_step: first
-    step length that moo would take without a rehearsal. work: multiplications of one example's forward pass. rule: moo,
-    or fixed, for which C and the learning rate alone are chosen. public: fingerprint of the user's public records that
-    take the place of made-up ones (clip.rehearse_on).
+    examples, parties: of the small run, and effort: how much is played. model_key: digest of the architecture. dim:
+    parameters. default_step: first step length that moo would take without a rehearsal. work: multiplications of one
+    example's forward pass. rule: moo, or fixed, for which C and the learning rate alone are chosen. public: fingerprint
+    of the user's public records that take the place of made-up ones (clip.rehearse_on).
     """
 
     data: DataFacts

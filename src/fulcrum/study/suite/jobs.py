@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from fulcrum.settings.schema import Settings
 from fulcrum.study.experiment import make_run_settings
 from fulcrum.study.job import StudyJob
@@ -65,6 +67,13 @@ def make_suite_job(suite: Suite, scenario: Scenario, method: str, start: Start, 
 
 def make_scenario_settings(scenario: Scenario, method: str, start: Start = DEFAULT_START, seed: int = 0) -> Settings:
     """The settings of a run in a scenario."""
+    base = _parse_scenario(scenario, method)
+    return base.replace(clip={"C0": start[0]}, train={"lr": start[1]}, run={"seed": seed})
+
+
+@lru_cache(maxsize=1024)
+def _parse_scenario(scenario: Scenario, method: str) -> Settings:
+    """The settings of a scenario from the default start, checked once: a suite has thousands of runs."""
     own = getattr(models, scenario.model, None)
     base = {
         "data": {"parties": scenario.parties, "partition": scenario.partition, "alpha": scenario.alpha},
@@ -81,5 +90,5 @@ def make_scenario_settings(scenario: Scenario, method: str, start: Start = DEFAU
             "server": scenario.server,
         },
     }
-    words = {"clip.C0": start[0], "train.lr": start[1], "run.seed": seed, "run.evaluate_every": scenario.rounds}
+    words = {"clip.C0": DEFAULT_START[0], "train.lr": DEFAULT_START[1], "run.evaluate_every": scenario.rounds}
     return make_run_settings(base, get_source_name(scenario.data), method, scenario.epsilon, words)

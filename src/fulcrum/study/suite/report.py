@@ -1,4 +1,4 @@
-"""Writes the suite's outputs: summary.json, summary.md, cells.json."""
+"""Writes the suite's outputs: summary.json, summary.md, cells.json, the figure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fulcrum.study.figures import IntervalRow, draw_intervals
 from fulcrum.study.provenance import collect_provenance, get_command_line, get_source_commit, provenance_to_markdown
 from fulcrum.study.report import select_job_results, write_json_file, write_text_file
 from fulcrum.study.store import RunRecord
@@ -26,7 +27,26 @@ def write_suite_report(folder: Path, suite: Suite, done: Mapping[str, RunRecord]
     write_json_file(folder / "summary.json", [{**finding.to_json(), **origin} for finding in findings])
     write_json_file(folder / "cells.json", {"provenance": facts, "scenarios": [_list_cells(f) for f in findings]})
     write_text_file(folder / "summary.md", make_suite_page(suite, findings, facts))
+    if findings:
+        write_text_file(folder / "figures" / "regrets.svg", draw_regrets(suite, findings))
     return findings
+
+
+SHOWN_RIVALS = ("moo-unrehearsed", "dp-sgd-rehearsed", "dp-sgd-paid-tuning")
+"""Rivals of the figure; all of them are in the table."""
+
+
+def draw_regrets(suite: Suite, findings: Sequence[ScenarioFinding]) -> str:
+    """The suite in one figure: each scenario's regret with its interval, the worst start, and some rivals."""
+    rows = []
+    for aside in (True, False):
+        for f in sorted((f for f in findings if f.set_aside == aside), key=lambda f: -f.regret):
+            marks = {"worst start": f.start_regret}
+            marks |= {rival.method: rival.regret for rival in f.rivals if rival.method in SHOWN_RIVALS}
+            half = f.interval if math.isfinite(f.interval) else 0.0
+            rows.append(IntervalRow(f"{f.scenario.name}{' *' if aside else ''}", f.regret, half, marks))
+    words = "points below the best of 25 fixed cells (C, learning rate); negative: ahead of it. *: set aside"
+    return draw_intervals(rows, suite.title, words, suite.default, bar=1.5)
 
 
 def _list_cells(finding: ScenarioFinding) -> dict[str, Any]:

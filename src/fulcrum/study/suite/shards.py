@@ -4,8 +4,8 @@
     python -m fulcrum.study.suite.shards run PACK.json --out DIR --shard 0/12             # there, in as many processes
     fulcrum study merge DIR --into results/no-tuning                                      # here again
 
-A pack holds one calibrated job per scenario and method, and the starts and seeds that it stands for. A shard holds whole
-scenarios, so that each is rehearsed once; the dearest come first. Results are written as they come, and what has a
+A pack holds one calibrated job per scenario and method, and the starts and seeds that it stands for. A shard holds
+whole entries, so that each is rehearsed once; the dearest come first. Results are written as they come, and what has a
 result in --out is not run again: the same command goes on after a crash or when --seconds are up.
 """
 
@@ -49,17 +49,29 @@ def make_pack(half: str, part: str, seeds: int = 0) -> Pack:
         for jobs in groups.values():
             (base,) = calibrate_jobs(jobs[:1])
             runs = [[job.cell, job.settings.clip.C0, job.settings.train.lr, job.seed] for job in jobs]
-            cost = estimate_cost(base, len(runs))
-            pack.append({"scenario": scenario.name, "cost": round(cost), "job": base.to_json(), "runs": runs})
+            # What is rehearsed stays together; other runs are cut into pieces that shards can share.
+            piece = len(runs) if base.settings.clip.rehearse else MOST_RUNS
+            for start in range(0, len(runs), piece):
+                some = runs[start : start + piece]
+                cost = estimate_cost(base, len(some))
+                pack.append({"scenario": scenario.name, "cost": round(cost, 1), "job": base.to_json(), "runs": some})
     return pack
 
 
+MOST_RUNS = 150
+"""Runs of an entry that is not rehearsed: one stack."""
+STEP_SECONDS = {"resnet": 10e-3, "attention": 6e-3, "mean_of_words": 4e-3, "layer_norm_mlp": 2e-3, "small_cnn": 2e-3}
+"""Seconds of one local step of one run in a stack, by model, with a dozen processes on an H200; others take 0.5 to
+1.5 ms. A step of a whole stack takes `STACK_SECONDS` at least."""
+STACK_SECONDS = 0.03
+
+
 def estimate_cost(job: StudyJob, runs: int) -> float:
-    """About how long the runs take, in units that are the same for all scenarios."""
-    train, own = job.settings.train, ":" in job.settings.model.name
-    stacks = 1 + runs / 60
-    rehearsal = 20 if job.settings.clip.rehearse else 0
-    return (stacks + rehearsal) * (40 + min(train.rounds, 400)) * (1 + 0.25 * train.steps) * (2.5 if own else 1.0)
+    """About how many seconds an entry takes."""
+    train, model = job.settings.train, job.settings.model.name.rpartition(":")[2]
+    each = STEP_SECONDS.get(model, 1.5e-3 if "cnn" in model else 0.5e-3)
+    rehearsal = 15 + 2500 * each + 0.1 * min(train.rounds, 250) if job.settings.clip.rehearse else 0
+    return 3 + rehearsal + max(runs * each, STACK_SECONDS) * train.rounds * train.steps
 
 
 def expand_entry(entry: Mapping[str, Any]) -> list[StudyJob]:
@@ -75,17 +87,15 @@ def expand_entry(entry: Mapping[str, Any]) -> list[StudyJob]:
     ]
 
 
-def assign_scenarios(pack: Pack, index: int, count: int) -> list[str]:
-    """The scenarios of one shard, the dearest first: each goes to the shard with the least to do."""
-    costs: dict[str, float] = {}
-    for entry in pack:
-        costs[entry["scenario"]] = costs.get(entry["scenario"], 0.0) + entry["cost"]
-    loads, mine = [0.0] * count, []
-    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+def assign_entries(pack: Pack, index: int, count: int) -> Pack:
+    """The entries of one shard, the dearest first: each goes to the shard with the least to do."""
+    loads: list[float] = [0.0] * count
+    mine: Pack = []
+    for entry in sorted(pack, key=lambda entry: (-entry["cost"], entry["runs"][0])):
         place = loads.index(min(loads))
-        loads[place] += costs[name]
+        loads[place] += entry["cost"]
         if place == index:
-            mine.append(name)
+            mine.append(entry)
     return mine
 
 
@@ -95,33 +105,31 @@ def run_shard(pack: Pack, out: Path, shard: tuple[int, int], how: BackendOptions
     machine = {**describe_machine(how.device), "backend": "stacked", "precision": how.precision}
     left = 0
     with ShardWriter(out, f"runs-{socket.gethostname()}-{shard[0]}of{shard[1]}") as writer:
-        for name in assign_scenarios(pack, *shard):
+        for entry in assign_entries(pack, *shard):
             began = time.monotonic()
-            for job, result in _run_scenario(pack, name, done, how):
+            for job, result in _run_entry(entry, done, how):
                 if result is None:
                     left += 1
                 else:
                     writer.add(make_job_record(job, result, machine))
-            how.say(f"{name}: {time.monotonic() - began:.0f} s")
+            took = time.monotonic() - began
+            how.say(f"{entry['scenario']} {entry['job']['row']} {len(entry['runs'])}: {took:.0f} s of {entry['cost']}")
     return left
 
 
-def _run_scenario(
-    pack: Pack, name: str, done: Mapping[str, Any], how: BackendOptions
+def _run_entry(
+    entry: Mapping[str, Any], done: Mapping[str, Any], how: BackendOptions
 ) -> Iterator[tuple[StudyJob, Any]]:
-    """The jobs of a scenario with their results; None for those that time or an error left undone."""
-    for entry in pack:
-        if entry["scenario"] != name:
-            continue
-        todo = {job.id: job for job in expand_entry(entry) if job.id not in done}
-        try:
-            if how.clock.remaining_seconds > 0:
-                for job, result in run_jobs(list(todo.values()), "stacked", how):
-                    del todo[job.id]
-                    yield job, result
-        except Exception as error:  # one method's failure must not cost the other scenarios
-            how.say(f"FAILED {name} {entry['job']['row']}: {type(error).__name__}: {str(error)[:300]}")
-        yield from ((job, None) for job in todo.values())
+    """The jobs of an entry with their results; None for those that time or an error left undone."""
+    todo = {job.id: job for job in expand_entry(entry) if job.id not in done}
+    try:
+        if todo and how.clock.remaining_seconds > 0:
+            for job, result in run_jobs(list(todo.values()), "stacked", how):
+                del todo[job.id]
+                yield job, result
+    except Exception as error:  # one method's failure must not cost the other scenarios
+        how.say(f"FAILED {entry['scenario']} {entry['job']['row']}: {type(error).__name__}: {str(error)[:300]}")
+    yield from ((job, None) for job in todo.values())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

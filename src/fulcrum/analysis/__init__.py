@@ -1,0 +1,1 @@
+"""What people look at beside training: a run's page (`report/`), and the theory, checked (`theory/`)."""
