@@ -99,7 +99,8 @@ def apply_rehearsal(federation: Federation, model: nn.Module | None = None) -> F
         # moo as it is: its own first step for the run's exact noise, which the facts have rounded.
         exact = federation.plan.compute_noise_to_signal(facts.dim).direction
         candidate = dataclasses.replace(candidate, step=find_default_step(federation, exact))
-    return derive_federation(federation, candidate.apply(federation.settings, facts.steps))
+    chosen = derive_federation(federation, candidate.apply(federation.settings, facts.steps))
+    return dataclasses.replace(chosen, rehearsed=answer.to_json())
 
 
 def _add_warning(federation: Federation, warning: str) -> Federation:
