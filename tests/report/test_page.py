@@ -249,6 +249,19 @@ def test_csv_holds_the_numbers_and_no_formula(tmp_path: Path) -> None:
     assert guard("x") == "x"
 
 
+def test_what_the_rehearsal_chose(tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path / "run")
+    assert "What the rehearsal chose" not in make_page([read_run(folder)])
+    content = {
+        "candidate": {"mode": "moo", "C": 1.0, "step": 2.0},
+        "regrets": {"<i>plain": 2.5, "moo: first step 2": 1.5},
+    }
+    (folder / "rehearsal.json").write_text(json.dumps(content))
+    page = make_page([read_run(folder)])
+    assert "What the rehearsal chose" in page
+    assert page.index("moo: first step 2") < page.index("&lt;i&gt;plain"), "the smallest regret first"
+
+
 def test_a_run_of_the_first_versions(tmp_path: Path) -> None:
     folder = tmp_path / "old"
     folder.mkdir()

@@ -124,6 +124,8 @@ def _write_start_files(
         for name, content in problem.dataset.schema.pack().items():
             record.write_file_atomically(folder.path / name, content)
     folder.write_json("split.json", describe_split(federation))
+    if federation.rehearsed:
+        folder.write_json("rehearsal.json", federation.rehearsed)
     folder.write_json("environment.json", record.describe_environment(problem.device))
     folder.write_json(
         "run.json",

@@ -1,4 +1,7 @@
-"""Line plots and heat maps as SVG text: no plotting library, small files, readable in any browser."""
+"""Line plots and heat maps of studies as SVG text: small files without a plotting library, readable in any browser.
+
+Why not matplotlib: docs/decisions/0013-charts.md has the measurements. Colours and dashes are those of the report.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from types import MappingProxyType
 
-SERIES_COLOURS = ("#0b7189", "#d1495b", "#edae49", "#66a182", "#6a4c93", "#8d6a4f", "#97a3b0", "#111111", "#7a9e26")
-FONT_ATTRIBUTES = 'font-family="sans-serif" font-size="11" fill="#222"'
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#b0528f", "#a87b00", "#4b5563", "#2a9fd0", "#7a4b2a")
+"""Colours that people with any colour vision tell apart: of these figures, of the report's page and of its figures."""
+DASHES = ("", "7 3", "2 3", "9 3 2 3")
+"""Dashes of further series, once the colours are used up."""
+INK, SOFT, LINE = "#16202c", "#566273", "#dfe4ea"
+FONT_ATTRIBUTES = f'font-family="sans-serif" font-size="11" fill="{INK}"'
 LETTER_WIDTH = 6.4
 """Width per letter of a legend."""
 PlotSeries = Mapping[str, Sequence[tuple[float, float]]]
+PlotBands = Mapping[str, Sequence[tuple[float, float, float]]]
+"""Name -> (x, low, high): the spread around a series."""
+
+
+def style_series(place: int) -> tuple[str, str]:
+    """The colour of the series at a place, and its dash as an attribute ("" for none)."""
+    dash = DASHES[place // len(PALETTE) % len(DASHES)]
+    return PALETTE[place % len(PALETTE)], f' stroke-dasharray="{dash}"' if dash else ""
 
 
 def draw_line_plot(
@@ -24,11 +40,12 @@ def draw_line_plot(
     note: str = "",
     order: Sequence[str] = (),
     log_x: bool = False,
+    bands: PlotBands = MappingProxyType({}),
 ) -> str:
     """A line plot with a legend. series: name -> points; points that are not drawable are left out.
 
-    log, log_x: logarithmic y, x. note: a comment kept in the file, such as where it came from. order: all
-    names, so that a name has the same colour in every figure.
+    bands: the spread around some of the series, drawn behind them. log, log_x: logarithmic y, x. note: a comment kept
+    in the file, such as where it came from. order: all names, so that a name has the same colour in every figure.
     """
     height, left, top, bottom = 360, 60, 34, 44
     drawn = {
@@ -43,7 +60,18 @@ def draw_line_plot(
     right = max(150.0, 36 + LETTER_WIDTH * max(map(len, drawn), default=0))
     width = left + 430 + right
     xs = [a for points in drawn.values() for a, _ in points] or [0.0, 1.0]
-    ys = [b for points in drawn.values() for _, b in points] or [0.0, 1.0]
+    spread = {
+        name: [
+            (_scale_value(a, log_x), _scale_value(low, log), _scale_value(high, log))
+            for a, low, high in points
+            if _is_drawable(a, log_x) and _is_drawable(low, log) and _is_drawable(high, log)
+        ]
+        for name, points in bands.items()
+        if name in drawn
+    }
+    spread = {name: points for name, points in spread.items() if points}
+    ends = [value for points in spread.values() for _, low, high in points for value in (low, high)]
+    ys = [*(b for points in drawn.values() for _, b in points), *ends] or [0.0, 1.0]
     x0, x1 = min(xs), max(max(xs), min(xs) + 1e-9)
     y0, y1 = _widen_range(min(ys), max(ys))
 
@@ -55,7 +83,7 @@ def draw_line_plot(
     for tick in _choose_ticks(y0, y1, log):
         _, level = at(x0, tick)
         parts.append(
-            f'<line x1="{left}" x2="{width - right:g}" y1="{level:.1f}" y2="{level:.1f}" stroke="#ddd"/>'
+            f'<line x1="{left}" x2="{width - right:g}" y1="{level:.1f}" y2="{level:.1f}" stroke="{LINE}"/>'
             + _make_text_element(left - 6, level + 4, _format_number(10**tick if log else tick), "end")
         )
     for tick in _choose_ticks(x0, x1, log_x):
@@ -67,11 +95,16 @@ def draw_line_plot(
         _make_text_element((left + width - right) / 2, height - 8, x, "middle"),
         _make_text_element(8, top - 6, y, "start"),
     ]
+    for i, (name, band) in enumerate(spread.items()):
+        colour, _ = style_series(order.index(name) if name in order else i)
+        edge = [at(a, low) for a, low, _ in band] + [at(a, high) for a, _, high in reversed(band)]
+        path = " ".join("{:.1f},{:.1f}".format(*point) for point in edge)
+        parts.append(f'<polygon fill="{colour}" fill-opacity="0.15" points="{path}"/>')
     for i, (name, points) in enumerate(drawn.items()):
         place = order.index(name) if name in order else i
-        colour = SERIES_COLOURS[place % len(SERIES_COLOURS)]
+        colour, dash = style_series(place)
         path = " ".join("{:.1f},{:.1f}".format(*at(a, b)) for a, b in points)
-        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}"/>')
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8"{dash} points="{path}"/>')
         mark = top + 16 * i
         parts.append(f'<rect x="{width - right + 12:g}" y="{mark}" width="12" height="4" fill="{colour}"/>')
         parts.append(_make_text_element(width - right + 30, mark + 7, name, "start"))
@@ -99,7 +132,7 @@ def draw_panels(
     parts = [_make_text_element(8, 18, title, "start", 'font-weight="bold"')]
     across = 8.0
     for name in names:
-        colour = SERIES_COLOURS[order.index(name) % len(SERIES_COLOURS)]
+        colour, _ = style_series(order.index(name))
         parts.append(f'<rect x="{across:g}" y="32" width="12" height="4" fill="{colour}"/>')
         parts.append(_make_text_element(across + 18, 38, name, "start"))
         across += 36 + LETTER_WIDTH * len(name)
@@ -132,17 +165,17 @@ def _draw_panel(
     parts = [_make_text_element(left, top - 5, panel.title, "start")]
     for tick in _choose_ticks(y0, y1, True):
         _, level = at(x0, tick)
-        parts.append(f'<line x1="{left:g}" x2="{left + wide:g}" y1="{level:.1f}" y2="{level:.1f}" stroke="#ddd"/>')
+        parts.append(f'<line x1="{left:g}" x2="{left + wide:g}" y1="{level:.1f}" y2="{level:.1f}" stroke="{LINE}"/>')
         if labels:
             parts.append(_make_text_element(left - 4, level + 4, _format_number(10**tick), "end"))
     for value in sorted(set(points)):
         across, _ = at(math.log10(value), y0)
         parts.append(_make_text_element(across, top + tall + 14, _format_number(value), "middle"))
     for name, line in panel.series.items():
-        colour = SERIES_COLOURS[order.index(name) % len(SERIES_COLOURS) if name in order else 0]
+        colour, dash = style_series(order.index(name) if name in order else 0)
         drawn = [at(math.log10(a), math.log10(b)) for a, b in line if a > 0 and b > 0]
         path = " ".join("{:.1f},{:.1f}".format(*point) for point in drawn)
-        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}"/>')
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8"{dash} points="{path}"/>')
         parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.2" fill="{colour}"/>' for a, b in drawn]
     return parts
 
@@ -234,7 +267,7 @@ def draw_heat_map(
         parts.append(_make_text_element(left - 8, top + tall * i + 19, rows[i], "end"))
         for j, value in enumerate(row):
             share = math.nan if math.isnan(value) else min(max((value - low) / (span or 1e-9), 0.0), 1.0)
-            ink = "#fff" if share < 0.55 else "#222"
+            ink = "#fff" if share < 0.55 else INK
             parts.append(
                 f'<rect x="{left + size * j}" y="{top + tall * i}" width="{size - 2}" height="{tall - 2}" '
                 f'fill="{_choose_shade(share)}"/>'
@@ -257,7 +290,7 @@ def _make_svg(width: float, height: float, parts: Sequence[str], note: str) -> s
 
 
 def _make_text_element(x: float, y: float, words: str, anchor: str, more: str = "", ink: str = "") -> str:
-    font = FONT_ATTRIBUTES if not ink else FONT_ATTRIBUTES.replace("#222", ink)
+    font = FONT_ATTRIBUTES if not ink else FONT_ATTRIBUTES.replace(INK, ink)
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {font} {more}>{escape(words)}</text>'
 
 

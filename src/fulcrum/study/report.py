@@ -309,9 +309,16 @@ def write_curves(folder: Path, name: str, cells: Sequence[TableCell], note: str)
             c.label: [(t, score.to_table_scale(v)) for t, v in compute_mean_curve(c.curves, "curve")] for c in own
         }
         clip = {c.label: compute_mean_curve(c.curves, "C") for c in own if c.unit}
+        spread = {
+            c.label: [
+                (t, score.to_table_scale(low), score.to_table_scale(high))
+                for t, low, high in compute_curve_range(c.curves, "curve")
+            ]
+            for c in own
+        }
         stem = f"{name}-{file_stem(dataset)}-{epsilon:g}"
         shown = figures.draw_line_plot(
-            scores, f"{score.name.capitalize()}, {where}", "round", score.unit, note=note, order=order
+            scores, f"{score.name.capitalize()}, {where}", "round", score.unit, note=note, order=order, bands=spread
         )
         write_text_file(folder / f"{stem}-{score.name}.svg", shown)
         shown = figures.draw_line_plot(
@@ -325,6 +332,13 @@ def compute_mean_curve(runs: Sequence[RunRecord], name: str) -> list[tuple[float
     tracks = [{t: float(value) for t, value in run[name]} for run in runs]
     common = sorted(set.intersection(*map(set, tracks))) if tracks else []
     return [(t, sum(track[t] for track in tracks) / len(tracks)) for t in common]
+
+
+def compute_curve_range(runs: Sequence[RunRecord], name: str) -> list[tuple[float, float, float]]:
+    """(round, smallest, largest) over runs of a kept curve, at the rounds all of them have; nothing of a single run."""
+    tracks = [{t: float(value) for t, value in run[name]} for run in runs]
+    common = sorted(set.intersection(*map(set, tracks))) if len(tracks) > 1 else []
+    return [(t, min(track[t] for track in tracks), max(track[t] for track in tracks)) for t in common]
 
 
 # --- over the number of parties -------------------------------------------------------------------

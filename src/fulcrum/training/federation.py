@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ class Federation:
 
     evaluation: how private held-out records are scored; None where there are none. model_given: the model was handed
     over as an object, not named by the settings. origin: the run whose model the initial weights are, if any.
+    rehearsed: what a rehearsal on made-up data answered, as plain values; empty where there was none.
     """
 
     settings: Settings
@@ -39,6 +41,7 @@ class Federation:
     evaluation: EvaluationPlan | None = None
     model_given: bool = False
     origin: WeightOrigin | None = None
+    rehearsed: Mapping[str, Any] = field(default_factory=dict)
 
 
 PRETRAINED_NORM_RATIO = 1.5

@@ -12,11 +12,9 @@ from typing import Any
 from fulcrum.analysis.report.chart_types import Axis, Chart, Series
 from fulcrum.analysis.report.files import make_file_stem
 from fulcrum.errors import RunError
+from fulcrum.study.figures import INK, LINE, PALETTE, SOFT
 
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#b0528f", "#a87b00", "#4b5563", "#2a9fd0", "#7a4b2a")
-"""Colours that people with any colour vision tell apart; the page's --c0 to --c7 of its light theme."""
 DASHES = ((0, ()), (0, (7, 3)), (0, (2, 3)), (0, (9, 3, 2, 3)))
-SOFT, LINE, INK = "#566273", "#dfe4ea", "#16202c"
 STYLE = {
     "font.family": "sans-serif",
     "font.size": 9,

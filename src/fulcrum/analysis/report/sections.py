@@ -169,7 +169,10 @@ def make_rehearsal(run: RunView) -> Html:
         return Html("")
     chosen = [(name, run.settings[name]) for name in REHEARSED_SETTINGS if name in run.settings]
     rows = [(tag("code", name), format_setting(value)) for name, value in chosen]
-    words = "Before anything was spent, candidates were played on made-up data of the same shape. It saw no record, so "
+    words = (
+        "Before anything was spent, candidates were played on made-up records, or on a public set that the settings "
+        "name. No private record was seen, so "
+    )
     found = [
         tag("p", words, "it cost nothing. This run took:"),
         make_table(("setting", "value"), rows, "chosen by the rehearsal", sortable=False),
