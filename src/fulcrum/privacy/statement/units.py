@@ -174,7 +174,7 @@ SEES_MASKED_SUMS = (
     "The server together with up to {colluders} of the parties, whichever they are; they may pool all they see and "
     "know: the masked messages, every released model and clipping norm C, all settings, the code, who takes part, and "
     "the colluders' own masks, noise and data. Of the honest parties' messages they learn the sum and nothing else, as "
-    "long as ChaCha20, X25519, Ed25519 and BLAKE2b are what they are taken for: THE GUARANTEE IS COMPUTATIONAL. The "
+    "long as ChaCha20, X25519, SHA-256 and the parties' signatures are not broken: THE GUARANTEE IS COMPUTATIONAL. The "
     "others follow the protocol, and hold each other's true keys. With more colluders the epsilons below hold "
     "instead. Outsiders, who see only models, see less."
 )
@@ -184,7 +184,7 @@ NO_COLLUDERS_TEXT = (
 )
 MASKED_SUMS_COMPOSE_TEXT = (
     "Each round releases one thing, the weighted sum over the participants of one step each. A participant's own noise "
-    "is as large as that the honest participants' noises add up to sigma_eff, whichever parties collude (docs/"
+    "is large enough that the honest participants' noises add up to sigma_eff, whichever parties collude (docs/"
     "pairwise.md); a unit, at whichever party, moves the sum by at most its own bound. Each party's ledger is charged "
     "what the sum costs, before anything is released. A round that is void, because a message was missing, is paid by "
     "whoever had sent its own. Poisson sampling lowers the cost because nobody learns who was sampled."
