@@ -7,6 +7,7 @@ transport is left out; a dictionary carries the envelopes (tests/support/flower.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import shutil
@@ -76,7 +77,7 @@ class MessageWorld:
                 ended = child.run_command(counted, log, child.count_lines(0, lambda: None))
                 code, said, self.lines = ended.code, ended.said, int(count.read_text())
             else:
-                ended = child.run_command(lambda folder=folder: play_federation(folder), log)
+                ended = child.run_command(functools.partial(play_federation, folder), log)
                 code, said, self.seconds = ended.code, ended.said, ended.seconds
             if code:
                 raise SystemExit(f"the federation without faults failed: {said}")

@@ -31,7 +31,18 @@ class Work:
     kept: bool = False
 
 
-_COMMON = ("--data", "data.npz", "--parties", "2", "--partition", "iid", "--rounds", str(ROUNDS), "--rate", "0.5")
+_COMMON: tuple[str, ...] = (
+    "--data",
+    "data.npz",
+    "--parties",
+    "2",
+    "--partition",
+    "iid",
+    "--rounds",
+    str(ROUNDS),
+    "--rate",
+    "0.5",
+)
 _COMMON += ("--sigma", "1.3", "--model", "linear", "--quiet")
 _SEEDED = ("--set", "privacy.randomness=seeded")
 WORKS = (

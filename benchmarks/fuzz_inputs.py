@@ -12,11 +12,36 @@ from typing import Any
 
 Mutate = Callable[[bytes, random.Random, Sequence[bytes]], bytes]
 
-NUMBERS = (b"0", b"-1", b"1e999", b"-1e999", b"nan", b"inf", b"1" * 400, b"9223372036854775808", b"1e-320", b"0x10")
+NUMBERS: tuple[bytes, ...] = (
+    b"0",
+    b"-1",
+    b"1e999",
+    b"-1e999",
+    b"nan",
+    b"inf",
+    b"1" * 400,
+    b"9223372036854775808",
+    b"1e-320",
+    b"0x10",
+)
 NUMBERS += (b"1" * 5000, b"true", b'"7"', b"[]", b"{}", b"[[[[[[[[[]]]]]]]]]", b"1979-05-27", b"-0.0", b"1_000", b"2.5")
-WORDS = (b'""', b'"\\u0000"', b'"\\ud800"', b'"../../etc/passwd"', b'"fuzz_canary:make"', b'"a' + b"x" * 3000 + b'"')
+WORDS: tuple[bytes, ...] = (
+    b'""',
+    b'"\\u0000"',
+    b'"\\ud800"',
+    b'"../../etc/passwd"',
+    b'"fuzz_canary:make"',
+    b'"a' + b"x" * 3000 + b'"',
+)
 WORDS += ('"\u202e\u0130\U0001f600"'.encode(), b'"\\u001b[2J"', b'"nan"', b"'''", b'"/dev/zero"', b'"none"')
-EDGES = (b"\x00", b"\xff", b"\x7f\xff\xff\xff", b"\xff\xff\xff\xff", b"\x80\x00\x00\x00", struct.pack("<q", 1 << 40))
+EDGES: tuple[bytes, ...] = (
+    b"\x00",
+    b"\xff",
+    b"\x7f\xff\xff\xff",
+    b"\xff\xff\xff\xff",
+    b"\x80\x00\x00\x00",
+    struct.pack("<q", 1 << 40),
+)
 EDGES += (struct.pack("<q", -1), struct.pack("<d", float("nan")), struct.pack("<f", float("inf")))
 
 
@@ -81,7 +106,23 @@ def mutate_json(seed: bytes, draw: random.Random, others: Sequence[bytes]) -> by
 
 
 def _change_tree(tree: Any, draw: random.Random) -> Any:
-    odd = [None, True, -1, 0, 1e308, 10**30, 1 << 63, "", "x" * 300, "\x1b[2J", "\ud800", [], {}, [[]], {"a": {}}]
+    odd: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        1e308,
+        10**30,
+        1 << 63,
+        "",
+        "x" * 300,
+        "\x1b[2J",
+        "\ud800",
+        [],
+        {},
+        [[]],
+        {"a": {}},
+    ]
     odd += [
         0.1,
         "fuzz_canary:make",

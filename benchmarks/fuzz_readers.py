@@ -124,7 +124,7 @@ def fuzz(reader: Any, first: int, count: int, seed: int, folder: Path, note: Cal
         _, status = os.waitpid(child, 0)
         if current is not None and not done:
             number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-            why = {signal.SIGPROF: "hang", signal.SIGKILL: "hang"}.get(number, f"died of signal {number}")
+            why = "hang" if number in (signal.SIGPROF, signal.SIGKILL) else f"died of signal {number}"
             note(current, why)
         at = (current + 1) if current is not None else at + chunk
 

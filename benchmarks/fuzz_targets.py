@@ -71,7 +71,7 @@ def _mutate_pickle(seed: bytes, draw: random.Random, others: Sequence[bytes]) ->
     content = mutate_bytes(seed, draw, others) if draw.random() < 0.7 else seed
     if draw.random() < 0.4:
         at = draw.randrange(len(content) + 1)
-        evil = (
+        evil: tuple[bytes, ...] = (
             b"cfuzz_canary\nmake\n)R",
             b"cos\nsystem\n(S'true'\ntR",
             b"cbuiltins\neval\n(S'1'\ntR",

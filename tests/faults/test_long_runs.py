@@ -40,7 +40,7 @@ def test_the_ledger_reads_new_rows_by_their_number_however_many_there_are() -> N
     """To group them, SQLite would otherwise walk an index over all rows, in every round."""
     with Ledger.open(":memory:") as ledger:
         ledger.enroll("a", None, 1e-3, "rdp", "example", "toy")
-        plans = []
+        plans: list[str] = []
         ledger._store.db.set_trace_callback(plans.append)
         ledger.reserve("r", 0, {"a": (Gaussian(0.5, 1.0, 1),)})
         ledger._store.db.set_trace_callback(None)
