@@ -206,28 +206,28 @@ def draw_intervals(rows: Sequence[IntervalRow], title: str, x: str, name: str, b
     bottom = top + tall * len(rows)
     parts = [_make_text_element(8, 18, title, "start", 'font-weight="bold"')]
     across = 8.0
-    for colour, what in zip(SERIES_COLOURS, [name, *marks], strict=False):
+    for colour, what in zip(PALETTE, [name, *marks], strict=False):
         parts.append(f'<circle cx="{across + 6:g}" cy="34" r="4" fill="{colour}"/>')
         parts.append(_make_text_element(across + 16, 38, what, "start"))
         across += 34 + LETTER_WIDTH * len(what)
     for tick in (-30, -10, -3, -1, 0, 1, 3, 10, 30, 100):
         if low <= _squeeze(tick) <= high:
-            parts.append(f'<line x1="{at(tick):.1f}" x2="{at(tick):.1f}" y1="{top}" y2="{bottom}" stroke="#ddd"/>')
+            parts.append(f'<line x1="{at(tick):.1f}" x2="{at(tick):.1f}" y1="{top}" y2="{bottom}" stroke="{LINE}"/>')
             parts.append(_make_text_element(at(tick), bottom + 14, _format_number(tick), "middle"))
-    parts.append(f'<line x1="{at(bar):.1f}" x2="{at(bar):.1f}" y1="{top}" y2="{bottom}" stroke="#d1495b"/>')
+    parts.append(f'<line x1="{at(bar):.1f}" x2="{at(bar):.1f}" y1="{top}" y2="{bottom}" stroke="{PALETTE[1]}"/>')
     parts.append(_make_text_element(left + wide / 2, bottom + 32, x, "middle"))
     for n, row in enumerate(rows):
         level = top + tall * (n + 0.5)
         parts.append(_make_text_element(left - 8, level + 4, row.label, "end"))
         for mark, value in row.marks.items():
-            colour = SERIES_COLOURS[(1 + marks.index(mark)) % len(SERIES_COLOURS)]
+            colour = style_series(1 + marks.index(mark))[0]
             parts.append(f'<circle cx="{at(value):.1f}" cy="{level:.1f}" r="3" fill="none" stroke="{colour}"/>')
         ends = (at(row.value - row.half), at(row.value + row.half))
         parts.append(
             f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{level:.1f}" y2="{level:.1f}" '
-            f'stroke="{SERIES_COLOURS[0]}" stroke-width="1.5"/>'
+            f'stroke="{PALETTE[0]}" stroke-width="1.5"/>'
         )
-        parts.append(f'<circle cx="{at(row.value):.1f}" cy="{level:.1f}" r="3.5" fill="{SERIES_COLOURS[0]}"/>')
+        parts.append(f'<circle cx="{at(row.value):.1f}" cy="{level:.1f}" r="3.5" fill="{PALETTE[0]}"/>')
     return _make_svg(left + wide + 30, bottom + 44, parts, note)
 
 
