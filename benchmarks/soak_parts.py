@@ -109,9 +109,9 @@ def run_launcher() -> None:
 
     with contextlib.suppress(ImportError):  # what a party imports late
         import dp_accounting  # noqa: F401
-        import fulcrum.cli.party
         import sklearn.datasets  # noqa: F401
 
+        import fulcrum.cli.party
         import fulcrum.engines.parallel
         import fulcrum.flower.flwr141
         import fulcrum.privacy.statement  # noqa: F401

@@ -35,6 +35,13 @@ def play(tmp_path: Path, *words: str) -> dict:
     return json.loads((tmp_path / "faults.json").read_text())
 
 
+def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    found = play(tmp_path, "--trials", "12", "--messages", "0", "--only", "kill")
+    assert (found["trials"], found["failed"], found["equal_to_the_whole_run"]) == (2, 0, 2)
+    assert {row["exit"] for row in found["rows"]} == {-9}
+
+
+@pytest.mark.slow
 def test_one_trial_of_each_fault(tmp_path: Path) -> None:
     found = play(tmp_path, "--trials", "12", "--messages", "0")
     assert found["trials"] + found["skipped"] == 12

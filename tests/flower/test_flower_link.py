@@ -225,7 +225,9 @@ class Party:
     """A node in a thread that answers with what it got."""
 
     def __init__(self, folder, port, name="a", **options):
-        self.said, self.got, self.stopped = [], [], False
+        self.said: list[str] = []
+        self.got: list[tuple[Envelope, bool]] = []
+        self.stopped = False
         options = {"ca": folder / "ca.crt", "say": self.said.append, **options}
         self.node = inside.FleetNode(f"127.0.0.1:{port}", self.answer, keys.load_private_key(folder / name), **options)
         self.thread = threading.Thread(target=self.node.run, args=(lambda: self.stopped,), daemon=True)
@@ -345,6 +347,7 @@ def renew_certificate(folder):
     from cryptography.hazmat.primitives.asymmetric import ec
 
     ca_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
     old = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
     new = ec.generate_private_key(ec.SECP384R1())
     builder = x509.CertificateBuilder(

@@ -384,3 +384,16 @@ def test_a_damaged_status_and_no_status_are_named(tmp_path):
     (tmp_path / "status.json").write_text("{")
     with pytest.raises(RunError, match="damaged"):
         status_page.read_status(tmp_path)
+
+
+def test_a_disk_that_is_full_ends_neither_the_log_of_parties_nor_the_status(tmp_path, monkeypatch):
+    from fulcrum.flower.run import PartyLog
+
+    said: list[str] = []
+    log = PartyLog(said.append, tmp_path / "gone", Monitor("coordinator"))
+    log("a", "has joined")
+    assert said[0] == "a: has joined"
+    assert "cannot be written" in said[1]
+    with toy_party(tmp_path, toy_settings(3)) as service:
+        (tmp_path / "file").write_text("")
+        PartyStatus(tmp_path / "file", service, Monitor("party")).refresh(force=True)

@@ -58,10 +58,9 @@ class Party:
     def ready(self) -> Participant:
         self.tries += 1
         weight, sigma, C = 0.05, 1.2, 1.0
-        self.pending = Participant(
-            *(self.name, self.key.signed.fingerprint, self.key.signed.exchange, secrets.token_hex(16)),
-            *(weight, 0.1, sigma, C, 50, compute_tau(weight, C, sigma)),
-        )
+        key = self.key.signed
+        nonce, tau = secrets.token_hex(16), compute_tau(weight, C, sigma)
+        self.pending = Participant(self.name, key.fingerprint, key.exchange, nonce, weight, 0.1, sigma, C, 50, tau)
         return self.pending
 
     def integers(self, manifest: Manifest) -> Tensor:

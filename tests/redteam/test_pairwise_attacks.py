@@ -93,7 +93,7 @@ def attack_sum(colluders: Iterable[int], m: int, mistakes: Mistakes = Mistakes()
         messages, own, grid = play(int(world), world, m, mistakes)
         known = sum_messages([own[k] for k in colluders] or [torch.zeros_like(own[0])])
         scores.append((sum_messages([*messages, -known]).double()) * grid)
-    return bound_mu(*scores)
+    return bound_mu(scores[0], scores[1])
 
 
 def attack_two_messages(m: int, mistakes: Mistakes) -> float:
@@ -103,7 +103,7 @@ def attack_two_messages(m: int, mistakes: Mistakes) -> float:
         first, _, grid = play(int(world), world, m, mistakes)
         second, _, _ = play(int(world), 0.0, m, mistakes, attempt=1)  # a model at which the canary adds nothing
         scores.append(sum_messages([first[0], -second[0]]).double() * grid)
-    return bound_mu(*scores)
+    return bound_mu(scores[0], scores[1])
 
 
 def test_the_server_alone_and_with_the_colluders_covered_learns_no_more_than_claimed() -> None:
@@ -127,7 +127,7 @@ def test_single_messages_say_nothing() -> None:
     for world in (0.0, 1.0):
         messages, _, grid = play(int(world), world, 20_000, Mistakes())
         scores.append(messages[0].double() * grid)
-    assert bound_mu(*scores, middle=0.0) <= 0.02
+    assert bound_mu(scores[0], scores[1], middle=0.0) <= 0.02
 
 
 def test_planted_mistakes_are_found() -> None:
@@ -166,6 +166,7 @@ def collect_scores(engine: str, colluders: Iterable[int], present: bool, release
     canary = int(problem.partition.order[int(problem.partition.starts[0])])
     records = problem.dataset.records
     if not present:  # zero-out: an input of zeros and no part in the sum; its gradient is scaled to nothing
+        assert isinstance(records.x, Tensor)
         x = records.x.clone()
         x[canary] = torch.nan  # what is not finite counts as zero
         problem = dataclasses.replace(
@@ -188,5 +189,5 @@ def test_the_engines_keep_the_claim_on_a_canary(engine: str) -> None:
         direction = within[:200].mean(dim=0) - without[:200].mean(dim=0)
         direction = direction / direction.norm()
         scores = [(values[200:] - without[:200].mean(dim=0)) @ direction for values in (without, within)]
-        low = bound_mu(*scores, middle=float(scores[1].mean() / 2), z=2.5)
+        low = bound_mu(scores[0], scores[1], middle=float(scores[1].mean() / 2), z=2.5)
         assert (low > CLAIM) == passes

@@ -148,6 +148,22 @@ def test_starts_do_not_matter_to_a_rehearsed_run() -> None:
     assert (near.settings.clip, near.settings.train) == (far.settings.clip, far.settings.train)
 
 
+def test_moo_that_stays_is_moo_as_it_is() -> None:
+    base = prepare_unrehearsed(settings_for(privacy={"sigma": 2.3}), make_data())
+    known = read_rehearsal_facts(base)
+    memory.remember(choice.Rehearsed(Candidate("moo", 1.0, known.default_step), known.digest()))
+    kept = apply_rehearsal(base)
+    before, after = (list(federate(with_randomness(run, SeededRandomness(1))))[-1][1].params for run in (base, kept))
+    assert torch.allclose(before, after, atol=1e-6)
+    assert kept.settings.clip.step != pytest.approx(known.default_step, rel=1e-3)  # whose noise is rounded
+
+
+def test_a_larger_C_must_gain_more() -> None:
+    prices = [choice.price_C(Candidate("plain", C, 1.0)) for C in choice.FINE_C]
+    assert prices == sorted(prices)
+    assert prices[0] == choice.price_C(Candidate("moo", 1.0, 1.0)) == 0
+
+
 def test_dp_sgd_is_rehearsed_with_a_fixed_step() -> None:
     run = prepare(settings_for(clip={"rule": "fixed", "rehearse": True}), make_data())
     known = read_rehearsal_facts(run)

@@ -77,7 +77,7 @@ def test_facts_survive_the_way_to_another_machine(tables: Any) -> None:
 
 
 def test_the_table_of_the_package_answers_the_demo_and_the_first_command_of_the_readme(tables: Any) -> None:
-    """Where this fails after a change of the rehearsal: benchmarks/rehearsal_tables.py make --only demo (and readme)."""
+    """Where this fails after a change of the rehearsal: benchmarks/rehearsal_tables.py make --only demo, readme."""
     table = json.loads(memory.SHIPPED_FILE.read_text(encoding="utf-8"))
     for digest, row in table.items():
         answer = choice.rehearsed_from_json(row)

@@ -88,7 +88,7 @@ def test_jobs_that_differ_in_their_plan_share_data_split_and_model() -> None:
 def read_tiny_jobs() -> list[StudyJob]:
     """One job of three rows, on digits with a linear model."""
     jobs = read_study("pairwise", part=StudyPart(datasets=("mnist",), epsilons=(1.64,), seeds=1)).jobs()[:3]
-    small = {
+    small: dict[str, dict[str, Any]] = {
         "data": {"source": "digits", "parties": 3},
         "model": {"init": "random", "coordinates": "plain", "name": "linear"},
     }

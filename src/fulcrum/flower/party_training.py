@@ -27,7 +27,7 @@ from fulcrum.models.own import check_outputs
 from fulcrum.rng import SecureRandomness, SeededRandomness
 from fulcrum.runs.preparation import build_checked_model
 from fulcrum.settings.schema import Settings
-from fulcrum.training.client import HeldSum, hold_sum, release_held_sum
+from fulcrum.training.client import HeldSum, StepFn, hold_sum, release_held_sum
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.types import Assignment, ClientReply, Released, RoundRequest, RuleState
 
@@ -54,6 +54,7 @@ class LocalTrainer:
         self.settings = terms_to_settings(terms)
         self._given = dataset
         self._current: tuple[PartyRunFacts, TrainingProblem, Engine] | None = None
+        self._step: tuple[PartyRunFacts, StepFn] | None = None
 
     @cached_property
     def units(self) -> int:
@@ -110,8 +111,10 @@ class LocalTrainer:
     def hold(self, facts: PartyRunFacts, request: RoundRequest) -> HeldSum:
         """The clipped sum of this party's step, not noised yet: with pairwise masks it waits for the round's set."""
         problem = self.problem(facts)
+        if self._step is None or self._step[0] != facts:  # which settles once how to follow the model
+            self._step = facts, make_ghost_step(problem.make_recorder())
         (task,), (state,) = request.assignments, request.states
-        return hold_sum(problem, request, task, state, make_ghost_step(problem.make_recorder()))
+        return hold_sum(problem, request, task, state, self._step[1])
 
     def release(self, facts: PartyRunFacts, held: HeldSum, task: Assignment) -> ClientReply:
         """The integers of a held sum, before masks. task: with the terms that follow from the manifest."""

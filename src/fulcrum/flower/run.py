@@ -108,7 +108,12 @@ class PartyLog:
         what = clean_message(what)
         self.say(f"{party}: {what}" if party else what)
         line = {"time": record.current_utc_time(), "party": party, "what": what}
-        append_durably(self.folder / "parties.jsonl", json.dumps(line) + "\n")
+        try:
+            append_durably(self.folder / "parties.jsonl", json.dumps(line) + "\n")
+        except (
+            OSError
+        ) as error:  # the port reports from its own thread, and must stay up; the ledger decides what counts
+            self.say(f"warning: {self.folder / 'parties.jsonl'} cannot be written: {error.strerror}")
         self.monitor.event("note", party=party, what=what)
 
 

@@ -124,7 +124,7 @@ def advise(
         raise ConfigError("privacy.epsilon is missing, and advice is for a budget; give --epsilon.")
     plain = settings.replace(clip={"rule": MOO.name, "rehearse": False, "step": 0.0})
     base = prepare_unrehearsed(plain, dataset, model)
-    refusal = find_refusal(base)
+    refusal = find_refusal(base, patient=True)  # a heavy model gets less, and rehearses when it runs
     if refusal:
         raise ConfigError(f"no advice can be given, for nothing can be rehearsed here: {refusal}.")
     table = RecipeTable(base, model, load_public_set(base), tell)
@@ -197,7 +197,9 @@ class RecipeTable:
         for recipe in recipes:
             if recipe not in self.known:
                 facts = self._read_facts(recipe)
-                candidates = [Candidate("plain", 1.0, facts.default_step * scale) for scale in STEP_SCALES]
+                # Momentum adds a step up over many rounds: each one is shorter by as much.
+                first = facts.default_step * (1 - self._get_momentum(recipe))
+                candidates = [Candidate("plain", 1.0, first * scale) for scale in STEP_SCALES]
                 stage = Stage(facts, self.model, self.public)
                 rounds = min(facts.rounds, max(LEAST_ROUNDS, self.effort.rounds // facts.steps))
                 scores = stage.play(candidates, rounds, list_tasks(self.effort.tasks, 0))
@@ -206,6 +208,9 @@ class RecipeTable:
                 self.say(f"{score:6.1f}  {recipe.describe()}")
             found.append(self.known[recipe])
         return found
+
+    def _get_momentum(self, recipe: Recipe) -> float:
+        return self.base.settings.train.server_momentum if recipe.server == "momentum" else 0.0
 
     def get(self, recipe: Recipe, played: Sequence[PlayedRecipe]) -> PlayedRecipe | None:
         """A recipe among those played."""

@@ -178,7 +178,7 @@ def compute_checkpoint_digest(run: str, round: int, tensors: Mapping[str, torch.
     h = hashlib.blake2b(f"{run}|{round}".encode(), digest_size=16)
     for name, value in sorted(tensors.items()):
         h.update(f"|{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        h.update(memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        h.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return h.hexdigest()
 
 

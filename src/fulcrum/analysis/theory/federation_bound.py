@@ -65,7 +65,8 @@ class Quadratics:
     def optimum(self) -> Tensor:
         """theta* [d]."""
         pull = torch.einsum("k,kij,kj->i", self.weights, self.hessians, self.centres)
-        return torch.linalg.solve(self.mean_hessian(), pull)
+        found: Tensor = torch.linalg.solve(self.mean_hessian(), pull)
+        return found
 
     def smoothness(self) -> float:
         """M: the largest eigenvalue of any client's Hessian."""

@@ -44,7 +44,8 @@ class PrivateRound:
 
     def norms(self) -> Tensor:
         """Norms of the gradients [n]."""
-        return torch.linalg.vector_norm(self.gradients, dim=1)
+        found: Tensor = torch.linalg.vector_norm(self.gradients, dim=1)
+        return found
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,11 @@ def write_blocks(page: Path, statements: Sequence[Statement], findings: Mapping[
     text = page.read_text()
     for statement in statements:
         block = make_block(statement, findings[statement.name])
+        replacement = block.replace("\\", r"\\")
         pattern = re.compile(f"<!-- {statement.name} -->.*?<!-- end {statement.name} -->", re.S)
         if not pattern.search(text):
             raise ValueError(f"{page} has no block {statement.name}; add <!-- {statement.name} --><!-- end ... -->")
-        text = pattern.sub(lambda _, block=block: block, text)
+        text = pattern.sub(replacement, text)
     page.write_text(text)
 
 

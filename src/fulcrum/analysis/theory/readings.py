@@ -14,6 +14,7 @@ factor 1/C. A step C <- C - eta_C h(C) with drift h rests where h = 0, and retur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -93,12 +94,12 @@ def find_resting_point(drift: Drift, low: float = C_FLOOR, high: float = 1e4, po
 def _bisect(drift: Drift, low: float, high: float) -> float:
     sign = drift(low) < 0
     for _ in range(80):
-        middle = (low * high) ** 0.5
+        middle = math.sqrt(low * high)
         if (drift(middle) < 0) == sign:
             low = middle
         else:
             high = middle
-    return (low * high) ** 0.5
+    return math.sqrt(low * high)
 
 
 def descend(drift: Drift, start: float, step: float, rounds: int) -> float:

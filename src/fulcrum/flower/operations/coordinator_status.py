@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +114,7 @@ class CoordinatorStatus:
             "last_round": shown,
             "parties": rows,
         }
-        if self.folder.is_dir():
+        with contextlib.suppress(OSError):  # a full disk ends a run elsewhere, where something would be lost
             record.write_file_atomically(self.folder / STATUS_FILE, record.to_json_text(content).encode())
 
     def note_round(self, result: RoundResult) -> None:

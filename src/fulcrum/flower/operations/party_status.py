@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -109,8 +110,9 @@ class PartyStatus:
             "party": self.service.name,
             "facts": self._facts,
         }
-        self.folder.mkdir(parents=True, exist_ok=True)
-        record.write_file_atomically(self.folder / PARTY_STATUS_FILE, record.to_json_text(content).encode())
+        with contextlib.suppress(OSError):  # a full disk must not end a party that only says how it is
+            self.folder.mkdir(parents=True, exist_ok=True)
+            record.write_file_atomically(self.folder / PARTY_STATUS_FILE, record.to_json_text(content).encode())
 
     def _is_ready(self) -> tuple[bool, str]:
         health = getattr(self.node, "health", None)

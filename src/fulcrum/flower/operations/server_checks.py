@@ -86,7 +86,8 @@ class ServerChecks:
     def check_register(self) -> Check | str:
         names = list(self.public_keys)
         needed = self.settings.train.min_parties
-        words = f"{len(names)} part{'y' if len(names) == 1 else 'ies'} in {self.keys}: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
+        count = "1 party" if len(names) == 1 else f"{len(names)} parties"
+        words = f"{count} in {self.keys}: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
         if len(names) < needed:
             return Check("register", WRONG, f"{words}; train.min_parties = {needed} can never be reached")
         return words

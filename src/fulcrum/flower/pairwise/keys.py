@@ -6,6 +6,7 @@ import base64
 import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -39,16 +40,27 @@ class SignedKey:
     @property
     def fingerprint(self) -> str:
         """SHA256:... of the signing key, as `ssh-keygen -l` prints it; BadMessage where it is no key."""
-        return fingerprint(_read_signing_key(self.signing))
+        return _find_fingerprint(self.signing)
 
     def is_valid(self, run: str) -> bool:
         """Whether the signing key signed this X25519 key for this run and party."""
-        try:
-            signature = base64.b64decode(self.signature, validate=True)
-            key = _read_signing_key(self.signing)
-            return is_valid_statement(key, KEY_PURPOSE, _make_statement(run, self.party, self.exchange), signature)
-        except (binascii.Error, BadMessage):
-            return False
+        return _is_valid(self, run)
+
+
+@lru_cache(maxsize=4096)
+def _is_valid(key: SignedKey, run: str) -> bool:
+    """A key stands in the manifest of every round; its signature is checked once."""
+    try:
+        signature = base64.b64decode(key.signature, validate=True)
+        signing = _read_signing_key(key.signing)
+        return is_valid_statement(signing, KEY_PURPOSE, _make_statement(run, key.party, key.exchange), signature)
+    except (binascii.Error, BadMessage):
+        return False
+
+
+@lru_cache(maxsize=4096)
+def _find_fingerprint(signing: str) -> str:
+    return fingerprint(_read_signing_key(signing))
 
 
 def signed_key_from_table(table: Any) -> SignedKey:

@@ -260,5 +260,5 @@ def mask_message(manifest: Manifest, key: RunKey, integers: Tensor) -> Tensor:
     masks = []
     for other in list_neighbours(place, len(manifest.participants), manifest.colluders):
         stream = key.derive_mask_key(manifest.participants[other].exchange, digest)
-        masks.append((place < other, draw_mask(stream, (0, 0, 0), len(integers), integers.device)))
+        masks.append((place < other, draw_mask(stream, (0, 0, 0), len(integers))))
     return add_masks(integers, masks)

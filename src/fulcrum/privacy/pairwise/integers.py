@@ -114,15 +114,19 @@ def unpack_message(content: Tensor, bits: int) -> Tensor:
 def draw_mask(key: bytes, nonce: Nonce, count: int, device: torch.device | str = "cpu") -> Tensor:
     """u, int32 [count]: the keystream of ChaCha20 in 32-bit pieces. One key and nonce serve one message only."""
     words = draw_words(key, nonce, -(-count // 2), "cpu")
-    return torch.from_numpy(words.numpy().view(np.int32)[:count].copy()).to(device)
+    return torch.from_numpy(words.numpy().view(np.int32)[:count]).to(device)
 
 
 def add_masks(message: Tensor, masks: Iterable[tuple[bool, Tensor]]) -> Tensor:
     """The message int32 [m] with its masks, modulo 2^32. masks: (whether it is added, else taken off; u int32 [m])."""
-    total = message.long()
+    total = message.detach().cpu().contiguous().numpy().view(np.uint32).copy()  # unsigned numbers wrap by definition
     for added, mask in masks:
-        total = total + mask.long() if added else total - mask.long()
-    return wrap(total)
+        own = mask.cpu().contiguous().numpy().view(np.uint32)
+        if added:
+            total += own
+        else:
+            total -= own
+    return torch.from_numpy(total.view(np.int32)).to(message.device)
 
 
 def sum_messages(messages: Iterable[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from fulcrum.data.made_up import can_make_up, read_data_facts
 from fulcrum.models.pretrain import ZERO_INIT_NAME
 from fulcrum.runs.preparation import derive_federation
 from fulcrum.runs.rehearsal.effort import WORK
-from fulcrum.runs.rehearsal.facts import RehearsalFacts, read_rehearsal_facts
+from fulcrum.runs.rehearsal.facts import RehearsalFacts, find_default_step, read_rehearsal_facts
 from fulcrum.runs.rehearsal.memory import recall, recall_or_rehearse
 from fulcrum.runs.rehearsal.public_set import fit_facts, load_public_set
 from fulcrum.training.federation import Federation, make_model_facts
@@ -35,7 +36,7 @@ def find_refusal(federation: Federation, patient: bool = False) -> str:
         return "made-up data says little about weights that are learned already"
     minutes = 0.0 if patient else estimate_minutes(federation)
     if minutes > MOST_MINUTES and recall(_read_facts(federation).digest()) is None:
-        return f"it would take about {minutes:.0f} minutes here (`fulcrum rehearse` does it all the same, and keeps the answer)"
+        return f"it would take about {minutes:.0f} minutes here (`fulcrum rehearse` takes them, and keeps the answer)"
     return ""
 
 
@@ -93,7 +94,12 @@ def apply_rehearsal(federation: Federation, model: nn.Module | None = None) -> F
         return _add_warning(federation, f"nothing was rehearsed on made-up data (clip.rehearse): {refusal}.")
     public, facts = load_public_set(federation), _read_facts(federation)
     answer = recall_or_rehearse(facts, model, public)
-    chosen = derive_federation(federation, answer.candidate.apply(federation.settings, facts.steps))
+    candidate = answer.candidate
+    if candidate.mode == "moo" and math.isclose(candidate.step, facts.default_step, rel_tol=1e-6):
+        # moo as it is: its own first step for the run's exact noise, which the facts have rounded.
+        exact = federation.plan.compute_noise_to_signal(facts.dim).direction
+        candidate = dataclasses.replace(candidate, step=find_default_step(federation, exact))
+    chosen = derive_federation(federation, candidate.apply(federation.settings, facts.steps))
     return dataclasses.replace(chosen, rehearsed=answer.to_json())
 
 

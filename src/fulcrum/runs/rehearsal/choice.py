@@ -1,7 +1,7 @@
 """Coarse to fine: which candidates are played, and which one is chosen.
 
 1. A ladder of step lengths at C = 1, factors of 4 apart, longer at the end where the best one is.
-2. Around the best step a finer grid: three steps times two C, then a step that falls to zero, one that follows the
+2. Around the best step a finer grid: three steps times three C, then a step that falls to zero, one that follows the
    alignment, and moo's own adaptation from several first steps.
 3. The best few on further tasks and seeds, beside moo as it would be without a rehearsal.
 
@@ -11,6 +11,7 @@ worth more than the maximum of one noisy run. moo as it is stays unless somethin
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,12 +32,16 @@ ADAM_SCALES = (4.0**-6, 4.0**-5, 4.0**-4, 4.0**-3)
 LADDER_FACTOR = 4.0
 MOST_EXTENSIONS = 3
 """How often a ladder grows by one step at an end."""
-FINE_C = (0.1, 1.0)
+FINE_C = (0.1, 0.3, 1.0)
 """C of the fine grid. At larger ones gradients that are smaller than made-up ones would drown in noise, and no scenario
 of the development half wanted one: its best step at C = 1 was at most 1.2 points behind."""
 FINE_SCALES = (0.5, 1.0, 2.0)
 DEFAULT_SCALES = (0.5, 1.0, 2.0, 4.0)
 """First steps of moo, as multiples of its own."""
+C_PRICE = 1.0
+"""Points that a tenfold C must gain on made-up data. Real gradients may be smaller than made-up ones, and a C above
+them loses signal, where one below them costs little: made-up data liked C = 1 by a point or two where digits lost one
+with it."""
 CLIFF = 5.0
 """The most that a neighbouring step counts as worse, in points."""
 MARGIN = 1.0
@@ -92,7 +97,7 @@ def rehearse_on_stage(stage: Stage) -> Rehearsed:
     finalists = [candidate for candidate, _ in ranked[: effort.finalists]]
     finalists += [default] if default in played and default not in finalists else []
     again = stage.play(finalists, rounds, list_tasks(effort.final, 20))
-    last = {candidate: _mean(own.values()) for candidate, own in to_regrets(again, stage.in_points).items()}
+    last = {c: _mean(own.values()) + price_C(c) for c, own in to_regrets(again, stage.in_points).items()}
     # Smoothed regrets of the fine grid and those of the last tasks, each task counting once.
     smoothed, count = dict(ranked), effort.fine + effort.final
     total = {c: (effort.fine * smoothed[c] + effort.final * last[c]) / count for c in finalists}
@@ -133,7 +138,7 @@ def list_ladder(facts: RehearsalFacts) -> list[Candidate]:
 
 
 def list_fine(step: float, facts: RehearsalFacts) -> list[Candidate]:
-    """Three steps times two C, and for moo its own adaptation from several first steps."""
+    """Three steps times three C, and for moo its own adaptation from several first steps."""
     found = [Candidate("plain", C, step * scale) for C in FINE_C for scale in FINE_SCALES]
     if facts.rule == "moo":
         found += [Candidate("moo", 1.0, facts.default_step * scale) for scale in DEFAULT_SCALES]
@@ -162,7 +167,7 @@ def rank(regrets: Scores, weight: float, mode: str = "") -> list[tuple[Candidate
 
     mode: only candidates of this one.
     """
-    means = {candidate: _mean(own.values()) for candidate, own in regrets.items() if mode in ("", candidate.mode)}
+    means = {c: _mean(own.values()) + price_C(c) for c, own in regrets.items() if mode in ("", c.mode)}
     lines: dict[tuple[str, float], list[Candidate]] = {}
     for candidate in means:
         lines.setdefault((candidate.mode, candidate.C), []).append(candidate)
@@ -171,6 +176,11 @@ def rank(regrets: Scores, weight: float, mode: str = "") -> list[tuple[Candidate
         line.sort(key=lambda candidate: candidate.step)
         smoothed |= dict(zip(line, smooth([means[candidate] for candidate in line], weight), strict=True))
     return sorted(smoothed.items(), key=_second)
+
+
+def price_C(candidate: Candidate) -> float:
+    """Points that a candidate's C costs; moo searches for its own."""
+    return 0.0 if candidate.mode == "moo" else C_PRICE * math.log10(candidate.C / min(FINE_C))
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:

@@ -36,7 +36,7 @@ WORK = 1.2e12
 """Multiplications that a rehearsal may take: about two minutes of two cores."""
 PASS_OVERHEAD = {False: 2e7, True: 8e7}
 """What a pass of one party costs besides its own multiplications, by whether the model is the user's own."""
-LADDER_RUNS, FINE_RUNS = 6, 15
+LADDER_RUNS, FINE_RUNS = 6, 18
 """Candidates of the first two stages."""
 
 

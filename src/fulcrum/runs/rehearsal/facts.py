@@ -30,7 +30,7 @@ from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation, make_model_facts
 from fulcrum.training.problem import compute_architecture_digest
 
-VERSION = 5
+VERSION = 6
 """Increased when the same facts may give another answer."""
 MOST_PARTIES = 10
 """Parties of the small run where parties make several local steps; otherwise one stands for all."""
