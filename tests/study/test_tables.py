@@ -529,7 +529,11 @@ def test_figures_are_well_formed_and_hold_their_numbers():
     kinds = [element.tag.rpartition("}")[2] for element in root.iter()]
     assert kinds.count("polyline") == 2, "what is not finite cannot be drawn"
     assert "a & b" in [element.text for element in root.iter()]
-    band = {"a": [(1, 0.1, 0.3), (2, 0.2, 40.0)], "gone": [(1, 0, 1)], "b": [(1, -1.0, 2.0)]}
+    band: dict[str, list[tuple[float, float, float]]] = {
+        "a": [(1, 0.1, 0.3), (2, 0.2, 40.0)],
+        "gone": [(1, 0, 1)],
+        "b": [(1, -1.0, 2.0)],
+    }
     shaded = figures.draw_line_plot({"a": [(1, 0.2), (2, 0.3)], "b": [(1, 1.0)]}, "t", "x", "C", log=True, bands=band)
     polygons = [each for each in ElementTree.fromstring(shaded).iter() if each.tag.endswith("polygon")]
     assert [len(each.get("points", "").split()) for each in polygons] == [4], "what a log axis cannot show is left out"

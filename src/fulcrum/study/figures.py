@@ -212,15 +212,15 @@ def draw_intervals(rows: Sequence[IntervalRow], title: str, x: str, name: str, b
         across += 34 + LETTER_WIDTH * len(what)
     for tick in (-30, -10, -3, -1, 0, 1, 3, 10, 30, 100):
         if low <= _squeeze(tick) <= high:
-            parts.append(f'<line x1="{at(tick):.1f}" x2="{at(tick):.1f}" y1="{top}" y2="{bottom}" stroke="#ddd"/>')
+            parts.append(f'<line x1="{at(tick):.1f}" x2="{at(tick):.1f}" y1="{top}" y2="{bottom}" stroke="{LINE}"/>')
             parts.append(_make_text_element(at(tick), bottom + 14, _format_number(tick), "middle"))
-    parts.append(f'<line x1="{at(bar):.1f}" x2="{at(bar):.1f}" y1="{top}" y2="{bottom}" stroke="#d1495b"/>')
+    parts.append(f'<line x1="{at(bar):.1f}" x2="{at(bar):.1f}" y1="{top}" y2="{bottom}" stroke="{PALETTE[1]}"/>')
     parts.append(_make_text_element(left + wide / 2, bottom + 32, x, "middle"))
     for n, row in enumerate(rows):
         level = top + tall * (n + 0.5)
         parts.append(_make_text_element(left - 8, level + 4, row.label, "end"))
         for mark, value in row.marks.items():
-            colour = PALETTE[(1 + marks.index(mark)) % len(PALETTE)]
+            colour = style_series(1 + marks.index(mark))[0]
             parts.append(f'<circle cx="{at(value):.1f}" cy="{level:.1f}" r="3" fill="none" stroke="{colour}"/>')
         ends = (at(row.value - row.half), at(row.value + row.half))
         parts.append(
