@@ -33,6 +33,9 @@ from fulcrum.training.federation import Federation
 
 MessageFn = Callable[[str], None]
 
+SECONDS_BETWEEN_LINES = 20.0
+"""How long a stack is silent at least between two lines about its progress."""
+
 
 @dataclass
 class TimeBudget:
@@ -202,6 +205,7 @@ def _run_stack(
     scores = [get_federation_score(federation).name for federation in federations]
     names = [tuple(federation.problem.task.metrics) for federation in federations]
     last: list[dict[str, float]] = [{} for _ in federations]
+    spoken = 0.0
     for step in run_many(list(federations)):
         C = step.C.double().nan_to_num(nan=0.0, posinf=float("inf")).square().sum(dim=1).sqrt().tolist()
         found = {name: values.tolist() for name, values in step.metrics.items()}
@@ -212,8 +216,9 @@ def _run_stack(
                 curves[i].append((step.round, metrics[scores[i]]))
                 last[i] = metrics
         check(step.round, step.rounds)
-        if say is not None and (step.round % 10 == 0 or step.round == step.rounds):
-            passed = time.monotonic() - began
+        passed = time.monotonic() - began
+        if say is not None and passed - spoken >= SECONDS_BETWEEN_LINES:
+            spoken = passed
             say(f"{len(federations)} runs: round {step.round} of {step.rounds} after {passed:.1f} s")
     share = (time.monotonic() - began) / len(federations)
     return [make_job_outcome(f, Cs[i], curves[i], last[i], share) for i, f in enumerate(federations)]

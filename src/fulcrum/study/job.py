@@ -22,6 +22,7 @@ LATER_SETTINGS: dict[str, dict[str, Any]] = {
         **{"coordinates": "plain", "whiten": 0.5, "norm": "keep", "train": "auto"},
         **{"lora": 0, "lora_alpha": 0.0, "lora_targets": (), "arguments": {}},
     },
+    "train": {"combine": "mean", "trim": 0.2},
     "task": {"choose_threshold": "none", "class_balance": (), "imbalance": "none"},
     "privacy": {"seed": None, "arithmetic": "auto", "evaluation_epsilon": None, "budget_delta": None, "colluders": 1.0},
 }
