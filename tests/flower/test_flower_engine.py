@@ -161,6 +161,7 @@ def test_the_coordinator_rehearses_before_it_proposes(tmp_path, monkeypatch, nam
         (terms, *_) = [service.terms for service in bus.services.values()]
     assert len(played) == 1
     assert result.summary["rounds"] == 3
+    assert terms is not None
     assert terms.rehearsed
     assert terms.lr == chosen.train.lr == 0.75
     assert terms.clip.C0 == 2.0
