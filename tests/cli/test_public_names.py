@@ -78,10 +78,21 @@ COMMANDS = {
     | {"--methods", "--epsilons", "--seeds", "--against", "--out", "--backend", "--processes", "--seconds"}
     | {"--json", "--quiet", "-q", "--debug"},
     "tune": (SETTINGS - {"--seed"})
-    | {"--for", "--search", "--trials", "--seeds", "--selection", "--out", "--backend", "--processes", "--seconds"}
+    | {
+        "--for",
+        "--search",
+        "--trials",
+        "--seeds",
+        "--selection",
+        "--made-up",
+        "--out",
+        "--backend",
+        "--processes",
+        "--seconds",
+    }
     | {"--json", "--quiet", "-q", "--debug"},
     "pareto": (SETTINGS - {"--seed", "--epsilon"})
-    | {"--epsilons", "--search", "--trials", "--seeds", "--out", "--backend", "--processes", "--seconds"}
+    | {"--epsilons", "--search", "--trials", "--seeds", "--made-up", "--out", "--backend", "--processes", "--seconds"}
     | {"--json", "--quiet", "-q", "--debug"},
     "watch": {"--debug", "--host", "--open", "--port", "--seconds", "folder"},
     "report": {"--csv", "--debug", "--figures", "--formats", "--json", "--out", "--title", "folders"},

@@ -32,7 +32,17 @@ TrialsOption = Annotated[int, typer.Option("--trials", min=1, help="How many tri
 SeedsOption = Annotated[str, typer.Option("--seeds", metavar="N|A,B", help="Seeds of each trial, whose mean counts.")]
 BackendOption = Annotated[str, typer.Option("--backend", help="auto, sequential, processes, or stacked (GPU).")]
 WorkersOption = Annotated[int, typer.Option("--processes", min=0, help="Processes to run in; 0: one per core.")]
+MadeUpOption = Annotated[
+    bool,
+    typer.Option(
+        "--made-up", help="Search on made-up records of the same shape, which costs private data nothing; then run it."
+    ),
+]
 SecondsOption = Annotated[float, typer.Option("--seconds", help="Stop cleanly before this time is up; 0: no limit.")]
+
+
+MADE_UP_FIELDS = ("source", "public", "partition", "parties")
+"""Settings of [data] that a search on made-up records replaces."""
 
 
 @with_settings
@@ -54,6 +64,7 @@ def tune(
             "then the mean of a random number.",
         ),
     ] = "",
+    made_up: MadeUpOption = False,
     out: Annotated[Path, typer.Option("--out", help="Folder of the search; the same command goes on there.")] = Path(
         "tuning"
     ),
@@ -69,7 +80,7 @@ def tune(
     names = split_comma_list(objectives)
     if "epsilon" in names:
         raise ConfigError("--for epsilon is what fulcrum pareto does; use that.")
-    _search(make_settings, method, fixed, names, search, trials, seeds, selection, out, backend, workers, seconds,
+    _search(make_settings, method, fixed, names, search, trials, seeds, selection, made_up, out, backend, workers, seconds,
             as_json, quiet)  # fmt: skip
 
 
@@ -83,6 +94,7 @@ def pareto(
     search: SearchOption = [],  # noqa: B006  # typer needs a list
     trials: TrialsOption = 40,
     seeds: SeedsOption = "1",
+    made_up: MadeUpOption = False,
     out: Annotated[Path, typer.Option("--out", help="Folder of the search; the same command goes on there.")] = Path(
         "pareto"
     ),
@@ -100,7 +112,7 @@ def pareto(
     low = getattr(span, "low", 0.0)
     fixed = {"privacy.epsilon": low}
     goals, more = ["epsilon", "score"], {"privacy.epsilon": span}
-    _search(make_settings, method, fixed, goals, search, trials, seeds, "", out, backend, workers, seconds,
+    _search(make_settings, method, fixed, goals, search, trials, seeds, "", made_up, out, backend, workers, seconds,
             as_json, quiet, more)  # fmt: skip
 
 
@@ -113,6 +125,7 @@ def _search(
     trials: int,
     seeds: str,
     selection: str,
+    made_up: bool,
     out: Path,
     backend: str,
     workers: int,
@@ -138,6 +151,12 @@ def _search(
     base: Settings = make_settings(method, fixed)
     if base.privacy.epsilon is None and base.privacy.sigma is None and base.clip.rule != "none":
         raise ConfigError("how private? Give --epsilon, or a settings file with privacy.epsilon.")
+    own = {name: getattr(base.data, name) for name in MADE_UP_FIELDS}
+    if made_up:
+        from fulcrum.study.made_up import write_made_up_records
+
+        fixed = {**fixed, **write_made_up_records(base, out)}
+        base = make_settings(method, fixed)
     dataset = load_study_data(base)
     private = dataset.train is not None and not dataset.public
     space = {**choose_space(base, dict(parse_space_option(text) for text in search), names), **(more_space or {})}
@@ -171,6 +190,10 @@ def _search(
     found = sum_up(done, goals)
     chosen = done[found.chosen]
     settings = plan.make({**chosen.values, "run.seed": base.run.seed})
+    if made_up:  # what is recommended is for the user's own records
+        settings = settings.replace(data=own)
+        notes.append("Searched on made-up records: scores on yours will be others; what carries over are the settings.")
+        view.print_message(notes[-1], quiet)
     text = dump_settings(settings)
     record.write_file_atomically(out / "recommended.toml", text.encode())
     record.write_file_atomically(out / "trials.csv", trials_to_csv(done, goals, found).encode())

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from pydantic import TypeAdapter, ValidationError
 
 from fulcrum.errors import ConfigError
+from fulcrum.models.checkpoints import can_be_path
 from fulcrum.settings.registry import find_nearest_name
 from fulcrum.settings.schema import FORBID_EXTRA_FIELDS
 from fulcrum.settings.toml import parse_toml
@@ -84,8 +85,11 @@ def _place(folder: Path, name: str, value: Any) -> Any:
     """A path of the file as seen from the working folder; "-" and empty ones stay, and so does data that is no file."""
     if not isinstance(value, str) or value in ("", "-"):
         return value
-    if name in PATHS or (name == "data" and (folder / value).exists()):
-        return str(folder / Path(value).expanduser())
+    try:
+        if name in PATHS or (name == "data" and can_be_path(value) and (folder / value).exists()):
+            return str(folder / Path(value).expanduser())
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long for a file, an unknown user's home, a NUL
+        raise ConfigError(f"{name} = {value[:80]!r} cannot be a file's name: {error}".splitlines()[0][:300]) from None
     return value
 
 

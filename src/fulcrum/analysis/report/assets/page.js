@@ -74,7 +74,7 @@
     return Plot.plot({
       width, height: Math.round(Math.min(340, Math.max(220, width * 0.58))), marginLeft: 52, marginRight: 14, marginTop: 28, marginBottom: 40,
       style: { background: "none", color: "var(--ink)", fontSize: "12px" },
-      x: { type: xAxis.log ? "log" : "linear", label: xAxis.label, grid: false, ticks: Math.max(3, Math.round(width / 90)), nice: dots, tickFormat: xAxis.log ? (v) => digits(v) : undefined, labelArrow: "none", insetLeft: dots ? 14 : 0, insetRight: dots ? 14 : 0 },
+      x: { type: xAxis.log ? "log" : "linear", label: xAxis.label, grid: false, ticks: Math.max(3, Math.round(width / 90)), nice: dots, tickFormat: xAxis.log || dots ? (v) => digits(v) : undefined, labelArrow: "none", insetLeft: dots ? 14 : 0, insetRight: dots ? 14 : 0 },
       y: { type: chart.y.log ? "log" : "linear", label: chart.y.label, grid: true, ticks: 5, nice: !chart.y.log, zero: chart.y.zero, labelArrow: "none", tickFormat: chart.y.percent ? (v) => `${Number((100 * v).toPrecision(6))}%` : (v) => digits(v) },
       marks,
     });
