@@ -274,3 +274,28 @@ def test_private_selection_and_private_data(tmp_path: Path, capsys: pytest.Captu
         assert main([*own, *more]) == 2
         assert sentence in capsys.readouterr().err
     assert not (tmp_path / "l.sqlite").exists()
+
+
+def test_made_up_records_have_the_shape_of_the_own_ones_and_none_of_their_values(tmp_path: Path) -> None:
+    import numpy as np
+
+    from fulcrum.study.made_up import write_made_up_records
+
+    rng = np.random.default_rng(0)
+    own = tmp_path / "own.npz"
+    x, y = rng.random((90, 5), dtype=np.float32), rng.integers(0, 3, 90)
+    np.savez(own, x=x, y=y, x_test=rng.random((10, 5), dtype=np.float32), y_test=y[:10])
+    base = parse_settings(
+        {}, {"data.source": str(own), "data.parties": 3, "privacy.epsilon": 4.0, "task.classes": 3}, "dp-sgd"
+    )
+    words = write_made_up_records(base, tmp_path / "a")
+    assert (words["data.public"], words["data.parties"]) == (True, 3)
+    made = np.load(words["data.source"])
+    assert made["x"].shape == (90, 5)
+    assert set(made["y"].tolist()) <= {0, 1, 2}
+    assert not set(map(tuple, made["x"].tolist())) & set(map(tuple, x.tolist()))
+    # other private values, the same made-up records: nothing of them is looked at
+    np.savez(own, x=1 - x, y=2 - y, x_test=rng.random((10, 5), dtype=np.float32), y_test=y[:10])
+    again = np.load(write_made_up_records(base, tmp_path / "b")["data.source"])
+    assert all(np.array_equal(made[name], again[name]) for name in made.files)
+    assert not np.array_equal(made["x"], 1 - x)
