@@ -80,8 +80,8 @@ def tune(
     names = split_comma_list(objectives)
     if "epsilon" in names:
         raise ConfigError("--for epsilon is what fulcrum pareto does; use that.")
-    _search(make_settings, method, fixed, names, search, trials, seeds, selection, made_up, out, backend, workers, seconds,
-            as_json, quiet)  # fmt: skip
+    _search(make_settings, method, fixed, names, search, trials, seeds, selection, made_up, out, backend, workers,
+            seconds, as_json, quiet)  # fmt: skip
 
 
 @with_settings
