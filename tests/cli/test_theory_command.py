@@ -52,7 +52,7 @@ def test_objective_constants_and_prediction_as_json(tmp_path, capsys) -> None:
     assert main(["theory", "objective", *SMALL, "--at", "0,3", "--draws", "2", "--out", str(out), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [entry["round"] for entry in told] == [0, 3]
-    assert json.loads(out.read_text())[0]["points"][0]["C"] == pytest.approx(0.001)
+    assert json.loads(out.read_text())["moments"][0]["points"][0]["C"] == pytest.approx(0.001)
     assert main(["theory", "constants", *SMALL, "--at", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["smoothness"] > 0
     assert main(["theory", "predict", *SMALL, "--json"]) == 0

@@ -130,7 +130,10 @@ def objective(
     at: RoundsOption = "",
     kappa: KappaOption = 0.01,
     draws: DrawsOption = 32,
-    out: Annotated[Path | None, typer.Option("--out", help="Write all numbers as JSON.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Write all numbers as JSON; RUN/theory.json is shown by fulcrum report."),
+    ] = None,
     figures: Annotated[Path | None, typer.Option("--figures", help="A folder for figures (needs matplotlib).")] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -200,11 +203,11 @@ def objective(
     if out is not None:
         from fulcrum.runs.folder import to_json_text, write_file_atomically
 
-        write_file_atomically(out, to_json_text(told).encode())
+        write_file_atomically(out, to_json_text({"moments": told}).encode())
         view.print_message(f"wrote {out}")
     if figures is not None:
         from fulcrum.analysis.report.figures import write_figures
-        from fulcrum.analysis.theory.charts import make_objective_charts
+        from fulcrum.analysis.report.theory_charts import make_objective_charts
 
         for path in write_figures(figures, make_objective_charts(told)):
             view.print_message(f"wrote {path}")

@@ -10,6 +10,7 @@ from fulcrum.analysis.report.chart_types import Axis, Chart, Series
 from fulcrum.analysis.report.model import RunView
 from fulcrum.analysis.report.party_charts import make_confusion_chart, make_party_charts, make_split_charts
 from fulcrum.analysis.report.seeds import SeedGroup, average_columns, group_by_seed
+from fulcrum.analysis.report.theory_charts import make_objective_charts, read_moments
 from fulcrum.study.records import StudyScore
 
 ROUND, EPSILON = "round", "epsilon"
@@ -28,6 +29,7 @@ def make_charts(runs: Sequence[RunView]) -> list[Chart]:
     found += _make_clipping_charts(source, single)
     found += _make_spending_charts(source, single)
     if single:
+        found += make_objective_charts(read_moments(single.theory))
         found += [*make_party_charts(single), *make_split_charts(single), *make_confusion_chart(single)]
     return [chart for chart in found if chart.series or chart.cells]
 

@@ -110,6 +110,7 @@ class RunView:
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     rehearsal: Mapping[str, Any] = field(default_factory=dict)
+    theory: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     events: tuple[Mapping[str, Any], ...] = ()
     federation: Federation | None = None
@@ -143,6 +144,7 @@ def read_run(folder: Path) -> RunView:
     statement = reading.read_json_object(folder / "privacy.json", problems)
     split = reading.read_json_object(folder / "split.json", problems)
     rehearsal = reading.read_json_object(folder / "rehearsal.json", problems)
+    theory = reading.read_json_object(folder / "theory.json", problems)
     environment = reading.read_json_object(folder / "environment.json", problems)
     sections, _ = reading.read_toml_table(folder / "settings.toml", problems)
     rounds = reading.read_rounds(folder / "metrics.jsonl", problems)
@@ -192,6 +194,7 @@ def read_run(folder: Path) -> RunView:
         columns=make_columns(rounds.lines, score, _names_of(split, statement), unit, public),
         settings=settings,
         rehearsal=rehearsal,
+        theory=theory,
         environment=environment,
         events=read_events(folder / "parties.jsonl", problems),
         federation=read_federation(folder / "status.json", problems, secret=unit == "client" and not public),

@@ -164,7 +164,7 @@ def _make_single(run: RunView, charts: Sequence[Chart]) -> list[Child]:
         sections.make_section(
             "clipping",
             "Clipping, step and signal",
-            sections.make_figures(charts, ("C", "step", "objective", "signal")),
+            sections.make_figures(charts, ("C", "step", "objective", "signal", "theory")),
             sections.make_rehearsal(run),
         ),
         sections.make_section(

@@ -2,50 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from fulcrum.analysis.report.chart_types import Axis, Chart, Series
 from fulcrum.analysis.theory import bowl as bowls
 from fulcrum.analysis.theory.clip_descent import ClipDescent, compute_quadratic_gaps
 
-OVER_C = {"C": Axis("clipping norm C", log=True)}
 OVER_ROUNDS = {"round": Axis("round")}
-
-
-def make_objective_charts(moments: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """L(C) and its parts at each moment, from what `fulcrum theory objective` tells."""
-    charts = []
-    for moment in moments:
-        points = moment["points"]
-        at = {"C": tuple(point["C"] for point in points)}
-
-        def line(name: str, values: Sequence[float], colour: int, at: Mapping[str, Any] = at, **more: Any) -> Series:
-            return Series(name, tuple(values), at, colour, **more)
-
-        total = [point["total"] for point in points]
-        charts.append(
-            Chart(
-                key=f"objective-{moment['round']}",
-                title=f"L(C) after round {moment['round']}",
-                caption=f"Expected loss after one private round plus kappa C (95% band over {moment['draws']} draws); "
-                f"least at C = {moment['best_C']:.3g}, the rule has {moment['C_of_the_rule']:.3g}.",
-                y=Axis("loss", log=max(total) > 10 * min(total)),
-                x=OVER_C,
-                series=(
-                    line(
-                        "L(C)",
-                        total,
-                        0,
-                        low=tuple(p["total"] - p["interval"] for p in points),
-                        high=tuple(p["total"] + p["interval"] for p in points),
-                    ),
-                    line("clipped step, no noise", [p["start"] + p["step"] + p["clipping"] for p in points], 1),
-                ),
-                levels=(("before the round", points[0]["start"]),),
-            )
-        )
-    return charts
 
 
 def make_lemma_2_chart(rounds: int = 30) -> Chart:
