@@ -177,3 +177,11 @@ def test_runs_are_found_below_a_folder_once(tmp_path: Path) -> None:
     assert expand_folders([tmp_path, tmp_path / "a"]) == [tmp_path / name for name in names]
     assert expand_folders([tmp_path / "nowhere"]) == [tmp_path / "nowhere"]
     assert len(find_runs(tmp_path, most=2)) == 2
+
+
+def test_a_run_whose_metrics_were_cut_says_so(tmp_path):
+    folder = make_run_folder(tmp_path / "run", rounds=6, changes={"summary.json": {"rounds": 6}})
+    assert not read_run(folder).problems
+    file = folder / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
+    assert any("was cut" in problem for problem in read_run(folder).problems)

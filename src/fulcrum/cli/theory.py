@@ -257,6 +257,8 @@ def predict(settings: Settings, as_json: JsonOption = False, debug: DebugOption 
     from fulcrum.runs.preparation import prepare_unrehearsed
 
     federation = prepare_unrehearsed(settings)
+    if federation.plan.central is not None:
+        raise ConfigError('fulcrum theory describes privacy.unit = "example" or "person"; set one of them.')
     facts = collect_run_facts(federation)
     advice = advise(facts)
     rounds = compare_rounds(federation)
@@ -271,6 +273,9 @@ def predict(settings: Settings, as_json: JsonOption = False, debug: DebugOption 
         f"with the learning rate that is right at C = 1: C = 0.01 leaves {100 * min(advice.wrong[0], 99):.0f}%, "
         f"C = 100 {100 * min(advice.wrong[1], 99):.0f}% (over 100%: further away than at the start)"
     )
+    if not rounds:
+        view.print_message("other numbers of rounds are compared at an epsilon (--epsilon), which these settings lack.")
+        return
     view.print_table(
         ("rounds at this budget", "sigma", "best step", "left of the way, %"),
         [(r["rounds"], f"{r['sigma']:.3g}", f"{r['step']:.3g}", f"{100 * r['end']:.0f}") for r in rounds],

@@ -160,6 +160,11 @@ def _run_or_resume(job: StudyJob, folder: Path) -> Mapping[str, Any]:
 
 def _outcome_of(summary: Mapping[str, Any], folder: Path) -> JobOutcome:
     score = get_record_score(summary)
+    if summary.get("status", "finished") != "finished":  # fewer rounds than the others: not to be ranked beside them
+        raise BudgetError(
+            f"{folder} ended after {summary.get('rounds')} rounds ({summary['status']}), so it cannot be compared with "
+            "whole runs; raise privacy.budget above what the ledger has already spent, or use a new ledger."
+        )
     if score.name not in summary["metrics"]:
         raise ConfigError(
             f"{folder} has no {score.name}: there is nothing to compare by; add a test set, or hold records out with "

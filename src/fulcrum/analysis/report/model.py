@@ -159,6 +159,11 @@ def read_run(folder: Path) -> RunView:
     unit = to_text(run.get("unit"), to_text(statement.get("unit")))
     guarantee = find_guarantee(summary, statement, run)
     epsilon = to_number(summary.get("epsilon", rounds.lines[-1].get("epsilon") if rounds.lines else None))
+    told = _or_zero(to_number(summary.get("rounds")))
+    if told > rounds.total:
+        problems.add(
+            f"metrics.jsonl was cut: it has {rounds.total} of the {told:.0f} rounds that summary.json speaks of."
+        )
     return RunView(
         name=folder.resolve().name,
         folder=str(folder),
