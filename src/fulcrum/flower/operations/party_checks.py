@@ -130,7 +130,7 @@ class PartyChecks:
                 "terms", WRONG, f"{self.options.terms} was agreed to by {terms.party!r}, and the key is {name!r}'s"
             )
         check_declared(terms.agreed_task)
-        cost = Spend.empty().add_events(terms.planned_events).epsilon(terms.run_delta or terms.delta, terms.accountant)
+        cost = self.compute_run_cost()
         words = (
             f"budget {format_epsilon(terms.budget)}, one run costs at most {format_epsilon(cost)} at delta "
             f"{terms.delta:g}, up to {terms.rounds} rounds"
@@ -146,6 +146,11 @@ class PartyChecks:
             return Check("data", WARNING, f"{words}; delta {self.terms.delta:g} is not below 1/{units}")
         return words
 
+    def compute_run_cost(self) -> float:
+        """Epsilon of one whole run under the terms."""
+        terms = self.terms
+        return Spend.empty().add_events(terms.planned_events).epsilon(terms.run_delta or terms.delta, terms.accountant)
+
     def check_ledger(self) -> Check | str:
         if not self.ledger.is_file():
             return f"{self.ledger} does not exist yet: a new one begins with the first run"
@@ -156,7 +161,8 @@ class PartyChecks:
             spent = ledger.epsilon(name)
             left = self.terms.budget - spent
             words = f"spent {format_epsilon(spent)} of {format_epsilon(self.terms.budget)}, {len(ledger.runs())} run(s)"
-            fits = ledger.fits(name, "check", make_run_plan(self.terms))
+            # The account in the ledger has the budget of earlier terms until the party starts with these.
+            fits = ledger.fits(name, "check", make_run_plan(self.terms)) or self.compute_run_cost() <= left
         if left <= 0:
             return Check("ledger", WRONG, f"{words}: nothing is left; agree on new terms with a larger budget, or stop")
         return words if fits else Check("ledger", WARNING, f"{words}: a whole further run does not fit, it ends early")

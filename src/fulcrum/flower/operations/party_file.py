@@ -53,6 +53,9 @@ class PartyOptions:
             raise ConfigError(
                 f"{', '.join(missing)} missing; give them as options, or in a file: fulcrum party party.toml."
             )
+        host, _, port = self.server.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
+            raise ConfigError(f"server = {self.server[:80]!r} is not HOST:PORT, such as fed.example.org:9092.")
         return self
 
 

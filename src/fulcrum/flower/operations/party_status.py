@@ -14,6 +14,7 @@ from typing import Any
 from fulcrum.flower.messages import MAX_HEADER_BYTES, Envelope
 from fulcrum.flower.operations.monitor import Monitor
 from fulcrum.flower.party import PartyService
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.runs import folder as record
 
 PARTY_STATUS_FILE = "party-status.json"
@@ -80,7 +81,7 @@ class PartyStatus:
         if terms is None or terms.party not in self.service.ledger.accounts():
             return {}
         epsilon = self.service.ledger.epsilon(terms.party)
-        self._facts["epsilon"] = f"{epsilon:.4g} of {terms.budget:g}"
+        self._facts["epsilon"] = f"{format_epsilon(epsilon)} of {format_epsilon(terms.budget)}"
         self.monitor.set("fulcrum_party_epsilon", epsilon)
         self.monitor.set("fulcrum_party_budget", terms.budget)
         return {"epsilon": epsilon, "budget": terms.budget}

@@ -141,7 +141,10 @@ def _list_totals(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         *([("spent, this run", f"epsilon = {format_epsilon_value(own)}")] if own is not None else []),
         ("runs and rounds, all runs", f"{total['runs']} run(s), {total['rounds']} rounds"),
-        ("budget, all runs", f"epsilon = {format_short_value(total['budget'])}"),
+        (
+            "budget, all runs",
+            "none" if total["budget"] is None else f"epsilon = {format_epsilon_value(total['budget'])}",
+        ),
     ]
 
 
