@@ -35,6 +35,7 @@ def play(tmp_path: Path, *words: str) -> dict:
     return json.loads((tmp_path / "faults.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     found = play(tmp_path, "--trials", "12", "--messages", "0", "--only", "kill")
     assert (found["trials"], found["failed"], found["equal_to_the_whole_run"]) == (2, 0, 2)

@@ -105,6 +105,7 @@ def test_a_stalled_party_costs_one_deadline_and_returns_when_it_answers_again(tm
     assert any("answers again; it is asked from round" in words for words in said)
 
 
+@pytest.mark.slow
 def test_a_quorum_ends_a_round_after_the_grace_period(tmp_path, monkeypatch):
     settings = toy_settings(2)
     seconds = []

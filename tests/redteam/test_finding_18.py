@@ -160,6 +160,7 @@ def write_study(folder: Path, public: str = "") -> None:
     (folder / "experiments" / "mine.toml").write_text(STUDY.format(public=public))
 
 
+@pytest.mark.slow
 def test_a_study_on_private_data_is_refused_before_it_trains(here: Path, capsys: pytest.CaptureFixture[str]):
     write_study(here)
     assert main(["study", "mine", "--backend", "sequential"]) == 2

@@ -183,6 +183,7 @@ def test_wrong_input_is_one_sentence(runs: Path, capsys: pytest.CaptureFixture[s
     assert main(["watch", str(runs), "--host", "203.0.113.1"]) == 2
 
 
+@pytest.mark.slow
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(runs: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "fulcrum", "watch", str(runs)], stdout=subprocess.PIPE, text=True, stderr=-1
@@ -252,6 +253,7 @@ def test_with_unit_client_nobody_learns_who_answered(tmp_path: Path) -> None:
 # --- in a browser ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_browser_follows_a_run(tmp_path: Path) -> None:
     folder = make_run_folder(tmp_path / "runs" / "growing", rounds=30, done=3, finished=False)

@@ -79,6 +79,7 @@ def test_advice_needs_a_budget_and_something_to_rehearse() -> None:
         advise(make_settings(privacy={"unit": "client"}, train={"participation": 0.5}), make_data())
 
 
+@pytest.mark.slow
 def test_the_written_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = make_data()

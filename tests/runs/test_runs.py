@@ -88,12 +88,14 @@ def test_a_run_killed_at_random_points_ends_as_if_it_had_not_been(seed: int, who
         assert mine.epsilons() == other.epsilons(), "no round is paid twice when the same bits are released again"
 
 
+@pytest.mark.slow
 def test_the_comparison_can_fail(whole: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     run("run", *WORDS, "--seed", "1", "--out", str(other))
     assert outcome(other) != outcome(whole)
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on_and_loses_nothing(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code = start_and_stop(["run", *WORDS, "--out", str(folder)], folder, 7, signal.SIGINT, 0.0)
@@ -131,6 +133,7 @@ def test_the_settings_file_of_a_run_reruns_it(whole: Path, tmp_path: Path) -> No
     assert outcome(again) == outcome(whole)
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_changes_nothing(whole: Path) -> None:
     before = outcome(whole)
     run("resume", str(whole))

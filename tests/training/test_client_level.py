@@ -480,6 +480,7 @@ def test_a_rule_with_statistics_moves_C_by_hand_computed_steps() -> None:
     assert reply.events == (Gaussian(0.5, 1.0, 1),)
 
 
+@pytest.mark.slow
 def test_statistics_and_mean_share_one_event() -> None:
     """z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2) on the mean, sigma_b on the count, as Andrew has it."""
     terms, z = terms_of([1.0] * 40, rate=0.5), 0.8
