@@ -12,6 +12,7 @@ from fulcrum.analysis.theory import bowl as bowls
 from fulcrum.analysis.theory import clip_descent as descents
 from fulcrum.analysis.theory import federation_bound as bounds
 from fulcrum.analysis.theory import readings
+from fulcrum.analysis.theory.findings import FAILS
 from fulcrum.analysis.theory.objective import (
     PrivateRound,
     compare_with_differences,
@@ -23,8 +24,9 @@ from fulcrum.analysis.theory.objective import (
     move_weights,
 )
 from fulcrum.analysis.theory.page import read_statuses
+from fulcrum.analysis.theory.paper_checks import make_logistic_round
 from fulcrum.analysis.theory.prediction import RunFacts, advise, correlate_ranks, predict_end, score_against
-from fulcrum.analysis.theory.statements import FAILS, STATEMENTS, make_logistic_round
+from fulcrum.analysis.theory.statements import STATEMENTS
 from fulcrum.clipping.moo_paper import _compute_C_gradient
 
 ROOT = Path(__file__).parents[2]

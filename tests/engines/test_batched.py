@@ -100,7 +100,9 @@ def test_each_run_equals_itself_alone_on_the_reference_engine(case: str, limit: 
                 # Long steps let the rounding of the first round grow in every one that follows.
                 assert float(many.loss[r]) == pytest.approx(one.loss, rel=1e-4 if one.round <= 3 else 1e-3)
         assert rounds[-1].averaged is not None
-        torch.testing.assert_close(rounds[-1].averaged[r], alone[-1].averaged, rtol=1e-3, atol=1e-5)
+        # Small coordinates carry the rounding of large ones, so that the whole vector is the measure.
+        apart = torch.linalg.vector_norm(rounds[-1].averaged[r] - alone[-1].averaged)
+        assert float(apart) <= 1e-4 * float(torch.linalg.vector_norm(alone[-1].averaged))
 
 
 def test_runs_that_cannot_be_stacked_are_played_alone() -> None:

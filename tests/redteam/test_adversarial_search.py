@@ -53,8 +53,8 @@ def test_the_search_finds_norms_without_a_bound(monkeypatch: pytest.MonkeyPatch)
     for module in (passes, outer_products):
         monkeypatch.setattr(module, "ghost_squared_norms", careless)
     cells = tuple(cell for cell in search.CELLS if cell.engine == "stacked" and cell.arithmetic == "proven")
-    found = search.search(400, CPU, seed=1, cells=cells)
-    assert max(worst.ratio for worst in found.values()) > 1.01
+    found = search.search(600, CPU, seed=1, cells=cells)
+    assert max(worst.ratio for worst in found.values()) > 1.001  # rounding alone stays below 1
 
 
 def test_the_search_finds_a_missing_clamp(monkeypatch: pytest.MonkeyPatch) -> None:

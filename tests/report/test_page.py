@@ -215,8 +215,8 @@ def test_charts_of_one_run_and_of_several(tmp_path: Path) -> None:
 
 def test_the_front_holds_what_nothing_beats() -> None:
     points = [(1.0, 0.5), (2.0, 0.4), (2.0, 0.7), (4.0, 0.7), (3.0, 0.9)]
-    assert find_front(points) == [0, 2, 4]
-    assert find_front(points, higher_is_better=False) == [0, 1]
+    assert find_front(points, (True, False)) == [0, 2, 4]
+    assert find_front(points, (True, True)) == [0, 1]
 
 
 def test_runs_that_differ_in_their_seed_are_averaged(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_show_reads_a_run_and_json_is_json(whole: Path) -> None:
 def test_a_taken_folder_a_missing_run_and_a_damaged_one_get_one_sentence(whole: Path, tmp_path: Path) -> None:
     before = outcome(whole)
     for words, says in (
-        (("run", *WORDS, "--out", str(whole)), "not empty"),
+        (("run", *WORDS, "--out", str(whole)), "holds a run; choose another --out"),
         (("resume", str(tmp_path / "nothing")), "no folder"),
         (("show", str(tmp_path / "nothing")), "no folder"),
         (("resume", str(tmp_path)), "run.json"),

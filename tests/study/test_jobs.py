@@ -221,6 +221,7 @@ def test_the_clock_stops_a_job_that_will_not_end_in_time(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.rehearsal  # other processes rehearse too
 def test_processes_give_the_same_as_one_process(tmp_path):
     jobs = calibrate_jobs(list_paper_jobs(small(tmp_path).only(methods=["dp-sgd"], epsilons=[4.0])))
     how = backends.BackendOptions(workers=2)
@@ -334,6 +335,7 @@ sys.exit(worker.main({words!r}))
 
 
 @pytest.mark.slow
+@pytest.mark.rehearsal  # other processes rehearse too
 def test_the_worker_needs_torch_numpy_and_safetensors_alone(tmp_path):
     part = small(tmp_path).only(methods=["moo", "dp-fedavg", "none"], epsilons=[4.0], seeds=1)
     jobs = (

@@ -14,7 +14,7 @@ from fulcrum.errors import ConfigError
 from fulcrum.settings.schema import Settings
 
 if TYPE_CHECKING:
-    from fulcrum.analysis.theory.statements import Finding
+    from fulcrum.analysis.theory.findings import Finding
     from fulcrum.training.federation import Federation
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ def check(
     debug: DebugOption = False,
 ) -> None:
     """Measure every statement and compare its status with docs/theory.md. Exit code 1 where one differs."""
+    from fulcrum.analysis.theory.findings import UNMEASURED
     from fulcrum.analysis.theory.page import PAGE, read_statuses, write_blocks
     from fulcrum.analysis.theory.statements import STATEMENTS
 
@@ -71,13 +72,13 @@ def check(
     if figures is not None:
         from fulcrum.analysis.report.figures import write_figures
         from fulcrum.analysis.theory.charts import make_bowl_chart, make_lemma_2_chart
-        from fulcrum.analysis.theory.statements import BOWLS
+        from fulcrum.analysis.theory.own_checks import BOWLS
 
         for path in write_figures(
             figures, [make_lemma_2_chart(), make_bowl_chart(BOWLS[0]), make_bowl_chart(BOWLS[3])]
         ):
             view.print_message(f"wrote {path}", quiet)
-    differ = [s.name for s in chosen if stated.get(s.name) != found[s.name].status]
+    differ = [s.name for s in chosen if found[s.name].status not in (stated.get(s.name), UNMEASURED)]
     if as_json:
         view.print_json({name: dataclasses.asdict(finding) for name, finding in found.items()})
     else:
@@ -146,7 +147,7 @@ def objective(
     from fulcrum.analysis.theory import readings
     from fulcrum.analysis.theory.objective import find_minimiser, measure_objective
     from fulcrum.analysis.theory.on_run import look, replay
-    from fulcrum.analysis.theory.statements import OBJECTIVE_GRID
+    from fulcrum.analysis.theory.paper_checks import OBJECTIVE_GRID
 
     if draws < 2:
         raise ConfigError(f"--draws {draws} must be at least 2, for an interval.")

@@ -27,7 +27,6 @@ from fulcrum.training.client import (
     compute_probe_losses,
     make_materialised_step,
     run_local_steps,
-    train_client,
 )
 from fulcrum.training.clipped_sum import Contribution, clip_batch, fill_probes
 from fulcrum.training.problem import TrainingProblem
@@ -188,12 +187,6 @@ def train_side_by_side(
     numbers are those of `train_client` with `make_ghost_step`, bit for bit.
     """
     alone = make_ghost_step(follow)
-    if any(task.message is not None for task, _ in clients):  # masked sums are held, not released: each goes alone
-        masked = []
-        for client in clients:
-            before_step()
-            masked.append(train_client(problem, request, *client, alone))
-        return masked
     runs = {n: run_local_steps(problem, request, *client) for n, client in enumerate(clients)}
     answers: dict[int, list[Contribution]] = {}
     replies: dict[int, ClientReply] = {}

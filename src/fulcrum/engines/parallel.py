@@ -99,7 +99,8 @@ class ParallelEngine(Engine):
             return step(problem, sample, view, state, terms)
 
         try:
-            if len(clients) > 1:
+            # A masked sum is held, not released: its client goes alone.
+            if len(clients) > 1 and all(task.message is None for task, _ in clients):
                 return train_side_by_side(self.problem, request, clients, follow, go_on)
             return [train_client(self.problem, request, task, state, work) for task, state in clients]
         finally:

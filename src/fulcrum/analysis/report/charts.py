@@ -11,6 +11,7 @@ from fulcrum.analysis.report.model import RunView
 from fulcrum.analysis.report.party_charts import make_confusion_chart, make_party_charts, make_split_charts
 from fulcrum.analysis.report.seeds import SeedGroup, average_columns, group_by_seed
 from fulcrum.analysis.report.theory_charts import make_objective_charts, read_moments
+from fulcrum.study.front import find_front
 from fulcrum.study.records import StudyScore
 
 ROUND, EPSILON = "round", "epsilon"
@@ -262,19 +263,6 @@ def _drop_none(*series: Series | None) -> tuple[Series, ...]:
 # --- the trade-off ------------------------------------------------------------------------------------
 
 
-def find_front(points: Sequence[tuple[float, float]], higher_is_better: bool = True) -> list[int]:
-    """The places of the points (epsilon, score) that no other point beats in both, by rising epsilon."""
-    sign = 1.0 if higher_is_better else -1.0
-    order = sorted(range(len(points)), key=lambda i: (points[i][0], -sign * points[i][1]))
-    front: list[int] = []
-    best = -math.inf
-    for i in order:
-        if sign * points[i][1] > best:
-            front.append(i)
-            best = sign * points[i][1]
-    return front
-
-
 def _make_tradeoff(runs: Sequence[RunView]) -> list[Chart]:
     """Epsilon against the score, one point per run; those that nothing beats are joined."""
     known = [run for run in runs if run.is_private and math.isfinite(run.epsilon) and math.isfinite(run.score_value)]
@@ -283,7 +271,7 @@ def _make_tradeoff(runs: Sequence[RunView]) -> list[Chart]:
     score = known[0].score
     sound = [run for run in known if run.guarantee != "nominal"]
     points = [(run.epsilon, run.score_value) for run in sound]
-    front = [points[i] for i in find_front(points, score.higher_is_better)]
+    front = [points[i] for i in find_front(points, (True, not score.higher_is_better))]
     dots = tuple(
         Series(run.name, (run.score_value,), {EPSILON: (run.epsilon,)}, list(runs).index(run), names=(run.name,))
         for run in known

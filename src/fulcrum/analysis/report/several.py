@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from urllib.parse import urlencode
 
-from fulcrum.analysis.report.charts import find_front
 from fulcrum.analysis.report.formats import (
     ABSENT,
     format_metric,
@@ -20,6 +19,7 @@ from fulcrum.analysis.report.meaning import find_verdict
 from fulcrum.analysis.report.model import STATES, RunView
 from fulcrum.analysis.report.sections import STATE_LEVELS, make_badge
 from fulcrum.analysis.report.seeds import SEED_SETTINGS, group_by_seed
+from fulcrum.study.front import find_front
 from fulcrum.study.records import StudyScore
 from fulcrum.study.stats import compute_mean_interval
 
@@ -70,7 +70,9 @@ def find_front_runs(runs: Sequence[RunView]) -> set[int]:
         and (run.score, run.unit) == (runs[0].score, runs[0].unit)
     ]
     points = [(runs[i].epsilon, runs[i].score_value) for i in known]
-    return {known[j] for j in find_front(points, runs[0].score.higher_is_better)} if len(known) > 1 else set()
+    return (
+        {known[j] for j in find_front(points, (True, not runs[0].score.higher_is_better))} if len(known) > 1 else set()
+    )
 
 
 def make_seed_table(runs: Sequence[RunView]) -> Html:

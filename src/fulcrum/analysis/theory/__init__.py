@@ -13,11 +13,12 @@ statements.py        every statement with its status and its check; page.py writ
 from fulcrum.analysis.theory.bowl import Bowl, find_best_fixed, find_best_normalised, follow_fixed, follow_rule
 from fulcrum.analysis.theory.clip_descent import ClipDescent
 from fulcrum.analysis.theory.federation_bound import LogisticRegression, Quadratics, bound_step, follow_bounds
+from fulcrum.analysis.theory.findings import Finding, Statement
 from fulcrum.analysis.theory.objective import ObjectivePoint, PrivateRound, find_minimiser, measure_objective
 from fulcrum.analysis.theory.on_run import Constants, Moment, estimate_constants, look, replay
 from fulcrum.analysis.theory.prediction import RunFacts, advise, predict_end
 from fulcrum.analysis.theory.readings import find_resting_point, make_drift
-from fulcrum.analysis.theory.statements import STATEMENTS, Finding, Statement
+from fulcrum.analysis.theory.statements import STATEMENTS
 
 __all__ = [
     "STATEMENTS",

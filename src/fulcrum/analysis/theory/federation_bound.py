@@ -27,7 +27,6 @@ line is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -264,20 +263,12 @@ def follow_clipped_bounds(
         factors = (C / torch.linalg.vector_norm(rows, dim=1).clamp_min(1e-300)).clamp(max=1.0)
         mean = (factors[:, None] * rows).mean(dim=0) + problem.l2 * theta
         gradient, gap = problem.gradient(theta), float(problem.loss(theta)) - best
-        z = torch.randn((2_000, dim), generator=generator, dtype=torch.float64)
-        moved = theta - lr * (mean + noise * C * torch.cat([z, -z]))
-        losses = torch.stack([problem.loss(row) for row in moved[:: max(1, len(moved) // 400)]])
+        z = torch.randn((200, dim), generator=generator, dtype=torch.float64)
+        moved = theta - lr * (mean + noise * C * torch.cat([z, -z]))  # in pairs, so that the noise's mean is 0
+        losses = torch.stack([problem.loss(row) for row in moved])
         size = float(gradient.square().sum()) + spread
         printed = (1 - mu * lr) * gap + lr / 2 * (-1 + M * lr) * size
         corrected = bound_step_correctly(gap, gradient, mean, spread, lr, M, mu)
         found.append(StepBounds(float(losses.mean()) - best, printed, corrected))
         theta = moved[0]
     return found
-
-
-def bound_loss_over_run(bounds: Callable[[float], float], start: float, rounds: int) -> list[float]:
-    """A bound on the gap after each round when bounds(gap) is applied again and again from gap = start."""
-    gaps = [start]
-    for _ in range(rounds):
-        gaps.append(bounds(gaps[-1]))
-    return gaps

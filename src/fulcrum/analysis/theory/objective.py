@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fulcrum.study.stats import compute_mean_interval
+
 LossOfWeights = Callable[[Tensor], Tensor]
 """theta [r, d] -> mean losses [r], differentiable."""
-Z95 = 1.96
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def measure_objective(
 
 
 def _half_width(values: Tensor) -> float:
-    return Z95 * float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return compute_mean_interval(values.tolist()).half
 
 
 def find_minimiser(points: Sequence[ObjectivePoint]) -> ObjectivePoint:

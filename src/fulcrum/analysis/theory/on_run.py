@@ -7,7 +7,7 @@ The run is trained again from its settings, which repeats a seeded run bit for b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -159,9 +159,8 @@ def estimate_constants(moment: Moment, best: float, iterations: int = 20, seed: 
     )
 
 
-def _find_eigenvalue(times: object, like: Tensor, iterations: int, seed: int) -> float:
+def _find_eigenvalue(times: Callable[[Tensor], Tensor], like: Tensor, iterations: int, seed: int) -> float:
     """The eigenvalue of largest size of a symmetric map, by power iteration."""
-    assert callable(times)
     generator = torch.Generator().manual_seed(seed)
     v = torch.randn(like.shape, generator=generator, dtype=like.dtype)
     value = 0.0

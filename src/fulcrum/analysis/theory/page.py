@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fulcrum.analysis.theory.statements import Finding, Statement
+from fulcrum.analysis.theory.findings import Finding, Statement
 
 PAGE = Path("docs/theory.md")
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fulcrum.analysis.theory.bowl import Bowl, find_best_normalised, follow_fixed
+from fulcrum.runs.preparation import prepare_unrehearsed
 from fulcrum.training.federation import Federation, make_model_facts
 
 PATH = 16.0
@@ -125,8 +126,6 @@ def compare_rounds(federation: Federation) -> list[dict[str, float]]:
     settings = federation.settings
     if settings.privacy.epsilon is None:
         return []
-    from fulcrum.runs.preparation import prepare_unrehearsed
-
     found = []
     for factor in ROUND_FACTORS:
         rounds = max(1, round(factor * settings.train.rounds))
