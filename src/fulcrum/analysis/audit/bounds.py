@@ -3,6 +3,7 @@
     bound_by_thresholds    many runs, one canary each: Clopper-Pearson; assumes nothing
     bound_by_one_run       one run, many canaries: Steinke, Nasr and Jagielski 2023; assumes nothing
     bound_by_one_run_fdp   one run, many canaries, a hypothesised family of curves: Mahloujifar, Melis, Chaudhuri 2025
+    bound_by_known_samples the same, where the auditor knows in which releases each canary was sampled
     bound_by_noise_fit     many runs, the family Poisson(q, sigma')^T assumed: an upper bound on sigma' by its moments
 
 A bound of confidence 0.95 is above the true epsilon in at most 5% of audits, whatever the score is. A low bound says
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import betaincinv
+from scipy.special import betaincinv, gammaincinv
 from scipy.stats import binom, chi2
 from scipy.stats import t as student
 
@@ -391,3 +392,60 @@ def bound_by_noise_fit(
     scale = max(noise / shift, SCALE_RANGE[0])
     found = min(make_poisson_family(events).epsilon(scale, delta), MAX_EPSILON)
     return LowerBound(found, delta, confidence, "noise-fit", statement, numbers | {"noise_at_most": scale})
+
+
+def bound_by_known_samples(
+    projections: FloatVector,
+    sampled: FloatVector,
+    included: BoolVector,
+    events: Sequence[Gaussian],
+    delta: float,
+    confidence: float = 0.95,
+    steps: int = 1,
+) -> LowerBound:
+    """`bound_by_noise_fit` by an auditor who knows in which releases each canary was sampled: sampled [n, T], 0 or 1.
+
+    The party itself knows, the server does not. The rate is then measured too, and small rates cost no precision. In
+    units of the claimed noise, s is the slope of the projections of included canaries on `sampled`, tau^2 the variance
+    of those that are not included (chi-square), the rate how often canaries were sampled (Clopper-Pearson; Poisson
+    where rates differ). What moves along a direction in the same way in every round is taken out, if there are at least
+    8 rounds and rates below 1. steps: releases that were seen only as one sum, in turn; each has its part of it.
+    """
+    check_terms(delta, confidence)
+    included, plan = np.asarray(included, dtype=bool), list_releases(events)
+    count, releases = len(included), len(plan)
+    if projections.shape != (count, releases) or sampled.shape != projections.shape or releases % steps:
+        raise InputError(
+            f"projections {projections.shape} and sampled {sampled.shape} must be canaries times releases."
+        )
+    rate = plan[:, 0]
+    family = make_poisson_family(events)
+    level, method = 1 - confidence, "known-samples"
+    rounds = releases // steps
+    spreads = np.sqrt((plan[:, 1] ** 2).reshape(rounds, steps).sum(axis=1))
+    scaled, taken = (each.reshape(count, rounds, steps).sum(axis=2) / spreads for each in (projections, sampled))
+    freedom = int((~included).sum()) * rounds
+    if rounds >= 8 and rate.max() < 1:
+        scaled, taken = (each - each.mean(axis=1, keepdims=True) for each in (scaled, taken))
+        freedom -= int((~included).sum())
+    numbers: dict[str, float] = {"members": int(included.sum()), "others": int((~included).sum()), "releases": releases}
+    weight = float((taken[included] ** 2).sum())
+    if freedom < 10 or weight == 0:
+        return LowerBound(0.0, delta, confidence, method, family.statement, numbers)
+    variance = float((scaled[~included] ** 2).sum()) / freedom
+    noise = math.sqrt(variance * freedom / float(chi2.ppf(0.2 * level, freedom)))
+    moved = float((scaled[included] * taken[included]).sum()) / weight
+    shift = moved - float(student.isf(0.7 * level, freedom)) * math.sqrt(variance / weight)
+    total, expected = float(sampled.sum()), float(count * rate.sum())
+    if len(np.unique(rate)) == 1:
+        share = bound_rate_below(round(total), count * releases, 1 - 0.1 * level) / float(rate[0])
+    else:
+        share = float(gammaincinv(max(total, 1e-9), 0.1 * level)) / expected
+    share = min(share, 1 / float(rate.max()))
+    numbers |= {"noise": math.sqrt(variance), "shift": moved, "rate": total / expected}
+    if shift <= 0 or share <= 0:
+        return LowerBound(0.0, delta, confidence, method, family.statement, numbers)
+    scale = max(noise / shift, SCALE_RANGE[0])
+    measured = [Gaussian(event.rate * share, event.sigma * scale, event.count) for event in events]
+    found = min(make_poisson_family(measured).epsilon(1.0, delta), MAX_EPSILON)
+    return LowerBound(found, delta, confidence, method, family.statement, numbers | {"noise_at_most": scale})

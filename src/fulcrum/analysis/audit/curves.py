@@ -86,14 +86,19 @@ def scale_events(events: Iterable[Gaussian], scale: float) -> list[Gaussian]:
     return [Gaussian(event.rate, event.sigma * scale, event.count) for event in events]
 
 
+def merge_events(events: Sequence[Gaussian]) -> tuple[Gaussian, ...]:
+    """Equal releases as one event with their count."""
+    counts: dict[tuple[float, float], int] = {}
+    for event in events:
+        pair = (event.rate, event.sigma)
+        counts[pair] = counts.get(pair, 0) + event.count
+    return tuple(Gaussian(rate, sigma, count) for (rate, sigma), count in counts.items())
+
+
 def compute_delta_curve(events: Sequence[Gaussian], epsilons: FloatVector) -> FloatVector:
     """Upper bounds on delta of the composed events at epsilons [n], the worse of adding and removing a unit: [n]."""
     pld = importlib.import_module("dp_accounting.pld.privacy_loss_distribution")
-    merged: dict[tuple[float, float], int] = {}
-    for event in events:
-        pair = (float(event.rate), float(event.sigma))
-        merged[pair] = merged.get(pair, 0) + event.count
-    parts = [(rate, sigma, count) for (rate, sigma), count in sorted(merged.items())]
+    parts = [(event.rate, event.sigma, event.count) for event in merge_events(events)]
     interval = choose_pld_interval(parts)
     total = None
     with np.errstate(all="ignore"):  # overflows to infinity are meant
@@ -126,8 +131,8 @@ def make_poisson_family(events: Sequence[Event]) -> NoiseFamily:
 
     Events of several rates and multipliers are composed as they are; all multipliers are scaled together.
     """
-    gaussian = [event for event in events if isinstance(event, Gaussian) and event.sigma > 0]
-    if len(gaussian) != len(events) or not gaussian:
+    gaussian = merge_events([event for event in events if isinstance(event, Gaussian) and event.sigma > 0])
+    if sum(event.count for event in gaussian) != sum(event.count for event in events) or not gaussian:
         raise ValueError("a family of Poisson-sampled Gaussian releases needs at least one such event, and no others")
     cached: dict[float, Curve] = {}
 
