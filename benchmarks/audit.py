@@ -11,7 +11,7 @@ many   Independent federations of one party with one canary, stacked (`engines.b
        final model, whose coordinate is the sum of all releases along the direction. Bounds: noise-fit, with the family
        Poisson(q, sigma')^T assumed; Clopper-Pearson, which assumes nothing. --shard I/N runs a part; `many` reads
        all parts that lie in --out, and computes the bounds once all runs are there.
-one    One federation of four parties on the CIFAR CNN (d = 550,570) with made-up records of CIFAR's shape. Gradient
+one    One federation of four parties on the CIFAR CNN (d = 131,466) with made-up records of CIFAR's shape. Gradient
        canaries in coordinates of their own (`engines/canaries.py`), seen in every release. Bound: one-run f-DP with the
        hypothesised curve Poisson(q, sigma')^T.
 summary   results/audit/summary.json: from the above and, where it lies there, detectors.json (planted bugs and clean
@@ -83,6 +83,7 @@ def make_settings(epsilon: float, rounds: int, rate: float, **more: Any) -> Sett
         "train.rounds": rounds,
         "train.rate": rate,
         "train.lr": 0.1,
+        "train.ema": 0.0,  # the final model is the sum of all releases
         "data.partition": "iid",
         "data.min_examples": 1,
         "run.evaluate_every": rounds,
