@@ -71,7 +71,7 @@ EPSILONS = (1.64, 3.61, 6.38)
 DELTA, CONFIDENCE = 1e-5, 0.95
 PLAIN_UNITS, FEATURES, STACK = 8, 4, 1000
 REACH = 1e6
-"""The canary's input and its target: its gradient is this much longer than C, and points along its own feature."""
+"""The canary's input: its gradient is far longer than C, and points along its own feature."""
 
 
 def make_settings(epsilon: float, rounds: int, rate: float, **more: Any) -> Settings:
@@ -101,7 +101,7 @@ def make_tiny_data() -> Dataset:
     x = torch.zeros(PLAIN_UNITS + 2, FEATURES + 1)
     x[:PLAIN_UNITS, :FEATURES] = torch.randn(PLAIN_UNITS, FEATURES, generator=generator)
     y = torch.randn(PLAIN_UNITS + 2, 1, generator=generator)
-    x[PLAIN_UNITS, FEATURES], y[PLAIN_UNITS] = REACH, -REACH
+    x[PLAIN_UNITS, FEATURES], y[PLAIN_UNITS] = REACH, -1000 * REACH  # no weight brings the prediction near it
     y[PLAIN_UNITS + 1] = 0
     return from_arrays(x, y, x[:2], y[:2], task="regression", public=True)
 
