@@ -14,6 +14,7 @@ tune.py      tune, pareto
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
+audit.py     audit
 theory.py    theory check, objective, constants, predict
 init.py      init
 prior.py     prior
@@ -36,6 +37,7 @@ import typer
 from fulcrum import __version__
 from fulcrum.cli import (
     account,
+    audit,
     compare,
     data,
     demo,
@@ -106,6 +108,7 @@ app.command("plan")(plan.plan)
 app.command("rehearse")(rehearse.rehearse)
 app.command("account")(account.account)
 app.command("ledger")(ledger.ledger)
+app.command("audit")(audit.audit)
 app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
