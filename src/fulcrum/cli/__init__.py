@@ -14,6 +14,7 @@ tune.py      tune, pareto
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
+attack.py    attack membership, inversion
 theory.py    theory check, objective, constants, predict
 init.py      init
 prior.py     prior
@@ -36,6 +37,7 @@ import typer
 from fulcrum import __version__
 from fulcrum.cli import (
     account,
+    attack,
     compare,
     data,
     demo,
@@ -110,6 +112,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
 app.add_typer(theory.app, name="theory")
+app.add_typer(attack.app, name="attack")
 app.command("methods")(show.methods)
 app.command("prior")(prior.prior)
 app.command("demo")(demo.demo)
