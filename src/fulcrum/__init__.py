@@ -65,7 +65,11 @@ _MODULES = ("clipping", "data")
 """Modules that users reach as `fulcrum.data.from_arrays` without importing them first."""
 
 
-_ELSEWHERE = {"parts": "fulcrum.integrations.parts", "theory": "fulcrum.analysis.theory"}
+_ELSEWHERE = {
+    "attacks": "fulcrum.analysis.attacks",
+    "parts": "fulcrum.integrations.parts",
+    "theory": "fulcrum.analysis.theory",
+}
 """Modules that users reach under a shorter name: `from fulcrum import parts`."""
 
 

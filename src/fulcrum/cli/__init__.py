@@ -15,6 +15,7 @@ ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
 audit.py     audit
+attack.py    attack membership, inversion
 theory.py    theory check, objective, constants, predict
 init.py      init
 prior.py     prior
@@ -38,6 +39,7 @@ from fulcrum import __version__
 from fulcrum.cli import (
     account,
     audit,
+    attack,
     compare,
     data,
     demo,
@@ -113,6 +115,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
 app.add_typer(theory.app, name="theory")
+app.add_typer(attack.app, name="attack")
 app.command("methods")(show.methods)
 app.command("prior")(prior.prior)
 app.command("demo")(demo.demo)
