@@ -12,11 +12,7 @@ from fulcrum.cli import show, view
 from fulcrum.cli.advise import print_advice
 from fulcrum.cli.forecast import forecast_run, print_forecast
 from fulcrum.cli.options import DebugOption, JsonOption, with_settings
-from fulcrum.clipping.rule import gradient_multiplier
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.evaluation import describe_evaluation
-from fulcrum.privacy.statement.meaning import describe_plan_meaning, wrap_meaning
-from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.settings.schema import Settings
 
 if TYPE_CHECKING:
@@ -72,6 +68,9 @@ def plan(
         print_affordable_rounds(settings, for_epsilon, as_json)
         return
     from fulcrum import runs as api
+    from fulcrum.privacy.evaluation import describe_evaluation
+    from fulcrum.privacy.statement.meaning import describe_plan_meaning, wrap_meaning
+    from fulcrum.privacy.statement.units import UNIT_TEXTS
 
     federation = api.prepare_unrehearsed(settings)  # a plan takes seconds, a rehearsal may take minutes
     made, dim = federation.plan, federation.problem.layout.dim
@@ -168,6 +167,8 @@ def print_ledger_balances(path: str, left: Mapping[str, PartyBalance], rounds: i
 
 def describe_schedule(made: Plan) -> list[str]:
     """The noise schedule over the rounds, and when statistics are released; empty if both are constant."""
+    from fulcrum.clipping.rule import gradient_multiplier
+
     lines = []
     group = made.groups[0]
     if made.schedule != "constant":
@@ -190,6 +191,8 @@ def describe_schedule(made: Plan) -> list[str]:
 
 def make_server_rows(made: Plan, dim: int) -> list[tuple[view.TableValue, ...]]:
     """One line for all parties with the same terms, where the server adds one noise vector for all of them."""
+    from fulcrum.privacy.statement.units import UNIT_TEXTS
+
     noise = made.compute_noise_to_signal(dim)
     members = [int((made.group_of == number).sum()) for number in range(len(made.groups))]
     return [
