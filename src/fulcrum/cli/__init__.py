@@ -29,9 +29,10 @@ failures.py  exit codes, and one sentence for every failure
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -127,9 +128,23 @@ app.command("terms")(flower.terms)
 app.command("certs")(flower.certs)
 
 
+HEAVY = {"run", "resume", "plan", "rehearse", "demo", "compare", "tune", "pareto", "study", "reproduce", "theory"}
+HEAVY |= {"evaluate", "score", "predict", "export", "prior", "account"}
+"""Commands that compute: what they import takes a second."""
+
+
+def preload(words: Sequence[str]) -> None:
+    """Import what the command will need, while Ctrl-C can still leave at once; nothing for `--help`."""
+    if words and words[0] in HEAVY and not {"-h", "--help"} & set(words):
+        importlib.import_module("fulcrum.privacy.accounting" if words[0] == "account" else "fulcrum.runs")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 2 wrong input, 1 other failures, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = typer.main.get_command(app)
+
+    def call() -> Any:
+        return typer.main.get_command(app).main(words, prog_name="fulcrum", standalone_mode=False)
+
     with current_folder_importable():  # for the whole command: own models and rules may import as they run
-        return failures.run_guarded(lambda: command.main(words, prog_name="fulcrum", standalone_mode=False), words)
+        return failures.run_guarded(call, words)
