@@ -241,11 +241,14 @@ def run_stacked(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple
                 break
             chunk, began = members[:size], time.monotonic()
             try:
+                ready = [prepare_job(job, datasets, how.device, how.precision) for job in chunk]
+                how.say(f"{len(chunk)} runs like {chunk[0].cell} prepared in {time.monotonic() - began:.1f} s")
                 results = _run_stack(
-                    [prepare_job(job, datasets, how.device, how.precision) for job in chunk],
+                    ready,
                     lambda t, total, began=began: how.clock.check_time_left(t, total, began),  # type: ignore[misc]
                     how.say,
                 )
+                del ready
             except TimeBudgetExceeded:
                 how.say(f"time is up: {len(chunk)} jobs like {chunk[0].cell} left undone")
                 break

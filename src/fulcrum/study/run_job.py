@@ -31,6 +31,7 @@ from fulcrum.runs.preparation import PLANNED_SETTINGS, derive_planned_federation
 from fulcrum.settings.derived import DERIVABLE_SETTINGS, get_planned_unit
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.study.job import SECTION_FACTORIES, StudyJob
+from fulcrum.study.provenance import MadeBy
 from fulcrum.study.records import StudyScore, make_score_entries
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
@@ -247,8 +248,11 @@ def thin_curve(series: Sequence[tuple[int, float]], most: int = NUM_CURVE_POINTS
     return [series[round(i * (len(series) - 1) / (most - 1))] for i in range(most)]
 
 
-def make_job_record(job: StudyJob, result: JobOutcome, machine: dict[str, Any]) -> dict[str, Any]:
+def make_job_record(
+    job: StudyJob, result: JobOutcome, machine: dict[str, Any], made_by: MadeBy | None = None
+) -> dict[str, Any]:
     """The stored record of a finished job."""
+    made_by = made_by or MadeBy()
     rule = find_rule(job.settings.clip.rule)
     return {
         **job.to_json(),
@@ -270,6 +274,8 @@ def make_job_record(job: StudyJob, result: JobOutcome, machine: dict[str, Any]) 
         "notes": list(result.notes),
         "machine": machine,
         "version": fulcrum.__version__,
+        "commit": made_by.commit,
+        "command": made_by.command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
