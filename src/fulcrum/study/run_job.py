@@ -52,6 +52,7 @@ class JobOutcome:
 
     metrics are those after the last round, by name. score: the metric for choices and tables. C and curve (of
     the score) are lists of (round, value), evenly thinned. seconds is wall time; of a run in a stack, its share.
+    rehearsed: what a rehearsal chose ({mode, C, step}); empty where nothing was rehearsed.
     """
 
     metrics: Mapping[str, float]
@@ -61,6 +62,7 @@ class JobOutcome:
     seconds: float
     parameters: int
     notes: tuple[str, ...] = ()
+    rehearsed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
@@ -238,6 +240,7 @@ def make_job_outcome(
         seconds=round(seconds, 3),
         parameters=federation.problem.layout.dim,
         notes=federation.problem.dataset.warnings,
+        rehearsed=federation.rehearsed.get("candidate", {}),
     )
 
 
@@ -272,6 +275,7 @@ def make_job_record(
         "seconds": result.seconds,
         "parameters": result.parameters,
         "notes": list(result.notes),
+        **({"rehearsed": dict(result.rehearsed)} if result.rehearsed else {}),
         "machine": machine,
         "version": fulcrum.__version__,
         "commit": made_by.commit,
