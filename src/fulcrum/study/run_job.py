@@ -31,6 +31,7 @@ from fulcrum.runs.preparation import PLANNED_SETTINGS, derive_planned_federation
 from fulcrum.settings.derived import DERIVABLE_SETTINGS, get_planned_unit
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.study.job import SECTION_FACTORIES, StudyJob
+from fulcrum.study.provenance import MadeBy
 from fulcrum.study.records import StudyScore, make_score_entries
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
@@ -51,6 +52,7 @@ class JobOutcome:
 
     metrics are those after the last round, by name. score: the metric for choices and tables. C and curve (of
     the score) are lists of (round, value), evenly thinned. seconds is wall time; of a run in a stack, its share.
+    rehearsed: what a rehearsal chose ({mode, C, step}); empty where nothing was rehearsed.
     """
 
     metrics: Mapping[str, float]
@@ -60,6 +62,7 @@ class JobOutcome:
     seconds: float
     parameters: int
     notes: tuple[str, ...] = ()
+    rehearsed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
@@ -237,6 +240,7 @@ def make_job_outcome(
         seconds=round(seconds, 3),
         parameters=federation.problem.layout.dim,
         notes=federation.problem.dataset.warnings,
+        rehearsed=federation.rehearsed.get("candidate", {}),
     )
 
 
@@ -247,8 +251,11 @@ def thin_curve(series: Sequence[tuple[int, float]], most: int = NUM_CURVE_POINTS
     return [series[round(i * (len(series) - 1) / (most - 1))] for i in range(most)]
 
 
-def make_job_record(job: StudyJob, result: JobOutcome, machine: dict[str, Any]) -> dict[str, Any]:
+def make_job_record(
+    job: StudyJob, result: JobOutcome, machine: dict[str, Any], made_by: MadeBy | None = None
+) -> dict[str, Any]:
     """The stored record of a finished job."""
+    made_by = made_by or MadeBy()
     rule = find_rule(job.settings.clip.rule)
     return {
         **job.to_json(),
@@ -268,8 +275,11 @@ def make_job_record(job: StudyJob, result: JobOutcome, machine: dict[str, Any]) 
         "seconds": result.seconds,
         "parameters": result.parameters,
         "notes": list(result.notes),
+        **({"rehearsed": dict(result.rehearsed)} if result.rehearsed else {}),
         "machine": machine,
         "version": fulcrum.__version__,
+        "commit": made_by.commit,
+        "command": made_by.command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
