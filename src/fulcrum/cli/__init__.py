@@ -29,11 +29,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from fulcrum import __version__
+from fulcrum import __version__, refuse_windows
 from fulcrum.cli import (
     account,
     compare,
@@ -125,5 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 2 wrong input, 1 other failures, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = typer.main.get_command(app)
+
+    def call() -> Any:
+        if not {"--help", "-h", "--version"} & set(words):
+            refuse_windows()
+        return command.main(words, prog_name="fulcrum", standalone_mode=False)
+
     with current_folder_importable():  # for the whole command: own models and rules may import as they run
-        return failures.run_guarded(lambda: command.main(words, prog_name="fulcrum", standalone_mode=False), words)
+        return failures.run_guarded(call, words)
