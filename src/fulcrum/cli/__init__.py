@@ -36,11 +36,11 @@ from typing import Annotated, Any
 
 import typer
 
-from fulcrum import __version__
+from fulcrum import __version__, refuse_windows
 from fulcrum.cli import (
     account,
-    audit,
     attack,
+    audit,
     compare,
     data,
     demo,
@@ -144,6 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
 
     def call() -> Any:
+        if not {"--help", "-h", "--version"} & set(words):
+            refuse_windows()
         return typer.main.get_command(app).main(words, prog_name="fulcrum", standalone_mode=False)
 
     with current_folder_importable():  # for the whole command: own models and rules may import as they run

@@ -22,7 +22,9 @@ def double_tail(lower: float, upper: float) -> float:
 
 def judge_variance(square_sum: float, degrees: float) -> float:
     """Whether a sum of `degrees` squared standard normals is as large as it should be; two-sided."""
-    return double_tail(judge_variance_too_small(square_sum, degrees), float(special.gammaincc(degrees / 2, square_sum / 2)))
+    return double_tail(
+        judge_variance_too_small(square_sum, degrees), float(special.gammaincc(degrees / 2, square_sum / 2))
+    )
 
 
 def judge_variance_too_small(square_sum: float, degrees: float) -> float:

@@ -15,6 +15,8 @@ from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.privacy.ledger import Ledger, LedgerEntry
 
 NAME = "ledger replay"
+
+
 def count_events(events: Sequence[Event]) -> Paid:
     """Events as counts."""
     found: Paid = Counter()

@@ -199,7 +199,9 @@ def _use_largest_entry(original: Any) -> Any:
 def _clip_the_batch(original: Any) -> Any:
     """One norm for the whole batch: the gradients are added up first, and the sum is clipped."""
 
-    def contribute(rule: Any, view: Any, state: Any, gradients: Tensor, losses: Tensor, *rest: Any, **named: Any) -> Any:
+    def contribute(
+        rule: Any, view: Any, state: Any, gradients: Tensor, losses: Tensor, *rest: Any, **named: Any
+    ) -> Any:
         whole = gradients.sum(dim=0, keepdim=True) if len(gradients) else gradients
         return original(rule, view, state, whole, losses[: len(whole)], *rest, **named)
 
@@ -215,7 +217,9 @@ def _negative(stats: Stats, state: RuleState) -> tuple[Tensor, Tensor, RuleState
 def _treat_records_as_units(original: Any) -> Any:
     """Each record of a person is clipped by itself, and all of them are added up."""
 
-    def contribute(rule: Any, view: Any, state: Any, gradients: Tensor, losses: Tensor, *rest: Any, **named: Any) -> Any:
+    def contribute(
+        rule: Any, view: Any, state: Any, gradients: Tensor, losses: Tensor, *rest: Any, **named: Any
+    ) -> Any:
         twice = torch.cat([gradients, gradients])
         return original(rule, view, state, twice, torch.cat([losses, losses]), *rest, **named)
 
@@ -292,7 +296,10 @@ def _divide_by_actual_batch() -> Iterator[None]:
     def divide(self: View, noisy: Tensor, batch: Any) -> Tensor:
         return restore(self, noisy, batch if batch < 1e-6 else counts[0])
 
-    with mock.patch.object(client, "poisson_sample_units", watched), mock.patch.object(View, "restore_gradient", divide):
+    with (
+        mock.patch.object(client, "poisson_sample_units", watched),
+        mock.patch.object(View, "restore_gradient", divide),
+    ):
         yield
 
 
@@ -423,9 +430,7 @@ PLANTED: dict[str, PlantedBug] = {
     "forgotten round": PlantedBug("the ledger forgets the second round", _forgotten(lambda round: round == 1)),
     "moo-paper sold as sound": PlantedBug(
         "C follows from raw losses of the batch (moo-paper)",
-        lambda: mock.patch.dict(
-            RULES._values, {"moo-paper": dataclasses.replace(RULES["moo-paper"], sound=True)}
-        ),
+        lambda: mock.patch.dict(RULES._values, {"moo-paper": dataclasses.replace(RULES["moo-paper"], sound=True)}),
         {"clip": {"rule": "moo-paper"}},
     ),
     "validation in the clear": PlantedBug(

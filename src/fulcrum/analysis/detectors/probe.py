@@ -180,10 +180,7 @@ class Player:
             attempt,
         )
         replies = list(federation.engine.run(request))
-        return [
-            (*self.read(t, task, reply, state), source, state)
-            for task, reply in zip(tasks, replies, strict=True)
-        ]  # type: ignore[misc]
+        return [(*self.read(t, task, reply, state), source, state) for task, reply in zip(tasks, replies, strict=True)]  # type: ignore[misc]
 
     def read(self, t: int, task: Assignment, reply: ClientReply, state: int) -> tuple[Floats, tuple[int, int], Terms]:
         """A reply as numbers in units of the charge, and what is declared of it."""
@@ -229,9 +226,7 @@ def list_states(federation: Federation) -> tuple[RuleState, ...]:
 def with_randomness(federation: Federation, source: Randomness) -> Federation:
     """The federation with another source of samples and noise."""
     problem = dataclasses.replace(federation.problem, randomness=source)
-    return dataclasses.replace(
-        federation, problem=problem, engine=find_engine(federation.settings.run.engine, problem)
-    )
+    return dataclasses.replace(federation, problem=problem, engine=find_engine(federation.settings.run.engine, problem))
 
 
 def measure_units(federation: Federation, states: Sequence[RuleState]) -> tuple[tuple[Floats, ...], ...]:
