@@ -287,3 +287,15 @@ def test_a_run_of_the_first_versions(tmp_path: Path) -> None:
     run = read_run(folder)
     assert run.columns["metric:accuracy"] == (0.1, 0.2, 0.3)
     assert "not known" in make_page([run])
+
+
+def test_the_audits_bound_stands_beside_the_claim(tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path / "run")
+    found = {"epsilon": 1.25, "claimed": 4.0, "method": "noise-fit", "assumes": "Poisson sampling", "party": "party-1"}
+    told = {"format": "fulcrum-audit-1", "confidence": 0.95, "passed": True, "measured": found}
+    (folder / "audit.json").write_text(json.dumps(told))
+    assert "at least 1.25 (party-1, noise-fit, holds with 95%)" in make_page([read_run(folder)])
+    (folder / "audit.json").write_text(json.dumps({**told, "passed": False}))
+    assert "The claim is contradicted" in make_page([read_run(folder)])
+    (folder / "audit.json").write_text(json.dumps({**told, "measured": {"epsilon": "x"}}))
+    assert "What an audit measured" not in make_page([read_run(folder)])
