@@ -21,7 +21,7 @@ from fulcrum.training.problem import TrainingProblem
 
 NAME = "neighbour replay"
 CHANNELS, POSITIONS, CLASSES = 24, 9, 3
-SPREADS = (1e-4, 3e-5, 1e-5)
+SPREADS = (1e-3, 1e-4, 3e-5, 1e-5, 1e-4, 3e-5, 1e-5)
 SCALES = (168.0, 3.6e4)
 
 
