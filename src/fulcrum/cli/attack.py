@@ -126,7 +126,7 @@ def inversion(
     images: Annotated[int, typer.Option("--images", min=1, help="Single records, one release each.")] = 4,
     batches: Annotated[int, typer.Option("--batches", min=1, help="Whole Poisson batches, one per party.")] = 2,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Their expected size.")] = 8,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of the attacks that search.")] = 200,
+    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Steps of the attacks that search.")] = 200,
     report: Annotated[Path | None, typer.Option("--report", help="JSON file for the result.")] = None,
     figure: Annotated[
         Path | None, typer.Option("--figure", help="SVG file: reconstructed images beside the originals.")
@@ -145,7 +145,7 @@ def inversion(
     wanted = parse_epsilons(epsilons)
     more = {"run.seed": seed, "privacy.epsilon": next((e for e in wanted if e is not None), 1.0)}
     settings: Settings = make_settings(method, more)
-    dataset, size = load_attack_data(settings), InversionSize(images, batches, batch, steps)
+    dataset, size = load_attack_data(settings), InversionSize(images, batches, batch, iterations)
 
     def say(words: str) -> None:
         view.print_message(words, quiet or as_json)
