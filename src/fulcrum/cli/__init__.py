@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
 
     def call() -> Any:
-        return typer.main.get_command(app).main(words, prog_name="fulcrum", standalone_mode=False)
+        command = options.hide_flag_types(typer.main.get_command(app))
+        return command.main(words, prog_name="fulcrum", standalone_mode=False)
 
     with current_folder_importable():  # for the whole command: own models and rules may import as they run
         return failures.run_guarded(call, words)
