@@ -302,3 +302,13 @@ def test_a_hundred_participants_with_few_masks_each() -> None:
     messages = [mask_message(manifest, key, own) for key, own in zip(keys, plain, strict=True)]
     assert torch.equal(sum_messages(messages), sum_messages(plain))
     assert is_noise(sum_messages(messages[:99]))
+
+
+def test_a_changed_manifest_has_its_own_bytes_and_digest() -> None:
+    """Bytes and digest are kept with a manifest: a copy with one field changed must not inherit them."""
+    manifest, _ = gather(make())
+    before = manifest.to_bytes(), manifest.digest
+    changed = dataclasses.replace(manifest, attempt=manifest.attempt + 1)
+    assert changed.to_bytes() != before[0] and changed.digest != before[1]
+    assert json.loads(before[0]) == json.loads(json.dumps(dataclasses.asdict(manifest)))
+    assert manifest_from_bytes(before[0]) == manifest
