@@ -109,9 +109,13 @@ def test_the_sum_of_all_messages_is_the_sum_of_the_integers_and_no_part_of_it_is
 
 def test_a_forgotten_key_makes_no_masks() -> None:
     party, other = make(("ann", "bob"))
+    exchange = other.key.signed.exchange
+    known = party.key.derive_mask_key(exchange, b"digest")  # the pair's secret is kept for the run, and no longer
+    assert party.key.derive_mask_key(exchange, b"digest") == known != party.key.derive_mask_key(exchange, b"other")
     party.key.forget()
+    assert not party.key._secrets
     with pytest.raises(RunError, match="forgotten"):
-        party.key.derive_mask_key(other.key.signed.exchange, b"digest")
+        party.key.derive_mask_key(exchange, b"digest")
 
 
 # --- a malicious server -----------------------------------------------------------------------------
