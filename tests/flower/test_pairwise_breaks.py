@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fulcrum-fl[flower]'")
 
 import torch
+from test_pairwise_federation import federation, kind, masked_settings, size
 from torch import Tensor
 
 from fulcrum.flower.messages import Envelope, read_message_header
@@ -25,7 +26,6 @@ from fulcrum.flower.pairwise import party as masked_party
 from fulcrum.privacy.pairwise.integers import keep_low_bits, sum_messages
 from fulcrum.types import ClientReply, RoundRequest
 from support.flower import serve
-from test_pairwise_federation import federation, kind, masked_settings, size
 
 
 class Attacker:

@@ -221,7 +221,9 @@ def test_a_rehearsal_that_is_cut_off_goes_on_where_it_stopped(tmp_path: Path, mo
 
     for count in (1, 2):  # two are cut off, each after one more task
         with pytest.raises(KeyboardInterrupt):
-            memory.recall_or_rehearse(known, tell=lambda part, least=count: stop(part) if len(played) >= least else None)
+            memory.recall_or_rehearse(
+                known, tell=lambda part, least=count: stop(part) if len(played) >= least else None
+            )
         assert len(played) == count
     parts: list[float] = []
     answer = memory.recall_or_rehearse(known, tell=parts.append)

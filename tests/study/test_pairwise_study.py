@@ -117,7 +117,9 @@ def test_jobs_that_differ_in_their_plan_share_data_split_and_model() -> None:
 def test_stacks_of_several_seeds_share_one_copy_of_the_records_on_the_device() -> None:
     """A preparation adds notes to its data set: the copy on the device must not be made anew for each of them."""
     jobs = [
-        dataclasses.replace(job, settings=job.settings.replace(privacy={"epsilon": None, "sigma": 1.0}, run={"seed": i}))
+        dataclasses.replace(
+            job, settings=job.settings.replace(privacy={"epsilon": None, "sigma": 1.0}, run={"seed": i})
+        )
         for i, job in enumerate(read_tiny_jobs()[:2])
     ]
     cache = DatasetCache("")

@@ -42,6 +42,12 @@ def print_line(line: str) -> None:
     print(fitted(line, Console()))
 
 
+def print_block(lines: Sequence[str]) -> None:
+    """Lines that were made to fit; narrower terminals break them further."""
+    for line in lines:
+        print_line(line)
+
+
 def fitted(line: str, console: Console, indent: int = 0) -> str:
     """The line broken between words for a terminal, further lines indented; in a pipe as it is.
 

@@ -16,12 +16,11 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 
 import fulcrum
 from fulcrum import runs as api
 from fulcrum.clipping import find_rule
-from fulcrum.data import Dataset, compute_features, from_arrays, holdout, load
+from fulcrum.data import Dataset, compute_features, holdout, load
 from fulcrum.data.declared import refuse_without_ledger
 from fulcrum.data.features import feature_signature
 from fulcrum.data.withdrawn import leave_out_withdrawn
@@ -107,23 +106,15 @@ class DatasetCache:
         return self._held[key]
 
     def _load(self, settings: Settings) -> Dataset:
-        packed, data = Path(self.folder) / "digits.npz", settings.data
-        try:
-            return load(
-                data.source,
-                self.folder or data.dir,
-                task=settings.task,
-                public=data.public,
-                table=settings.table,
-                images=settings.images,
-            )
-        except DataError:
-            # Where scikit-learn is missing, its digits may be in a file (see `write_digits_npz`).
-            if data.source != "digits" or not packed.is_file():
-                raise
-        with np.load(packed) as arrays:
-            parts = [torch.from_numpy(arrays[name]) for name in ("x", "y", "x_test", "y_test")]
-        return from_arrays(*parts, name="digits", classes=10, public=True)
+        data = settings.data
+        return load(
+            data.source,
+            self.folder or data.dir,
+            task=settings.task,
+            public=data.public,
+            table=settings.table,
+            images=settings.images,
+        )
 
 
 def load_study_data(settings: Settings) -> Dataset:
@@ -135,7 +126,7 @@ def load_study_data(settings: Settings) -> Dataset:
 
 
 def write_digits_npz(folder: Path) -> Path:
-    """Write the digits to digits.npz, for machines without scikit-learn; the bits are the same."""
+    """Write the digits to digits.npz, for other programs than Fulcrum; the bits are the same."""
     data = load("digits")
     folder.mkdir(parents=True, exist_ok=True)
     parts = {name: getattr(data, name).numpy() for name in ("x", "y", "x_test", "y_test")}

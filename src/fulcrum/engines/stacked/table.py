@@ -50,9 +50,9 @@ def _decode_bytes(values: Tensor, scale: float, shift: float) -> Tensor:
     return scaled - shift if shift else scaled
 
 
-_resident_examples: WeakKeyDictionary[
-    Records, dict[tuple[str, str], tuple[DeviceExamples | DeviceInputs, Tensor]]
-] = WeakKeyDictionary()
+_resident_examples: WeakKeyDictionary[Records, dict[tuple[str, str], tuple[DeviceExamples | DeviceInputs, Tensor]]] = (
+    WeakKeyDictionary()
+)
 """By the records themselves: data sets that differ in their notes alone share one copy."""
 
 

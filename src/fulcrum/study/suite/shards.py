@@ -100,9 +100,7 @@ def assign_entries(pack: Pack, index: int, count: int) -> Pack:
     return mine
 
 
-def run_shard(
-    pack: Pack, out: Path, shard: tuple[int, int], how: BackendOptions, made_by: MadeBy | None = None
-) -> int:
+def run_shard(pack: Pack, out: Path, shard: tuple[int, int], how: BackendOptions, made_by: MadeBy | None = None) -> int:
     """Run what has no result yet; returns how many jobs are left."""
     done = load_results(out) if out.is_dir() else {}
     machine = {**describe_machine(how.device), "backend": "stacked", "precision": how.precision}
