@@ -8,7 +8,7 @@ FLOWER := .venv-flower
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-flower check format docs proofs bench clean
+.PHONY: help setup run test test-slow test-flower check format docs pictures site proofs bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -39,9 +39,10 @@ format: setup ## format and mend what the linter can
 proofs: setup ## after reading a page of docs/privacy again: note the code that it speaks of
 	$(BIN)/python docs/proofs.py --write
 
-docs: setup ## write docs/settings.md anew from the settings' own words
+docs: setup ## write docs/settings.md anew from the settings' own words; one sentence per line in all pages
 	$(BIN)/python docs/settings_page.py > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
+	$(BIN)/python docs/sentences.py --write
 
 bench: $(BENCH)/.installed ## time private rounds beside the plain loop and Opacus; writes results/bench-cpu.*
 	PYTHONPATH=src $(BENCH)/bin/python benchmarks/cpu.py
@@ -79,3 +80,6 @@ $(BENCH)/.installed: Makefile
 	$(BENCH)/bin/python -m pip install --quiet torch==2.13.0
 	$(BENCH)/bin/python -m pip install --quiet opacus==1.6.0 $$(grep '^cryptography==' requirements.lock)
 	@touch $@
+
+pictures: setup ## make the pictures of README.md anew, from real runs; a minute
+	$(BIN)/python docs/pictures/make.py
