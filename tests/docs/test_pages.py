@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,13 @@ def test_the_readme_quotes_what_is_measured() -> None:
         for column, method in ((0, "moo"), (1, "dp-sgd")):
             for number, epsilon in zip(row[column].split("/"), (6.38, 3.61, 1.64), strict=True):
                 assert float(number) == pytest.approx(cells[dataset, method, epsilon], abs=0.0501)
+
+
+def test_the_install_page_names_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = read_page(ROOT / "docs" / "install.md")
+    table = page[page.index("| extra |") : page.index("A GPU needs")]
+    assert set(re.findall(r"`([a-z]+)`", table)) == set(extras)
 
 
 @pytest.mark.rehearsal

@@ -14,15 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from fulcrum.analysis.report.attack_charts import find_meaning, make_attack_charts
 from fulcrum.analysis.report.charts import find_front, make_charts
 from fulcrum.analysis.report.html import Html, make_json_block, make_table, tag
-from fulcrum.analysis.report.meaning import (
-    VERDICTS,
-    compute_detection_bound,
-    compute_posterior,
-    explain_epsilon,
-    format_share,
-)
+from fulcrum.analysis.report.meaning import VERDICTS
 from fulcrum.analysis.report.model import read_run
 from fulcrum.analysis.report.numbers import (
     chart_to_csv,
@@ -177,19 +172,38 @@ def test_no_promise_is_made_of_an_epsilon_that_does_not_hold(tmp_path: Path, gua
     assert "What epsilon = " not in page
 
 
-def test_beliefs_follow_from_epsilon() -> None:
-    # Two worlds with likelihood ratio e^epsilon: Bayes' rule by hand.
-    assert compute_posterior(0.5, math.log(3)) == pytest.approx(0.75)
-    assert compute_posterior(0.01, math.log(99)) == pytest.approx(0.5)
-    assert compute_posterior(0.5, 0.0) == 0.5
-    assert compute_posterior(0.5, 1e6) <= 1.0
-    # The hockey-stick bound on a test: TPR <= e^eps FPR + delta, and its mirror image.
-    assert compute_detection_bound(math.log(2), 0.0, 0.1) == pytest.approx(0.2)
-    assert compute_detection_bound(10.0, 0.0, 0.1) == pytest.approx(1 - math.exp(-10) * 0.9)
-    assert compute_detection_bound(0.0, 1e-5, 0.01) == pytest.approx(0.01001)
-    shares = (0.01, 0.001, 0.7301, 0.9999, 1 - 1e-9, 1.0, 0.0)
-    assert [format_share(each) for each in shares] == ["1%", "0.1%", "74%", "99.99%", "99.9999999%", "100%", "0%"]
-    assert explain_epsilon(math.inf, 1e-5, "example") == []
+def test_the_page_says_what_an_attacker_can_reach(tmp_path: Path) -> None:
+    run = read_run(make_run_folder(tmp_path / "run", guarantee="yes", epsilon=math.log(3)))
+    page, told = make_page([run]), find_meaning(run)
+    assert told["holds"] is True
+    # Of an older run only (epsilon, delta) is known: randomised response's belief, a little more for ten deltas.
+    assert "50% sure beforehand" in page
+    assert "77% sure afterwards" in page
+    (chart,) = make_attack_charts(run)
+    bound, chance = chart.series
+    assert all(high > low for high, low in zip(bound.y[:-1], chance.y[:-1], strict=True))
+    assert max(bound.y) == 1.0
+    simulated = read_run(make_run_folder(tmp_path / "seeded", guarantee="simulation"))
+    assert find_meaning(simulated)["holds"] is False
+    assert "this does NOT hold here" in make_page([simulated])
+
+
+def test_the_audits_points_are_in_the_chart_and_broken_ones_are_not(tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path / "run", guarantee="yes")
+    points = [{"name": "one run", "false_positives": 0.01, "true_positives": 0.02}, {"false_positives": 7}, "x"]
+    (folder / "audit.json").write_text(json.dumps({"points": points}))
+    (chart,) = make_attack_charts(read_run(folder))
+    assert [each.name for each in chart.series if len(each.y) == 1] == ["one run"]
+    (folder / "audit.json").write_text("[")
+    assert any("audit.json is damaged" in each for each in read_run(folder).problems)
+
+
+def test_an_edited_meaning_is_made_anew(tmp_path: Path) -> None:
+    wrong = [{"beliefs": [{"prior": 0.5}]}, {"text": []}, {"roc": [[2, 3]]}, {"guess": "x"}]
+    for place, change in enumerate(wrong):
+        folder = make_run_folder(tmp_path / str(place), guarantee="yes", changes={"privacy.json": {"meaning": change}})
+        assert find_meaning(read_run(folder))["source"] == "epsilon"
+        assert "50% sure beforehand" in make_page([read_run(folder)])
 
 
 # --- charts and numbers --------------------------------------------------------------------------------------

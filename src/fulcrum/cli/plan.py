@@ -12,10 +12,7 @@ from fulcrum.cli import show, view
 from fulcrum.cli.advise import print_advice
 from fulcrum.cli.forecast import forecast_run, print_forecast
 from fulcrum.cli.options import DebugOption, JsonOption, with_settings
-from fulcrum.clipping.rule import gradient_multiplier
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.evaluation import describe_evaluation
-from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.settings.schema import Settings
 
 if TYPE_CHECKING:
@@ -71,6 +68,9 @@ def plan(
         print_affordable_rounds(settings, for_epsilon, as_json)
         return
     from fulcrum import runs as api
+    from fulcrum.privacy.evaluation import describe_evaluation
+    from fulcrum.privacy.statement.meaning import describe_plan_meaning, wrap_meaning
+    from fulcrum.privacy.statement.units import UNIT_TEXTS
 
     federation = api.prepare_unrehearsed(settings)  # a plan takes seconds, a rehearsal may take minutes
     made, dim = federation.plan, federation.problem.layout.dim
@@ -79,11 +79,12 @@ def plan(
     short = api.collect_ledger_warnings(federation)  # refuses as `run` does where nobody can pay for a round
     left = api.list_ledger_balances(federation)
     forecast = forecast_run(federation, timing)
+    meaning = describe_plan_meaning(made, federation.problem.randomness.mode)
     if as_json:
         of_ledger = {"ledger": {name: vars(balance) for name, balance in left.items()}} if left else {}
         scored = {} if federation.evaluation is None else {"evaluation": describe_evaluation(federation.evaluation)}
         masks = {"pairwise": make_collusion_rows(made)} if made.is_pairwise else {}
-        view.print_json({**forecast.to_json(), **scored, **of_ledger, **masks})
+        view.print_json({**forecast.to_json(), "meaning": meaning, **scored, **of_ledger, **masks})
         return
     for warning in [*show.collect_run_warnings(federation), *list_weaknesses(federation), *short]:
         view.print_message(f"warning: {warning}")
@@ -109,6 +110,7 @@ def plan(
     terms = f"epsilon of one {unit} ({made.accountant}) at delta {made.delta:g}"
     terms += f" [{show.ASSUMED_NOTE}]" if made.shares_noise else ""
     view.print_line(f"{terms} by rounds, costliest party  {', '.join(curve)}")
+    view.print_block(wrap_meaning(meaning["text"]))
     view.print_line(
         f"noise / C is the noise of one {'round' if made.has_trusted_server else 'step'}'s mean "
         f"{'update' if made.has_trusted_server else 'gradient'} over its {dim:,} parameters, as a multiple of the "
@@ -165,6 +167,8 @@ def print_ledger_balances(path: str, left: Mapping[str, PartyBalance], rounds: i
 
 def describe_schedule(made: Plan) -> list[str]:
     """The noise schedule over the rounds, and when statistics are released; empty if both are constant."""
+    from fulcrum.clipping.rule import gradient_multiplier
+
     lines = []
     group = made.groups[0]
     if made.schedule != "constant":
@@ -187,6 +191,8 @@ def describe_schedule(made: Plan) -> list[str]:
 
 def make_server_rows(made: Plan, dim: int) -> list[tuple[view.TableValue, ...]]:
     """One line for all parties with the same terms, where the server adds one noise vector for all of them."""
+    from fulcrum.privacy.statement.units import UNIT_TEXTS
+
     noise = made.compute_noise_to_signal(dim)
     members = [int((made.group_of == number).sum()) for number in range(len(made.groups))]
     return [

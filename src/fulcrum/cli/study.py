@@ -110,7 +110,9 @@ def prepare(
     done: Annotated[
         list[Path], typer.Option("--done", help="Folder with finished runs to leave out; repeat for more.")
     ] = [Path("results") / name for name in ("paper", "robustness", "open", "no-tuning", "pairwise")],  # noqa: B006
-    pack: Annotated[Path | None, typer.Option("--pack", help="Also write digits.npz into this folder.")] = None,
+    pack: Annotated[
+        Path | None, typer.Option("--pack", help="Also write digits.npz into this folder, for other programs.")
+    ] = None,
     experiments: ExperimentsOption = None,
     debug: DebugOption = False,
 ) -> None:

@@ -287,7 +287,7 @@ def _rebuild_transformers(folder: Path, facts: Mapping[str, Any]) -> nn.Module:
     try:
         library = importlib.import_module("transformers")
     except ImportError as error:
-        raise RunError(f"the model of {folder} needs transformers; install it: pip install transformers") from error
+        raise RunError(f"the model of {folder} needs transformers: pip install 'fulcrum-fl[transformers]'.") from error
     kind = str(facts["class"]).rpartition(".")[2]
     if not hasattr(library, kind):
         raise RunError(f"the model of {folder} is a {facts['class']}, which transformers {library.__version__} lacks.")

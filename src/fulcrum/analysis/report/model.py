@@ -111,6 +111,7 @@ class RunView:
     settings: Mapping[str, Any] = field(default_factory=dict)
     rehearsal: Mapping[str, Any] = field(default_factory=dict)
     theory: Mapping[str, Any] = field(default_factory=dict)
+    audit: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     events: tuple[Mapping[str, Any], ...] = ()
     federation: Federation | None = None
@@ -145,6 +146,7 @@ def read_run(folder: Path) -> RunView:
     split = reading.read_json_object(folder / "split.json", problems)
     rehearsal = reading.read_json_object(folder / "rehearsal.json", problems)
     theory = reading.read_json_object(folder / "theory.json", problems)
+    audit = reading.read_json_object(folder / "audit.json", problems)
     environment = reading.read_json_object(folder / "environment.json", problems)
     sections, _ = reading.read_toml_table(folder / "settings.toml", problems)
     rounds = reading.read_rounds(folder / "metrics.jsonl", problems)
@@ -200,6 +202,7 @@ def read_run(folder: Path) -> RunView:
         settings=settings,
         rehearsal=rehearsal,
         theory=theory,
+        audit=audit,
         environment=environment,
         events=read_events(folder / "parties.jsonl", problems),
         federation=read_federation(folder / "status.json", problems, secret=unit == "client" and not public),

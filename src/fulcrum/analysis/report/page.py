@@ -175,7 +175,9 @@ def _make_single(run: RunView, charts: Sequence[Chart]) -> list[Child]:
             sections.make_parties(run),
             sections.make_events(run),
         ),
-        sections.make_section("privacy", "Privacy, in plain words", make_privacy(run)),
+        sections.make_section(
+            "privacy", "Privacy, in plain words", make_privacy(run), sections.make_figures(charts, ("attack",))
+        ),
         sections.make_section("settings", "Settings", sections.make_settings(run, _list_default_settings())),
         sections.make_section("rerun", "How to run it again", sections.make_rerun(run)),
     ]

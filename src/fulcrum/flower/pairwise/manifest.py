@@ -29,6 +29,8 @@ NOISE_REACH = 40.0
 """Standard deviations that the noise of a coordinate is given room for."""
 MAX_PARTICIPANTS = 10_000
 NONCE_BYTES = 16
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Numbers of a manifest are between these, so that their squares and sums are finite and above 0."""
 
 
 class ManifestRefusal(BadMessage):
@@ -139,7 +141,7 @@ def _check_fields(table: Any, types: Mapping[str, type]) -> None:
             raise BadMessage(f"the manifest's {name} is not of the right type.")
         if kind is int and not 0 <= value < 2**31:
             raise BadMessage(f"the manifest's {name} is out of range.")
-        if kind is float and not (0 < value < 1e30):
+        if kind is float and not (SMALLEST <= value <= LARGEST):
             raise BadMessage(f"the manifest's {name} is out of range.")
         if kind is str and len(value) > 256:
             raise BadMessage(f"the manifest's {name} is too long.")
