@@ -30,7 +30,7 @@ check: setup ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks docs/settings_page.py docs/proofs.py examples/hospitals.py $(wildcard $(patsubst %,examples/%/*.py,heart adult text regression series)) examples/loops/plain.py examples/loops/accumulation.py
+	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks $(wildcard docs/*.py docs/site/*.py docs/pictures/*.py) examples/hospitals.py $(wildcard $(patsubst %,examples/%/*.py,heart adult text regression series)) examples/loops/plain.py examples/loops/accumulation.py
 
 format: setup ## format and mend what the linter can
 	$(BIN)/ruff format .
@@ -48,7 +48,7 @@ bench: $(BENCH)/.installed ## time private rounds beside the plain loop and Opac
 	PYTHONPATH=src $(BENCH)/bin/python benchmarks/cpu.py
 
 clean: ## remove the environments and the caches; runs/ and .data/ stay
-	rm -rf .venv $(FLOWER) $(BENCH) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv $(FLOWER) $(BENCH) .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests docs -name __pycache__ -prune -exec rm -rf {} +
 
 setup: $(STAMP) ## make .venv with the pinned dependencies (done once)
@@ -83,3 +83,15 @@ $(BENCH)/.installed: Makefile
 
 pictures: setup ## make the pictures of README.md anew, from real runs; a minute
 	$(BIN)/python docs/pictures/make.py
+
+DOCS := .venv-docs
+site: setup $(DOCS)/.installed ## build the documentation as a site in build/site; links and anchors are checked
+	$(BIN)/python docs/site/stage.py build/site-pages
+	$(DOCS)/bin/mkdocs --quiet build --strict
+	@echo "build/site/index.html: open it in a browser; no network is needed."
+
+# The site's generator gets an environment of its own: nobody needs it to use Fulcrum.
+$(DOCS)/.installed: docs/site/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -r docs/site/requirements.txt
+	@touch $@
