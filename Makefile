@@ -8,7 +8,7 @@ FLOWER := .venv-flower
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-flower check format docs proofs bench clean
+.PHONY: help setup run test test-slow test-flower check format docs pictures site proofs bench clean
 .PHONY: wheel smoke lock sbom audit-deps release-check
 
 help: ## list the targets
@@ -31,7 +31,7 @@ check: setup ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks docs/settings_page.py docs/proofs.py examples/hospitals.py $(wildcard $(patsubst %,examples/%/*.py,heart adult text regression series)) examples/loops/plain.py examples/loops/accumulation.py $(wildcard tools/*.py)
+	$(BIN)/mypy --config-file tests/mypy.ini tests benchmarks $(wildcard docs/*.py docs/site/*.py docs/pictures/*.py) examples/hospitals.py $(wildcard $(patsubst %,examples/%/*.py,heart adult text regression series)) examples/loops/plain.py examples/loops/accumulation.py $(wildcard tools/*.py)
 
 format: setup ## format and mend what the linter can
 	$(BIN)/ruff format .
@@ -40,9 +40,10 @@ format: setup ## format and mend what the linter can
 proofs: setup ## after reading a page of docs/privacy again: note the code that it speaks of
 	$(BIN)/python docs/proofs.py --write
 
-docs: setup ## write docs/settings.md anew from the settings' own words
+docs: setup ## write docs/settings.md anew from the settings' own words; one sentence per line in all pages
 	$(BIN)/python docs/settings_page.py > docs/settings.md.new
 	mv docs/settings.md.new docs/settings.md
+	$(BIN)/python docs/sentences.py --write
 
 bench: $(BENCH)/.installed ## time private rounds beside the plain loop and Opacus; writes results/bench-cpu.*
 	PYTHONPATH=src $(BENCH)/bin/python benchmarks/cpu.py
@@ -66,7 +67,7 @@ release-check: setup ## go through the release checklist: version, changelog, do
 	$(BIN)/python tools/release_check.py
 
 clean: ## remove the environments and the caches; runs/ and .data/ stay
-	rm -rf .venv $(FLOWER) $(BENCH) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv $(FLOWER) $(BENCH) .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests docs -name __pycache__ -prune -exec rm -rf {} +
 
 setup: $(STAMP) ## make .venv with the pinned dependencies (done once)
@@ -99,4 +100,19 @@ $(BENCH)/.installed: Makefile
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install --quiet torch==2.13.0
 	$(BENCH)/bin/python -m pip install --quiet opacus==1.6.0 $$(grep -o '^cryptography==[^ ]*' requirements.lock)
+	@touch $@
+
+pictures: setup ## make the pictures of README.md anew, from real runs; a minute
+	$(BIN)/python docs/pictures/make.py
+
+DOCS := .venv-docs
+site: setup $(DOCS)/.installed ## build the documentation as a site in build/site; links and anchors are checked
+	$(BIN)/python docs/site/stage.py build/site-pages
+	$(DOCS)/bin/mkdocs --quiet build --strict
+	@echo "build/site/index.html: open it in a browser; no network is needed."
+
+# The site's generator gets an environment of its own: nobody needs it to use Fulcrum.
+$(DOCS)/.installed: docs/site/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -r docs/site/requirements.txt
 	@touch $@
