@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fulcrum.analysis.report.attack_charts import find_meaning
+from fulcrum.analysis.report.attack_charts import describe_audit, find_meaning
 from fulcrum.analysis.report.formats import format_number, format_spent
 from fulcrum.analysis.report.html import Child, Html, make_table, tag
 from fulcrum.analysis.report.meaning import describe_scale, find_verdict
@@ -31,32 +31,13 @@ def make_privacy(run: RunView) -> Html:
                 class_="note",
             )
         )
-    parts += [_make_meaning(run, find_meaning(run)), make_audit(run), _make_statement_details(facts)]
+    measured = describe_audit(run.audit)
+    if measured:
+        parts.append(
+            tag("div", tag("p", measured), class_=f"note {'bad' if run.audit.get('passed') is False else 'good'}")
+        )
+    parts += [_make_meaning(run, find_meaning(run)), _make_statement_details(facts)]
     return tag("div", parts, class_="prose")
-
-
-def make_audit(run: RunView) -> Html:
-    """What `fulcrum audit` measured in this run, from audit.json: the best lower bound beside the claim."""
-    found = get_mapping(run.audit, "measured")
-    low, claimed = to_number(found.get("epsilon")), to_number(found.get("claimed"))
-    if not (low >= 0 and claimed > 0):
-        return Html("")
-    contradicted = run.audit.get("passed") is False
-    sure = f"{100 * to_number(run.audit.get('confidence')):.4g}%"
-    words = (
-        f"An attacker with canaries among the units measured epsilon of at least {format_number(low)} "
-        f"({to_text(found.get('party'), 'a party')}, {to_text(found.get('method'))}, holds with {sure}); the statement "
-        f"allows {format_spent(claimed)}. A low bound says nothing: a weak attack and good privacy look alike."
-    )
-    verdict = "The claim is contradicted: more is released than it says." if contradicted else ""
-    return tag(
-        "div",
-        tag("h3", "What an audit measured"),
-        [tag("p", tag("strong", verdict))] if verdict else [],
-        tag("p", words),
-        [tag("p", f"It assumes: {found['assumes']}.", class_="small")] if to_text(found.get("assumes")) else [],
-        class_="card note bad" if contradicted else "card",
-    )
 
 
 def _make_meaning(run: RunView, told: Mapping[str, Any]) -> Html:
