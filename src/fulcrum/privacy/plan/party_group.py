@@ -24,7 +24,7 @@ from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.privacy.schedule import compute_noise_factors
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings
-from fulcrum.types import Assignment
+from fulcrum.types import Assignment, make_short_repr
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class PartyGroup:
     releases the rule's statistics. batch: the parties' expected batch size, where not every step releases statistics.
     noise_parties: number of parties that jointly add one noise vector.
     """
+
+    __repr__ = make_short_repr
 
     rate: float
     steps: int
