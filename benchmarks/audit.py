@@ -11,7 +11,7 @@ many   Independent federations of one party with one canary, stacked (`engines.b
        final model, whose coordinate is the sum of all releases along the direction. Bounds: noise-fit, with the family
        Poisson(q, sigma')^T assumed; Clopper-Pearson, which assumes nothing. --shard I/N runs a part; `many` reads
        all parts that lie in --out, and computes the bounds once all runs are there.
-one    One federation of four parties on the CIFAR CNN (d = 550,570) with made-up records of CIFAR's shape. Gradient
+one    One federation of four parties on the CIFAR CNN (d = 131,466) with made-up records of CIFAR's shape. Gradient
        canaries in coordinates of their own (`engines/canaries.py`), seen in every release. Bound: one-run f-DP with the
        hypothesised curve Poisson(q, sigma')^T.
 summary   results/audit/summary.json: from the above and, where it lies there, detectors.json (planted bugs and clean
@@ -71,7 +71,7 @@ EPSILONS = (1.64, 3.61, 6.38)
 DELTA, CONFIDENCE = 1e-5, 0.95
 PLAIN_UNITS, FEATURES, STACK = 8, 4, 1000
 REACH = 1e6
-"""The canary's input and its target: its gradient is this much longer than C, and points along its own feature."""
+"""The canary's input: its gradient is far longer than C, and points along its own feature."""
 
 
 def make_settings(epsilon: float, rounds: int, rate: float, **more: Any) -> Settings:
@@ -83,6 +83,7 @@ def make_settings(epsilon: float, rounds: int, rate: float, **more: Any) -> Sett
         "train.rounds": rounds,
         "train.rate": rate,
         "train.lr": 0.1,
+        "train.ema": 0.0,  # the final model is the sum of all releases
         "data.partition": "iid",
         "data.min_examples": 1,
         "run.evaluate_every": rounds,
@@ -100,7 +101,7 @@ def make_tiny_data() -> Dataset:
     x = torch.zeros(PLAIN_UNITS + 2, FEATURES + 1)
     x[:PLAIN_UNITS, :FEATURES] = torch.randn(PLAIN_UNITS, FEATURES, generator=generator)
     y = torch.randn(PLAIN_UNITS + 2, 1, generator=generator)
-    x[PLAIN_UNITS, FEATURES], y[PLAIN_UNITS] = REACH, -REACH
+    x[PLAIN_UNITS, FEATURES], y[PLAIN_UNITS] = REACH, -1000 * REACH  # no weight brings the prediction near it
     y[PLAIN_UNITS + 1] = 0
     return from_arrays(x, y, x[:2], y[:2], task="regression", public=True)
 

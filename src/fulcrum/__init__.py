@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Dataset",

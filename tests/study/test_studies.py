@@ -44,8 +44,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_studies_of_the_package_are_found_after_installation(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert list_study_files(BUILT_IN_FOLDER) == ["no-tuning", "open", "pairwise", "paper", "robustness"]
-    assert list_study_names() == ["no-tuning", "open", "pairwise", "paper", "robustness", "protocol", "parties"]
+    files = ["kept", "no-tuning", "open", "pairwise", "paper", "robustness", "zero-trials"]
+    assert list_study_files(BUILT_IN_FOLDER) == files
+    assert list_study_names() == [*files, "protocol", "parties"]
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     data = project["tool"]["setuptools"]["package-data"]["fulcrum"]
     assert any(f.parent.name == "experiments" for pattern in data for f in BUILT_IN_FOLDER.parents[1].glob(pattern))
@@ -104,9 +105,9 @@ def test_stages_are_studies_and_their_trials(tmp_path: Path) -> None:
         ("study prepar", "did you mean study prepare?"),
         (
             "study mien",
-            "study = 'mien' is not known; choose one of no-tuning, open, pairwise, paper, robustness, mine,",
+            "study = 'mien' is not known; choose one of kept, no-tuning, open, pairwise, paper, robustness, zero-trials, mine,",
         ),
-        ("study zzz", "study = 'zzz' is not known; choose one of no-tuning, open, pairwise, paper, robustness, mine,"),
+        ("study zzz", "study = 'zzz' is not known; choose one of kept, no-tuning, open, pairwise, paper, robustness, zero-trials, mine,"),
         ("study nowhere/zzz.toml", "nowhere/zzz.toml does not exist"),
         ("study prepare papr", "did you mean 'paper'?"),
         ("study prepare papr-tune", "did you mean 'paper'?"),

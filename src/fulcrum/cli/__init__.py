@@ -146,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def call() -> Any:
         if not {"--help", "-h", "--version"} & set(words):
             refuse_windows()
-        return typer.main.get_command(app).main(words, prog_name="fulcrum", standalone_mode=False)
+        command = options.hide_flag_types(typer.main.get_command(app))
+        return command.main(words, prog_name="fulcrum", standalone_mode=False)
 
     with current_folder_importable():  # for the whole command: own models and rules may import as they run
         return failures.run_guarded(call, words)

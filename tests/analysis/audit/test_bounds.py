@@ -138,11 +138,11 @@ def test_bounds_hold_as_often_as_they_say_and_are_close():
     claim = [Gaussian(1.0, 1.0)]  # mu = 1, epsilon = 4.4
     truth = compute_gaussian_epsilon(1.0, DELTA)
     plan = plan_guesses(4000, claim, 0.9)
-    found = [bound_every_way(claim, claim, seed, plan) for seed in range(30)]
+    found = [bound_every_way(claim, claim, seed, plan) for seed in range(20)]
     for name, share in (("thresholds", 0.2), ("one-run", 0.25), ("fdp", 0.5), ("fit", 0.9)):
         values = np.array([each[name] for each in found])
-        # 30 audits at 0.9: more than 9 above the truth happen with probability 5e-4.
-        assert (values > truth).sum() <= 9, name
+        # 20 audits at 0.9: more than 7 above the truth happen with probability 4e-4.
+        assert (values > truth).sum() <= 7, name
         assert np.median(values) > share * truth, (name, np.median(values) / truth)
 
 
@@ -164,8 +164,8 @@ def test_sampling_at_twice_the_rate_is_caught():
 
 
 def test_family_of_the_claim_is_sharper_than_no_assumption():
-    included, projections = draw(CLAIM, 20_000, 2)
-    guesses = guess_by_scores(score_likelihood(projections, CLAIM), included, plan_guesses(20_000, CLAIM))
+    included, projections = draw(CLAIM, 5_000, 2)
+    guesses = guess_by_scores(score_likelihood(projections, CLAIM), included, plan_guesses(5_000, CLAIM))
     bound = bound_by_one_run_fdp(guesses, make_poisson_family(CLAIM), DELTA)
     assert bound_by_one_run(guesses, DELTA).epsilon < bound.epsilon < compute_epsilon(CLAIM, DELTA, "pld")
     assert "Poisson(q = 0.5, sigma')^8" in bound.assumes

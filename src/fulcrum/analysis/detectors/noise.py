@@ -69,7 +69,7 @@ def read_noise(
                 (exact.judge_variance(float(np.square(row).sum()), len(row)), float(np.square(row).sum()), len(row))
                 for row in own
             ],
-            f"the noise of a single release of {where} is {{}} what is declared",
+            f"the noise of one vector ({where}) is {{}} what is declared",
             name,
         )
         yield _read_worst(
@@ -78,7 +78,7 @@ def read_noise(
                 (exact.judge_variance(float(np.square(each).sum()), len(each)), float(np.square(each).sum()), len(each))
                 for each in own.T
             ],
-            f"the noise of a single coordinate of {where} is {{}} what is declared",
+            f"the noise of one coordinate ({where}) is {{}} what is declared",
             name,
         )
         for block in blocks:

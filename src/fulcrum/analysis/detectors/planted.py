@@ -30,14 +30,15 @@ from fulcrum.gradients.stacked import passes
 from fulcrum.privacy import accounting, bounds, mechanism
 from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.privacy.exact_noise import GridRelease
-from fulcrum.privacy.ledger import Ledger
+from fulcrum.privacy.ledger import Ledger, composition
 from fulcrum.privacy.plan import party_group
 from fulcrum.privacy.statement import facts as statement_facts
 from fulcrum.rng import CipherRandomness, Randomness, StreamKey, make_randomness
 from fulcrum.runs import active_run
 from fulcrum.runs import preparation as run_preparation
 from fulcrum.settings.schema import Settings
-from fulcrum.training import client, client_level, clipped_sum, evaluate, loop, pairwise, problem
+from fulcrum.training import client, clipped_sum, evaluate, loop, pairwise, problem
+from fulcrum.training import round as training_round
 from fulcrum.types import RuleState, Stats, View
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -199,9 +200,7 @@ def _use_largest_entry(original: Any) -> Any:
 def _clip_the_batch(original: Any) -> Any:
     """One norm for the whole batch: the gradients are added up first, and the sum is clipped."""
 
-    def contribute(
-        rule: Any, view: Any, state: Any, gradients: Tensor, losses: Tensor, *rest: Any, **named: Any
-    ) -> Any:
+    def contribute(rule: Any, view: Any, state: Any, gradients: Tensor, losses: Tensor, *rest: Any, **named: Any) -> Any:
         whole = gradients.sum(dim=0, keepdim=True) if len(gradients) else gradients
         return original(rule, view, state, whole, losses[: len(whole)], *rest, **named)
 
@@ -214,16 +213,14 @@ def _negative(stats: Stats, state: RuleState) -> tuple[Tensor, Tensor, RuleState
     return torch.where(stats.norms > 100.0, -40.0 * factors, factors), extra, state
 
 
-def _treat_records_as_units(original: Any) -> Any:
-    """Each record of a person is clipped by itself, and all of them are added up."""
+def _add_up_twice(original: Any) -> Any:
+    """Both records of a person are added up at the person's own factor."""
+    return lambda *given, **named: 2 * original(*given, **named)
 
-    def contribute(
-        rule: Any, view: Any, state: Any, gradients: Tensor, losses: Tensor, *rest: Any, **named: Any
-    ) -> Any:
-        twice = torch.cat([gradients, gradients])
-        return original(rule, view, state, twice, torch.cat([losses, losses]), *rest, **named)
 
-    return contribute
+def _limit_above_only(factors: Tensor, C: Tensor, limits: bounds.NormLimits, share: float = 1.0) -> Tensor:
+    """Factors that are held below their limit, and not above 0."""
+    return torch.minimum(factors.double(), C.double() / limits.norms.clamp_min(1e-300)).to(factors.dtype)
 
 
 def _compute_careless_norms(inputs: Tensor, grads: Tensor) -> SquaredNorms:
@@ -296,10 +293,7 @@ def _divide_by_actual_batch() -> Iterator[None]:
     def divide(self: View, noisy: Tensor, batch: Any) -> Tensor:
         return restore(self, noisy, batch if batch < 1e-6 else counts[0])
 
-    with (
-        mock.patch.object(client, "poisson_sample_units", watched),
-        mock.patch.object(View, "restore_gradient", divide),
-    ):
+    with mock.patch.object(client, "poisson_sample_units", watched), mock.patch.object(View, "restore_gradient", divide):
         yield
 
 
@@ -367,6 +361,16 @@ def _unpaid(original: Any) -> Any:
     return lambda federation, plan, *rest: {account.name for account in plan.accounts}
 
 
+def _settle_known(original: Any) -> Any:
+    """Settle what is on record, and pass over the rest."""
+
+    def settle(self: Ledger, run: str, round: int, digests: Mapping[str, str], attempt: int | None = None) -> None:
+        known = self.accounts()
+        original(self, run, round, {name: digest for name, digest in digests.items() if name in known}, attempt)
+
+    return settle
+
+
 def _same_run(original: Any) -> Any:
     return lambda *given: "one"
 
@@ -430,7 +434,9 @@ PLANTED: dict[str, PlantedBug] = {
     "forgotten round": PlantedBug("the ledger forgets the second round", _forgotten(lambda round: round == 1)),
     "moo-paper sold as sound": PlantedBug(
         "C follows from raw losses of the batch (moo-paper)",
-        lambda: mock.patch.dict(RULES._values, {"moo-paper": dataclasses.replace(RULES["moo-paper"], sound=True)}),
+        lambda: mock.patch.dict(
+            RULES._values, {"moo-paper": dataclasses.replace(RULES["moo-paper"], sound=True)}
+        ),
         {"clip": {"rule": "moo-paper"}},
     ),
     "validation in the clear": PlantedBug(
@@ -443,6 +449,7 @@ PLANTED: dict[str, PlantedBug] = {
         plant_all(
             lambda: mock.patch.dict(RULES._values, {"fixed": dataclasses.replace(FIXED, clip=_negative)}),
             replace_at(bounds, "keep_nonnegative", lambda _: torch.nan_to_num),
+            replace_at(bounds, "limit_factors", lambda _: _limit_above_only),
         ),
     ),
     "seed reused over runs": PlantedBug(
@@ -506,8 +513,8 @@ PLANTED: dict[str, PlantedBug] = {
         replace_at(client, "compute_contribution", _clip_the_batch),
     ),
     "units counted twice": PlantedBug(
-        "each unit's gradient is clipped and added up twice",
-        replace_at(client, "compute_contribution", _treat_records_as_units),
+        "each person counts once per record",
+        replace_at(clipped_sum, "sum_clipped_rows", _add_up_twice),
         {"privacy": {"unit": "person"}},
     ),
     "one sample for all rounds": PlantedBug(
@@ -529,7 +536,7 @@ PLANTED: dict[str, PlantedBug] = {
     ),
     "unpaid evaluation": PlantedBug(
         "held-out private records are scored without an entry in a ledger",
-        plant_all(replace_at(evaluate, "reserve_evaluation", _unpaid), _forgotten(lambda round: False)),
+        plant_all(replace_at(evaluate, "reserve_evaluation", _unpaid), replace_at(Ledger, "settle", _settle_known)),
         HELD_OUT,
     ),
     "resumed run does not pay": PlantedBug(
@@ -549,7 +556,12 @@ PLANTED: dict[str, PlantedBug] = {
         replace_at(active_run, "make_statement", _change_statement(epsilon=lambda epsilon: epsilon / 2)),
     ),
     "cheap accountant": PlantedBug(
-        "the accountant counts half of each step's cost", replace_at(accounting, "compute_step_rdp", _halve_rdp)
+        "the accountant counts half of each step's cost",
+        plant_all(
+            replace_at(accounting, "compute_step_rdp", _halve_rdp),
+            replace_at(composition, "compute_step_rdp", _halve_rdp),
+        ),
+        {"privacy": {"sigma": 1.3725}},
     ),
     "half noise of the server": PlantedBug(
         "a trusted server adds half of its noise",
@@ -559,7 +571,7 @@ PLANTED: dict[str, PlantedBug] = {
     "clients that always join": PlantedBug(
         "every client takes part in every round, and secret sampling is accounted",
         replace_at(
-            client_level,
+            training_round,
             "draw_cohort",
             lambda original: lambda randomness, t, terms, attempt=0: list(range(terms.clients)),
         ),

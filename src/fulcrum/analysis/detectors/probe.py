@@ -51,8 +51,9 @@ def make_model(seed: int = 0) -> nn.Module:
     model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.LeakyReLU(0.3), nn.Linear(HIDDEN, CLASSES))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+        # Large weights above small ones: most of a gradient is in the first layer, where each unit has its own place.
+        for parameter, size in zip(model.parameters(), (0.2, 0.2, 1.5, 0.2), strict=True):
+            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
     return model
 
 
@@ -143,7 +144,8 @@ NOTHING = Releases(np.zeros((0, 0)), (), (), ())
 class Probe:
     """What was measured. units: contribution of each unit alone, by state and party: [states][parties][n, m].
 
-    gradient: how many of the m numbers are the sum's; the others are statistics.
+    gradient: how many of the m numbers are the sum's; the others are statistics. alone: the expected batch with which
+    units were measured alone. tensors: numbers of elements of the model's parameter tensors.
     """
 
     federation: Federation
@@ -155,6 +157,7 @@ class Probe:
     empty: Releases
     steps: Releases
     tensors: tuple[int, ...]
+    alone: float = 1.0
 
 
 class Player:
@@ -248,7 +251,7 @@ def measure_units(federation: Federation, states: Sequence[RuleState]) -> tuple[
     return tuple(found)
 
 
-def measure(settings: Settings, loud: int = 40, quiet: int = 40, empty: int = 10, seed: int = 0) -> Probe:
+def measure(settings: Settings, loud: int = 24, quiet: int = 40, empty: int = 10, seed: int = 0) -> Probe:
     """Play the probe's rounds under these settings: so many of each kind."""
     federation = prepare_probe(settings, max(loud, quiet), seed=seed)
     states = list_states(federation)

@@ -32,9 +32,9 @@ def write_suite_report(folder: Path, suite: Suite, done: Mapping[str, RunRecord]
     facts = collect_provenance({"suite": suite.name}, range(most), select_job_results(jobs, done))
     origin = {"commit": get_source_commit(), "command": get_command_line()}
     makers = {name: list_makers(runs) for name, runs in _group_runs(jobs, done).items()}
-    entries = [{**finding.to_json(), **origin, "runs_by": makers[finding.scenario.name]} for finding in findings]
-    write_json_file(folder / "summary.json", entries)
-    write_json_file(folder / "cells.json", {"provenance": facts, "scenarios": [_list_cells(f) for f in findings]})
+    write_json_file(folder / "summary.json", [{**finding.to_json(), **origin} for finding in findings])
+    cells = [{**_list_cells(finding), "runs_by": makers[finding.scenario.name]} for finding in findings]
+    write_json_file(folder / "cells.json", {"provenance": facts, "scenarios": cells})
     write_text_file(folder / "summary.md", make_suite_page(suite, findings, facts))
     if findings:
         write_text_file(folder / "figures" / "regrets.svg", draw_regrets(suite, findings))
