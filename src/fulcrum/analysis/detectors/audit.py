@@ -75,7 +75,9 @@ def measure_canaries(probe: Probe, party: int, seed: int = 0) -> Canaries:
         player = Player(made, list_states(federation))
         for t in range(ROUNDS):
             # Rounds that no other part of the probe plays, so that no two of them share their noise.
-            task = dataclasses.replace(federation.plan.assignment(party, t % federation.settings.train.rounds, 1.0), rate=1.0)
+            task = dataclasses.replace(
+                federation.plan.assignment(party, t % federation.settings.train.rounds, 1.0), rate=1.0
+            )
             value, _, terms, _, _ = player.play(100_000 + half * ROUNDS + t, [task], 0)[0]
             sums = value[: FEATURES * HIDDEN].reshape(HIDDEN, FEATURES)
             scores = (sums[:, place].T * directions).sum(axis=1) / weights
