@@ -238,10 +238,10 @@ def test_known_samples_hold_as_often_as_they_say_and_are_close_at_small_rates():
     claim = [Gaussian(0.05, 1.0, 16)]
     truth = compute_epsilon(claim, DELTA, "pld")
     found = []
-    for seed in range(30):
+    for seed in range(15):
         projections, sampled, included = draw_with_samples(0.05, 1.0, 1000, seed, drift=2.0)
         found.append(bound_by_known_samples(projections, sampled, included, claim, DELTA, 0.9).epsilon)
-    assert sum(each > truth for each in found) <= 9  # more happen with probability 5e-4
+    assert sum(each > truth for each in found) <= 6  # more happen with probability 3e-4
     assert np.median(found) > 0.7 * truth
 
 
