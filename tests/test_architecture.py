@@ -22,6 +22,7 @@ EDGE = [
     "analysis.report",
     "analysis.theory",
     "analysis.audit",
+    "analysis.detectors",
     "cli",
 ]
 """From here on, modules may need more than torch and numpy; and so may the two that read settings files."""

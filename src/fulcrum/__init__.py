@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fulcrum.analysis.detectors.foreign import check
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
     from fulcrum.integrations import private
@@ -33,6 +34,7 @@ __all__ = [
     "RoundResult",
     "Settings",
     "__version__",
+    "check",
     "execute",
     "load",
     "plan",
@@ -52,6 +54,7 @@ _HOME = {
     "Result": "fulcrum.runs",
     "RoundResult": "fulcrum.types",
     "Settings": "fulcrum.settings.schema",
+    "check": "fulcrum.analysis.detectors.foreign",
     "execute": "fulcrum.runs",
     "load": "fulcrum.runs",
     "plan": "fulcrum.runs",

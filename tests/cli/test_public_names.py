@@ -27,6 +27,7 @@ NAMES = {
     "RoundResult",
     "Settings",
     "__version__",
+    "check",
     "execute",
     "load",
     "plan",

@@ -15,6 +15,7 @@ ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
 theory.py    theory check, objective, constants, predict
+check.py     check: the known mistakes of other people's private clients
 init.py      init
 prior.py     prior
 evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
@@ -36,6 +37,7 @@ import typer
 from fulcrum import __version__
 from fulcrum.cli import (
     account,
+    check,
     compare,
     data,
     demo,
@@ -106,6 +108,7 @@ app.command("plan")(plan.plan)
 app.command("rehearse")(rehearse.rehearse)
 app.command("account")(account.account)
 app.command("ledger")(ledger.ledger)
+app.command("check")(check.check)
 app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")

@@ -56,7 +56,9 @@ def read_facts(
         if row is None:
             yield contradict(NAME, "parties", True, f"party {name} is missing in the statement", name)
             continue
-        yield _compare("epsilon of a party", _number(row[f"epsilon_{enforced}"]), said.get(name, 0.0), "its ledger", name)
+        yield _compare(
+            "epsilon of a party", _number(row[f"epsilon_{enforced}"]), said.get(name, 0.0), "its ledger", name
+        )
         yield _compare("releases of a party", row["releases"], releases.get(name, 0), "its ledger", name)
         yield _compare("sigma of a party", float(row["sigma"]), group.sigma, "its plan", name)
         yield _compare("rate of a party", float(row["rate"]), group.rate, "its plan", name)
@@ -75,9 +77,7 @@ def read_facts(
         f"the statement calls the epsilon of the rule {rule.name!r} a guarantee, which it is not",
     )
     seeded = run.federation.problem.randomness.mode != "secure"
-    yield contradict(
-        NAME, "simulation", seeded and not facts["simulation"], "a seeded run's statement does not say so"
-    )
+    yield contradict(NAME, "simulation", seeded and not facts["simulation"], "a seeded run's statement does not say so")
     evaluation, dataset = facts["evaluation"], run.federation.problem.dataset
     private = settings.data.validation > 0 and not dataset.public
     scored = any(result.metrics for result in run.results)
