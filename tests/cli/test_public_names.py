@@ -136,6 +136,8 @@ COMMANDS = {
         "--debug",
     },
     "ledger": {"path", "--party", "--budget", "--verify", "--json", "--debug"},
+    "audit": SETTINGS
+    | {"--canaries", "--kind", "--releases", "--confidence", "--out", "--json", "--quiet", "-q", "--debug"},
     "methods": {"--json", "--debug"},
     "prior": {
         "model",
@@ -169,6 +171,7 @@ COMMANDS = {
         "--schema",
         "--withdrawn",
         "--hold-out",
+        "--canaries",
         "--server",
         "--key",
         "--ledger",

@@ -87,7 +87,7 @@ def run_local_steps(
         scale = compute_charged_scale(
             problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.noise_parties
         )
-        noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:])
+        noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:], True)
         given = replace(given, sum=given.sum.new_empty(0))  # a large model's memory
         # In place where values were made for this step: a large model's weights are seldom read and written.
         gradient = view.restore_gradient(noisy, batch)  # [d]

@@ -140,7 +140,7 @@ def make_poisson_family(events: Sequence[Event]) -> NoiseFamily:
         if scale not in cached:
             total = sum(event.count * event.rate**2 / (event.sigma * scale) ** 2 for event in gaussian)
             reach = min(20 + 15 * math.sqrt(total) + total, 120.0)
-            epsilons = np.concatenate([np.linspace(0, 8, 401), np.linspace(8, max(reach, 9.0), 200)[1:]])
+            epsilons = np.concatenate([np.linspace(0, 8, 241), np.linspace(8, max(reach, 9.0), 80)[1:]])
             cached[scale] = make_curve(epsilons, compute_delta_curve(scale_events(gaussian, scale), epsilons))
         return cached[scale]
 

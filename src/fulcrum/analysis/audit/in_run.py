@@ -210,12 +210,12 @@ class CanaryView:
     """What is known of m canaries after a run with T releases.
 
     projections [m, T]; sampled [m, T]: in how many of a release's steps the canary was sampled, which its party alone
-    knows; included [m]; events: the claim, T of them in order; steps: how many of them are seen as one sum. scores [m]:
-    of examples, by the models; None: by projections.
+    knows (None: unknown); included [m]; events: the claim, T of them in order; steps: how many of them are seen as one
+    sum. scores [m]: of examples, by the models; None: by projections.
     """
 
     projections: FloatVector
-    sampled: FloatVector
+    sampled: FloatVector | None
     included: BoolVector
     events: tuple[Gaussian, ...]
     steps: int = 1
@@ -227,7 +227,7 @@ def join_views(views: Sequence[CanaryView]) -> CanaryView:
     scores = None if views[0].scores is None else np.concatenate([v.scores for v in views if v.scores is not None])
     return CanaryView(
         np.concatenate([view.projections for view in views]),
-        np.concatenate([view.sampled for view in views]),
+        np.concatenate([view.sampled for view in views if view.sampled is not None]),
         np.concatenate([view.included for view in views]),
         views[0].events,
         views[0].steps,
@@ -249,13 +249,25 @@ def make_entry(name: str, claimed: float, view: CanaryView, delta: float, famili
         ]
         if view.scores is None and len(scores) >= FIT_CANARIES:
             fit = bound_by_noise_fit(view.projections, included, events, delta, confidence)
-            known = bound_by_known_samples(
-                view.projections, view.sampled, included, events, delta, confidence, view.steps
-            )
-            found = [known, fit, *found]
+            found = [fit, *found]
+            if view.sampled is not None:
+                taken = view.projections, view.sampled
+                known = bound_by_known_samples(*taken, included, events, delta, confidence, view.steps)
+                found = [known, *found]
         return tuple(found)
 
-    return Measured(name, claimed, len(included), int(included.sum()), len(events), bound)
+    releases = sum(event.count for event in events)
+    return Measured(name, claimed, len(included), int(included.sum()), releases, bound, find_point(scores, included))
+
+
+def find_point(scores: FloatVector, included: BoolVector) -> tuple[float, float] | None:
+    """Rates of false and true positives where the tenth of canaries with the highest scores is called in."""
+    members, others = int(included.sum()), int((~included).sum())
+    if not members or not others:
+        return None
+    called = np.argsort(-scores, kind="stable")[: max(1, len(scores) // 10)]
+    hits = int(included[called].sum())
+    return (len(called) - hits) / others, hits / members
 
 
 def collect_view(seen: Sequence[SeenRelease], client: int, mine: BoolVector, included: BoolVector) -> CanaryView:
