@@ -138,6 +138,12 @@ COMMANDS = {
     "ledger": {"path", "--party", "--budget", "--verify", "--json", "--debug"},
     "audit": SETTINGS
     | {"--canaries", "--kind", "--releases", "--confidence", "--out", "--json", "--quiet", "-q", "--debug"},
+    "attack membership": (SETTINGS - {"--epsilon"})
+    | {"--epsilons", "--shadows", "--candidates", "--controls", "--plain-lr", "--stack", "--out", "--report"}
+    | {"--prepare", "--scored", "--all", "--json", "--quiet", "-q", "--debug"},
+    "attack inversion": (SETTINGS - {"--epsilon"})
+    | {"--epsilons", "--attacks", "--images", "--batches", "--batch", "--iterations", "--report", "--figure"}
+    | {"--json", "--quiet", "-q", "--debug"},
     "methods": {"--json", "--debug"},
     "prior": {
         "model",
