@@ -36,7 +36,7 @@ def find_version_fault() -> str:
     """The newest section of CHANGELOG.md has this version and a date that is not in the future."""
     first = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     version = read_version()
-    if first is None or not re.fullmatch(rf"{re.escape(version)} - \\d{{4}}-\\d{{2}}-\\d{{2}}", first[1]):
+    if first is None or not re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d{{2}}-\d{{2}}", first[1]):
         return f"the first section of CHANGELOG.md must be '## {version} - YYYY-MM-DD', and is {first and first[1]!r}."
     if read_release_date() > datetime.datetime.now(datetime.UTC).date().isoformat():
         return f"the date of {version} in CHANGELOG.md, {read_release_date()}, is in the future."
