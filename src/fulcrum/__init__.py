@@ -68,6 +68,7 @@ _MODULES = ("clipping", "data")
 
 _ELSEWHERE = {
     "attacks": "fulcrum.analysis.attacks",
+    "audit": "fulcrum.analysis.audit",
     "parts": "fulcrum.integrations.parts",
     "theory": "fulcrum.analysis.theory",
 }

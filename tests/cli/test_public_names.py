@@ -114,6 +114,8 @@ COMMANDS = {
     "data changes": SETTINGS | {"--person", "--json", "--debug"},
     "data verify": {"names", "--data-dir", "--json", "--debug"},
     "ledger": {"path", "--party", "--budget", "--verify", "--json", "--debug"},
+    "audit": SETTINGS
+    | {"--canaries", "--kind", "--releases", "--confidence", "--out", "--json", "--quiet", "-q", "--debug"},
     "methods": {"--json", "--debug"},
     "prior": {
         "model",
@@ -147,6 +149,7 @@ COMMANDS = {
         "--schema",
         "--withdrawn",
         "--hold-out",
+        "--canaries",
         "--server",
         "--key",
         "--ledger",

@@ -108,7 +108,7 @@ def test_both_steps_show_the_server_the_same():
         mine = audited.canaries.party.numpy() == 0
         seen.append(collect_view(audited.engine.seen, 0, mine, included(audited)[mine]))
     assert np.abs(seen[0].projections - seen[1].projections).max() < 1e-3
-    assert (seen[0].sampled == seen[1].sampled).all()
+    assert np.array_equal(seen[0].sampled, seen[1].sampled)  # type: ignore[arg-type]
     assert seen[0].events == seen[1].events
 
 
