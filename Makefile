@@ -12,7 +12,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 .PHONY: wheel smoke lock sbom audit-deps release-check
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 run: setup ## train privately over five parties on the digits, and compare
 	@$(BIN)/fulcrum demo
