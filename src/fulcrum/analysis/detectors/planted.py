@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fulcrum.clipping import RULES
 from fulcrum.clipping.fixed import FIXED
+from fulcrum.data import sampling
 from fulcrum.data.sampling import PartyData
 from fulcrum.gradients import outer_products
 from fulcrum.gradients.rounding import NormTable, SquaredNorms, to_norm_table
@@ -285,7 +286,7 @@ def _prefer_some(original: Any) -> Any:
 def _divide_by_actual_batch() -> Iterator[None]:
     """The mean over the units that were sampled."""
     counts = [1]
-    sample, restore = client.poisson_sample_units, View.restore_gradient
+    sample, restore = sampling.poisson_sample_units, View.restore_gradient
 
     def watched(*given: Any) -> Any:
         found = sample(*given)
