@@ -61,6 +61,7 @@ def report_to_json(reports: Sequence[CellReport], device: str = "auto") -> dict[
         "date": record.current_utc_time(),
         "commit": get_source_commit(),
         "machine": describe_machine(device),
+        "seeds": sorted({report.cell.seed for report in reports}),
         "fpr_of_curves": [float(f"{rate:.4g}") for rate in ROC_GRID],
         "cells": [report.to_json() for report in reports],
     }
