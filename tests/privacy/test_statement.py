@@ -28,6 +28,7 @@ from fulcrum.settings.schema import Settings
 
 MOO, NONE = find_rule("moo"), find_rule("none")
 KEYS = {
+    "meaning",
     "epsilon", "epsilon_pld", "delta", "unit", "relation", "adversary", "accountant", "private", "sound", "nominal",
     "guarantee", "guarantee_text", "target", "planned", "randomness", "scope", "run", "releases", "groups_of_records",
     "adds_up", "not_covered", "warnings", "parties", "schedule", "aggregation", "arithmetic", "simulation",
@@ -412,3 +413,25 @@ def test_reduced_precision_is_said_and_never_goes_with_secure_randomness():
     check_settings(Settings().replace(run={"precision": "bf16"}, privacy={"sigma": 1.0}))
     with pytest.raises(ConfigError, match="only float32 keeps"):
         check_settings(Settings().replace(run={"precision": "bf16"}, privacy={"sigma": 1.0, "randomness": "secure"}))
+
+
+def test_the_curve_holds_for_one_finished_run_and_one_pair_for_several():
+    whole = state()["meaning"]
+    assert (whole["source"], whole["holds"]) == ("pld", True)
+    settings, plan = planned()
+    stopped = told(settings, plan, MOO, (7, 7, 7), finished=False, rounds_done=7)["meaning"]
+    assert stopped["source"] == "epsilon"
+    others = (CoveredRun("beef", "moo", True, True, "secure", "proven", False),)
+    several = told(settings, plan, MOO, (20, 20, 20), scope="ledger", others=others, costs={"party-0": 3.0})
+    assert several["meaning"]["source"] == "epsilon"
+    page = statement_to_markdown(several)
+    assert "## What this epsilon means" in page
+    assert page.index("epsilon = ") < page.index("## What this epsilon means")
+
+
+@pytest.mark.parametrize(("mode", "word"), [("seeded", "SIMULATION: this does NOT hold"), ("secure", "")])
+def test_what_epsilon_means_holds_or_says_why_not(mode: str, word: str):
+    settings, plan = planned()
+    facts = told(settings, plan, MOO, (20, 20, 20), randomness_mode=mode)
+    assert (word in statement_to_markdown(facts)) is bool(word) or not word
+    assert facts["meaning"]["holds"] is (mode == "secure")

@@ -11,18 +11,14 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fulcrum.analysis.report.attack_charts import find_meaning, make_attack_charts
 from fulcrum.analysis.report.charts import find_front, make_charts
 from fulcrum.analysis.report.html import Html, make_json_block, make_table, tag
-from fulcrum.analysis.report.meaning import (
-    VERDICTS,
-    compute_detection_bound,
-    compute_posterior,
-    explain_epsilon,
-    format_share,
-)
+from fulcrum.analysis.report.meaning import VERDICTS
 from fulcrum.analysis.report.model import read_run
 from fulcrum.analysis.report.numbers import (
     chart_to_csv,
@@ -177,19 +173,60 @@ def test_no_promise_is_made_of_an_epsilon_that_does_not_hold(tmp_path: Path, gua
     assert "What epsilon = " not in page
 
 
-def test_beliefs_follow_from_epsilon() -> None:
-    # Two worlds with likelihood ratio e^epsilon: Bayes' rule by hand.
-    assert compute_posterior(0.5, math.log(3)) == pytest.approx(0.75)
-    assert compute_posterior(0.01, math.log(99)) == pytest.approx(0.5)
-    assert compute_posterior(0.5, 0.0) == 0.5
-    assert compute_posterior(0.5, 1e6) <= 1.0
-    # The hockey-stick bound on a test: TPR <= e^eps FPR + delta, and its mirror image.
-    assert compute_detection_bound(math.log(2), 0.0, 0.1) == pytest.approx(0.2)
-    assert compute_detection_bound(10.0, 0.0, 0.1) == pytest.approx(1 - math.exp(-10) * 0.9)
-    assert compute_detection_bound(0.0, 1e-5, 0.01) == pytest.approx(0.01001)
-    shares = (0.01, 0.001, 0.7301, 0.9999, 1 - 1e-9, 1.0, 0.0)
-    assert [format_share(each) for each in shares] == ["1%", "0.1%", "74%", "99.99%", "99.9999999%", "100%", "0%"]
-    assert explain_epsilon(math.inf, 1e-5, "example") == []
+def test_the_page_says_what_an_attacker_can_reach(tmp_path: Path) -> None:
+    run = read_run(make_run_folder(tmp_path / "run", guarantee="yes", epsilon=math.log(3)))
+    page, told = make_page([run]), find_meaning(run)
+    assert told["holds"] is True
+    # Of an older run only (epsilon, delta) is known: randomised response's belief, a little more for ten deltas.
+    assert "50% sure beforehand" in page
+    assert "77% sure afterwards" in page
+    (chart,) = make_attack_charts(run)
+    bound, chance = chart.series
+    assert all(high > low for high, low in zip(bound.y[:-1], chance.y[:-1], strict=True))
+    assert max(bound.y) == 1.0
+    simulated = read_run(make_run_folder(tmp_path / "seeded", guarantee="simulation"))
+    assert find_meaning(simulated)["holds"] is False
+    assert "this does NOT hold here" in make_page([simulated])
+
+
+def make_audit(passed: bool = True, **bounds: dict[str, float]) -> dict[str, Any]:
+    """audit.json as docs/audit.md has it: one party's bounds by method."""
+    rows = [{"epsilon": 0.4, "method": method, "assumes": "", "numbers": numbers} for method, numbers in bounds.items()]
+    party = {"name": "a", "claimed": 2.0, "canaries": 200, "included": 100, "bounds": rows}
+    measured = {"epsilon": 0.4, "claimed": 2.0, "method": "one-run", "assumes": "", "party": "a"}
+    return {"passed": passed, "confidence": 0.95, "measured": measured, "parties": [party], "together": None}
+
+
+def test_the_audits_points_are_in_the_chart_and_broken_ones_are_not(tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path / "run", guarantee="yes")
+    counts = {"true_positives": 30, "members": 100, "false_positives": 10, "others": 200}
+    guessed = {"canaries": 200, "guesses": 40, "correct": 24, "sides": 2}
+    wrong = {"true_positives": 30, "members": 10, "false_positives": 10, "others": 0}
+    audit = make_audit(**{"clopper-pearson": counts, "one-run": guessed, "broken": wrong, "empty": {}})
+    (folder / "audit.json").write_text(json.dumps(audit))
+    run = read_run(folder)
+    points = {each.name: (each.x["false_positives"][0], each.y[0]) for each in make_attack_charts(run)[0].series[2:]}
+    assert points == {"audit, clopper-pearson, a": (0.05, 0.3), "audit, one-run, a": (0.08, 0.12)}
+    assert "The audit measured an epsilon of at least 0.4 (one-run, 95% confidence)" in make_page([run])
+    (folder / "audit.json").write_text(json.dumps(make_audit(passed=False)))
+    assert "IT CONTRADICTS THE CLAIM" in make_page([read_run(folder)])
+    for broken in (
+        {"parties": 3},
+        {"measured": {"epsilon": "x"}, "together": {"bounds": [1]}},
+        {"parties": [{"bounds": 1}]},
+    ):
+        (folder / "audit.json").write_text(json.dumps(broken))
+        assert "The audit measured" not in make_page([read_run(folder)])
+    (folder / "audit.json").write_text("[")
+    assert any("audit.json is damaged" in each for each in read_run(folder).problems)
+
+
+def test_an_edited_meaning_is_made_anew(tmp_path: Path) -> None:
+    wrong = [{"beliefs": [{"prior": 0.5}]}, {"text": []}, {"roc": [[2, 3]]}, {"guess": "x"}]
+    for place, change in enumerate(wrong):
+        folder = make_run_folder(tmp_path / str(place), guarantee="yes", changes={"privacy.json": {"meaning": change}})
+        assert find_meaning(read_run(folder))["source"] == "epsilon"
+        assert "50% sure beforehand" in make_page([read_run(folder)])
 
 
 # --- charts and numbers --------------------------------------------------------------------------------------

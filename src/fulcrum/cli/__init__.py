@@ -14,7 +14,10 @@ tune.py      tune, pareto
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
+audit.py     audit
+attack.py    attack membership, inversion
 theory.py    theory check, objective, constants, predict
+check.py     check: the known mistakes of other people's private clients
 init.py      init
 prior.py     prior
 evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
@@ -27,15 +30,19 @@ failures.py  exit codes, and one sentence for every failure
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from fulcrum import __version__
+from fulcrum import __version__, refuse_windows
 from fulcrum.cli import (
     account,
+    attack,
+    audit,
+    check,
     compare,
     data,
     demo,
@@ -106,10 +113,13 @@ app.command("plan")(plan.plan)
 app.command("rehearse")(rehearse.rehearse)
 app.command("account")(account.account)
 app.command("ledger")(ledger.ledger)
+app.command("check")(check.check)
+app.command("audit")(audit.audit)
 app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
 app.add_typer(theory.app, name="theory")
+app.add_typer(attack.app, name="attack")
 app.command("methods")(show.methods)
 app.command("prior")(prior.prior)
 app.command("demo")(demo.demo)
@@ -121,9 +131,26 @@ app.command("terms")(flower.terms)
 app.command("certs")(flower.certs)
 
 
+HEAVY = {"run", "resume", "plan", "rehearse", "demo", "compare", "tune", "pareto", "study", "reproduce", "theory"}
+HEAVY |= {"evaluate", "score", "predict", "export", "prior", "account"}
+"""Commands that compute: what they import takes a second."""
+
+
+def preload(words: Sequence[str]) -> None:
+    """Import what the command will need, while Ctrl-C can still leave at once; nothing for `--help`."""
+    if words and words[0] in HEAVY and not {"-h", "--help"} & set(words):
+        importlib.import_module("fulcrum.privacy.accounting" if words[0] == "account" else "fulcrum.runs")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 2 wrong input, 1 other failures, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = typer.main.get_command(app)
+
+    def call() -> Any:
+        if not {"--help", "-h", "--version"} & set(words):
+            refuse_windows()
+        command = options.hide_flag_types(typer.main.get_command(app))
+        return command.main(words, prog_name="fulcrum", standalone_mode=False)
+
     with current_folder_importable():  # for the whole command: own models and rules may import as they run
-        return failures.run_guarded(lambda: command.main(words, prog_name="fulcrum", standalone_mode=False), words)
+        return failures.run_guarded(call, words)

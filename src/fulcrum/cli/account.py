@@ -36,13 +36,15 @@ def account(
         raise ConfigError("give exactly two of --sigma, --epsilon and --steps; the third is the answer.")
     check_account_options(q, sigma, epsilon, steps)
     from fulcrum.privacy import accounting
+    from fulcrum.privacy.statement.meaning import wrap_meaning
 
     names = list(accounting.ACCOUNTANTS) if accountant is None else [accountant]
     rows = {name: compute_account_row(q, sigma, epsilon, steps, delta, name) for name in names}
     more = list_collusion_costs(q, rows, delta, parties, colluders) if parties else []
+    meaning = explain_account(q, next(iter(rows.values())), delta)
     if as_json:
         masks = {"pairwise": more} if parties else {}
-        view.print_json({"q": q, "delta": delta, "accountants": rows, **masks})
+        view.print_json({"q": q, "delta": delta, "accountants": rows, "meaning": meaning, **masks})
         return
     columns = ("accountant", "sigma", "steps", "epsilon", "delta")
     shown = [
@@ -58,6 +60,8 @@ def account(
         for name, row in rows.items()
     ]
     view.print_table(columns, shown)
+    differ = len({row["sigma"] for row in rows.values()} | {row["steps"] for row in rows.values()}) > 2
+    view.print_block(wrap_meaning(meaning["text"], f"in words, by {names[0]}" if differ else "in words"))
     if more:
         view.print_line(f"pairwise masks among {parties} equal parties, {more[0]['colluders']} of which may collude")
         names = [key for key in more[0] if key.startswith("epsilon_")]
@@ -66,6 +70,17 @@ def account(
             for row in more
         ]
         view.print_table(("parties that collude", "sigma_eff", *(name.replace("_", " ") for name in names)), table)
+
+
+def explain_account(q: float, row: dict[str, Any], delta: float) -> dict[str, Any]:
+    """What the epsilon of a row means for one unit, if the noise is fresh and secret."""
+    from fulcrum.privacy.accounting import Spend
+    from fulcrum.privacy.events import Gaussian
+    from fulcrum.privacy.meaning import make_promise
+    from fulcrum.privacy.statement.meaning import CALCULATOR, make_meaning
+
+    spend = Spend.empty().add_events([Gaussian(q, row["sigma"], row["steps"])])
+    return make_meaning(make_promise(row["epsilon"], delta, [spend]), CALCULATOR, "unit", "yes")
 
 
 def list_collusion_costs(

@@ -1,4 +1,4 @@
-"""`fulcrum demo`: private training on scikit-learn's digits, compared with a fixed C and with no privacy."""
+"""`fulcrum demo`: private training on 1,797 handwritten digits, compared with a fixed C and with no privacy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from fulcrum.cli import show, view
 from fulcrum.cli.failures import explain_interruption
 from fulcrum.cli.options import DebugOption, JsonOption, QuietOption
 from fulcrum.cli.run import choose_free_folder
-from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.settings.files import parse_settings
 from fulcrum.study.records import get_record_score, get_score_value
 
@@ -30,7 +29,7 @@ def demo(
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Train privately on scikit-learn's digits, and compare with a fixed C and with no privacy."""
+    """Train privately on 1,797 handwritten digits, and compare with a fixed C and with no privacy."""
     folder = choose_free_folder("demo") if out is None else out
     view.print_message(
         "Digits over five parties, with unequal and label-skewed data: private, then two comparisons.", quiet
@@ -45,6 +44,8 @@ def demo(
     columns = ("run", score, "epsilon", "by party", "C over the rounds")
     view.print_table(columns, [(method, *make_summary_row(summary)) for method, summary in summaries.items()])
     terms = summaries["moo"]
+    from fulcrum.privacy.statement.units import UNIT_TEXTS
+
     unit = UNIT_TEXTS[terms["unit"]].short
     view.print_line(
         f"epsilon is that of one {unit}, the largest of any party, at delta {terms['delta']:g}; "

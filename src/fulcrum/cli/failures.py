@@ -7,15 +7,18 @@ import difflib
 import errno
 import os
 import shlex
+import signal
 import sys
+import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from fulcrum.errors import BudgetError, FulcrumError, InputError
+from fulcrum.errors import BudgetError, FulcrumError, InputError, UserNote
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
@@ -51,8 +54,9 @@ def explain_interruption(folder: Path) -> Iterator[None]:
 def run_guarded(call: Callable[[], Any], words: Sequence[str]) -> int:
     """Call, and turn any result or error into an exit code and at most one sentence on stderr."""
     try:
-        code = call()
-        sys.stdout.flush()
+        with notice_interruption() as interruption, hide_library_warnings("--debug" in words):
+            code = call()
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe; Python would report it again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,12 +64,59 @@ def run_guarded(call: Callable[[], Any], words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if "--debug" in words:
             traceback.print_exc()
-        code, sentence = explain_failure(error)
+        lost = interruption.is_set() and not isinstance(error, (FulcrumError, RunInterrupted, OSError))
+        code, sentence = explain_failure(KeyboardInterrupt() if lost else error)
         print(sentence, file=sys.stderr)
         return code
     if code == EXIT_INTERRUPTED:  # some versions of typer turn Ctrl-C into this code, others into Abort
         print("interrupted.", file=sys.stderr)
     return code if isinstance(code, int) else EXIT_OK
+
+
+LIBRARIES = r"(torch|torchvision|fulcrum|numpy|scipy|sklearn|pandas|pyarrow|transformers|dp_accounting|flwr)(\.|$)"
+"""Modules whose warnings speak to programmers. What Fulcrum has to say to users is printed, not warned."""
+
+
+@contextlib.contextmanager
+def hide_library_warnings(shown: bool = False) -> Iterator[None]:
+    """Leave warnings of the libraries below out, unless `--debug` or Python's -W asks for them; own code's stay."""
+    with warnings.catch_warnings():
+        if not shown and not sys.warnoptions:
+            warnings.filterwarnings("ignore", module=LIBRARIES)
+        warnings.filterwarnings("always", category=UserNote)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, UserNote):
+                print(f"warning: {message}", file=sys.stderr)
+            else:
+                others(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
+
+
+@contextlib.contextmanager
+def notice_interruption() -> Iterator[threading.Event]:
+    """Remembers that Ctrl-C was pressed: a library that was interrupted may raise another error of its own."""
+    noticed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield noticed  # signals are the main thread's
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield noticed  # somebody else handles it, or it is ignored, as under nohup
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        noticed.set()
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield noticed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def explain_failure(error: BaseException) -> tuple[int, str]:

@@ -11,7 +11,6 @@ import typer
 
 from fulcrum.cli import view
 from fulcrum.cli.options import DebugOption, JsonOption
-from fulcrum.privacy.statement.units import UNIT_TEXTS
 from fulcrum.study.records import StudyScore, get_record_metrics, get_record_score
 
 if TYPE_CHECKING:
@@ -263,6 +262,8 @@ def describe_simulation(facts: Mapping[str, Any]) -> str:
 
 def describe_unit(unit: str | None) -> str:
     """Text after an epsilon: its privacy unit. An epsilon without its unit means nothing."""
+    from fulcrum.privacy.statement.units import UNIT_TEXTS
+
     return "" if unit is None else f" for one {UNIT_TEXTS[unit].short}"
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fulcrum.analysis.report.attack_charts import make_attack_charts
 from fulcrum.analysis.report.chart_types import Axis, Chart, Series
 from fulcrum.analysis.report.model import RunView
 from fulcrum.analysis.report.party_charts import make_confusion_chart, make_party_charts, make_split_charts
@@ -17,7 +18,7 @@ from fulcrum.study.records import StudyScore
 ROUND, EPSILON = "round", "epsilon"
 
 
-OVER_ROUNDS = {ROUND: Axis("round"), EPSILON: Axis("epsilon spent")}
+OVER_ROUNDS = {ROUND: Axis("round"), EPSILON: Axis("epsilon spent", up=True)}
 
 
 def make_charts(runs: Sequence[RunView]) -> list[Chart]:
@@ -31,6 +32,7 @@ def make_charts(runs: Sequence[RunView]) -> list[Chart]:
     found += _make_spending_charts(source, single)
     if single:
         found += make_objective_charts(read_moments(single.theory))
+        found += make_attack_charts(single)
         found += [*make_party_charts(single), *make_split_charts(single), *make_confusion_chart(single)]
     return [chart for chart in found if chart.series or chart.cells]
 
@@ -227,7 +229,7 @@ def _make_spending_charts(source: _Source, single: RunView | None) -> list[Chart
             "epsilon",
             "Epsilon spent",
             "What the ledger says each round has cost so far; it never falls.",
-            Axis("epsilon", zero=True),
+            Axis("epsilon", zero=True, up=True),
             x=only,
             series=series,
             levels=levels,
@@ -291,7 +293,7 @@ def _make_tradeoff(runs: Sequence[RunView]) -> list[Chart]:
             words,
             Axis(score.name, percent=score.is_fraction),
             kind="dots",
-            x={EPSILON: Axis("epsilon")},
+            x={EPSILON: Axis("epsilon", up=True)},
             series=(line, *dots),
         )
     ]

@@ -130,6 +130,8 @@ def _draw_lines(axes: Any, chart: Chart, key: str, layer: str) -> None:
     elif chart.y.zero:
         axes.set_ylim(bottom=0)
     _format_values(axes.yaxis, chart.y)
+    if horizontal.percent:
+        _format_values(axes.xaxis, horizontal)
     named = [each for each in shown if each.name and each.colour >= 0]
     if len(named) > 1:
         axes.legend(loc="best", ncols=2 if len(named) > 6 else 1)

@@ -12,6 +12,7 @@ from typing import Any
 from fulcrum.analysis.report import reading
 from fulcrum.analysis.report.reading import Problems, get_list, get_mapping, numbers_of, to_number, to_text
 from fulcrum.study.records import StudyScore
+from fulcrum.types import make_short_repr
 
 STATES = {
     "finished": "finished",
@@ -76,6 +77,8 @@ class RunView:
     settings: section.name -> value, secrets replaced. public: whether the training records are.
     """
 
+    __repr__ = make_short_repr
+
     name: str
     folder: str
     state: str
@@ -111,6 +114,7 @@ class RunView:
     settings: Mapping[str, Any] = field(default_factory=dict)
     rehearsal: Mapping[str, Any] = field(default_factory=dict)
     theory: Mapping[str, Any] = field(default_factory=dict)
+    audit: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     events: tuple[Mapping[str, Any], ...] = ()
     federation: Federation | None = None
@@ -145,6 +149,7 @@ def read_run(folder: Path) -> RunView:
     split = reading.read_json_object(folder / "split.json", problems)
     rehearsal = reading.read_json_object(folder / "rehearsal.json", problems)
     theory = reading.read_json_object(folder / "theory.json", problems)
+    audit = reading.read_json_object(folder / "audit.json", problems)
     environment = reading.read_json_object(folder / "environment.json", problems)
     sections, _ = reading.read_toml_table(folder / "settings.toml", problems)
     rounds = reading.read_rounds(folder / "metrics.jsonl", problems)
@@ -200,6 +205,7 @@ def read_run(folder: Path) -> RunView:
         settings=settings,
         rehearsal=rehearsal,
         theory=theory,
+        audit=audit,
         environment=environment,
         events=read_events(folder / "parties.jsonl", problems),
         federation=read_federation(folder / "status.json", problems, secret=unit == "client" and not public),

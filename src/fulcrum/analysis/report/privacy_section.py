@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from fulcrum.analysis.report.attack_charts import describe_audit, find_meaning
 from fulcrum.analysis.report.formats import format_number, format_spent
 from fulcrum.analysis.report.html import Child, Html, make_table, tag
-from fulcrum.analysis.report.meaning import UNIT_WORDS, explain_epsilon, find_verdict, list_beliefs
+from fulcrum.analysis.report.meaning import describe_scale, find_verdict
 from fulcrum.analysis.report.model import RunView
 from fulcrum.analysis.report.reading import get_list, get_mapping, to_number, to_text
+from fulcrum.privacy.meaning import format_share
+from fulcrum.privacy.statement.meaning import SOURCES, UNIT_WORDS, find_watcher
 
 
 def make_privacy(run: RunView) -> Html:
@@ -29,35 +31,56 @@ def make_privacy(run: RunView) -> Html:
                 class_="note",
             )
         )
-    if run.guarantee in ("yes", "simulation", "assumed") and math.isfinite(run.epsilon):
-        parts.append(_make_meaning(run))
-    parts.append(_make_statement_details(facts))
+    measured = describe_audit(run.audit)
+    if measured:
+        parts.append(
+            tag("div", tag("p", measured), class_=f"note {'bad' if run.audit.get('passed') is False else 'good'}")
+        )
+    parts += [_make_meaning(run, find_meaning(run)), _make_statement_details(facts)]
     return tag("div", parts, class_="prose")
 
 
-def _make_meaning(run: RunView) -> Html:
-    sentences = explain_epsilon(run.epsilon, run.delta, run.unit)
-    if not sentences:
+def _make_meaning(run: RunView, told: Mapping[str, Any]) -> Html:
+    """What the epsilon lets an attacker learn at most, and why that does not hold where it does not."""
+    if not told:
         return Html("")
-    rows = list_beliefs(run.epsilon)
-    what = UNIT_WORDS.get(run.unit, "one unit")
+    rows = [
+        (
+            f"{format_share(to_number(each['prior']))} sure beforehand",
+            f"{format_share(to_number(each['posterior']))} sure afterwards",
+        )
+        for each in told["beliefs"]
+    ]
+    rows += [
+        (
+            f"a test with {format_share(to_number(each['false_positives']))} false positives",
+            f"{format_share(to_number(each['true_positives']))} of members found",
+        )
+        for each in told["tests"]
+    ]
+    rows.append(("a guess, right by chance 50% of the time", f"{format_share(to_number(told['guess']))} right"))
     table = make_table(
-        (f"how sure somebody is beforehand that {what} took part", "and at most afterwards"),
+        (f"an attacker who asks whether {UNIT_WORDS.get(run.unit, 'one unit')} took part", "reaches at most"),
         rows,
         "what epsilon lets somebody learn",
         sortable=False,
     )
-    condition = {
-        "simulation": "All of this holds only while the seed is secret.",
-        "assumed": "All of this assumes that the server sees nothing but sums.",
-    }.get(run.guarantee)
-    heading = tag("h3", f"What epsilon = {format_spent(run.epsilon)} means")
+    why = [str(each) for each in told["text"][1:]]
+    attacker = to_text(told.get("attacker"), find_watcher(run.unit))
+    worlds = (
+        f"Take two worlds: in the first {UNIT_WORDS.get(run.unit, 'one unit')} took part, in the second it contributed "
+        f"nothing. The attacker is {attacker}, knows everything else, and wants to tell them apart."
+    )
+    exception = to_number(told["exception"])
+    unless = f"Beliefs are bounded but for a probability of {exception:.3g}. " if exception else ""
     return tag(
         "div",
-        heading,
-        [tag("p", each) for each in sentences],
+        tag("h3", f"What epsilon = {format_spent(run.epsilon)} means"),
+        [tag("p", tag("strong", each)) for each in why],
+        tag("p", worlds),
         table,
-        tag("p", condition, class_="small") if condition else None,
+        tag("p", f"{unless}{SOURCES.get(to_text(told.get('source')), '')}", class_="small"),
+        tag("p", describe_scale(run.epsilon)),
         class_="card",
     )
 

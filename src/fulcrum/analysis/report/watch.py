@@ -32,6 +32,7 @@ from fulcrum.study.store import list_shards
 SEEN_FILES = (
     *("run.json", "summary.json", "metrics.jsonl", "settings.toml", "privacy.json", "split.json", "rehearsal.json"),
     "theory.json",
+    "audit.json",
     *("environment.json", "parties.jsonl", "status.json"),
 )
 """The files of a run that its page is made from."""

@@ -4,6 +4,7 @@ facts.py     privacy.json: every number and sentence under a stable key, and wha
 coverage.py  the runs within the scope, and the worst of each of their properties
 text.py      sentences: the guarantee, its assumptions, warnings
 units.py     what epsilon protects, from whom, and what it does not cover, per unit
+meaning.py   what the epsilon means: beliefs, tests and guesses of an attacker
 page.py      PRIVACY.md, from these facts alone
 
 The statement names the guarantee, the protected unit, the adversary, the epsilon spent so far, and what is not covered.

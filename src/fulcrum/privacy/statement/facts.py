@@ -19,10 +19,12 @@ from fulcrum.privacy.accounting import (
     reported_accountants,
 )
 from fulcrum.privacy.client_level import ClientLevelTerms
+from fulcrum.privacy.meaning import make_promise
 from fulcrum.privacy.plan import Plan
 from fulcrum.privacy.plan.text import infinity_to_text, make_epsilon_keys, make_headline_keys
 from fulcrum.privacy.statement.colluders import describe_masked_sums, describe_pairwise
 from fulcrum.privacy.statement.coverage import Coverage, CoveredRun
+from fulcrum.privacy.statement.meaning import find_watcher, make_meaning
 from fulcrum.privacy.statement.text import (
     EVALUATION_TEXTS,
     FLOATING_POINT_NOTES,
@@ -185,6 +187,8 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
     total                   {runs, rounds, budget} of all runs within the scope; in a party's own statement only
     run                     {id, date, version, finished, rounds_done, rounds, method, rule, dataset}
     releases                [{kind, times, text}]: every kind of release of a party or the server
+    meaning                 {holds, attacker, source, text, exception, beliefs, tests, guess, roc}: what epsilon lets an
+                            attacker learn at most; see `make_meaning`. holds: whether the numbers do
     groups_of_records       [{records, epsilon, delta}]: group privacy for m units of one person (client: m parties)
     adds_up                 sentences on how parties and records add up
     not_covered, warnings   sentences
@@ -289,6 +293,11 @@ def make_statement(run: AccountedRun) -> dict[str, Any]:
             for k, name in enumerate(names)
         ],
     }
+    # Only what one finished run released was fixed in advance, so that the accountant's whole curve holds.
+    fixed = run.finished and len(coverage.runs) == 1 and run.start is None
+    watcher = find_watcher(plan.unit, plan.aggregation, plan.colluders)
+    promise = make_promise(headline, min(delta, 1.0), spends if fixed else ())
+    result["meaning"] = make_meaning(promise, watcher, plan.unit, worth)
     if plan.is_pairwise and plan.private:
         result["pairwise"] = describe_pairwise(plan, headline, delta, run.peer_keys, run.across_machines)
     if is_rehearsed(settings):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fulcrum.privacy.accounting import format_epsilon
+from fulcrum.privacy.statement.meaning import write_meaning
 from fulcrum.privacy.statement.units import UnitTexts, find_unit_texts
 
 MAX_PARTIES_ON_PAGE = 1000
@@ -44,6 +45,7 @@ def statement_to_markdown(facts: Mapping[str, Any]) -> str:
         *(make_paragraph(f"> **WARNING: {GUARANTEE_BANNERS[worth]}**") if worth != "yes" else ()),
         *make_paragraph(f"**{facts['guarantee_text']}**"),
         *_write_summary(facts),
+        *(make_section("What this epsilon means", write_meaning(facts)) if "meaning" in facts else ()),
         *(make_section("Warnings", make_bullet_list(facts["warnings"])) if facts["warnings"] else ()),
         *make_section("What is protected", make_paragraph(protected)),
         *make_section("Against whom", make_paragraph(facts["adversary"])),
@@ -157,7 +159,7 @@ def _describe_target(target: Mapping[str, Any]) -> str:
     if target["epsilon"] is None:
         return f"noise multiplier sigma = {format_short_value(target['sigma'])}"
     own = f", {len(target['budgets'])} with a budget of their own" if target["budgets"] else ""
-    return f"epsilon = {format_short_value(target['epsilon'])} for each party{own}"
+    return f"epsilon = {format_epsilon_value(target['epsilon'])} for each party{own}"
 
 
 def _describe_accounting(facts: Mapping[str, Any], unit: UnitTexts) -> str:

@@ -28,7 +28,12 @@
     if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
     return String(Number(value.toPrecision(4)));
   };
-  const shown = (axis, value) => (axis.percent ? `${(100 * value).toFixed(1)}%` : digits(value));
+  const digitsUp = (value) => { // an epsilon: never less than what was spent
+    const near = Number(value.toPrecision(4));
+    return digits(near >= value ? near : near + 10 ** (Math.floor(Math.log10(Math.abs(value))) - 3));
+  };
+  const percent = (value) => `${Number((100 * value).toPrecision(3))}%`;
+  const shown = (axis, value) => (axis.percent ? (axis.log ? percent(value) : `${(100 * value).toFixed(1)}%`) : axis.up ? digitsUp(value) : digits(value));
 
   // --- charts -------------------------------------------------------------------------------------------
   const array = (index) => data.arrays[index];
@@ -69,12 +74,12 @@
     const unit = xAxis.label === "round" || key === "rank" ? xAxis.label : xAxis.label.replace(" spent", "");
     marks.push(Plot.tip(all, (dots ? Plot.pointer : Plot.pointerX)({
       x: "x", y: "y", maxRadius: 60, fill: "var(--card)", stroke: "var(--line)",
-      title: (p) => `${p.name}\n${unit} ${digits(p.x)}\n${chart.y.label} ${shown(chart.y, p.y)}` + (p.low !== null && p.low !== p.high ? `\n${shown(chart.y, p.low)} to ${shown(chart.y, p.high)}` : ""),
+      title: (p) => `${p.name}\n${unit} ${shown(xAxis, p.x)}\n${chart.y.label} ${shown(chart.y, p.y)}` + (p.low !== null && p.low !== p.high ? `\n${shown(chart.y, p.low)} to ${shown(chart.y, p.high)}` : ""),
     })));
     return Plot.plot({
       width, height: Math.round(Math.min(340, Math.max(220, width * 0.58))), marginLeft: 52, marginRight: 14, marginTop: 28, marginBottom: 40,
       style: { background: "none", color: "var(--ink)", fontSize: "12px" },
-      x: { type: xAxis.log ? "log" : "linear", label: xAxis.label, grid: false, ticks: Math.max(3, Math.round(width / 90)), nice: dots, tickFormat: xAxis.log || dots ? (v) => digits(v) : undefined, labelArrow: "none", insetLeft: dots ? 14 : 0, insetRight: dots ? 14 : 0 },
+      x: { type: xAxis.log ? "log" : "linear", label: xAxis.label, grid: false, ticks: Math.max(3, Math.round(width / 90)), nice: dots, tickFormat: xAxis.percent ? percent : xAxis.log || dots ? (v) => digits(v) : undefined, labelArrow: "none", insetLeft: dots ? 14 : 0, insetRight: dots ? 14 : 0 },
       y: { type: chart.y.log ? "log" : "linear", label: chart.y.label, grid: true, ticks: 5, nice: !chart.y.log, zero: chart.y.zero, labelArrow: "none", tickFormat: chart.y.percent ? (v) => `${Number((100 * v).toPrecision(6))}%` : (v) => digits(v) },
       marks,
     });
