@@ -1,6 +1,6 @@
 """The row `moo, zero trials` of the paper's cells: what `fulcrum plan --advise` recommends, and nothing else.
 
-    python benchmarks/zero_trials.py advise --out advice.json                 # each cell's advice; goes on where it stopped
+    python benchmarks/zero_trials.py advise --out advice.json               # each cell's advice; goes on if cut off
     python benchmarks/zero_trials.py advise --out advice.json --only digits --rounds 10      # a trial
     python benchmarks/zero_trials.py take advice.json                         # into experiments/zero-trials-chosen.toml
     fulcrum study zero-trials                                                 # then trains it: results/zero-trials
@@ -67,7 +67,7 @@ def advise_cells(cells: list[Words], out: Path) -> list[Words]:
                 for section, names in ADVISED.items()
                 for name in names
             }
-            row = {"reasons": list(found.reasons), "chosen": chosen, "recipes": len(found.played)}
+            row: Words = {"reasons": list(found.reasons), "chosen": chosen, "recipes": len(found.played)}
         else:
             row = {name: same[name] for name in ("reasons", "chosen", "recipes")}
         took = round(time.monotonic() - began, 1)

@@ -108,7 +108,7 @@ def hide(text: str) -> str:
 def is_end(text: str, place: int) -> bool:
     """Whether what ends at `place` is no abbreviation, initial or ellipsis."""
     word = text[:place].rstrip("\"')*_]").rpartition(" ")[2].lstrip("(\"'*_[")
-    return word not in ABBREVIATIONS and not re.fullmatch(r"[A-Z]\.|\.\.\.", word)
+    return word not in ABBREVIATIONS and not re.fullmatch(r"[A-Z]\.|.*\.\.", word)
 
 
 def main(write: bool) -> int:

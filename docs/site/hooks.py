@@ -10,9 +10,12 @@ FOLDERS = ("commands/index.md", "api/index.md", "privacy/README.md", "decisions/
 
 
 def on_config(config: Any) -> Any:
-    """Each index of a folder becomes a section with the pages beside it; pages that are nowhere come under More."""
+    """Each index of a folder becomes a section with the pages beside it; pages that are nowhere come under More.
+
+    An entry whose page is not written yet is left out.
+    """
     pages = Path(config["docs_dir"])
-    config["nav"] = [expand(entry, pages) for entry in config["nav"]]
+    config["nav"] = [expand(entry, pages) for entry in config["nav"] if is_there(entry, pages)]
     named = set(list_files(config["nav"]))
     left = [page.name for page in sorted(pages.glob("*.md")) if page.name not in named]
     if left:
@@ -23,7 +26,7 @@ def on_config(config: Any) -> Any:
 def expand(entry: Any, pages: Path) -> Any:
     """An entry of the navigation, with the folders' pages put in."""
     if isinstance(entry, list):
-        return [expand(each, pages) for each in entry]
+        return [expand(each, pages) for each in entry if is_there(each, pages)]
     if isinstance(entry, dict):
         return {title: expand(value, pages) for title, value in entry.items()}
     if entry in FOLDERS:
@@ -31,6 +34,10 @@ def expand(entry: Any, pages: Path) -> Any:
         others = [page for page in sorted(folder.glob("*.md")) if page.name != Path(entry).name]
         return [entry, *({read_title(page): page.relative_to(pages).as_posix()} for page in others)]
     return entry
+
+
+def is_there(entry: Any, pages: Path) -> bool:
+    return any((pages / file).is_file() for file in list_files(entry))
 
 
 def read_title(page: Path) -> str:

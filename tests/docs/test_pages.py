@@ -71,7 +71,9 @@ def test_a_page_runs(
 @pytest.mark.parametrize("page", PAGES, ids=name_page)
 def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     text = read_page(page)
-    assert text.count("\n```") % 2 == 0, "a fence is open"
+    fences = re.findall(r"^```(\w*)", text, re.MULTILINE)
+    assert len(fences) % 2 == 0, "a fence is open"
+    assert all(fences[::2]), "a fence without a language: sh, console, python, toml, json or text"
     for block in read_blocks(text):
         assert block.language in LANGUAGES, f"a block of {block.language}: {block.text[:80]}"
         if block.language not in RUN or block.file:

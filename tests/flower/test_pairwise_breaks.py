@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fulcrum-fl[flower]'")
 
 import torch
-from test_pairwise_federation import federation, kind, masked_settings, size
 from torch import Tensor
 
 from fulcrum.flower.messages import Envelope, read_message_header
@@ -26,6 +25,7 @@ from fulcrum.flower.pairwise import party as masked_party
 from fulcrum.privacy.pairwise.integers import keep_low_bits, sum_messages
 from fulcrum.types import ClientReply, RoundRequest
 from support.flower import serve
+from support.pairwise import federation, kind, masked_settings, size
 
 
 class Attacker:
@@ -140,7 +140,7 @@ def test_split_views_are_uniform_also_where_only_the_attempt_differs(
         assert size([attacker.sums[0]]) > 2**21  # uniform on 24 bits
 
 
-ODD_LINES = {
+ODD_LINES: dict[str, dict[str, Any]] = {
     "tiny": {"weight": 1e-160, "C": 1e-160, "sigma": 1.0, "tau": 1e-320},
     "huge": {"weight": 9e29, "C": 1.0, "sigma": 1.0, "tau": 9e29},
     "beyond": {"weight": 1e300, "C": 1e300, "sigma": 1e-300, "tau": 1e300},
@@ -210,6 +210,7 @@ def test_keys_of_another_run_or_party_are_not_taken(tmp_path: Path, monkeypatch:
 
         def note(self: Any, k: int, *given: Any) -> Any:
             found = read(self, k, *given)
+            assert found is not None
             old.setdefault(found.key.party, found.key)
             return found
 
@@ -218,6 +219,7 @@ def test_keys_of_another_run_or_party_are_not_taken(tmp_path: Path, monkeypatch:
 
         def swap(self: Any, k: int, *given: Any) -> Any:
             found = read(self, k, *given)
+            assert found is not None
             return dataclasses.replace(found, key=old["party-1"]) if found.key.party == "party-1" else found
 
         monkeypatch.setattr(masked.MaskedCoordinator, "_read_ready", swap)

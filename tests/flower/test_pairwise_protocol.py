@@ -313,6 +313,7 @@ def test_a_changed_manifest_has_its_own_bytes_and_digest() -> None:
     manifest, _ = gather(make())
     before = manifest.to_bytes(), manifest.digest
     changed = dataclasses.replace(manifest, attempt=manifest.attempt + 1)
-    assert changed.to_bytes() != before[0] and changed.digest != before[1]
+    assert changed.to_bytes() != before[0]
+    assert changed.digest != before[1]
     assert json.loads(before[0]) == json.loads(json.dumps(dataclasses.asdict(manifest)))
     assert manifest_from_bytes(before[0]) == manifest

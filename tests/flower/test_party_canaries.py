@@ -43,7 +43,8 @@ def test_a_process_that_goes_on_has_the_same_canaries_and_another_file(tmp_path)
     for t in range(2):
         with toy_party(tmp_path, settings, canaries=12) as service:
             service.answer(toy_request(service, settings, t))
-            coins.append(service.trainer.canaries.engines["run-1"].canaries.included)
+            assert service.canaries is not None
+            coins.append(service.canaries.engines["run-1"].canaries.included)
     assert (coins[0] == coins[1]).all()
     names = sorted(path.name for path in tmp_path.glob("*.npz"))
     assert names == ["party-0.sqlite.canaries-run-1-2.npz", "party-0.sqlite.canaries-run-1.npz"]

@@ -196,7 +196,8 @@ def test_the_statement_says_that_it_happened_and_why_it_is_free(
     train(make(0), settings=own_settings(), out=tmp_path / "run")
     train(make(0), settings=own_settings(clip={"rehearse": False}), out=tmp_path / "plain")
     text = (tmp_path / "run" / "PRIVACY.md").read_text()
-    assert "no value of any record" in text and "costs no privacy" in text
+    assert "no value of any record" in text
+    assert "costs no privacy" in text
     assert "made-up" not in (tmp_path / "plain" / "PRIVACY.md").read_text()
     both = [json.loads((tmp_path / name / "privacy.json").read_text())["epsilon"] for name in ("run", "plain")]
     assert both[0] == both[1]  # the same releases at the same noise: the rehearsal added none
@@ -216,19 +217,21 @@ def test_a_rehearsal_that_is_cut_off_goes_on_where_it_stopped(tmp_path: Path, mo
 
     monkeypatch.setattr(choice.Stage, "_play_task", counted)
 
-    def stop(part: float) -> None:
-        raise KeyboardInterrupt
+    least = 0
 
-    for count in (1, 2):  # two are cut off, each after one more task
+    def stop(part: float) -> None:
+        if len(played) >= least:
+            raise KeyboardInterrupt
+
+    for least in (1, 2):  # two are cut off, each after one more task
         with pytest.raises(KeyboardInterrupt):
-            memory.recall_or_rehearse(
-                known, tell=lambda part, least=count: stop(part) if len(played) >= least else None
-            )
-        assert len(played) == count
+            memory.recall_or_rehearse(known, tell=stop)
+        assert len(played) == least
     parts: list[float] = []
     answer = memory.recall_or_rehearse(known, tell=parts.append)
     whole = len(played)
-    assert parts == sorted(parts) and parts[-1] <= 1.0
+    assert parts == sorted(parts)
+    assert parts[-1] <= 1.0
     assert not list(tmp_path.glob("*.scores.json"))
     memory.forget(known.digest())
     assert memory.recall_or_rehearse(known).candidate == answer.candidate

@@ -19,7 +19,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def load_script(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -70,7 +71,13 @@ def test_advice_becomes_the_settings_of_the_row_without_trials(tmp_path: Path, m
     assert [(cell["dataset"], cell["epsilon"]) for cell in cells][:3] == [("mnist", e) for e in (1.64, 3.61, 6.38)]
     assert all(cell["settings"].model.init == "random" for cell in cells)
     advice = tmp_path / "advice.json"
-    chosen = {"train.rate": 0.1, "train.rounds": 50, "train.server": "momentum", "clip.step": 2.5, "clip.rehearse": True}
+    chosen = {
+        "train.rate": 0.1,
+        "train.rounds": 50,
+        "train.server": "momentum",
+        "clip.step": 2.5,
+        "clip.rehearse": True,
+    }
     advice.write_text(json.dumps([{"dataset": "mnist", "epsilon": 1.64, "chosen": chosen}]))
     folder = tmp_path / "experiments"
     folder.mkdir()

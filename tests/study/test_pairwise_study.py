@@ -82,7 +82,8 @@ def test_a_worker_writes_commit_and_command_into_each_run(tmp_path: Path) -> Non
     assert worker.main(words) == 0
     (found,) = store.load_results(tmp_path / "out").values()
     assert found["commit"] == "abc123"
-    assert found["command"].startswith("python -m fulcrum.study.worker") and "--commit abc123" in found["command"]
+    assert found["command"].startswith("python -m fulcrum.study.worker")
+    assert "--commit abc123" in found["command"]
 
 
 def test_parts_of_two_machines_merge(tmp_path: Path) -> None:

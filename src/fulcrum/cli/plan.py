@@ -115,7 +115,8 @@ def plan(
     if federation.evaluation is not None:
         scores = federation.evaluation
         view.print_sentence(
-            f"evaluation  {scores.units} held-out {unit}s pay epsilon {scores.epsilon:g} at delta {scores.delta:g} for "
+            f"evaluation  {scores.units} held-out {unit}s pay epsilon {view.format_epsilon(scores.epsilon)} at "
+            f"delta {scores.delta:g} for "
             f"{scores.releases} release{'s' if scores.releases > 1 else ''} of {scores.form.columns} numbers per party "
             f"with sigma {view.format_value(scores.sigma)}: {scores.form.words}"
         )
@@ -293,5 +294,6 @@ def print_affordable_rounds(settings: Settings, epsilon: float, as_json: bool) -
     )
     print(
         f"{rounds} rounds of {steps} step{'s' if steps > 1 else ''} at rate {rate:g} and sigma "
-        f"{privacy.sigma:g}{moving} fit into epsilon {epsilon:g} at delta {privacy.delta:g} ({privacy.accountant})."
+        f"{privacy.sigma:g}{moving} fit into epsilon {view.format_epsilon(epsilon)} at delta {privacy.delta:g} "
+        f"({privacy.accountant})."
     )

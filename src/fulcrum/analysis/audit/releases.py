@@ -19,6 +19,7 @@ of names; "steps", how many releases in turn were seen only as their sum, each w
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import zipfile
@@ -243,4 +244,4 @@ def _make_entry(releases: Releases, mine: BoolVector, name: str, families: Famil
         scores = score_likelihood(projections, releases.events)
         return (*found, bound_by_thresholds(scores, included, releases.delta, confidence))
 
-    return Measured(name, entry.claimed, entry.canaries, entry.included, entry.releases, bound)
+    return dataclasses.replace(entry, bound=bound)

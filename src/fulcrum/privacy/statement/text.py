@@ -201,8 +201,8 @@ PUBLIC_REHEARSAL_TEXT = (
 PROPOSED_REHEARSAL_TEXT = (
     "The coordinator proposed a step length, C and a learning rate that it says were chosen by training on made-up "
     "records (clip.rehearse). Whether they were or not, they stood in the terms before this party read a record for "
-    "this run: no value of its records moved them beyond what earlier releases, which its ledger has, may have told. So "
-    "the choice costs no privacy."
+    "this run: no value of its records moved them beyond what earlier releases, which its ledger has, may have told. "
+    "So the choice costs no privacy."
 )
 """The same, as far as a party across machines can know it."""
 
