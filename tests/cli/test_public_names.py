@@ -205,6 +205,8 @@ COMMANDS = {
     "study parties": STUDY,
     "study open": STUDY,
     "study pairwise": STUDY,
+    "study kept": STUDY,
+    "study zero-trials": STUDY,
     "demo": {"--out", "--json", "--quiet", "-q", "--debug"},
 }
 
