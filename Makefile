@@ -9,7 +9,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-slow test-flower check format docs pictures site proofs bench clean
-.PHONY: wheel smoke lock sbom audit-deps release-check
+.PHONY: wheel smoke lock sbom audit-deps provenance release-check
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ sbom: setup ## write dist/*.cdx.json, the software bill of materials of .venv
 
 audit-deps: setup ## ask for known vulnerabilities of the pinned dependencies
 	$(BIN)/python tools/audit_deps.py
+
+provenance: setup ## write results/*/PROVENANCE.md: where each file's numbers come from
+	$(BIN)/python tools/provenance.py
 
 release-check: setup ## go through the release checklist: version, changelog, docs, tests, wheel, smoke
 	$(BIN)/python tools/release_check.py

@@ -94,7 +94,7 @@ def run_local_steps(
         if request.weight_decay:
             gradient.add_(request.weight_decay * theta)
         change = gradient.mul_(-task.lr)
-        theta = theta + change
+        theta = theta + change if problem.rule.when == "step" else change.add_(theta)
 
         events.append(scale.event)
         extras.append(noisy_extra / batch)
@@ -107,7 +107,7 @@ def run_local_steps(
 
     return ClientReply(
         client=task.client,
-        delta=theta - request.params,
+        delta=theta - request.params if theta is request.params else theta.sub_(request.params),
         extra=torch.stack(extras).sum(dim=0) / max(1, task.asked(request.round)),
         events=tuple(events),
         state=state,

@@ -28,6 +28,7 @@ from fulcrum.analysis.audit.curves import (
     make_curve,
     make_gaussian_family,
     make_poisson_family,
+    round_events,
     scale_events,
 )
 from fulcrum.errors import InputError
@@ -237,10 +238,10 @@ def test_known_samples_hold_as_often_as_they_say_and_are_close_at_small_rates():
     claim = [Gaussian(0.05, 1.0, 16)]
     truth = compute_epsilon(claim, DELTA, "pld")
     found = []
-    for seed in range(30):
+    for seed in range(15):
         projections, sampled, included = draw_with_samples(0.05, 1.0, 1000, seed, drift=2.0)
         found.append(bound_by_known_samples(projections, sampled, included, claim, DELTA, 0.9).epsilon)
-    assert sum(each > truth for each in found) <= 9  # more happen with probability 5e-4
+    assert sum(each > truth for each in found) <= 6  # more happen with probability 3e-4
     assert np.median(found) > 0.7 * truth
 
 
@@ -251,3 +252,11 @@ def test_known_samples_notice_another_rate_and_less_noise(rate, sigma):
     bound = bound_by_known_samples(projections, sampled, included, claim, DELTA, 0.99)
     assert bound.epsilon > compute_epsilon(claim, DELTA, "pld")
     assert bound.numbers["rate"] == pytest.approx(rate / 0.05, rel=0.2)
+
+
+def test_a_noise_schedule_is_composed_in_few_kinds_that_leak_no_less():
+    events = [Gaussian(0.2, 1.0 + 0.01 * t) for t in range(40)]
+    rounded = round_events(events)
+    assert all(new.sigma <= old.sigma < 1.03 * new.sigma for new, old in zip(rounded, events, strict=True))
+    assert len({event.sigma for event in rounded}) <= 20
+    assert round_events(events[:16]) == events[:16]

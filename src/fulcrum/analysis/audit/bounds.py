@@ -228,6 +228,7 @@ def plan_guesses(
     Scores of the claimed mechanism are simulated with a seed of their own, so nothing of the run decides the plan.
     """
     generator = np.random.default_rng(20250)
+    trials = max(2000, min(trials, int(8e6 / len(list_releases(events)))))  # memory
     included = np.arange(trials) % 2 == 0
     scores = score_likelihood(simulate_projections(events, included, generator), events)
     best, chosen = math.inf, GuessPlan(canaries, 2)

@@ -77,5 +77,3 @@ def describe_case(settings: Settings) -> dict[str, Any]:
         "aggregation": privacy.aggregation,
         "validation": settings.data.validation,
     }
-
-

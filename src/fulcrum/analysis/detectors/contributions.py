@@ -94,8 +94,8 @@ def read_parts(found: Decoded, name: str) -> Iterator[Reading]:
         NAME,
         "parts of units",
         bool(distance.max() > TOLERANCE),
-        f"in round {int(worst[0]) + 1} a unit {sign} {abs(part):.3g} times what it adds alone, so the divisor, C or its "
-        "factor follow from the other units of the batch",
+        f"in round {int(worst[0]) + 1} a unit {sign} {abs(part):.3g} times what it adds alone, so the divisor, C or "
+        "its factor follow from the other units of the batch",
         name,
     )
     yield contradict(

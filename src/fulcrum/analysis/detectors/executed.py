@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fulcrum.analysis.detectors.probe import CLASSES, UNITS, make_model, make_records
+from fulcrum.analysis.detectors.probe import CLASSES, make_model, make_records
 from fulcrum.data import Dataset, from_arrays
 from fulcrum.errors import FulcrumError
 from fulcrum.runs import execute, prepare
@@ -89,8 +89,8 @@ def make_run_dataset(settings: Settings) -> Dataset:
     parties = RUN_PARTIES if settings.privacy.unit != "client" else 6
     records = make_records(model, parties, persons)
     held_out = settings.data.validation > 0
-    tests = {} if held_out else {"x_test": records["x"][:6], "y_test": torch.arange(6) % CLASSES}
-    person = {"person": records["person"]} if persons else {}
+    tests: dict[str, Any] = {} if held_out else {"x_test": records["x"][:6], "y_test": torch.arange(6) % CLASSES}
+    person: dict[str, Any] = {"person": records["person"]} if persons else {}
     names = [f"p{k}" for k in range(parties)]
     return from_arrays(
         records["x"] / 10,
@@ -143,6 +143,3 @@ def execute_case(settings: Settings, folder: Path, stop_after: int = 2) -> Execu
     facts = json.loads((folder / "privacy.json").read_text(encoding="utf-8"))
     page = (folder / "PRIVACY.md").read_text(encoding="utf-8")
     return Executed(federation, folder, tuple(seen), tuple(results), facts, page, early, refused)
-
-
-__all__ = ["UNITS", "Executed", "Sent", "execute_case"]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fulcrum.clipping import RULES
 from fulcrum.clipping.fixed import FIXED
+from fulcrum.data import sampling
 from fulcrum.data.sampling import PartyData
 from fulcrum.gradients import outer_products
 from fulcrum.gradients.rounding import NormTable, SquaredNorms, to_norm_table
@@ -200,7 +201,9 @@ def _use_largest_entry(original: Any) -> Any:
 def _clip_the_batch(original: Any) -> Any:
     """One norm for the whole batch: the gradients are added up first, and the sum is clipped."""
 
-    def contribute(rule: Any, view: Any, state: Any, gradients: Tensor, losses: Tensor, *rest: Any, **named: Any) -> Any:
+    def contribute(
+        rule: Any, view: Any, state: Any, gradients: Tensor, losses: Tensor, *rest: Any, **named: Any
+    ) -> Any:
         whole = gradients.sum(dim=0, keepdim=True) if len(gradients) else gradients
         return original(rule, view, state, whole, losses[: len(whole)], *rest, **named)
 
@@ -283,7 +286,7 @@ def _prefer_some(original: Any) -> Any:
 def _divide_by_actual_batch() -> Iterator[None]:
     """The mean over the units that were sampled."""
     counts = [1]
-    sample, restore = client.poisson_sample_units, View.restore_gradient
+    sample, restore = sampling.poisson_sample_units, View.restore_gradient
 
     def watched(*given: Any) -> Any:
         found = sample(*given)
@@ -293,7 +296,10 @@ def _divide_by_actual_batch() -> Iterator[None]:
     def divide(self: View, noisy: Tensor, batch: Any) -> Tensor:
         return restore(self, noisy, batch if batch < 1e-6 else counts[0])
 
-    with mock.patch.object(client, "poisson_sample_units", watched), mock.patch.object(View, "restore_gradient", divide):
+    with (
+        mock.patch.object(client, "poisson_sample_units", watched),
+        mock.patch.object(View, "restore_gradient", divide),
+    ):
         yield
 
 
@@ -434,9 +440,7 @@ PLANTED: dict[str, PlantedBug] = {
     "forgotten round": PlantedBug("the ledger forgets the second round", _forgotten(lambda round: round == 1)),
     "moo-paper sold as sound": PlantedBug(
         "C follows from raw losses of the batch (moo-paper)",
-        lambda: mock.patch.dict(
-            RULES._values, {"moo-paper": dataclasses.replace(RULES["moo-paper"], sound=True)}
-        ),
+        lambda: mock.patch.dict(RULES._values, {"moo-paper": dataclasses.replace(RULES["moo-paper"], sound=True)}),
         {"clip": {"rule": "moo-paper"}},
     ),
     "validation in the clear": PlantedBug(

@@ -1,4 +1,4 @@
-"""The probe of `probe.py` where the unit is a whole client: the releases are the server's, the units are its clients."""
+"""The probe where the unit is a whole client: the releases are the server's, the units are its clients."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fulcrum.analysis.detectors.probe import (
     OTHER_C,
     QUIET_SIGMA,
     Probe,
+    Row,
     Terms,
     gather,
     make_dataset,
@@ -34,7 +35,6 @@ Floats = npt.NDArray[np.float64]
 CLIENTS = 12
 TRIES = 60
 """Rounds in which a client that is drawn with the declared chance is waited for."""
-Row = tuple[Floats, tuple[int, int], Terms, int, int]
 
 
 def prepare_server_probe(settings: Settings, rounds: int, seed: int = 0) -> Federation:
