@@ -3,6 +3,7 @@
     python benchmarks/rehearsal_surfaces.py prepare JOBS.json                      # here: settings with their noise
     python benchmarks/rehearsal_surfaces.py run JOBS.json --out DIR --shard 0/4    # there: torch and numpy are enough
     python benchmarks/rehearsal_surfaces.py report results/no-tuning               # development.md from stored lines
+    python benchmarks/rehearsal_surfaces.py take results/no-tuning SHARDS...       # the default's lines made anew first
 
 Only the development half of `fulcrum study no-tuning` is run. Per scenario: a rehearsal on made-up data, then all
 candidates of its fine grid on the real data, and with --grid the fixed grid and moo too. One line of JSON per run, as
@@ -183,13 +184,16 @@ def make_report(folder: Path) -> str:
         else:
             default.setdefault(line["scenario"], {})[line["seed"]] = line["score"]
     rows, regrets, former, drawn = [], [], [], []
+    missing = [name for name in grid if name not in default]
     for name, cells in grid.items():
+        if name in missing:
+            continue
         seeds = set.intersection(*(set(own) for own in cells.values()))
         fixed, _ = score_best_cell({cell: {s: own[s] for s in seeds} for cell, own in cells.items()})
         best, old, own = (mean(scores.values()) for scores in (fixed, formula[name], default[name]))
         half = math.hypot(*(compute_mean_interval(list(scores.values())).half for scores in (fixed, default[name])))
         drawn.append(IntervalRow(name, best - own, min(half, 10.0), {"moo-unrehearsed": best - old}))
-        chosen = Candidate(**answers[name]["candidate"]).describe()
+        chosen = Candidate(**answers[name]["candidate"]).describe() if name in answers else "nothing rehearsed"
         regrets.append(best - own)
         former.append(best - old)
         rows.append(
@@ -201,27 +205,56 @@ def make_report(folder: Path) -> str:
         f"{sum(r <= 1.5 for r in found)}, within 3 {sum(r <= 3 for r in found)} of {len(found)}."
         for what, found in (("moo", regrets), ("moo-unrehearsed", former))
     ]
+    lines += [f"Not run: {', '.join(missing)}."] if missing else []
     drawn.sort(key=lambda row: -row.value)
     words = "points below the best of 25 fixed cells (C, learning rate); negative: ahead of it"
     picture = draw_intervals(drawn, "The development half", words, "moo", bar=1.5)
     (folder / "development" / "regrets.svg").write_text(picture, encoding="utf-8")
     head = "| scenario | seeds | best fixed | unrehearsed | regret | moo | regret | chosen |\n|" + "---|" * 8
-    return "\n".join([REPORT_TITLE, "", *lines, "", head, *rows, ""])
+    commits = ", ".join(sorted({line["commit"] for line in read_lines(folder, "default") if line.get("commit")}))
+    title = REPORT_TITLE.format(commit=commits or FIRST_COMMIT, later="" if commits else CHANGED_SINCE)
+    return "\n".join([title, "", *lines, "", head, *rows, ""])
+
+
+def take_shards(folder: Path, shards: Sequence[Path]) -> int:
+    """Write development/default.jsonl.gz from the results of `fulcrum.study.suite.shards run`; returns the runs."""
+    from fulcrum.study.store import load_results
+
+    lines: list[Line] = []
+    known: set[str] = set()
+    found = sorted(load_results(shards).values(), key=lambda record: (record["dataset"], record["seed"]))
+    for record in found:
+        name = record["dataset"]
+        if name not in known and record.get("rehearsed"):
+            known.add(name)
+            lines.append({"scenario": name, "row": "answer", "candidate": record["rehearsed"]})
+        score = 100 * record["metrics"][record["score"]]
+        score = round(score, 3) if math.isfinite(score) else 0.0
+        own = {"seed": record["seed"], "score": score, "seconds": record["seconds"], "commit": record["commit"]}
+        lines.append({"scenario": name, "row": "default", **own})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "development" / "default.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    return len(found)
 
 
 REPORT_TITLE = """# The development half of the no-tuning suite
 
 28 scenarios on which the rehearsal was made: nothing here is a test of it. H200, tf32. Score in %. Best fixed: the best
 of 25 (C, learning rate) cells, chosen on one half of its 2 to 6 seeds and scored on the other (grid at 6fed063). moo:
-as the suite runs it at 2e707a5, from the default start; other starts give the same run. ±: 95% half-width of the
-difference, seeds not paired. After this run one thing changed: where rounds are merged, moo stays unless something is
-better by more points, which keeps mnist-cnn-500x1 at moo's own step (column "unrehearsed").
+as the suite runs it (at {commit}), from the default start; other starts give the same run. ±: 95% half-width of the
+difference, seeds not paired.{later}
 
 What was learned on the way (development/rehearsal-1 and -2): choosing on made-up data of the real size by one seed and
 two tasks was within 1.5 points on 25 of 28; a small run with batches of 32, no skew between parties and 100 rounds
 merged into 15 chose steps that were too short (worst 35 points); with the run's own rounds, batches of 64 to 256 and
 its skew it does not.
 `python benchmarks/rehearsal_surfaces.py report results/no-tuning` made this page."""
+
+
+FIRST_COMMIT = "2e707a5"
+CHANGED_SINCE = """ After this run one thing changed: where rounds are merged, moo stays unless
+something is better by more points, which keeps mnist-cnn-500x1 at moo's own step (column "unrehearsed")."""
+"""Of lines that name no commit."""
 
 
 def mean(values: Iterable[float]) -> float:
@@ -232,8 +265,9 @@ def mean(values: Iterable[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=["prepare", "run", "report"])
+    parser.add_argument("what", choices=["prepare", "run", "report", "take"])
     parser.add_argument("jobs", type=Path)
+    parser.add_argument("shards", type=Path, nargs="*", help="for take: folders with results of the suite's shards")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--shard", default="0/1")
     parser.add_argument("--seconds", type=float, default=0.0)
@@ -253,7 +287,9 @@ def main() -> None:
         words.jobs.write_text(json.dumps([job.to_json() for job in jobs], default=str))
         print(f"{len(jobs)} scenarios")
         return
-    if words.what == "report":
+    if words.what == "take":
+        print(f"{take_shards(words.jobs, words.shards)} runs of the default")
+    if words.what in ("report", "take"):
         page = make_report(words.jobs)
         (words.jobs / "development.md").write_text(page, encoding="utf-8")
         print(page)

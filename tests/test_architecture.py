@@ -21,6 +21,9 @@ EDGE = [
     "analysis",
     "analysis.report",
     "analysis.theory",
+    "analysis.audit",
+    "analysis.detectors",
+    "analysis.attacks",
     "cli",
 ]
 """From here on, modules may need more than torch and numpy; and so may the two that read settings files."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_diabetes
 
 import fulcrum
 from fulcrum.data import Dataset, from_arrays
@@ -28,6 +27,10 @@ TEST_EVERY = 4
 
 def load_patients() -> Dataset:
     """Ten standardised columns and the measure after a year, 25 to 346."""
+    try:
+        from sklearn.datasets import load_diabetes
+    except ImportError:
+        raise SystemExit("this example's data comes with scikit-learn: pip install scikit-learn.") from None
     x, y = load_diabetes(return_X_y=True)
     x = np.clip(x / SPREAD, -3, 3).astype(np.float32)
     test = np.arange(len(y)) % TEST_EVERY == 0

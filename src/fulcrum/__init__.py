@@ -11,9 +11,11 @@ torch and numpy alone.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fulcrum.analysis.detectors.foreign import check
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
     from fulcrum.integrations import private
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Dataset",
@@ -33,6 +35,7 @@ __all__ = [
     "RoundResult",
     "Settings",
     "__version__",
+    "check",
     "execute",
     "load",
     "plan",
@@ -52,6 +55,7 @@ _HOME = {
     "Result": "fulcrum.runs",
     "RoundResult": "fulcrum.types",
     "Settings": "fulcrum.settings.schema",
+    "check": "fulcrum.analysis.detectors.foreign",
     "execute": "fulcrum.runs",
     "load": "fulcrum.runs",
     "plan": "fulcrum.runs",
@@ -65,8 +69,28 @@ _MODULES = ("clipping", "data")
 """Modules that users reach as `fulcrum.data.from_arrays` without importing them first."""
 
 
-_ELSEWHERE = {"parts": "fulcrum.integrations.parts", "theory": "fulcrum.analysis.theory"}
+_ELSEWHERE = {
+    "attacks": "fulcrum.analysis.attacks",
+    "audit": "fulcrum.analysis.audit",
+    "parts": "fulcrum.integrations.parts",
+    "theory": "fulcrum.analysis.theory",
+}
 """Modules that users reach under a shorter name: `from fulcrum import parts`."""
+
+
+_LOCKING = ("fulcrum.runs", "fulcrum.integrations")
+"""Modules that lock files with fcntl, which Windows lacks."""
+
+
+def refuse_windows() -> None:
+    """Raise InputError on Windows: runs, ledgers and studies are locked as POSIX systems lock files."""
+    if sys.platform == "win32":
+        from fulcrum.errors import InputError
+
+        raise InputError(
+            "Fulcrum runs on Linux and macOS: it locks runs and ledgers with fcntl, which Windows lacks. On Windows, "
+            "install it inside WSL 2 (wsl --install)."
+        )
 
 
 def __getattr__(name: str) -> Any:
@@ -75,6 +99,8 @@ def __getattr__(name: str) -> Any:
     if name in _ELSEWHERE:
         return importlib.import_module(_ELSEWHERE[name])
     if name in _HOME:
+        if _HOME[name] in _LOCKING:
+            refuse_windows()
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'fulcrum' has no attribute {name!r}")
 

@@ -465,7 +465,26 @@ def test_digits_are_fixed_and_stratified():
     assert verify_dataset("digits")[0][1] == "public"
 
 
-def test_changed_digits_are_noticed(monkeypatch):
+def test_digits_are_those_of_scikit_learn():
+    datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn's copy is the other side of the comparison")
+    images, labels, public = named.read_digits()
+    theirs, their_labels = datasets.load_digits(return_X_y=True)
+    assert public
+    assert images.dtype == labels.dtype == np.uint8
+    assert np.array_equal(images.reshape(-1, 64), theirs)
+    assert np.array_equal(labels, their_labels)
+
+
+def test_changed_digits_are_noticed(monkeypatch, tmp_path):
     monkeypatch.setattr(named, "DIGITS_SHA256", "0")
-    assert "not the public ones" in load("digits").warnings[0]
+    assert "does not hold the public digits" in load("digits").warnings[0]
     assert verify_dataset("digits")[0][1] == "changed"
+    for content, status in ((b"PK damaged", "corrupt"), (None, "missing")):
+        file = tmp_path / status
+        if content is not None:
+            file.write_bytes(content)
+        monkeypatch.setattr(named, "DIGITS_FILE", file)
+        monkeypatch.setattr("fulcrum.data.sources.public.verify.DIGITS_FILE", file)
+        with pytest.raises(DataError, match="install fulcrum-fl again"):
+            load("digits")
+        assert verify_dataset("digits")[0] == (file, status)

@@ -147,7 +147,7 @@ def test_the_coordinator_rehearses_before_it_proposes(tmp_path, monkeypatch, nam
     monkeypatch.setattr(memory, "get_memory_folder", lambda: tmp_path / "rehearsals")
     played = []
 
-    def play(facts, model=None, public=None):
+    def play(facts, model=None, public=None, log=None):
         played.append(facts)
         return choice.Rehearsed(choice.Candidate("linear", 2.0, 3.0), facts.digest())
 
@@ -159,6 +159,11 @@ def test_the_coordinator_rehearses_before_it_proposes(tmp_path, monkeypatch, nam
     with toy_federation(tmp_path, chosen) as bus:
         result = serve(bus, settings, tmp_path / "served", monkeypatch)
         (terms, *_) = [service.terms for service in bus.services.values()]
+        (service, *_) = bus.services.values()
+        (tmp_path / "own").mkdir()
+        service.write_party_statement(tmp_path / "own")
+    own = (tmp_path / "own" / "PRIVACY.md").read_text()
+    assert "stood in the terms before this party read a record" in own
     assert len(played) == 1
     assert result.summary["rounds"] == 3
     assert terms is not None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +14,18 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fulcru
 import torch
 
 from fulcrum.errors import RunError
-from fulcrum.flower import keys
 from fulcrum.flower.messages import Envelope, read_message_arrays, read_message_header
-from fulcrum.flower.signing import fingerprint
 from fulcrum.flower.terms import PartyTerms, read_terms_file, terms_to_toml
 from fulcrum.privacy.ledger import Ledger
-from fulcrum.privacy.pairwise.integers import keep_low_bits, sum_messages, unpack_message
+from fulcrum.privacy.pairwise.integers import keep_low_bits, unpack_message
 from fulcrum.runs import execute, prepare
-from fulcrum.settings.schema import Settings
 from support.federations import toy_data
-from support.flower import NAMES, Bus, serve, share_streams, toy_federation, toy_settings, toy_terms
-
-
-def masked_settings(rounds: int = 3, colluders: float = 1.0, **train: Any) -> Settings:
-    settings = toy_settings(rounds, **train)
-    return settings.replace(privacy={"aggregation": "pairwise", "colluders": colluders})
-
-
-def pins(folder: Path, party: str, left_out: tuple[str, ...] = ()) -> dict[str, str]:
-    found = {}
-    for name in NAMES:
-        if not (folder / "keys" / name).exists():
-            keys.make_key_pair(folder / "keys", name)
-        if name not in (party, *left_out):
-            found[name] = fingerprint(keys.load_public_key(folder / "keys" / f"{name}.pub"))
-    return found
-
-
-@contextlib.contextmanager
-def federation(folder: Path, settings: Settings, left_out: tuple[str, ...] = (), **changes: Any) -> Iterator[Bus]:
-    """Three parties that have pinned each other, but for `left_out`."""
-
-    def terms(name: str) -> PartyTerms:
-        own = {"peers": pins(folder, name, left_out), "pinned": "2026-11-16", **changes.get("terms", {})}
-        return toy_terms(settings, name, **own)
-
-    with toy_federation(folder, settings, changes.get("simulation", True), terms) as bus:
-        yield bus
+from support.flower import NAMES, Bus, serve, share_streams, toy_settings, toy_terms
+from support.pairwise import federation, kind, masked_settings, pins, size
 
 
 def flat(result: Any) -> torch.Tensor:
     return torch.cat([value.detach().flatten() for value in result.model.state_dict().values()])
-
-
-def kind(envelope: Envelope) -> str:
-    return str(json.loads(envelope.header)["kind"])
 
 
 def messages_of(transcript: list[tuple[int, Envelope]], dim: int) -> list[torch.Tensor]:
@@ -68,11 +33,6 @@ def messages_of(transcript: list[tuple[int, Envelope]], dim: int) -> list[torch.
     spec = {"delta": (torch.uint8, (3 * dim,)), "extra": (torch.float32, (0,))}
     found = [read_message_arrays(reply, spec)["delta"] for _, reply in transcript if kind(reply) == "update"]
     return [keep_low_bits(unpack_message(each, 24), 24) for each in found]
-
-
-def size(messages: list[torch.Tensor]) -> float:
-    """The mean absolute value of a sum of messages; 2^22 where it is uniform on 24 bits."""
-    return float(keep_low_bits(sum_messages(messages), 24).double().abs().mean())
 
 
 def record_replies(bus: Bus) -> list[tuple[int, Envelope]]:

@@ -109,9 +109,13 @@ def test_the_sum_of_all_messages_is_the_sum_of_the_integers_and_no_part_of_it_is
 
 def test_a_forgotten_key_makes_no_masks() -> None:
     party, other = make(("ann", "bob"))
+    exchange = other.key.signed.exchange
+    known = party.key.derive_mask_key(exchange, b"digest")  # the pair's secret is kept for the run, and no longer
+    assert party.key.derive_mask_key(exchange, b"digest") == known != party.key.derive_mask_key(exchange, b"other")
     party.key.forget()
+    assert not party.key._secrets
     with pytest.raises(RunError, match="forgotten"):
-        party.key.derive_mask_key(other.key.signed.exchange, b"digest")
+        party.key.derive_mask_key(exchange, b"digest")
 
 
 # --- a malicious server -----------------------------------------------------------------------------
@@ -302,3 +306,14 @@ def test_a_hundred_participants_with_few_masks_each() -> None:
     messages = [mask_message(manifest, key, own) for key, own in zip(keys, plain, strict=True)]
     assert torch.equal(sum_messages(messages), sum_messages(plain))
     assert is_noise(sum_messages(messages[:99]))
+
+
+def test_a_changed_manifest_has_its_own_bytes_and_digest() -> None:
+    """Bytes and digest are kept with a manifest: a copy with one field changed must not inherit them."""
+    manifest, _ = gather(make())
+    before = manifest.to_bytes(), manifest.digest
+    changed = dataclasses.replace(manifest, attempt=manifest.attempt + 1)
+    assert changed.to_bytes() != before[0]
+    assert changed.digest != before[1]
+    assert json.loads(before[0]) == json.loads(json.dumps(dataclasses.asdict(manifest)))
+    assert manifest_from_bytes(before[0]) == manifest

@@ -64,7 +64,7 @@ def test_a_frame(result: fulcrum.Result) -> None:
 
 def test_without_pandas_it_says_what_to_install(result: fulcrum.Result, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(RunError, match="pip install pandas"):
+    with pytest.raises(RunError, match=r"pip install .fulcrum-fl\[figures\]"):
         result.to_frame()
 
 

@@ -115,6 +115,40 @@ def test_a_tiny_suite_runs_and_is_summarised(tiny: Suite, tmp_path: Path) -> Non
     assert find_all(tiny, {}) == []
 
 
+def test_the_summary_of_made_up_rows_is_what_they_say(suite: Suite, tmp_path: Path) -> None:
+    """Two scenarios, one of them set aside, with scores by formula: every number of summary.json is known."""
+    from fulcrum.study.suite.report import write_suite_report
+
+    names = (min(suite.set_aside), min({s.name for s in suite.scenarios} - suite.set_aside))
+    part = dataclasses.replace(select_part(suite, names, ["default"], seeds=4), rivals=())
+    done = {}
+    for job in list_suite_jobs(part):
+        C0, lr = job.settings.clip.C0, job.settings.train.lr
+        score = 60.0 if job.row == part.fixed else 58.0 - (3.0 if (C0, lr) == (0.01, 16.0) else 0.0)
+        if job.row == part.fixed and (C0, lr) == (0.1, 4.0):
+            score = 70.0 + job.seed  # the best cell on either half of the seeds
+        machine = {"device": "cpu", "processor": "x", "cores": 1, "python": "3", "torch": "2", "backend": "b"}
+        done[job.id] = {
+            **{**job.to_json(), "seed": job.seed, "metrics": {"accuracy": score / 100}, "score": "accuracy"},
+            **{"higher_is_better": True, "notes": [], "machine": machine, "date": "2026-01-01", "seconds": 1.0},
+            **{"commit": "abc", "command": "there"},
+        }
+    write_suite_report(tmp_path, part, done)
+    found = {entry["scenario"]: entry for entry in json.loads((tmp_path / "summary.json").read_text())}
+    assert [found[name]["set_aside"] for name in names] == [True, False]
+    for entry in found.values():
+        numbers = {name: entry[name] for name in ("seeds", "best_fixed", "default", "worst_start")}
+        assert numbers == pytest.approx({"seeds": 4, "best_fixed": 71.5, "default": 58.0, "worst_start": 55.0})
+        assert entry["interval"] == pytest.approx(2.054, abs=1e-3)  # t(3) times the deviation of 70..73, over 2
+    cells = json.loads((tmp_path / "cells.json").read_text())["scenarios"]
+    assert all(cell["runs_by"] == {"commit": "abc", "command": "there"} for cell in cells)
+    assert all(name in (tmp_path / "figures" / "regrets.svg").read_text() for name in names)
+    first = next(iter(done))
+    del done[first]  # a scenario with a run missing is left out, never summed up from what is there
+    write_suite_report(tmp_path, part, done)
+    assert len(json.loads((tmp_path / "summary.json").read_text())) == 1
+
+
 def test_a_derived_federation_trains_as_one_that_was_prepared_by_itself(tiny: Suite) -> None:
     scenario = tiny.scenarios[0]
     cells = [make_suite_job(tiny, scenario, "moo", start, 0) for start in ((1.0, 1.0), (0.1, 4.0))]

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fulcrum.study import store
+from fulcrum.engines.stacked.table import get_resident_examples
+from fulcrum.study import store, worker
 from fulcrum.study.job import StudyJob
 from fulcrum.study.run_job import DatasetCache, prepare_job
 from fulcrum.study.studies import StudyPart, read_study
@@ -23,6 +25,7 @@ def record(job: StudyJob, accuracy: float) -> dict[str, Any]:
         **job.to_json(),
         **{"seed": job.seed, "accuracy": accuracy, "metrics": {"accuracy": accuracy}, "score": "accuracy"},
         **{"higher_is_better": True, "notes": [], "machine": machine, "date": "2026-01-01"},
+        **{"commit": "abc", "command": f"python -m fulcrum.study.worker jobs.json --shard {job.seed % 2}/2"},
     }
 
 
@@ -53,7 +56,34 @@ def test_the_table_compares_with_the_ideal_seed_by_seed(tmp_path: Path) -> None:
     assert (one["behind_ideal"], one["behind_ideal_ci95"]) == pytest.approx((0.2, 0.0), abs=1e-6)
     assert one["ci95"] > 1  # the seeds differ more than the aggregations: pairs tell these apart
     assert one["seeds"] == [0, 1, 2]
+    assert one["runs_by"] == {
+        "commit": "abc",
+        "command": [f"python -m fulcrum.study.worker jobs.json --shard {shard}/2" for shard in (0, 1)],
+    }
     assert "pairwise" in (tmp_path / "table.md").read_text()
+
+
+def test_a_row_says_so_where_its_runs_name_no_commit(tmp_path: Path) -> None:
+    study = read_study("pairwise", part=StudyPart(datasets=("mnist",), epsilons=(1.64,), seeds=1))
+    old = {job.id: {**record(job, 0.9), "commit": "", "command": ""} for job in study.jobs()}
+    study.write(tmp_path, old)
+    rows = json.loads((tmp_path / "table.json").read_text())
+    assert all(row["runs_by"] == {"commit": "unknown", "command": "unknown"} for row in rows)
+
+
+def test_a_worker_writes_commit_and_command_into_each_run(tmp_path: Path) -> None:
+    job = read_tiny_jobs()[0]
+    job = dataclasses.replace(
+        job, settings=job.settings.replace(privacy={"epsilon": None, "sigma": 1.0}, train={"rounds": 2})
+    )
+    file = tmp_path / "jobs.json"
+    file.write_text(json.dumps({"jobs": [job.to_json()]}, default=list))
+    words = [str(file), "--out", str(tmp_path / "out"), "--backend", "sequential", "--commit", "abc123"]
+    assert worker.main(words) == 0
+    (found,) = store.load_results(tmp_path / "out").values()
+    assert found["commit"] == "abc123"
+    assert found["command"].startswith("python -m fulcrum.study.worker")
+    assert "--commit abc123" in found["command"]
 
 
 def test_parts_of_two_machines_merge(tmp_path: Path) -> None:
@@ -83,6 +113,25 @@ def test_jobs_that_differ_in_their_plan_share_data_split_and_model() -> None:
         assert one.plan.colluders == other.plan.colluders
         assert one.problem.randomness == other.problem.randomness  # the same noise as prepared by itself
         assert one.problem.partition.names == other.problem.partition.names
+
+
+def test_stacks_of_several_seeds_share_one_copy_of_the_records_on_the_device() -> None:
+    """A preparation adds notes to its data set: the copy on the device must not be made anew for each of them."""
+    jobs = [
+        dataclasses.replace(
+            job, settings=job.settings.replace(privacy={"epsilon": None, "sigma": 1.0}, run={"seed": i})
+        )
+        for i, job in enumerate(read_tiny_jobs()[:2])
+    ]
+    cache = DatasetCache("")
+    one, other = (prepare_job(job, cache, "cpu").problem.dataset for job in jobs)
+    other = dataclasses.replace(other, warnings=("a note",))
+    place = torch.device("cpu")
+    first, second = (get_resident_examples(each, "x", None, place)[0] for each in (one, other))
+    assert first is second
+    changed = other.with_changes(x=one.x + 1)
+    assert get_resident_examples(changed, "x", None, place)[0] is not first
+    assert get_resident_examples(one, "x_test", None, place)[0] is not first
 
 
 def read_tiny_jobs() -> list[StudyJob]:

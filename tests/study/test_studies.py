@@ -32,6 +32,9 @@ label = "DP-SGD"
 """
 
 
+STUDIES = ["kept", "no-tuning", "open", "pairwise", "paper", "robustness", "zero-trials"]
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder whose experiments/ holds a study of somebody's own, without a search file."""
@@ -44,8 +47,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_studies_of_the_package_are_found_after_installation(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert list_study_files(BUILT_IN_FOLDER) == ["no-tuning", "open", "pairwise", "paper", "robustness"]
-    assert list_study_names() == ["no-tuning", "open", "pairwise", "paper", "robustness", "protocol", "parties"]
+    assert list_study_files(BUILT_IN_FOLDER) == STUDIES
+    assert list_study_names() == [*STUDIES, "protocol", "parties"]
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     data = project["tool"]["setuptools"]["package-data"]["fulcrum"]
     assert any(f.parent.name == "experiments" for pattern in data for f in BUILT_IN_FOLDER.parents[1].glob(pattern))
@@ -102,11 +105,8 @@ def test_stages_are_studies_and_their_trials(tmp_path: Path) -> None:
     [
         ("study robustnes", "did you mean study robustness?"),
         ("study prepar", "did you mean study prepare?"),
-        (
-            "study mien",
-            "study = 'mien' is not known; choose one of no-tuning, open, pairwise, paper, robustness, mine,",
-        ),
-        ("study zzz", "study = 'zzz' is not known; choose one of no-tuning, open, pairwise, paper, robustness, mine,"),
+        ("study mien", f"study = 'mien' is not known; choose one of {', '.join(STUDIES)}, mine,"),
+        ("study zzz", f"study = 'zzz' is not known; choose one of {', '.join(STUDIES)}, mine,"),
         ("study nowhere/zzz.toml", "nowhere/zzz.toml does not exist"),
         ("study prepare papr", "did you mean 'paper'?"),
         ("study prepare papr-tune", "did you mean 'paper'?"),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fulcrum.runs.rehearsal import Candidate, Rehearsed, apply
+from fulcrum.study import backends
 from fulcrum.study.store import load_results
 from fulcrum.study.suite import shards
 from fulcrum.study.suite.jobs import list_scenario_jobs
@@ -56,3 +58,33 @@ def test_a_shard_goes_on_where_it_stopped_and_a_failure_costs_nobody_else(tmp_pa
     file.write_text(json.dumps(pack))
     assert shards.main(words) == 0
     assert load_results(tmp_path / "out") == done
+
+
+@pytest.mark.rehearsal
+def test_starts_that_a_rehearsal_makes_the_same_run_are_played_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal chooses C and the learning rate: six starts are one run; without it they are six."""
+    entry = shards.make_pack("digits-linear-20x1-k5-q0.2-e3.61", "bars", seeds=2)[-1]
+    assert entry["job"]["row"] == "moo"
+    assert len(entry["runs"]) == 6 * 2
+    entry["job"]["settings"]["train"]["rounds"] = 2
+    chosen = Rehearsed(Candidate("plain", 0.3, 0.7), "0" * 16)
+    monkeypatch.setattr(apply, "recall_or_rehearse", lambda facts, model, public: chosen)
+    monkeypatch.setattr(apply, "estimate_minutes", lambda federation: 0.0)
+    played: list[int] = []
+    real = backends._run_stack
+
+    def counted(federations, check, say=None):  # type: ignore[no-untyped-def]
+        played.append(len(federations))
+        return real(federations, check, say)
+
+    monkeypatch.setattr(backends, "_run_stack", counted)
+    how = backends.BackendOptions(device="cpu", say=lambda line: None)
+    scores: dict[int, set[float]] = {}
+    for job, outcome in backends.run_jobs(shards.expand_entry(entry), "stacked", how):
+        scores.setdefault(job.seed, set()).add(outcome.metrics["loss"])
+    assert played == [2]
+    assert [len(each) for each in scores.values()] == [1, 1]
+    entry["job"]["settings"]["clip"]["rehearse"] = False
+    outcomes = list(backends.run_jobs(shards.expand_entry(entry), "stacked", how))
+    assert played == [2, 12]
+    assert len({outcome.metrics["loss"] for _, outcome in outcomes}) > 2

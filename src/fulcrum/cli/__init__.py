@@ -14,7 +14,10 @@ tune.py      tune, pareto
 ledger.py    ledger
 study.py     study NAME, prepare, merge, choose
 reproduce.py reproduce paper
+audit.py     audit
+attack.py    attack membership, inversion
 theory.py    theory check, objective, constants, predict
+check.py     check: the known mistakes of other people's private clients
 init.py      init
 prior.py     prior
 evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
@@ -34,9 +37,12 @@ from typing import Annotated, Any
 
 import typer
 
-from fulcrum import __version__
+from fulcrum import __version__, refuse_windows
 from fulcrum.cli import (
     account,
+    attack,
+    audit,
+    check,
     compare,
     data,
     demo,
@@ -107,10 +113,13 @@ app.command("plan")(plan.plan)
 app.command("rehearse")(rehearse.rehearse)
 app.command("account")(account.account)
 app.command("ledger")(ledger.ledger)
+app.command("check")(check.check)
+app.command("audit")(audit.audit)
 app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
 app.add_typer(study.app, name="study")
 app.add_typer(theory.app, name="theory")
+app.add_typer(attack.app, name="attack")
 app.command("methods")(show.methods)
 app.command("prior")(prior.prior)
 app.command("demo")(demo.demo)
@@ -138,6 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
 
     def call() -> Any:
+        if not {"--help", "-h", "--version"} & set(words):
+            refuse_windows()
         command = options.hide_flag_types(typer.main.get_command(app))
         return command.main(words, prog_name="fulcrum", standalone_mode=False)
 

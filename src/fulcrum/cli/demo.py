@@ -1,4 +1,4 @@
-"""`fulcrum demo`: private training on scikit-learn's digits, compared with a fixed C and with no privacy."""
+"""`fulcrum demo`: private training on 1,797 handwritten digits, compared with a fixed C and with no privacy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def demo(
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Train privately on scikit-learn's digits, and compare with a fixed C and with no privacy."""
+    """Train privately on 1,797 handwritten digits, and compare with a fixed C and with no privacy."""
     folder = choose_free_folder("demo") if out is None else out
     view.print_message(
         "Digits over five parties, with unequal and label-skewed data: private, then two comparisons.", quiet

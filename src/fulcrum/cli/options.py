@@ -28,10 +28,10 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
 
     The other parameters of the function stay options of the command, before those of the settings. A function that
     takes `make_settings` in place of `settings` gets a function of (method, settings that take precedence), and no
-    options for what its calls decide.
+    options for what its calls decide. One that takes `run_folder` gets the folder where CONFIG is that of a run.
     """
     taken = inspect.signature(function, eval_str=True).parameters
-    own = [p for p in taken.values() if p.name not in ("settings", "make_settings")]
+    own = [p for p in taken.values() if p.name not in ("settings", "make_settings", "run_folder")]
     several = "make_settings" in taken
     names_shown = [name for name in SHORT_NAMES if not (several and name in ("epsilon", "seed"))]
     method_option = [] if several else [_make_method_option()]  # a function may have one of its own
@@ -41,7 +41,10 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
         given = {SHORT_NAMES[short]: names.pop(short) for short in names_shown}
         overrides = {path: value for path, value in given.items() if value is not None}
         overrides |= dict(parse_assignment_option(text) for text in set_)
-        if config is not None and (config / "settings.toml").is_file():  # the folder of a run
+        is_run = config is not None and (config / "settings.toml").is_file()
+        if "run_folder" in taken:
+            names["run_folder"] = config if is_run else None
+        if config is not None and is_run:  # the folder of a run
             config = config / "settings.toml"
 
         def make_settings(method: str | None, more: Mapping[str, Any] = MappingProxyType({})) -> Settings:

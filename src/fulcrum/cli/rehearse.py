@@ -30,7 +30,7 @@ def rehearse(
     and `fulcrum serve` do the same before they train.
     """
     from fulcrum import runs as api
-    from fulcrum.runs.rehearsal import find_refusal, memory, read_rehearsal_facts
+    from fulcrum.runs.rehearsal import choose_settings, find_refusal, memory, read_rehearsal_facts
     from fulcrum.runs.rehearsal import rehearse as play
     from fulcrum.runs.rehearsal.public_set import fit_facts, load_public_set
 
@@ -42,12 +42,15 @@ def rehearse(
         )
     public = load_public_set(federation)
     facts = fit_facts(read_rehearsal_facts(federation), public)
+    if again:
+        memory.forget(facts.digest())
     answer = None if again else memory.recall(facts.digest())
     if answer is None:
-        answer = play(facts, public=public)
+        with view.show_part_done("rehearsing", quiet) as tell:
+            answer = play(facts, public=public, log=memory.open_log(facts, tell))
         memory.remember(answer)
         view.print_message(f"rehearsed in {answer.seconds:.0f} s", quiet)
-    chosen = answer.candidate.apply(federation.settings, facts.steps)
+    chosen = choose_settings(federation, facts, answer)
     words = {
         path: getattr(getattr(chosen, path.partition(".")[0]), path.partition(".")[2]) for path in REHEARSED_FIELDS
     }

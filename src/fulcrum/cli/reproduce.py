@@ -10,6 +10,7 @@ import typer
 from fulcrum.cli import view
 from fulcrum.cli.options import JsonOption, show_help_without_command
 from fulcrum.cli.study_options import StudyOptions, parse_epsilon_list, with_study_options
+from fulcrum.errors import DataError
 
 if TYPE_CHECKING:
     from fulcrum.study.job import StudyJob
@@ -38,7 +39,7 @@ def paper(
 
     whole = studies.read_experiment(options.experiments)
     part = options.part
-    experiment = studies.reduce_to_one_cell(whole) if subset else whole
+    experiment = studies.reduce_to_one_cell(whole, part.datasets) if subset else whole
     experiment = experiment.only(part.datasets, part.methods, part.epsilons, part.seeds)
     folder = options.out or Path("results/subset" if subset else "results/paper")
     clock = backends.TimeBudget(options.seconds)
@@ -58,7 +59,14 @@ def paper(
         whole = choosing.save_choices(whole, [c for c in made if not studies.has_choice_for_cell(whole, c)])
         experiment = studies.replace_choices(experiment, whole.choices)
         view.print_message(f"{len(made)} cells decided, {len(lacking)} lack trials", options.quiet)
-    options.run_missing_jobs(studies.list_paper_jobs(experiment), folder, clock)
+    try:
+        options.run_missing_jobs(studies.list_paper_jobs(experiment), folder, clock)
+    except DataError as error:
+        stand_ins = [name for name in whole.subset.get("stand_ins", {}) if subset and name not in experiment.datasets]
+        if not stand_ins:
+            raise
+        words = f"fulcrum reproduce paper --subset --datasets {stand_ins[0]}"
+        raise DataError(f"{str(error).rstrip('.')}; or run `{words}`, which downloads nothing.") from error
     cells = report.write_table(folder, experiment, store.load_results(folder))
     if as_json:
         view.print_json([cell.to_json() for cell in cells if cell.values])

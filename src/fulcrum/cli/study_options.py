@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,6 +77,7 @@ class StudyOptions:
         )
         if not todo:
             return 0
+        require_public_datasets(todo, self.data_dir)
         how = backends.BackendOptions(
             self.data_dir, workers=self.workers, clock=clock, say=lambda line: view.print_message(line, self.quiet)
         )
@@ -84,6 +85,15 @@ class StudyOptions:
             return worker.run_missing_jobs(calibrate_jobs(todo), folder, self.backend, how, shard)
         except KeyboardInterrupt:
             raise RunInterrupted(f"interrupted; finished runs are in {folder}, the same command goes on.") from None
+
+
+def require_public_datasets(jobs: Iterable[StudyJob], folder: str) -> None:
+    """Raise DataError at once where a named data set is not on this machine: calibrating the jobs takes a while."""
+    from fulcrum.data.sources.public.registry import PUBLIC_DATASETS, require_dataset
+
+    for source, place in dict.fromkeys((job.settings.data.source, folder or job.settings.data.dir) for job in jobs):
+        if source in PUBLIC_DATASETS:
+            require_dataset(PUBLIC_DATASETS[source], place)
 
 
 def with_study_options(function: Callable[..., None]) -> Callable[..., None]:

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fulcrum.cli.failures import RunInterrupted
 from fulcrum.privacy import accounting
 from fulcrum.study.records import StudyScore
 
@@ -217,13 +218,56 @@ def make_sparkline(values: Sequence[float], width: int = 12) -> str:
 
 
 def rehearse_aloud(federation: Federation, quiet: bool = False) -> Federation:
-    """The federation with what a rehearsal chose, after a message where it takes its time."""
+    """The federation with what a rehearsal chose, after a message where it takes its time, and with its progress."""
     from fulcrum import runs as api
 
     coming = api.describe_coming_rehearsal(federation)
-    if coming:
-        print_message(coming, quiet)
-    return api.apply_rehearsal(federation)
+    if not coming:
+        return api.apply_rehearsal(federation)
+    print_message(coming, quiet)
+    with show_part_done("rehearsing", quiet) as tell:
+        return api.apply_rehearsal(federation, tell=tell)
+
+
+SECONDS_BETWEEN_LINES = 10.0
+"""How long work is silent at least between two lines about its progress, where stderr is no terminal."""
+
+
+@contextlib.contextmanager
+def show_part_done(title: str, quiet: bool = False) -> Iterator[Callable[[float], None]]:
+    """Gives a function that takes the part that is done, 0 to 1: a bar on a terminal, else a line now and then.
+
+    Ctrl-C is answered with what was kept.
+    """
+    console, began = Console(stderr=True), time.monotonic()
+    spoken = began
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:.0f}%"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    )
+    task = bar.add_task(title, total=1.0)
+
+    def tell(part: float) -> None:
+        nonlocal spoken
+        bar.update(task, completed=part)
+        now = time.monotonic()
+        if bar.disable and now - spoken >= SECONDS_BETWEEN_LINES:
+            spoken = now
+            left = (now - began) * (1 - part) / max(part, 1e-3)
+            print_message(f"{title}: {part:.0%}, about {left:.0f} s left", quiet)
+
+    try:
+        with bar:
+            yield tell
+    except KeyboardInterrupt:
+        raise RunInterrupted(
+            f"interrupted while {title}; nothing was spent or written, and the same command goes on from here."
+        ) from None
 
 
 def make_notes_observer() -> Observer:

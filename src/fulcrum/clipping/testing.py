@@ -142,11 +142,14 @@ def check_padding(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
 
 
 def check_sgd_limit(rule: ClipRule, settings: Clip, shape: ModelFacts) -> None:
-    """With a C that clips nothing the sum is the plain sum; with a small C it is not. C is kept constant."""
+    """With a C that clips nothing the sum is the plain sum; with a small C it is not. C is kept constant.
+
+    Without clip.step, a first step that a rehearsal chose: it limits C.
+    """
     if rule.bounds(rule.init(settings, shape)).C.isinf().all():
         return
     gradients = torch.randn(6, shape.dim, generator=torch.Generator().manual_seed(1))
-    still = dataclasses.replace(settings, eta_C=0.0)
+    still = dataclasses.replace(settings, eta_C=0.0, step=0.0)
     loose = _compute_contribution(
         rule, rule.init(dataclasses.replace(still, C0=1e3, C_max=1e6), shape), shape, gradients
     )

@@ -14,6 +14,7 @@ from fulcrum.privacy.ledger import Ledger, RunRecord
 from fulcrum.privacy.plan import make_plan
 from fulcrum.privacy.plan.text import infinity_to_text
 from fulcrum.privacy.statement import AccountedRun, make_statement
+from fulcrum.privacy.statement.text import PROPOSED_REHEARSAL_TEXT
 from fulcrum.runs import folder as record
 from fulcrum.runs.active_run import describe_covered_run
 from fulcrum.training.problem import uses_proven_arithmetic
@@ -67,6 +68,8 @@ def make_party_statement(
         composition=ledger.describe_composition(terms.party) if entries else "",
     )
     content = make_statement(accounted)
+    if terms.rehearsed:
+        content["rehearsal"] = PROPOSED_REHEARSAL_TEXT
     content["parties"][0]["budget"] = terms.budget
     content["total"] = {"runs": len(rounds), "rounds": rounds.total(), "budget": terms.budget}
     return content

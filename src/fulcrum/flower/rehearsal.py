@@ -6,13 +6,14 @@ The noise of a run depends on how many units the parties hold. Before they join,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from fulcrum.clipping.moo import MOO
 from fulcrum.engines import find_engine
 from fulcrum.errors import ConfigError
 from fulcrum.privacy.plan import make_plan
-from fulcrum.runs.rehearsal import find_refusal, read_rehearsal_facts, recall_or_rehearse
+from fulcrum.runs.rehearsal import choose_settings, find_refusal, read_rehearsal_facts, recall_or_rehearse
 from fulcrum.runs.rehearsal.public_set import fit_facts, load_public_set
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
@@ -36,6 +37,22 @@ def list_declared_units(settings: Settings) -> list[int]:
     return units
 
 
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def _say_now_and_then(say: Say) -> Callable[[float], None]:
+    """A line on the progress every `SECONDS_BETWEEN_LINES`."""
+    spoken = time.monotonic()
+
+    def tell(part: float) -> None:
+        nonlocal spoken
+        if time.monotonic() - spoken >= SECONDS_BETWEEN_LINES:
+            spoken = time.monotonic()
+            say(f"rehearsing on made-up records before anything is proposed: {part:.0%}")
+
+    return tell
+
+
 def rehearse_before_proposing(settings: Settings, problem: TrainingProblem, say: Say) -> Settings:
     """The settings with what a rehearsal chose; unchanged where they ask for none or know the step already.
 
@@ -52,9 +69,9 @@ def rehearse_before_proposing(settings: Settings, problem: TrainingProblem, say:
         if not reason:
             public = load_public_set(federation)
             facts = fit_facts(read_rehearsal_facts(federation), public)
-            answer = recall_or_rehearse(facts, public=public)
+            answer = recall_or_rehearse(facts, public=public, tell=_say_now_and_then(say))
             say(f"rehearsed before proposing, on declared facts only: {answer.candidate.describe()}")
-            return answer.candidate.apply(settings, facts.steps)
+            return choose_settings(federation, facts, answer)
     if settings.clip.rule != MOO.name:
         raise ConfigError(
             f"clip.rehearse = true, but nothing can be rehearsed: {reason}; declare data.units, or serve with the "

@@ -40,14 +40,15 @@ def find_family(name: str) -> tuple[FamilyFn, str] | None:
     return None
 
 
-def import_library(module: str, name: str, extra: str) -> Any:
+def import_library(module: str, name: str) -> Any:
     """A library that a model's name asks for; ModelError says how to install it, or why it does not load."""
+    package = module.partition(".")[0]  # also the name of the extra that brings it
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+        if (error.name or "").partition(".")[0] != package:
             raise ModelError(f"model.name = {name!r}: {module} cannot be imported ({error}).") from error
-        raise ModelError(f"model.name = {name!r} needs {module}; install it: pip install {extra}") from error
+        raise ModelError(f"model.name = {name!r} needs {package}: pip install 'fulcrum-fl[{package}]'.") from error
     except Exception as error:
         words = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ModelError(f"model.name = {name!r}: {module} cannot be imported ({words}).") from error
@@ -62,7 +63,7 @@ def build_torchvision(
     notes: list[str],
 ) -> nn.Module:
     """A classification network of torchvision."""
-    library = import_library("torchvision.models", f"torchvision:{name}", "torchvision")
+    library = import_library("torchvision.models", f"torchvision:{name}")
     if name not in library.list_models():
         raise _refuse_unknown_network("torchvision", name, library.list_models(), "torchvision.models.list_models()")
     made: nn.Module = library.get_model(name, **{"weights": None, "num_classes": outputs, **arguments})
@@ -87,7 +88,7 @@ def build_timm(
     notes: list[str],
 ) -> nn.Module:
     """A network of timm, for as many channels as the images have; img_size is given where the network has one."""
-    library = import_library("timm", f"timm:{name}", "timm")
+    library = import_library("timm", f"timm:{name}")
     if not library.is_model(name.partition(".")[0]):
         raise _refuse_unknown_network("timm", name, library.list_models(), "timm.list_models()")
     given: dict[str, Any] = {"pretrained": False, "num_classes": outputs}
@@ -120,7 +121,7 @@ def build_transformers(
             f"model.name = {name!r}: there is no {folder / 'config.json'}; give the folder of a saved model "
             "(model.save_pretrained(FOLDER))."
         )
-    library = import_library("transformers", f"transformers:{name}", "'fulcrum-fl[transformers]'")
+    library = import_library("transformers", f"transformers:{name}")
     config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
     for key, value in arguments.items():
         setattr(config, key, value)

@@ -115,7 +115,7 @@ def _estimate_loss_size(rate: float, sigma: float) -> tuple[float, float]:
     return min(rate * math.sqrt(math.expm1(min(sigma**-2, 600.0))), largest), largest
 
 
-def _choose_pld_interval(parts: Sequence[tuple[float, float, int]]) -> float:
+def choose_pld_interval(parts: Sequence[tuple[float, float, int]]) -> float:
     """Grid width for the privacy loss: 1e-3, finer for steps that lose little, coarser for those that lose much.
 
     Any width gives an upper bound. At 1e-3 a step that loses 2e-4 is charged double; a tenth of the
@@ -165,7 +165,7 @@ def _compute_pld_epsilon(counts: EventCounts, delta: float) -> float:
     whole = sum(count * sigma**-2 for (rate, sigma), count in counts if rate == 1.0)
     parts = _round_event_counts([(rate, sigma, count) for (rate, sigma), count in sorted(counts) if rate < 1.0])
     parts += [(1.0, whole**-0.5, 1)] if whole else []
-    interval = _choose_pld_interval(parts)
+    interval = choose_pld_interval(parts)
     with np.errstate(all="ignore"):  # overflows to infinity are meant
         # Most noise first: as the noise of a schedule falls over the rounds, what is composed stays a beginning.
         return float(_compose_parts_pld(tuple(sorted(parts, reverse=True)), interval).get_epsilon_for_delta(delta))

@@ -228,7 +228,7 @@ def write_onnx(trained: TrainedModel, network: nn.Module, out: Path) -> Runner:
         importlib.import_module("onnx")
         importlib.import_module("onnxscript")
     except ImportError as error:
-        raise RunError("--to onnx needs onnx and onnxscript; install them: pip install 'fulcrum-fl[onnx]'") from error
+        raise RunError("--to onnx needs onnx and onnxscript: pip install 'fulcrum-fl[onnx]'.") from error
     names = trained.list_inputs() or ["x"]
     inputs = trained.make_example(TRACED_BATCH)
     examples = torch.export.Dim("examples", min=1, max=2**16)

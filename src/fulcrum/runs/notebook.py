@@ -86,7 +86,7 @@ def lines_to_frame(lines: Sequence[Mapping[str, Any]]) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise RunError("to_frame needs pandas: pip install pandas, or pip install 'fulcrum-fl[notebooks]'.") from error
+        raise RunError("to_frame needs pandas: pip install 'fulcrum-fl[figures]'.") from error
     columns = lines_to_columns(lines)
     frame = pandas.DataFrame(columns)
     return frame.set_index("round") if "round" in columns else frame

@@ -224,6 +224,20 @@ def _run_stack(
     return [make_job_outcome(f, Cs[i], curves[i], last[i], share) for i, f in enumerate(federations)]
 
 
+def find_equal_runs(federations: Sequence[Federation]) -> list[int]:
+    """For each run, the first one that is the same run; its own place where there is none.
+
+    A rehearsal chooses C and the learning rate, so that runs from different starts become the same run. Their settings
+    are then equal, and so are their releases, bit for bit: one of them is played.
+    """
+    first: dict[Hashable, int] = {}
+    keys = [
+        (repr(federation.settings), id(federation.problem.dataset), id(federation.problem.model))
+        for federation in federations
+    ]
+    return [first.setdefault(key, i) for i, key in enumerate(keys)]
+
+
 def run_stacked(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple[StudyJob, JobOutcome]]:
     """Jobs that may share a stack (`make_batch_key`) run together on one device; other jobs run alone."""
     datasets = DatasetCache(how.data_dir)
@@ -241,11 +255,17 @@ def run_stacked(jobs: Sequence[StudyJob], how: BackendOptions) -> Iterator[tuple
                 break
             chunk, began = members[:size], time.monotonic()
             try:
+                ready = [prepare_job(job, datasets, how.device, how.precision) for job in chunk]
+                how.say(f"{len(chunk)} runs like {chunk[0].cell} prepared in {time.monotonic() - began:.1f} s")
+                places = find_equal_runs(ready)
                 results = _run_stack(
-                    [prepare_job(job, datasets, how.device, how.precision) for job in chunk],
+                    [ready[i] for i in dict.fromkeys(places)],
                     lambda t, total, began=began: how.clock.check_time_left(t, total, began),  # type: ignore[misc]
                     how.say,
                 )
+                of_place = dict(zip(dict.fromkeys(places), results, strict=True))
+                results = [of_place[place] for place in places]
+                del ready
             except TimeBudgetExceeded:
                 how.say(f"time is up: {len(chunk)} jobs like {chunk[0].cell} left undone")
                 break

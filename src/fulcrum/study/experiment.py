@@ -348,14 +348,19 @@ def list_parties_jobs(experiment: Experiment) -> list[StudyJob]:
     ]
 
 
-def reduce_to_one_cell(experiment: Experiment) -> Experiment:
-    """One reduced cell: the presets as they are, fewer rounds, one seed."""
+def reduce_to_one_cell(experiment: Experiment, datasets: Sequence[str] = ()) -> Experiment:
+    """One reduced cell: the presets as they are, fewer rounds, one seed.
+
+    datasets: of the subset's own data set and those that may stand in for it (`stand_ins`), the one to take.
+    """
     plan = experiment.subset
+    (dataset, *_) = _select_part("dataset", (plan["dataset"], *plan.get("stand_ins", {})), datasets)
     small = merge_sections(experiment.settings, plan.get("settings", {}))
+    small = merge_sections(small, plan.get("stand_ins", {}).get(dataset, {}))
     small = merge_sections(small, {"train": {"rounds": int(plan["rounds"])}})
     return replace(
         experiment,
-        datasets=(plan["dataset"],),
+        datasets=(dataset,),
         epsilons=(float(plan["epsilon"]),),
         seeds=experiment.seeds[: int(plan.get("seeds", 1))],
         rows=tuple(

@@ -16,7 +16,7 @@ from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Settings
 from fulcrum.study.experiment import Experiment, list_paper_jobs
 from fulcrum.study.job import StudyJob
-from fulcrum.study.provenance import collect_provenance, get_command_line, get_source_commit
+from fulcrum.study.provenance import collect_provenance, get_command_line, get_source_commit, list_makers
 from fulcrum.study.records import get_common_score, get_score_value
 from fulcrum.study.stats import MeanInterval, compute_mean_interval, compute_paired_interval
 from fulcrum.study.store import RunRecord
@@ -39,7 +39,8 @@ def count_covered_colluders(settings: Settings) -> int:
 def make_rows(experiment: Experiment, compare: str, done: Mapping[str, RunRecord]) -> list[dict[str, Any]]:
     """The entries of table.json, in the order of the study's jobs: those of which there is at least one run.
 
-    mean, ci95, behind_ideal and behind_ideal_ci95 in percent; the last two over the seeds that both rows have.
+    mean, ci95, behind_ideal and behind_ideal_ci95 in percent; the last two over the seeds that both rows have. commit
+    and command are those of the table; runs_by has those of the row's runs, which other machines may have made.
     """
     cells: dict[tuple[str, float | None, str], list[StudyJob]] = {}
     for job in list_paper_jobs(experiment):
@@ -62,6 +63,7 @@ def make_rows(experiment: Experiment, compare: str, done: Mapping[str, RunRecord
                 **_round("behind_ideal", "behind_ideal_ci95", behind),
                 "seeds": sorted(own),
                 **where,
+                "runs_by": list_makers(done[job.id] for job in jobs if job.id in done),
             }
         )
     return rows

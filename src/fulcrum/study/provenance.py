@@ -6,7 +6,8 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,38 @@ def collect_provenance(settings: Mapping[str, Any], seeds: Iterable[int], runs: 
     }
 
 
+@dataclass(frozen=True)
+class MadeBy:
+    """What made a run: the commit of the source ("" where nothing tells it) and the command."""
+
+    commit: str = ""
+    command: str = ""
+
+
+def list_makers(runs: Iterable[RunRecord]) -> dict[str, str | list[str]]:
+    """Commit and command of the runs, as entries for a file: a word where all agree, else a list.
+
+    Runs of versions that did not note them count as made by "unknown".
+    """
+    found: dict[str, str | list[str]] = {}
+    runs = list(runs)
+    for name in ("commit", "command"):
+        values = sorted({str(run.get(name) or UNKNOWN_MAKER) for run in runs})
+        found[name] = values[0] if len(values) == 1 else values
+    return found
+
+
+UNKNOWN_MAKER = "unknown"
+
+
 def get_command_line() -> str:
     """The command line of this process."""
     return shlex.join(["fulcrum", *sys.argv[1:]])
+
+
+def describe_command(module: str, argv: Sequence[str] | None) -> str:
+    """The command line of a module that was started with `python -m`."""
+    return shlex.join(["python", "-m", module, *(sys.argv[1:] if argv is None else argv)])
 
 
 def get_source_commit() -> str:

@@ -16,12 +16,11 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 
 import fulcrum
 from fulcrum import runs as api
 from fulcrum.clipping import find_rule
-from fulcrum.data import Dataset, compute_features, from_arrays, holdout, load
+from fulcrum.data import Dataset, compute_features, holdout, load
 from fulcrum.data.declared import refuse_without_ledger
 from fulcrum.data.features import feature_signature
 from fulcrum.data.withdrawn import leave_out_withdrawn
@@ -31,6 +30,7 @@ from fulcrum.runs.preparation import PLANNED_SETTINGS, derive_planned_federation
 from fulcrum.settings.derived import DERIVABLE_SETTINGS, get_planned_unit
 from fulcrum.settings.schema import Settings, TaskSettings
 from fulcrum.study.job import SECTION_FACTORIES, StudyJob
+from fulcrum.study.provenance import MadeBy
 from fulcrum.study.records import StudyScore, make_score_entries
 from fulcrum.training.federation import Federation
 from fulcrum.training.loop import federate
@@ -51,6 +51,7 @@ class JobOutcome:
 
     metrics are those after the last round, by name. score: the metric for choices and tables. C and curve (of
     the score) are lists of (round, value), evenly thinned. seconds is wall time; of a run in a stack, its share.
+    rehearsed: what a rehearsal chose ({mode, C, step}); empty where nothing was rehearsed.
     """
 
     metrics: Mapping[str, float]
@@ -60,6 +61,7 @@ class JobOutcome:
     seconds: float
     parameters: int
     notes: tuple[str, ...] = ()
+    rehearsed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
@@ -104,23 +106,15 @@ class DatasetCache:
         return self._held[key]
 
     def _load(self, settings: Settings) -> Dataset:
-        packed, data = Path(self.folder) / "digits.npz", settings.data
-        try:
-            return load(
-                data.source,
-                self.folder or data.dir,
-                task=settings.task,
-                public=data.public,
-                table=settings.table,
-                images=settings.images,
-            )
-        except DataError:
-            # Where scikit-learn is missing, its digits may be in a file (see `write_digits_npz`).
-            if data.source != "digits" or not packed.is_file():
-                raise
-        with np.load(packed) as arrays:
-            parts = [torch.from_numpy(arrays[name]) for name in ("x", "y", "x_test", "y_test")]
-        return from_arrays(*parts, name="digits", classes=10, public=True)
+        data = settings.data
+        return load(
+            data.source,
+            self.folder or data.dir,
+            task=settings.task,
+            public=data.public,
+            table=settings.table,
+            images=settings.images,
+        )
 
 
 def load_study_data(settings: Settings) -> Dataset:
@@ -132,7 +126,7 @@ def load_study_data(settings: Settings) -> Dataset:
 
 
 def write_digits_npz(folder: Path) -> Path:
-    """Write the digits to digits.npz, for machines without scikit-learn; the bits are the same."""
+    """Write the digits to digits.npz, for other programs than Fulcrum; the bits are the same."""
     data = load("digits")
     folder.mkdir(parents=True, exist_ok=True)
     parts = {name: getattr(data, name).numpy() for name in ("x", "y", "x_test", "y_test")}
@@ -237,6 +231,7 @@ def make_job_outcome(
         seconds=round(seconds, 3),
         parameters=federation.problem.layout.dim,
         notes=federation.problem.dataset.warnings,
+        rehearsed=federation.rehearsed.get("candidate", {}),
     )
 
 
@@ -247,8 +242,11 @@ def thin_curve(series: Sequence[tuple[int, float]], most: int = NUM_CURVE_POINTS
     return [series[round(i * (len(series) - 1) / (most - 1))] for i in range(most)]
 
 
-def make_job_record(job: StudyJob, result: JobOutcome, machine: dict[str, Any]) -> dict[str, Any]:
+def make_job_record(
+    job: StudyJob, result: JobOutcome, machine: dict[str, Any], made_by: MadeBy | None = None
+) -> dict[str, Any]:
     """The stored record of a finished job."""
+    made_by = made_by or MadeBy()
     rule = find_rule(job.settings.clip.rule)
     return {
         **job.to_json(),
@@ -268,8 +266,11 @@ def make_job_record(job: StudyJob, result: JobOutcome, machine: dict[str, Any]) 
         "seconds": result.seconds,
         "parameters": result.parameters,
         "notes": list(result.notes),
+        **({"rehearsed": dict(result.rehearsed)} if result.rehearsed else {}),
         "machine": machine,
         "version": fulcrum.__version__,
+        "commit": made_by.commit,
+        "command": made_by.command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from fulcrum.errors import FulcrumError, RunError
 from fulcrum.study.backends import BACKENDS, BackendOptions, MessageFn, TimeBudget, choose_backend, run_jobs
 from fulcrum.study.job import JobShard, StudyJob, job_from_json, parse_shard
+from fulcrum.study.provenance import MadeBy, describe_command, get_command_line, get_source_commit
 from fulcrum.study.run_job import describe_machine, make_job_record
 from fulcrum.study.store import ShardWriter, find_missing_jobs, load_results
 
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=0, help="processes, for backend processes; 0: one a core")
     parser.add_argument("--shard", default="0/1", help="i/n: run only part i of n of the jobs")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop cleanly before this time is up; 0: no limit")
+    parser.add_argument("--commit", default="", help="commit of the source, where there is no git to tell it")
     words = parser.parse_args(argv)
     try:
         clock = TimeBudget(words.seconds)  # it starts before the jobs are read: the machine's limit counts that too
@@ -46,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             words.data_dir, words.device, words.stack, words.precision, words.workers, clock, print_progress_line
         )
         jobs = read_jobs_file(words.jobs)
-        left = run_missing_jobs(jobs, words.out, words.backend, how, parse_shard(words.shard), words.done)
+        made_by = MadeBy(words.commit or get_source_commit(), describe_command("fulcrum.study.worker", argv))
+        left = run_missing_jobs(
+            jobs, words.out, words.backend, how, parse_shard(words.shard), words.done, made_by=made_by
+        )
     except FulcrumError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -77,8 +82,12 @@ def run_missing_jobs(
     shard: JobShard | None = None,
     done: Sequence[Path] = (),
     on_done: MessageFn | None = None,
+    made_by: MadeBy | None = None,
 ) -> int:
-    """Run the jobs without a result and store each result at once; returns the shard's number of unfinished jobs."""
+    """Run the jobs without a result and store each result at once; returns the shard's number of unfinished jobs.
+
+    made_by: commit and command that each result names; default: those of this process.
+    """
     how, shard = how or BackendOptions(say=print_progress_line), shard or JobShard()
     finished = load_results([out, *done]) if out.is_dir() else load_results(list(done))
     todo = [job for job in find_missing_jobs(jobs, finished) if shard.contains_job(job)]
@@ -86,14 +95,17 @@ def run_missing_jobs(
         how.say(f"nothing to do: all {len(jobs)} jobs are finished" if shard.count == 1 else "nothing to do here")
         return 0
     chosen = choose_backend(how.device) if backend == "auto" else backend
-    facts = describe_machine(how.device)
+    facts, made_by = describe_machine(how.device), made_by or MadeBy(get_source_commit(), get_command_line())
     how.say(f"{len(todo)} of {len(jobs)} jobs to run, backend {chosen}, device {facts['device']}")
     began, count = time.monotonic(), 0
     with ShardWriter(out, f"runs-{socket.gethostname()}-{shard}") as writer:
         for job, result in run_jobs(todo, chosen, how):
             writer.add(
                 make_job_record(
-                    job, result, {**facts, "backend": chosen, "precision": how.precision or job.settings.run.precision}
+                    job,
+                    result,
+                    {**facts, "backend": chosen, "precision": how.precision or job.settings.run.precision},
+                    made_by,
                 )
             )
             count += 1

@@ -25,7 +25,7 @@ from fulcrum.data.dataset import Dataset, declare_public
 from fulcrum.data.sources.arrays_on_disk import is_array_folder, read_array_folder
 from fulcrum.data.sources.huggingface import is_saved_dataset, read_saved_dataset
 from fulcrum.data.sources.images import is_image_folder, read_images
-from fulcrum.data.sources.named import load_public_dataset, load_sklearn_digits
+from fulcrum.data.sources.named import load_digits, load_public_dataset
 from fulcrum.data.sources.objects import is_readable_object, read_object
 from fulcrum.data.sources.own import (
     dataset_from_mapping,
@@ -56,7 +56,7 @@ SOURCES: Registry[SourceReader] = Registry(
     "data.source", noun="function", entry_points="fulcrum.sources", error=DataError
 )
 """Readers by name ("mnist") or by the ending of a file (".npz")."""
-SOURCES.add("digits", load_sklearn_digits)
+SOURCES.add("digits", load_digits)
 for _name in PUBLIC_DATASETS:
     SOURCES.add(_name, partial(load_public_dataset, _name))
 CHECKED_READERS = tuple(SOURCES.values())

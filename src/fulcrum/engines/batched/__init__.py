@@ -8,6 +8,7 @@ local_steps.py  rounds of several local steps, or of whole parties as units, ove
 jobs.py         the table of jobs: which party trains in which round
 noise_at.py     clipping and noise: of local steps at the parties, or of updates at the server
 per_job.py      any other round, job by job
+watching.py     what a curious server may look at meanwhile: each party's releases
 chunks.py       samples of jobs of any size, in chunks of equal length
 """
 

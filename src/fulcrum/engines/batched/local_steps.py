@@ -28,6 +28,7 @@ from fulcrum.engines.batched.chunks import (
 from fulcrum.engines.batched.jobs import RoundCohort, draw_round_cohorts, make_job_table
 from fulcrum.engines.batched.noise_at import NoiseAtParties, NoiseAtServer
 from fulcrum.engines.batched.server import BatchedServer
+from fulcrum.engines.batched.watching import ReleaseWatch
 from fulcrum.engines.stacked.core import StackedTasks, compute_clipped_sums
 from fulcrum.engines.stacked.draws import RandomDraws, UniformStream
 from fulcrum.engines.stacked.replay import GraphReplayer
@@ -65,8 +66,8 @@ def can_stack_local_steps(server: BatchedServer) -> bool:
 class JobRounds:
     """Plays rounds of R runs; see `can_stack_local_steps`. J jobs train side by side."""
 
-    def __init__(self, server: BatchedServer) -> None:
-        self.server = server
+    def __init__(self, server: BatchedServer, watch: ReleaseWatch | None = None) -> None:
+        self.server, self.watch = server, watch
         self.core, self.device = server.core, server.device
         self.replayer = GraphReplayer(self.core)
         self.steps = compute_local_steps(server.federations[0].settings.train)
@@ -96,6 +97,8 @@ class JobRounds:
         self.probed = True
         self.decays = any(federation.settings.train.weight_decay > 0 for federation in server.federations)
         self._make_buffers()
+        if watch is not None:
+            watch.begin(server, self.steps)
 
     def _make_buffers(self) -> None:
         """What the programs read and write."""
@@ -110,6 +113,7 @@ class JobRounds:
         rate, last = zeros(places, dtype=torch.float64), zeros(self.jobs, dtype=torch.int64)
         self.units = JobUnits(rows, owner, rate, last)
         self.uniforms = zeros(places, dtype=torch.float64)
+        self.releases = zeros(len(self.sizes) if self.watch else 0, self.core.problem.layout.dim)  # last row: padding
         self.group, self.most = zeros(dtype=torch.int64), zeros(dtype=torch.int64)
         self.finite = torch.ones((), dtype=torch.bool, device=self.device)
 
@@ -119,7 +123,7 @@ class JobRounds:
         """Queue round t; nothing is read back from the device."""
         noise, run = self.noise, self.replayer.run_in_place
         self.draws.begin_round(t)
-        for value in (*noise.totals, self.group):
+        for value in (*noise.totals, self.group, self.releases):
             value.zero_()
         for group in range(self.table.groups_of[t]):
             run(("begin",), self._begin_group, [])
@@ -133,6 +137,10 @@ class JobRounds:
                     [self.theta, *noise.by_job, self.most, self.finite],
                 )
             run(("collect",), self._collect_results, [self.theta, *noise.totals, self.group])
+            if self.watch is not None:
+                self.releases.index_copy_(0, self.client, self.theta)
+        if self.watch is not None:
+            run(("watch",), self._show_releases, self.watch.list_state_tensors())
         noise.draw_round_noise(self.draws, t)
         run(("end",), noise.end, self.server.list_state_tensors())
 
@@ -221,6 +229,11 @@ class JobRounds:
         torch.sub(self.theta, self.server.theta.index_select(0, run), out=self.theta)
         self.noise.collect(self.theta, self._select_by_job(self.parties.run), self.weight)
         self.group.add_(1)
+
+    def _show_releases(self) -> None:
+        """What the parties of all runs released in this round, to whoever watches."""
+        assert self.watch is not None
+        self.watch.look(self.releases[:-1])
 
     def settled(self) -> bool:
         """Whether all rounds since the last look were right; if not, what is needed to repeat them is noted."""

@@ -3,9 +3,9 @@
     for r in run_many([prepare(s) for s in settings]):
         print(r.round, r.accuracy)
 
-For studies: nothing is charged to a ledger and no replies of single clients exist. A run gets the same samples and
-noise however it is stacked, bit for bit, and they are those of the reference engine; sums may round otherwise in
-another stack. Runs with secure randomness or proven arithmetic are never stacked.
+For studies: nothing is charged to a ledger, and single parties' releases are seen by a `ReleaseWatch` only. A run gets
+the same samples and noise however it is stacked, bit for bit, and they are those of the reference engine; sums may
+round otherwise in another stack. Runs with secure randomness or proven arithmetic are never stacked.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fulcrum.engines.batched.per_job import PerJobRounds
 from fulcrum.engines.batched.server import BatchedServer
 from fulcrum.engines.batched.single_step import SingleStepRounds
 from fulcrum.engines.batched.stacking import can_stack_runs, make_federation_key
+from fulcrum.engines.batched.watching import ReleaseWatch
 from fulcrum.engines.stacked import build_stacked_core
 from fulcrum.errors import ConfigError
 from fulcrum.settings.derived import compute_local_steps
@@ -60,13 +61,16 @@ class BatchedRoundResult:
         return self.metrics.get("loss", torch.full((len(self.C),), torch.nan))
 
 
-def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator[BatchedRoundResult]:
+def run_many(
+    federations: Sequence[Federation], rows_limit: int = 0, watch: ReleaseWatch | None = None
+) -> Iterator[BatchedRoundResult]:
     """Train all federations side by side and yield their rounds.
 
     They must have the same number of rounds. Those with equal `make_federation_key` are stacked; the rest go in
     stacks of their own. Rounds come in bursts: a burst is yielded once every
     Poisson sample fitted its place and every sum was finite (otherwise the burst is repeated on the same random
     numbers, with more places). rows_limit: the most examples in one piece of a step; 0: chosen by device memory.
+    watch: sees every party's releases; the runs must then be one stack, and each party must release for itself.
     """
     if not federations:
         raise ConfigError("run_many was given no federations; give at least one.")
@@ -77,7 +81,10 @@ def run_many(federations: Sequence[Federation], rows_limit: int = 0) -> Iterator
         raise ConfigError("train.rounds differs between the runs; runs that are trained together need the same.")
     for federation in federations:
         check_randomness(federation, "")
-    stacks = [_make_run_stack(federations, members, rows_limit) for members in group_stackable_runs(federations)]
+    together = group_stackable_runs(federations)
+    if watch is not None and len(together) > 1:
+        raise ConfigError(f"runs whose releases are watched must be one stack, and these are {len(together)}.")
+    stacks = [_make_run_stack(federations, members, rows_limit, watch) for members in together]
     burst = min(stack.burst for stack in stacks)
     for first in range(0, rounds, burst):
         last = min(rounds, first + burst)
@@ -110,7 +117,9 @@ class _RunStack(Protocol):
     def averaged(self) -> Tensor: ...
 
 
-def _make_run_stack(federations: Sequence[Federation], members: list[int], rows_limit: int) -> _RunStack:
+def _make_run_stack(
+    federations: Sequence[Federation], members: list[int], rows_limit: int, watch: ReleaseWatch | None = None
+) -> _RunStack:
     mine = [federations[i] for i in members]
     first = mine[0]
     core = None
@@ -118,8 +127,14 @@ def _make_run_stack(federations: Sequence[Federation], members: list[int], rows_
     if not real and can_stack_runs(first.settings, first.problem.rule):
         core, _ = build_stacked_core(make_local_problem(first.problem), rows_limit)
     if core is None:
+        _refuse_watch(watch, first)
         return SeparateRuns(members, mine)
     server = BatchedServer(mine, core)
+    if watch is not None:
+        masked_or_central = first.plan.central or first.plan.is_pairwise or first.plan.shares_noise
+        if masked_or_central or not can_stack_local_steps(server):
+            _refuse_watch(watch, first)
+        return StackedRuns(members, server, JobRounds(server, watch))
     central, rule = bool(first.plan.central), core.problem.rule
     one_step = not central and rule.where == "server" and rule.sound and compute_local_steps(first.settings.train) == 1
     if one_step and core.rule.can_be_stacked(server.rule_state, core.problem.layout.dim, server.t, server.rounds):
@@ -128,6 +143,16 @@ def _make_run_stack(federations: Sequence[Federation], members: list[int], rows_
     if can_stack_local_steps(server) and not masked:
         return StackedRuns(members, server, JobRounds(server))
     return SeparateRuns(members, mine) if central else StackedRuns(members, server, PerJobRounds(server))
+
+
+def _refuse_watch(watch: ReleaseWatch | None, federation: Federation) -> None:
+    if watch is not None:
+        raise ConfigError(
+            f"the releases of single parties cannot be watched with clip.rule = {federation.settings.clip.rule!r}, "
+            f"privacy.unit = {federation.settings.privacy.unit!r} and privacy.aggregation = "
+            f"{federation.settings.privacy.aggregation!r}; use a sound rule of the server such as fixed, moo or none, "
+            "unit example and aggregation plain."
+        )
 
 
 class StackedRuns:
@@ -141,7 +166,8 @@ class StackedRuns:
 
     def run_rounds(self, first: int, last: int) -> None:
         """Rounds first .. last - 1, again if need be."""
-        held = self.server.list_state_tensors()
+        watch = getattr(self.player, "watch", None)
+        held = [*self.server.list_state_tensors(), *(watch.list_state_tensors() if watch is not None else [])]
         before = [value.clone() for value in held]
         with torch.no_grad():
             while True:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fulcrum.data import Dataset
-from fulcrum.data.records import ModelInputs
+from fulcrum.data.records import Records
 from fulcrum.gradients.stacked.layers import StackedProgram
 
 BYTE_SCALES = (255.0, 127.5, 16.0, 1.0)
@@ -50,9 +50,10 @@ def _decode_bytes(values: Tensor, scale: float, shift: float) -> Tensor:
     return scaled - shift if shift else scaled
 
 
-_resident_examples: WeakKeyDictionary[
-    Dataset, dict[tuple[str, str, str], tuple[DeviceExamples | DeviceInputs, Tensor]]
-] = WeakKeyDictionary()
+_resident_examples: WeakKeyDictionary[Records, dict[tuple[str, str], tuple[DeviceExamples | DeviceInputs, Tensor]]] = (
+    WeakKeyDictionary()
+)
+"""By the records themselves: data sets that differ in their notes alone share one copy."""
 
 
 def get_resident_examples(
@@ -60,11 +61,11 @@ def get_resident_examples(
 ) -> tuple[DeviceExamples | DeviceInputs, Tensor]:
     """The training ("x") or test ("x_test") examples and targets on the device, in the order the program wants."""
     order = "plain" if program is None else "channels last" if program.image else "flat"
-    kept = _resident_examples.setdefault(dataset, {})
-    key = (which, order, str(device))
+    records = dataset.records if which == "x" else dataset.test_records
+    kept = _resident_examples.setdefault(records, {})
+    key = (order, str(device))
     if key not in kept:
-        x: ModelInputs = getattr(dataset, which)
-        y: Tensor = getattr(dataset, which.replace("x", "y"))
+        x, y = records.x, records.y
         small = device.type != "cpu"
         if isinstance(x, Tensor):
             kept[key] = store_on_device(program.table(x) if program else x, device, small), y.to(device)

@@ -102,6 +102,7 @@ class RunKey:
         """signing: the party's registered private key."""
         self.run, self.party = run, party
         self._private: X25519PrivateKey | None = X25519PrivateKey.generate()
+        self._secrets: dict[str, bytes] = {}  # by the other's X25519 key: each is computed once per run
         raw = self._private.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
         exchange = raw.hex()
         signature = sign_statement(signing, KEY_PURPOSE, _make_statement(run, party, exchange))
@@ -115,16 +116,20 @@ class RunKey:
         """
         if self._private is None:
             raise RunError("the key of this run was forgotten; a new run makes a new one.")
-        try:
-            secret = self._private.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(other)))
-        except ValueError:  # a point of small order: the secret would be known to everybody
-            raise BadMessage("an X25519 key is one that makes no secret.") from None
+        secret = self._secrets.get(other)
+        if secret is None:
+            try:
+                secret = self._private.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(other)))
+            except ValueError:  # a point of small order: the secret would be known to everybody
+                raise BadMessage("an X25519 key is one that makes no secret.") from None
+            self._secrets[other] = secret
         both = b"".join(sorted((bytes.fromhex(other), bytes.fromhex(self.signed.exchange))))
         return HKDF(hashes.SHA256(), 32, salt=digest, info=MASK_INFO + both).derive(secret)
 
     def forget(self) -> None:
-        """Drop the private key: masks of this run can no longer be made, by anybody."""
+        """Drop the private key and what was made of it: masks of this run can no longer be made, by anybody."""
         self._private = None
+        self._secrets.clear()
 
     def __repr__(self) -> str:
         return f"RunKey(run={self.run!r}, party={self.party!r})"

@@ -7,13 +7,13 @@ for it, and draws a new one each time: no manifest can make it mask twice with o
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,8 @@ NOISE_REACH = 40.0
 """Standard deviations that the noise of a coordinate is given room for."""
 MAX_PARTICIPANTS = 10_000
 NONCE_BYTES = 16
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Numbers of a manifest are between these, so that their squares and sums are finite and above 0."""
 
 
 class ManifestRefusal(BadMessage):
@@ -79,13 +81,19 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The one form in which a manifest travels and is digested."""
-        table = dataclasses.asdict(self)
+        return self._content
+
+    @cached_property
+    def _content(self) -> bytes:
+        # Made once: a participant compares it, digests it and reads it, and so does the coordinator for each of them.
+        table = {name: getattr(self, name) for name in _HEAD_TYPES}
+        table["participants"] = [{name: getattr(each, name) for name in _LINE_TYPES} for each in self.participants]
         return json.dumps(table, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """SHA-256 of `to_bytes`."""
-        return hashlib.sha256(self.to_bytes()).digest()
+        return hashlib.sha256(self._content).digest()
 
     def place(self, party: str) -> int:
         """Where a party stands among the participants; ManifestRefusal where it is not one of them."""
@@ -139,7 +147,7 @@ def _check_fields(table: Any, types: Mapping[str, type]) -> None:
             raise BadMessage(f"the manifest's {name} is not of the right type.")
         if kind is int and not 0 <= value < 2**31:
             raise BadMessage(f"the manifest's {name} is out of range.")
-        if kind is float and not (0 < value < 1e30):
+        if kind is float and not (SMALLEST <= value <= LARGEST):
             raise BadMessage(f"the manifest's {name} is out of range.")
         if kind is str and len(value) > 256:
             raise BadMessage(f"the manifest's {name} is too long.")

@@ -61,7 +61,12 @@ class Pending:
 
 @dataclass
 class MaskedRounds:
-    """The masked rounds of one party's process: its key of the run, what is pending, and the keys it has seen."""
+    """The masked rounds of one party's process: its key of the run, what is pending, and the keys it has seen.
+
+    tries: how often each round of each run was computed in this process. It outlives the run's key: a coordinator that
+    ends a run and asks for one of its rounds again would otherwise get the noise of the first time once more, and the
+    difference of the two sums would have none.
+    """
 
     party: str
     signing: Any
@@ -79,12 +84,11 @@ class MaskedRounds:
         return self.key
 
     def forget(self) -> None:
-        """End the run: its key, what is pending and the last answer are gone."""
+        """End the run: its key, what is pending and the last answer are gone. Its attempts stay counted."""
         if self.key is not None:
             self.key.forget()
         self.key, self.pending, self.answered = None, None, None
         self.keys.clear()
-        self.tries.clear()
 
     def compute(
         self, trainer: LocalTrainer, facts: PartyRunFacts, request: RoundRequest, moved: Mapping[str, Tensor]

@@ -198,6 +198,13 @@ PUBLIC_REHEARSAL_TEXT = (
     "the parties no privacy. No epsilon covers the people in those public records."
 )
 """The same, where public records took the place of made-up ones."""
+PROPOSED_REHEARSAL_TEXT = (
+    "The coordinator proposed a step length, C and a learning rate that it says were chosen by training on made-up "
+    "records (clip.rehearse). Whether they were or not, they stood in the terms before this party read a record for "
+    "this run: no value of its records moved them beyond what earlier releases, which its ledger has, may have told. "
+    "So the choice costs no privacy."
+)
+"""The same, as far as a party across machines can know it."""
 
 
 def describe_rehearsal(settings: Settings) -> str:

@@ -12,7 +12,7 @@ The rehearsal never sees a record: shapes, types, declared sizes, the model and 
 
 from __future__ import annotations
 
-from fulcrum.runs.rehearsal.apply import apply_rehearsal, describe_coming_rehearsal, find_refusal
+from fulcrum.runs.rehearsal.apply import apply_rehearsal, choose_settings, describe_coming_rehearsal, find_refusal
 from fulcrum.runs.rehearsal.choice import Rehearsed, rehearse
 from fulcrum.runs.rehearsal.facts import RehearsalFacts, read_rehearsal_facts
 from fulcrum.runs.rehearsal.memory import recall_or_rehearse
@@ -24,6 +24,7 @@ __all__ = [
     "RehearsalFacts",
     "Rehearsed",
     "apply_rehearsal",
+    "choose_settings",
     "describe_coming_rehearsal",
     "find_refusal",
     "list_weaknesses",

@@ -12,10 +12,12 @@ from fulcrum.clipping.moo import MOO
 from fulcrum.data.made_up import can_make_up, read_data_facts
 from fulcrum.models.pretrain import ZERO_INIT_NAME
 from fulcrum.runs.preparation import derive_federation
+from fulcrum.runs.rehearsal.choice import Rehearsed
 from fulcrum.runs.rehearsal.effort import WORK
 from fulcrum.runs.rehearsal.facts import RehearsalFacts, find_default_step, read_rehearsal_facts
-from fulcrum.runs.rehearsal.memory import recall, recall_or_rehearse
+from fulcrum.runs.rehearsal.memory import ProgressFn, recall, recall_or_rehearse
 from fulcrum.runs.rehearsal.public_set import fit_facts, load_public_set
+from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation, make_model_facts
 
 
@@ -81,11 +83,14 @@ def describe_coming_rehearsal(federation: Federation) -> str:
     )
 
 
-def apply_rehearsal(federation: Federation, model: nn.Module | None = None) -> Federation:
+def apply_rehearsal(
+    federation: Federation, model: nn.Module | None = None, tell: ProgressFn | None = None
+) -> Federation:
     """The federation with what a rehearsal chose: step, C0, learning rate, schedule, whether C is searched for.
 
     Unchanged where the settings ask for none (clip.rehearse), where the step is already known (clip.step: a run that
     goes on), and, with a warning, where a rehearsal is not possible. model: the network, where no settings name it.
+    tell: called with the part that is done, 0 to 1, where it takes its time.
     """
     if not wants_rehearsal(federation):
         return federation
@@ -93,14 +98,19 @@ def apply_rehearsal(federation: Federation, model: nn.Module | None = None) -> F
     if refusal:
         return _add_warning(federation, f"nothing was rehearsed on made-up data (clip.rehearse): {refusal}.")
     public, facts = load_public_set(federation), _read_facts(federation)
-    answer = recall_or_rehearse(facts, model, public)
+    answer = recall_or_rehearse(facts, model, public, tell)
+    chosen = derive_federation(federation, choose_settings(federation, facts, answer))
+    return dataclasses.replace(chosen, rehearsed=answer.to_json())
+
+
+def choose_settings(federation: Federation, facts: RehearsalFacts, answer: Rehearsed) -> Settings:
+    """The settings of a run with the answer of its rehearsal."""
     candidate = answer.candidate
     if candidate.mode == "moo" and math.isclose(candidate.step, facts.default_step, rel_tol=1e-6):
         # moo as it is: its own first step for the run's exact noise, which the facts have rounded.
         exact = federation.plan.compute_noise_to_signal(facts.dim).direction
         candidate = dataclasses.replace(candidate, step=find_default_step(federation, exact))
-    chosen = derive_federation(federation, candidate.apply(federation.settings, facts.steps))
-    return dataclasses.replace(chosen, rehearsed=answer.to_json())
+    return candidate.apply(federation.settings, facts.steps)
 
 
 def _add_warning(federation: Federation, warning: str) -> Federation:

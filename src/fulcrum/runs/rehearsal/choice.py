@@ -22,7 +22,7 @@ from torch import nn
 from fulcrum.data import Dataset
 from fulcrum.data.made_up import VARIATIONS, Variation
 from fulcrum.runs.rehearsal.facts import RehearsalFacts
-from fulcrum.runs.rehearsal.stage import Candidate, Scores, Stage
+from fulcrum.runs.rehearsal.stage import Candidate, RehearsalLog, Scores, Stage
 from fulcrum.training.server import SERVERS
 
 LADDER_SCALES = (1 / 16, 1 / 4, 1.0, 4.0, 16.0)
@@ -73,13 +73,18 @@ def rehearsed_from_json(plain: dict[str, Any]) -> Rehearsed:
     return Rehearsed(candidate, plain["digest"], plain.get("regrets", {}), plain.get("seconds", 0.0))
 
 
-def rehearse(facts: RehearsalFacts, model: nn.Module | None = None, public: Dataset | None = None) -> Rehearsed:
+def rehearse(
+    facts: RehearsalFacts,
+    model: nn.Module | None = None,
+    public: Dataset | None = None,
+    log: RehearsalLog | None = None,
+) -> Rehearsed:
     """Measure on made-up data what the facts decide. The same facts give the same answer on the same machine.
 
     model: the network itself, where no settings name it. public: the user's own public data set, in place of made-up
-    ones.
+    ones. log: scores that are known already, and who is told of the progress.
     """
-    return rehearse_on_stage(Stage(facts, model, public))
+    return rehearse_on_stage(Stage(facts, model, public, log=log or RehearsalLog()))
 
 
 def rehearse_on_stage(stage: Stage) -> Rehearsed:

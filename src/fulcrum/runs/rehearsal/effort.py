@@ -59,5 +59,9 @@ def choose_effort(load: Load) -> Effort:
 def estimate_work(load: Load, effort: Effort) -> float:
     """Multiplications of a rehearsal. A pass forward and backward with norms is about four forward passes."""
     of_round = load.steps * (4 * load.work * effort.batch + PASS_OVERHEAD[load.own] * load.parties)
-    runs = LADDER_RUNS * effort.ladder + FINE_RUNS * effort.fine + effort.finalists * effort.final
-    return of_round * min(load.rounds, effort.rounds) * runs
+    return of_round * min(load.rounds, effort.rounds) * count_runs(effort)
+
+
+def count_runs(effort: Effort) -> int:
+    """Small runs of a rehearsal, about: a ladder may grow."""
+    return LADDER_RUNS * effort.ladder + FINE_RUNS * effort.fine + effort.finalists * effort.final

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -11,8 +13,12 @@ from torch import nn
 from fulcrum.data import Dataset
 from fulcrum.data.sources.public.registry import user_cache_folder
 from fulcrum.runs.rehearsal.choice import Rehearsed, rehearse, rehearsed_from_json
+from fulcrum.runs.rehearsal.effort import count_runs
 from fulcrum.runs.rehearsal.facts import RehearsalFacts
+from fulcrum.runs.rehearsal.stage import RehearsalLog
 
+ProgressFn = Callable[[float], None]
+"""Called with the part that is done, 0 to 1."""
 SHIPPED_FILE = Path(__file__).parent / "shipped.json"
 """Answers for common models and budgets, by digest."""
 
@@ -37,23 +43,70 @@ def recall(digest: str) -> Rehearsed | None:
 
 def remember(answer: Rehearsed) -> None:
     """Keep an answer; a cache that cannot be written is no reason to stop."""
+    _write(f"{answer.digest}.json", json.dumps(answer.to_json()))
+    _remove(name_scores_file(answer.digest))  # they are in the answer
+
+
+def forget(digest: str) -> None:
+    """Drop what the user's cache holds of some facts; shipped answers stay."""
+    for name in (f"{digest}.json", name_scores_file(digest)):
+        _remove(name)
+
+
+def _remove(name: str) -> None:
+    with contextlib.suppress(OSError):
+        (get_memory_folder() / name).unlink(missing_ok=True)
+
+
+def _write(name: str, text: str) -> None:
     folder = get_memory_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{answer.digest}.{os.getpid()}.part"
-        part.write_text(json.dumps(answer.to_json()), encoding="utf-8")
-        part.replace(folder / f"{answer.digest}.json")
+        part = folder / f"{name}.{os.getpid()}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder / name)
     except OSError:
         return
 
 
 def recall_or_rehearse(
-    facts: RehearsalFacts, model: nn.Module | None = None, public: Dataset | None = None
+    facts: RehearsalFacts,
+    model: nn.Module | None = None,
+    public: Dataset | None = None,
+    tell: ProgressFn | None = None,
 ) -> Rehearsed:
-    """The known answer for these facts, or a new rehearsal, which is kept. public: records in place of made-up ones."""
+    """The known answer for these facts, or a new rehearsal, which is kept. public: records in place of made-up ones.
+
+    tell: called with the part that is done, 0 to 1. A rehearsal that is cut off goes on from there the next time.
+    """
     known = recall(facts.digest())
     if known is not None:
         return known
-    answer = rehearse(facts, model, public)
+    answer = rehearse(facts, model, public, open_log(facts, tell))
     remember(answer)
     return answer
+
+
+def name_scores_file(digest: str) -> str:
+    """Name of the file with the scores of a rehearsal that has not ended."""
+    return f"{digest}.scores.json"
+
+
+def open_log(facts: RehearsalFacts, tell: ProgressFn | None = None) -> RehearsalLog:
+    """The scores of an earlier rehearsal of these facts that was cut off; they are kept after each task."""
+    name, total, done = name_scores_file(facts.digest()), count_runs(facts.effort), 0
+    try:
+        scores = json.loads((get_memory_folder() / name).read_text(encoding="utf-8"))
+        log = RehearsalLog({str(key): float(value) for key, value in scores.items()})
+    except (OSError, ValueError, TypeError, AttributeError):  # missing or damaged: from the start
+        log = RehearsalLog()
+
+    def on_task(count: int) -> None:
+        nonlocal done
+        done += count
+        _write(name, json.dumps(log.scores))
+        if tell is not None:
+            tell(min(done / total, 1.0))
+
+    log.on_task = on_task
+    return log

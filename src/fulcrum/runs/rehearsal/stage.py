@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +59,20 @@ Scores = dict[Candidate, dict[str, float]]
 
 
 @dataclass
+class RehearsalLog:
+    """What was played so far. scores: by rounds, task and candidate. on_task: called with the number of candidates
+    after each task, played or known: for progress, and to keep the scores."""
+
+    scores: dict[str, float] = field(default_factory=dict)
+    on_task: Callable[[int], None] = lambda count: None
+
+    @staticmethod
+    def name_score(rounds: int, task: str, candidate: Candidate) -> str:
+        """The key of a score; numbers are written so that they come back bit for bit."""
+        return f"{rounds}/{task}/{candidate.mode}/{candidate.C!r}/{candidate.step!r}"
+
+
+@dataclass
 class Stage:
     """Plays candidates for some facts. Data sets and prepared runs are kept between calls.
 
@@ -73,6 +87,7 @@ class Stage:
     prepared: dict[tuple[str, int], Federation] = field(default_factory=dict)
     history: list[tuple[int, Scores]] = field(default_factory=list)
     """Rounds and scores of all calls of `play`."""
+    log: RehearsalLog = field(default_factory=RehearsalLog)
 
     @property
     def in_points(self) -> bool:
@@ -83,18 +98,25 @@ class Stage:
         """Scores of the candidates in a small run of so many rounds, for each (variation, seed)."""
         scores: Scores = {candidate: {} for candidate in candidates}
         for how, seed in tasks:
-            base = self._prepare(how, seed, rounds)
-            scale = scale_step(self.facts, rounds)
-            runs = [
-                derive_federation(base, candidate.apply(base.settings, self.facts.steps, scale))
-                for candidate in candidates
-            ]
-            with _use_one_thread(self.facts.work * self.facts.batch * len(runs) < LIGHT_WORK):
-                found = list(_train(_share_numbers(runs, seed)))
-            for candidate, value in zip(candidates, found, strict=True):
-                scores[candidate][f"{how.name}-{seed}"] = value
+            task = f"{how.name}-{seed}"
+            names = [self.log.name_score(rounds, task, candidate) for candidate in candidates]
+            if not all(name in self.log.scores for name in names):
+                found = self._play_task(candidates, rounds, how, seed)
+                self.log.scores.update(zip(names, found, strict=True))
+            for candidate, name in zip(candidates, names, strict=True):
+                scores[candidate][task] = self.log.scores[name]
+            self.log.on_task(len(candidates))
         self.history.append((rounds, scores))
         return scores
+
+    def _play_task(self, candidates: Sequence[Candidate], rounds: int, how: Variation, seed: int) -> list[float]:
+        base = self._prepare(how, seed, rounds)
+        scale = scale_step(self.facts, rounds)
+        runs = [
+            derive_federation(base, candidate.apply(base.settings, self.facts.steps, scale)) for candidate in candidates
+        ]
+        with _use_one_thread(self.facts.work * self.facts.batch * len(runs) < LIGHT_WORK):
+            return list(_train(_share_numbers(runs, seed)))
 
     def _prepare(self, how: Variation, seed: int, rounds: int) -> Federation:
         key = (f"{how.name}-{seed}", rounds)
@@ -204,4 +226,4 @@ def _play_one_by_one(federations: Sequence[Federation]) -> list[float]:
     return values
 
 
-__all__ = ["VARIATIONS", "Candidate", "Scores", "Stage"]
+__all__ = ["VARIATIONS", "Candidate", "RehearsalLog", "Scores", "Stage"]

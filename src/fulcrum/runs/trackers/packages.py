@@ -14,6 +14,5 @@ def import_tracker(module: str, package: str, name: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"--observe = {name!r} needs the package {package}: pip install {package}, or pip install "
-            f"'fulcrum-fl[track]' ({error})."
+            f"--observe = {name!r} needs {package}: pip install 'fulcrum-fl[track]' ({error})."
         ) from error

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.study.figures import IntervalRow, draw_intervals
-from fulcrum.study.provenance import collect_provenance, get_command_line, get_source_commit, provenance_to_markdown
+from fulcrum.study.job import StudyJob
+from fulcrum.study.provenance import (
+    collect_provenance,
+    get_command_line,
+    get_source_commit,
+    list_makers,
+    provenance_to_markdown,
+)
 from fulcrum.study.report import select_job_results, write_json_file, write_text_file
 from fulcrum.study.store import RunRecord
 from fulcrum.study.suite.jobs import list_suite_jobs
@@ -24,12 +31,23 @@ def write_suite_report(folder: Path, suite: Suite, done: Mapping[str, RunRecord]
     most = max((len(suite.list_seeds(scenario)) for scenario in suite.scenarios), default=0)
     facts = collect_provenance({"suite": suite.name}, range(most), select_job_results(jobs, done))
     origin = {"commit": get_source_commit(), "command": get_command_line()}
+    makers = {name: list_makers(runs) for name, runs in _group_runs(jobs, done).items()}
     write_json_file(folder / "summary.json", [{**finding.to_json(), **origin} for finding in findings])
-    write_json_file(folder / "cells.json", {"provenance": facts, "scenarios": [_list_cells(f) for f in findings]})
+    cells = [{**_list_cells(finding), "runs_by": makers[finding.scenario.name]} for finding in findings]
+    write_json_file(folder / "cells.json", {"provenance": facts, "scenarios": cells})
     write_text_file(folder / "summary.md", make_suite_page(suite, findings, facts))
     if findings:
         write_text_file(folder / "figures" / "regrets.svg", draw_regrets(suite, findings))
     return findings
+
+
+def _group_runs(jobs: Sequence[StudyJob], done: Mapping[str, RunRecord]) -> dict[str, list[RunRecord]]:
+    """The finished runs of each scenario."""
+    found: dict[str, list[RunRecord]] = {}
+    for job in jobs:
+        if job.id in done:
+            found.setdefault(job.dataset, []).append(done[job.id])
+    return found
 
 
 SHOWN_RIVALS = ("moo-unrehearsed", "dp-sgd-rehearsed", "dp-sgd-paid-tuning")

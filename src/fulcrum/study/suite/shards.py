@@ -23,6 +23,7 @@ from typing import Any
 
 from fulcrum.study.backends import BackendOptions, TimeBudget, run_jobs
 from fulcrum.study.job import StudyJob, job_from_json, parse_shard
+from fulcrum.study.provenance import MadeBy, describe_command, get_source_commit
 from fulcrum.study.run_job import describe_machine, make_job_record
 from fulcrum.study.store import ShardWriter, load_results
 
@@ -99,7 +100,7 @@ def assign_entries(pack: Pack, index: int, count: int) -> Pack:
     return mine
 
 
-def run_shard(pack: Pack, out: Path, shard: tuple[int, int], how: BackendOptions) -> int:
+def run_shard(pack: Pack, out: Path, shard: tuple[int, int], how: BackendOptions, made_by: MadeBy | None = None) -> int:
     """Run what has no result yet; returns how many jobs are left."""
     done = load_results(out) if out.is_dir() else {}
     machine = {**describe_machine(how.device), "backend": "stacked", "precision": how.precision}
@@ -111,7 +112,7 @@ def run_shard(pack: Pack, out: Path, shard: tuple[int, int], how: BackendOptions
                 if result is None:
                     left += 1
                 else:
-                    writer.add(make_job_record(job, result, machine))
+                    writer.add(make_job_record(job, result, machine, made_by))
             took = time.monotonic() - began
             how.say(f"{entry['scenario']} {entry['job']['row']} {len(entry['runs'])}: {took:.0f} s of {entry['cost']}")
     return left
@@ -147,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", default="tf32")
     parser.add_argument("--stack", type=int, default=150)
     parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--commit", default="", help="commit of the source, where there is no git to tell it")
     words = parser.parse_args(argv)
     if words.what == "pack":
         pack = make_pack(words.half, words.part, words.seeds)
@@ -160,7 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     how = BackendOptions(words.data_dir, words.device, words.stack, words.precision, 0, clock, say)
     shard = parse_shard(words.shard)
-    left = run_shard(json.loads(words.pack.read_text(encoding="utf-8")), words.out, (shard.index, shard.count), how)
+    made_by = MadeBy(words.commit or get_source_commit(), describe_command("fulcrum.study.suite.shards", argv))
+    pack = json.loads(words.pack.read_text(encoding="utf-8"))
+    left = run_shard(pack, words.out, (shard.index, shard.count), how, made_by)
     say(f"{left} jobs left" if left else "all done")
     return 3 if left else 0
 

@@ -208,7 +208,7 @@ def build_reviews(folder: str) -> Arrays:
 
 
 def build_digits(folder: str) -> Arrays:
-    """scikit-learn's digits, as the named source has them."""
+    """The digits, as the named source has them."""
     data = load("digits")
     return {name: getattr(data, name).numpy() for name in ("x", "y", "x_test", "y_test")}
 
@@ -263,7 +263,7 @@ def _make_dataset(name: str, folder: str) -> Dataset:
 
 
 def digits(folder: str = "") -> Dataset:
-    """scikit-learn's digits: 1,437 pictures of 1x8x8, 10 classes."""
+    """Handwritten digits: 1,437 pictures of 1x8x8, 10 classes."""
     return _make_dataset("digits", folder)
 
 

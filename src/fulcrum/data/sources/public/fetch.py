@@ -47,7 +47,7 @@ def fetch(
     without a byte. Raises DownloadError when no mirror delivers the right bytes.
     """
     if name == "digits":
-        raise DataError("digits comes with scikit-learn; there is nothing to fetch.")
+        raise DataError("digits comes with Fulcrum; there is nothing to fetch.")
     known = find_public_dataset(name)
     bases = tuple(mirrors) if mirrors is not None else known.mirrors
     if not bases or not all(base.startswith(("http://", "https://")) for base in bases):

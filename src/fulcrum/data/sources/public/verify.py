@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fulcrum.data.sources.named import read_digits
+from fulcrum.data.sources.named import DIGITS_FILE, read_digits
 from fulcrum.data.sources.public import registry
 from fulcrum.errors import DataError
 from fulcrum.settings.registry import suggest_nearest_names
@@ -70,12 +70,9 @@ def find_public_dataset(name: str) -> registry.PublicDataset:
 
 def _verify_digits() -> tuple[Path, str]:
     try:
-        public = read_digits()[2]
+        return DIGITS_FILE, "public" if read_digits()[2] else "changed"
     except DataError:
-        return Path("scikit-learn"), "missing"
-    import sklearn
-
-    return Path(sklearn.__file__).parent / "datasets", "public" if public else "changed"
+        return DIGITS_FILE, "corrupt" if DIGITS_FILE.is_file() else "missing"
 
 
 def _containing_folder(paths: list[Path]) -> Path | None:

@@ -1,0 +1,156 @@
+"""What people see of membership attacks: a table, a curve, and the stored file with its provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fulcrum.analysis.attacks.inversion import InversionRow, TokensRow
+from fulcrum.analysis.attacks.membership import AttackResult, CellReport
+from fulcrum.analysis.attacks.roc import ROC_GRID, Estimate
+from fulcrum.runs import folder as record
+from fulcrum.study.figures import draw_line_plot
+from fulcrum.study.provenance import get_command_line, get_source_commit
+from fulcrum.study.run_job import describe_machine
+from fulcrum.study.stats import compute_mean_interval
+
+COLUMNS = ("epsilon", "view", "attack", "AUC", "at most", "TPR at 0.1% FPR", "at most", "twins' AUC")
+VIEWS = ("model", "releases", "releases-joint")
+
+
+def make_rows(reports: Sequence[CellReport], every: bool = False) -> list[list[str]]:
+    """The rows of the table: of each view the attack with the largest AUC, or every attack."""
+    rows = []
+    for report in reports:
+        epsilon = "none" if report.cell.epsilon is None else f"{report.cell.epsilon:g}"
+        for result in report.results if every else [report.best(view) for view in VIEWS]:
+            rows.append([epsilon, result.view, result.attack, *_format_result(report, result)])
+    return rows
+
+
+def _format_result(report: CellReport, result: AttackResult) -> list[str]:
+    limit = report.limit.to_json() if report.limit else None
+    tpr: Any = limit["tpr"] if limit else {}
+    return [
+        format_estimate(result.roc.auc, 3),
+        f"{limit['auc']:.3f}" if limit else "1",
+        format_estimate(result.roc.tpr[0.001], 4),
+        f"{tpr['0.001']:.4f}" if limit else "1",
+        format_estimate(result.control.auc, 3),
+    ]
+
+
+def format_estimate(found: Estimate, digits: int) -> str:
+    """0.664 [0.650, 0.685]."""
+    return f"{found.value:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
+
+
+def make_markdown(reports: Sequence[CellReport], every: bool = False) -> str:
+    """The same table for a page."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in make_rows(reports, every))]) + "\n"
+
+
+def report_to_json(reports: Sequence[CellReport], device: str = "auto") -> dict[str, Any]:
+    """All cells, and where and how they were made."""
+    return {
+        "kind": "membership",
+        "command": get_command_line(),
+        "date": record.current_utc_time(),
+        "commit": get_source_commit(),
+        "machine": describe_machine(device),
+        "fpr_of_curves": [float(f"{rate:.4g}") for rate in ROC_GRID],
+        "cells": [report.to_json() for report in reports],
+    }
+
+
+def inversion_to_json(
+    rows: Sequence[InversionRow], texts: Sequence[TokensRow] = (), settings: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Both tables of gradient inversion, and where and how they were made."""
+    return {
+        "kind": "inversion",
+        "command": get_command_line(),
+        "date": record.current_utc_time(),
+        "commit": get_source_commit(),
+        "machine": describe_machine("cpu"),
+        "images": [row.to_json() for row in rows],
+        "tokens": [row.to_json() for row in texts],
+        "settings": dict(settings or {}),
+    }
+
+
+INVERSION_COLUMNS = ("data", "epsilon", "attack", "model", "batch", "images", "PSNR (dB)", "SSIM", "mean image")
+TOKEN_COLUMNS = ("data", "epsilon", "batch", "batches", "tokens found", "guessing")
+
+
+def make_inversion_rows(rows: Sequence[InversionRow]) -> list[list[str]]:
+    """The rows of the table: mean and half-width of the 95% t interval over images."""
+    return [
+        [
+            row.data,
+            "none" if row.epsilon is None else f"{row.epsilon:g}",
+            row.attack,
+            row.model,
+            row.batch,
+            str(len(row.psnr)),
+            format_mean(row.psnr, 1),
+            format_mean(row.ssim, 2),
+            f"{row.baseline[0]:.1f}, {row.baseline[1]:.2f}",
+        ]
+        for row in rows
+    ]
+
+
+def make_token_rows(rows: Sequence[TokensRow]) -> list[list[str]]:
+    """The rows of the table of tokens: shares of each batch's different tokens."""
+    return [
+        [
+            row.data,
+            "none" if row.epsilon is None else f"{row.epsilon:g}",
+            row.batch,
+            str(len(row.found)),
+            format_mean(row.found, 3),
+            f"{row.guessing:.3f}",
+        ]
+        for row in rows
+    ]
+
+
+def format_mean(values: Sequence[float], digits: int) -> str:
+    """29.0 ± 3.1."""
+    found = compute_mean_interval(list(values))
+    return f"{found.mean:.{digits}f}" + (f" ± {found.half:.{digits}f}" if found.n > 1 else "")
+
+
+def draw_roc(reports: Sequence[CellReport], view: str, title: str) -> str:
+    """ROC curves of a view's best attack per epsilon, beside what the accountant allows, both axes logarithmic: SVG."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for report in reports:
+        name = "no privacy" if report.cell.epsilon is None else f"epsilon {report.cell.epsilon:g}"
+        series[name] = list(zip(ROC_GRID.tolist(), report.best(view).roc.curve.tolist(), strict=True))
+    for report in reports:
+        if report.limit:
+            allowed = report.limit.tpr(ROC_GRID).tolist()
+            series[f"allowed by {report.cell.epsilon:g}"] = list(zip(ROC_GRID.tolist(), allowed, strict=True))
+    series["guessing"] = [(rate, rate) for rate in ROC_GRID.tolist()]
+    note = f"{get_command_line()} | {record.current_utc_time()} | {get_source_commit()}"
+    return draw_line_plot(series, title, "false positives", "true positives", True, note, (), True)
+
+
+def write_report(path: Path, reports: Sequence[CellReport], device: str = "auto") -> list[Path]:
+    """Write PATH (JSON), and beside it PATH.md and a ROC figure per view."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts: Mapping[str, Any] = report_to_json(reports, device)
+    record.write_file_atomically(path, record.to_json_text(facts).encode())
+    page = path.with_suffix(".md")
+    page.write_text(
+        make_markdown(reports, True) + f"\n`{facts['command']}`, {facts['date']}, {facts['commit']}\n", "utf-8"
+    )
+    written = [path, page]
+    for view in VIEWS:
+        figure = path.with_name(f"{path.stem}-{view}.svg")
+        figure.write_text(draw_roc(reports, view, f"{path.stem}: membership from {view}"), "utf-8")
+        written.append(figure)
+    return written

@@ -1,0 +1,51 @@
+"""Epsilon of sampled Gaussian releases by code of its own: nothing here is shared with `fulcrum.privacy.accounting`.
+
+Renyi divergences come from a plain quadrature for fractional orders and from the binomial sum for whole ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+Floats = npt.NDArray[np.float64]
+Paid = Counter[tuple[float, float]]
+"""How many releases per (rate, sigma)."""
+FRACTIONAL = np.arange(1.1, 11.0, 0.1)
+WHOLE = np.array([*range(11, 65), 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024], dtype=np.float64)
+ORDERS = np.concatenate([FRACTIONAL, WHOLE])
+
+
+@lru_cache(maxsize=1024)
+def compute_divergences(rate: float, sigma: float) -> Floats:
+    """The Renyi divergence of one release at each of ORDERS."""
+    if rate >= 1:
+        return ORDERS / (2 * sigma**2)
+    x = np.arange(-12 * sigma, FRACTIONAL[-1] + 1 + 12 * sigma, sigma / 40)
+    log_ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + (2 * x - 1) / (2 * sigma**2))
+    log_density = -(x**2) / (2 * sigma**2) - math.log(sigma * math.sqrt(2 * math.pi)) + math.log(sigma / 40)
+    fractional = [special.logsumexp(order * log_ratio + log_density) / (order - 1) for order in FRACTIONAL]
+    whole = []
+    for order in WHOLE:
+        k = np.arange(order + 1)
+        log_choose = special.gammaln(order + 1) - special.gammaln(k + 1) - special.gammaln(order - k + 1)
+        terms = log_choose + (order - k) * math.log1p(-rate) + k * math.log(rate) + (k**2 - k) / (2 * sigma**2)
+        whole.append(special.logsumexp(terms) / (order - 1))
+    return np.array([*fractional, *whole])
+
+
+def price(paid: Paid, delta: float) -> float:
+    """Epsilon at delta of all these releases together; 0 without any, infinite without noise."""
+    used = {pair: count for pair, count in paid.items() if count}
+    if not used:
+        return 0.0
+    if min(sigma for _, sigma in used) <= 0:
+        return math.inf
+    total = sum(count * compute_divergences(*pair) for pair, count in used.items())
+    bounds = total + np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)
+    return max(0.0, float(np.min(bounds)))
