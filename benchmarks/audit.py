@@ -11,11 +11,10 @@ many   Independent federations of one party with one canary, stacked (`engines.b
        final model, whose coordinate is the sum of all releases along the direction. Bounds: noise-fit, with the family
        Poisson(q, sigma')^T assumed; Clopper-Pearson, which assumes nothing. --shard I/N runs a part; `many` reads
        all parts that lie in --out, and computes the bounds once all runs are there.
-one    One federation of four parties on the CIFAR CNN (d = 550,570) with made-up records of CIFAR's shape. Gradient
+one    One federation of four parties on the CIFAR CNN (d = 131,466) with made-up records of CIFAR's shape. Gradient
        canaries in coordinates of their own (`engines/canaries.py`), seen in every release. Bound: one-run f-DP with the
        hypothesised curve Poisson(q, sigma')^T.
-summary   results/audit/summary.json: from the above and, where it lies there, detectors.json (planted bugs and clean
-       runs, {planted, planted_found, clean_runs, false_alarms}), which `benchmarks/detectors.py` writes.
+summary   summary.json: from the above and from planted.json and clean.json, which `benchmarks/detectors.py` writes.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ EPSILONS = (1.64, 3.61, 6.38)
 DELTA, CONFIDENCE = 1e-5, 0.95
 PLAIN_UNITS, FEATURES, STACK = 8, 4, 1000
 REACH = 1e6
-"""The canary's input and its target: its gradient is this much longer than C, and points along its own feature."""
+"""The canary's input: its gradient is far longer than C, and points along its own feature."""
 
 
 def make_settings(epsilon: float, rounds: int, rate: float, **more: Any) -> Settings:
@@ -83,6 +82,7 @@ def make_settings(epsilon: float, rounds: int, rate: float, **more: Any) -> Sett
         "train.rounds": rounds,
         "train.rate": rate,
         "train.lr": 0.1,
+        "train.ema": 0.0,  # the final model is the sum of all releases
         "data.partition": "iid",
         "data.min_examples": 1,
         "run.evaluate_every": rounds,
@@ -100,7 +100,7 @@ def make_tiny_data() -> Dataset:
     x = torch.zeros(PLAIN_UNITS + 2, FEATURES + 1)
     x[:PLAIN_UNITS, :FEATURES] = torch.randn(PLAIN_UNITS, FEATURES, generator=generator)
     y = torch.randn(PLAIN_UNITS + 2, 1, generator=generator)
-    x[PLAIN_UNITS, FEATURES], y[PLAIN_UNITS] = REACH, -REACH
+    x[PLAIN_UNITS, FEATURES], y[PLAIN_UNITS] = REACH, -1000 * REACH  # no weight brings the prediction near it
     y[PLAIN_UNITS + 1] = 0
     return from_arrays(x, y, x[:2], y[:2], task="regression", public=True)
 
@@ -321,13 +321,15 @@ def summarise(args: argparse.Namespace) -> None:
     out: Path = args.out
     many = [json.loads(path.read_text()) for path in sorted(out.glob("many-*.json"))]
     one = [json.loads(path.read_text()) for path in sorted(out.glob("one-*.json"))]
-    detectors = out / "detectors.json"
-    found = json.loads(detectors.read_text()) if detectors.is_file() else {}
+    found: dict[str, Any] = {}
+    for path in (out / "planted.json", out / "clean.json"):
+        found |= json.loads(path.read_text()) if path.is_file() else {}
     counts = {name: found.get(name) for name in ("planted", "planted_found", "clean_runs", "false_alarms")}
     by_epsilon = {
         f"{each['claimed_epsilon']:g}": {
             "runs": each["runs"],
             "noise_fit_over_claimed": each["noise_fit"]["over_claimed"],
+            "noise_fit_over_epsilon_by_rdp": each["noise_fit"]["epsilon"] / each["epsilon_by_rdp"],
             "clopper_pearson_over_claimed": each["clopper_pearson"]["over_claimed"],
             "family": each["family"],
         }
@@ -342,8 +344,8 @@ def summarise(args: argparse.Namespace) -> None:
         {
             **counts,
             "lower_over_claimed": min((each["noise_fit"]["over_claimed"] for each in many), default=None),
-            "one_run_over_claimed": min(medians.values(), default=None),
-            "one_run_over_claimed_smallest": min((min(values) for values in ratios.values()), default=None),
+            "one_run_over_claimed": min((min(values) for values in ratios.values()), default=None),
+            "one_run_over_claimed_median": min(medians.values(), default=None),
             "clopper_pearson_over_claimed": min(
                 (each["clopper_pearson"]["over_claimed"] for each in many), default=None
             ),
@@ -354,7 +356,8 @@ def summarise(args: argparse.Namespace) -> None:
             "canaries": one[0]["canaries"] if one else None,
             "parameters": one[0]["parameters"] if one else None,
             "commands": sorted({each["command"] for each in (*many, *one)}),
-            "detectors": {name: value for name, value in found.items() if name not in counts},
+            "detectors": found.get("detectors"),
+            "found_by": {row["bug"]: row["detectors"] for row in found.get("bugs", ())},
         },
     )
 

@@ -22,6 +22,7 @@ EDGE = [
     "analysis.report",
     "analysis.theory",
     "analysis.audit",
+    "analysis.detectors",
     "analysis.attacks",
     "cli",
 ]

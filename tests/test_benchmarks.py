@@ -114,3 +114,28 @@ def test_the_loops_benchmark_writes_its_page(tmp_path: Path) -> None:
     assert row["fulcrum"]["score"] > 0.6
     assert row["fulcrum"]["numbers_to_choose"] == 0
     assert "| cnn (" in (tmp_path / "loops.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_audits_shards_merge_and_the_summary_reads_all_parts(tmp_path: Path) -> None:
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / "audit.py"), *words, "--out", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "150 of 300 runs are there" in run("many", "--epsilon", "3.61", "--runs", "300", "--shard", "2/2")
+    assert "many-3.61.json" in run("many", "--epsilon", "3.61", "--runs", "300", "--shard", "1/2")
+    run("one", "--epsilon", "3.61", "--canaries", "400", "--rounds", "3", "--parties", "2", "--model", "mlp")
+    (tmp_path / "planted.json").write_text(json.dumps({"planted": 14, "planted_found": 14, "bugs": []}))
+    (tmp_path / "clean.json").write_text(json.dumps({"clean_runs": 500, "false_alarms": 0}))
+    run("summary")
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert (told["planted"], told["planted_found"], told["clean_runs"], told["false_alarms"]) == (14, 14, 500, 0)
+    assert 0 <= told["lower_over_claimed"] < 1.5
+    assert told["one_run_over_claimed"] is not None

@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fulcrum.analysis.detectors.foreign import check
     from fulcrum.data import Dataset
     from fulcrum.errors import FulcrumError, InputError
     from fulcrum.integrations import private
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from fulcrum.settings.schema import Settings
     from fulcrum.types import RoundResult
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Dataset",
@@ -34,6 +35,7 @@ __all__ = [
     "RoundResult",
     "Settings",
     "__version__",
+    "check",
     "execute",
     "load",
     "plan",
@@ -53,6 +55,7 @@ _HOME = {
     "Result": "fulcrum.runs",
     "RoundResult": "fulcrum.types",
     "Settings": "fulcrum.settings.schema",
+    "check": "fulcrum.analysis.detectors.foreign",
     "execute": "fulcrum.runs",
     "load": "fulcrum.runs",
     "plan": "fulcrum.runs",
@@ -68,6 +71,7 @@ _MODULES = ("clipping", "data")
 
 _ELSEWHERE = {
     "attacks": "fulcrum.analysis.attacks",
+    "audit": "fulcrum.analysis.audit",
     "parts": "fulcrum.integrations.parts",
     "theory": "fulcrum.analysis.theory",
 }

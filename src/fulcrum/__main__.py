@@ -17,6 +17,7 @@ EXIT_INTERRUPTED = 130
 def main() -> int:
     """Run the command line and return its exit code."""
     before = signal.signal(signal.SIGINT, _leave)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch's notes about the machine are not for users
     from fulcrum import cli
 
     cli.preload(sys.argv[1:])

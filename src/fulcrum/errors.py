@@ -19,6 +19,10 @@ MAX_CHARACTERS = 1500
 """Characters of the longest message that is shown whole: one that quotes a damaged file may be as long as the file."""
 
 
+class UserNote(UserWarning):
+    """A note to whoever holds the data, as a warning: nothing stores it. The command line prints it as a sentence."""
+
+
 class FulcrumError(Exception):
     """Base of all errors that Fulcrum raises on purpose."""
 

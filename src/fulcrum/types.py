@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -17,6 +18,41 @@ from fulcrum.privacy.events import Event
 RuleState = Mapping[str, torch.Tensor]
 """A rule's state: named tensors, so that it can be checkpointed and stacked. Holds at least the
 clipping norms `C`, shape [G]."""
+
+
+# --- how values show themselves -----------------------------------------------------------------
+
+LONGEST_REPR, LONGEST_PART = 400, 60
+
+
+def make_short_repr(value: Any) -> str:
+    """The repr of a frozen dataclass in a line or two: tensors by their shapes, never by their values, which may be
+    private; parts by their type; fields at their default and functions left out."""
+    parts = []
+    for each in fields(value):
+        own = getattr(value, each.name)
+        plain = each.default is not MISSING and (own is None or isinstance(own, bool | int | float | str | tuple))
+        if each.repr and not (plain and type(own) is type(each.default) and own == each.default):
+            shown = _shorten(own)
+            parts += [f"{each.name}={shown}"] if shown else []
+    text = f"{type(value).__name__}({', '.join(parts)})"
+    return text if len(text) <= LONGEST_REPR else f"{text[: LONGEST_REPR - 5]}, ...)"
+
+
+def _shorten(value: Any) -> str:
+    """A part of a repr; "" for what is left out: functions, and empty tuples and mappings."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"<{'x'.join(map(str, value.shape)) or 'one number'}>"
+    if isinstance(value, bool | int | float | str) or value is None:
+        text = repr(value)
+    elif isinstance(value, tuple | list | Mapping):
+        simple = all(isinstance(part, bool | int | float | str) for part in [*value, *getattr(value, "values", list)()])
+        text = repr(value) if simple else ""
+        text = text if text and len(text) <= LONGEST_PART else f"<{len(value)} values>"
+        return text if len(value) else ""
+    else:
+        return "" if callable(value) and not isinstance(value, torch.nn.Module) else f"<{type(value).__name__}>"
+    return text if len(text) <= LONGEST_PART else f"{text[: LONGEST_PART - 4]}...{text[-1]}"
 
 
 # --- clipping: the inputs and outputs of a rule ---------------------------------------------
@@ -71,6 +107,8 @@ class View:
     plus each of them.
     """
 
+    __repr__ = make_short_repr
+
     transform: Transform | None = None
     direction: torch.Tensor | None = None
     losses: bool = False
@@ -118,6 +156,8 @@ class Stats:
     norm_bounds. margin: what is set aside for the rounding of the sums.
     """
 
+    __repr__ = make_short_repr
+
     norms: torch.Tensor
     mask: torch.Tensor
     dots: torch.Tensor | None = None
@@ -155,6 +195,8 @@ class Released:
     sigma, q and n_k are. asked: number of steps that released statistics; if 0, extra is zero and has no meaning. moved
     [d]: by how much the server changed the weights in this round; None where nobody but the caller's optimizer knows.
     """
+
+    __repr__ = make_short_repr
 
     aggregate: torch.Tensor
     extra: torch.Tensor
@@ -220,6 +262,8 @@ class RoundRequest:
     colluders: with pairwise masks, how many of the participants may collude.
     """
 
+    __repr__ = make_short_repr
+
     round: int
     rounds: int
     params: torch.Tensor
@@ -240,6 +284,8 @@ class ClientReply:
     simulations only, and no party sends them. grid: what one unit of integers stands for; 0 where delta is an update.
     bits: how many low bits of each integer there are.
     """
+
+    __repr__ = make_short_repr
 
     client: int
     delta: torch.Tensor
@@ -289,6 +335,8 @@ class RoundResult:
     the metrics mean: a baseline, the confusion. course: how the round went, from released values alone: lengths of the
     released update, of the noise expected in it and of the model's move, and what the rule saw (`ClipRule.course`).
     """
+
+    __repr__ = make_short_repr
 
     round: int
     rounds: int

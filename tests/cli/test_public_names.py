@@ -27,6 +27,7 @@ NAMES = {
     "RoundResult",
     "Settings",
     "__version__",
+    "check",
     "execute",
     "load",
     "plan",
@@ -113,7 +114,36 @@ COMMANDS = {
     | {"--json", "--debug"},
     "data changes": SETTINGS | {"--person", "--json", "--debug"},
     "data verify": {"names", "--data-dir", "--json", "--debug"},
+    "check": {
+        "client",
+        "--claims",
+        "--sigma",
+        "--rate",
+        "--steps",
+        "--epsilon",
+        "--delta",
+        "--sampling",
+        "--clip",
+        "--kind",
+        "--output",
+        "--data",
+        "--features",
+        "--classes",
+        "--examples",
+        "--parameters",
+        "--replays",
+        "--json",
+        "--debug",
+    },
     "ledger": {"path", "--party", "--budget", "--verify", "--json", "--debug"},
+    "audit": SETTINGS
+    | {"--canaries", "--kind", "--releases", "--confidence", "--out", "--json", "--quiet", "-q", "--debug"},
+    "attack membership": (SETTINGS - {"--epsilon"})
+    | {"--epsilons", "--shadows", "--candidates", "--controls", "--plain-lr", "--stack", "--out", "--report"}
+    | {"--prepare", "--scored", "--all", "--json", "--quiet", "-q", "--debug"},
+    "attack inversion": (SETTINGS - {"--epsilon"})
+    | {"--epsilons", "--attacks", "--images", "--batches", "--batch", "--iterations", "--report", "--figure"}
+    | {"--json", "--quiet", "-q", "--debug"},
     "methods": {"--json", "--debug"},
     "prior": {
         "model",
@@ -147,6 +177,7 @@ COMMANDS = {
         "--schema",
         "--withdrawn",
         "--hold-out",
+        "--canaries",
         "--server",
         "--key",
         "--ledger",

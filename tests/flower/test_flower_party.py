@@ -414,9 +414,7 @@ def test_a_party_says_its_public_facts_and_writes_its_own_statement(tmp_path):
 def test_what_is_sent_has_the_noise_that_the_terms_ask_for(tmp_path, monkeypatch):
     """Against the same rounds without noise: the difference has sigma C lr / batch, and not half or twice it."""
     noisy = deltas(tmp_path / "a")
-    monkeypatch.setattr(
-        "fulcrum.training.client.release_with_noise", lambda clipped, extra, scale, randomness, key: (clipped, extra)
-    )
+    monkeypatch.setattr("fulcrum.training.client.release_with_noise", lambda clipped, extra, *given: (clipped, extra))
     clean = deltas(tmp_path / "b")
     found = float(torch.cat([a - b for a, b in zip(noisy, clean, strict=True)]).std())
     wanted = 1.1 * 1.0 * 0.5 / (0.2 * 40)

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from fulcrum.privacy import exact_noise, host_noise
-from fulcrum.privacy.exact_noise import choose_grid, compute_margin, release_on_grid
+from fulcrum.clipping import find_rule
+from fulcrum.privacy import exact_noise, host_noise, mechanism
+from fulcrum.privacy.exact_noise import choose_grid, compute_margin, release_in_place, release_on_grid
 from fulcrum.rng import SeededRandomness, chacha
 from fulcrum.rng.normals import words_to_normals
+from fulcrum.types import Bounds
 
 
 def sums(count: int, size: float = 3.0) -> torch.Tensor:
@@ -80,7 +82,7 @@ def test_what_is_noted_is_decided_in_arbitrary_precision(monkeypatch: pytest.Mon
     source, key, x = SeededRandomness(6), ("noise", 0, 0, 0), sums(41)
     sure = release_on_grid(x, 0.3, source, key)
     monkeypatch.setattr(host_noise, "NEAR", 0.5)
-    monkeypatch.setattr(exact_noise, "compute_margin", lambda x, *given: np.ones_like(x))
+    monkeypatch.setattr(exact_noise, "compute_margin", lambda x, *given: x * 0 + 1.0)
     decided: list[float] = []
     decide = exact_noise.decide_in_high_precision
 
@@ -110,3 +112,38 @@ def test_a_stream_is_read_from_any_place(openssl: bool, monkeypatch: pytest.Monk
             got.append(words.numpy())
         assert np.array_equal(np.concatenate(got), whole[start : start + 55])
         assert not np.array_equal(np.concatenate(got), whole[start + 1 : start + 56])
+
+
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e5, float("nan"), float("inf")])
+@pytest.mark.parametrize("near", [host_noise.NEAR, 0.5])
+def test_a_release_over_the_sum_has_the_same_numbers(size: float, near: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of coordinates that are decided later: their sums are overwritten by then."""
+    monkeypatch.setattr(host_noise, "NEAR", near)
+    if near == 0.5:
+        monkeypatch.setattr(exact_noise, "compute_margin", lambda x, *given: x * 0 + 1.0)
+    source, key, scale = SeededRandomness(7), ("noise", 0, 0, 0), 2.0**-20 if size == 1e5 else 0.4
+    x = sums(41 if near == 0.5 else 70_001, size if np.isfinite(size) else 1.0)
+    x[3] = x[3] if np.isfinite(size) else size
+    wanted = release_on_grid(x.clone(), scale, source, key).floats
+    found = release_in_place(x, scale, source, key)
+    assert torch.equal(found, wanted)
+    assert (found.data_ptr() == x.data_ptr()) == (size in (0.0, 1.0))
+    assert not torch.equal(found, release_on_grid(torch.zeros_like(x) + 1, scale, source, key).floats)
+
+
+@pytest.mark.parametrize("rule", ["fixed", "quantile"])
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_client_releases_the_same_over_its_sum(rule: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, made = SeededRandomness(8), find_rule(rule)
+    bounds = Bounds(torch.tensor([0.7]), 1.0)
+    scale = mechanism.compute_charged_scale(made, bounds, 0.1, 1.3, 50.0, asked)
+    x, extra = sums(301), sums(1 if rule == "quantile" else 0)
+    wanted = mechanism.release_with_noise(x.clone(), extra, scale, source, (1, 2, 3))
+    monkeypatch.setattr(mechanism, "LARGE_SUM", 1)
+    kept = mechanism.release_with_noise(x, extra, scale, source, (1, 2, 3))
+    assert torch.equal(x, sums(301))
+    found = mechanism.release_with_noise(x, extra, scale, source, (1, 2, 3), True)
+    for one in (kept, found):
+        assert torch.equal(one[0], wanted[0])
+        assert torch.equal(one[1], wanted[1])
+    assert found[0].data_ptr() == x.data_ptr()

@@ -17,6 +17,7 @@ reproduce.py reproduce paper
 audit.py     audit
 attack.py    attack membership, inversion
 theory.py    theory check, objective, constants, predict
+check.py     check: the known mistakes of other people's private clients
 init.py      init
 prior.py     prior
 evaluate.py, score.py, predict.py, export.py  a finished run's model: scores, predictions, other formats
@@ -41,6 +42,7 @@ from fulcrum.cli import (
     account,
     attack,
     audit,
+    check,
     compare,
     data,
     demo,
@@ -111,6 +113,7 @@ app.command("plan")(plan.plan)
 app.command("rehearse")(rehearse.rehearse)
 app.command("account")(account.account)
 app.command("ledger")(ledger.ledger)
+app.command("check")(check.check)
 app.command("audit")(audit.audit)
 app.add_typer(data.app, name="data")
 app.add_typer(reproduce.app, name="reproduce")
@@ -146,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def call() -> Any:
         if not {"--help", "-h", "--version"} & set(words):
             refuse_windows()
-        return typer.main.get_command(app).main(words, prog_name="fulcrum", standalone_mode=False)
+        command = options.hide_flag_types(typer.main.get_command(app))
+        return command.main(words, prog_name="fulcrum", standalone_mode=False)
 
     with current_folder_importable():  # for the whole command: own models and rules may import as they run
         return failures.run_guarded(call, words)

@@ -111,6 +111,74 @@ def membership(
     _print_reports(reports, report, every, as_json, quiet, pages)
 
 
+@app.command()
+@with_settings
+def inversion(
+    make_settings: Callable[..., Any],
+    epsilons: EpsilonsOption = "none,1.64,3.61,6.38",
+    method: Annotated[
+        str, typer.Option("--method", help="The private cells' method; see `fulcrum methods`.")
+    ] = "dp-sgd",
+    seed: SeedOption = 0,
+    attacks: Annotated[
+        str, typer.Option("--attacks", metavar="A,B", help="dlg, cosine, ratio, imprint; default: all.")
+    ] = "dlg,cosine,ratio,imprint",
+    images: Annotated[int, typer.Option("--images", min=1, help="Single records, one release each.")] = 4,
+    batches: Annotated[int, typer.Option("--batches", min=1, help="Whole Poisson batches, one per party.")] = 2,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Their expected size.")] = 8,
+    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Steps of the attacks that search.")] = 200,
+    report: Annotated[Path | None, typer.Option("--report", help="JSON file for the result.")] = None,
+    figure: Annotated[
+        Path | None, typer.Option("--figure", help="SVG file: reconstructed images beside the originals.")
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Gradient inversion: rebuild images, or tokens of texts, from what the server sees of first rounds."""
+    from fulcrum.analysis.attacks import pages
+    from fulcrum.analysis.attacks.inversion import InversionSize, attack_inversion, attack_tokens
+    from fulcrum.analysis.attacks.membership import load_attack_data
+    from fulcrum.analysis.attacks.pictures import draw_reconstructions
+    from fulcrum.runs import folder as record
+
+    wanted = parse_epsilons(epsilons)
+    more = {"run.seed": seed, "privacy.epsilon": next((e for e in wanted if e is not None), 1.0)}
+    settings: Settings = make_settings(method, more)
+    dataset, size = load_attack_data(settings), InversionSize(images, batches, batch, iterations)
+
+    def say(words: str) -> None:
+        view.print_message(words, quiet or as_json)
+
+    rows, texts = [], []
+    if dataset.has_integers:
+        texts = attack_tokens(settings, wanted, size, dataset=dataset, say=say)
+    else:
+        rows = attack_inversion(settings, wanted, size, split_comma_list(attacks), dataset=dataset, say=say)
+    facts = pages.inversion_to_json(rows, texts, {name: vars(getattr(settings, name)) for name in ("train", "clip")})
+    if report is not None:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        record.write_file_atomically(report, record.to_json_text(facts).encode())
+    if figure is not None and rows:
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        figure.write_text(draw_reconstructions(rows, "1", f"{dataset.name}: one record per release", facts["command"]))
+    if as_json:
+        view.print_json(facts)
+        return
+    if rows:
+        view.print_table(pages.INVERSION_COLUMNS, pages.make_inversion_rows(rows))
+        view.print_line(
+            "The attacker is told the labels, the number of records and C. mean image: PSNR and SSIM of the public "
+            "test set's mean, for which nothing is attacked."
+        )
+    else:
+        view.print_table(pages.TOKEN_COLUMNS, pages.make_token_rows(texts))
+        view.print_line("The attacker is told how many different tokens a batch has.")
+    for path in (report, figure if rows else None):
+        if path is not None:
+            view.print_message(f"wrote {path}", quiet)
+
+
 def _read_pools(folder: Path) -> list[Any]:
     from fulcrum.analysis.attacks.cells import read_scores
 

@@ -11,13 +11,14 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from fulcrum.errors import BudgetError, FulcrumError, InputError
+from fulcrum.errors import BudgetError, FulcrumError, InputError, UserNote
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
@@ -53,7 +54,7 @@ def explain_interruption(folder: Path) -> Iterator[None]:
 def run_guarded(call: Callable[[], Any], words: Sequence[str]) -> int:
     """Call, and turn any result or error into an exit code and at most one sentence on stderr."""
     try:
-        with notice_interruption() as interruption:
+        with notice_interruption() as interruption, hide_library_warnings("--debug" in words):
             code = call()
             sys.stdout.flush()
     except BrokenPipeError:
@@ -70,6 +71,29 @@ def run_guarded(call: Callable[[], Any], words: Sequence[str]) -> int:
     if code == EXIT_INTERRUPTED:  # some versions of typer turn Ctrl-C into this code, others into Abort
         print("interrupted.", file=sys.stderr)
     return code if isinstance(code, int) else EXIT_OK
+
+
+LIBRARIES = r"(torch|torchvision|fulcrum|numpy|scipy|sklearn|pandas|pyarrow|transformers|dp_accounting|flwr)(\.|$)"
+"""Modules whose warnings speak to programmers. What Fulcrum has to say to users is printed, not warned."""
+
+
+@contextlib.contextmanager
+def hide_library_warnings(shown: bool = False) -> Iterator[None]:
+    """Leave warnings of the libraries below out, unless `--debug` or Python's -W asks for them; own code's stay."""
+    with warnings.catch_warnings():
+        if not shown and not sys.warnoptions:
+            warnings.filterwarnings("ignore", module=LIBRARIES)
+        warnings.filterwarnings("always", category=UserNote)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, UserNote):
+                print(f"warning: {message}", file=sys.stderr)
+            else:
+                others(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 @contextlib.contextmanager

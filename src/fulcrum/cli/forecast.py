@@ -40,24 +40,24 @@ def print_forecast(forecast: Forecast) -> None:
     from fulcrum.gradients.costs import merge_like_layers
 
     at_once = f", {forecast.workers} parties at a time" if forecast.workers > 1 else ""
-    view.print_line(f"engine  {forecast.engine} on {forecast.device}{at_once}")
+    view.print_sentence(f"engine  {forecast.engine} on {forecast.device}{at_once}")
     if forecast.layers:
         print_layers(merge_like_layers(forecast.layers), forecast.batch)
     else:
-        view.print_line(f"layers  not known: {forecast.untimed}")
+        view.print_sentence(f"layers  not known: {forecast.untimed}")
     for line in describe_time(forecast.time, forecast.untimed):
-        view.print_line(line)
+        view.print_sentence(line)
     if forecast.privacy.unit != "example":
-        view.print_line(RECORDS_NOTE.format(unit=forecast.privacy.unit))
+        view.print_sentence(RECORDS_NOTE.format(unit=forecast.privacy.unit))
     for line in describe_traffic(forecast.traffic):
-        view.print_line(line)
+        view.print_sentence(line)
 
 
 def print_layers(rows: list[LikeLayers], batch: float) -> None:
     """One line per kind of layer, and what all of them take together."""
     from fulcrum.gradients.costs import format_count
 
-    view.print_line(f"per-example gradients, one local step of the largest party ({batch:.4g} records)")
+    view.print_sentence(f"per-example gradients, one local step of the largest party ({batch:.4g} records)")
     table: list[tuple[view.TableValue, ...]] = []
     for row in rows[:MAX_LAYERS_SHOWN]:
         cost, more = row.cost, len(row.names) - 1
@@ -72,15 +72,15 @@ def print_layers(rows: list[LikeLayers], batch: float) -> None:
                 cost.because,
             )
         )
-    view.print_table(LAYER_COLUMNS, table)
+    view.print_table(LAYER_COLUMNS, table, fit=True)
     if len(rows) > MAX_LAYERS_SHOWN:
-        view.print_line(f"and {len(rows) - MAX_LAYERS_SHOWN} more kinds of layers: fulcrum plan --json lists all")
+        view.print_sentence(f"and {len(rows) - MAX_LAYERS_SHOWN} more kinds of layers: fulcrum plan --json lists all")
     plain, private = (
         sum(len(row.names) * value for row, value in zip(rows, values, strict=True))
         for values in ([r.cost.flop_plain for r in rows], [r.cost.flop_private for r in rows])
     )
     if plain:
-        view.print_line(
+        view.print_sentence(
             f"all layers  {format_count(plain)} FLOP in plain training, {format_count(private)} in private training "
             f"({private / plain:.2f} times); products only"
         )

@@ -66,6 +66,23 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def hide_flag_types(command: Any) -> Any:
+    """The command, and those below it, with flags that show no type in `--help`: they take no value."""
+    list_parameters = command.get_params
+
+    def get_params(context: Any) -> Any:
+        found = list_parameters(context)
+        for each in found:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return found
+
+    command.get_params = get_params
+    for below in getattr(command, "commands", {}).values():
+        hide_flag_types(below)
+    return command
+
+
 def show_help_without_command(context: typer.Context) -> None:
     """In the callback of a group: print its help where no command was given."""
     if context.invoked_subcommand is None:

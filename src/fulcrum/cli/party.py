@@ -46,6 +46,10 @@ def party(
         float | None,
         typer.Option("--hold-out", help="Fraction of this party's units that do not train, for fulcrum score."),
     ] = None,
+    canaries: Annotated[
+        int | None,
+        typer.Option("--canaries", min=1, help="Audit your own releases with so many added units (docs/audit.md)."),
+    ] = None,
     ca: Annotated[
         str | None,
         typer.Option("--ca", help="Certificate of the CA that signed the server's; default: the system's CAs."),
@@ -92,7 +96,7 @@ def party(
         **{"data": data, "server": server, "key": key, "ledger": ledger, "schema": schema, "withdrawn": withdrawn},
         **{"hold_out": hold_out, "ca": ca, "terms": terms, "home": home, "statement": statement},
         **{"until_done": until_done, "simulation": simulation, "insecure": insecure, "device": device},
-        **{"log": log, "metrics": metrics},
+        **{"log": log, "metrics": metrics, "canaries": canaries},
     }
     options = merge_party_options(config, given)
     check_party_name(Path(options.key).name)
@@ -166,6 +170,7 @@ def take_part(options: PartyOptions, load_records: Callable[[TaskSettings], Data
             simulation=options.simulation,
             device=device,
             say=lambda words: view.print_message(f"[{key.name}] {words}", quiet),
+            canaries=options.canaries,
         ) as service,
         serve_monitor(monitor, options.metrics),
     ):

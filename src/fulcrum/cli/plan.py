@@ -24,14 +24,14 @@ MAX_PARTIES_SHOWN = 20
 CLIENT_LEVEL_COLUMNS = (
     "parties",
     "protects",
-    "rate q_c",
-    "cohort q_c K",
+    "rate",
+    "cohort",
     "sigma z",
     "epsilon",
-    "noise / C",
-    "along v / C",
+    "noise/C",
+    "along v",
 )
-PARTY_COLUMNS = ("party", "units n", "rate q", "batch q n", "sigma", "epsilon", "noise / C", "along v / C")
+PARTY_COLUMNS = ("party", "units", "rate", "batch", "sigma", "epsilon", "noise/C", "along v")
 
 
 @with_settings
@@ -90,16 +90,16 @@ def plan(
         view.print_message(f"warning: {warning}")
     show.print_own_notes(federation.problem.dataset)
     if made.has_trusted_server:
-        view.print_table(add_accountant_columns(CLIENT_LEVEL_COLUMNS, made), make_server_rows(made, dim))
+        view.print_table(add_accountant_columns(CLIENT_LEVEL_COLUMNS, made), make_server_rows(made, dim), fit=True)
     else:
         rows = make_party_rows(made, dim) if made.parties <= MAX_PARTIES_SHOWN else make_group_rows(made, dim)
-        view.print_table(add_accountant_columns(PARTY_COLUMNS, made), rows)
+        view.print_table(add_accountant_columns(PARTY_COLUMNS, made), rows, fit=True)
     for line in describe_schedule(made):
-        view.print_line(line)
+        view.print_sentence(line)
     if made.is_pairwise:
         print_collusion_table(made)
     whole = made.compute_noise_to_signal(dim)
-    view.print_line(
+    view.print_sentence(
         f"all parties together  noise / C {view.format_value(whole.ratio)}, "
         f"along one direction {view.format_value(whole.direction)}"
     )
@@ -109,23 +109,31 @@ def plan(
     unit = UNIT_TEXTS[made.unit].short
     terms = f"epsilon of one {unit} ({made.accountant}) at delta {made.delta:g}"
     terms += f" [{show.ASSUMED_NOTE}]" if made.shares_noise else ""
-    view.print_line(f"{terms} by rounds, costliest party  {', '.join(curve)}")
+    view.print_sentence(f"{terms} by rounds, costliest party  {', '.join(curve)}")
     view.print_block(wrap_meaning(meaning["text"]))
-    view.print_line(
-        f"noise / C is the noise of one {'round' if made.has_trusted_server else 'step'}'s mean "
-        f"{'update' if made.has_trusted_server else 'gradient'} over its {dim:,} parameters, as a multiple of the "
-        "clipping norm; along v, its part in any one direction."
-    )
+    view.print_sentence(describe_columns(made, dim, unit))
     if federation.evaluation is not None:
         scores = federation.evaluation
-        view.print_line(
-            f"evaluation  {scores.units} held-out {unit}s pay epsilon {scores.epsilon:g} at delta {scores.delta:g} for "
+        view.print_sentence(
+            f"evaluation  {scores.units} held-out {unit}s pay epsilon {view.format_epsilon(scores.epsilon)} at "
+            f"delta {scores.delta:g} for "
             f"{scores.releases} release{'s' if scores.releases > 1 else ''} of {scores.form.columns} numbers per party "
             f"with sigma {view.format_value(scores.sigma)}: {scores.form.words}"
         )
     print_forecast(forecast)
     if left:
         print_ledger_balances(settings.run.ledger, left, made.rounds)
+
+
+def describe_columns(made: Plan, dim: int, unit: str) -> str:
+    """What the columns of the table are. dim: the model's number of parameters; unit: its word."""
+    whole = made.has_trusted_server
+    counted = "cohort is the expected number of parties" if whole else f"batch is the expected number of {unit}s"
+    moment, what = ("round", "update") if whole else ("step", "gradient")
+    return (
+        f"{counted} in a {moment}; noise/C is the noise of a {moment}'s mean {what} over its {dim:,} parameters, as a "
+        "multiple of the clipping norm; along v, its part in any one direction."
+    )
 
 
 def make_collusion_rows(made: Plan) -> list[dict[str, Any]]:
@@ -140,17 +148,17 @@ def print_collusion_table(made: Plan) -> None:
     """Epsilon by the number of parties that collude with the server."""
     from fulcrum.privacy.plan.collusion import make_collusion_table
 
-    view.print_line(f"pairwise masks  {made.colluders} of {made.parties} parties may collude with the server")
+    view.print_sentence(f"pairwise masks  {made.colluders} of {made.parties} parties may collude with the server")
     rows: list[tuple[view.TableValue, ...]] = [
         (f"{row.colluders}", view.format_value(row.sigma_eff), view.format_epsilon(row.epsilon))
         for row in make_collusion_table(made)
     ]
-    view.print_table(("parties that collude", "sigma_eff", "epsilon at the end"), rows)
+    view.print_table(("parties that collude", "sigma_eff", "epsilon at the end"), rows, fit=True)
 
 
 def print_ledger_balances(path: str, left: Mapping[str, PartyBalance], rounds: int) -> None:
     """What each party has spent in a kept ledger, what its budget is, and how much of this plan it can pay for."""
-    view.print_line(f"left in {path}")
+    view.print_sentence(f"left in {path}")
     rows: list[tuple[view.TableValue, ...]] = [
         (
             name,
@@ -160,9 +168,9 @@ def print_ledger_balances(path: str, left: Mapping[str, PartyBalance], rounds: i
         )
         for name, balance in list(left.items())[:MAX_PARTIES_SHOWN]
     ]
-    view.print_table(("party", "spent", "budget", "rounds that it can pay for"), rows)
+    view.print_table(("party", "spent", "budget", "rounds that it can pay for"), rows, fit=True)
     if len(left) > MAX_PARTIES_SHOWN:
-        view.print_line(f"and {len(left) - MAX_PARTIES_SHOWN} more parties: fulcrum ledger {path}")
+        view.print_sentence(f"and {len(left) - MAX_PARTIES_SHOWN} more parties: fulcrum ledger {path}")
 
 
 def describe_schedule(made: Plan) -> list[str]:
@@ -286,5 +294,6 @@ def print_affordable_rounds(settings: Settings, epsilon: float, as_json: bool) -
     )
     print(
         f"{rounds} rounds of {steps} step{'s' if steps > 1 else ''} at rate {rate:g} and sigma "
-        f"{privacy.sigma:g}{moving} fit into epsilon {epsilon:g} at delta {privacy.delta:g} ({privacy.accountant})."
+        f"{privacy.sigma:g}{moving} fit into epsilon {view.format_epsilon(epsilon)} at delta {privacy.delta:g} "
+        f"({privacy.accountant})."
     )

@@ -194,7 +194,7 @@ def choose(
     rows = [
         (
             c.dataset,
-            c.epsilon,
+            "-" if c.epsilon is None else view.format_epsilon(c.epsilon),
             c.row,
             c.trial,
             c.trials,

@@ -257,7 +257,8 @@ def _plan_selection(
     epsilon = base.privacy.epsilon
     note = (
         f"private selection ({kind}, {plan.trials} trials on average): {drawn} trials were drawn, each with sigma = "
-        f"{sigma:.4g}; somebody who sees the chosen model only learns at most epsilon = {epsilon:g}. A server that "
+        f"{sigma:.4g}; somebody who sees the chosen model only learns at most epsilon = "
+        f"{view.format_epsilon(epsilon)}. A server that "
         "sees every trial learns more."
     )
     changed = dataclasses.replace(plan, trials=drawn, random=True, sigma=sigma, epsilon=epsilon)

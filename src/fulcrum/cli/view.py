@@ -42,6 +42,19 @@ def print_line(line: str) -> None:
     print(fitted(line, Console()))
 
 
+PIPE_WIDTH = 80
+"""Columns of a text for people where there is no terminal to ask."""
+
+
+def print_sentence(line: str) -> None:
+    """A sentence of a text for people, which fits 80 columns in a pipe too; programs take `--json`."""
+    console = Console()
+    if console.is_terminal:
+        print(fitted(line, console, 2))
+        return
+    print(textwrap.fill(line, PIPE_WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+
+
 def print_block(lines: Sequence[str]) -> None:
     """Lines that were made to fit; narrower terminals break them further."""
     for line in lines:
@@ -71,8 +84,17 @@ def print_json(value: Any) -> None:
     print(json.dumps(to_json_value(value), indent=2))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[TableValue]], title: str = "") -> None:
-    """A table: boxed on a terminal; plain aligned columns in a pipe, where a program may cut them."""
+MIN_WRAPPED = 20
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[TableValue]], title: str = "", fit: bool = False
+) -> None:
+    """A table: boxed on a terminal; plain aligned columns in a pipe, where a program may cut them.
+
+    fit: for people, who read 80 columns in a pipe too: columns that do not fit follow below, after the first one again,
+    and a last column of long words goes on below itself.
+    """
     cells = [[format_value(cell) for cell in row] for row in rows]
     console = Console()
     if console.is_terminal:
@@ -93,9 +115,31 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[TableValue]], ti
         return
     if title:
         print(title)
-    widths = [max(len(text) for text in column) for column in zip(columns, *cells, strict=True)]
-    for row in [list(columns), *cells]:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    for part in _split_columns([list(columns), *cells]) if fit else [[list(columns), *cells]]:
+        _print_plain_table(part, fit)
+
+
+def _split_columns(rows: list[list[str]]) -> list[list[list[str]]]:
+    """The table as tables of at most 80 columns of text, each with the first column; a last one may be long."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    groups: list[list[int]] = [[0]]
+    for place in range(1, len(widths)):
+        taken = sum(widths[i] + 2 for i in groups[-1])
+        wanted = min(widths[place], MIN_WRAPPED) if place == len(widths) - 1 else widths[place]
+        if taken + wanted > PIPE_WIDTH and len(groups[-1]) > 1:
+            groups.append([0])
+        groups[-1].append(place)
+    return [[[row[i] for i in group] for row in rows] for group in groups]
+
+
+def _print_plain_table(rows: list[list[str]], fit: bool) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    before = sum(width + 2 for width in widths[:-1])
+    room = max(PIPE_WIDTH - before, MIN_WRAPPED) if fit else max(widths)
+    for *first, last in rows:
+        start = "".join(f"{text.ljust(width)}  " for text, width in zip(first, widths[:-1], strict=True))
+        parts = textwrap.wrap(last, room) if len(last) > room else [last]
+        print("\n".join([(start + parts[0]).rstrip(), *(" " * before + part for part in parts[1:])]))
 
 
 def print_name_value_lines(facts: Sequence[tuple[str, TableValue]]) -> None:
@@ -240,14 +284,53 @@ def make_notes_observer() -> Observer:
     return NotesPrinter()
 
 
+FIRST_LINE_SECONDS, MOST_LINE_SECONDS = 10.0, 60.0
+"""Where stderr is no terminal: a line after so many seconds, then after twice as many each time, up to the most."""
+
+
+def make_line_observer(title: str, rounds: int, clock: Callable[[], float] = time.perf_counter) -> Observer:
+    """A line on stderr now and then while rounds come in, for logs and pipes; none for a run of a few seconds."""
+    from fulcrum.runs.folder import compute_total_C
+    from fulcrum.runs.observers import Observer
+
+    class LinePrinter(Observer):
+        """Prints rounds done, the last score, C, epsilon and what is left, at growing intervals."""
+
+        def started(self, run: RunInfo) -> None:
+            self.began = clock()
+            self.wait, self.due = FIRST_LINE_SECONDS, self.began + FIRST_LINE_SECONDS
+            self.name = run.score if run else ""
+            self.first, self.score = 0, ""
+
+        def round(self, result: RoundResult) -> None:
+            self.first = self.first or result.round
+            for name in [self.name, *result.metrics][: 1 if self.name else 2]:
+                if name in result.metrics:
+                    self.score = f", {name} {format_metric(name, result.metrics[name])}"
+            now = clock()
+            if now < self.due:
+                return
+            self.wait = min(2 * self.wait, MOST_LINE_SECONDS)
+            self.due = now + self.wait
+            seen = result.round - self.first + 1
+            left = format_seconds((now - self.began) / seen * max(rounds - result.round, 0))
+            facts = f"C {format_value(compute_total_C(result.C))}, epsilon {format_epsilon(result.epsilon)}"
+            with contextlib.suppress(OSError):  # nobody reads it any more: no reason to stop the run
+                print_message(f"{title}: round {result.round} of {rounds}{self.score}, {facts}, about {left} left")
+
+    return LinePrinter()
+
+
 def make_progress_observer(title: str, rounds: int, quiet: bool = False) -> Observer:
-    """A live bar on stderr while rounds come in; nothing where stderr is not a terminal."""
+    """A live bar on stderr while rounds come in; where stderr is not a terminal, a line now and then."""
     from fulcrum.runs.folder import compute_total_C
     from fulcrum.runs.observers import Observer
 
     console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if quiet:
         return Observer()
+    if not console.is_terminal:
+        return make_line_observer(title, rounds)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),

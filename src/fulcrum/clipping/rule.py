@@ -13,7 +13,7 @@ import torch
 from fulcrum.errors import ConfigError
 from fulcrum.settings.registry import suggest_nearest_names
 from fulcrum.settings.schema import Clip
-from fulcrum.types import Bounds, Released, RuleState, Stats, View
+from fulcrum.types import Bounds, Released, RuleState, Stats, View, make_short_repr
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,8 @@ class ClipRule:
     branches on values with Python's `if`: so a rule is one constant, and an engine may stack clients
     and runs with different settings.
     """
+
+    __repr__ = make_short_repr
 
     name: str
     init: InitFn

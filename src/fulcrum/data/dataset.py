@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from fulcrum.data.tasks import Task
 from fulcrum.errors import ConfigError, DataError
 from fulcrum.rng import numpy_generator
 from fulcrum.settings.schema import TaskSettings
+from fulcrum.types import make_short_repr
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,20 +39,22 @@ class Dataset:
     follow from private values (how many were clipped, ...): shown to whoever holds the data, never stored or sent.
     """
 
+    __repr__ = make_short_repr
+
     name: str
     task: Task
     train: Records | None
     test: Records | None = None
     party_names: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    fingerprint: str = ""
+    warnings: tuple[str, ...] = field(default=(), repr=False)
+    fingerprint: str = field(default="", repr=False)
     task_settings: TaskSettings | None = None
     public: bool = False
     held_out: Records | None = None
-    person_names: tuple[str, ...] = ()
-    inferred: str = ""
+    person_names: tuple[str, ...] = field(default=(), repr=False)
+    inferred: str = field(default="", repr=False)
     schema: Schema | None = None
-    own_notes: tuple[str, ...] = ()
+    own_notes: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def records(self) -> Records:

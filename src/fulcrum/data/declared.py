@@ -12,7 +12,7 @@ import warnings
 from fulcrum.data.dataset import Dataset
 from fulcrum.data.fingerprints import shares_records_with_test
 from fulcrum.data.partition import LABEL_PARTITIONS, partition_method
-from fulcrum.errors import ConfigError
+from fulcrum.errors import ConfigError, UserNote
 from fulcrum.settings.schema import Data, Settings
 
 
@@ -43,6 +43,7 @@ def resolve_data_settings(settings: Settings, dataset: Dataset) -> tuple[Setting
         warnings.warn(
             "Some test records are also training records: test records count as public and are scored in the clear, so "
             "hand over others, or hold some out with data.validation and privacy.evaluation_epsilon.",
+            UserNote,
             stacklevel=2,
         )
     resolved = settings.replace(data={"partition": method}, privacy={"unit": unit, "randomness": randomness})

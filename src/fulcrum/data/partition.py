@@ -23,6 +23,7 @@ from fulcrum.errors import ConfigError, DataError
 from fulcrum.rng import numpy_generator
 from fulcrum.settings.registry import suggest_nearest_names
 from fulcrum.settings.schema import Data
+from fulcrum.types import make_short_repr
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -35,6 +36,8 @@ class Partition:
     order [n] int64: rows of the Dataset, ascending within a party; starts [K + 1] int64; names may be
     empty, and then party k is called "party-k".
     """
+
+    __repr__ = make_short_repr
 
     order: Tensor
     starts: Tensor

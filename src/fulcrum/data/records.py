@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fulcrum.types import make_short_repr
+
 ModelInputs = Tensor | Mapping[str, Tensor]
 """The inputs of n examples: [n, ...], or several by name."""
 
@@ -61,6 +63,8 @@ class Records:
     index into the data set's party_names (None: not given). digests [n, 16] uint8: hashes of the inputs as they were
     loaded, for `fingerprints` (None: not computed). They stay in memory: stored, they would be a test for guesses.
     """
+
+    __repr__ = make_short_repr
 
     x: ModelInputs
     y: Tensor

@@ -136,6 +136,9 @@ def add_canary_records(
         None if records.party is None else torch.cat([records.party, extra.party]),  # type: ignore[list-item]
     )
     changed = dataset.with_changes(x=joined.x, y=joined.y, person=joined.person, party=joined.party)
+    if dataset.person_names:  # ids as text
+        names = [f"canary {i}" for i in range(int(joined.person.max()) + 1 - len(dataset.person_names))]  # type: ignore[union-attr]
+        changed = dataclasses.replace(changed, person_names=(*dataset.person_names, *names))
     if records.digests is not None:  # those of the records as they were loaded stay
         digests = torch.cat([records.digests, compute_record_digests(extra)])
         changed = dataclasses.replace(changed, train=dataclasses.replace(changed.records, digests=digests))

@@ -34,6 +34,7 @@ from fulcrum.flower.run import ListenAddress, resume_served_run, serve_run
 from fulcrum.flower.task_terms import declare_task
 from fulcrum.flower.terms import read_terms_file
 from fulcrum.flower.transport import GridTransport, envelope_to_record, record_to_envelope
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.settings import files as settings_file
 from fulcrum.settings.schema import Settings
 
@@ -82,7 +83,7 @@ def run_coordinator(grid: Grid, context: Context) -> None:
         )
     score = result.summary["score"]
     value = f"{score} {result.metrics[score]:.4f}, " if score in result.metrics else ""
-    print(f"{value}epsilon {result.epsilon:.4g}, folder {out}")
+    print(f"{value}epsilon {format_epsilon(result.epsilon)}, folder {out}")
 
 
 def _open_configured_party(context: Context) -> AbstractContextManager[PartyService]:

@@ -43,6 +43,7 @@ from fulcrum.flower.messages import (
     write_shape,
 )
 from fulcrum.flower.pairwise.party import MAX_KEYS_BYTES, MaskedRounds
+from fulcrum.flower.party_canaries import PartyCanaries
 from fulcrum.flower.party_data import LoadRecords, check_task
 from fulcrum.flower.party_ledger import enroll_party, register_party_run
 from fulcrum.flower.party_statement import make_party_statement
@@ -95,6 +96,8 @@ class PartyService:
     """Which requests are the coordinator's. None: every one, for parties and a coordinator in one process."""
     done: bool = False
     """Whether the coordinator has said that the run is over."""
+    canaries: PartyCanaries | None = None
+    """This party's own canaries, where it audits itself."""
 
     def __post_init__(self) -> None:
         self._dataset: Dataset | None = None
@@ -326,6 +329,7 @@ class PartyService:
         assert self.terms is not None
         if self._dataset is None:
             dataset = self._load(self.terms)
+            dataset = dataset if self.canaries is None else self.canaries.add_records(dataset)
             enroll_party(self.ledger, self.terms, dataset)
             self.ledger.bring_to_current_format()  # the coordinator gets to know which ledger this is
             self._dataset = dataset
@@ -342,7 +346,7 @@ class PartyService:
         """This party's model and engine, made when first needed; the terms must be agreed by then."""
         if self._trainer is None:
             assert self.terms is not None
-            self._trainer = LocalTrainer(self.name, self.dataset, self.terms, self.device)
+            self._trainer = LocalTrainer(self.name, self.dataset, self.terms, self.device, self.canaries)
         return self._trainer
 
     def _ask_consent(self, proposal: dict[str, Any]) -> None:
@@ -460,6 +464,7 @@ def open_party_service(
     device: torch.device | None = None,
     say: MessageFn = print,
     gate: RequestGate | None = None,
+    canaries: int = 0,
 ) -> Iterator[PartyService]:
     """A party's service over its ledger and the replies beside it (LEDGER.replies); one process at a time."""
     if terms is not None and terms.party != name:
@@ -483,6 +488,7 @@ def open_party_service(
             device=device or torch.device("cpu"),
             say=lambda words: say(clean_message(words)),  # it may quote what a coordinator sent
             gate=gate,
+            canaries=PartyCanaries(canaries, ledger) if canaries else None,
         )
         try:
             service.replies.check_ledger(service.ledger)

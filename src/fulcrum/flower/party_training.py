@@ -15,8 +15,9 @@ from fulcrum.data import Dataset
 from fulcrum.data.records import select_rows
 from fulcrum.engines import Engine, find_engine
 from fulcrum.engines.fast import make_ghost_step
-from fulcrum.errors import DataError
+from fulcrum.errors import ConfigError, DataError
 from fulcrum.flower.messages import SimulatedStreams, compute_model_fingerprint
+from fulcrum.flower.party_canaries import PartyCanaries
 from fulcrum.flower.party_data import count_units, make_single_party_partition, make_stand_in
 from fulcrum.flower.task_terms import task_fingerprint
 from fulcrum.flower.terms import PartyTerms, find_allowed_rule, terms_to_settings
@@ -49,8 +50,17 @@ class PartyRunFacts:
 class LocalTrainer:
     """Trains on one party's records. The model is built once, and the engine once per run."""
 
-    def __init__(self, name: str, dataset: Dataset, terms: PartyTerms, device: torch.device) -> None:
-        self.name, self.terms, self.device = name, terms, device
+    def __init__(
+        self,
+        name: str,
+        dataset: Dataset,
+        terms: PartyTerms,
+        device: torch.device,
+        canaries: PartyCanaries | None = None,
+    ) -> None:
+        self.name, self.terms, self.device, self.canaries = name, terms, device, canaries
+        if canaries is not None and terms.aggregation != "plain":
+            raise ConfigError(f"--canaries audits updates that stand alone, and aggregation = {terms.aggregation!r}.")
         self.settings = terms_to_settings(terms)
         self._given = dataset
         self._current: tuple[PartyRunFacts, TrainingProblem, Engine] | None = None
@@ -106,6 +116,8 @@ class LocalTrainer:
     def train(self, facts: PartyRunFacts, request: RoundRequest) -> ClientReply:
         """One round of local training; the request has one assignment, this party's."""
         (reply,) = self._prepare_run(facts)[1].run(request)
+        if self.canaries is not None:
+            self.canaries.write_log(facts.run, self.terms.delta)
         return reply
 
     def hold(self, facts: PartyRunFacts, request: RoundRequest) -> HeldSum:
@@ -176,7 +188,9 @@ class LocalTrainer:
                 if streams is None
                 else SeededRandomness(streams.seed, bind_stream_to_records(streams, self.dataset)),
             )
-            self._current = facts, problem, find_engine("auto", problem)
+            own = self.canaries
+            engine = find_engine("auto", problem) if own is None else own.make_engine(facts.run, facts.client, problem)
+            self._current = facts, problem, engine
         return self._current[1:]
 
 

@@ -45,7 +45,7 @@ from fulcrum.gradients.stacked.geometry import SlidingWindow
 WRITE_READ_COST = 20
 """Cost of writing and reading one entry of a per-example gradient on a CPU, in multiply-adds."""
 
-LARGE_ENTRIES = {2**16: 2, 2**17: 5}
+LARGE_ENTRIES = {2**16: 2, 2**17: 3}
 """Gradients of more entries than these do not stay in a CPU's cache: each entry costs so many times as much."""
 
 SHIFTED_SCRATCH = {"cpu": 2**20, "cuda": 2**28}

@@ -374,8 +374,9 @@ def calibrate_sigma(
         if high >= SIGMA_MAX:
             cost = Spend.empty().add_events(planned(high)).epsilon(delta, accountant)
             raise ConfigError(
-                f"epsilon = {epsilon:g} at delta = {delta:g} cannot be reached: even with sigma = {high:g} the plan "
-                f"costs {cost:.4g}; allow a larger epsilon, or fewer rounds or steps."
+                f"epsilon = {format_epsilon(epsilon)} at delta = {delta:g} cannot be reached: even with sigma = "
+                f"{high:g} the plan "
+                f"costs {format_epsilon(cost)}; allow a larger epsilon, or fewer rounds or steps."
             )
         low, at_low = high, at_high
         high = min(2 * high, SIGMA_MAX)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fulcrum.privacy.accounting import calibrate_sigma
+from fulcrum.privacy.accounting import calibrate_sigma, format_epsilon
 from fulcrum.privacy.events import Gaussian
 from fulcrum.privacy.exact_noise import release_on_grid
 from fulcrum.privacy.scores import ONE, ScoreForm
@@ -86,7 +86,8 @@ class EvaluationPlan:
         times = f"{self.releases} evaluation{'s' if self.releases > 1 else ''} of {self.units} held-out units"
         advice = "; fewer evaluations (run.evaluate_every) have less noise" if self.releases > 1 else ""
         return (
-            f"Scores are noised: {times} cost{'s' if self.releases == 1 else ''} them epsilon {self.epsilon:g} in all, "
+            f"Scores are noised: {times} cost{'s' if self.releases == 1 else ''} them epsilon "
+            f"{format_epsilon(self.epsilon)} in all, "
             f"and the noise moves {find_article(name)} {name} by about {error:.2g}{advice}."
         )
 

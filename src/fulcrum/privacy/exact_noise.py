@@ -112,18 +112,40 @@ def _release_on_host(
         largest = _find_largest(x)
     if not len(x) or largest >= host_noise.LARGEST_SIZE * grid:
         return _release_some_rows(x[None], [scale], [stream], [grid])[0]
-    source, key = stream
-    place, half = source.locate_stream(key), -(-len(x) // 2)
     units = torch.empty(len(x), dtype=torch.int32)
-    noted = host_noise.round_on_host(x, scale, grid, place, units, torch.get_num_threads())
-    if not len(noted.place):
-        return GridRelease(units, grid)
-    uniform = np.where(noted.t >= 0, noted.t, 0.5)
-    near = x.numpy()[noted.place].astype(np.float64)
-    margin = compute_margin(near, abs(noted.rounded) + 1.0, scale, grid, noted.radius, uniform)
-    for j in noted.place[~(noted.away < 0.5 - margin)].tolist():
-        units[j] = _decide(float(x[j]), scale, grid, stream, _read_pair(*place, j % half, half), j, half)
+    for place, integer in _write_on_host(x, scale, grid, stream, units):
+        units[place] = integer
     return GridRelease(units, grid)
+
+
+def release_in_place(clipped: Tensor, scale: float, randomness: CipherRandomness, key: StreamKey) -> Tensor:
+    """`release_on_grid(...).floats`, float32 [m]. Where it can be, they are written over the sum: large models."""
+    x, grid = clipped.detach(), choose_grid(scale)
+    plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and len(x) > 0
+    # A sum that is not finite, or is too large, compares as False.
+    if not (plain and 2.0**-100 < grid < 2.0**90 and _find_largest(x) < host_noise.LARGEST_SIZE * grid):
+        return release_on_grid(clipped, scale, randomness, key).floats
+    for place, integer in _write_on_host(x, scale, grid, (randomness, key), x):
+        x[place] = GridRelease(torch.tensor(integer), grid).values
+    return x
+
+
+def _write_on_host(
+    x: Tensor, scale: float, grid: float, stream: tuple[CipherRandomness, StreamKey], into: Tensor
+) -> list[tuple[int, int]]:
+    """Writes the release of x [m] as `host_noise.round_on_host` does; places and integers of those to be corrected."""
+    source, key = stream
+    start, half = source.locate_stream(key), -(-len(x) // 2)
+    noted = host_noise.round_on_host(x, scale, grid, start, into, torch.get_num_threads())
+    if not len(noted.place):
+        return []
+    uniform = np.where(noted.t >= 0, noted.t, 0.5)
+    margin = compute_margin(noted.x, abs(noted.rounded) + 1.0, scale, grid, noted.radius, uniform)
+    doubtful = ~(noted.away < 0.5 - margin)
+    found: dict[int, int] = {}
+    for j, value in zip(noted.place[doubtful].tolist(), noted.x[doubtful].tolist(), strict=True):
+        found[j] = _decide(value, scale, grid, stream, _read_pair(*start, j % half, half), j, half)
+    return list(found.items())
 
 
 def _find_largest(x: Tensor) -> float:

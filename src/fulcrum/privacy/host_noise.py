@@ -23,7 +23,7 @@ from fulcrum.rng.chacha import Nonce, open_stream
 
 Numbers = npt.NDArray[Any]
 
-PAIRS_AT_ONCE = 2**14
+PAIRS_AT_ONCE = 2**15
 """Pairs of normal numbers in a block."""
 
 PAIRS_PER_THREAD = 2**16
@@ -44,17 +44,14 @@ SMALLEST_RADIUS = math.sqrt(-2 * math.log1p(-SMALLEST_USUAL)) * (1 + 2.0**-20)
 """Radii of usual pairs lie between these two."""
 
 
-MIDDLE = torch.tensor(2.0**-65, dtype=torch.float64)
-"""What the further bits add to a word's 64 on average."""
-
-
 class Noted(NamedTuple):
-    """Coordinates that may be near a boundary. place [k]: index. rounded [k]: the integer. away [k]: its distance.
+    """Coordinates that may be near a boundary. place [k]: index. x [k]: the sum there. rounded [k]: the integer.
 
-    t [k]: the pair's signed uniform number; radius [k]: its R.
+    away [k]: its distance. t [k]: the pair's signed uniform number; radius [k]: its R.
     """
 
     place: Numbers
+    x: Numbers
     rounded: Numbers
     away: Numbers
     t: Numbers
@@ -62,10 +59,11 @@ class Noted(NamedTuple):
 
 
 def round_on_host(
-    x: Tensor, scale: float, grid: float, stream: tuple[bytes, Nonce], units: Tensor, threads: int
+    x: Tensor, scale: float, grid: float, stream: tuple[bytes, Nonce], into: Tensor, threads: int
 ) -> Noted:
-    """Write round((x + scale N) / grid) of x [m] into units int32 [m]; the coordinates that are noted.
+    """Write round((x + scale N) / grid) of x [m] into an int32 tensor [m]; the coordinates that are noted.
 
+    into: or float32, for the integers times the grid; it may be x itself, which is then overwritten.
     x is finite, below LARGEST_SIZE grid units; m >= 1.
     """
     half = -(-len(x) // 2)
@@ -74,7 +72,7 @@ def round_on_host(
     parts = [range(start, min(start + each, half)) for start in range(0, half, each)]
 
     def run(part: range) -> list[Noted]:
-        return _round_pairs(x, scale, grid, stream, units, part)
+        return _round_pairs(x, scale, grid, stream, into, part)
 
     if len(parts) == 1:
         found = run(parts[0])
@@ -85,7 +83,7 @@ def round_on_host(
 
 
 def _round_pairs(
-    x: Tensor, scale: float, grid: float, stream: tuple[bytes, Nonce], units: Tensor, pairs: range
+    x: Tensor, scale: float, grid: float, stream: tuple[bytes, Nonce], into: Tensor, pairs: range
 ) -> list[Noted]:
     """The coordinates of some pairs: j and half + j of each."""
     count = x.shape[0]
@@ -96,71 +94,98 @@ def _round_pairs(
     read_first = open_stream(*stream, pairs.start)
     read_second = read_first if alone else open_stream(*stream, half + pairs.start)
     words = torch.empty(2 * size, dtype=torch.int64)
-    numbers = torch.empty((5, 2 * size), dtype=torch.float64)
-    numbers[3].zero_()  # where a sum has no coordinate, in the last pair of an odd number
-    views = _view_block(words, numbers, size)
+    numbers = torch.empty((4, 2 * size), dtype=torch.float64)
+    numbers[2].zero_()  # where a sum has no coordinate, in the last pair of an odd number
+    block = _Block(words, numbers, size)
     found: list[Noted] = []
     for start in range(pairs.start, pairs.stop, size):
         n = min(size, pairs.stop - start)
         if n < size:
-            views = _view_block(words, numbers, n)
-        given, uniform, t, turns, radius, angle, wave, exact, rounded = views
+            block = _Block(words, numbers, n)
         if alone:
             read_first(words)
-            places = [(exact.view(-1)[:count], rounded.view(-1)[:count], slice(0, count))]
+            places = [(slice(0, count), slice(0, count))]
         else:
-            read_first(given[0])
-            read_second(given[1])
+            read_first(block.words[0])
+            read_second(block.words[1])
             last = min(n, count - half - start)  # an odd number has no sine at its end
             places = [
-                (exact[0], rounded[0], slice(start, start + n)),
-                (exact[1, :last], rounded[1, :last], slice(half + start, half + start + last)),
+                (slice(0, n), slice(start, start + n)),
+                (slice(n, n + last), slice(half + start, half + start + last)),
             ]
-        torch.add(MIDDLE, given, alpha=2.0**-64, out=uniform)
-        # The radius in grid units, s R / g: see `words_to_normals`. U - 1 is t - 1 for t > 0 and t for t < 0.
-        torch.sub(t, torch.ceil(t, out=radius), out=radius).clamp_min_(2.0**-53 - 1.0)
-        torch.log1p(radius, out=radius).mul_(-2.0 * ratio * ratio).sqrt_()
-        torch.mul(turns, 2 * math.pi, out=angle)
-        torch.cos(angle, out=wave[0])
-        torch.sin(angle, out=wave[1])
-        for sums, _, place in places:
-            sums.copy_(x[place])
-        torch.addcmul(exact.mul_(1.0 / grid), wave, radius, out=exact)
-        torch.round(exact, out=rounded)
-        for _, integers, place in places:
-            units[place].copy_(integers)
-        found += _note(start, half, count, ratio, t, radius, rounded, exact.sub_(rounded).abs_())
+        block.draw(ratio)
+        for here, there in places:
+            block.exact[here].copy_(x[there])
+        block.add(grid)
+        found += _note(start, half, x, ratio, block)
+        for here, there in places:
+            part = into[there].copy_(block.rounded[here])
+            if part.is_floating_point():
+                part.mul_(grid)  # exact: a power of two
     return found
 
 
-def _view_block(words: Tensor, numbers: Tensor, n: int) -> tuple[Tensor, ...]:
-    """Views of a block of n pairs: words [2, n]; uniform numbers [2, n] and their rows t and turns [n]; radius and
-    angle [n]; cosines and sines, exact and rounded sums [2, n] each."""
-    uniform, reach, wave, exact, rounded = (values[: 2 * n].view(2, n) for values in numbers)
-    return words[: 2 * n].view(2, n), uniform, *uniform.unbind(), *reach.unbind(), wave, exact, rounded
+class _Block:
+    """The numbers of a block of n pairs, in memory that serves all blocks.
 
-
-def _note(
-    start: int, half: int, count: int, ratio: float, t: Tensor, reach: Tensor, rounded: Tensor, away: Tensor
-) -> list[Noted]:
-    """The coordinates of a block that are near a boundary, and those of unusual pairs (some twice).
-
-    rounded, away [2, n]: of the cosines and of the sines.
+    words [2, n]. radius [n]: in grid units. wave [2, n]: cosines and sines. exact, rounded [2 n]: of the cosines, then
+    of the sines. Arrays of NumPy where it starts an operation faster.
     """
-    n, sizes = len(t), reach.numpy()
-    distances = away.numpy().reshape(-1)
+
+    def __init__(self, words: Tensor, numbers: Tensor, n: int) -> None:
+        uniform, wave, exact, rounded = (values[: 2 * n] for values in numbers)
+        self.words = words[: 2 * n].view(2, n)
+        self.wave, self.exact, self.rounded = wave.view(2, n), exact, rounded
+        self.radius, self.angle = uniform.view(2, n).unbind()
+        self._sums, self._products = exact.view(2, n), (wave[:n], wave[n:])
+        self._flat, self._given = uniform.numpy(), words[: 2 * n].numpy()
+        self.sizes, self._turns = self._flat[:n], self._flat[n:]
+        self._scratch = rounded.numpy()[:n]
+        self.distances, self.integers = exact.numpy(), rounded.numpy()
+
+    def draw(self, ratio: float) -> None:
+        """Radii, cosines and sines from the words. ratio: s / g. See `words_to_normals`.
+
+        U = t - floor(t) with t = w / 2^64: t where it is positive, else 1 + t. The further bits add up to 2^-64.
+        """
+        np.copyto(self._flat, self._given)
+        uniform = np.multiply(self.sizes, 2.0**-64, out=self.sizes)
+        np.subtract(uniform, np.floor(uniform, out=self._scratch), out=uniform)
+        torch.log(self.radius, out=self.radius)
+        np.multiply(self.sizes, -2.0 * ratio * ratio, out=self.sizes)
+        torch.sqrt(self.radius, out=self.radius)
+        np.multiply(self._turns, math.pi * 2.0**-63, out=self._turns)
+        torch.cos(self.angle, out=self._products[0])
+        torch.sin(self.angle, out=self._products[1])
+
+    def add(self, grid: float) -> None:
+        """The sums in `exact`, with noise in grid units: as integers in `rounded`, and how far from them in `exact`."""
+        exact = self.distances
+        np.multiply(exact, 1.0 / grid, out=exact)
+        torch.addcmul(self._sums, self.wave, self.radius, out=self._sums)
+        np.rint(exact, out=self.integers)
+        np.abs(np.subtract(exact, self.integers, out=exact), out=exact)
+
+
+def _note(start: int, half: int, x: Tensor, ratio: float, block: _Block) -> list[Noted]:
+    """The coordinates of a block that are near a boundary, and those of unusual pairs (some twice)."""
+    sizes, distances, count = block.sizes, block.distances, x.shape[0]
+    n = len(sizes)
     flat = np.flatnonzero(distances >= 0.5 - NEAR)
     low, high = SMALLEST_RADIUS * ratio, LARGEST_RADIUS * ratio
-    if sizes.min() < low or sizes.max() > high:
-        unusual = np.flatnonzero((sizes < low) | (sizes > high))
+    if not (sizes.min() >= low and sizes.max() <= high):
+        unusual = np.flatnonzero(~((sizes >= low) & (sizes <= high)))
         flat = np.concatenate([flat, unusual, unusual + n])
     pair = flat % n
     place = start + pair + half * (flat >= n)
     if not place.size:
         return []
-    noted = Noted(place, rounded.numpy().reshape(-1)[flat], distances[flat], t.numpy()[pair], sizes[pair] / ratio)
     inside = place < count
-    return [noted if inside.all() else Noted(*(values[inside] for values in noted))]
+    if not inside.all():
+        flat, pair, place = flat[inside], pair[inside], place[inside]
+    t = block.words[0].numpy()[pair] * 2.0**-64
+    sums = x.numpy()[place].astype(np.float64)
+    return [Noted(place, sums, block.integers[flat], distances[flat], t, sizes[pair] / ratio)]
 
 
 def _join(parts: Sequence[Noted]) -> Noted:

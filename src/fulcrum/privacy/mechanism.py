@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fulcrum.clipping.rule import ClipRule, gradient_multiplier
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
-from fulcrum.privacy.exact_noise import release_rows_on_grid
+from fulcrum.privacy.exact_noise import release_in_place, release_rows_on_grid
 from fulcrum.rng import CipherRandomness, Randomness, StreamKey
 from fulcrum.types import Assignment, Bounds, RuleState
 
@@ -176,6 +176,9 @@ GAUSSIAN_MECHANISM = Mechanism(init=lambda dim: {}, scale=scale_noise, release=a
 
 # --- one client's step ----------------------------------------------------------------------
 
+LARGE_SUM = 2**20
+"""Numbers from which a release is written over the sum, if the caller allows it: fresh memory of that size is slow."""
+
 
 def compute_charged_scale(
     rule: ClipRule, bounds: Bounds, rate: float, sigma: float, batch: float, asked: bool = True, shares: float = 1
@@ -192,13 +195,20 @@ def release_with_noise(
     scale: ChargedNoiseScale,
     randomness: Randomness,
     key: StreamKey,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """What a client may release of a sum [m] and extra statistics [J], float32: integers on a grid, times the grid.
 
     key: the release's place, (round, client, step); the noise comes from two streams of that name. Statistics that are
     not released are zeros. Without noise (a rule that is not private) the sums are returned as they are.
+    overwrite: whether the sum's memory may hold the release: the caller must not read the sum any more.
     """
-    noisy, noisy_extra = release_rows_with_noise(clipped[None], extra[None], [scale], [(randomness, key)])
+    rows = (clipped[None], extra[None], [scale], [(randomness, key)])
+    large = overwrite and len(clipped) >= LARGE_SUM and not isinstance(scale.event, Unprotected)
+    if large and isinstance(randomness, CipherRandomness):
+        _, noisy_extra = release_rows_with_noise(clipped[None, :0], *rows[1:])  # the statistics alone
+        return release_in_place(clipped, float(scale.sum), randomness, ("noise", *key)), noisy_extra[0]
+    noisy, noisy_extra = release_rows_with_noise(*rows)
     return noisy[0], noisy_extra[0]
 
 

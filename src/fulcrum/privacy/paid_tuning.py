@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.accounting import ORDERS, FloatVector, convert_rdp_to_epsilon
+from fulcrum.privacy.accounting import ORDERS, FloatVector, convert_rdp_to_epsilon, format_epsilon
 
 MOST_TRIALS = 10_000
 """Trials beyond which a distribution is cut off when it is drawn from; its chance is negligible."""
@@ -116,7 +116,8 @@ def calibrate_trial_sigma(
     low, high = 0.05, 1e5
     if cost(high) > epsilon:
         raise ConfigError(
-            f"no noise makes {trials.describe()} trials cost at most epsilon = {epsilon:g} at delta = {delta:g}; raise "
+            f"no noise makes {trials.describe()} trials cost at most epsilon = {format_epsilon(epsilon)} at "
+            f"delta = {delta:g}; raise "
             "epsilon or expect fewer trials."
         )
     while high / low > 1 + 1e-6:

@@ -13,7 +13,7 @@ from torch import nn
 from fulcrum.data import Dataset
 from fulcrum.data.sources.objects import name_object, read_object
 from fulcrum.data.table import Schema
-from fulcrum.errors import ConfigError, ModelError
+from fulcrum.errors import ConfigError, ModelError, UserNote
 from fulcrum.runs.binding import register_run
 from fulcrum.runs.execution import execute, open_run_ledger
 from fulcrum.runs.observers import Observer, RoundCallback
@@ -76,7 +76,7 @@ def rounds(
 def _warn_of_own_notes(dataset: Dataset) -> None:
     """What follows from private values is told to the caller alone: a warning, which nothing stores."""
     for note in dataset.own_notes:
-        warnings.warn(f"only you see this: {note}", stacklevel=3)
+        warnings.warn(f"only you see this: {note}", UserNote, stacklevel=3)
 
 
 def resolve_keywords(

@@ -29,7 +29,7 @@ from fulcrum.data.held_out import hold_out_units
 from fulcrum.data.records import select_rows
 from fulcrum.errors import BudgetError, ConfigError, DataError, RunError
 from fulcrum.models.build import is_built_in
-from fulcrum.privacy.accounting import check_accounting_terms
+from fulcrum.privacy.accounting import check_accounting_terms, format_epsilon
 from fulcrum.privacy.evaluation import HELD_OUT_NAME, EvaluationPlan, calibrate_evaluation, release_sums, sum_over_units
 from fulcrum.privacy.ledger import Ledger, LedgerAccount, RunPlan, RunRecord
 from fulcrum.rng import SecureRandomness
@@ -130,7 +130,8 @@ def _reserve(ledger: Ledger, name: str, run: str, plan: EvaluationPlan, unit: st
     whole = RunPlan((plan.planned,), plan.delta)
     if not ledger.fits(name, run, whole):
         raise BudgetError(
-            f"the budget of {name} in {ledger.path} does not allow epsilon {plan.epsilon:g} more; raise it: fulcrum "
+            f"the budget of {name} in {ledger.path} does not allow epsilon {format_epsilon(plan.epsilon)} more; "
+            "raise it: fulcrum "
             f"ledger {ledger.path} --party {name} --budget EPSILON"
         )
     ledger.register_units(run, name, digests)

@@ -24,7 +24,7 @@ from fulcrum.runs.stored_model import CARD_FILE, describe_model, write_stored_mo
 from fulcrum.settings.schema import Settings
 from fulcrum.training.loop import MAX_PARTIES_WITH_EPSILON
 from fulcrum.training.snapshot import Snapshot
-from fulcrum.types import ScoreFacts
+from fulcrum.types import ScoreFacts, make_short_repr
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Result:
     plain coordinates, adapters merged, complete with frozen weights and buffers. summary is
     the content of summary.json; folder is its folder, None where nothing was stored. lines: those of metrics.jsonl.
     """
+
+    __repr__ = make_short_repr
 
     accuracy: float
     loss: float

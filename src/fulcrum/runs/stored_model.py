@@ -215,11 +215,12 @@ def load_trained(run: Path | str, model: nn.Module | None = None) -> TrainedMode
     folder = Path(run)
     record.load_run_json(folder, "run.json")
     if not (folder / FACTS_FILE).is_file():
-        why = "its run is not finished" if not (folder / WEIGHTS_FILE).is_file() else "an earlier Fulcrum wrote it"
-        raise RunError(
-            f"{folder} has no {FACTS_FILE} ({why}); finish the run with fulcrum resume, or load {WEIGHTS_FILE} into "
-            "your own network with safetensors."
-        )
+        if (folder / WEIGHTS_FILE).is_file():
+            raise RunError(
+                f"{folder} has no {FACTS_FILE}: version 0.1 wrote it. Load {WEIGHTS_FILE} into your own network with "
+                "safetensors, or train again with its settings.toml."
+            )
+        raise RunError(f"{folder} has no {FACTS_FILE}: its run is not finished; continue it with fulcrum resume.")
     facts = record.load_run_json(folder, FACTS_FILE)
     settings = settings_file.read_settings(folder / "settings.toml")
     try:

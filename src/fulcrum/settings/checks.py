@@ -150,7 +150,7 @@ def _check_combinations(settings: Settings) -> None:
         raise ConfigError("privacy.budgets is set without privacy.epsilon; give the epsilon of the other parties too.")
     if privacy.evaluation_epsilon is not None and not settings.data.validation:
         raise ConfigError(
-            f"privacy.evaluation_epsilon = {privacy.evaluation_epsilon:g} pays for scores of held-out records, and "
+            f"privacy.evaluation_epsilon = {privacy.evaluation_epsilon!r} pays for scores of held-out records, and "
             "data.validation = 0 holds none out; set it, or leave evaluation_epsilon out."
         )
     if privacy.unit == "client" and privacy.max_participations:

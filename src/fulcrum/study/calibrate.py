@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from fulcrum.clipping import find_rule
 from fulcrum.errors import BudgetError
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.plan import Plan, make_plan
 from fulcrum.settings.derived import COST_FREE_SETTINGS
 from fulcrum.settings.schema import Settings
@@ -58,5 +59,8 @@ def calibrate_noise(settings: Settings) -> tuple[float, float]:
     cost = with_sigma.compute_epsilon_at(settings.train.rounds, 0)
     target = settings.privacy.epsilon
     if target is not None and cost > target * (1 + 1e-9):
-        raise BudgetError(f"sigma = {sigma:g} costs epsilon = {cost:.5g}, above the target {target:g}: nothing is run.")
+        raise BudgetError(
+            f"sigma = {sigma:g} costs epsilon = {format_epsilon(cost, 6)}, above the target "
+            f"{format_epsilon(target, 6)}: nothing is run."
+        )
     return sigma, cost

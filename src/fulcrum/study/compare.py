@@ -117,8 +117,8 @@ def check_charges(jobs: Sequence[StudyJob], data: str) -> float:
         )
     if total > budget:
         raise BudgetError(
-            f"{cost}, more than privacy.budget = {budget:g}; compare fewer methods, epsilons or seeds. Nothing was "
-            "spent."
+            f"{cost}, more than privacy.budget = {format_epsilon(budget)}; compare fewer methods, epsilons "
+            "or seeds. Nothing was spent."
         )
     return total
 

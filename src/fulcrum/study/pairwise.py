@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.privacy.pairwise.shares import count_colluders
 from fulcrum.runs import folder as record
 from fulcrum.settings.schema import Settings
@@ -114,7 +115,7 @@ def _make_page(experiment: Experiment, rows: Sequence[Mapping[str, Any]], runs: 
     for row in rows:
         title = TITLES.get(row["aggregation"], row["aggregation"])
         lines.append(
-            f"| {row['dataset']} | {row['epsilon']:g} | {title} | {row['colluders']} | "
+            f"| {row['dataset']} | {format_epsilon(row['epsilon'], 6)} | {title} | {row['colluders']} | "
             f"{_show(row['mean'], row['ci95'])} | {_show(row['behind_ideal'], row['behind_ideal_ci95'])} | "
             f"{len(row['seeds'])} |"
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.runs.folder import to_json_value
 from fulcrum.study import figures, tables
 from fulcrum.study.calibrate import calibrate_jobs
@@ -160,7 +161,8 @@ def compare_with_paper(cells: Sequence[TableCell]) -> list[str]:
     if not own:
         return []
     below = [
-        f"{tables.make_dataset_label(c.dataset, cells)} at {c.epsilon:g}, {tables.format_interval(c.stats, c.score)} "
+        f"{tables.make_dataset_label(c.dataset, cells)} at {format_epsilon(c.epsilon or 0.0, 6)}, "
+        f"{tables.format_interval(c.stats, c.score)} "
         f"against {c.paper:.2f}"
         for c in own
         if c.paper is not None and c.stats.mean < c.paper
@@ -223,7 +225,7 @@ def make_choices_table(cells: Sequence[TableCell]) -> str:
 
 
 def _format_epsilon(epsilon: float | None) -> str:
-    return "-" if epsilon is None else f"{epsilon:g}"
+    return "-" if epsilon is None else format_epsilon(epsilon, 6)
 
 
 def make_table_notes(cells: Sequence[TableCell], costs: TuningCosts) -> list[str]:
@@ -254,7 +256,8 @@ def make_table_notes(cells: Sequence[TableCell], costs: TuningCosts) -> list[str
             reused.setdefault((c.dataset, c.choice.epsilon), []).append(c.label)
     for (dataset, at), labels in reused.items():
         found.append(
-            f"{dataset}: tuned at epsilon {at:g} and reused at the others: {', '.join(dict.fromkeys(labels))}."
+            f"{dataset}: tuned at epsilon {format_epsilon(at, 6)} and reused at the others: "
+            f"{', '.join(dict.fromkeys(labels))}."
         )
     bare = [c for c in cells if c.choice is None]
     if bare:
@@ -289,7 +292,8 @@ def compute_selection_costs(experiment: Experiment, protocol: bool = False) -> d
 def describe_tuning_cost(epsilon: float, cost: Mapping[str, float]) -> str:
     """The privacy cost of tuning, as a sentence for the table."""
     return (
-        f"Tuning is not in the table's epsilon. At {epsilon:g}, the best of {cost['trials']:g} trials on private data "
+        f"Tuning is not in the table's epsilon. At {format_epsilon(epsilon, 6)}, the best of {cost['trials']:g} "
+        "trials on private data "
         f"would cost {cost['logarithmic']:.2f} by private selection with a random number of trials of that mean "
         f"(Papernot and Steinke 2022, logarithmic; {cost['geometric']:.2f} geometric), and {cost['all']:.2f} if all "
         "trials were published."
@@ -303,7 +307,7 @@ def write_curves(folder: Path, name: str, cells: Sequence[TableCell], note: str)
         own = [c for c in _select_cells(cells, dataset, epsilon) if c.curves]
         if not own:
             continue
-        where = f"{tables.make_dataset_label(dataset, cells)}, ε = {epsilon:g}"
+        where = f"{tables.make_dataset_label(dataset, cells)}, ε = {format_epsilon(epsilon, 6)}"
         score = score_of_cells(own)
         scores = {
             c.label: [(t, score.to_table_scale(v)) for t, v in compute_mean_curve(c.curves, "curve")] for c in own
@@ -364,7 +368,7 @@ def write_parties_table(folder: Path, experiment: Experiment, done: Mapping[str,
             own = _select_cells(cells, dataset, epsilon)
             rows, title = (
                 tables.make_parties_rows(own, counts),
-                f"{tables.make_dataset_label(dataset, cells)}, ε = {epsilon:g}",
+                f"{tables.make_dataset_label(dataset, cells)}, ε = {format_epsilon(epsilon, 6)}",
             )
             page += [f"## {title}\n", tables.make_markdown_table(rows), tables.describe_paper_reach(own, counts)]
             groups.append((title, rows))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.study import figures, tables
 from fulcrum.study.provenance import collect_provenance, provenance_to_line, provenance_to_markdown
 from fulcrum.study.records import StudyScore
@@ -39,7 +40,9 @@ def write_robustness_report(
         best = [f.best_fixed for f in shown if (f.dataset, f.epsilon) == (one.dataset, one.epsilon)]
         score, measured = one.score, [value for value in one.flat if math.isfinite(value)]
         low, high = (10.0, 100.0) if score.is_fraction else (score.worst([*measured, *best]), score.best(measured))
-        name = f"{one.rule}, {tables.DATASET_TITLES.get(one.dataset, one.dataset)}, ε = {one.epsilon:g}"
+        name = (
+            f"{one.rule}, {tables.DATASET_TITLES.get(one.dataset, one.dataset)}, ε = {format_epsilon(one.epsilon, 6)}"
+        )
         write_text_file(
             folder / "figures" / f"{file_stem(one.dataset)}-{one.epsilon:g}-{one.rule}.svg",
             figures.draw_heat_map(
@@ -83,7 +86,9 @@ def make_robustness_page(
                 for f in here
             ]
             best = here[0].score.cell(here[0].best_fixed)
-            title = f"{tables.DATASET_TITLES.get(dataset, dataset)}, ε = {epsilon:g}; best fixed {best}"
+            title = (
+                f"{tables.DATASET_TITLES.get(dataset, dataset)}, ε = {format_epsilon(epsilon, 6)}; best fixed {best}"
+            )
             parts += [f"## {title}\n", tables.make_markdown_table(rows), describe_verdict(grid, here)]
     holes = sum(1 for one in found if not one.is_complete)
     if holes:

@@ -21,7 +21,7 @@ from fulcrum.runs.folder import to_json_value
 from fulcrum.study.job import StudyJob, compute_job_id, settings_from_json
 from fulcrum.study.records import get_record_score, get_score_value
 
-GZIP_THRESHOLD_BYTES = 4 * 2**20
+GZIP_THRESHOLD_BYTES = 2**16
 """Bytes of a merged file above which it is kept gzipped: settings repeat, so gzip reduces them to a twentieth."""
 GZIP_SUFFIX = ".gz"
 RunRecord = dict[str, Any]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulcrum.clipping import find_rule
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.settings.derived import get_planned_unit
 from fulcrum.study.experiment import Experiment
 from fulcrum.study.job import StudyJob
@@ -213,7 +214,7 @@ def count_wins(cells: Sequence[TableCell]) -> tuple[int, int, list[str]]:
     fair = [c for c in cells if c.ahead is not None and c.sound and c.ahead.n > 1]
     places = sorted({(c.dataset, c.epsilon) for c in fair}, key=str)
     behind = [
-        f"{c.dataset} at {c.epsilon:g}: {c.label}"
+        f"{c.dataset} at {format_epsilon(c.epsilon, 6)}: {c.label}"
         for c in fair
         if c.ahead and c.ahead.high < 0 and c.epsilon is not None
     ]

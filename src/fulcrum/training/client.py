@@ -87,14 +87,14 @@ def run_local_steps(
         scale = compute_charged_scale(
             problem.rule, given.bounds, task.rate, task.sigma, batch, asked, task.noise_parties
         )
-        noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:])
+        noisy, noisy_extra = release_with_noise(given.sum, given.extra, scale, problem.randomness, key[1:], True)
         given = replace(given, sum=given.sum.new_empty(0))  # a large model's memory
         # In place where values were made for this step: a large model's weights are seldom read and written.
         gradient = view.restore_gradient(noisy, batch)  # [d]
         if request.weight_decay:
             gradient.add_(request.weight_decay * theta)
         change = gradient.mul_(-task.lr)
-        theta = theta + change
+        theta = theta + change if problem.rule.when == "step" else change.add_(theta)
 
         events.append(scale.event)
         extras.append(noisy_extra / batch)
@@ -107,7 +107,7 @@ def run_local_steps(
 
     return ClientReply(
         client=task.client,
-        delta=theta - request.params,
+        delta=theta - request.params if theta is request.params else theta.sub_(request.params),
         extra=torch.stack(extras).sum(dim=0) / max(1, task.asked(request.round)),
         events=tuple(events),
         state=state,

@@ -23,6 +23,7 @@ from fulcrum.training.combine import COMBINERS
 from fulcrum.training.engine import Engine
 from fulcrum.training.problem import TrainingProblem
 from fulcrum.training.server import SERVERS, compute_client_weights
+from fulcrum.types import make_short_repr
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Federation:
     over as an object, not named by the settings. origin: the run whose model the initial weights are, if any.
     rehearsed: what a rehearsal on made-up data answered, as plain values; empty where there was none.
     """
+
+    __repr__ = make_short_repr
 
     settings: Settings
     problem: TrainingProblem

@@ -23,6 +23,7 @@ from fulcrum.models.layout import ParameterLayout
 from fulcrum.rng import Randomness, make_randomness
 from fulcrum.settings.derived import count_evaluations
 from fulcrum.settings.schema import Settings
+from fulcrum.types import make_short_repr
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class TrainingProblem:
     for the parallel engine; 0: PyTorch's number of threads. proven: whether the bounds on contributions are proven, in
     float64 from the gradients to the release (privacy.arithmetic).
     """
+
+    __repr__ = make_short_repr
 
     dataset: Dataset
     partition: Partition

@@ -38,6 +38,8 @@ def average_replies(replies: Sequence[ClientReply], weights: torch.Tensor) -> tu
     """The released aggregate D_t [d] and the mean extra statistics [J]."""
     if len(replies) == 1:  # without a copy of a large model's update
         only, weight = replies[0], weights.to(replies[0].delta)
+        if float(weight) == 1:
+            return only.delta, only.extra
         return weight * only.delta, weight * only.extra
     delta = torch.stack([reply.delta for reply in replies])
     extra = torch.stack([reply.extra for reply in replies])

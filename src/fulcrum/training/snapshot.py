@@ -9,7 +9,7 @@ import torch
 
 from fulcrum.training.federation import Federation, make_model_facts
 from fulcrum.training.server import SERVERS
-from fulcrum.types import RuleState
+from fulcrum.types import RuleState, make_short_repr
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Snapshot:
     participations [K]: the number of rounds each party took part in; zeros where that is secret (unit client). course:
     numbers of the round that ended here, for observers (`RoundResult.course`); no checkpoint keeps it.
     """
+
+    __repr__ = make_short_repr
 
     round: int
     params: torch.Tensor

@@ -22,7 +22,7 @@ FloatArray = npt.NDArray[np.float64]
 CalibrateFn = Callable[[FloatArray, BoolArray, BoolArray], FloatArray]
 """(scores [S, N], members [S, N], control [N]) -> membership scores [S, N]."""
 FEW_SHADOWS = 64
-"""Below this many shadows, all records share one variance (Carlini et al. take 64 for a variance of each record)."""
+"""Up to this many shadows all records share one variance: one of each record takes more of them (Carlini et al.)."""
 
 
 def leave_one_out_moments(scores: FloatArray, kept: BoolArray) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -45,7 +45,7 @@ def _share_variance(count: FloatArray, variance: FloatArray) -> FloatArray:
     known = np.isfinite(variance)
     shared = np.where(known, variance, 0.0).sum(axis=1, keepdims=True) / np.maximum(known.sum(axis=1, keepdims=True), 1)
     shared = np.where(shared > 0, shared, 1.0)
-    if len(count) >= FEW_SHADOWS:
+    if len(count) > FEW_SHADOWS:
         return np.where(np.isfinite(variance) & (variance > 1e-3 * shared), variance, shared)
     return np.broadcast_to(shared, variance.shape)
 
@@ -58,13 +58,13 @@ def threshold(scores: FloatArray, members: BoolArray, control: BoolArray) -> Flo
 def lira(scores: FloatArray, members: BoolArray, control: BoolArray) -> FloatArray:
     """log N(score; members) - log N(score; non-members), per record; 0 for records that one side lacks.
 
-    With fewer than `FEW_SHADOWS` federations both sides of all records share one variance, and the two means of a
+    With up to `FEW_SHADOWS` federations both sides of all records share one variance, and the two means of a
     record are moved towards the mean difference of all candidates, by how much their own is noise. Controls are never
     members: their coins stand for membership, so that they go the same way.
     """
     sides = [leave_one_out_moments(scores, side) for side in (members, ~members)]
     known = (sides[0][0] > 0) & (sides[1][0] > 0)
-    if len(scores) >= FEW_SHADOWS:
+    if len(scores) > FEW_SHADOWS:
         means = [side[1] for side in sides]
         variances = [_share_variance(side[0], side[2]) for side in sides]
     else:

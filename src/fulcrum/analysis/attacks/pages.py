@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fulcrum.analysis.attacks.inversion import InversionRow, TokensRow
 from fulcrum.analysis.attacks.membership import AttackResult, CellReport
 from fulcrum.analysis.attacks.roc import ROC_GRID, Estimate
 from fulcrum.runs import folder as record
 from fulcrum.study.figures import draw_line_plot
 from fulcrum.study.provenance import get_command_line, get_source_commit
 from fulcrum.study.run_job import describe_machine
+from fulcrum.study.stats import compute_mean_interval
 
 COLUMNS = ("epsilon", "view", "attack", "AUC", "at most", "TPR at 0.1% FPR", "at most", "twins' AUC")
 VIEWS = ("model", "releases", "releases-joint")
@@ -61,6 +63,65 @@ def report_to_json(reports: Sequence[CellReport], device: str = "auto") -> dict[
         "fpr_of_curves": [float(f"{rate:.4g}") for rate in ROC_GRID],
         "cells": [report.to_json() for report in reports],
     }
+
+
+def inversion_to_json(
+    rows: Sequence[InversionRow], texts: Sequence[TokensRow] = (), settings: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Both tables of gradient inversion, and where and how they were made."""
+    return {
+        "kind": "inversion",
+        "command": get_command_line(),
+        "date": record.current_utc_time(),
+        "commit": get_source_commit(),
+        "machine": describe_machine("cpu"),
+        "images": [row.to_json() for row in rows],
+        "tokens": [row.to_json() for row in texts],
+        "settings": dict(settings or {}),
+    }
+
+
+INVERSION_COLUMNS = ("data", "epsilon", "attack", "model", "batch", "images", "PSNR (dB)", "SSIM", "mean image")
+TOKEN_COLUMNS = ("data", "epsilon", "batch", "batches", "tokens found", "guessing")
+
+
+def make_inversion_rows(rows: Sequence[InversionRow]) -> list[list[str]]:
+    """The rows of the table: mean and half-width of the 95% t interval over images."""
+    return [
+        [
+            row.data,
+            "none" if row.epsilon is None else f"{row.epsilon:g}",
+            row.attack,
+            row.model,
+            row.batch,
+            str(len(row.psnr)),
+            format_mean(row.psnr, 1),
+            format_mean(row.ssim, 2),
+            f"{row.baseline[0]:.1f}, {row.baseline[1]:.2f}",
+        ]
+        for row in rows
+    ]
+
+
+def make_token_rows(rows: Sequence[TokensRow]) -> list[list[str]]:
+    """The rows of the table of tokens: shares of each batch's different tokens."""
+    return [
+        [
+            row.data,
+            "none" if row.epsilon is None else f"{row.epsilon:g}",
+            row.batch,
+            str(len(row.found)),
+            format_mean(row.found, 3),
+            f"{row.guessing:.3f}",
+        ]
+        for row in rows
+    ]
+
+
+def format_mean(values: Sequence[float], digits: int) -> str:
+    """29.0 ± 3.1."""
+    found = compute_mean_interval(list(values))
+    return f"{found.mean:.{digits}f}" + (f" ± {found.half:.{digits}f}" if found.n > 1 else "")
 
 
 def draw_roc(reports: Sequence[CellReport], view: str, title: str) -> str:

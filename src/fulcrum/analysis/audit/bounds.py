@@ -228,6 +228,7 @@ def plan_guesses(
     Scores of the claimed mechanism are simulated with a seed of their own, so nothing of the run decides the plan.
     """
     generator = np.random.default_rng(20250)
+    trials = max(2000, min(trials, int(8e6 / len(list_releases(events)))))  # memory
     included = np.arange(trials) % 2 == 0
     scores = score_likelihood(simulate_projections(events, included, generator), events)
     best, chosen = math.inf, GuessPlan(canaries, 2)
@@ -328,11 +329,13 @@ def bound_by_one_run_fdp(
         return is_refuted(family.curve(scale), guesses, 1 - confidence)
 
     numbers = _list_numbers(guesses)
-    low, high = SCALE_RANGE
-    if not refuted(high):
-        return LowerBound(0.0, delta, confidence, "one-run-fdp", family.statement, numbers)
-    if refuted(low):
-        high = low
+    low = high = 1.0  # curves of little noise take longest, so the search starts at the claim
+    while not refuted(high):
+        low, high = high, 2 * high
+        if high > SCALE_RANGE[1]:
+            return LowerBound(0.0, delta, confidence, "one-run-fdp", family.statement, numbers)
+    while low == high and low > SCALE_RANGE[0]:
+        low, high = (low / 2, high) if not refuted(low / 2) else (low / 2, low / 2)
     while high > low * (1 + tolerance):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if refuted(middle) else (middle, high)

@@ -95,10 +95,27 @@ def merge_events(events: Sequence[Gaussian]) -> tuple[Gaussian, ...]:
     return tuple(Gaussian(rate, sigma, count) for (rate, sigma), count in counts.items())
 
 
+MAX_KINDS, SIGMA_RATIO = 16, 1.02
+"""Up to KINDS different releases are composed as they are. With more (a noise schedule) each multiplier is rounded down
+to a power of RATIO: an upper bound on what leaks."""
+
+
+def round_events(events: Sequence[Gaussian]) -> Sequence[Gaussian]:
+    """The events, or few kinds of events that leak no less."""
+    if len({(event.rate, event.sigma) for event in events}) <= MAX_KINDS:
+        return events
+
+    def down(sigma: float) -> float:
+        rounded = SIGMA_RATIO ** math.floor(math.log(sigma, SIGMA_RATIO))
+        return rounded if rounded <= sigma else rounded / SIGMA_RATIO
+
+    return [Gaussian(event.rate, down(event.sigma), event.count) for event in events]
+
+
 def compute_delta_curve(events: Sequence[Gaussian], epsilons: FloatVector) -> FloatVector:
     """Upper bounds on delta of the composed events at epsilons [n], the worse of adding and removing a unit: [n]."""
     pld = importlib.import_module("dp_accounting.pld.privacy_loss_distribution")
-    parts = [(event.rate, event.sigma, event.count) for event in merge_events(events)]
+    parts = [(event.rate, event.sigma, event.count) for event in merge_events(round_events(events))]
     interval = choose_pld_interval(parts)
     total = None
     with np.errstate(all="ignore"):  # overflows to infinity are meant
@@ -140,7 +157,7 @@ def make_poisson_family(events: Sequence[Event]) -> NoiseFamily:
         if scale not in cached:
             total = sum(event.count * event.rate**2 / (event.sigma * scale) ** 2 for event in gaussian)
             reach = min(20 + 15 * math.sqrt(total) + total, 120.0)
-            epsilons = np.concatenate([np.linspace(0, 8, 401), np.linspace(8, max(reach, 9.0), 200)[1:]])
+            epsilons = np.concatenate([np.linspace(0, 8, 241), np.linspace(8, max(reach, 9.0), 80)[1:]])
             cached[scale] = make_curve(epsilons, compute_delta_curve(scale_events(gaussian, scale), epsilons))
         return cached[scale]
 

@@ -256,7 +256,18 @@ def make_entry(name: str, claimed: float, view: CanaryView, delta: float, famili
                 found = [known, *found]
         return tuple(found)
 
-    return Measured(name, claimed, len(included), int(included.sum()), len(events), bound)
+    releases = sum(event.count for event in events)
+    return Measured(name, claimed, len(included), int(included.sum()), releases, bound, find_point(scores, included))
+
+
+def find_point(scores: FloatVector, included: BoolVector) -> tuple[float, float] | None:
+    """Rates of false and true positives where the tenth of canaries with the highest scores is called in."""
+    members, others = int(included.sum()), int((~included).sum())
+    if not members or not others:
+        return None
+    called = np.argsort(-scores, kind="stable")[: max(1, len(scores) // 10)]
+    hits = int(included[called].sum())
+    return (len(called) - hits) / others, hits / members
 
 
 def collect_view(seen: Sequence[SeenRelease], client: int, mine: BoolVector, included: BoolVector) -> CanaryView:

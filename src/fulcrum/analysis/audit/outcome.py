@@ -18,7 +18,8 @@ class PartyAudit:
     """One party's bounds beside its claim.
 
     claimed: the epsilon that its ledger or its statement says, at delta. included: how many canaries were in. above:
-    whether a bound is above the claim even at the confidence that all bounds of the audit share.
+    whether a bound is above the claim even at the confidence that all bounds of the audit share. point: rates of false
+    and of true positives that the attacker reached with its highest scores.
     """
 
     name: str
@@ -28,6 +29,7 @@ class PartyAudit:
     releases: int
     bounds: tuple[LowerBound, ...]
     above: bool = False
+    point: tuple[float, float] | None = None
 
     @property
     def best(self) -> LowerBound:
@@ -84,6 +86,11 @@ class Audit:
                 "assumes": best.best.assumes,
                 "party": best.name,
             },
+            "points": [
+                {"name": entry.name, "false_positives": entry.point[0], "true_positives": entry.point[1]}
+                for entry in self.entries
+                if entry.point is not None
+            ],
             "parties": [_entry_to_json(entry) for entry in self.parties],
             "together": _entry_to_json(self.together) if self.together else None,
             "checks": dict(self.checks),
@@ -150,6 +157,7 @@ class Measured:
     included: int
     releases: int
     bound: BoundFn
+    point: tuple[float, float] | None = None
 
 
 def conclude(measured: Sequence[Measured], confidence: float) -> list[PartyAudit]:
@@ -167,5 +175,5 @@ def conclude(measured: Sequence[Measured], confidence: float) -> list[PartyAudit
             strict = entry.bound(1 - (1 - confidence) / total)
             above = any(bound.epsilon > entry.claimed for bound in strict)
         counts = entry.canaries, entry.included, entry.releases
-        found.append(PartyAudit(entry.name, entry.claimed, *counts, bounds, above))
+        found.append(PartyAudit(entry.name, entry.claimed, *counts, bounds, above, entry.point))
     return found

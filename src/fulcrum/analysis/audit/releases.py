@@ -14,11 +14,12 @@ FILE.npz, numbers only (nothing is unpickled):
 
 FILE.json: {"format": "fulcrum-releases-1", "delta": 1e-5, "epsilon": 4.0, "rate": 0.1, "sigma": 1.2}, or in place of
 rate and sigma "events": [["gaussian", rate, sigma, count], ...] in the order of the rounds. Optional: "parties", a list
-of names, and "C".
+of names; "steps", how many releases in turn were seen only as their sum, each with its part; "C".
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import zipfile
@@ -33,15 +34,14 @@ from fulcrum.analysis.audit.bounds import BoolVector, LowerBound, bound_by_thres
 from fulcrum.analysis.audit.curves import FloatVector
 from fulcrum.analysis.audit.in_run import CanaryView, FamilyCache, make_entry
 from fulcrum.analysis.audit.outcome import Audit, Measured, conclude
+from fulcrum.engines.canary_files import RELEASE_ARRAYS, RELEASES_FORMAT
 from fulcrum.errors import InputError
 from fulcrum.privacy.accounting import compute_epsilon
 from fulcrum.privacy.events import Gaussian, events_from_json
 
-FORMAT = "fulcrum-releases-1"
 MAX_BYTES = 8 * 2**30
 """Bytes of all arrays of a file together, unpacked."""
 MAX_CLAIM_BYTES = 2**20
-ARRAYS = ("included", "releases", "directions", "coordinates", "values", "projections", "run", "party", "sampled")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Releases:
     epsilon: float
     delta: float
     parties: tuple[str, ...]
+    steps: int = 1
 
 
 def read_releases(path: Path | str) -> Releases:
@@ -95,6 +96,7 @@ def read_releases(path: Path | str) -> Releases:
         epsilon,
         delta,
         tuple(names),
+        _read_steps(claim, projections.shape[1], path.with_suffix(".json")),
     )
 
 
@@ -107,7 +109,7 @@ def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
                 f"{path} holds {size / 2**30:.1f} GiB; an audit reads at most {MAX_BYTES / 2**30:.0f} GiB."
             )
         with np.load(path, allow_pickle=False) as archive:
-            found = {name: archive[name] for name in archive.files if name in ARRAYS}
+            found = {name: archive[name] for name in archive.files if name in RELEASE_ARRAYS}
     except InputError:
         raise
     except FileNotFoundError:
@@ -167,8 +169,8 @@ def _read_claim(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not there; the claim stands beside the .npz file (docs/audit.md).") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {type(error).__name__}.") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise InputError(f'{path} must be a JSON object with "format": "{FORMAT}".')
+    if not isinstance(found, dict) or found.get("format") != RELEASES_FORMAT:
+        raise InputError(f'{path} must be a JSON object with "format": "{RELEASES_FORMAT}".')
     return found
 
 
@@ -192,6 +194,13 @@ def _parse_claim(claim: dict[str, Any], rounds: int, path: Path) -> tuple[tuple[
     return events, compute_epsilon(events, delta, "pld"), delta
 
 
+def _read_steps(claim: dict[str, Any], rounds: int, path: Path) -> int:
+    steps = claim.get("steps", 1)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1 or rounds % steps:
+        raise InputError(f"{path}: steps = {steps!r} must be a whole number that divides the {rounds} releases.")
+    return steps
+
+
 def _read_number(claim: dict[str, Any], name: str, path: Path, low: float, high: float, closed: bool = False) -> float:
     value = claim.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -201,19 +210,6 @@ def _read_number(claim: dict[str, Any], name: str, path: Path, low: float, high:
             f"{path}: {name} = {value!r} must be above {low:g} and {'at most' if closed else 'below'} {high:g}."
         )
     return float(value)
-
-
-def write_releases(
-    path: Path | str, arrays: dict[str, npt.NDArray[Any]], claim: dict[str, Any], parties: list[str] | None = None
-) -> None:
-    """Write FILE.npz and FILE.json in this format. arrays: by the names above."""
-    unknown = set(arrays) - set(ARRAYS)
-    if unknown:
-        raise InputError(f"{', '.join(sorted(unknown))} is no array of releases; known are {', '.join(ARRAYS)}.")
-    path = Path(path)
-    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
-    told = {"format": FORMAT, **claim, **({"parties": parties} if parties else {})}
-    path.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 # --- the audit ------------------------------------------------------------------------------------
@@ -237,7 +233,7 @@ def audit_releases(releases: Releases, confidence: float = 0.95) -> Audit:
 def _make_entry(releases: Releases, mine: BoolVector, name: str, families: FamilyCache) -> Measured:
     projections, included = releases.projections[mine], releases.included[mine]
     sampled = None if releases.sampled is None else releases.sampled[mine]
-    view = CanaryView(projections, sampled, included, releases.events)
+    view = CanaryView(projections, sampled, included, releases.events, releases.steps)
     entry = make_entry(name, releases.epsilon, view, releases.delta, families)
     own_run = len(np.unique(releases.run[mine])) == int(mine.sum()) > 1
 
@@ -248,4 +244,4 @@ def _make_entry(releases: Releases, mine: BoolVector, name: str, families: Famil
         scores = score_likelihood(projections, releases.events)
         return (*found, bound_by_thresholds(scores, included, releases.delta, confidence))
 
-    return Measured(name, entry.claimed, entry.canaries, entry.included, entry.releases, bound)
+    return dataclasses.replace(entry, bound=bound)

@@ -57,7 +57,7 @@ def read_bounds(probe: Probe) -> Iterator[Reading]:
 
 def _find_quiet_deviations(probe: Probe) -> tuple[float, float]:
     """Deviations of the noise when a unit was measured alone: of the sum and of the statistics, in units of bounds."""
-    share = probe.federation.problem.rule.share(QUIET_SIGMA, 1.0)
+    share = probe.federation.problem.rule.share(QUIET_SIGMA, probe.alone)
     on_extra = QUIET_SIGMA / math.sqrt(share) if share > 0 else 0.0
     return QUIET_SIGMA / math.sqrt(1 - share), on_extra
 
@@ -94,8 +94,8 @@ def read_parts(found: Decoded, name: str) -> Iterator[Reading]:
         NAME,
         "parts of units",
         bool(distance.max() > TOLERANCE),
-        f"in round {int(worst[0]) + 1} a unit {sign} {abs(part):.3g} times what it adds alone, so the divisor, C or its "
-        "factor follow from the other units of the batch",
+        f"in round {int(worst[0]) + 1} a unit {sign} {abs(part):.3g} times what it adds alone, so the divisor, C or "
+        "its factor follow from the other units of the batch",
         name,
     )
     yield contradict(

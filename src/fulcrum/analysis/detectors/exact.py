@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -60,11 +61,8 @@ def judge_dispersion(counts: Sequence[int] | Floats, draws: int, chance: float) 
     """
     values = np.asarray(counts, dtype=np.int64)
     middle = round(draws * chance)
-    one = np.zeros(max(draws - middle, middle) ** 2 + 1)
-    weights = stats.binom.pmf(np.arange(draws + 1), draws, chance)
-    np.add.at(one, (np.arange(draws + 1) - middle) ** 2, weights)
     observed = int(((values - middle) ** 2).sum())
-    whole = _convolve_power(one, len(values))
+    whole = _distribute_squares(draws, chance, len(values))
     lower = float(whole[: observed + 1].sum())
     upper = float(whole[observed:].sum())
     # The transform of the convolution rounds by less than this.
@@ -72,11 +70,14 @@ def judge_dispersion(counts: Sequence[int] | Floats, draws: int, chance: float) 
     return double_tail(min(1.0, lower + pad), min(1.0, upper + pad))
 
 
-def _convolve_power(one: Floats, times: int) -> Floats:
-    """The distribution of a sum of `times` independent integers, each distributed as `one`."""
+@lru_cache(maxsize=64)
+def _distribute_squares(draws: int, chance: float, times: int) -> Floats:
+    """The distribution of the sum of `times` squared distances of binomial numbers from their rounded mean."""
+    numbers, middle = np.arange(draws + 1), round(draws * chance)
+    one = np.zeros(max(draws - middle, middle) ** 2 + 1)
+    np.add.at(one, (numbers - middle) ** 2, stats.binom.pmf(numbers, draws, chance))
     size = (len(one) - 1) * times + 1
-    power = np.fft.irfft(np.fft.rfft(one, size) ** times, size)
-    return np.clip(power, 0.0, None)
+    return np.clip(np.fft.irfft(np.fft.rfft(one, size) ** times, size), 0.0, None)
 
 
 def judge_singular_values(matrix: Floats) -> float:
@@ -113,8 +114,17 @@ def judge_pairs(rows: Floats, others: Floats | None = None) -> tuple[float, int,
     return min(1.0, pairs * judge_normal(float(scores[i, j]))), int(i), int(j)
 
 
-def bound_chance(successes: int, draws: int, level: float) -> tuple[float, float]:
-    """Clopper and Pearson: (lower, upper) limits of a chance, each wrong with probability at most `level`."""
-    low = float(stats.beta.ppf(level, successes, draws - successes + 1)) if successes else 0.0
-    high = float(stats.beta.ppf(1 - level, successes + 1, draws - successes)) if successes < draws else 1.0
-    return low, high
+def judge_directions(rows: Floats) -> tuple[float, int, int, float]:
+    """Whether vectors [n, m] point into independent directions, whatever their lengths: p-value, the pair, its cosine.
+
+    The squared cosine of two independent directions has a Beta(1/2, (m - 1)/2) distribution; all pairs count.
+    """
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    units = rows / np.maximum(lengths, 1e-300)
+    cosines = np.where(np.tri(len(rows), k=-1, dtype=bool), np.abs(units @ units.T), 0.0)
+    if len(rows) < 2 or rows.shape[1] < 2:
+        return 1.0, 0, 0, 0.0
+    i, j = np.unravel_index(int(np.argmax(cosines)), cosines.shape)
+    cosine = min(1.0, float(cosines[i, j]))
+    p = float(special.betainc((rows.shape[1] - 1) / 2, 0.5, max(0.0, 1 - cosine**2)))
+    return min(1.0, p * len(rows) * (len(rows) - 1) / 2), int(i), int(j), cosine

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from fulcrum.analysis.detectors.probe import CLASSES, UNITS, make_model, make_records
+from fulcrum.analysis.detectors.probe import CLASSES, make_model, make_records
 from fulcrum.data import Dataset, from_arrays
+from fulcrum.errors import FulcrumError
 from fulcrum.runs import execute, prepare
 from fulcrum.runs.execution import resume_prepared
 from fulcrum.settings.schema import Settings
@@ -63,7 +64,10 @@ def digest_reply(reply: ClientReply) -> str:
 
 @dataclass(frozen=True)
 class Executed:
-    """A finished run: what left it, round by round, and what its folder says. early: the statement when it stopped."""
+    """A finished run: what left it, round by round, and what its folder says.
+
+    early: the statement when it stopped. refused: why the library itself did not go on, where it noticed a fault.
+    """
 
     federation: Federation
     folder: Path
@@ -72,6 +76,7 @@ class Executed:
     facts: dict[str, Any]
     page: str
     early: dict[str, Any]
+    refused: str = ""
 
 
 class Stopped(Exception):
@@ -84,8 +89,8 @@ def make_run_dataset(settings: Settings) -> Dataset:
     parties = RUN_PARTIES if settings.privacy.unit != "client" else 6
     records = make_records(model, parties, persons)
     held_out = settings.data.validation > 0
-    tests = {} if held_out else {"x_test": records["x"][:6], "y_test": torch.arange(6) % CLASSES}
-    person = {"person": records["person"]} if persons else {}
+    tests: dict[str, Any] = {} if held_out else {"x_test": records["x"][:6], "y_test": torch.arange(6) % CLASSES}
+    person: dict[str, Any] = {"person": records["person"]} if persons else {}
     names = [f"p{k}" for k in range(parties)]
     return from_arrays(
         records["x"] / 10,
@@ -119,17 +124,22 @@ def execute_case(settings: Settings, folder: Path, stop_after: int = 2) -> Execu
 
     federation, witness = prepare_watched()
     early: dict[str, Any] = {}
+    refused = ""
     try:
         execute(federation, folder, stop)
     except Stopped:
         early = json.loads((folder / "privacy.json").read_text(encoding="utf-8"))
         seen += witness.sent
         federation, witness = prepare_watched()
-        resume_prepared(federation, folder, results.append, repeat=True)
+        try:
+            resume_prepared(federation, folder, results.append, repeat=True)
+        except FulcrumError as error:
+            refused = str(error)
+    except FulcrumError as error:
+        refused = str(error)
+        if not (folder / "privacy.json").is_file():
+            raise
     seen += witness.sent
     facts = json.loads((folder / "privacy.json").read_text(encoding="utf-8"))
     page = (folder / "PRIVACY.md").read_text(encoding="utf-8")
-    return Executed(federation, folder, tuple(seen), tuple(results), facts, page, early)
-
-
-__all__ = ["UNITS", "Executed", "Sent", "execute_case"]
+    return Executed(federation, folder, tuple(seen), tuple(results), facts, page, early, refused)

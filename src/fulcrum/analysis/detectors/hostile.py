@@ -43,7 +43,7 @@ def list_hostile_records(generator: torch.Generator) -> Iterator[tuple[str, Tens
     for scale in SCALES:
         for spread in SPREADS:
             yield "products that cancel", scale * (1 + spread * torch.randn(1, 7, 7, generator=generator)), True
-    for scale in (1e-20, 1.0, 1e6, 1e18, 3e38):
+    for scale in (1.0, 1e6, 3e38):
         yield (
             f"features of size {scale:g}",
             (scale * torch.randn(1, 7, 7, generator=generator)).clamp(-3e38, 3e38),

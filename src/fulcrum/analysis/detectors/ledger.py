@@ -44,6 +44,9 @@ def read_ledger(run: Executed) -> Iterator[Reading]:
         entries = {name: ledger.entries(name) for name in ledger.accounts()}
         epsilons = ledger.epsilons(run.facts["run"]["id"])
     plan = run.federation.plan
+    yield contradict(
+        NAME, "the run itself", bool(run.refused), f"the run noticed it by itself and stopped: {run.refused}"
+    )
     for k in range(plan.parties):
         name = plan.name(k)
         own = entries.get(name, [])

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 
 from fulcrum.analysis.detectors import exact
-from fulcrum.analysis.detectors.executed import Executed, execute_case
+from fulcrum.analysis.detectors.executed import Executed, Witness
 from fulcrum.analysis.detectors.findings import Reading
-from fulcrum.settings.schema import Settings
+from fulcrum.engines.reference import ReferenceEngine
 from fulcrum.training.evaluate import evaluate_round
 
 NAME = "neighbour replay"
@@ -21,7 +21,9 @@ EVALUATIONS = 24
 
 def read_masks(run: Executed) -> Iterator[Reading]:
     """Whether masked messages, and differences between any two of a party's, are uniform modulo 2^32."""
-    if not run.federation.plan.is_pairwise:
+    engine = run.federation.engine
+    carries = isinstance(engine, Witness) and isinstance(engine.inner, ReferenceEngine) and engine.inner.masks
+    if not run.federation.plan.is_pairwise or not carries:  # other engines play all parties and leave masks out
         return
     by_party: dict[int, dict[int, npt.NDArray[np.float64]]] = {}
     for each in run.sent:
@@ -78,6 +80,3 @@ def read_scores(run: Executed) -> Iterator[Reading]:
         exact.judge_variance_too_small(total, degrees),
         f"counts of private held-out records have {np.sqrt(total / degrees):.3g} times the declared noise",
     )
-
-
-__all__ = ["Settings", "execute_case", "read_masks", "read_scores"]

@@ -6,7 +6,8 @@ a release, only directions in which no record moves it are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,7 @@ def read_noise(
                 (exact.judge_variance(float(np.square(row).sum()), len(row)), float(np.square(row).sum()), len(row))
                 for row in own
             ],
-            f"the noise of a single release of {where} is {{}} what is declared",
+            f"the noise of one vector ({where}) is {{}} what is declared",
             name,
         )
         yield _read_worst(
@@ -78,7 +79,7 @@ def read_noise(
                 (exact.judge_variance(float(np.square(each).sum()), len(each)), float(np.square(each).sum()), len(each))
                 for each in own.T
             ],
-            f"the noise of a single coordinate of {where} is {{}} what is declared",
+            f"the noise of one coordinate ({where}) is {{}} what is declared",
             name,
         )
         for block in blocks:
@@ -119,7 +120,7 @@ def read_dependence(rows: Floats, places: Sequence[Place], names: Sequence[str],
         NAME,
         "noise used twice",
         p,
-        f"{describe_place(places[i], names)} and {describe_place(places[j], names)} have the same noise, or parts of it",
+        f"{describe_place(places[i], names)} and {describe_place(places[j], names)} share noise",
     )
     yield Reading(
         NAME,
@@ -145,7 +146,7 @@ def _read_worst(what: str, found: Sequence[tuple[float, float, int]], says: str,
 def read_probe_noise(probe: Probe) -> Iterator[Reading]:
     """All readings of the noise of a probe."""
     ends = np.cumsum([0, *probe.tensors])
-    blocks = [slice(int(start), int(stop)) for start, stop in zip(ends[:-1], ends[1:], strict=True)]
+    blocks = [slice(int(start), int(stop)) for start, stop in itertools.pairwise(ends)]
     gradient = slice(0, probe.gradient)
     yield from read_noise(whiten(probe.empty, gradient), probe.empty.places, probe.names, "an empty sample", blocks)
     if probe.loud.values.shape[1] > probe.gradient:
@@ -193,7 +194,7 @@ def _read_smallest_noise(probe: Probe, blocks: Sequence[slice]) -> Iterator[Read
                 NAME,
                 "noise of one layer",
                 exact.judge_variance_too_small(total, degrees),
-                f"parameters {block.start} to {block.stop - 1} have {describe_ratio(total, degrees)} the declared noise",
+                f"parameters {block.start} to {block.stop - 1} have {describe_ratio(total, degrees)} their noise",
                 probe.names[party],
             )
 
@@ -219,6 +220,3 @@ def read_other_runs(releases: Releases, gradient: int, names: Sequence[str]) -> 
         f"{describe_place(releases.places[i], names)} has noise of {describe_place(releases.places[j], names)} of "
         "another run",
     )
-
-
-NoiseReader = Callable[[Probe], Iterator[Reading]]

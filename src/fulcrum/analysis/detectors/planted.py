@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fulcrum.clipping import RULES
 from fulcrum.clipping.fixed import FIXED
+from fulcrum.data import sampling
 from fulcrum.data.sampling import PartyData
 from fulcrum.gradients import outer_products
 from fulcrum.gradients.rounding import NormTable, SquaredNorms, to_norm_table
@@ -30,14 +31,15 @@ from fulcrum.gradients.stacked import passes
 from fulcrum.privacy import accounting, bounds, mechanism
 from fulcrum.privacy.events import Event, Gaussian
 from fulcrum.privacy.exact_noise import GridRelease
-from fulcrum.privacy.ledger import Ledger
+from fulcrum.privacy.ledger import Ledger, composition
 from fulcrum.privacy.plan import party_group
 from fulcrum.privacy.statement import facts as statement_facts
 from fulcrum.rng import CipherRandomness, Randomness, StreamKey, make_randomness
 from fulcrum.runs import active_run
 from fulcrum.runs import preparation as run_preparation
 from fulcrum.settings.schema import Settings
-from fulcrum.training import client, client_level, clipped_sum, evaluate, loop, pairwise, problem
+from fulcrum.training import client, clipped_sum, evaluate, loop, pairwise, problem
+from fulcrum.training import round as training_round
 from fulcrum.types import RuleState, Stats, View
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -214,16 +216,14 @@ def _negative(stats: Stats, state: RuleState) -> tuple[Tensor, Tensor, RuleState
     return torch.where(stats.norms > 100.0, -40.0 * factors, factors), extra, state
 
 
-def _treat_records_as_units(original: Any) -> Any:
-    """Each record of a person is clipped by itself, and all of them are added up."""
+def _add_up_twice(original: Any) -> Any:
+    """Both records of a person are added up at the person's own factor."""
+    return lambda *given, **named: 2 * original(*given, **named)
 
-    def contribute(
-        rule: Any, view: Any, state: Any, gradients: Tensor, losses: Tensor, *rest: Any, **named: Any
-    ) -> Any:
-        twice = torch.cat([gradients, gradients])
-        return original(rule, view, state, twice, torch.cat([losses, losses]), *rest, **named)
 
-    return contribute
+def _limit_above_only(factors: Tensor, C: Tensor, limits: bounds.NormLimits, share: float = 1.0) -> Tensor:
+    """Factors that are held below their limit, and not above 0."""
+    return torch.minimum(factors.double(), C.double() / limits.norms.clamp_min(1e-300)).to(factors.dtype)
 
 
 def _compute_careless_norms(inputs: Tensor, grads: Tensor) -> SquaredNorms:
@@ -286,7 +286,7 @@ def _prefer_some(original: Any) -> Any:
 def _divide_by_actual_batch() -> Iterator[None]:
     """The mean over the units that were sampled."""
     counts = [1]
-    sample, restore = client.poisson_sample_units, View.restore_gradient
+    sample, restore = sampling.poisson_sample_units, View.restore_gradient
 
     def watched(*given: Any) -> Any:
         found = sample(*given)
@@ -367,6 +367,16 @@ def _unpaid(original: Any) -> Any:
     return lambda federation, plan, *rest: {account.name for account in plan.accounts}
 
 
+def _settle_known(original: Any) -> Any:
+    """Settle what is on record, and pass over the rest."""
+
+    def settle(self: Ledger, run: str, round: int, digests: Mapping[str, str], attempt: int | None = None) -> None:
+        known = self.accounts()
+        original(self, run, round, {name: digest for name, digest in digests.items() if name in known}, attempt)
+
+    return settle
+
+
 def _same_run(original: Any) -> Any:
     return lambda *given: "one"
 
@@ -443,6 +453,7 @@ PLANTED: dict[str, PlantedBug] = {
         plant_all(
             lambda: mock.patch.dict(RULES._values, {"fixed": dataclasses.replace(FIXED, clip=_negative)}),
             replace_at(bounds, "keep_nonnegative", lambda _: torch.nan_to_num),
+            replace_at(bounds, "limit_factors", lambda _: _limit_above_only),
         ),
     ),
     "seed reused over runs": PlantedBug(
@@ -506,8 +517,8 @@ PLANTED: dict[str, PlantedBug] = {
         replace_at(client, "compute_contribution", _clip_the_batch),
     ),
     "units counted twice": PlantedBug(
-        "each unit's gradient is clipped and added up twice",
-        replace_at(client, "compute_contribution", _treat_records_as_units),
+        "each person counts once per record",
+        replace_at(clipped_sum, "sum_clipped_rows", _add_up_twice),
         {"privacy": {"unit": "person"}},
     ),
     "one sample for all rounds": PlantedBug(
@@ -529,7 +540,7 @@ PLANTED: dict[str, PlantedBug] = {
     ),
     "unpaid evaluation": PlantedBug(
         "held-out private records are scored without an entry in a ledger",
-        plant_all(replace_at(evaluate, "reserve_evaluation", _unpaid), _forgotten(lambda round: False)),
+        plant_all(replace_at(evaluate, "reserve_evaluation", _unpaid), replace_at(Ledger, "settle", _settle_known)),
         HELD_OUT,
     ),
     "resumed run does not pay": PlantedBug(
@@ -549,7 +560,12 @@ PLANTED: dict[str, PlantedBug] = {
         replace_at(active_run, "make_statement", _change_statement(epsilon=lambda epsilon: epsilon / 2)),
     ),
     "cheap accountant": PlantedBug(
-        "the accountant counts half of each step's cost", replace_at(accounting, "compute_step_rdp", _halve_rdp)
+        "the accountant counts half of each step's cost",
+        plant_all(
+            replace_at(accounting, "compute_step_rdp", _halve_rdp),
+            replace_at(composition, "compute_step_rdp", _halve_rdp),
+        ),
+        {"privacy": {"sigma": 1.3725}},
     ),
     "half noise of the server": PlantedBug(
         "a trusted server adds half of its noise",
@@ -559,7 +575,7 @@ PLANTED: dict[str, PlantedBug] = {
     "clients that always join": PlantedBug(
         "every client takes part in every round, and secret sampling is accounted",
         replace_at(
-            client_level,
+            training_round,
             "draw_cohort",
             lambda original: lambda randomness, t, terms, attempt=0: list(range(terms.clients)),
         ),

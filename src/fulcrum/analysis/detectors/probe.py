@@ -18,6 +18,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,6 @@ from fulcrum.clipping.rule import gradient_multiplier
 from fulcrum.data import Dataset, from_arrays, split
 from fulcrum.engines import find_engine
 from fulcrum.privacy.bounds import sanitise_bounds
-from fulcrum.rng import Randomness, SeededRandomness
 from fulcrum.runs import prepare
 from fulcrum.settings.schema import Data, Settings
 from fulcrum.training.federation import Federation
@@ -51,8 +51,9 @@ def make_model(seed: int = 0) -> nn.Module:
     model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.LeakyReLU(0.3), nn.Linear(HIDDEN, CLASSES))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+        # Large weights above small ones: most of a gradient is in the first layer, where each unit has its own place.
+        for parameter, size in zip(model.parameters(), (0.2, 0.2, 1.5, 0.2), strict=True):
+            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
     return model
 
 
@@ -74,7 +75,7 @@ def make_dataset(records: Mapping[str, Tensor], party: Tensor, persons: bool, pu
     """The data set of these records; party [n]: who holds each of them."""
     named = [f"p{int(k)}" for k in party.tolist()]
     names = list(dict.fromkeys(named))
-    given = {"person": records["person"]} if persons else {}
+    given: dict[str, Any] = {"person": records["person"]} if persons else {}
     numbers = torch.tensor([names.index(name) for name in named])
     return from_arrays(
         records["x"],
@@ -143,7 +144,8 @@ NOTHING = Releases(np.zeros((0, 0)), (), (), ())
 class Probe:
     """What was measured. units: contribution of each unit alone, by state and party: [states][parties][n, m].
 
-    gradient: how many of the m numbers are the sum's; the others are statistics.
+    gradient: how many of the m numbers are the sum's; the others are statistics. alone: the expected batch with which
+    units were measured alone. tensors: numbers of elements of the model's parameter tensors.
     """
 
     federation: Federation
@@ -155,6 +157,11 @@ class Probe:
     empty: Releases
     steps: Releases
     tensors: tuple[int, ...]
+    alone: float = 1.0
+
+
+Row = tuple[Floats, tuple[int, int], Terms, int, int]
+"""A release in units of the charge, its (round, party), its terms, and the numbers of its source and state."""
 
 
 class Player:
@@ -164,9 +171,7 @@ class Player:
         self.federation, self.states = federation, tuple(states)
         self.params = make_first_snapshot(federation).params
 
-    def play(
-        self, t: int, tasks: Sequence[Assignment], state: int, source: int = 0, attempt: int = 0
-    ) -> list[tuple[Floats, tuple[int, int, int], Terms, int]]:
+    def play(self, t: int, tasks: Sequence[Assignment], state: int, source: int = 0, attempt: int = 0) -> list[Row]:
         """The releases of one round: each party's vector [m] in units of the charge."""
         federation = self.federation
         rounds, rule_state = federation.settings.train.rounds, self.states[state]
@@ -180,7 +185,7 @@ class Player:
             attempt,
         )
         replies = list(federation.engine.run(request))
-        return [(*self.read(t, task, reply, state), source, state) for task, reply in zip(tasks, replies, strict=True)]  # type: ignore[misc]
+        return [(*self.read(t, task, reply, state), source, state) for task, reply in zip(tasks, replies, strict=True)]
 
     def read(self, t: int, task: Assignment, reply: ClientReply, state: int) -> tuple[Floats, tuple[int, int], Terms]:
         """A reply as numbers in units of the charge, and what is declared of it."""
@@ -207,7 +212,7 @@ class Player:
         return np.concatenate([total, extra]), (t, task.client), terms
 
 
-def gather(rows: Sequence[tuple[Floats, tuple[int, int], Terms, int, int]]) -> Releases:
+def gather(rows: Sequence[Row]) -> Releases:
     """Releases from what `Player.play` returned."""
     return Releases(
         np.stack([row[0] for row in rows]),
@@ -221,12 +226,6 @@ def list_states(federation: Federation) -> tuple[RuleState, ...]:
     """The rule's first state, and the same with another C."""
     first = make_first_snapshot(federation).rule
     return first, {**first, "C": first["C"] * OTHER_C}
-
-
-def with_randomness(federation: Federation, source: Randomness) -> Federation:
-    """The federation with another source of samples and noise."""
-    problem = dataclasses.replace(federation.problem, randomness=source)
-    return dataclasses.replace(federation, problem=problem, engine=find_engine(federation.settings.run.engine, problem))
 
 
 def measure_units(federation: Federation, states: Sequence[RuleState]) -> tuple[tuple[Floats, ...], ...]:
@@ -248,7 +247,7 @@ def measure_units(federation: Federation, states: Sequence[RuleState]) -> tuple[
     return tuple(found)
 
 
-def measure(settings: Settings, loud: int = 40, quiet: int = 40, empty: int = 10, seed: int = 0) -> Probe:
+def measure(settings: Settings, loud: int = 24, quiet: int = 40, empty: int = 10, seed: int = 0) -> Probe:
     """Play the probe's rounds under these settings: so many of each kind."""
     federation = prepare_probe(settings, max(loud, quiet), seed=seed)
     states = list_states(federation)
@@ -286,7 +285,11 @@ def measure_other_runs(settings: Settings, rounds: int = 4) -> Releases:
     Source i is run i. All of them are prepared as a user would.
     """
     rows = []
-    changes = ({}, {"train": {"lr": settings.train.lr * 1.5}}, {"clip": {"C0": settings.clip.C0 * 1.25}})
+    changes: tuple[dict[str, dict[str, float]], ...] = (
+        {},
+        {"train": {"lr": settings.train.lr * 1.5}},
+        {"clip": {"C0": settings.clip.C0 * 1.25}},
+    )
     for source, change in enumerate(changes):
         made = prepare_probe(settings.replace(**change), rounds)
         rows += _play_empty(made, rounds, source)
@@ -294,9 +297,7 @@ def measure_other_runs(settings: Settings, rounds: int = 4) -> Releases:
     return gather(rows)
 
 
-def _play_empty(
-    federation: Federation, rounds: int, source: int
-) -> list[tuple[Floats, tuple[int, int], Terms, int, int]]:
+def _play_empty(federation: Federation, rounds: int, source: int) -> list[Row]:
     player, plan = Player(federation, list_states(federation)), federation.plan
     clients = range(plan.parties)
     return [
@@ -309,6 +310,3 @@ def _play_empty(
             source,
         )
     ]
-
-
-__all__ = ["Probe", "Releases", "SeededRandomness", "measure", "measure_other_runs"]

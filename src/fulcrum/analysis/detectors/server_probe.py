@@ -1,4 +1,4 @@
-"""The probe of `probe.py` where the unit is a whole client: the releases are the server's, the units are its clients."""
+"""The probe where the unit is a whole client: the releases are the server's, the units are its clients."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fulcrum.analysis.detectors.probe import (
     OTHER_C,
     QUIET_SIGMA,
     Probe,
+    Row,
     Terms,
     gather,
     make_dataset,
@@ -34,7 +35,6 @@ Floats = npt.NDArray[np.float64]
 CLIENTS = 12
 TRIES = 60
 """Rounds in which a client that is drawn with the declared chance is waited for."""
-Row = tuple[Floats, tuple[int, int], Terms, int, int]
 
 
 def prepare_server_probe(settings: Settings, rounds: int, seed: int = 0) -> Federation:
@@ -50,7 +50,7 @@ def prepare_server_probe(settings: Settings, rounds: int, seed: int = 0) -> Fede
     return prepare(changed, make_dataset(records, torch.arange(CLIENTS), False), model)
 
 
-def measure_server(settings: Settings, loud: int = 40, quiet: int = 40, seed: int = 0) -> Probe:
+def measure_server(settings: Settings, loud: int = 24, quiet: int = 40, seed: int = 0) -> Probe:
     """Play the probe's rounds with a trusted server."""
     federation = prepare_server_probe(settings, max(loud, quiet, TRIES), seed)
     first = make_first_snapshot(federation)
@@ -70,6 +70,7 @@ def measure_server(settings: Settings, loud: int = 40, quiet: int = 40, seed: in
         NOTHING,
         NOTHING,
         tuple(layout.sizes),
+        federation.plan.get_server_terms.cohort,
     )
 
 
@@ -110,11 +111,10 @@ def _read(
 
 
 def _measure_alone(federation: Federation, snapshot: Snapshot, client: int) -> Floats:
-    """What one client adds to the mean: the longest of several releases in which nobody else may be."""
-    found = []
+    """What one client adds to the mean: the first release that it alone is in; others may not take part."""
+    value = np.zeros(0)
     for t in range(TRIES):
         value = _play(federation, snapshot, [client], t, QUIET_SIGMA, 0)[0]
-        found.append(value)
         if float(np.linalg.norm(value[: federation.problem.layout.dim])) > 0.2:
             break
-    return max(found, key=lambda value: float(np.linalg.norm(value)))
+    return value

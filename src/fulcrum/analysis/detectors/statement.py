@@ -41,6 +41,8 @@ def read_facts(
     run: Executed, facts: Mapping[str, Any], said: Mapping[str, float], releases: Mapping[str, int]
 ) -> Iterator[Reading]:
     """privacy.json beside the ledger, the plan and the settings."""
+    if run.refused:  # the statement is that of the stop
+        return
     plan, settings, rule = run.federation.plan, run.federation.settings, run.federation.problem.rule
     enforced = facts["accountant"]["enforced"]
     largest = max((said.get(plan.name(k), 0.0) for k in range(plan.parties)), default=0.0)

@@ -15,7 +15,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fulcrum.analysis.detectors import contributions, hostile, ledger, messages, noise, probe, server_probe, statement
+from fulcrum.analysis.detectors import (
+    audit,
+    contributions,
+    hostile,
+    ledger,
+    messages,
+    noise,
+    probe,
+    server_probe,
+    statement,
+)
 from fulcrum.analysis.detectors.executed import Executed, execute_case
 from fulcrum.analysis.detectors.findings import LEVEL, Reading, Report, collect
 from fulcrum.analysis.detectors.probe import Probe
@@ -65,6 +75,12 @@ def replay_neighbours_and_noise(case: Case) -> Iterator[Reading]:
     yield from messages.read_scores(case.executed)
 
 
+def audit_canaries(case: Case) -> Iterator[Reading]:
+    """Lower bounds from canaries, beside what is claimed."""
+    if case.settings.privacy.unit != "client" and case.settings.privacy.aggregation == "plain":
+        yield from audit.read_audit(case.probe)
+
+
 def replay_ledger(case: Case) -> Iterator[Reading]:
     """What the ledger must hold, computed again."""
     yield from ledger.read_ledger(case.executed)
@@ -76,6 +92,7 @@ def check_statement(case: Case) -> Iterator[Reading]:
 
 
 DETECTORS: Mapping[str, Detector] = {
+    audit.NAME: audit_canaries,
     contributions.NAME: replay_neighbours_and_noise,
     ledger.NAME: replay_ledger,
     statement.NAME: check_statement,
@@ -86,7 +103,7 @@ DETECTORS: Mapping[str, Detector] = {
 def run_suite(
     settings: Settings, seed: int = 0, level: float = LEVEL, detectors: Mapping[str, Detector] = DETECTORS
 ) -> Report:
-    """Every detector on these settings. A run that stops by itself, because it noticed the fault, is an alarm too."""
+    """Every detector on these settings. A run that stops by itself, because it noticed a fault, is an alarm too."""
     readings: list[Reading] = []
     with tempfile.TemporaryDirectory() as folder:
         case = Case(settings, Path(folder), seed)

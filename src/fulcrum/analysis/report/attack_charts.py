@@ -20,6 +20,8 @@ from fulcrum.privacy.meaning import Promise, list_roc_points
 from fulcrum.privacy.statement.meaning import UNIT_WORDS, find_watcher, make_meaning
 
 FALSE_POSITIVES = "false_positives"
+MAX_AUDITED = 8
+"""Points of so many parties are drawn."""
 LOWEST_RATE = 1e-4
 """The chart begins at this rate of false positives."""
 PROMISING = ("yes", "simulation", "assumed")
@@ -113,12 +115,49 @@ def make_attack_charts(run: RunView) -> list[Chart]:
 
 
 def list_audit_points(audit: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """(name, false positives, true positives) of what an audit measured; what is not whole is left out."""
+    """(name, false positives, true positives) that audit.json's counts give; what is not whole is left out.
+
+    Of all parties together where the audit has that, else of each party.
+    """
+    whole = get_mapping(audit, "together")
+    entries = [whole] if whole else [each for each in get_list(audit, "parties") if isinstance(each, dict)]
     found = []
-    for each in get_list(audit, "points"):
-        if not isinstance(each, dict):
-            continue
-        alarms, hits = (to_number(each.get(name)) for name in (FALSE_POSITIVES, "true_positives"))
-        if 0 <= alarms <= 1 and 0 <= hits <= 1:
-            found.append((to_text(each.get("name"), "audit"), max(alarms, LOWEST_RATE), max(hits, LOWEST_RATE)))
-    return found
+    for entry in entries[:MAX_AUDITED]:
+        for bound in get_list(entry, "bounds"):
+            point = _read_point(get_mapping(bound, "numbers"), entry) if isinstance(bound, dict) else None
+            if point is not None:
+                alarms, hits = (max(rate, LOWEST_RATE) for rate in point)
+                found.append((f"audit, {to_text(bound.get('method'))}, {to_text(entry.get('name'))}", alarms, hits))
+    return list({point[1:]: point for point in found}.values())
+
+
+def _read_point(numbers: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[float, float] | None:
+    """(false positives, true positives) as rates, from counts of canaries that were in and out."""
+    if "guesses" in numbers:  # of both sides, half of the guesses are about canaries that are in
+        sides = to_number(numbers.get("sides"))
+        right, made = (to_number(numbers.get(name)) / max(sides, 1.0) for name in ("correct", "guesses"))
+        members = to_number(entry.get("included"))
+        hits, alarms, others = right, made - right, to_number(entry.get("canaries")) - members
+    else:
+        hits, members, alarms, others = (
+            to_number(numbers.get(name)) for name in ("true_positives", "members", "false_positives", "others")
+        )
+    rates = (alarms / others, hits / members) if members > 0 and others > 0 else (math.nan, math.nan)
+    return rates if all(0 <= rate <= 1 for rate in rates) else None
+
+
+def describe_audit(audit: Mapping[str, Any]) -> str:
+    """What the audit measured beside the claim, in a sentence; "" where there is none."""
+    measured = get_mapping(audit, "measured")
+    least, claimed = (to_number(measured.get(name)) for name in ("epsilon", "claimed"))
+    if not (math.isfinite(least) and math.isfinite(claimed)):
+        return ""
+    sure, method = to_number(audit.get("confidence")), to_text(measured.get("method"))
+    how = f"{method}, {100 * sure:.4g}% confidence" if sure > 0 else method
+    shown = f"{math.floor(100 * least) / 100:g}"  # down: it is a lower bound
+    words = f"The audit measured an epsilon of at least {shown} ({how}) where {format_epsilon(claimed)} is claimed"
+    if audit.get("passed") is False:
+        return f"{words}: IT CONTRADICTS THE CLAIM."
+    assumed = to_text(measured.get("assumes"))
+    more = f" It assumes that {assumed}." if assumed else ""
+    return f"{words}. A low bound says nothing: a better attacker may find more.{more}"

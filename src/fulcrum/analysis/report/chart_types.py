@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis. percent: values are fractions, shown in %. zero: the axis begins at 0."""
+    """An axis. percent: values are fractions, shown in %. zero: the axis begins at 0. up: epsilons, rounded up."""
 
     label: str
     log: bool = False
     percent: bool = False
     zero: bool = False
+    up: bool = False
 
 
 @dataclass(frozen=True)

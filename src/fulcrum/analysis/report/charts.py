@@ -18,7 +18,7 @@ from fulcrum.study.records import StudyScore
 ROUND, EPSILON = "round", "epsilon"
 
 
-OVER_ROUNDS = {ROUND: Axis("round"), EPSILON: Axis("epsilon spent")}
+OVER_ROUNDS = {ROUND: Axis("round"), EPSILON: Axis("epsilon spent", up=True)}
 
 
 def make_charts(runs: Sequence[RunView]) -> list[Chart]:
@@ -229,7 +229,7 @@ def _make_spending_charts(source: _Source, single: RunView | None) -> list[Chart
             "epsilon",
             "Epsilon spent",
             "What the ledger says each round has cost so far; it never falls.",
-            Axis("epsilon", zero=True),
+            Axis("epsilon", zero=True, up=True),
             x=only,
             series=series,
             levels=levels,
@@ -293,7 +293,7 @@ def _make_tradeoff(runs: Sequence[RunView]) -> list[Chart]:
             words,
             Axis(score.name, percent=score.is_fraction),
             kind="dots",
-            x={EPSILON: Axis("epsilon")},
+            x={EPSILON: Axis("epsilon", up=True)},
             series=(line, *dots),
         )
     ]

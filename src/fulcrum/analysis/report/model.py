@@ -12,6 +12,7 @@ from typing import Any
 from fulcrum.analysis.report import reading
 from fulcrum.analysis.report.reading import Problems, get_list, get_mapping, numbers_of, to_number, to_text
 from fulcrum.study.records import StudyScore
+from fulcrum.types import make_short_repr
 
 STATES = {
     "finished": "finished",
@@ -75,6 +76,8 @@ class RunView:
     "course:NAME", "party:NAME" (its score), "quantile:Q" (of the parties' scores), "spent:NAME" (its epsilon).
     settings: section.name -> value, secrets replaced. public: whether the training records are.
     """
+
+    __repr__ = make_short_repr
 
     name: str
     folder: str

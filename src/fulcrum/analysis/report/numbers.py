@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from fulcrum.analysis.report.chart_types import Axis, Chart
 from fulcrum.analysis.report.model import RunView
+from fulcrum.privacy.accounting import format_epsilon
 
 FORMULA_SIGNS = ("=", "+", "-", "@", "\t", "\r")
 """A spreadsheet takes a text that begins with one of these for a formula."""
@@ -36,6 +37,8 @@ def describe_chart(chart: Chart) -> str:
 
 
 def _say(axis: Axis, value: float) -> str:
+    if axis.up and math.isfinite(value):
+        return format_epsilon(value)
     return f"{100 * value:.1f}%" if axis.percent else f"{value:.4g}"
 
 

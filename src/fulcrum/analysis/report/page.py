@@ -6,19 +6,21 @@ import base64
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 import fulcrum
 from fulcrum.analysis.report import sections, several
-from fulcrum.analysis.report.chart_types import Chart, Series
+from fulcrum.analysis.report.chart_types import Axis, Chart, Series
 from fulcrum.analysis.report.charts import make_charts
 from fulcrum.analysis.report.html import Child, Html, make_json_block, render, tag
 from fulcrum.analysis.report.model import RunView
 from fulcrum.analysis.report.numbers import describe_chart
 from fulcrum.analysis.report.privacy_section import make_privacy
 from fulcrum.analysis.report.seeds import describe_run, group_by_seed
+from fulcrum.privacy.accounting import format_epsilon
 
 SCRIPTS = ("d3.min.js", "plot.umd.min.js", "page.js")
 Contents = tuple[tuple[str, str], ...]
@@ -249,6 +251,11 @@ def _has_axis(chart: Chart, key: str) -> bool:
 # --- charts for the script ----------------------------------------------------------------------------
 
 
+def round_up(value: float) -> float:
+    """The value with five digits, at least as large."""
+    return float(format_epsilon(value, 5)) if math.isfinite(value) else value
+
+
 def charts_to_json(charts: Sequence[Chart]) -> dict[str, Any]:
     """The charts for the page's script; arrays that several charts share are there once."""
     places: dict[tuple[float, ...], int] = {}
@@ -256,17 +263,21 @@ def charts_to_json(charts: Sequence[Chart]) -> dict[str, Any]:
     def put(values: tuple[float, ...]) -> int:
         return places.setdefault(values, len(places))
 
-    def make_series(series: Series) -> dict[str, Any]:
+    def put_on(axis: Axis, values: tuple[float, ...]) -> int:
+        """The page keeps five digits of a number: an epsilon's are rounded up."""
+        return put(tuple(map(round_up, values)) if axis.up else values)
+
+    def make_series(chart: Chart, series: Series) -> dict[str, Any]:
         made: dict[str, Any] = {
             "name": series.name,
             "colour": series.colour,
             "dash": series.dash,
             "layer": series.layer,
-            "y": put(series.y),
-            "x": {key: put(values) for key, values in series.x.items()},
+            "y": put_on(chart.y, series.y),
+            "x": {key: put_on(chart.x.get(key, chart.y), values) for key, values in series.x.items()},
         }
         if series.low:
-            made |= {"low": put(series.low), "high": put(series.high)}
+            made |= {"low": put_on(chart.y, series.low), "high": put_on(chart.y, series.high)}
         return made | ({"names": series.names} if series.names else {})
 
     found = [
@@ -283,7 +294,7 @@ def charts_to_json(charts: Sequence[Chart]) -> dict[str, Any]:
             "rows": chart.rows,
             "columns": chart.columns,
             "cells": chart.cells,
-            "series": [make_series(each) for each in chart.series],
+            "series": [make_series(chart, each) for each in chart.series],
         }
         for chart in charts
     ]

@@ -19,7 +19,7 @@ def make_party_charts(run: RunView) -> list[Chart]:
     if len({round(value, 9) for _, value in spent}) > 1:
         words = "What each party has spent, in the order of the parties."
         found.append(
-            _make_sorted_chart("party-epsilon", "Epsilon per party", words, Axis("epsilon"), spent, run.target)
+            _make_sorted_chart("party-epsilon", "Epsilon per party", words, Axis("epsilon", up=True), spent, run.target)
         )
     name = run.score.name
     scores = [(party.name, party.metrics[name]) for party in run.parties if name in party.metrics]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fulcrum.analysis.report.attack_charts import find_meaning
+from fulcrum.analysis.report.attack_charts import describe_audit, find_meaning
 from fulcrum.analysis.report.formats import format_number, format_spent
 from fulcrum.analysis.report.html import Child, Html, make_table, tag
 from fulcrum.analysis.report.meaning import describe_scale, find_verdict
@@ -30,6 +30,11 @@ def make_privacy(run: RunView) -> Html:
                 tag("ul", [tag("li", each) for each in run.warnings]),
                 class_="note",
             )
+        )
+    measured = describe_audit(run.audit)
+    if measured:
+        parts.append(
+            tag("div", tag("p", measured), class_=f"note {'bad' if run.audit.get('passed') is False else 'good'}")
         )
     parts += [_make_meaning(run, find_meaning(run)), _make_statement_details(facts)]
     return tag("div", parts, class_="prose")

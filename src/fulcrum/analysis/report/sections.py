@@ -114,7 +114,7 @@ def _make_epsilon_card(run: RunView) -> Html:
         if run.state != "finished":
             words = f"at least, so far, {words}"
         if math.isfinite(run.target):
-            words += f"; the budget is {format_number(run.target)}"
+            words += f"; the budget is {format_spent(run.target)}"
     label = "epsilon spent" if run.guarantee != "nominal" else "epsilon, nominal"
     shown = [tag("div", label, class_="label"), tag("div", value, class_="big"), tag("p", words, ".")]
     return tag("div", shown, class_="card")

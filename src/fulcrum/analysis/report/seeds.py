@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fulcrum.analysis.report.model import RunView
+from fulcrum.privacy.accounting import format_epsilon
 
 SEED_SETTINGS = ("run.seed", "privacy.seed")
 IRRELEVANT_SETTINGS = (
@@ -55,7 +56,7 @@ def make_group_key(run: RunView) -> str:
 
 def describe_run(run: RunView) -> str:
     """Method and epsilon."""
-    target = f" ε {run.target:g}" if math.isfinite(run.target) else ""
+    target = f" ε {format_epsilon(run.target, 6)}" if math.isfinite(run.target) else ""
     return f"{run.method or 'run'}{target}"
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum.analysis.report.chart_types import Axis, Chart, Series
-from fulcrum.analysis.report.formats import ABSENT, format_number
+from fulcrum.analysis.report.formats import ABSENT
 from fulcrum.analysis.report.html import Child, Html, make_table, tag
 from fulcrum.analysis.report.numbers import guard, write_csv
 from fulcrum.analysis.report.page import LivePage, assemble_page
 from fulcrum.analysis.report.reading import Problems, get_list, read_json_object, to_text
 from fulcrum.analysis.report.sections import make_badge, make_figures, make_section
 from fulcrum.errors import RunError
+from fulcrum.privacy.accounting import format_epsilon
 from fulcrum.study.compare import REQUEST_FILE, ComparedCell, iterate_ranking_rows, make_compared_cells
 from fulcrum.study.store import list_shards, read_shard
 
@@ -132,7 +133,7 @@ def make_ranking_tables(cells: Sequence[ComparedCell], against: str) -> list[Htm
         score = members[0][0].score
         rows = [_make_ranking_row(cell, place, against) for cell, place in members]
         named = f"{dataset}, " if several else ""
-        title = f"{named}without privacy" if epsilon is None else f"{named}epsilon = {epsilon:g}"
+        title = f"{named}without privacy" if epsilon is None else f"{named}epsilon = {format_epsilon(epsilon, 6)}"
         columns = (
             "place",
             "method",
@@ -203,7 +204,7 @@ def make_study_charts(cells: Sequence[ComparedCell]) -> list[Chart]:
         found += _make_tradeoff(own, rows, dataset, suffix)
         for epsilon in dict.fromkeys(cell.epsilon for cell in own):
             here = [cell for cell in own if cell.epsilon == epsilon]
-            place = "without privacy" if epsilon is None else f"ε = {epsilon:g}"
+            place = "without privacy" if epsilon is None else f"ε = {format_epsilon(epsilon, 6)}"
             score = here[0].score
             found.append(
                 Chart(
@@ -219,7 +220,11 @@ def make_study_charts(cells: Sequence[ComparedCell]) -> list[Chart]:
             )
         norms = [cell for cell in own if cell.epsilon == next((c.epsilon for c in own if c.epsilon is not None), None)]
         if norms:
-            where = f"ε = {norms[0].epsilon:g}{suffix}" if norms[0].epsilon is not None else f"without privacy{suffix}"
+            where = (
+                f"ε = {format_epsilon(norms[0].epsilon, 6)}{suffix}"
+                if norms[0].epsilon is not None
+                else f"without privacy{suffix}"
+            )
             series = tuple(_make_curve(cell, rows, "C") for cell in norms)
             found.append(
                 Chart(
@@ -274,7 +279,7 @@ def _make_tradeoff(cells: Sequence[ComparedCell], rows: Sequence[str], dataset: 
             f"Privacy and utility{suffix}",
             words,
             Axis(score.name, percent=score.is_fraction),
-            x={"epsilon": Axis("epsilon", log=True)},
+            x={"epsilon": Axis("epsilon", log=True, up=True)},
             series=tuple(series),
             levels=tuple(plain),
         )
@@ -330,7 +335,7 @@ def format_ranking_rows(cells: Sequence[ComparedCell]) -> list[tuple[str, ...]]:
         if lead is not None:
             width = "" if math.isnan(lead.half) else f" ± {score.cell(score.to_table_scale(lead.half))}"
             ahead = f"{score.cell(score.to_table_scale(lead.mean), '+')}{width}{' *' if cell.is_clear else ''}"
-        epsilon = "none" if cell.epsilon is None else format_number(cell.epsilon)
+        epsilon = "none" if cell.epsilon is None else format_epsilon(cell.epsilon, 6)
         count = f"{len(cell.values)}" + (f" of {cell.wanted}" if cell.wanted > len(cell.values) else "")
         name = cell.row if cell.sound else f"{cell.row} †"
         found.append((epsilon, str(place), name, f"{score.format_number(stats.mean)}{half}", ahead, count))

@@ -99,8 +99,9 @@ def make_tune_charts(trials: Sequence[Trial], objectives: Sequence[Objective], o
         ]
         wide = min(others) > 0 and max(others) > 4 * min(others)
         words = f"Each point is a trial. The line joins those that no other beats in both {cost.name} and {score.name}."
+        axes = {"cost": Axis(cost.name, log=wide, up=cost.name == "epsilon")}
         found.append(Chart("front", f"{score.name.capitalize()} against {cost.name}", words, axis, kind="dots",
-                           x={"cost": Axis(cost.name, log=wide)}, series=(line, *dots)))  # fmt: skip
+                           x=axes, series=(line, *dots)))  # fmt: skip
     best, course = math.nan, []
     for value in values:
         better = math.isnan(best) or (value < best if score.lower_is_better else value > best)

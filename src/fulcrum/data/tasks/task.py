@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fulcrum.data.tasks.losses import LossFn, LossGradientFn, make_autograd_gradient
 from fulcrum.data.tasks.metrics import Metric
+from fulcrum.types import make_short_repr
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Task:
     targets [n, ...] and how often each counts [n] -> outputs [(L,) O] of the best constant prediction, for a baseline;
     None where none is known.
     """
+
+    __repr__ = make_short_repr
 
     name: str
     outputs: int

@@ -35,6 +35,7 @@ class PartyOptions:
     schema: str = ""
     withdrawn: str = ""
     hold_out: float = 0.0
+    canaries: int = 0
     ca: str = ""
     terms: str = "terms.toml"
     home: str = ""

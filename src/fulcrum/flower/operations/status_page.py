@@ -12,6 +12,7 @@ from typing import Any
 from fulcrum.errors import RunError
 from fulcrum.flower.operations.coordinator_status import STATUS_FILE
 from fulcrum.flower.operations.party_status import PARTY_STATUS_FILE
+from fulcrum.privacy.accounting import format_epsilon
 
 OLD_SECONDS = 60.0
 """A status that is older than this was written by a process that hangs or is gone."""
@@ -60,6 +61,10 @@ def _runs(pid: int) -> bool:
     return True
 
 
+def _format_spent(value: Any) -> str:
+    return format_epsilon(value) if isinstance(value, int | float) else str(value)
+
+
 def format_status(status: Mapping[str, Any]) -> list[str]:
     """The status as lines: the run, then one line per party, those that need somebody first."""
     if "parties" not in status:
@@ -70,7 +75,7 @@ def format_status(status: Mapping[str, Any]) -> list[str]:
     if last:
         lines.append(
             f"round {last.get('round')} of {status.get('rounds')}, {last.get('seconds')} s, answered by "
-            f"{len(last.get('parties_answered', ()))}; epsilon {last.get('epsilon')}"
+            f"{len(last.get('parties_answered', ()))}; epsilon {_format_spent(last.get('epsilon'))}"
         )
     else:
         lines.append(f"before round 1 of {status.get('rounds')}; at least {status.get('needed')} parties are needed")

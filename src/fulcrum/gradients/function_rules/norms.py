@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fulcrum.gradients.group_norm import ParameterGrads, fused_group_norm
+from fulcrum.gradients.host_group_norm import host_group_norm
 from fulcrum.gradients.param_grads import MaterialisedGrad
 from fulcrum.gradients.uses import ParameterUse, UseRecorder, register_function_rule
 
@@ -55,7 +56,7 @@ def use_layer_norm(
 def _tap_group_norm(
     recorder: UseRecorder, a: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    own = fused_group_norm(a, groups, weight, bias, eps) if a.is_cuda else None
+    own = (fused_group_norm if a.is_cuda else host_group_norm)(a, groups, weight, bias, eps)
     if own is not None:
         out, differentiate = own
         grads: list[ParameterGrads] = []

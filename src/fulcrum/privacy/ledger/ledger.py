@@ -200,7 +200,8 @@ class Ledger(LedgerReader):
             )
         raise BudgetError(
             f"the plan of party {party!r} costs epsilon = {format_epsilon(epsilon)}, which with its earlier runs makes "
-            f"{format_epsilon(cost.epsilon)} of its budget {account.budget:g}; plan fewer rounds or more noise."
+            f"{format_epsilon(cost.epsilon)} of its budget {format_epsilon(account.budget or 0.0)}; plan fewer rounds "
+            "or more noise."
         )
 
     def _insert_terms(self, terms: Mapping[int, tuple[str, float]]) -> None:

@@ -17,14 +17,14 @@ import numpy.typing as npt
 from fulcrum.clipping.fixed import FIXED
 from fulcrum.clipping.rule import ClipRule, ShareFn, no_statistics_share
 from fulcrum.errors import ConfigError
-from fulcrum.privacy.accounting import Spend, calibrate_sigma
+from fulcrum.privacy.accounting import Spend, calibrate_sigma, format_epsilon
 from fulcrum.privacy.client_level import has_trusted_server
 from fulcrum.privacy.events import Event, Gaussian, Unprotected
 from fulcrum.privacy.mechanism import compute_planned_events
 from fulcrum.privacy.schedule import compute_noise_factors
 from fulcrum.settings.derived import compute_local_steps
 from fulcrum.settings.schema import Settings
-from fulcrum.types import Assignment
+from fulcrum.types import Assignment, make_short_repr
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class PartyGroup:
     releases the rule's statistics. batch: the parties' expected batch size, where not every step releases statistics.
     noise_parties: number of parties that jointly add one noise vector.
     """
+
+    __repr__ = make_short_repr
 
     rate: float
     steps: int
@@ -220,7 +222,8 @@ def _choose_group_sigma(settings: Settings, rule: ClipRule, group: PartyGroup, w
     before = group.spent.epsilon(privacy.delta, privacy.accountant)
     if before >= group.budget:
         raise ConfigError(
-            f"{who} has spent epsilon = {before:.4g} of its budget {group.budget:g} already; raise the budget."
+            f"{who} has spent epsilon = {format_epsilon(before)} of its budget {format_epsilon(group.budget)} "
+            "already; raise the budget."
         )
     try:
         return calibrate_sigma(planned, group.budget, privacy.delta, privacy.accountant)

@@ -34,7 +34,7 @@ from fulcrum.privacy.plan.text import (
     warn_about_shared_noise,
 )
 from fulcrum.settings.derived import WEIGHT_POWERS
-from fulcrum.types import Assignment
+from fulcrum.types import Assignment, make_short_repr
 
 AGGREGATIONS = ("plain", "ideal-secagg", "pairwise")
 """The choices of privacy.aggregation: what the server is assumed to see."""
@@ -51,6 +51,8 @@ class Plan:
     colluders: with pairwise masks, how many of a round's participants may collude with the server. peers: where the
     plan is one party's own, how many others its messages are masked with.
     """
+
+    __repr__ = make_short_repr
 
     name: Callable[[int], str]
     sizes: npt.NDArray[np.int64]

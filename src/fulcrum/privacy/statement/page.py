@@ -159,7 +159,7 @@ def _describe_target(target: Mapping[str, Any]) -> str:
     if target["epsilon"] is None:
         return f"noise multiplier sigma = {format_short_value(target['sigma'])}"
     own = f", {len(target['budgets'])} with a budget of their own" if target["budgets"] else ""
-    return f"epsilon = {format_short_value(target['epsilon'])} for each party{own}"
+    return f"epsilon = {format_epsilon_value(target['epsilon'])} for each party{own}"
 
 
 def _describe_accounting(facts: Mapping[str, Any], unit: UnitTexts) -> str:

@@ -30,6 +30,7 @@ from fulcrum.runs.preparation import prepare_unrehearsed
 from fulcrum.settings.schema import Settings
 from fulcrum.training.federation import Federation
 from fulcrum.training.traffic import RoundTraffic
+from fulcrum.types import make_short_repr
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Forecast:
     privacy: every party's terms and epsilon. layers: one local step of the largest party, `batch` records. time: None
     where it was not measured; untimed says why (and why layers are not known, where there are none). traffic: bytes.
     """
+
+    __repr__ = make_short_repr
 
     privacy: Plan
     dim: int

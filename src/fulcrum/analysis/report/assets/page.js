@@ -28,8 +28,12 @@
     if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
     return String(Number(value.toPrecision(4)));
   };
+  const digitsUp = (value) => { // an epsilon: never less than what was spent
+    const near = Number(value.toPrecision(4));
+    return digits(near >= value ? near : near + 10 ** (Math.floor(Math.log10(Math.abs(value))) - 3));
+  };
   const percent = (value) => `${Number((100 * value).toPrecision(3))}%`;
-  const shown = (axis, value) => (axis.percent ? (axis.log ? percent(value) : `${(100 * value).toFixed(1)}%`) : digits(value));
+  const shown = (axis, value) => (axis.percent ? (axis.log ? percent(value) : `${(100 * value).toFixed(1)}%`) : axis.up ? digitsUp(value) : digits(value));
 
   // --- charts -------------------------------------------------------------------------------------------
   const array = (index) => data.arrays[index];

@@ -1,0 +1,15 @@
+"""`fulcrum check`: the detectors on other people's clients.
+
+claims.py    what the code says that it does
+adapters.py  a function, an Opacus script or a Flower app as a function of data and seed
+replay.py    data sets that show a mechanism without its code
+mistakes.py  the known mistakes
+check.py     `check`
+"""
+
+from __future__ import annotations
+
+from fulcrum.analysis.detectors.foreign.check import CheckResult, check
+from fulcrum.analysis.detectors.foreign.claims import Claims
+
+__all__ = ["CheckResult", "Claims", "check"]

@@ -1,0 +1,183 @@
+"""Adapters: anybody's client as a function (data, seed) -> what it releases.
+
+    function   client(params, data, seed) -> a vector, or arrays in a list, tuple or dict
+    opacus     make(data, seed) -> an object (or a tuple) with model, optimizer and loader; one step is taken
+    flower     make(data, seed) -> an object with fit(parameters, config), as Flower's NumPyClient has it
+
+data is (x, y), two NumPy arrays. The seed is new in every call; code that draws its randomness from the operating
+system may leave it unused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fulcrum.analysis.detectors.foreign.claims import Claims
+from fulcrum.errors import InputError
+
+Floats = npt.NDArray[np.float64]
+Data = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Released:
+    """What one call released: a vector [d], and numbers beside it by name (metrics, counts)."""
+
+    vector: Floats
+    beside: Mapping[str, float] = field(default_factory=dict)
+
+
+Client = Callable[[Data, int], Released]
+
+
+def flatten(value: Any) -> Floats:
+    """Arrays, tensors, numbers, or lists and dicts of them, as one vector."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple) and value and not all(isinstance(each, int | float) for each in value):
+        return np.concatenate([flatten(each) for each in value])
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    try:
+        return np.asarray(value, dtype=np.float64).ravel()
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the client returned {type(value).__name__}, which is no array of numbers.") from error
+
+
+def collect_numbers(value: Any, prefix: str) -> dict[str, float]:
+    """The plain numbers of a dict, by name."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {
+        f"{prefix}{name}": float(each)
+        for name, each in value.items()
+        if isinstance(each, int | float | np.number) and not isinstance(each, bool)
+    }
+
+
+def guard(call: Callable[[], Any], what: str) -> Any:
+    """Call user code; whatever it raises is one sentence."""
+    try:
+        return call()
+    except InputError:
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split())[:300]
+        raise InputError(f"{what} failed: {type(error).__name__}: {words}") from error
+
+
+def adapt_function(target: Any, claims: Claims) -> Client:
+    """A plain function client(params, data, seed)."""
+    size = claims.parameters
+
+    def call(data: Data, seed: int) -> Released:
+        nonlocal size
+        params = np.zeros(size)
+        answer = guard(lambda: target(params.copy(), data, seed), "the client")
+        beside = {}
+        if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
+            answer, beside = answer[0], collect_numbers(answer[1], "")
+        vector = flatten(answer)
+        if claims.output == "params" and size:
+            vector = vector - params[: len(vector)]
+        return Released(vector, beside)
+
+    return call
+
+
+def adapt_opacus(target: Any, claims: Claims) -> Client:
+    """A factory make(data, seed) of a model, an optimizer and a loader; the release is one step's change."""
+    import torch
+
+    def call(data: Data, seed: int) -> Released:
+        made = guard(lambda: target(data, seed), "the script")
+        model, optimizer, loader, loss = take_parts(made)
+
+        def step() -> Floats:
+            before = flatten([p.detach().clone() for p in model.parameters() if p.requires_grad])
+            for x, y in loader:
+                optimizer.zero_grad()
+                if len(x):
+                    loss(model(x), y).backward()
+                else:  # an empty Poisson batch: Opacus takes a step of noise
+                    (model(torch.zeros(1, *data[0].shape[1:]))[:0].sum() * 0).backward()
+                optimizer.step()
+                break
+            return flatten([p.detach() for p in model.parameters() if p.requires_grad]) - before
+
+        return Released(guard(step, "the script's first step"))
+
+    return call
+
+
+def take_parts(made: Any) -> tuple[Any, Any, Any, Any]:
+    """Model, optimizer, loader and loss of an object or a tuple; the loss is cross-entropy where there is none."""
+    from torch.nn import functional
+
+    if isinstance(made, tuple) and len(made) in (3, 4):
+        loss = made[3] if len(made) == 4 else functional.cross_entropy
+        return made[0], made[1], made[2], loss
+    loader = getattr(made, "loader", None) or getattr(made, "data_loader", None) or getattr(made, "train_loader", None)
+    model, optimizer = getattr(made, "model", None), getattr(made, "optimizer", None)
+    if model is None or optimizer is None or loader is None:
+        raise InputError(
+            "the script must return (model, optimizer, loader), or an object with these names, and it returned "
+            f"{type(made).__name__}."
+        )
+    loss = getattr(made, "criterion", None) or getattr(made, "loss", None) or functional.cross_entropy
+    return model, optimizer, loader, loss
+
+
+def adapt_flower(target: Any, claims: Claims) -> Client:
+    """A factory make(data, seed) of a client with fit(parameters, config); the update is what fit changes."""
+
+    def call(data: Data, seed: int) -> Released:
+        client = guard(lambda: target(data, seed), "the app")
+        if not callable(getattr(client, "fit", None)):
+            raise InputError(f"the app returned {type(client).__name__}, which has no fit(parameters, config).")
+        start = guard(lambda: client.get_parameters({}), "get_parameters")
+        answer = guard(lambda: client.fit([np.array(each, copy=True) for each in start], {}), "fit")
+        if not (isinstance(answer, tuple) and len(answer) == 3):
+            raise InputError("fit must return (parameters, number of examples, metrics).")
+        after, count, metrics = answer
+        beside = {"num_examples": float(count), **collect_numbers(metrics, "metrics.")}
+        return Released(flatten(list(after)) - flatten(list(start)), beside)
+
+    return call
+
+
+ADAPTERS: Mapping[str, Callable[[Any, Claims], Client]] = {
+    "function": adapt_function,
+    "opacus": adapt_opacus,
+    "flower": adapt_flower,
+}
+"""Adapters by kind."""
+
+
+def choose_kind(target: Any, claims: Claims) -> str:
+    """What a target is: a function of three arguments, or a factory of two whose product has `fit` or `model`."""
+    if claims.kind != "auto":
+        return claims.kind
+    try:
+        names: Iterable[str] = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        names = ("params", "data", "seed")
+    if len(list(names)) != 2:
+        return "function"
+    example = np.zeros((2, claims.features), dtype=np.float32), np.zeros(2, dtype=np.int64)
+    made = guard(lambda: target(example, 0), "the factory")
+    return "flower" if hasattr(made, "fit") else "opacus"
+
+
+def adapt(target: Any, claims: Claims) -> tuple[str, Client]:
+    """The kind of a target, and the target as a function (data, seed) -> `Released`."""
+    if not callable(target):
+        raise InputError(f"the client is {type(target).__name__}; it must be a function or a class.")
+    kind = choose_kind(target, claims)
+    return kind, ADAPTERS[kind](target, claims)

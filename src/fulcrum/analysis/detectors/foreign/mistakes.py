@@ -1,0 +1,364 @@
+"""The known mistakes, each a comparison of what was measured with what is claimed.
+
+A reading's p-value is the chance of it where the code does what it claims. Each also asks for an effect that matters,
+so that a measurement which is a little off raises nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special, stats
+
+from fulcrum.analysis.audit.bounds import LowerBound, bound_by_noise_fit, bound_by_thresholds
+from fulcrum.analysis.detectors import exact
+from fulcrum.analysis.detectors.findings import Reading, contradict
+from fulcrum.analysis.detectors.foreign.adapters import Floats
+from fulcrum.analysis.detectors.foreign.claims import Claims
+from fulcrum.analysis.detectors.foreign.replay import LARGER, Line, Sample
+from fulcrum.privacy.accounting import compute_epsilon
+from fulcrum.privacy.events import Gaussian
+
+REPLAY, STATEMENT, AUDIT = "neighbour replay", "statement check", "audit"
+FAR = 6.5
+"""Standard errors that a measured mean is given: beyond them with a chance of 1e-10."""
+CHANCE_FAR = 1e-10
+
+NO_CLIPPING = "no clipping"
+CLIPPED_BATCH = "clipped batches"
+AVERAGED = "averaging before clipping"
+NOISE = "noise of the wrong scale"
+SHUFFLING = "shuffling sold as Poisson"
+DIVISOR = "divisor by the actual batch"
+STATISTICS = "statistics of private data"
+SEEDS = "reused seeds"
+BUDGET = "a budget per round sold as a total"
+EPSILON = "epsilon below what was measured"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything that was replayed, and the claims. `first`, `second` and `larger` have n records, `double` 2 n.
+
+    clear: released numbers that have no noise; they are left out of everything else. small: copies of a record, of
+    which about one is sampled. half, half_double: copies of a smaller record, whose
+    releases are half as long as those of the extreme one; None where nothing asked for them. with_target, without:
+    scores of one extreme record among records of zeros, and of zeros alone, along the direction in which it moves.
+    """
+
+    claims: Claims
+    count: int
+    first_sample: Sample
+    second_sample: Sample
+    first: Line
+    second: Line
+    larger: Line
+    double: Line
+    small: Sample
+    small_count: int
+    clear: int
+    half_double: float | None
+    with_target: Floats
+    without: Floats
+
+    @property
+    def batch(self) -> float:
+        """The expected batch."""
+        return self.count * self.claims.rate
+
+
+# --- readings -----------------------------------------------------------------------------------
+
+
+def read_seeds(found: Measured) -> Iterator[Reading]:
+    """Whether calls with different seeds share their noise."""
+    rows = found.first_sample.finite
+    still = bool((rows.max(axis=0) == rows.min(axis=0)).all())
+    yield contradict(
+        REPLAY,
+        SEEDS,
+        still,
+        "every call returns the same numbers, whatever its seed: the noise is missing, or the same in every call",
+    )
+    if still or found.first.noise == 0:
+        return
+    across = found.first.across - found.first.across.mean(axis=0)
+    if across.shape[1] < 2:
+        return
+    p, i, j, alike = exact.judge_directions(across)
+    yield Reading(
+        REPLAY,
+        SEEDS,
+        p if alike > 0.5 else 1.0,
+        f"calls {i + 1} and {j + 1}, with different seeds, have the same noise (correlation {alike:.2f})",
+    )
+
+
+def read_clipping(found: Measured) -> Iterator[Reading]:
+    """Whether a larger record moves a release further, and whether twice as many records move it twice as far."""
+    grown = found.larger.mean / found.first.mean if found.first.mean > 0 else 1.0
+    yield contradict(
+        REPLAY,
+        NO_CLIPPING,
+        grown > 3,
+        f"a record that is {LARGER:g} times as large moves a release {grown:.3g} times as far, so nothing bounds it",
+    )
+    if min(found.first.noise, found.double.noise) == 0 or grown > 3:
+        return
+    one, two = found.first.multiple, found.double.multiple
+    error = math.hypot(2 * found.first.error, found.double.error)
+    # Estimated deviations of the noise add their own errors, which are small beside the effect that is asked for.
+    score = (2 * one - two) / max(error, 1e-300)
+    p = float(special.ndtr(-score)) if two < 1.5 * one else 1.0
+    averaged = found.half_double is not None and found.half_double < 0.75
+    what = AVERAGED if averaged else CLIPPED_BATCH
+    why = (
+        "the mean gradient of the batch is clipped, not each record's"
+        if averaged
+        else "the batch's gradient is clipped, not each record's"
+    )
+    yield Reading(
+        REPLAY,
+        what,
+        p,
+        f"twice as many copies of a record move a release {two / one:.2f} times as far beside its noise, not 2: {why}",
+    )
+
+
+def is_batch_clipped(found: Measured) -> bool:
+    """Whether a release does not grow with the number of records."""
+    return found.first.noise > 0 and found.double.multiple < 1.5 * found.first.multiple
+
+
+def measure_sigma(found: Measured) -> float:
+    """The noise multiplier as measured: the noise over what one record adds, the worse of two records."""
+    if is_batch_clipped(found):  # leaving out a record can turn a clipped vector around: it moves by up to 2 C
+        return min(line.noise / line.mean / 2 for line in (found.first, found.second) if line.mean > 0)
+    return min(
+        (line.noise * found.batch / line.mean for line in (found.first, found.second) if line.mean > 0), default=0.0
+    )
+
+
+def measure_sigma_error(found: Measured) -> float:
+    """The standard error of the measured noise multiplier."""
+    line = found.first
+    if line.mean <= 0 or line.noise == 0:
+        return 0.0
+    of_mean = float(line.along.std(ddof=1)) / math.sqrt(len(line.along)) / line.mean
+    return measure_sigma(found) * math.hypot(of_mean, 1 / math.sqrt(2 * line.freedom))
+
+
+def read_noise(found: Measured) -> Iterator[Reading]:
+    """Whether the noise is as large as claimed beside what one record adds."""
+    if is_batch_clipped(found):
+        return
+    sigma, claims = measure_sigma(found), found.claims
+    for line, sample in ((found.first, found.first_sample), (found.second, found.second_sample)):
+        low = line.mean - FAR * float(line.along.std(ddof=1)) / math.sqrt(len(line.along))
+        if low <= 0:
+            continue
+        declared = claims.sigma * low / found.batch
+        ratio = line.noise * found.batch / line.mean / claims.sigma
+        total = float(np.square(line.across - line.across.mean(axis=0)).sum()) / declared**2
+        p = exact.judge_variance_too_small(total, line.freedom) + CHANCE_FAR
+        yield Reading(
+            REPLAY,
+            NOISE,
+            min(1.0, p) if ratio < 0.97 else 1.0,
+            f"the noise is {ratio:.3g} times what sigma = {claims.sigma:g} and the clipping say (sigma {sigma:.3g})",
+        )
+        rows = sample.finite - sample.finite.mean(axis=0)
+        sums = np.square(rows).sum(axis=0) / declared**2
+        # Numbers that never move are no release of the gradient, or are in the clear: another reading's.
+        moving = sums > 0
+        if moving.any():
+            least = float(sums[moving].min())
+            p = min(1.0, exact.judge_variance_too_small(least, len(rows) - 1) * int(moving.sum()) + CHANCE_FAR)
+            weak = math.sqrt(least / (len(rows) - 1))
+            yield Reading(
+                REPLAY,
+                NOISE,
+                p if weak < 0.9 else 1.0,
+                f"one of the released numbers has {weak:.3g} times the noise that is declared",
+            )
+
+
+def read_sampling(found: Measured) -> Iterator[Reading]:
+    """Whether the number of sampled records varies as Poisson sampling and a fixed divisor make it vary."""
+    claims, line = found.claims, found.first
+    if claims.sampling != "poisson" or claims.rate >= 1 or is_batch_clipped(found) or line.noise == 0:
+        return
+    low = (line.mean - FAR * float(line.along.std(ddof=1)) / math.sqrt(len(line.along))) / found.batch
+    noise = line.noise * max(0.0, 1 - FAR / math.sqrt(2 * line.freedom))
+    if low <= 0:
+        return
+    expected = line.noise**2 + (line.mean / found.batch) ** 2 * found.batch * (1 - claims.rate)
+    ratio = float(line.along.var(ddof=1)) / expected
+    p = bound_small_variance(line.along, low, noise, found.count, claims.rate) + 2 * CHANCE_FAR
+    divided = divides_by_actual_batch(found)
+    yield Reading(
+        REPLAY,
+        DIVISOR if divided else SHUFFLING,
+        min(1.0, p) if ratio < 0.7 else 1.0,
+        f"releases of copies of one record vary {math.sqrt(ratio):.2f} times as much as Poisson samples at rate "
+        f"{claims.rate:g} make them: "
+        + (
+            "the sum is divided by the number that was sampled"
+            if divided
+            else "samples have a fixed size, or the rate is higher"
+        ),
+    )
+
+
+def bound_small_variance(values: Floats, step: float, noise: float, count: int, rate: float) -> float:
+    """Chernoff's bound on the chance that releases vary so little.
+
+    values [T]: step times a binomial number plus noise. Half the squared differences of disjoint pairs are independent.
+    """
+    pairs = len(values) // 2
+    total = float((np.square(values[: 2 * pairs : 2] - values[1 : 2 * pairs : 2]) / 2).sum())
+    sizes = np.arange(count + 1)
+    weights = stats.binom.pmf(sizes, count, rate)
+    gaps = np.convolve(weights, weights[::-1])  # of the difference of two numbers, -count..count
+    squares = (step * np.arange(-count, count + 1)) ** 2 / 2
+    best = 0.0
+    mean = noise**2 + step**2 * count * rate * (1 - rate)
+    for strength in np.geomspace(1e-2, 1e2, 40) / mean:
+        spread = 1 + 2 * strength * noise**2
+        moment = float((gaps * np.exp(-strength * squares / spread)).sum()) / math.sqrt(spread)
+        best = min(best, strength * total + pairs * math.log(max(moment, 1e-300)))
+    return math.exp(best)
+
+
+def divides_by_actual_batch(found: Measured) -> bool:
+    """Whether what looks like a fixed sample is a mean over an actual one: empty batches and uneven noise tell."""
+    if len(found.first_sample.finite) < len(found.first_sample.vectors) or len(found.small.finite) < len(
+        found.small.vectors
+    ):
+        return True  # a division by zero
+    lengths = np.square(found.first.across - found.first.across.mean(axis=0)).sum(axis=1)
+    degrees = found.first.across.shape[1]
+    uneven = float(lengths.var(ddof=1) / lengths.mean() ** 2) * degrees / 2
+    if uneven > 1 + 8 / math.sqrt(len(lengths)):
+        return True
+    empty = (1 - found.claims.rate) ** found.small_count
+    along = found.small.finite @ found.first.direction
+    across = found.small.finite - np.outer(along, found.first.direction)
+    noise = float(np.square(across - across.mean(axis=0)).sum()) / ((len(across) - 1) * degrees)
+    moved = float(along.mean()) / (1 - empty)
+    return bool(float(along.var(ddof=1)) > noise + 0.5 * empty * (1 - empty) * moved**2)
+
+
+def read_statistics(found: Measured) -> Iterator[Reading]:
+    """Whether numbers beside the noised ones follow from private records without noise."""
+    yield contradict(
+        REPLAY,
+        STATISTICS,
+        found.clear > 0,
+        f"{found.clear} of {found.clear + found.first_sample.vectors.shape[1]} released numbers have no noise and "
+        "depend on the records",
+    )
+    for name, values in found.first_sample.beside.items():
+        other = found.second_sample.beside.get(name, values)
+        own, others = values[np.isfinite(values)], other[np.isfinite(other)]
+        if not len(own) or not len(others):
+            continue
+        constant = bool((own == own[0]).all() and (others == others[0]).all())
+        few = not constant and len(np.unique(own)) < max(3, len(own) // 4)
+        yield contradict(
+            REPLAY,
+            STATISTICS,
+            (constant and own[0] != others[0]) or few,
+            f"{name!r} is returned beside the update without noise, and follows from the records"
+            + (" that were sampled" if few else ""),
+        )
+
+
+# --- epsilon --------------------------------------------------------------------------------------
+
+
+def price(claims: Claims, sigma: float, steps: int, sampling: str = "") -> float:
+    """Epsilon of so many releases at this sigma, by what the sampling is worth.
+
+    Shuffled batches and full ones have no amplification here: each record is in one release per pass over the data.
+    """
+    if sigma <= 0:
+        return math.inf
+    used = sampling or claims.sampling
+    if used == "poisson":
+        return compute_epsilon([Gaussian(claims.rate, sigma, steps)], claims.delta)
+    passes = steps if used == "full" else max(1, math.ceil(steps * claims.rate))
+    return compute_epsilon([Gaussian(1.0, sigma, passes)], claims.delta)
+
+
+def read_budget(found: Measured) -> Iterator[Reading]:
+    """Whether the promised epsilon is that of all steps, by the claimed numbers alone."""
+    claims = found.claims
+    if claims.epsilon is None:
+        return
+    total, single = price(claims, claims.sigma, claims.steps), price(claims, claims.sigma, 1)
+    short = claims.epsilon < 0.98 * total
+    per_round = claims.epsilon >= 0.9 * single
+    yield contradict(
+        STATEMENT,
+        BUDGET if per_round else EPSILON,
+        short,
+        f"epsilon = {claims.epsilon:g} is promised, and {claims.steps} steps at rate {claims.rate:g} and sigma "
+        f"{claims.sigma:g} cost {total:.4g}"
+        + (f"; one step costs {single:.4g}" if per_round and claims.steps > 1 else ""),
+    )
+
+
+def list_scores(found: Measured) -> tuple[Floats, np.ndarray]:
+    """Scores with the target and without it in turn, and which is which."""
+    count = min(len(found.with_target), len(found.without))
+    scores = np.stack([found.with_target[:count], found.without[:count]], axis=1).ravel()
+    included = np.tile([True, False], count)
+    # Neighbouring places choose the threshold and are counted: mix them, by a seed that knows nothing of the scores.
+    order = np.random.default_rng(0).permutation(len(scores))
+    return scores[order], included[order]
+
+
+def bound_one_release(found: Measured, confidence: float = 0.95) -> LowerBound:
+    """A lower bound on the epsilon of one release, by Clopper and Pearson: it assumes nothing."""
+    return bound_by_thresholds(*list_scores(found), delta=found.claims.delta, confidence=confidence)
+
+
+def bound_training(found: Measured) -> float:
+    """A lower bound on the epsilon of all steps with confidence 0.95, where releases are sampled Gaussian ones."""
+    step = found.first.mean / found.batch
+    if step <= 0 or is_batch_clipped(found) or found.claims.sampling != "poisson":
+        return 0.0
+    events = [Gaussian(found.claims.rate, found.claims.sigma, 1)]
+    scores, included = list_scores(found)
+    fitted = bound_by_noise_fit(scores[:, None] / step, included, events, found.claims.delta)
+    scale = fitted.numbers.get("noise_at_most", math.inf)
+    return price(found.claims, found.claims.sigma * scale, found.claims.steps) if scale < math.inf else 0.0
+
+
+def read_audit(found: Measured) -> Iterator[Reading]:
+    """Whether the lower bound alone refutes the promise."""
+    claims = found.claims
+    promised = price(claims, claims.sigma, 1) if claims.epsilon is None else claims.epsilon
+    surely = bound_one_release(found, 1 - 1e-8)
+    yield Reading(
+        AUDIT,
+        EPSILON,
+        1e-8 if surely.epsilon > promised else 1.0,
+        f"one release alone has epsilon of at least {surely.epsilon:.3g}, and {promised:.3g} is promised",
+    )
+
+
+READERS: tuple[Callable[[Measured], Iterator[Reading]], ...] = (
+    read_seeds,
+    read_clipping,
+    read_noise,
+    read_sampling,
+    read_statistics,
+    read_budget,
+    read_audit,
+)
+"""Every comparison, in the order in which mistakes are told."""

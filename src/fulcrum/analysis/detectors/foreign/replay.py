@@ -1,0 +1,193 @@
+"""Replays a client on data sets that were made for it, and measures its mechanism without knowing its code.
+
+In a data set of copies of one extreme record every sampled record adds the same clipped gradient c. So a release is
+
+    a (K c + sigma |c| z),     K the number of sampled records, a an unknown scale,
+
+and three things can be read off many of them: the mean a n q |c| along c, the deviation a sigma |c| across c, and how
+much K varies. Their ratios need neither the scale nor the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from fulcrum.analysis.detectors.foreign.adapters import Client, Data, Floats, Released
+from fulcrum.analysis.detectors.foreign.claims import Claims
+from fulcrum.errors import InputError
+from fulcrum.settings.registry import import_named_attribute
+
+EXTREME = 1e3
+LARGER = 30.0
+
+
+class Replayer:
+    """Calls a client with a new seed each time."""
+
+    def __init__(self, client: Client, first_seed: int = 1) -> None:
+        self._client, self._seed = client, first_seed
+        self.calls = 0
+        self.kept: npt.NDArray[np.bool_] | None = None
+        """Which of the released numbers are looked at; None: all."""
+
+    def play(self, data: Data, count: int) -> Sample:
+        """`count` releases of a data set."""
+        found: list[Released] = []
+        for _ in range(count):
+            found.append(self._client((data[0].copy(), data[1].copy()), self._seed))
+            self._seed += 1
+        self.calls += count
+        sizes = {each.vector.shape for each in found}
+        if len(sizes) != 1:
+            raise InputError("the client returned vectors of different lengths; it must return one length.")
+        vectors = np.stack([each.vector for each in found])
+        if vectors.shape[1] < 2:
+            raise InputError("the client returned fewer than two numbers; its noise cannot be told from its signal.")
+        names = dict.fromkeys(name for each in found for name in each.beside)
+        beside = {name: np.array([each.beside.get(name, np.nan) for each in found]) for name in names}
+        return Sample(vectors, beside) if self.kept is None else Sample(vectors[:, self.kept], beside)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Releases of one data set: vectors [T, d], and numbers beside them [T]. Some may be no numbers (empty batches)."""
+
+    vectors: Floats
+    beside: dict[str, Floats]
+
+    @cached_property
+    def finite(self) -> Floats:
+        """The vectors that are numbers throughout."""
+        return self.vectors[np.isfinite(self.vectors).all(axis=1)]
+
+    def keep(self, columns: npt.NDArray[np.bool_]) -> Sample:
+        """The same with some of the released numbers only."""
+        return Sample(self.vectors[:, columns], self.beside)
+
+
+def find_clear_columns(one: Sample, two: Sample) -> npt.NDArray[np.bool_]:
+    """Released numbers without noise that depend on the records [d]; none where nothing has noise.
+
+    one, two: releases of copies of one record each.
+    """
+    first, second = one.finite, two.finite
+    still = (first.max(axis=0) == first.min(axis=0)) & (second.max(axis=0) == second.min(axis=0))
+    clear: npt.NDArray[np.bool_] = still & (first[0] != second[0])
+    return clear if not still.all() else np.zeros_like(clear)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Releases of copies of one record, taken apart. direction [d]: of the mean, from the first half of the releases.
+
+    along [T/2]: the second half along it. across [T/2, d-1]: the second half in an orthonormal basis of the rest.
+    """
+
+    direction: Floats
+    along: Floats
+    across: Floats
+
+    @property
+    def mean(self) -> float:
+        """How far copies of the record move a release."""
+        return float(self.along.mean())
+
+    @property
+    def noise(self) -> float:
+        """The deviation of the noise in one direction; 0 where it is rounding alone."""
+        centred = self.across - self.across.mean(axis=0)
+        found = float(np.sqrt(np.square(centred).sum() / self.freedom))
+        return found if found > 1e-9 * abs(self.mean) else 0.0
+
+    @property
+    def freedom(self) -> int:
+        """Degrees of freedom of the noise's deviation."""
+        return (len(self.across) - 1) * int(self.across.shape[1])
+
+    @property
+    def multiple(self) -> float:
+        """The mean as a multiple of the noise; infinite without noise."""
+        return self.mean / self.noise if self.noise > 0 else np.inf
+
+    @property
+    def error(self) -> float:
+        """Standard error of the multiple."""
+        return float(self.along.std(ddof=1) / np.sqrt(len(self.along)) / self.noise) if self.noise > 0 else 0.0
+
+
+def take_apart(sample: Sample) -> Line:
+    """The line of a sample. The directions come from one half, the numbers from the other."""
+    rows = sample.finite
+    if len(rows) < 8:
+        raise InputError("most releases of the client are no finite numbers; it cannot be checked like this.")
+    half = len(rows) // 2
+    mean = rows[:half].mean(axis=0)
+    length = float(np.linalg.norm(mean))
+    direction = mean / length if length > 0 else np.eye(rows.shape[1])[0]
+    basis = np.linalg.svd(direction[None, :], full_matrices=True)[2][1:]
+    second = rows[half:]
+    return Line(direction, second @ direction, second @ basis.T)
+
+
+# --- data sets ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Records:
+    """Ordinary records, from the user or made up: x [n, ...] and y [n]."""
+
+    x: npt.NDArray[np.floating]
+    y: npt.NDArray[np.int64]
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        """The different labels."""
+        found: npt.NDArray[np.int64] = np.unique(self.y)
+        return found
+
+    def copies(self, record: npt.NDArray[np.floating], label: int, count: int) -> Data:
+        """A data set of copies of one record."""
+        x = np.broadcast_to(record, (count, *record.shape)).astype(self.x.dtype)
+        return x.copy(), np.full(count, label, dtype=self.y.dtype)
+
+
+def make_records(claims: Claims) -> Records:
+    """The user's records, or made-up ones: standard normal features, labels in turn."""
+    if claims.data:
+        made = import_named_attribute(claims.data, "claims: data")
+        x, y = made() if callable(made) else made
+        x, y = np.asarray(x), np.asarray(y)
+        if not np.issubdtype(x.dtype, np.floating) or len(x) != len(y) or len(x) < 2:
+            raise InputError(f"{claims.data} must return x [n, ...] of floating-point numbers and y [n], n at least 2.")
+        return Records(x, y)
+    generator = np.random.default_rng(0)
+    count = claims.records
+    return Records(
+        generator.standard_normal((count, claims.features)).astype(np.float32),
+        (np.arange(count) % claims.classes).astype(np.int64),
+    )
+
+
+@dataclass(frozen=True)
+class Target:
+    """An extreme record: its features and label."""
+
+    x: npt.NDArray[np.floating]
+    label: int
+
+
+def choose_targets(replayer: Replayer, records: Records, claims: Claims) -> tuple[Target, Target]:
+    """Two extreme records in different directions, each with the label that moves a release furthest."""
+    found = []
+    for shape in (records.x[0], -records.x[1]):
+        size = EXTREME * shape / max(float(np.abs(shape).max()), 1e-6)
+        moved = []
+        for label in records.labels[:10]:
+            few = replayer.play(records.copies(size, int(label), claims.records), 6).finite
+            moved.append((float(np.linalg.norm(few.mean(axis=0))) if len(few) else 0.0, int(label)))
+        found.append(Target(size, max(moved)[1]))
+    return found[0], found[1]

@@ -1,0 +1,146 @@
+"""Group norm on a CPU, of images with channels last: one pass gives the input's gradient and each example's parameters'.
+
+PyTorch's own backward pass is several times slower in that format and adds the parameter gradients of all examples up;
+so is its forward pass for small images. Rows of several pixels side by side (`_Rows`) keep the inner loops of PyTorch's
+operations long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulcrum.gradients.group_norm import ParameterGrads
+
+LARGE_IMAGE = 1024
+"""Pixels from which PyTorch's forward pass is the faster one: it has another loop for these."""
+
+ROW_NUMBERS = 512
+"""Numbers side by side in a row, where there are as many pixels."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Images [B, C, ...] with channels last as rows [B, n, k C]: k pixels side by side."""
+
+    pixels: int
+    channels: int
+    groups: int
+    k: int
+
+    @staticmethod
+    def of(images: Tensor, groups: int) -> _Rows:
+        channels, pixels = images.shape[1], math.prod(images.shape[2:])
+        most = max(1, min(pixels, ROW_NUMBERS // channels))
+        return _Rows(pixels, channels, groups, next(k for k in range(most, 0, -1) if pixels % k == 0))
+
+    def view(self, images: Tensor) -> Tensor:
+        return images.movedim(1, -1).reshape(len(images), self.pixels // self.k, self.k * self.channels)
+
+    def add(self, rows: Tensor) -> Tensor:
+        """Sums over pixels, [B, C]."""
+        return rows.sum(dim=1).view(len(rows), self.k, self.channels).sum(dim=1)
+
+    def add_groups(self, values: Tensor) -> Tensor:
+        """Sums over the channels of each group of [B, C], for each of them: [B, C]."""
+        parts = values.view(len(values), self.groups, -1)
+        return parts.sum(dim=2, keepdim=True).expand_as(parts).reshape(values.shape)
+
+    def widen(self, values: Tensor) -> Tensor:
+        """[B, C] -> [B, 1, k C], to combine with rows."""
+        return values.unsqueeze(1).expand(-1, self.k, -1).reshape(len(values), 1, -1)
+
+
+@dataclass
+class _Call:
+    """What the backward pass of one call needs, and the input's gradient once it is known."""
+
+    rows: _Rows
+    images: Tensor
+    """The input, as rows."""
+    centre: Tensor
+    """The mean of each channel's group, [B, C]."""
+    rise: Tensor
+    """One over its standard deviation, [B, C]."""
+    weight: Tensor
+    out: list[Tensor]
+    """The output, until autograd has taken it."""
+    slope: Tensor | None = None
+
+    def differentiate(self, g: Tensor) -> ParameterGrads:
+        """From the output's gradient; keeps the input's until autograd asks for it."""
+        rows, rise, shape = self.rows, self.rise, g.shape
+        g = rows.view(g)
+        count = rows.pixels * (rows.channels // rows.groups)
+        bias = rows.add(g)
+        found = torch.mul(g, self.images)
+        weight = rows.add(found).addcmul_(bias, self.centre, value=-1).mul_(rise)
+        along = rows.add_groups(weight * self.weight).mul_(rise.square()).div_(-count)
+        level = rows.add_groups(bias * self.weight).mul_(rise).div_(-count).addcmul_(along, self.centre, value=-1)
+        torch.addcmul(rows.widen(level), self.images, rows.widen(along), out=found)
+        found.addcmul_(g, rows.widen(rise * self.weight))
+        # Autograd keeps this object until the whole pass is over; the images are not needed any more.
+        self.slope, self.images = _to_images(found, shape), found.new_empty(0)
+        return ParameterGrads(weight, bias)
+
+
+def _to_images(rows: Tensor, shape: torch.Size) -> Tensor:
+    return rows.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+class _GroupNorm(torch.autograd.Function):
+    """The output of a call; its backward pass hands out the gradient that `_Call.differentiate` found."""
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, call: _Call) -> Tensor:
+        ctx.call = call
+        return call.out.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        call: _Call = ctx.call
+        if call.slope is None:  # no hook asked for the parameters' gradients
+            call.differentiate(grads[0])
+        slope, call.slope = call.slope, None
+        return slope, None
+
+
+def host_group_norm(
+    images: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Callable[[Tensor], ParameterGrads]] | None:
+    """As `group_norm.fused_group_norm`, on a CPU; None unless images are float32 with channels last."""
+    last = images.dim() == 4 and images.is_contiguous(memory_format=torch.channels_last)
+    if images.dtype != torch.float32 or not last or images.is_contiguous() or not images.numel():
+        return None
+    kept = images.detach()
+    rows = _Rows.of(kept, groups)
+    own = kept.new_ones(rows.channels) if weight is None else weight.detach()
+    if rows.pixels < LARGE_IMAGE:
+        out, centre, rise = _normalise(rows, kept, own, bias, eps)
+    else:
+        size = (len(kept), rows.channels, rows.pixels)
+        out, *moments = torch.native_group_norm(kept, weight, bias, *size, groups, eps)
+        out = out.detach()
+        centre, rise = (each.detach().repeat_interleave(rows.channels // groups, dim=1) for each in moments)
+    call = _Call(rows, rows.view(kept), centre, rise, own, [out])
+    return _GroupNorm.apply(images, call), call.differentiate  # type: ignore[no-untyped-call]
+
+
+def _normalise(
+    rows: _Rows, images: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and the mean and one over the standard deviation of each channel's group, [B, C] each."""
+    count = rows.pixels * (rows.channels // rows.groups)
+    given = rows.view(images)
+    centre = rows.add_groups(rows.add(given)).div_(count)
+    out = given - rows.widen(centre)
+    rise = rows.add_groups(rows.add(torch.mul(out, out, out=out))).div_(count).add_(eps).rsqrt_()
+    steep = rise * weight
+    level = centre.mul(steep).neg_() if bias is None else torch.addcmul(bias.detach(), centre, steep, value=-1)
+    torch.addcmul(rows.widen(level), given, rows.widen(steep), out=out)
+    return _to_images(out, images.shape), centre, rise
