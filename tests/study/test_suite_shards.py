@@ -68,7 +68,7 @@ def test_starts_that_a_rehearsal_makes_the_same_run_are_played_once(monkeypatch:
     assert len(entry["runs"]) == 6 * 2
     entry["job"]["settings"]["train"]["rounds"] = 2
     chosen = Rehearsed(Candidate("plain", 0.3, 0.7), "0" * 16)
-    monkeypatch.setattr(apply, "recall_or_rehearse", lambda facts, model, public: chosen)
+    monkeypatch.setattr(apply, "recall_or_rehearse", lambda *given: chosen)
     monkeypatch.setattr(apply, "estimate_minutes", lambda federation: 0.0)
     played: list[int] = []
     real = backends._run_stack

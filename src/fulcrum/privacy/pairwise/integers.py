@@ -70,7 +70,7 @@ def round_rows_to_messages(
         noise = scale * own.weight
         if not noise >= COARSEST * own.grid:
             raise ValueError(f"a grid of {own.grid!r} is too coarse for noise of scale {noise!r}")
-        x = clipped[i].double() * own.weight  # one rounding per coordinate: see docs/pairwise.md, step 4
+        x = clipped[i].double() * own.weight  # one rounding per coordinate: see docs/pairwise.md, step 6
         name = ("noise", *place)
         if isinstance(randomness, CipherRandomness):
             found = release_rows_on_grid(x[None], [noise], [(randomness, name)], [own.grid])[0].units
