@@ -29,7 +29,7 @@ def find_formatted(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FormattedValue) or node.format_spec is None:
             continue
-        spec = "".join(part.value for part in ast.walk(node.format_spec) if isinstance(part, ast.Constant))
+        spec = "".join(str(part.value) for part in ast.walk(node.format_spec) if isinstance(part, ast.Constant))
         words = ast.unparse(node.value)
         called = isinstance(node.value, ast.Call)
         if (
