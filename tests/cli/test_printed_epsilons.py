@@ -19,6 +19,8 @@ IDENTIFIERS = {
     "study/robustness_report.py": 1,  # the name of a file
 }
 """Where an epsilon is a part of a name, which must stay as it is: how many times."""
+MEASURED = ("analysis/attacks/", "analysis/audit/", "analysis/detectors/", "cli/attack.py", "cli/check.py")
+"""Attacks, audits and detectors print lower bounds, which are not rounded up, beside the claims that they test."""
 
 
 def find_formatted(source: str) -> list[str]:
@@ -27,7 +29,7 @@ def find_formatted(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FormattedValue) or node.format_spec is None:
             continue
-        spec = "".join(part.value for part in ast.walk(node.format_spec) if isinstance(part, ast.Constant))
+        spec = "".join(str(part.value) for part in ast.walk(node.format_spec) if isinstance(part, ast.Constant))
         words = ast.unparse(node.value)
         called = isinstance(node.value, ast.Call)
         if (
@@ -44,7 +46,8 @@ def test_an_epsilon_is_formatted_by_one_function():
     found = {
         str(file.relative_to(ROOT)): find_formatted(file.read_text(encoding="utf-8")) for file in ROOT.rglob("*.py")
     }
-    assert {name: len(rows) for name, rows in found.items() if rows} == IDENTIFIERS, found
+    spent = {name: len(rows) for name, rows in found.items() if rows and not name.startswith(MEASURED)}
+    assert spent == IDENTIFIERS, found
 
 
 def test_another_format_would_be_noticed():

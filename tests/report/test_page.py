@@ -189,7 +189,7 @@ def test_the_page_says_what_an_attacker_can_reach(tmp_path: Path) -> None:
     assert "this does NOT hold here" in make_page([simulated])
 
 
-def make_audit(passed: bool = True, **bounds: dict[str, float]) -> dict[str, Any]:
+def make_audit(bounds: dict[str, dict[str, int]], passed: bool = True) -> dict[str, Any]:
     """audit.json as docs/audit.md has it: one party's bounds by method."""
     rows = [{"epsilon": 0.4, "method": method, "assumes": "", "numbers": numbers} for method, numbers in bounds.items()]
     party = {"name": "a", "claimed": 2.0, "canaries": 200, "included": 100, "bounds": rows}
@@ -202,13 +202,13 @@ def test_the_audits_points_are_in_the_chart_and_broken_ones_are_not(tmp_path: Pa
     counts = {"true_positives": 30, "members": 100, "false_positives": 10, "others": 200}
     guessed = {"canaries": 200, "guesses": 40, "correct": 24, "sides": 2}
     wrong = {"true_positives": 30, "members": 10, "false_positives": 10, "others": 0}
-    audit = make_audit(**{"clopper-pearson": counts, "one-run": guessed, "broken": wrong, "empty": {}})
+    audit = make_audit({"clopper-pearson": counts, "one-run": guessed, "broken": wrong, "empty": {}})
     (folder / "audit.json").write_text(json.dumps(audit))
     run = read_run(folder)
     points = {each.name: (each.x["false_positives"][0], each.y[0]) for each in make_attack_charts(run)[0].series[2:]}
     assert points == {"audit, clopper-pearson, a": (0.05, 0.3), "audit, one-run, a": (0.08, 0.12)}
     assert "The audit measured an epsilon of at least 0.4 (one-run, 95% confidence)" in make_page([run])
-    (folder / "audit.json").write_text(json.dumps(make_audit(passed=False)))
+    (folder / "audit.json").write_text(json.dumps(make_audit({}, passed=False)))
     assert "IT CONTRADICTS THE CLAIM" in make_page([read_run(folder)])
     for broken in (
         {"parties": 3},

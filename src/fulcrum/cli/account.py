@@ -124,7 +124,7 @@ def check_account_options(
         ("--steps", steps, 1, MAX_STEPS),
     ):
         if value is not None and not low <= value <= high:
-            shown = f"{value}" if len(f"{value}") <= 30 else "that large"
+            shown = f"{value:g}" if isinstance(value, float) else f"{value}" if len(f"{value}") <= 30 else "that large"
             raise ConfigError(f"{name} {shown} is out of range; it must be at least {low:g} and at most {high:g}.")
     if not (0 <= colluders < math.inf):
         raise ConfigError(f"--colluders {colluders:g} is out of range; it must be a count or a fraction of at least 0.")
